@@ -6,7 +6,8 @@
  * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), gaps (no test:
  * one CPU at CPL3 tells how much of its time it was not run), no-user (CPL3 cannot be counted here), clock (cycles are
  * counted by a clock that runs at the TSC's rate), has-instructions, has-branches (somebody counts them), reset=WAY (no test: resets the machine), button (no test: powers off
- * when the power button is pressed).
+ * when the power button is pressed), hostile=SEED (no test: does what a VMM should survive, for ever), unemulated (no test:
+ * executes an instruction that KVM has to execute itself and cannot).
  */
 #include "selftest.h"
 
@@ -92,6 +93,10 @@ void kmain(void)
         reset_by(option_value("reset"));
     if (option("button"))
         wait_for_button();
+    if (option_value("hostile"))
+        hostile(option_number("hostile", 1));
+    if (option("unemulated"))
+        unemulated();
     pmu_detect();
     if (tables)
         banner();

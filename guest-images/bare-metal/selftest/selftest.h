@@ -26,4 +26,8 @@ void __attribute__((noreturn)) show_gaps(void);
 void __attribute__((noreturn)) reset_by(const char *way); /* keyboard, cf9, a20 (port 0x92) or triple */
 void __attribute__((noreturn)) wait_for_button(void);
 
+/* --- hostile.c --- */
+void __attribute__((noreturn)) hostile(u64 seed);
+void __attribute__((noreturn)) unemulated(void);
+
 #endif

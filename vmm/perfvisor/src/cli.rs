@@ -357,6 +357,10 @@ pub struct RunArgs {
     /// ends), log (the kernel's log gets it), off (nothing is watched).
     #[arg(long, value_name = "MODE", default_value = "on")]
     pub seccomp: sandbox::Mode,
+    /// Let the running VM open no file of the host but those it has a use for (by landlock, where the kernel
+    /// has it): on or off.
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    pub landlock: bool,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]
     pub stats: bool,

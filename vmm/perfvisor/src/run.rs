@@ -6,6 +6,7 @@
 
 mod consoles;
 mod error;
+mod files;
 pub(crate) mod machine;
 
 use std::fs::File;
@@ -129,7 +130,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         log: log_file,
         status: ExitStatus::Internal.code(),
     };
+    sandbox::watch_faults(will).map_err(|e| RunError::Start("sigaction failed", e))?;
     sandbox::begin(args.seccomp, will).map_err(not_confined)?;
+    files::begin(args).map_err(RunError::Files)?;
     panics_are_one_line(will);
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
@@ -181,6 +184,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     if args.on_reset == OnReset::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
+    files::restrict(args).map_err(RunError::Files)?;
     sandbox::confine().map_err(not_confined)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();

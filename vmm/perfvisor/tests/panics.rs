@@ -1,10 +1,12 @@
-//! A thread that panics ends the whole VM with one line, and leaves no terminal raw and no vCPU behind.
+//! A thread that panics, a fault's signal, and an instruction that KVM cannot execute end the whole VM with one
+//! line, and leave no terminal raw and no vCPU behind.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use common::machine::Machine;
 use common::skip::skipped;
-use common::vm::PROGRAM;
+use common::vm::{PROGRAM, SpinningVm, eventually};
 
 mod common;
 
@@ -70,4 +72,49 @@ fn a_vcpu_that_panics_ends_the_vm_in_one_line() {
     };
     assert_eq!(status, Some(8), "{said}");
     is_one_line_of(&said, "vcpu", 2);
+}
+
+/// Such a signal does not come again by itself when a handler returns, as that of a fault does.
+#[test]
+fn a_fault_s_signal_that_somebody_sends_ends_the_vm_in_one_line() {
+    for signal in ["SEGV", "BUS", "ILL", "FPE"] {
+        let Some(mut vm) = SpinningVm::start("sent", &["--cpus", "2"]) else {
+            return;
+        };
+        let id = vm.child.id().to_string();
+        let kill = Command::new("/bin/kill")
+            .args([&format!("-{signal}"), &id])
+            .status();
+        assert!(kill.unwrap().success());
+        let status = vm.child.wait().unwrap();
+        assert_eq!(status.code(), Some(8), "{status}: {:?}", vm.said());
+        let line = format!("was sent SIG{signal} by process ");
+        let told = || {
+            let said = vm.said();
+            said.iter().filter(|said| said.contains(&line)).count()
+        };
+        eventually("the line", || told() == 1);
+    }
+}
+
+/// KVM's emulator lacks instructions. Which one it was is what a report needs.
+#[test]
+fn an_instruction_that_kvm_cannot_emulate_is_named() {
+    let Some(mut vm) = Machine::start(&["--cmdline", "unemulated"]) else {
+        return;
+    };
+    vm.line_with("cmpxchg16b where nobody is");
+    assert_eq!(vm.status(), Some(8), "{:?}", vm.said());
+    eventually("the line", || vm.said_count("internal error") == 1);
+    let said = vm.said();
+    let line = said.iter().find(|line| line.contains("internal error")).unwrap();
+    assert!(
+        line.contains("internal error 1 (it cannot emulate an instruction) at 0x") && line.contains("CPL 0"),
+        "{line}"
+    );
+    // Since Linux 5.14 KVM gives the instruction's bytes.
+    assert!(
+        line.contains("cmpxchg16b") || line.contains("does not say at which"),
+        "{line}"
+    );
 }

@@ -155,6 +155,50 @@ fn a_pause_and_a_reset_do_not_undo_each_other() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
+/// The kernel's file may be another at each start, of the same directory; a link that leads elsewhere by then
+/// is not followed, unless the operator lets the VM open all that its user can.
+#[test]
+fn a_reset_reads_the_directory_of_the_kernel_and_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let (here, elsewhere) = (dir.path().join("here"), dir.path().join("elsewhere"));
+    for at in [&here, &elsewhere] {
+        std::fs::create_dir(at).unwrap();
+        std::fs::write(at.join("kernel"), guest_images::bare_metal::BUILTIN).unwrap();
+        std::fs::write(at.join("new"), guest_images::bare_metal::BUILTIN).unwrap();
+    }
+    let kernel = here.join("kernel");
+    let lead_elsewhere = || {
+        std::fs::remove_file(&kernel).unwrap();
+        std::os::unix::fs::symlink(elsewhere.join("kernel"), &kernel).unwrap();
+    };
+    for landlock in ["on", "off"] {
+        let _ = std::fs::remove_file(&kernel);
+        std::fs::copy(here.join("new"), &kernel).unwrap();
+        let path = kernel.to_str().unwrap();
+        let args = ["--kernel", path, "--on-reset", "restart", "--landlock", landlock];
+        let Some(mut vm) = booting("cf9 key", &args) else {
+            return;
+        };
+        vm.line_with("boot");
+        std::fs::rename(here.join("new"), &kernel).unwrap();
+        std::fs::copy(&kernel, here.join("new")).unwrap();
+        vm.key();
+        vm.line_with("boot");
+        lead_elsewhere();
+        vm.key();
+        if landlock == "off" || !sandbox::has_landlock() {
+            vm.line_with("boot");
+            continue;
+        }
+        assert_eq!(vm.status(), Some(2), "{:?}", vm.said());
+        let said = vm.said().join("\n");
+        assert!(
+            said.contains("cannot start again") && said.contains("Permission denied"),
+            "{said}"
+        );
+    }
+}
+
 #[test]
 fn a_kernel_that_is_gone_at_the_reset_is_one_line_and_bad_input() {
     let dir = tempfile::tempdir().unwrap();

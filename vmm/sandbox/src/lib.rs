@@ -1,18 +1,23 @@
-//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)).
+//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)), and which files it can
+//! open, by landlock(7).
 //!
 //! | module | story |
 //! |---|---|
 //! | `kind` | the kinds of threads |
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
+//! | `files` | which files can be opened |
 //! | `start` | how filters are taken, and who starts threads |
 //! | `fault` | faults that tests ask for |
+//! | `crash` | what a fault of a thread ends with |
 //! | `violation` | what a thread that asks for more ends with |
 //!
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
+mod crash;
 mod fault;
+mod files;
 mod filter;
 mod kind;
 mod lists;
@@ -20,7 +25,9 @@ mod rules;
 mod start;
 mod violation;
 
+pub use crash::watch_faults;
 pub use fault::fault_point;
+pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
 pub use kind::ThreadKind;
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use violation::{LastWill, end_now, kind};

@@ -409,6 +409,8 @@ fn starter(pid: u32) -> Vec<Allowed> {
     list.extend(any(&[
         Sysno::clone3,
         Sysno::sched_setaffinity,
+        // Those that open no files.
+        Sysno::landlock_restrict_self,
         // Those that give up capabilities.
         Sysno::capget,
         Sysno::capset,

@@ -11,7 +11,7 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
 use crate::kind::ThreadKind;
 use crate::violation::{self, LastWill, Line};
-use crate::{filter, lists};
+use crate::{files, filter, lists};
 
 /// The starter's stack: it has little to do.
 const STARTER_STACK_BYTES: usize = 128 << 10;
@@ -173,17 +173,25 @@ impl Sandbox {
 /// that cannot be confined ends the process: it is not to run with more rights than it was to have.
 pub fn enter(kind: ThreadKind) {
     violation::is_of(kind);
+    // Before the filter, which knows nothing of landlock.
+    if let Err(e) = files::enter(kind) {
+        not_confined(&e);
+    }
     let Some(sandbox) = SANDBOX.get() else { return };
     if let Err(e) = sandbox.apply(kind) {
-        let mut line = Line::default();
-        line.text("perfvisor: error: ");
-        line.text(&format!(
-            "{e}: {}",
-            std::error::Error::source(&e).map_or_else(String::new, ToString::to_string)
-        ));
-        line.text("\n");
-        violation::end(&line);
+        not_confined(&e);
     }
+}
+
+fn not_confined(e: &dyn std::error::Error) {
+    let mut line = Line::default();
+    line.text("perfvisor: error: ");
+    line.text(&format!(
+        "{e}: {}",
+        e.source().map_or_else(String::new, ToString::to_string)
+    ));
+    line.text("\n");
+    violation::end(&line);
 }
 
 /// Confines the calling thread as the main one, and has a thread of its own start all others from now on.

@@ -59,9 +59,14 @@ pub fn end_now(will: LastWill) -> ! {
     unsafe { libc::_exit(will.status.into()) }
 }
 
+/// The process ends by `will`; the first one counts.
+pub(crate) fn leave(will: LastWill) {
+    let _ = WILL.set(will);
+}
+
 /// Has the process end by `will` when a filter is met.
 pub(crate) fn watch(will: LastWill) -> io::Result<()> {
-    let _ = WILL.set(will);
+    leave(will);
     // SAFETY: a zeroed sigaction is a valid one; the handler has the signature that SA_SIGINFO wants and
     // does only what a signal handler may.
     unsafe {
@@ -77,6 +82,13 @@ pub(crate) fn watch(will: LastWill) -> io::Result<()> {
 
 /// Ends the process with a line, without what destructors and handlers at the exit would do.
 pub(crate) fn end(line: &Line) -> ! {
+    tell(line);
+    // SAFETY: it does not return, and is async-signal-safe.
+    unsafe { libc::_exit(WILL.get().map_or(libc::EXIT_FAILURE, |will| will.status.into())) }
+}
+
+/// Writes a line where a fault is told, and restores the terminal before. For signal handlers too.
+pub(crate) fn tell(line: &Line) {
     let will = WILL.get();
     if let Some(will) = will {
         (will.first)();
@@ -88,8 +100,6 @@ pub(crate) fn end(line: &Line) -> ! {
         // SAFETY: the bytes are those of a live buffer. Nothing can be done if nobody takes them.
         unsafe { libc::write(fd, line.bytes.as_ptr().cast(), line.length) };
     }
-    // SAFETY: it does not return, and is async-signal-safe.
-    unsafe { libc::_exit(will.map_or(libc::EXIT_FAILURE, |will| will.status.into())) }
 }
 
 extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
@@ -131,7 +141,7 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
 }
 
 /// The name of the calling thread.
-fn own_name(buffer: &mut [u8; 16]) -> &str {
+pub(crate) fn own_name(buffer: &mut [u8; 16]) -> &str {
     // SAFETY: PR_GET_NAME writes at most 16 bytes, the last of them zero, to a live buffer of that size.
     unsafe { libc::prctl(libc::PR_GET_NAME, buffer.as_mut_ptr()) };
     let length = buffer.iter().position(|byte| *byte == 0).unwrap_or(0);
@@ -177,11 +187,11 @@ impl Line {
         self.text(std::str::from_utf8(&digits[at..]).unwrap_or("?"));
     }
 
-    fn number(&mut self, number: u64) {
+    pub(crate) fn number(&mut self, number: u64) {
         self.digits(number, 10);
     }
 
-    fn hex(&mut self, number: u64) {
+    pub(crate) fn hex(&mut self, number: u64) {
         self.text("0x");
         self.digits(number, 16);
     }

@@ -14,7 +14,9 @@ use std::ops::Deref;
 use std::ptr;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use kvm_bindings::{kvm_run, kvm_sync_regs};
+use kvm_bindings::{
+    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, kvm_run, kvm_sync_regs,
+};
 pub use kvm_ioctls::{ReadMsrExit, SyncReg, VcpuExit, WriteMsrExit};
 
 use super::call::CallError;
@@ -52,6 +54,42 @@ impl Drop for Armed {
         if PAGE.get() == self.0 {
             PAGE.set(ptr::null_mut());
         }
+    }
+}
+
+/// Words of an internal error's data that there are when it has the instruction's bytes: the flags, and two
+/// of size and bytes (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
+const DATA_WITH_BYTES: u32 = 3;
+/// The longest instruction, in bytes.
+const MOST_INSTRUCTION_BYTES: usize = 15;
+
+/// An internal error of KVM's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InternalExit {
+    /// Which (`KVM_INTERNAL_ERROR_*`).
+    pub suberror: u32,
+    bytes: [u8; MOST_INSTRUCTION_BYTES],
+    count: usize,
+}
+
+impl InternalExit {
+    /// `bytes`: those at the instruction that it cannot emulate; those behind the first 15 are left out.
+    #[must_use]
+    pub fn new(suberror: u32, bytes: &[u8]) -> Self {
+        let count = bytes.len().min(MOST_INSTRUCTION_BYTES);
+        let mut kept = [0; MOST_INSTRUCTION_BYTES];
+        kept[..count].copy_from_slice(&bytes[..count]);
+        Self {
+            suberror,
+            bytes: kept,
+            count,
+        }
+    }
+
+    /// The bytes at the instruction, as far as KVM tells them.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.count]
     }
 }
 
@@ -146,6 +184,22 @@ impl ArmedVcpu {
     #[cfg(test)]
     pub fn set_apic_base(&mut self, apic_base: u64) {
         self.fd.raw_mut().get_kvm_run().apic_base = apic_base;
+    }
+
+    /// What KVM said at the last exit, if that was for an internal error of its own.
+    pub fn internal_exit(&mut self) -> InternalExit {
+        // SAFETY: any bytes are a value of this member, which is made of integers.
+        let failure = unsafe { self.fd.raw_mut().get_kvm_run().__bindgen_anon_1.emulation_failure };
+        let with_bytes = failure.suberror == KVM_INTERNAL_ERROR_EMULATION
+            && failure.ndata >= DATA_WITH_BYTES
+            && failure.flags & u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES) != 0;
+        if !with_bytes {
+            return InternalExit::new(failure.suberror, &[]);
+        }
+        // SAFETY: as before, and KVM says that it has filled it.
+        let instruction = unsafe { failure.__bindgen_anon_1.__bindgen_anon_1 };
+        let count = usize::from(instruction.insn_size).min(instruction.insn_bytes.len());
+        InternalExit::new(failure.suberror, &instruction.insn_bytes[..count])
     }
 
     /// The registers that came with the last exit, and those that go with the next entry.

@@ -5,6 +5,7 @@ use kvm_bindings::kvm_debug_exit_arch;
 
 use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
 use super::failure::VcpuFailure;
+use super::internal_error::InternalError;
 use super::running::{Next, Running, Turn};
 use super::step::debug::Want;
 use crate::kvm::call::CallError;
@@ -101,7 +102,7 @@ impl Running {
 
     /// KVM's emulator met an instruction that it lacks. Where that is INT3, one of the debugger's is a
     /// breakpoint all the same.
-    pub(super) fn emulation_failed(&self) -> Result<Turn, VcpuFailure> {
+    pub(super) fn emulation_failed(&mut self) -> Result<Turn, VcpuFailure> {
         let planted = |debugger: &Debugger| -> Result<bool, CallError> {
             let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
             Ok(debugger.is_planted(address))
@@ -114,7 +115,8 @@ impl Running {
             self.stop_all(Why::Planted);
             return Ok(Turn::Again);
         }
-        Err(VcpuFailure::Unserved("InternalError".into()))
+        let error = InternalError::of(&mut self.fd).map_err(VcpuFailure::Debug)?;
+        Err(VcpuFailure::Internal(error))
     }
 
     fn stop_all(&self, why: Why) {

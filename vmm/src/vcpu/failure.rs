@@ -2,6 +2,7 @@
 
 use std::io;
 
+use super::internal_error::InternalError;
 use super::pmi;
 use super::step::StepError;
 use crate::boot::BootError;
@@ -61,6 +62,8 @@ pub(super) enum VcpuFailure {
     DebugControl(#[source] CallError),
     #[error(transparent)]
     Run(CallError),
+    #[error("{0}")]
+    Internal(InternalError),
     #[error("nothing serves the exit {0}")]
     Unserved(String),
 }

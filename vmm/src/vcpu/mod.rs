@@ -18,6 +18,7 @@ mod exit;
 pub mod exit_times;
 pub mod failure;
 pub mod gate;
+mod internal_error;
 pub mod kick;
 pub mod kicker;
 pub mod kvm_vcpu;

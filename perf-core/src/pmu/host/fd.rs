@@ -14,6 +14,11 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 use perf_event_open_sys as sys;
 use sys::bindings::{PERF_FLAG_FD_CLOEXEC, perf_event_attr, perf_event_header, perf_event_mmap_page};
 
+use super::fault;
+
+/// How often an event is opened whose opening a signal interrupts. Signals that come faster than this are a
+/// storm, and the event is tried again later as one that failed.
+const MOST_OPENS: u32 = 64;
 /// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
 const F_SETSIG: libc::c_int = 10;
 const F_SETOWN_EX: libc::c_int = 15;
@@ -138,6 +143,23 @@ impl PerfFd {
             Counted::Cpu(cpu) => (-1, cpu),
         };
         let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
+        let mut opened = Self::open_once(attr, pid, cpu, group);
+        // The kernel takes locks that a signal interrupts, a vCPU's kick too; the signal is served by then.
+        for _ in 1..MOST_OPENS {
+            match &opened {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {
+                    opened = Self::open_once(attr, pid, cpu, group);
+                }
+                _ => break,
+            }
+        }
+        opened
+    }
+
+    fn open_once(attr: &mut perf_event_attr, pid: i32, cpu: i32, group: RawFd) -> io::Result<Self> {
+        if let Some(error) = fault::of_open() {
+            return Err(io::Error::from_raw_os_error(error));
+        }
         // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is;
         // the kernel writes at most its `size` field.
         let fd =

@@ -24,6 +24,7 @@
 //! goes unnoticed until the next exit.
 
 mod counters;
+mod fault;
 pub(crate) mod fd;
 mod group;
 mod guest_ring;

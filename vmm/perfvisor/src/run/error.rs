@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::SandboxError;
+use sandbox::{FilesError, SandboxError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -110,6 +110,9 @@ pub enum RunError {
     /// What its threads may do cannot be bounded.
     #[error("--seccomp {0}")]
     Sandbox(sandbox::Mode, #[source] SandboxError),
+    /// The files that it does not need cannot be shut off.
+    #[error("--landlock on")]
+    Files(#[source] FilesError),
     /// No process for it in the background.
     #[error(transparent)]
     Daemon(DaemonError),

@@ -23,12 +23,23 @@ pub struct Machine {
 impl Machine {
     /// `perfvisor -v run --name machine` with `args`. `None` where there is no KVM.
     pub fn start(args: &[&str]) -> Option<Self> {
+        Self::start_by(Command::new(PROGRAM), args)
+    }
+
+    /// Likewise, with a variable in the VM's environment.
+    pub fn start_with(args: &[&str], variable: (&str, &Path)) -> Option<Self> {
+        let mut program = Command::new(PROGRAM);
+        program.env(variable.0, variable.1);
+        Self::start_by(program, args)
+    }
+
+    fn start_by(mut program: Command, args: &[&str]) -> Option<Self> {
         if !Path::new("/dev/kvm").exists() {
             super::skip::skipped("no /dev/kvm here", false);
             return None;
         }
         let runtime = tempfile::tempdir().unwrap();
-        let mut child = Command::new(PROGRAM)
+        let mut child = program
             .args(["-v", "run", "--name", "machine", "--memory", "32M"])
             .args(args)
             .env("XDG_RUNTIME_DIR", runtime.path())

@@ -21,6 +21,13 @@ impl SpinningVm {
         Self::start_by(Command::new(PROGRAM), name, args)
     }
 
+    /// Likewise, with a variable in the VM's environment.
+    pub fn start_with(name: &str, args: &[&str], variable: (&str, &Path)) -> Option<Self> {
+        let mut program = Command::new(PROGRAM);
+        program.env(variable.0, variable.1);
+        Self::start_by(program, name, args)
+    }
+
     /// Likewise, with no more than `descriptors` of them for the VM.
     pub fn start_with_few_descriptors(name: &str, args: &[&str], descriptors: u32) -> Option<Self> {
         let mut shell = Command::new("/bin/sh");

@@ -1,0 +1,88 @@
+//! Which files of the host a running VM opens and removes; landlock keeps it from all others.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use control_api::place;
+use perfvisor_vmm::console::ConsoleTarget;
+use perfvisor_vmm::metrics::address::MetricsAddress;
+use perfvisor_vmm::vcpu::control::OnReset;
+use sandbox::{Files, FilesError};
+
+use crate::cli::RunArgs;
+
+/// What is read of the host while a VM runs, and is nobody's secret: the clients' states, run times of
+/// vCPUs, memory files of the process itself; and which CPUs there are, which the C library looks for.
+const OF_THE_HOST: [&str; 2] = ["/proc", "/sys/devices/system/cpu"];
+
+/// Shuts off what [`restrict`] does not name from threads that start from now on, if the kernel can do that.
+///
+/// # Errors
+/// The kernel can, and does not.
+pub(super) fn begin(args: &RunArgs) -> Result<(), FilesError> {
+    if !args.landlock {
+        return Ok(());
+    }
+    if sandbox::has_landlock() {
+        return sandbox::begin_files();
+    }
+    log::warn!(
+        "this kernel has no landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK, and landlock among lsm=), so a VMM \
+         that a guest breaks into can open what its user can; --landlock off says nothing of it"
+    );
+    Ok(())
+}
+
+/// Leaves this thread, and those that it starts, the files that a VM of `args` needs while it runs.
+///
+/// # Errors
+/// The kernel refuses.
+pub(super) fn restrict(args: &RunArgs) -> Result<(), FilesError> {
+    sandbox::only_files(&needed(args))
+}
+
+fn needed(args: &RunArgs) -> Files {
+    let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
+    if args.on_reset == OnReset::Restart {
+        // Somebody may put new files in the places of these, so it is the places that count.
+        let again = [&args.kernel, &args.initrd].into_iter().flatten();
+        read.extend(again.flat_map(|path| places(path)));
+    }
+    // Sockets that go with the VM.
+    let consoles = [Some(&args.console), args.virtio_console.as_ref()];
+    let consoles = consoles.into_iter().flatten().filter_map(|target| match target {
+        ConsoleTarget::Socket(path) => Some(path.as_path()),
+        _ => None,
+    });
+    let metrics = args.metrics.as_ref().and_then(|at| match at {
+        MetricsAddress::Unix { path, .. } => Some(path.as_path()),
+        MetricsAddress::Tcp(_) => None,
+    });
+    let sockets = [
+        args.gdb.as_ref().map(|gdb| gdb.socket.as_path()),
+        args.observers.as_ref().map(|at| at.path.as_path()),
+        args.vsock.as_ref().and_then(|vsock| vsock.socket.as_deref()),
+        metrics,
+    ];
+    let sockets = sockets.into_iter().flatten().chain(consoles);
+    let mut remove: Vec<PathBuf> = sockets.flat_map(|path| places(path)).collect();
+    remove.push(place::directory());
+    for paths in [&mut read, &mut remove] {
+        paths.sort();
+        paths.dedup();
+    }
+    Files { read, remove }
+}
+
+/// The directories that `path` is in: as it is written, and where symbolic links lead. The root is none: for
+/// a file there it is the file itself.
+fn places(path: &Path) -> Vec<PathBuf> {
+    let whole = fs::canonicalize(path).ok();
+    let both = [Some(path), whole.as_deref()].into_iter().flatten();
+    both.map(|path| match path.parent() {
+        Some(here) if here.as_os_str().is_empty() => PathBuf::from("."),
+        Some(parent) if parent != Path::new("/") => parent.to_owned(),
+        _ => path.to_owned(),
+    })
+    .collect()
+}

@@ -1,0 +1,125 @@
+//! A running VM while the host's kernel refuses `perf_event_open(2)`, for each reason that it may have: what
+//! an operator asks for is refused in a line, the guest's counters do without, and all is as before when the
+//! kernel is willing again.
+
+mod common;
+
+use std::path::PathBuf;
+
+use common::operator::TestVm;
+use common::vm::{SpinningVm, eventually};
+use control_api::client::Client;
+use control_api::protocol::{EventReading, Opened, VmState};
+use control_api::request;
+
+/// Errors of `perf_event_open(2)`, and what a refusal says of each.
+const REFUSALS: [(i32, &str, &str); 7] = [
+    (libc::EMFILE, "EMFILE", "open files"),
+    (libc::EACCES, "EACCES", "Permission denied"),
+    (libc::ENOSPC, "ENOSPC", "no counter is free"),
+    (libc::EBUSY, "EBUSY", "no counter is free"),
+    (libc::EOPNOTSUPP, "EOPNOTSUPP", "refuses this event"),
+    (libc::ENODEV, "ENODEV", "no such event"),
+    (libc::EINTR, "EINTR", "Interrupted"),
+];
+
+/// A VM, and the file that says what `perf_event_open(2)` fails with in it.
+struct Refused {
+    vm: TestVm,
+    file: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Refused {
+    /// `None` where there is no KVM, and in a release, which has no faults.
+    fn start(args: &[&str]) -> Option<Self> {
+        if !cfg!(debug_assertions) {
+            eprintln!("SKIP: a release has no faults for tests");
+            return None;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("error");
+        std::fs::write(&file, "").unwrap();
+        let vm = SpinningVm::start_with("test", args, ("PERFVISOR_TEST_PERF_OPEN", &file))?;
+        let vm = TestVm { vm, vcpus: 1 };
+        Some(Self { vm, file, _dir: dir })
+    }
+
+    /// From now on it fails with this: a number of an error, and which call passes, if any does.
+    fn fail_with(&self, what: &str) {
+        std::fs::write(&self.file, what).unwrap();
+    }
+
+    /// How often the fault of this error has begun.
+    fn failed(&self, error: i32) -> usize {
+        let line = format!("fail with error {error}");
+        self.vm
+            .vm
+            .said()
+            .iter()
+            .filter(|said| said.ends_with(&line))
+            .count()
+    }
+}
+
+/// Opens host events, a descriptor each, and says why that was refused.
+fn open(client: &mut Client) -> Result<u32, String> {
+    let opened: Vec<Opened> = client
+        .call(request::Open {
+            events: "page-faults".into(),
+            vcpus: None,
+            whole: false,
+            sampling: None,
+        })
+        .map_err(|e| e.to_string())?;
+    match &opened[0].unsupported {
+        Some(why) => Err(why.clone()),
+        None => Ok(opened[0].handle.unwrap()),
+    }
+}
+
+fn counts(client: &mut Client, handle: u32) -> bool {
+    let readings: Vec<EventReading> = client.call(request::Read).unwrap();
+    let reading = readings.iter().find(|reading| reading.handle == handle).unwrap();
+    reading.running_ns > 0
+}
+
+#[test]
+fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
+    let Some(refused) = Refused::start(&[]) else {
+        return;
+    };
+    let vm = &refused.vm;
+    let mut client = vm.client();
+    let before = open(&mut client).unwrap();
+    let () = client.call(request::Enable).unwrap();
+    for (error, name, says) in REFUSALS {
+        refused.fail_with(&error.to_string());
+        let why = open(&mut client).expect_err(name);
+        assert!(why.contains(says) && why.lines().count() == 1, "{name}: {why}");
+        let out = vm.run(&["stat", "test", "-d", "0.05", "-e", "page-faults,task-clock"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(matches!(out.status.code(), Some(0..=2)), "{name}: {said}");
+        assert!(!said.contains("panicked"), "{name}: {said}");
+        assert_eq!(vm.ps()[0].state, VmState::Running, "{name}");
+        assert!(counts(&mut client, before), "{name}: what was open goes on");
+        refused.fail_with("");
+        let again = open(&mut client).unwrap_or_else(|why| panic!("{name}: later too: {why}"));
+        let () = client.call(request::Enable).unwrap();
+        eventually("it counts", || counts(&mut client, again));
+    }
+}
+
+/// The kernel takes locks that a signal interrupts, and a vCPU is sent signals all the time.
+#[test]
+fn an_open_that_a_signal_interrupts_is_tried_again() {
+    let Some(refused) = Refused::start(&[]) else {
+        return;
+    };
+    let mut client = refused.vm.client();
+    refused.fail_with(&format!("{} 3", libc::EINTR));
+    for n in 0..20 {
+        open(&mut client).unwrap_or_else(|why| panic!("event {n}: {why}"));
+    }
+    assert_eq!(refused.failed(libc::EINTR), 1);
+}

@@ -1,0 +1,82 @@
+//! What a signal of a fault ends with: one line, and the end of the process.
+//!
+//! The runtime's own handlers take such a signal for a stack that has run over, or else for a fault that
+//! happens again when they return. One that somebody has sent does not happen again, and would be lost.
+#![expect(unsafe_code, reason = "a signal handler, and system calls in it")]
+
+use std::io;
+use std::mem::zeroed;
+use std::ptr;
+
+use crate::violation::{self, LastWill, Line, end, own_name};
+
+/// The signals, and how they are called.
+const FAULTS: [(libc::c_int, &str); 4] = [
+    (libc::SIGSEGV, "SIGSEGV"),
+    (libc::SIGBUS, "SIGBUS"),
+    (libc::SIGILL, "SIGILL"),
+    (libc::SIGFPE, "SIGFPE"),
+];
+
+/// From now on a fault of this process, and a signal of one that is sent to it, ends it with a line: by
+/// `will`, if it was sent, and else by the signal.
+///
+/// # Errors
+/// That of `sigaction(2)`.
+pub fn watch_faults(will: LastWill) -> io::Result<()> {
+    violation::leave(will);
+    for (signal, _) in FAULTS {
+        // SAFETY: a zeroed sigaction is a valid one; the handler has the signature that SA_SIGINFO wants and
+        // does only what a signal handler may.
+        unsafe {
+            let mut action: libc::sigaction = zeroed();
+            action.sa_sigaction = on_fault as extern "C" fn(_, _, _) as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            if libc::sigaction(signal, &action, ptr::null_mut()) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+    }
+    Ok(())
+}
+
+extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo.
+    let info = unsafe { &*info };
+    let mut line = Line::default();
+    line.text("perfvisor: error: thread ");
+    line.text(own_name(&mut [0; 16]));
+    if let Some(kind) = violation::kind() {
+        line.text(" (");
+        line.text(kind.name());
+        line.text(")");
+    }
+    let name = FAULTS.iter().find(|(of, _)| *of == signal);
+    let name = name.map_or("a signal", |(_, name)| name);
+    if info.si_code <= 0 {
+        line.text(" was sent ");
+        line.text(name);
+        // SAFETY: with a code of 0 or below the signal is a process's, and this is the member that it has.
+        let sender = unsafe { info.si_pid() };
+        line.text(" by process ");
+        line.number(u64::from(sender.unsigned_abs()));
+        line.text("; the VM ends\n");
+        end(&line);
+    }
+    line.text(" has a fault: ");
+    line.text(name);
+    line.text(" at address ");
+    // SAFETY: a code above 0 is the kernel's, which gives the address for these signals.
+    line.hex(unsafe { info.si_addr() } as u64);
+    line.text(", instruction ");
+    // SAFETY: with SA_SIGINFO the third argument is a valid ucontext_t.
+    let registers = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+    let instruction = usize::try_from(libc::REG_RIP)
+        .ok()
+        .and_then(|at| registers.get(at));
+    line.hex(instruction.map_or(0, |at| at.cast_unsigned()));
+    line.text("; the VM ends with it, please report this\n");
+    violation::tell(&line);
+    // SAFETY: signal is async-signal-safe. The fault happens again when this returns, and ends the process.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
+}

@@ -1,0 +1,123 @@
+//! Which files of the host the process can still open once its VM runs, by landlock(7).
+//!
+//! Descriptors that are open stay as they are. A path that is not below what was named is refused with
+//! `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this: paths are
+//! behind pointers.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreated,
+    RulesetCreatedAttr, RulesetError,
+};
+
+use crate::kind::ThreadKind;
+
+/// The newest version of landlock whose rights are known here (Linux 6.15). Of an older kernel those are used
+/// that it has.
+const KNOWN: ABI = ABI::V7;
+
+/// What may be opened. What does not exist is left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Files {
+    /// Files, and directories with all that is below them, which may be read.
+    pub read: Vec<PathBuf>,
+    /// Directories with all that is below them, whose files may be removed, and not read.
+    pub remove: Vec<PathBuf>,
+}
+
+/// Files cannot be shut off.
+#[derive(Debug, thiserror::Error)]
+pub enum FilesError {
+    /// The kernel refuses one of the calls.
+    #[error("landlock does not take the files that may be opened")]
+    Landlock(#[from] RulesetError),
+    /// No descriptor for a thread's rules.
+    #[error("no descriptor for the files that a thread may open")]
+    Descriptor(#[source] io::Error),
+}
+
+/// For threads that open nothing: rules that allow no file. Unset: files are not shut off.
+static NOTHING: OnceLock<RulesetCreated> = OnceLock::new();
+
+/// Whether this kernel has landlock, and it is on.
+#[must_use]
+pub fn has_landlock() -> bool {
+    // Without it rules are made too, of nothing.
+    no_files().is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
+}
+
+/// From now on threads that take on a kind which opens nothing cannot open anything. To be called once,
+/// before there are threads, where there is landlock ([`has_landlock`]).
+///
+/// # Errors
+/// [`FilesError`].
+pub fn begin_files() -> Result<(), FilesError> {
+    let nothing = no_files()?;
+    let _ = NOTHING.set(nothing);
+    Ok(())
+}
+
+/// This thread, and those that it starts from now on, can open `files` and nothing else. There is no way back.
+/// Without [`begin_files`] nothing changes.
+///
+/// # Errors
+/// [`FilesError`]; nothing has changed.
+pub fn only_files(files: &Files) -> Result<(), FilesError> {
+    if NOTHING.get().is_none() {
+        return Ok(());
+    }
+    let mut rules = no_files()?;
+    for path in &files.read {
+        let mut rights = AccessFs::ReadFile.into();
+        if path.is_dir() {
+            rights |= AccessFs::ReadDir;
+        }
+        rules = allow(rules, path, rights)?;
+    }
+    for path in &files.remove {
+        rules = allow(rules, path, AccessFs::RemoveFile.into())?;
+    }
+    rules.restrict_self()?;
+    Ok(())
+}
+
+/// What is done to a thread that takes on `kind`: no file, unless the kind opens or removes some.
+pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
+    if matches!(
+        kind,
+        ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger
+    ) {
+        return Ok(());
+    }
+    let Some(nothing) = NOTHING.get() else {
+        return Ok(());
+    };
+    nothing
+        .try_clone()
+        .map_err(FilesError::Descriptor)?
+        .restrict_self()?;
+    Ok(())
+}
+
+fn no_files() -> Result<RulesetCreated, RulesetError> {
+    Ruleset::default()
+        .handle_access(AccessFs::from_all(KNOWN))?
+        .handle_access(AccessNet::from_all(KNOWN))?
+        .create()
+}
+
+fn allow(
+    rules: RulesetCreated,
+    path: &Path,
+    rights: BitFlags<AccessFs>,
+) -> Result<RulesetCreated, RulesetError> {
+    // What cannot even be named now cannot be opened later.
+    match PathFd::new(path) {
+        Ok(place) => rules.add_rule(PathBeneath::new(place, rights)),
+        Err(_) => Ok(rules),
+    }
+}

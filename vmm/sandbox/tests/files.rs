@@ -1,0 +1,133 @@
+//! What a thread can open once files are shut off. Landlock holds for the thread that takes it on and for
+//! those that it starts, so each test has a thread of its own.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+use std::thread::Builder;
+
+use sandbox::{Files, ThreadKind};
+
+/// Runs `test` on a thread that can open what is below `read`, and remove what is below `remove`. `false`:
+/// this host has no landlock.
+fn with_files(read: &[&Path], remove: &[&Path], test: impl FnOnce() + Send + 'static) -> bool {
+    static BEGUN: Once = Once::new();
+    if !sandbox::has_landlock() {
+        eprintln!("SKIP: this kernel has no landlock");
+        return false;
+    }
+    BEGUN.call_once(|| sandbox::begin_files().unwrap());
+    let owned = |paths: &[&Path]| paths.iter().map(|path| PathBuf::from(*path)).collect();
+    let files = Files {
+        read: owned(read),
+        remove: owned(remove),
+    };
+    let thread = std::thread::spawn(move || {
+        sandbox::only_files(&files).unwrap();
+        test();
+    });
+    thread.join().unwrap();
+    true
+}
+
+fn refused<T>(result: io::Result<T>) -> bool {
+    matches!(result, Err(e) if e.kind() == ErrorKind::PermissionDenied)
+}
+
+#[test]
+fn a_thread_opens_what_was_named_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let (within, beside) = (dir.path().join("within"), dir.path().join("beside"));
+    for at in [&within, &beside] {
+        fs::create_dir(at).unwrap();
+        fs::write(at.join("file"), "text").unwrap();
+    }
+    let open_before = File::open(beside.join("file")).unwrap();
+    let missing = dir.path().join("missing");
+    let (named, other) = (within.clone(), beside.clone());
+    let ran = with_files(&[&within, &missing], &[], move || {
+        assert_eq!(fs::read_to_string(named.join("file")).unwrap(), "text");
+        assert_eq!(fs::read_dir(&named).unwrap().count(), 1);
+        assert!(refused(File::open(other.join("file"))));
+        assert!(refused(fs::read_dir(&other)));
+        assert!(refused(File::open("/etc/passwd")), "whoever the user is");
+        for at in [&named, &other] {
+            assert!(refused(OpenOptions::new().append(true).open(at.join("file"))));
+            assert!(refused(File::create(at.join("new"))));
+            assert!(refused(fs::remove_file(at.join("file"))));
+        }
+        assert_eq!(io::read_to_string(&open_before).unwrap(), "text", "as it was");
+    });
+    assert!(!ran || !beside.join("new").exists());
+}
+
+#[test]
+fn files_of_a_directory_are_removed_where_that_was_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().to_owned();
+    fs::write(at.join("socket"), "").unwrap();
+    with_files(&[], &[dir.path()], move || {
+        assert!(refused(File::open(at.join("socket"))));
+        fs::remove_file(at.join("socket")).unwrap();
+    });
+}
+
+/// Rings and texts for operators are such files, opened once more by their names in /proc.
+#[test]
+fn memory_files_are_opened_again() {
+    with_files(&[], &[], || {
+        let file = tempfile::tempfile_in("/dev/shm");
+        assert!(file.is_err(), "no file is made");
+        let memory = memory_file();
+        let again = format!("/proc/self/fd/{}", memory.as_raw_fd());
+        File::open(&again).unwrap();
+        let writable = OpenOptions::new().read(true).write(true).open(&again).unwrap();
+        writable.set_len(4096).unwrap();
+    });
+}
+
+#[test]
+fn no_port_is_reached() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    with_files(&[], &[], move || {
+        // Rights for ports are of Linux 6.7.
+        if !refused(TcpListener::bind("127.0.0.1:0")) {
+            return eprintln!("SKIP: this kernel's landlock knows no ports");
+        }
+        assert!(refused(TcpStream::connect(at)));
+    });
+}
+
+#[test]
+fn threads_of_kinds_that_open_nothing_cannot_open_what_the_process_can() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "text").unwrap();
+    with_files(&[dir.path()], &[], move || {
+        for kind in ThreadKind::ALL {
+            let (file, (tell, told)) = (file.clone(), std::sync::mpsc::channel());
+            let run = move || tell.send(File::open(&file).map(drop)).unwrap();
+            let thread = sandbox::spawn(kind, Builder::new(), run).unwrap();
+            let opened = told.recv().unwrap();
+            thread.join().unwrap();
+            match kind {
+                ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger => opened.unwrap(),
+                _ => assert!(refused(opened), "{kind}"),
+            }
+        }
+    });
+}
+
+#[expect(unsafe_code, reason = "memfd_create has no wrapper here")]
+fn memory_file() -> File {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the name is a string with its end, and the call has no other conditions.
+    let fd = unsafe { libc::memfd_create(c"test".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: the descriptor was just made, and nothing else owns it.
+    unsafe { File::from_raw_fd(fd) }
+}

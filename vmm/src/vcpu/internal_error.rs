@@ -1,0 +1,116 @@
+//! What KVM gives up on (`KVM_EXIT_INTERNAL_ERROR`), in one line: which error, and the instruction that it
+//! happened at.
+
+use std::fmt;
+
+use iced_x86::{Decoder, DecoderOptions, Formatter, GasFormatter};
+use kvm_bindings::{
+    KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
+    KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
+};
+
+use crate::kvm::call::CallError;
+use crate::kvm::armed::{ArmedVcpu, InternalExit};
+
+/// An internal error of KVM's, and where the vCPU was.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct InternalError {
+    exit: InternalExit,
+    rip: u64,
+    /// 16, 32 or 64.
+    bits: u32,
+    cpl: u8,
+}
+
+impl InternalError {
+    /// That of the last exit of `vcpu`.
+    ///
+    /// # Errors
+    /// KVM's, of reading registers.
+    pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, CallError> {
+        let sregs = vcpu.get_sregs()?;
+        let bits = match (sregs.cs.l, sregs.cs.db) {
+            (0, 0) => 16,
+            (0, _) => 32,
+            _ => 64,
+        };
+        Ok(Self {
+            rip: vcpu.get_regs()?.rip,
+            bits,
+            cpl: sregs.ss.dpl,
+            exit: vcpu.internal_exit(),
+        })
+    }
+
+    fn name(&self) -> &'static str {
+        match self.exit.suberror {
+            KVM_INTERNAL_ERROR_EMULATION => "it cannot emulate an instruction",
+            KVM_INTERNAL_ERROR_SIMUL_EX => "exceptions at the same time",
+            KVM_INTERNAL_ERROR_DELIVERY_EV => "an exit while an event was delivered",
+            KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON => "an exit of the processor that it does not know",
+            _ => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for InternalError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let suberror = self.exit.suberror;
+        write!(f, "KVM gave up with internal error {suberror} ({})", self.name())?;
+        write!(f, " at {:#x}, CPL {}", self.rip, self.cpl)?;
+        let bytes = self.exit.bytes();
+        let mut decoder = Decoder::with_ip(self.bits, bytes, self.rip, DecoderOptions::NONE);
+        let instruction = decoder.decode();
+        if bytes.is_empty() {
+            return write!(f, ", and does not say at which instruction");
+        }
+        let length = if instruction.is_invalid() {
+            bytes.len()
+        } else {
+            let mut text = String::new();
+            GasFormatter::new().format(&instruction, &mut text);
+            write!(f, ": {text}")?;
+            instruction.len().min(bytes.len())
+        };
+        write!(f, " (bytes")?;
+        for byte in &bytes[..length] {
+            write!(f, " {byte:02x}")?;
+        }
+        write!(f, ")")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(suberror: u32, bytes: &[u8]) -> InternalError {
+        InternalError {
+            exit: InternalExit::new(suberror, bytes),
+            rip: 0x10_0000,
+            bits: 64,
+            cpl: 0,
+        }
+    }
+
+    #[test]
+    fn the_instruction_is_named_and_what_follows_it_is_not() {
+        let said = error(1, &[0x48, 0x0f, 0xc7, 0x08, 0xeb, 0xfe]).to_string();
+        assert_eq!(
+            said,
+            "KVM gave up with internal error 1 (it cannot emulate an instruction) at 0x100000, CPL 0: \
+             cmpxchg16b (%rax) (bytes 48 0f c7 08)"
+        );
+    }
+
+    #[test]
+    fn errors_without_an_instruction_and_bytes_that_are_none_are_said_as_they_are() {
+        let said = error(4, &[]).to_string();
+        assert!(said.contains("error 4 (an exit of the processor") && said.ends_with("at which instruction"));
+        let said = error(99, &[0x06, 0x06]).to_string();
+        assert!(
+            said.contains("error 99 (unknown)") && said.ends_with("(bytes 06 06)"),
+            "{said}"
+        );
+    }
+}
