@@ -278,6 +278,12 @@ soak: lab-files debian
 	PERFVISOR_SOAK_SECONDS=$(or $(SECONDS),1800) \
 		$(CARGO) test --workspace --test soak -- --ignored --nocapture
 
+## soak-hostile: guests and clients that mean no good: storms, guesses, loops, commands that die; a table (SECONDS=600)
+.PHONY: soak-hostile
+soak-hostile:
+	PERFVISOR_HOSTILE_SECONDS=$(or $(SECONDS),600) \
+		$(CARGO) test --workspace --test hostile -- --nocapture --test-threads 1
+
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files

@@ -1,5 +1,5 @@
-//! A thread that panics, a fault's signal, and an instruction that KVM cannot execute end the whole VM with one
-//! line, and leave no terminal raw and no vCPU behind.
+//! A thread that panics, a fault's signal, and an instruction that KVM cannot execute end the whole VM with
+//! one line, and leave no terminal raw and no vCPU behind.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

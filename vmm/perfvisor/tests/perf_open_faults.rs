@@ -123,3 +123,38 @@ fn an_open_that_a_signal_interrupts_is_tried_again() {
     }
     assert_eq!(refused.failed(libc::EINTR), 1);
 }
+
+/// The guest programs its counters again and again, and their events fail at whichever moment that is.
+#[test]
+fn a_guest_s_counters_do_without_and_the_guest_goes_on() {
+    if !cfg!(debug_assertions) {
+        return eprintln!("SKIP: a release has no faults for tests");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("error");
+    std::fs::write(&file, "").unwrap();
+    for pmu in ["intel", "amd"] {
+        let args = ["--cmdline", "hostile=7", "--pmu", pmu];
+        let machine = common::machine::Machine::start_with(&args, ("PERFVISOR_TEST_PERF_OPEN", &file));
+        let Some(mut vm) = machine else { return };
+        vm.new_line_with("hostile: round");
+        for (error, name, _) in REFUSALS {
+            let line = format!("fail with error {error}");
+            // All of them, and every second.
+            for what in [format!("{error}"), format!("{error} 2")] {
+                std::fs::write(&file, what).unwrap();
+                eventually(name, || vm.said().iter().any(|said| said.ends_with(&line)));
+                vm.new_line_with("hostile: round");
+                let seen: Vec<String> = vm.operator(&["ps"]).lines().map(Into::into).collect();
+                assert_eq!(seen.len(), 2, "{name}: {seen:?}");
+                vm.operator(&["stat", "machine", "--guest-view"]);
+            }
+            std::fs::write(&file, "").unwrap();
+            vm.new_line_with("hostile: round");
+        }
+        assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
+        assert!(vm.said().len() < 100, "{:?}", vm.said());
+        vm.operator(&["ctl", "machine", "stop"]);
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    }
+}

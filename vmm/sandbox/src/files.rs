@@ -3,9 +3,13 @@
 //! Descriptors that are open stay as they are. A path that is not below what was named is refused with
 //! `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this: paths are
 //! behind pointers.
+#![expect(
+    unsafe_code,
+    reason = "two system calls of a thread that may have no descriptor left"
+)]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -35,13 +39,13 @@ pub enum FilesError {
     /// The kernel refuses one of the calls.
     #[error("landlock does not take the files that may be opened")]
     Landlock(#[from] RulesetError),
-    /// No descriptor for a thread's rules.
-    #[error("no descriptor for the files that a thread may open")]
-    Descriptor(#[source] io::Error),
+    /// A thread does not get its rules.
+    #[error("landlock does not take the rules of a thread that opens no files")]
+    Thread(#[source] io::Error),
 }
 
 /// For threads that open nothing: rules that allow no file. Unset: files are not shut off.
-static NOTHING: OnceLock<RulesetCreated> = OnceLock::new();
+static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Whether this kernel has landlock, and it is on.
 #[must_use]
@@ -56,13 +60,14 @@ pub fn has_landlock() -> bool {
 /// # Errors
 /// [`FilesError`].
 pub fn begin_files() -> Result<(), FilesError> {
-    let nothing = no_files()?;
-    let _ = NOTHING.set(nothing);
+    if let Some(nothing) = no_files()?.into() {
+        let _ = NOTHING.set(nothing);
+    }
     Ok(())
 }
 
-/// This thread, and those that it starts from now on, can open `files` and nothing else. There is no way back.
-/// Without [`begin_files`] nothing changes.
+/// This thread, and those that it starts from now on, can open `files` and nothing else. There is no way
+/// back. Without [`begin_files`] nothing changes.
 ///
 /// # Errors
 /// [`FilesError`]; nothing has changed.
@@ -96,11 +101,17 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     let Some(nothing) = NOTHING.get() else {
         return Ok(());
     };
-    nothing
-        .try_clone()
-        .map_err(FilesError::Descriptor)?
-        .restrict_self()?;
-    Ok(())
+    // By calls of our own: the crate's would give the descriptor away, and another one may not be had.
+    // SAFETY: both calls take numbers and a descriptor that is open for as long as the process lives.
+    let taken = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::syscall(libc::SYS_landlock_restrict_self, nothing.as_raw_fd(), 0) == 0
+    };
+    if taken {
+        Ok(())
+    } else {
+        Err(FilesError::Thread(io::Error::last_os_error()))
+    }
 }
 
 fn no_files() -> Result<RulesetCreated, RulesetError> {

@@ -1,5 +1,5 @@
-//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)), and which files it can
-//! open, by landlock(7).
+//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)), and which files it
+//! can open, by landlock(7).
 //!
 //! | module | story |
 //! |---|---|

@@ -9,8 +9,8 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
 };
 
-use crate::kvm::call::CallError;
 use crate::kvm::armed::{ArmedVcpu, InternalExit};
+use crate::kvm::call::CallError;
 
 /// An internal error of KVM's, and where the vCPU was.
 #[derive(Debug, PartialEq, Eq)]

@@ -298,12 +298,37 @@ impl PerfFd {
             return Err(io::Error::last_os_error());
         }
         let base = NonNull::new(addr.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at zero"))?;
-        Ok(PerfMap {
+        let map = PerfMap {
             base,
             len: len.get(),
             data_offset: page,
             data_len,
-        })
+        };
+        map.put_there(page);
+        Ok(map)
+    }
+}
+
+/// Holds all signals back from this thread until it is dropped.
+struct SignalsHeld(libc::sigset_t);
+
+impl SignalsHeld {
+    fn begin() -> Self {
+        // SAFETY: both sets are live values, and zeroed ones are valid; the calls do not fail with these
+        // arguments.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+            Self(before)
+        }
+    }
+}
+
+impl Drop for SignalsHeld {
+    fn drop(&mut self) {
+        // SAFETY: the set is what the thread had.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
     }
 }
 
@@ -422,6 +447,20 @@ impl PerfMap {
         None
     }
 
+    /// Has the kernel put the pages there now. An event that counts page faults one by one, which a guest may
+    /// ask for, sends a signal at each. For a signal the kernel goes back to the program before it has put a
+    /// page of such a mapping there; the access faults again, with a signal, and so on for ever. Signals that
+    /// are held back do not count.
+    fn put_there(&self, page: usize) {
+        let _held = SignalsHeld::begin();
+        let tail = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
+        tail.store(tail.load(Ordering::Relaxed), Ordering::Relaxed);
+        for at in (self.data_offset..self.len).step_by(page.max(1)) {
+            // SAFETY: `at` is within the mapping, whose bytes may be read whatever the kernel writes to them.
+            unsafe { self.base.as_ptr().add(at).read_volatile() };
+        }
+    }
+
     /// The kernel's time enabled of the event when it was last put on a counter or taken off.
     pub(crate) fn enabled_ns(&self) -> u64 {
         self.field_u64(std::mem::offset_of!(perf_event_mmap_page, time_enabled))
@@ -528,4 +567,35 @@ unsafe fn rdpmc(index: u32) -> u64 {
         std::arch::asm!("rdpmc", in("ecx") index, out("eax") lo, out("edx") hi, options(nomem, nostack));
     }
     u64::from(hi) << 32 | u64::from(lo)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    extern "C" fn nothing(_: libc::c_int) {}
+
+    /// A thread whose every page fault sends it a signal still gets at the rings of events it opens.
+    #[test]
+    fn a_ring_is_emptied_while_each_page_fault_sends_a_signal() {
+        let signal = libc::SIGRTMIN() + 9;
+        // SAFETY: the handler does nothing.
+        unsafe { libc::signal(signal, nothing as extern "C" fn(libc::c_int) as usize) };
+        let open = |period: u64| {
+            let faults = u64::from(sys::bindings::PERF_COUNT_SW_PAGE_FAULTS);
+            let mut attr = new_attr(sys::bindings::PERF_TYPE_SOFTWARE, faults);
+            attr.__bindgen_anon_1.sample_period = period;
+            attr.set_disabled(1);
+            PerfFd::open(&mut attr, 0)
+        };
+        let Ok(each) = open(1) else {
+            return eprintln!("SKIP: this host does not let this user count");
+        };
+        each.signal_thread(current_tid(), signal).unwrap();
+        each.enable().unwrap();
+        let other = open(PARKED_PERIOD).unwrap();
+        let mut ring = other.map(Some(3)).unwrap();
+        ring.drain(|_| {});
+        each.disable().unwrap();
+    }
 }

@@ -85,6 +85,13 @@ impl Machine {
         }
     }
 
+    /// As [`Machine::line_with`], of what the guest says from now on.
+    #[track_caller]
+    pub fn new_line_with(&self, part: &str) -> String {
+        while self.lines.try_recv().is_ok() {}
+        self.line_with(part)
+    }
+
     /// Presses a key on the guest's console.
     pub fn key(&mut self) {
         self.child.stdin.as_mut().unwrap().write_all(b"x").unwrap();

@@ -1,0 +1,269 @@
+//! A soak with a guest and clients that mean no good: PMU interrupts at every event, random accesses to the
+//! PMU's registers, page tables that lead back to themselves, tight loops; commands of all kinds that are
+//! killed; pauses. The VM runs on, and memory, descriptors, threads and events are as they were.
+//!
+//! `make soak-hostile SECONDS=600` takes its time and shows the table; a test takes some seconds.
+
+mod common;
+
+use std::fs;
+use std::hint::black_box;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::machine::Machine;
+use common::vm::eventually;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// How long the soak is, in seconds.
+const SECONDS: &str = "PERFVISOR_HOSTILE_SECONDS";
+/// By itself.
+const SHORT_S: u64 = 16;
+/// What the VMM's memory may grow by after the first quarter, in KiB: steps of its allocator.
+const GROWTH_KIB: u64 = 4096;
+
+/// Commands of operators, each killed at some moment.
+const COMMANDS: [&[&str]; 9] = [
+    &[
+        "stat",
+        "machine",
+        "-I",
+        "50",
+        "-e",
+        "cycles,instructions,page-faults",
+    ],
+    &[
+        "stat",
+        "machine",
+        "-A",
+        "-d",
+        "5",
+        "-e",
+        "task-clock,pv/vm-exits/",
+    ],
+    &["stat", "machine", "--guest-view"],
+    &["record", "machine", "-F", "2000", "-g", "-e", "cycles", "-o"],
+    &[
+        "record",
+        "machine",
+        "-c",
+        "100000",
+        "-e",
+        "cycles,page-faults",
+        "-o",
+    ],
+    &["exits", "machine", "-d", "5", "-i", "0.1", "--json"],
+    &["ps", "--json"],
+    &["ctl", "machine", "status"],
+    &["ctl", "machine", "pause"],
+];
+
+/// What the process of the VM holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Holds {
+    rss_kib: u64,
+    descriptors: usize,
+    events: usize,
+    threads: usize,
+}
+
+impl Holds {
+    fn of(pid: u32) -> Self {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+        };
+        let files: Vec<_> = fs::read_dir(format!("/proc/{pid}/fd"))
+            .unwrap()
+            .flatten()
+            .collect();
+        let is_event = |file: &fs::DirEntry| {
+            fs::read_link(file.path()).is_ok_and(|link| link.to_string_lossy().contains("perf_event"))
+        };
+        Self {
+            rss_kib: field("VmRSS"),
+            events: files.iter().filter(|file| is_event(file)).count(),
+            descriptors: files.len(),
+            threads: fs::read_dir(format!("/proc/{pid}/task")).unwrap().count(),
+        }
+    }
+
+    /// The most of each of some looks, a guest's phase apart.
+    fn most_of(pid: u32, looks: u32) -> Self {
+        let mut most = Self::of(pid);
+        for _ in 1..looks {
+            std::thread::sleep(Duration::from_millis(30));
+            let now = Self::of(pid);
+            most = Self {
+                rss_kib: most.rss_kib.max(now.rss_kib),
+                descriptors: most.descriptors.max(now.descriptors),
+                events: most.events.max(now.events),
+                threads: most.threads.max(now.threads),
+            };
+        }
+        most
+    }
+
+    fn is_within(self, most: Self) -> bool {
+        self.descriptors <= most.descriptors && self.events <= most.events && self.threads <= most.threads
+    }
+}
+
+/// CPU time of the threads of `pid` that `counts`, in ns.
+fn cpu_ns(pid: u32, counts: impl Fn(&str) -> bool) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let of = |task: fs::DirEntry| {
+        let name = fs::read_to_string(task.path().join("comm")).ok()?;
+        let times = fs::read_to_string(task.path().join("schedstat")).ok()?;
+        counts(name.trim()).then(|| times.split(' ').next()?.parse::<u64>().ok())?
+    };
+    tasks.filter_map(of).sum()
+}
+
+fn xorshift(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+/// Has operators' commands begin and die for so long; how many there were.
+fn commands_that_die(vm: &Machine, for_how_long: Duration, random: &mut u64) -> u64 {
+    let until = Instant::now() + for_how_long;
+    let mut count = 0;
+    while Instant::now() < until {
+        let some = 1 + xorshift(random) % 4;
+        let mut children: Vec<_> = (0..some)
+            .map(|n| {
+                let at = usize::try_from(xorshift(random)).unwrap_or(0) % COMMANDS.len();
+                let mut command = vm.command(COMMANDS[at]);
+                if COMMANDS[at].last() == Some(&"-o") {
+                    command.arg(vm.runtime.path().join(format!("data.{n}")));
+                }
+                command
+                    .stdin(Stdio::null())
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null());
+                command.spawn().unwrap()
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(20 + xorshift(random) % 300));
+        for child in &mut children {
+            // It may have ended by itself.
+            let _ = child.kill();
+            child.wait().unwrap();
+            count += 1;
+        }
+        vm.operator(&["ctl", "machine", "resume"]);
+    }
+    count
+}
+
+/// How long a soak is to take.
+fn length() -> Duration {
+    let seconds = std::env::var(SECONDS).ok().and_then(|text| text.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(SHORT_S))
+}
+
+#[test]
+fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
+    let pmus = ["intel", "amd"];
+    let each = length() / 2 / u32::try_from(pmus.len()).unwrap();
+    println!("| vPMU | phase | commands killed | resident KiB | descriptors | perf events | threads |");
+    println!("|---|---|---|---|---|---|---|");
+    for (seed, pmu) in (1_u64..).zip(pmus) {
+        let cmdline = format!("hostile={seed}");
+        let Some(mut vm) = Machine::start(&["--cpus", "2", "--pmu", pmu, "--cmdline", &cmdline]) else {
+            return;
+        };
+        let (pid, mut random) = (vm.child.id(), 0x9e37_79b9_7f4a_7c15 ^ seed);
+        let row = |phase: &str, killed: u64, holds: Holds| {
+            println!(
+                "| {pmu} | {phase} | {killed} | {} | {} | {} | {} |",
+                holds.rss_kib, holds.descriptors, holds.events, holds.threads
+            );
+        };
+        vm.new_line_with("hostile: round");
+        // Buffers and tables come with the first of each kind.
+        let first = commands_that_die(&vm, each / 4, &mut random);
+        std::thread::sleep(Duration::from_millis(300));
+        let before = Holds::most_of(pid, 30);
+        row("at first", first, before);
+        let killed = commands_that_die(&vm, each - each / 4, &mut random);
+        eventually("nothing is left of the clients", || {
+            Holds::of(pid).is_within(before)
+        });
+        let after = Holds::most_of(pid, 30);
+        row("at last", killed, after);
+        assert!(
+            after.rss_kib <= before.rss_kib + GROWTH_KIB,
+            "memory grew: {before:?}, {after:?}"
+        );
+        // It runs, and answers.
+        vm.new_line_with("hostile: round");
+        assert_eq!(vm.operator(&["ps"]).lines().count(), 2);
+        assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
+        vm.operator(&["ctl", "machine", "stop"]);
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    }
+}
+
+/// A neighbour on another CPU of the host can lose what the VM's threads beside its vCPU take, and no more.
+/// How much that is, and what the neighbour has, is printed; what else the host does decides it, too. The VM
+/// stands the storm.
+#[test]
+fn what_a_storming_guest_takes_from_a_neighbour_is_shown() {
+    let cpus = sched_getaffinity(None).unwrap();
+    let mut free = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu));
+    let (Some(ours), Some(its)) = (free.next(), free.next()) else {
+        return eprintln!("SKIP: one CPU has no neighbour");
+    };
+    let pin = format!("0={its}");
+    let args = ["--pmu", "intel", "--pin", &pin, "--cmdline", "hostile=3"];
+    let Some(mut vm) = Machine::start(&args) else {
+        return;
+    };
+    vm.new_line_with("hostile: round");
+    let pid = vm.child.id();
+    let (end, work) = (AtomicBool::new(false), AtomicU64::new(0));
+    let seconds = length().as_secs_f64() / 4.0;
+    let (wall, used, waited, beside, vcpu) = std::thread::scope(|scope| {
+        let neighbour = scope.spawn(|| {
+            let mut one = CpuSet::new();
+            one.set(ours);
+            sched_setaffinity(None, &one).unwrap();
+            let begun = Instant::now();
+            while !end.load(Ordering::Relaxed) {
+                black_box(work.fetch_add(1, Ordering::Relaxed));
+            }
+            let own = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+            let mut times = own.split_whitespace().map(|word| word.parse::<u64>().unwrap());
+            (begun.elapsed(), times.next().unwrap(), times.next().unwrap())
+        });
+        let of_vm = || {
+            let beside = cpu_ns(pid, |name| !name.starts_with("vcpu"));
+            (beside, cpu_ns(pid, |name| name.starts_with("vcpu")))
+        };
+        let before = of_vm();
+        std::thread::sleep(Duration::from_secs_f64(seconds));
+        let after = of_vm();
+        end.store(true, Ordering::Relaxed);
+        let (wall, used, waited) = neighbour.join().unwrap();
+        (wall, used, waited, after.0 - before.0, after.1 - before.1)
+    });
+    let wall_ns = wall.as_secs_f64() * 1e9;
+    #[expect(clippy::cast_precision_loss, reason = "some seconds in ns")]
+    let share = |ns: u64| ns as f64 / wall_ns * 100.0;
+    println!(
+        "neighbour on CPU {ours}: {:.1} % of {seconds:.0} s (waited {:.1} %); the VM on CPU {its}: vCPU {:.1} %, all its \
+         other threads {:.2} %",
+        share(used),
+        share(waited),
+        share(vcpu),
+        share(beside)
+    );
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
