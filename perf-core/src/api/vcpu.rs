@@ -58,8 +58,9 @@ impl VcpuContext {
         self.cell.load().lock().stats()
     }
 
-    /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to
-    /// learn that a guest counter has lost its place ([`VcpuContext::see_errors`]); one load.
+    /// Counts up whenever an event of this vCPU goes to the error state, and stays the vCPU's when contexts
+    /// are exchanged. The VMM compares it at entry to learn that a guest counter has lost its place
+    /// ([`VcpuContext::see_errors`]); one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
