@@ -31,7 +31,7 @@ use vpmu::{
 };
 
 const MEMORY_BYTES: usize = 0x1_0000;
-pub const CODE: usize = 0x1000;
+pub(crate) const CODE: usize = 0x1000;
 const NMI_HANDLER: usize = 0x2000;
 /// Where the guest counts its PMIs.
 const COUNT: u16 = 0x3000;
@@ -77,18 +77,18 @@ impl SampleRegs for NoRegs {
 }
 
 /// The PMU of the vCPU.
-pub struct Pmu {
-    pub registers: Vpmu,
-    pub events: PerfCoreEvents,
+pub(crate) struct Pmu {
+    pub(crate) registers: Vpmu,
+    pub(crate) events: PerfCoreEvents,
     context: Arc<VcpuContext>,
-    pub clock: Arc<VcpuClock>,
+    pub(crate) clock: Arc<VcpuClock>,
     began: Instant,
 }
 
 impl Pmu {
     /// 1. One perf core for the VM, with who can count here; for each vCPU a register file and a context.
     ///    On the vCPU's thread, whose time and events are counted.
-    pub fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
+    pub(crate) fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
         let core = Core::new(CoreConfig::default());
         let host = HostProbe::run();
         if host.hardware_pmu {
@@ -147,7 +147,7 @@ fn cpuid(leaf: u32, subleaf: u32) -> CpuidRegs {
 }
 
 /// 2. Every access to a PMU register exits; without the filter KVM answers some of them itself, with 0.
-pub fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
+pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
     let args = [MsrExitReason::Filter.bits().into(), 0, 0, 0];
     let cap = KVM_CAP_X86_USER_SPACE_MSR;
     vm.enable_cap(&kvm_enable_cap {
@@ -209,7 +209,7 @@ fn guest() -> [(usize, Vec<u8>); 3] {
     [(CODE, program.concat()), (NMI_HANDLER, handler.concat()), vector]
 }
 
-pub fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<dyn Error>> {
+pub(crate) fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<dyn Error>> {
     let vm = Kvm::new()?.create_vm()?;
     // Nobody frees it, and from here on it is the guest's.
     let memory = Box::leak(Box::new(Memory([0; MEMORY_BYTES])));
