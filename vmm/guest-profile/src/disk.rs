@@ -36,7 +36,8 @@ const MOST_PARTITIONS: u32 = 128;
 /// Most groups of blocks: those of 128 TiB.
 const MOST_GROUPS: u64 = 1 << 20;
 /// Bytes of a sector, in which partition tables count.
-const SECTOR: u64 = 512;
+const SECTOR: u64 = SECTOR_BYTES as u64;
+const SECTOR_BYTES: usize = 512;
 
 /// The bytes of a disk.
 pub trait DiskBytes {
@@ -323,7 +324,7 @@ fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
             found.push((start, len));
         }
     };
-    let mut sector = [0; SECTOR as usize];
+    let mut sector = [0; SECTOR_BYTES];
     if disk.read(0, &mut sector).is_err() || sector[510..] != [0x55, 0xaa] {
         return found;
     }
