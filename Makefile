@@ -138,6 +138,11 @@ bench-check:
 bench-baseline:
 	$(CARGO) bench -q -p vpmu --bench instructions -- --keep
 
+## figures: docs/measurements/figures.md anew, from figures.json beside it
+.PHONY: figures
+figures:
+	PERFVISOR_FIGURES=write $(CARGO) test -q --workspace --test figures
+
 # A binary that needs nothing of the host but its kernel, and what is made of it: for any distribution, and for Debian's.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 STATIC := $(TARGET_DIR)/static/$(LAB_TARGET)/release/perfvisor

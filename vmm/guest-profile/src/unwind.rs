@@ -169,7 +169,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         reads: 0,
         user: None,
     };
-    let in_user = (regs.cpl == 3).then(|| UserRegs {
+    let in_user = (regs.cpl == 3).then_some(UserRegs {
         ip: regs.rip,
         sp: regs.rsp,
         bp: regs.rbp,
