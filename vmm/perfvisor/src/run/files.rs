@@ -65,7 +65,7 @@ fn needed(args: &RunArgs) -> Files {
         metrics,
     ];
     let sockets = sockets.into_iter().flatten().chain(consoles);
-    let mut remove: Vec<PathBuf> = sockets.flat_map(|path| places(path)).collect();
+    let mut remove: Vec<PathBuf> = sockets.flat_map(places).collect();
     remove.push(place::directory());
     for paths in [&mut read, &mut remove] {
         paths.sort();
