@@ -31,6 +31,8 @@ pub fn survive_job_control() {
 /// The process that becomes the daemon, until its VM runs.
 pub struct Starting {
     tell: PipeWriter,
+    /// `/dev/null`. When the VM runs it is too late to open it: landlock keeps the process from such files.
+    null: File,
 }
 
 /// Goes on in a process of its own, in a session of its own. The first process waits until the VM runs,
@@ -50,8 +52,10 @@ pub fn daemonize() -> Result<Starting, DaemonError> {
             drop(hear);
             // SAFETY: the call takes nothing. The child leads no process group, so it does not fail.
             unsafe { libc::setsid() };
-            replace(libc::STDIN_FILENO).map_err(failed("opening /dev/null"))?;
-            Ok(Starting { tell })
+            let null = File::options().read(true).write(true).open("/dev/null");
+            let null = null.map_err(failed("opening /dev/null"))?;
+            replace(libc::STDIN_FILENO, &null).map_err(failed("dup2"))?;
+            Ok(Starting { tell, null })
         }
         child => {
             drop(tell);
@@ -75,9 +79,8 @@ fn wait_for(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     ExitStatus::Internal.code().into()
 }
 
-/// `/dev/null` in the place of a standard stream.
-fn replace(stream: i32) -> io::Result<()> {
-    let null = File::options().read(true).write(true).open("/dev/null")?;
+/// `null` in the place of a standard stream.
+fn replace(stream: i32, null: &File) -> io::Result<()> {
     // SAFETY: both are descriptors of this process; a standard stream's owner is the process.
     if unsafe { libc::dup2(null.as_raw_fd(), stream) } < 0 {
         return Err(io::Error::last_os_error());
@@ -92,7 +95,7 @@ impl Starting {
     /// [`DaemonError`].
     pub fn runs(mut self) -> Result<(), DaemonError> {
         for stream in [libc::STDOUT_FILENO, libc::STDERR_FILENO] {
-            replace(stream).map_err(|e| DaemonError("opening /dev/null", e))?;
+            replace(stream, &self.null).map_err(|e| DaemonError("dup2", e))?;
         }
         // Nobody hears it if the first process was killed: the VM runs all the same.
         let _ = self.tell.write_all(&[RUNS]);
