@@ -12,7 +12,9 @@ use common::vm::PROGRAM;
 use guest_agent::wire::{Kind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
-    Command::new(PROGRAM)
+    // As from a terminal, also where these tests run behind nohup or a shell's "&", which ignore signals.
+    Command::new("env")
+        .args(["--default-signal=HUP,INT,TERM", PROGRAM])
         .args(["exec", "vm", "--socket"])
         .arg(socket)
         .args(words)
