@@ -10,9 +10,11 @@ use integration::process::Command;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// Compresses its own compressor for ever, on threads of its own.
+/// Compresses perf for ever: by threads that the library makes, and beside that by the program's own thread,
+/// which is always within a function that the library exports.
 const SCRIPT: &str = r#"
-section load sh -c "echo load-has-begun; while true; do cat /usr/bin/perf; done | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
+section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
+    feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
 "#;
 
 /// What a command that must succeed prints, on both streams.

