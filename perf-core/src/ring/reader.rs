@@ -429,14 +429,13 @@ impl RingReader {
         reason = "records have at most 65,535 bytes, which was checked"
     )]
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
-        let first = self.mask + 1 - offset;
-        // SAFETY: the record is [offset, end of the area) and [0, size - first), both inside the data area,
-        // because `size_at` has made sure it is no longer than the area. The scratch buffer holds the largest
-        // record.
+        // Both lengths are those of the parts of the scratch buffer that are filled.
+        let (first, rest) = self.scratch[..size].split_at_mut(self.mask + 1 - offset);
+        // SAFETY: the record is [offset, end of the area) and the first `rest.len()` bytes of the area, both
+        // inside it, because `size_at` has made sure that the record is no longer than the area.
         unsafe {
-            let scratch = self.scratch.as_mut_ptr();
-            std::ptr::copy_nonoverlapping(self.data.add(offset), scratch, first);
-            std::ptr::copy_nonoverlapping(self.data, scratch.add(first), size - first);
+            std::ptr::copy_nonoverlapping(self.data.add(offset), first.as_mut_ptr(), first.len());
+            std::ptr::copy_nonoverlapping(self.data, rest.as_mut_ptr(), rest.len());
         }
         self.scratch[6..8].copy_from_slice(&(size as u16).to_ne_bytes());
     }
