@@ -21,8 +21,8 @@ demo: lab-files
 
 # Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
 # measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
-TESTS_TOGETHER := disks profile_unwound nested exact models lab user_rdpmc kexec late_ack machine vsock network devices share
-TESTS_ALONE := profile_guest hotplug kernels validate
+TESTS_TOGETHER := nested exact kexec devices lab kernels models hotplug network user_rdpmc machine vsock profile_unwound share disks late_ack
+TESTS_ALONE := profile_guest validate
 GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
 QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))
 
@@ -58,6 +58,11 @@ test-all: test test-guests
 .PHONY: kernels
 kernels: lab-files
 	PERFVISOR_KERNELS=all $(CARGO) test --workspace --test kernels -- --nocapture
+
+## exact: hand-counted code on every PMU model in the lab, Linux guests of both vendors, stepped (minutes)
+.PHONY: exact
+exact: lab-files
+	PERFVISOR_EXACT=all $(CARGO) test --workspace --test exact -- --include-ignored --nocapture --test-threads 1
 
 ## late-ack: an Intel guest that acknowledges late, two events sampled beside the watchdog (SECONDS=600, of the guest's time)
 .PHONY: late-ack

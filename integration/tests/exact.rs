@@ -1,7 +1,7 @@
 //! Exact counting: hand-counted code on every PMU model, and user-mode counts of a Linux guest.
 //!
 //! On this machine's KVM of whatever kind first; where that cannot step CPL 3, the rest is done in the lab.
-//! `PERFVISOR_EXACT=all` takes every model there too.
+//! `make exact` takes every model there too.
 
 use std::sync::OnceLock;
 
@@ -222,6 +222,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
 /// On an Intel model CPUID says which of the architectural events are counted, and the kernel's tables the
 /// rest.
 #[test]
+#[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_an_intel_guest_shows_no_number_that_nobody_counted() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new("exact-intel", "intel")
