@@ -54,6 +54,14 @@ pub trait DiskBytes {
     /// # Errors
     /// That of the host, or of the image's format.
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
+
+    /// Sees what was written meanwhile, where [`Self::read`] does not.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; it is seen as before.
+    fn look_again(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Why there is no file.
@@ -115,8 +123,11 @@ impl GuestDisk {
             for ask in asked {
                 let result = match (ask, &open) {
                     (Ask::LookAgain, _) => {
+                        // What is on the disk as it was seen before is better than nothing.
+                        let seen = bytes.look_again();
                         open = FileSystems::open(&bytes);
-                        Ok(Vec::new())
+                        seen.map(|()| Vec::new())
+                            .map_err(|e| DiskError::File(perf_core::error_line(&e)))
                     }
                     (Ask::Read { path, most }, Ok(systems)) => systems.read(&path, most),
                     (Ask::Read { .. }, Err(e)) => Err(DiskError::File(e.to_string())),

@@ -296,6 +296,10 @@ impl DiskBytes for Looked {
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
         self.0.read(at, to)
     }
+
+    fn look_again(&self) -> io::Result<()> {
+        self.0.look_again().map_err(io::Error::other)
+    }
 }
 
 /// Symbols at running addresses from the file the user gave, if one. `reference`: a symbol of the running
@@ -425,6 +429,8 @@ pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
 
 #[cfg(test)]
 mod tests {
+    use virtio_devices::disk::image::Image;
+
     use super::*;
 
     /// `pprof -o /dev/full` as root took the device away.
@@ -440,6 +446,63 @@ mod tests {
         let why = error_line(&write_to(&link, write).unwrap_err());
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
+    }
+
+    /// Compressed, and with another image in front of it, as a VM has it.
+    #[test]
+    fn a_guest_s_programs_are_read_from_a_qcow2_image_that_a_vm_has() {
+        let temp = tempfile::tempdir().unwrap();
+        let run = |line: &str| {
+            let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
+            let mut command = std::process::Command::new("sh");
+            let command = command.args(["-ec", line]).current_dir(&temp).env("PATH", path);
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{line}: {output:?}");
+            !output.stdout.is_empty()
+        };
+        if !run("command -v mke2fs >&2 && command -v qemu-img || :") {
+            eprintln!("SKIPPED: no mke2fs (e2fsprogs) or no qemu-img (qemu-utils)");
+            return;
+        }
+        let program = vec![7; 300_000];
+        std::fs::create_dir_all(temp.path().join("root/usr/bin")).unwrap();
+        std::fs::write(temp.path().join("root/usr/bin/prog"), &program).unwrap();
+        run("mke2fs -q -t ext4 -d root raw 8M && rm -r root");
+        run("qemu-img convert -q -c -f raw -O qcow2 raw base.qcow2");
+        run("qemu-img create -q -f qcow2 -b base.qcow2 -F qcow2 front.qcow2");
+        let path = |name: &str| temp.path().join(name).display().to_string();
+        let (base, front) = (path("base.qcow2"), path("front.qcow2"));
+        for disk in [
+            format!("{base},format=qcow2"),
+            format!("{front},format=qcow2,backing={base},backing-format=qcow2"),
+        ] {
+            let config: DiskConfig = disk.parse().unwrap();
+            let in_use = Image::open(&config).unwrap();
+            let args = SymbolArgs {
+                guest_disk: Some(config),
+                ..SymbolArgs::default()
+            };
+            let mut files = guest_files(&args).unwrap().unwrap();
+            assert!(files.program("/usr/bin/prog").unwrap() == program, "{disk}");
+            files.look_again();
+            assert!(
+                files.program("/usr/bin/../bin/prog").unwrap() == program,
+                "{disk}"
+            );
+            drop(in_use);
+        }
+        // A raw view of it is no file system, and one without its base is refused by that.
+        for (disk, what) in [
+            (base.clone(), "no ext4 file system"),
+            (format!("{front},format=qcow2"), "base.qcow2"),
+        ] {
+            let args = SymbolArgs {
+                guest_disk: Some(disk.parse().unwrap()),
+                ..SymbolArgs::default()
+            };
+            let line = error_line(&guest_files(&args).unwrap_err());
+            assert!(line.contains(what) && !line.contains('\n'), "{line}");
+        }
     }
 
     /// The whole of the host's memory was taken for a device without end.

@@ -2,6 +2,7 @@
 //!
 //! What the VM writes meanwhile is seen or not, in whatever order: who looks must check what he finds.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,7 +15,8 @@ use super::qcow2::Qcow2;
 /// An image that is looked at.
 #[derive(Debug)]
 pub struct View {
-    store: Store,
+    config: DiskConfig,
+    store: RefCell<Store>,
     bytes: u64,
 }
 
@@ -24,6 +26,21 @@ enum Store {
     Qcow2(Box<Qcow2>),
 }
 
+impl Store {
+    /// As the image is now, and the bytes of the disk.
+    fn open(config: &DiskConfig) -> Result<(Self, u64), ImageError> {
+        let (file, bytes) = look(&config.path)?;
+        match config.format {
+            Format::Raw => Ok((Self::Raw(file), bytes)),
+            Format::Qcow2 => {
+                let qcow2 = Qcow2::open(&config.path, (file, bytes), true, &config.backing)?;
+                let bytes = qcow2.bytes();
+                Ok((Self::Qcow2(Box::new(qcow2)), bytes))
+            }
+        }
+    }
+}
+
 impl View {
     /// Opens the image that `config` names. The files behind a qcow2 image, which nobody writes, are locked
     /// against writers as long as it is looked at.
@@ -31,16 +48,25 @@ impl View {
     /// # Errors
     /// [`ImageError`].
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
-        let (file, bytes) = look(&config.path)?;
-        let (store, bytes) = match config.format {
-            Format::Raw => (Store::Raw(file), bytes),
-            Format::Qcow2 => {
-                let qcow2 = Qcow2::open(&config.path, (file, bytes), true, &config.backing)?;
-                let bytes = qcow2.bytes();
-                (Store::Qcow2(Box::new(qcow2)), bytes)
-            }
-        };
-        Ok(Self { store, bytes })
+        let (store, bytes) = Store::open(config)?;
+        Ok(Self {
+            config: config.clone(),
+            store: RefCell::new(store),
+            bytes,
+        })
+    }
+
+    /// Sees what was written since the image was opened: the tables of a qcow2 image are kept once they were
+    /// read, so what the guest has written to clusters that it had not used before is not seen without this.
+    ///
+    /// # Errors
+    /// [`ImageError`]; the image is seen as before. One that is being written may look damaged for a moment.
+    pub fn look_again(&self) -> Result<(), ImageError> {
+        if self.config.format == Format::Qcow2 {
+            let (store, _) = Store::open(&self.config)?;
+            self.store.replace(store);
+        }
+        Ok(())
     }
 
     /// Bytes of the disk.
@@ -59,7 +85,7 @@ impl View {
         if !inside {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        match &self.store {
+        match &*self.store.borrow() {
             Store::Raw(file) => file.read_exact_at(to, at),
             Store::Qcow2(image) => image.look(to, at),
         }

@@ -11,6 +11,7 @@ use vm_memory::GuestAddress;
 use super::*;
 use crate::disk::config::DiskConfig;
 use crate::disk::image::{Image, ImageError};
+use crate::disk::view::View;
 use crate::serve::testing::{BUFFERS, memory};
 use crate::starting::output;
 
@@ -697,4 +698,31 @@ fn steps_end_at_the_buffers_multiples() {
         all(most - 512, most + 1024),
         [(most - 512, 512), (most, BUFFER_BYTES), (2 * most, 512)]
     );
+}
+
+/// The tables of an image are kept once they were read, and a VM goes on writing.
+#[test]
+fn an_image_that_is_looked_at_again_has_what_a_vm_wrote_meanwhile() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    for kind in ["-o compat=1.1", "-o lazy_refcounts=on", "-c"] {
+        let mut model = content(0x33);
+        make(dir, "a.qcow2", kind, &model);
+        let image = open_image(dir, "a.qcow2");
+        let view = View::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        let seen = || {
+            let mut data = vec![0; DISK];
+            view.read(0, &mut data).map(|()| data).unwrap()
+        };
+        assert!(seen() == model, "{kind}");
+        // The first is in a cluster that was nowhere, the second in one that was.
+        for at in [1024, 71_680] {
+            write(&image, at as u64, &[0x5a; 512]).unwrap();
+            model[at..at + 512].fill(0x5a);
+        }
+        image.flush().unwrap();
+        view.look_again()
+            .unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        assert!(seen() == model, "{kind}");
+    }
 }
