@@ -41,6 +41,8 @@ pub enum ArchEvent {
     BranchMisses,
     /// Branches retired that were taken.
     TakenBranches,
+    /// Branches retired that go by a condition, taken or not.
+    ConditionalBranches,
     /// Instructions retired that load from memory.
     Loads,
     /// Instructions retired that store to memory.
@@ -54,7 +56,7 @@ pub enum ArchEvent {
 
 impl ArchEvent {
     /// Every event, for tables and checks.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::CoreCycles,
         Self::RefCycles,
         Self::Instructions,
@@ -63,6 +65,7 @@ impl ArchEvent {
         Self::Branches,
         Self::BranchMisses,
         Self::TakenBranches,
+        Self::ConditionalBranches,
         Self::Loads,
         Self::Stores,
         Self::TopdownSlots,
@@ -80,6 +83,7 @@ impl ArchEvent {
             Self::Branches => "branches",
             Self::BranchMisses => "branch-misses",
             Self::TakenBranches => "branches-taken",
+            Self::ConditionalBranches => "branches-conditional",
             Self::Loads => "loads",
             Self::Stores => "stores",
             Self::TopdownSlots => "slots",
@@ -339,15 +343,18 @@ impl EventRequest {
 }
 
 /// The event selects of [`decode`] that have architectural events, of either vendor.
-pub(crate) const ARCHITECTURAL_SELECTS: [u16; 12] = [
-    0x29, 0x2E, 0x3C, 0x76, 0xA4, 0xC0, 0xC2, 0xC3, 0xC4, 0xC5, 0xD0, 0x120,
+pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
+    0x29, 0x2E, 0x3C, 0x76, 0xA4, 0xC0, 0xC2, 0xC3, 0xC4, 0xC5, 0xD0, 0xD1, 0x120,
 ];
 
 /// Meaning of an event select and unit mask.
 ///
 /// Intel: SDM vol. 3 "Pre-defined Architectural Performance Events"; taken branches, loads and stores
 /// are BR_INST_RETIRED.NEAR_TAKEN and MEM_INST_RETIRED.ALL_LOADS/ALL_STORES, the same numbers since Haswell.
-/// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx029, PMCx120.
+/// Conditional branches are BR_INST_RETIRED.COND since Ice Lake: both of those that were taken (0x01) and
+/// those that were not (0x10). Before Ice Lake 0x01 alone was all of them, so the two together are as well.
+/// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1, PMCx029,
+/// PMCx120.
 pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEvent {
     use ArchEvent::*;
     let arch = match (vendor, select.0, umask.0) {
@@ -360,6 +367,7 @@ pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEven
         (Vendor::Intel, 0xC4, 0x00) | (Vendor::Amd, 0xC2, 0x00) => Branches,
         (Vendor::Intel, 0xC5, 0x00) | (Vendor::Amd, 0xC3, 0x00) => BranchMisses,
         (Vendor::Intel, 0xC4, 0x20) | (Vendor::Amd, 0xC4, 0x00) => TakenBranches,
+        (Vendor::Intel, 0xC4, 0x11) | (Vendor::Amd, 0xD1, 0x00) => ConditionalBranches,
         (Vendor::Intel, 0xD0, 0x81) | (Vendor::Amd, 0x29, 0x01) => Loads,
         (Vendor::Intel, 0xD0, 0x82) | (Vendor::Amd, 0x29, 0x02) => Stores,
         (Vendor::Intel, 0xA4, 0x01) => TopdownSlots,
@@ -405,6 +413,7 @@ impl Backability {
         .with(ArchEvent::Instructions)
         .with(ArchEvent::Branches)
         .with(ArchEvent::TakenBranches)
+        .with(ArchEvent::ConditionalBranches)
         .with(ArchEvent::Loads)
         .with(ArchEvent::Stores);
 

@@ -6,10 +6,11 @@ use crate::events::{ArchEvent, ParavirtualEvent};
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
 /// What the exact backing counts, in the order of its selectors.
-pub const EXACT: [ArchEvent; 5] = [
+pub const EXACT: [ArchEvent; 6] = [
     ArchEvent::Instructions,
     ArchEvent::Branches,
     ArchEvent::TakenBranches,
+    ArchEvent::ConditionalBranches,
     ArchEvent::Loads,
     ArchEvent::Stores,
 ];

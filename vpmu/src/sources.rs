@@ -43,9 +43,11 @@ fn row(event: ArchEvent) -> Row {
         // The SDM leaves the clock of the bus cycles open and names the TSC's among those in use.
         ArchEvent::BusCycles => (Some(6), Some(clock::REF_CYCLES)),
         ArchEvent::RefCycles => (Some(9), Some(clock::REF_CYCLES)),
-        ArchEvent::TakenBranches | ArchEvent::Loads | ArchEvent::Stores | ArchEvent::TopdownSlots => {
-            (None, None)
-        }
+        ArchEvent::TakenBranches
+        | ArchEvent::ConditionalBranches
+        | ArchEvent::Loads
+        | ArchEvent::Stores
+        | ArchEvent::TopdownSlots => (None, None),
     };
     Row {
         generic,

@@ -193,11 +193,7 @@ impl Child {
             let step = meter.end(&self.state(), &mut memory);
             assert!(!step.event && !step.lost, "{:#x?}: {step:?}", self.state());
             assert_eq!(step.kernel, Counts::default());
-            total.instructions += step.user.instructions;
-            total.branches += step.user.branches;
-            total.taken_branches += step.user.taken_branches;
-            total.loads += step.user.loads;
-            total.stores += step.user.stores;
+            total.add(step.user);
         }
         total
     }
@@ -230,6 +226,7 @@ fn straight_code() {
         instructions: 32,
         branches: 1,
         taken_branches: 1,
+        conditional_branches: 0,
         loads: 1,
         stores: 0,
     };
@@ -242,6 +239,7 @@ fn a_loop() {
         instructions: 202,
         branches: 101,
         taken_branches: 100,
+        conditional_branches: 100,
         loads: 1,
         stores: 0,
     };
@@ -254,6 +252,7 @@ fn calls_and_jumps_direct_and_indirect() {
         instructions: 11,
         branches: 8,
         taken_branches: 7,
+        conditional_branches: 2,
         loads: 3,
         stores: 2,
     };
@@ -267,6 +266,7 @@ fn repeated_string_instructions_count_once() {
         instructions: 10,
         branches: 4,
         taken_branches: 3,
+        conditional_branches: 3,
         loads: 2,
         stores: 1,
     };
@@ -279,6 +279,7 @@ fn loads_and_stores_are_instructions_that_touch_memory() {
         instructions: 14,
         branches: 1,
         taken_branches: 1,
+        conditional_branches: 0,
         loads: 7,
         stores: 5,
     };
@@ -289,6 +290,7 @@ fn loads_and_stores_are_instructions_that_touch_memory() {
 fn whether_a_branch_is_taken_is_known_even_when_both_ways_lead_to_the_same_place() {
     let counts = measure(exact_conditions);
     assert_eq!((counts.instructions, counts.branches), (20, 18));
+    assert_eq!(counts.conditional_branches, 17, "all but the RET, taken or not");
     // no, b, ne, be, s, p, l, le and the RET; RCX is the child's and decides JRCXZ.
     assert!([9, 10].contains(&counts.taken_branches), "{counts:?}");
 }

@@ -67,6 +67,8 @@ pub struct Counts {
     pub branches: u32,
     /// Branches retired that were taken.
     pub taken_branches: u32,
+    /// Branches retired that go by a condition, taken or not.
+    pub conditional_branches: u32,
     /// Instructions retired that load.
     pub loads: u32,
     /// Instructions retired that store.
@@ -82,16 +84,19 @@ impl Counts {
             }
             ArchEvent::Branches => Some(self.branches),
             ArchEvent::TakenBranches => Some(self.taken_branches),
+            ArchEvent::ConditionalBranches => Some(self.conditional_branches),
             ArchEvent::Loads => Some(self.loads),
             ArchEvent::Stores => Some(self.stores),
             _ => None,
         }
     }
 
-    fn add(&mut self, other: Self) {
+    /// Adds what `other` has.
+    pub const fn add(&mut self, other: Self) {
         self.instructions += other.instructions;
         self.branches += other.branches;
         self.taken_branches += other.taken_branches;
+        self.conditional_branches += other.conditional_branches;
         self.loads += other.loads;
         self.stores += other.stores;
     }
@@ -291,6 +296,8 @@ impl StepMeter {
         };
         if is_branch(instruction) {
             counts.branches = 1;
+            counts.conditional_branches =
+                u32::from(instruction.flow_control() == FlowControl::ConditionalBranch);
             counts.taken_branches = u32::from(taken && (self.vendor == Vendor::Amd || is_near(instruction)));
         }
         let idle = is_repeated(instruction) && !iterated && element_count(instruction, before) == 0;

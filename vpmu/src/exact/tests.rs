@@ -427,6 +427,7 @@ fn what_was_retired_is_fed_at_its_level() {
             instructions: 2,
             branches: 1,
             taken_branches: 0,
+            conditional_branches: 1,
             loads: 1,
             stores: 2,
         },
@@ -438,6 +439,7 @@ fn what_was_retired_is_fed_at_its_level() {
         (ArchEvent::Instructions, 3),
         (ArchEvent::Branches, 1),
         (ArchEvent::TakenBranches, 0),
+        (ArchEvent::ConditionalBranches, 1),
         (ArchEvent::Loads, 1),
         (ArchEvent::Stores, 2),
     ] {

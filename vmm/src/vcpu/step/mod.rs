@@ -422,11 +422,7 @@ impl Stepper {
             self.tally.lost += u64::from(back.lost);
             step.event = true;
             step.lost |= back.lost;
-            step.kernel.instructions += back.kernel.instructions;
-            step.kernel.branches += back.kernel.branches;
-            step.kernel.taken_branches += back.kernel.taken_branches;
-            step.kernel.loads += back.kernel.loads;
-            step.kernel.stores += back.kernel.stores;
+            step.kernel.add(back.kernel);
             return step;
         }
         if self.mode == Mode::Emulated(UserCode::Runs) {

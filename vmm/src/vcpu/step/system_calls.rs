@@ -134,11 +134,7 @@ pub(super) fn came_back(
         if next.event || next.lost {
             step.lost = true;
         } else {
-            step.user.instructions += next.user.instructions;
-            step.user.branches += next.user.branches;
-            step.user.taken_branches += next.user.taken_branches;
-            step.user.loads += next.user.loads;
-            step.user.stores += next.user.stores;
+            step.user.add(next.user);
         }
     }
     step
