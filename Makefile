@@ -277,10 +277,10 @@ debian: agent
 demo-disk: lab-files debian
 	$(CARGO) run -q -p integration --bin demo-disk
 
-## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes)
+## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes; MODELS=intel,amd)
 .PHONY: debian-test
 debian-test: lab-files debian
-	$(CARGO) test --workspace --test debian -- --ignored --nocapture --test-threads 1
+	PERFVISOR_DEBIAN_MODELS=$(MODELS) $(CARGO) test --workspace --test debian -- --ignored --nocapture --test-threads 1
 
 ## soak: a VM with two disks and four vCPUs under load, perf in it and recordings of it (SECONDS=1800)
 .PHONY: soak

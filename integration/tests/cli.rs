@@ -128,6 +128,22 @@ fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
     refused(&["run", "--kernel", &text], &["text", "not a kernel"]);
     let empty = file("empty", b"");
     refused(&["run", "--kernel", &empty], &["empty"]);
+    // What is tried first with a disk image.
+    let mut sectors = vec![0; 4096];
+    sectors[510..512].copy_from_slice(&[0x55, 0xAA]);
+    let disk = file("disk", &sectors);
+    let qcow2 = file("qcow2", b"QFI\xfb and so on");
+    for image in [&disk, &qcow2] {
+        refused(&["run", "--kernel", image], &["is for --disk"]);
+    }
+    refused(
+        &["run", "--disk", &disk],
+        &["--disk without --kernel", "--initrd"],
+    );
+    refused(
+        &["run", "--kernel", &text, "--disk", "path=disk"],
+        &["path=disk", "--disk FILE"],
+    );
 
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let bz_image = fs::read(&images.bz_image).unwrap();

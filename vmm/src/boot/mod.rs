@@ -250,8 +250,19 @@ fn what_it_is(data: &[u8]) -> &'static str {
         [b'0', b'7', b'0', b'7', ..] => "it is a cpio archive (an initrd?)",
         [b'M', b'Z', ..] => "it is a PE image without a Linux setup header",
         [b'#', b'!', ..] => "it is a script",
+        [b'Q', b'F', b'I', 0xFB, ..] => {
+            "it is a qcow2 image; a disk is for --disk, and its kernel is a file of its own"
+        }
+        _ if is_disk(data) => "it is a disk; a disk is for --disk, and its kernel is a file of its own",
         _ => "its first bytes match no kernel format",
     }
+}
+
+/// Whether there is a partition table (the signature of an MBR, which a GUID partition table has before it
+/// too) or an ext4 file system.
+fn is_disk(data: &[u8]) -> bool {
+    let at = |offset: usize| data.get(offset..offset + 2);
+    at(510) == Some(&[0x55, 0xAA]) || at(0x438) == Some(&[0x53, 0xEF])
 }
 
 /// Opens a file that must be regular, not empty. Returns its size.

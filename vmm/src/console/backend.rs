@@ -49,7 +49,7 @@ pub enum ConsoleError {
 
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::AddrInUse => "; choose another path, or end what listens there",
+        io::ErrorKind::AddrInUse => "; something is there: choose another path, or end what listens there",
         _ => "; choose a path in a directory that this user may write to",
     }
 }

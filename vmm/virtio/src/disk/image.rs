@@ -247,6 +247,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let error = |path: &Path| error_line(&open(path, false).unwrap_err());
         assert!(error(&dir.path().join("none")).contains("makes an empty disk"));
+        assert!(error(Path::new("path=none")).contains("--disk FILE"));
         assert!(error(dir.path()).contains("is a directory"));
         assert!(error(Path::new("/dev/null")).contains("is a character device"));
         assert!(error(file(0).path()).contains("has 0 bytes"));

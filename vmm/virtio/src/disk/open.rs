@@ -16,7 +16,7 @@ pub const SECTOR_BYTES: u64 = 512;
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// It cannot be opened.
-    #[error("{} cannot be opened{}", path.display(), open_remedy(source, *read_only))]
+    #[error("{} cannot be opened{}", path.display(), open_remedy(path, source, *read_only))]
     Open {
         /// The image.
         path: PathBuf,
@@ -59,8 +59,15 @@ pub enum OpenError {
     },
 }
 
-fn open_remedy(source: &io::Error, read_only: bool) -> &'static str {
+fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str {
+    // As other VMMs have it.
+    let named = ["path=", "file="]
+        .iter()
+        .any(|word| path.as_os_str().as_encoded_bytes().starts_with(word.as_bytes()));
     match source.kind() {
+        io::ErrorKind::NotFound if named => {
+            "; the file comes first, with no word before it: --disk FILE[,ro]"
+        }
         io::ErrorKind::NotFound => "; truncate -s 8G FILE makes an empty disk",
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem if !read_only => {
             " to be written; ,ro behind its name attaches it to be read only"

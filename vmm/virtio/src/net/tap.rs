@@ -5,6 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 use libc::{c_int, c_uint, c_ulong};
 use smallvec::SmallVec;
@@ -48,7 +49,12 @@ pub enum TapError {
     /// Somebody has it open.
     #[error("tap={0}: in use by another program; give each network device a tap of its own")]
     Busy(String, #[source] io::Error),
-    /// It is no tap device, or one with other properties.
+    /// It is a network device of another kind.
+    #[error(
+        "tap={0}: a network device of another kind has this name; make a tap device: ip tuntap add dev tap0 mode tap user $USER vnet_hdr"
+    )]
+    NoTap(String),
+    /// It is a tap device with other properties.
     #[error(
         "tap={0}: no tap device of one queue; make one: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
     )]
@@ -90,6 +96,7 @@ impl Tap {
             return Err(match error.raw_os_error() {
                 Some(libc::EBUSY) => TapError::Busy(name, error),
                 Some(libc::EPERM | libc::EACCES) => TapError::NotYours(name, error),
+                _ if !is_tun(&name) => TapError::NoTap(name),
                 _ => TapError::Other(name, error),
             });
         }
@@ -261,6 +268,12 @@ fn request_of(name: &str) -> libc::ifreq {
     request
 }
 
+/// Whether a device that is there is one of the driver of tap devices; where that cannot be told, it is.
+fn is_tun(name: &str) -> bool {
+    let device = Path::new("/sys/class/net").join(name);
+    !device.exists() || device.join("tun_flags").exists()
+}
+
 /// A socket to ask the kernel about network devices.
 fn any_socket() -> io::Result<OwnedFd> {
     // SAFETY: socket takes three integers.
@@ -311,6 +324,18 @@ mod tests {
         assert!(matches!(error, TapError::NotYours(..)), "{error:?}");
         let line = perf_core::error_line(&error);
         assert!(line.contains("ip tuntap add dev no-such-tap mode tap"), "{line}");
+    }
+
+    #[test]
+    fn a_device_of_another_kind_is_told_from_a_tap() {
+        let line = match Tap::open("lo") {
+            Err(error @ TapError::NoTap(_)) => perf_core::error_line(&error),
+            other => return eprintln!("SKIP: no /dev/net/tun for this user: {other:?}"),
+        };
+        assert!(
+            line.contains("of another kind") && line.contains("dev tap0"),
+            "{line}"
+        );
     }
 
     #[test]
