@@ -119,6 +119,8 @@ pub struct Vpmu {
     dirty: u64,
     /// Counters whose own control, or the filter, changed since their event was programmed.
     stale: u64,
+    /// Counters whose event has not counted yet since it was programmed: from where it does is not known.
+    fresh: u64,
     /// Counters whose event is counting.
     running: u64,
     /// Counters that the guest has enabled and nobody counts, or not who should.
@@ -155,6 +157,7 @@ impl Vpmu {
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
             stale: 0,
+            fresh: 0,
             running: 0,
             lost: Lost::default(),
             rearm: 0,
@@ -650,6 +653,7 @@ impl Vpmu {
                 let held = &mut self.counters[slot];
                 held.programmed = Some((request, backing));
                 held.counted = 0;
+                self.fresh |= mask;
             }
         }
         self.stale &= !mask;
@@ -669,7 +673,7 @@ impl Vpmu {
         if self.running & mask == 0 {
             let waits = kept && self.lost.waits(counter);
             if !waits && !self.lost.is_too_soon(counter, || events.now_ns()) {
-                self.enable(counter, kept, interrupts.then_some(until_overflow), events);
+                self.enable(counter, interrupts.then_some(until_overflow), events);
                 if self.running & mask != 0 {
                     if self.counters[slot].programmed.is_some_and(misses_exits) {
                         self.misses_exits |= mask;
@@ -684,14 +688,8 @@ impl Vpmu {
         self.rearm &= !mask;
     }
 
-    /// Starts the counter's event, as well as can be. `kept`: it is the one that it had before.
-    fn enable(
-        &mut self,
-        counter: CounterIndex,
-        kept: bool,
-        overflow_in: Option<u64>,
-        events: &mut dyn CounterEvents,
-    ) {
+    /// Starts the counter's event, as well as can be.
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>, events: &mut dyn CounterEvents) {
         let (enabled, count) = events.enable(counter, overflow_in);
         let Some((request, before)) = &mut self.counters[counter.slot()].programmed else {
             return;
@@ -699,9 +697,10 @@ impl Vpmu {
         let request = *request;
         if let Enabled::Counting(backing) | Enabled::Fallback(backing, _) = enabled {
             self.running |= counter.mask();
-            if !kept || *before != backing {
+            if self.fresh & counter.mask() != 0 || *before != backing {
                 // Another counts than before, from a count of its own.
                 *before = backing;
+                self.fresh &= !counter.mask();
                 self.counters[counter.slot()].base = count;
             }
         }

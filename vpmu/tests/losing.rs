@@ -84,6 +84,27 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
     assert_eq!(guest.vpmu.places_lost(), 1);
 }
 
+/// An event that was refused counts from its own beginning when its place comes, whatever the event before it
+/// had counted.
+#[test]
+fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
+    let mut guest = counting();
+    guest.run(50 * MS);
+    guest.events.set_places(Some(0));
+    guest.run(1);
+    guest.write(IA32_PERFEVTSEL0, CYCLES);
+    guest.run(1);
+    assert!(!guest.view(0).counting);
+    guest.events.set_places(None);
+    guest.run_with_exits(300 * MS, MS);
+    let value = guest.view(0).value;
+    guest.run(7 * MS);
+    let after = guest.view(0);
+    assert!(after.counting);
+    assert_eq!(after.value - value, 7 * MS);
+    assert_eq!(after.counted, after.times.time_running_ns);
+}
+
 /// The times of tries follow from the clock alone: a vCPU that does not exit is kicked for them.
 #[test]
 fn tries_are_far_between_and_a_kick_is_asked_for_each() {
