@@ -7,6 +7,7 @@
 //! - a thread of its own reads, and an answer that takes longer than [`PATIENCE`] is not waited for; nor is
 //!   anything asked again then
 //! - what opening a file system, or reading a file, may read of the disk is limited
+//! - links are followed here, as the crate takes as much memory for a link's target as its inode says
 //! - what a superblock says of its size must fit the disk, as tables are allocated by it
 //! - a file is read up to the size that the caller can use
 //!
@@ -14,7 +15,8 @@
 //! still in its memory. A file that changes while it is read may come out wrong: who uses it must check it,
 //! as by a build-id.
 
-use std::cell::Cell;
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -35,6 +37,11 @@ const MOST_BESIDES: u64 = 64 << 20;
 const MOST_PARTITIONS: u32 = 128;
 /// Most groups of blocks: those of 128 TiB.
 const MOST_GROUPS: u64 = 1 << 20;
+/// Most links that are followed for a path, and the longest path, as in Linux (path_resolution(7)).
+const MOST_LINKS: u32 = 40;
+const LONGEST_PATH: usize = 4096;
+/// Most parts of a path, those of links with them.
+const MOST_LOOKS: u32 = 1000;
 /// Bytes of a sector, in which partition tables count.
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const SECTOR_BYTES: usize = 512;
@@ -189,14 +196,52 @@ impl GuestDisk {
 }
 
 /// How much may still be read of a disk.
-type Left = Rc<Cell<u64>>;
+#[derive(Clone, Default)]
+struct Budget(Rc<RefCell<State>>);
+
+#[derive(Default)]
+struct State {
+    left: u64,
+    /// What was read of each sector, if that is what is read of it again: a guest that writes meanwhile shall
+    /// not make something else of what was found to be in order.
+    kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
+}
+
+impl Budget {
+    fn allow(&self, bytes: u64) {
+        self.0.borrow_mut().left = bytes;
+    }
+
+    /// Whether what is read from now on stays as it is, or nothing does.
+    fn keep(&self, keep: bool) {
+        self.0.borrow_mut().kept = keep.then(HashMap::new);
+    }
+
+    fn take(&self, bytes: u64) -> Result<(), &'static str> {
+        let left = &mut self.0.borrow_mut().left;
+        let after = left.checked_sub(bytes);
+        *left = after.ok_or("it takes more reading than a file system in order")?;
+        Ok(())
+    }
+
+    /// `bytes` were read at `at`. In the blocks of a file system, which are read while a path is followed,
+    /// all sectors are whole.
+    fn settle(&self, at: u64, bytes: &mut [u8]) {
+        let Some(kept) = &mut self.0.borrow_mut().kept else {
+            return;
+        };
+        for (n, sector) in bytes.as_chunks_mut::<SECTOR_BYTES>().0.iter_mut().enumerate() {
+            *sector = *kept.entry(at + n as u64 * SECTOR).or_insert(*sector);
+        }
+    }
+}
 
 /// A part of a disk.
 struct Part {
     disk: Rc<dyn DiskBytes>,
     start: u64,
     len: u64,
-    left: Left,
+    budget: Budget,
 }
 
 impl Ext4Read for Part {
@@ -206,10 +251,10 @@ impl Ext4Read for Part {
         if !inside {
             return Err("it leads beyond the end of the disk".into());
         }
-        let left = self.left.get().checked_sub(count);
-        self.left
-            .set(left.ok_or("it takes more reading than a file system in order")?);
-        Ok(self.disk.read(self.start + at, to)?)
+        self.budget.take(count)?;
+        self.disk.read(self.start + at, to)?;
+        self.budget.settle(self.start + at, to);
+        Ok(())
     }
 }
 
@@ -217,12 +262,12 @@ impl Ext4Read for Part {
 struct FileSystems {
     /// That which looks like the guest's root first.
     systems: Vec<Ext4>,
-    left: Left,
+    budget: Budget,
 }
 
 impl FileSystems {
     fn open(disk: &Rc<dyn DiskBytes>) -> Result<Self, DiskError> {
-        let left: Left = Rc::default();
+        let budget = Budget::default();
         let mut why = None;
         let mut systems = Vec::new();
         for (start, len) in partitions(&**disk) {
@@ -230,7 +275,7 @@ impl FileSystems {
                 disk: disk.clone(),
                 start,
                 len,
-                left: left.clone(),
+                budget: budget.clone(),
             };
             match is_ext4(&**disk, start, len) {
                 Ok(true) => {}
@@ -240,7 +285,7 @@ impl FileSystems {
                     continue;
                 }
             }
-            left.set(MOST_TO_OPEN);
+            budget.allow(MOST_TO_OPEN);
             match Ext4::load(Box::new(part(disk))) {
                 Ok(system) => systems.push(system),
                 Err(e) => why = Some(said(&e)),
@@ -249,18 +294,22 @@ impl FileSystems {
         if systems.is_empty() {
             return Err(DiskError::NoFileSystem(why));
         }
-        left.set(MOST_BESIDES);
-        systems.sort_by_key(|system| !matches!(system.exists("/etc"), Ok(true)));
-        Ok(Self { systems, left })
+        budget.allow(MOST_BESIDES);
+        // What it is does not matter, so no link is followed.
+        systems.sort_by_key(|system| system.symlink_metadata("/etc").is_err());
+        Ok(Self { systems, budget })
     }
 
     /// Of the first file system that has it.
     fn read(&self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
-        let path = Ext4Path::try_from(path).map_err(|_| DiskError::File("it is no path".into()))?;
         let mut missing = None;
         for system in &self.systems {
-            self.left.set(most.saturating_add(MOST_BESIDES));
-            match read_file(system, &path, most) {
+            self.budget.allow(MOST_BESIDES);
+            self.budget.keep(true);
+            let opened = plain(system, path).and_then(|path| system.open(&path).map_err(failed));
+            self.budget.keep(false);
+            self.budget.allow(most.saturating_add(MOST_BESIDES));
+            match opened.and_then(|file| read_file(file, most)) {
                 Ok(bytes) => return Ok(bytes),
                 Err(e @ DiskError::TooLarge(_)) => return Err(e),
                 Err(e) => missing = missing.or(Some(e)),
@@ -275,10 +324,70 @@ fn said(error: &Ext4Error) -> String {
     perf_core::error_line(error)
 }
 
-fn read_file(system: &Ext4, path: &Ext4Path, most: u64) -> Result<Vec<u8>, DiskError> {
+fn failed(error: Ext4Error) -> DiskError {
+    DiskError::File(said(&error))
+}
+
+/// `path` without links.
+fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
+    let not = |why: &str| DiskError::File(why.into());
+    let no_path = |_| not("it is no path");
+    let given = Ext4Path::try_from(path).map_err(no_path)?;
+    if !given.is_absolute() {
+        return Err(not("it is no absolute path"));
+    }
+    // Parts still to go, the next one last.
+    let parts = |path: &[u8]| -> Vec<Vec<u8>> {
+        let parts = path.split(|byte| *byte == b'/').rev();
+        parts
+            .filter(|part| !part.is_empty() && *part != b".")
+            .map(<[u8]>::to_vec)
+            .collect()
+    };
+    let mut todo = parts(given.as_ref());
+    let (mut done, mut links, mut looks) = (vec![b'/'], 0, 0);
+    while let Some(part) = todo.pop() {
+        looks += 1;
+        if looks > MOST_LOOKS || done.len() + part.len() >= LONGEST_PATH {
+            return Err(not("its path is too long"));
+        }
+        if part == b".." {
+            done.truncate(
+                done.iter()
+                    .rposition(|byte| *byte == b'/')
+                    .unwrap_or_default()
+                    .max(1),
+            );
+            continue;
+        }
+        let mut here = done.clone();
+        if here.len() > 1 {
+            here.push(b'/');
+        }
+        here.extend(&part);
+        let path = Ext4Path::try_from(here.as_slice()).map_err(no_path)?;
+        let meta = system.symlink_metadata(&path).map_err(failed)?;
+        if !meta.is_symlink() {
+            done = here;
+            continue;
+        }
+        links += 1;
+        if links > MOST_LINKS || meta.len() > LONGEST_PATH as u64 {
+            return Err(not(
+                "it leads over more links, or a longer one, than Linux follows",
+            ));
+        }
+        let target = system.read_link(&path).map_err(failed)?;
+        if target.is_absolute() {
+            done = vec![b'/'];
+        }
+        todo.extend(parts(target.as_ref()));
+    }
+    Ext4Path::try_from(done).map_err(no_path)
+}
+
+fn read_file(mut file: ext4_view::File, most: u64) -> Result<Vec<u8>, DiskError> {
     const CHUNK: usize = 64 << 10;
-    let failed = |e: Ext4Error| DiskError::File(said(&e));
-    let mut file = system.open(path).map_err(failed)?;
     if file.metadata().len() > most {
         return Err(DiskError::TooLarge(most));
     }

@@ -25,6 +25,11 @@ impl DiskBytes for InMemory {
 
 /// A file system with these files, of 8 MiB; `None` where there is no `mke2fs`.
 fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
+    file_system_of(&[], files)
+}
+
+/// With options of `mke2fs`. Without a directory `etc` there is a link of that name.
+fn file_system_of(options: &[&str], files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     let program = ["/usr/sbin/mke2fs", "/sbin/mke2fs"]
         .into_iter()
         .find(|path| Path::new(path).exists())?;
@@ -37,8 +42,13 @@ fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     }
     std::os::unix::fs::symlink("/usr/bin/prog", root.join("link")).unwrap();
     std::os::unix::fs::symlink("loop", root.join("loop")).unwrap();
+    if !root.join("etc").exists() {
+        std::os::unix::fs::symlink("/usr/bin/prog", root.join("etc")).unwrap();
+    }
     let made = Command::new(program)
-        .args(["-q", "-t", "ext4", "-d"])
+        .args(["-q", "-t", "ext4"])
+        .args(options)
+        .arg("-d")
         .arg(&root)
         .arg(&image)
         .arg("8M")
@@ -175,6 +185,70 @@ fn damaged_file_systems_end_in_an_answer() {
             }
         }
     }
+}
+
+/// A link says how long its target is, and the target is read into memory of that size: neither a file's path
+/// nor the look for a root directory follows such a link.
+#[test]
+fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
+    let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
+        return eprintln!("skipped: no mke2fs here");
+    };
+    let target = b"/usr/bin/prog";
+    // A short target is in the inode, 0x28 bytes into it; its length is at 4 and 0x6c.
+    let places: Vec<usize> = (0..bytes.len() - target.len())
+        .filter(|at| bytes[*at..].starts_with(target))
+        .collect();
+    assert_eq!(places.len(), 2, "the links `link` and `etc`");
+    for at in places {
+        let inode = at - 0x28;
+        bytes[inode + 0x6c..inode + 0x70].copy_from_slice(&0xfffu32.to_le_bytes());
+    }
+    let mut disk = open(bytes).unwrap();
+    for path in ["/link", "/link/x", "/etc/hostname", "/usr/../link"] {
+        assert!(matches!(disk.read(path, 100), Err(DiskError::File(_))), "{path}");
+    }
+    assert_eq!(disk.read("/file", 100).unwrap(), b"here");
+}
+
+/// The guest writes while a path is followed: what was looked at cannot become something else.
+#[test]
+fn what_is_read_of_a_path_is_read_once() {
+    struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);
+    impl DiskBytes for Changing {
+        fn len(&self) -> u64 {
+            self.0.len() as u64
+        }
+        fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
+            let at = usize::try_from(at).map_err(io::Error::other)?;
+            let by = self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            for (n, byte) in to.iter_mut().enumerate() {
+                *byte = self.0[at + n].wrapping_add(by.to_le_bytes()[0]);
+            }
+            Ok(())
+        }
+    }
+    let disk: Rc<dyn DiskBytes> = Rc::new(Changing(vec![0; 1 << 16], Default::default()));
+    let budget = Budget::default();
+    budget.allow(1 << 20);
+    let mut part = Part {
+        disk,
+        start: 512,
+        len: 1 << 15,
+        budget: budget.clone(),
+    };
+    let mut first = |at: u64| {
+        let mut block = [0; 2048];
+        part.read(at, &mut block).unwrap();
+        block
+    };
+    budget.keep(true);
+    let (a, b) = (first(0), first(1024));
+    assert_eq!(a[1024..], b[..1024], "read before, in part");
+    assert_ne!(b[..1024], b[1024..]);
+    assert_eq!(first(0), a);
+    budget.keep(false);
+    assert_ne!(first(0), a);
 }
 
 #[test]
