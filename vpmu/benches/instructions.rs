@@ -132,8 +132,12 @@ struct Guest {
 
 impl Guest {
     fn new(model: Model) -> Self {
-        let machine = Machine::new(0);
-        let sources = Sources::new(BackingPolicy::Exact, None, |_| None);
+        Self::counted_by(model, BackingPolicy::Exact)
+    }
+
+    fn counted_by(model: Model, policy: BackingPolicy) -> Self {
+        let machine = Machine::new(4);
+        let sources = Sources::new(policy, Some(model.vendor()), |_| Some(0));
         let events = PerfCoreEvents::new(machine.core.clone(), VCPU, sources);
         let mut new = Self {
             machine,
@@ -166,6 +170,16 @@ impl Guest {
     /// What an exit for a RDMSR does.
     fn read(&mut self, msr: u32) {
         black_box(self.vpmu.read_msr(black_box(MsrAddress(msr)), &mut self.events));
+    }
+
+    /// Off, four counters read and set, on: Linux at a switch between two tasks with four events each.
+    fn switch_tasks(&mut self, n: u64) {
+        self.write(IA32_PERF_GLOBAL_CTRL, 0);
+        for counter in 0..4 {
+            self.read(IA32_PMC0 + counter);
+            self.write(IA32_PMC0 + counter, n);
+        }
+        self.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     }
 
     /// The counter of `IA32_A_PMC0` passes its end, and the guest is told.
@@ -306,17 +320,22 @@ fn of_the_registers(all: &mut Counted) -> Option<()> {
             g.write(IA32_PERF_GLOBAL_CTRL, if n % 2 == 0 { 0 } else { 0xF });
         },
     )?;
-    // Off, four counters read and set, on: Linux at a switch between two tasks with four events each.
     all.put("vpmu: a guest's context switch, four events", &mut |n| {
-        g.write(IA32_PERF_GLOBAL_CTRL, 0);
-        for counter in 0..4 {
-            g.read(IA32_PMC0 + counter);
-            g.write(IA32_PMC0 + counter, n);
-        }
-        g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+        g.switch_tasks(n);
     })?;
     all.put("vpmu: an overflow, from the driver to the PMI", &mut |n| {
         g.overflow(n);
+    })?;
+    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Hardware);
+    g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    all.put(
+        "vpmu: WRMSR of global control, four of the host's off or on",
+        &mut |n| {
+            g.write(IA32_PERF_GLOBAL_CTRL, if n % 2 == 0 { 0 } else { 0xF });
+        },
+    )?;
+    all.put("vpmu: a guest's context switch, four of the host's", &mut |n| {
+        g.switch_tasks(n);
     })?;
     let mut g = Guest::new(Model::AMD);
     all.put("vpmu: WRMSR to a selector of AMD's, off or on", &mut |n| {

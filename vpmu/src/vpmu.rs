@@ -7,6 +7,7 @@
 //! arithmetic, so that each is accounted exactly once no matter whether a read, a write or the host's
 //! notification comes first.
 
+mod paused;
 mod pmi;
 mod view;
 
@@ -77,6 +78,8 @@ pub(crate) struct Counter {
     /// since.
     armed: u64,
     outside: u64,
+    /// What the event counted in pauses since it was armed.
+    left_out: u64,
     pub(crate) overflows: u64,
     pub(crate) pmi_requests: u64,
 }
@@ -86,6 +89,7 @@ impl Counter {
     fn armed_for(&mut self, until_overflow: u64) {
         self.armed = until_overflow;
         self.outside = 0;
+        self.left_out = 0;
     }
 
     /// A counter without an event.
@@ -107,6 +111,13 @@ fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
         && !request.is_modified()
 }
 
+/// The counters that pause, and passes until that ends.
+#[derive(Clone, Copy, Debug, Default)]
+struct Paused {
+    counters: u64,
+    passes_left: u32,
+}
+
 /// The PMU of one vCPU.
 #[derive(Debug)]
 pub struct Vpmu {
@@ -123,6 +134,8 @@ pub struct Vpmu {
     fresh: u64,
     /// Counters whose event is counting.
     running: u64,
+    /// Counters whose event counts although the guest has stopped them.
+    paused: Paused,
     /// Counters that the guest has enabled and nobody counts, or not who should.
     lost: Lost,
     /// Running counters whose armed overflow is out of date.
@@ -159,6 +172,7 @@ impl Vpmu {
             stale: 0,
             fresh: 0,
             running: 0,
+            paused: Paused::default(),
             lost: Lost::default(),
             rearm: 0,
             misses_exits: 0,
@@ -234,15 +248,20 @@ impl Vpmu {
             Register::Selector(counter) => {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
+                    let same_event = differing & !(selector::INT | selector::EN) == 0;
                     // What was counted belongs to the old selector, its interrupt bit included.
-                    if differing != selector::INT && self.running & counter.mask() != 0 {
-                        self.stop(counter, events);
-                    } else {
+                    if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
+                    } else if same_event {
+                        self.halt(counter, events);
+                    } else {
+                        self.stop(counter, events);
                     }
                     self.registers.selectors[counter.slot()] = value;
                     self.changed(counter.mask());
-                    self.reprogrammed(counter.mask());
+                    if !same_event {
+                        self.reprogrammed(counter.mask());
+                    }
                 }
             }
             Register::Counter(counter) | Register::FullWidthCounter(counter) => {
@@ -252,7 +271,7 @@ impl Vpmu {
                     self.served(counter.mask(), events);
                 }
                 self.counters[counter.slot()].value = value;
-                if self.running & counter.mask() != 0 {
+                if (self.running | self.paused.counters) & counter.mask() != 0 {
                     self.changed(counter.mask());
                 }
             }
@@ -346,6 +365,13 @@ impl Vpmu {
         if events.may_have_lost() {
             self.look_for_losses(events);
         }
+        if self.dirty | self.paused.counters != 0 || self.lost.is_retrying() {
+            self.pass(events);
+        }
+    }
+
+    /// Brings all counters that were marked in line with the registers.
+    fn pass(&mut self, events: &mut dyn CounterEvents) {
         let mut due = 0;
         if self.lost.is_retrying() {
             due = self.lost.take_due(events.now_ns());
@@ -359,15 +385,20 @@ impl Vpmu {
                 self.reconcile_counter(counter, due & counter.mask() != 0, events);
             }
         }
+        self.passed(events);
     }
 
     /// Counters whose event has lost its place are not counted since then.
     #[cold]
     fn look_for_losses(&mut self, events: &mut dyn CounterEvents) {
-        for counter in counters_in(self.running) {
+        for counter in counters_in(self.running | self.paused.counters) {
             let Some(loss) = events.lost(counter) else {
                 continue;
             };
+            if self.running & counter.mask() == 0 {
+                self.end_pause(counter, events);
+                continue;
+            }
             self.stop(counter, events);
             let now_ns = events.now_ns();
             self.lost.begin(counter, loss.since_ns, now_ns);
@@ -412,6 +443,7 @@ impl Vpmu {
         if self.running & counter.mask() != 0 {
             self.changed(counter.mask());
         }
+        self.end_pause(counter, events);
         self.counters[counter.slot()].overflows != before
     }
 
@@ -494,7 +526,7 @@ impl Vpmu {
     pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.model.counters_mask()) {
             self.lost.end(counter, || events.now_ns());
-            if self.running & counter.mask() != 0 {
+            if (self.running | self.paused.counters) & counter.mask() != 0 {
                 events.disable(counter);
             }
             if self.counters[counter.slot()].programmed.take().is_some() {
@@ -502,6 +534,7 @@ impl Vpmu {
             }
         }
         self.running = 0;
+        self.paused = Paused::default();
         self.misses_exits = 0;
         self.rearm = 0;
     }
@@ -520,7 +553,7 @@ impl Vpmu {
     /// Marks counters for the next reconcile, including what they are armed with.
     fn changed(&mut self, counters: u64) {
         self.dirty |= counters;
-        self.rearm |= counters & self.running;
+        self.rearm |= counters & (self.running | self.paused.counters);
     }
 
     /// Changes global registers and marks the counters that count, or no longer count, because of it.
@@ -625,12 +658,20 @@ impl Vpmu {
         let slot = counter.slot();
         let wanted = self.wanted(counter);
         let kept = matches!(wanted, Wanted::Same);
+        let only_stops = matches!(wanted, Wanted::Nothing { enabled: false });
         if self.running & mask != 0 && (!kept || retry) {
-            self.stop(counter, events);
+            if only_stops {
+                self.halt(counter, events);
+            } else {
+                self.stop(counter, events);
+            }
             if self.dirty & mask != 0 {
                 // It had overflowed, which may have frozen the counters; the next round sees to it.
                 return;
             }
+        }
+        if !kept && !only_stops {
+            self.end_pause(counter, events);
         }
         match wanted {
             Wanted::Nothing { enabled: false } => {
@@ -670,7 +711,9 @@ impl Vpmu {
         // Nobody can tell when exactly a status bit was set unless an interrupt tells it: without one the
         // overflow is found when the guest looks, and the host need not be bothered.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
+        self.resume(counter, events);
         if self.running & mask == 0 {
+            self.make_room(events);
             let waits = kept && self.lost.waits(counter);
             if !waits && !self.lost.is_too_soon(counter, || events.now_ns()) {
                 self.enable(counter, interrupts.then_some(until_overflow), events);

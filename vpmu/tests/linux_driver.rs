@@ -97,9 +97,9 @@ fn disabling_and_enabling_opens_nothing_and_a_pass_with_no_change_does_nothing()
     guest.vpmu.reconcile(&mut guest.events);
     assert_eq!(guest.events.calls, 0);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
-    assert_eq!(guest.events.calls, 1, "one stop, which is the reading too");
+    assert_eq!(guest.events.calls, 1, "one reading");
     guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
-    assert_eq!(guest.events.calls, 2, "one start");
+    assert_eq!(guest.events.calls, 2, "and one more");
     guest.write(IA32_PERFEVTSEL0, 0x43_003C);
     assert_eq!(guest.events.calls, 2, "the same value again is no change");
 }

@@ -1,4 +1,4 @@
-//! A driver whose events cost nothing.
+//! A driver whose events cost nothing, in place of the host's.
 
 use perf_core::pmu::{Capacity, PmuError, Target};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
@@ -18,7 +18,7 @@ impl Pmu for Nothing {
         "nothing"
     }
     fn serves(&self, ty: EventType) -> bool {
-        ty == EventType::SIM
+        ty == EventType::SIM || ty == EventType::HARDWARE
     }
     fn capacity(&self) -> Capacity {
         Capacity::counters(self.slots)
