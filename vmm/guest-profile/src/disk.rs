@@ -5,7 +5,7 @@
 //! to fill our memory. So:
 //!
 //! - a thread of its own reads, and an answer that takes longer than [`PATIENCE`] is not waited for; nor is
-//!   anything asked again then
+//!   anything asked again then, or when all answers took [`PATIENCE_FOR_ALL`]
 //! - what opening a file system, or reading a file, may read of the disk is limited
 //! - links are followed here, as the crate takes as much memory for a link's target as its inode says
 //! - what a superblock says of its size must fit the disk, as tables are allocated by it
@@ -21,13 +21,15 @@ use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ext4_view::{Ext4, Ext4Error, Ext4Read, PathBuf as Ext4Path};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
 /// How long an answer may take.
 pub const PATIENCE: Duration = Duration::from_secs(20);
+/// How long all answers of a disk may take together: a guest can have each take nearly as long as one may.
+const PATIENCE_FOR_ALL: Duration = Duration::from_secs(300);
 /// Most that is read of the disk to open a file system: descriptors of groups, and the journal's part that is
 /// not in place yet.
 const MOST_TO_OPEN: u64 = 256 << 20;
@@ -84,7 +86,11 @@ pub enum DiskError {
     #[error("it is larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
     /// It took too long, now or before.
-    #[error("reading the disk took longer than {} s; it is not read any more", PATIENCE.as_secs())]
+    #[error(
+        "reading the disk took longer than {} s, or {} s in all; it is not read any more",
+        PATIENCE.as_secs(),
+        PATIENCE_FOR_ALL.as_secs()
+    )]
     Slow,
     /// The reader stumbled over what is on the disk.
     #[error("what is on the disk made its reader fail; it is not read any more")]
@@ -105,6 +111,8 @@ enum Ask {
 pub struct GuestDisk {
     ask: SyncSender<Ask>,
     answers: Receiver<Result<Vec<u8>, DiskError>>,
+    /// How long all answers took.
+    waited: Duration,
     /// Nothing is asked any more.
     over: bool,
 }
@@ -149,6 +157,7 @@ impl GuestDisk {
         let mut disk = Self {
             ask,
             answers,
+            waited: Duration::ZERO,
             over: false,
         };
         disk.answer()?;
@@ -156,8 +165,10 @@ impl GuestDisk {
     }
 
     fn answer(&mut self) -> Result<Vec<u8>, DiskError> {
+        let asked = Instant::now();
         let answer = self.answers.recv_timeout(PATIENCE);
-        self.over |= answer.is_err();
+        self.waited = self.waited.saturating_add(asked.elapsed());
+        self.over |= answer.is_err() || self.waited > PATIENCE_FOR_ALL;
         answer.unwrap_or_else(|e| {
             Err(match e {
                 RecvTimeoutError::Timeout => DiskError::Slow,

@@ -22,16 +22,22 @@ impl JitMap {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// What is in such a file. Lines that are none are left out, so is the last one if it is not complete.
-    pub fn parse(bytes: &[u8]) -> Self {
+    /// What is in such a file, as far as it takes `most` bytes. Lines that are none are left out, so is the
+    /// last one if it is not complete.
+    pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes
             .iter()
             .rposition(|b| *b == b'\n')
             .map_or(&[][..], |end| &bytes[..end]);
+        let mut left = most;
         let mut functions: Vec<(u64, u64, String)> = complete
             .split(|b| *b == b'\n')
             .filter_map(function)
             .take(MOST_FUNCTIONS)
+            .map_while(|function| {
+                left = left.checked_sub(bytes_of(&function))?;
+                Some(function)
+            })
             .collect();
         // Of those at one place the last goes first.
         functions.reverse();
@@ -40,12 +46,21 @@ impl JitMap {
         Self { functions }
     }
 
+    /// About how many bytes it takes.
+    pub fn bytes(&self) -> u64 {
+        self.functions.iter().map(bytes_of).sum()
+    }
+
     /// The function that `address` is in, with its first address and its end.
     pub fn resolve(&self, address: u64) -> Option<(u64, u64, &str)> {
         let after = self.functions.partition_point(|(start, ..)| *start <= address);
         let (start, end, name) = self.functions[..after].last()?;
         (address < *end).then_some((*start, *end, name))
     }
+}
+
+fn bytes_of(function: &(u64, u64, String)) -> u64 {
+    (size_of_val(function) + function.2.len()) as u64
 }
 
 fn function(line: &[u8]) -> Option<(u64, u64, String)> {
@@ -67,6 +82,7 @@ mod tests {
         let map = JitMap::parse(
             b"7f00 10 LazyCompile:*add /x.js:1\n7f10 20 old\n0x7f10 8 new\nnonsense\n7f00\n7f40 0 empty\n\xff\xff\n\
               ffffffffffffffff 2 beyond\n7f50 10 not compl",
+            u64::MAX,
         );
         assert_eq!(map.resolve(0x7f00).unwrap().2, "LazyCompile:*add /x.js:1");
         assert_eq!(map.resolve(0x7f0f).unwrap().0, 0x7f00);
@@ -74,6 +90,6 @@ mod tests {
         for address in [0, 0x7eff, 0x7f18, 0x7f40, 0x7f50, u64::MAX] {
             assert_eq!(map.resolve(address), None, "{address:#x}");
         }
-        assert!(JitMap::parse(b"").resolve(0).is_none());
+        assert!(JitMap::parse(b"", u64::MAX).resolve(0).is_none());
     }
 }

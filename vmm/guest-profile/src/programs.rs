@@ -1,7 +1,8 @@
 //! Names for addresses of user programs, found through the guest's files.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path, PathBuf};
 
 use crate::demangle::readable;
@@ -35,10 +36,12 @@ pub enum GuestFileError {
         source: std::io::Error,
     },
     /// It is larger than is read for symbols.
-    #[error("{path} is larger than {} MiB", MAX_FILE >> 20)]
+    #[error("{path} is larger than {} MiB", .most >> 20)]
     TooLarge {
         /// The file under the guest mount.
         path: PathBuf,
+        /// The most that is read, in bytes.
+        most: u64,
     },
     /// It cannot be had from the guest's disk.
     #[error("cannot read {path} on the guest's disk")]
@@ -48,6 +51,12 @@ pub enum GuestFileError {
         /// Why.
         #[source]
         source: DiskError,
+    },
+    /// What was read before fills the room that there is.
+    #[error("{path} is not read: there is room for {} MiB of names", MOST_KEPT >> 20)]
+    NoRoom {
+        /// As the guest calls it.
+        path: String,
     },
     /// It is no ELF file.
     #[error("{path} is no ELF file")]
@@ -61,6 +70,12 @@ pub enum GuestFileError {
 }
 
 const MAX_FILE: u64 = 1 << 30;
+/// Most bytes of functions that are kept of a file: its symbols may all have the same long name.
+const MOST_OF_FILE: u64 = 512 << 20;
+/// Most bytes that are kept of all files of a guest.
+const MOST_KEPT: u64 = 2 << 30;
+/// Opens without waiting for who writes to a FIFO (`O_NONBLOCK`, open(2)).
+const DO_NOT_WAIT: i32 = 0o4000;
 /// Symbolic links followed for one path.
 const MAX_LINKS: u32 = 16;
 
@@ -77,13 +92,29 @@ pub struct UserObject {
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
+    /// About how many bytes this takes.
+    bytes: u64,
+}
+
+/// Lets functions pass until they take `most` bytes. The guest chose how many there are, and their names.
+fn bounded<F>(
+    functions: impl Iterator<Item = F>,
+    most: u64,
+    name: impl Fn(&F) -> &str,
+) -> impl Iterator<Item = F> {
+    let mut left = most;
+    functions.map_while(move |function| {
+        let bytes = size_of::<F>() + name(&function).len();
+        left = left.checked_sub(bytes as u64)?;
+        Some(function)
+    })
 }
 
 impl UserObject {
     /// Reads an ELF file: its symbol tables, dynamic ones included, and its line table if there is one.
     pub fn parse(data: &[u8]) -> Result<Self, object::Error> {
         let file = object::File::parse(data)?;
-        let mut functions: Vec<Function> = file
+        let found = file
             .symbols()
             .chain(file.dynamic_symbols())
             .filter(|s| s.kind() == object::SymbolKind::Text && s.is_definition())
@@ -94,8 +125,8 @@ impl UserObject {
                     end: s.address().saturating_add(s.size().max(1)),
                     name,
                 })
-            })
-            .collect();
+            });
+        let mut functions: Vec<Function> = bounded(found, MOST_OF_FILE, |f| &f.name).collect();
         functions.sort_by_key(|f| (f.start, f.end));
         functions.dedup_by(|a, b| a.start == b.start && a.end == b.end);
         let segments = file
@@ -103,6 +134,12 @@ impl UserObject {
             .map(|s| (s.file_range().0, s.file_range().1, s.address()))
             .collect();
         let has_lines = file.section_by_name(".debug_info").is_some();
+        let names: usize = functions
+            .iter()
+            .map(|f| size_of::<Function>() + f.name.len())
+            .sum();
+        // The line tables refer to copies of what the file has.
+        let tables = if has_lines { data.len() } else { 0 };
         let lines = gimli::Dwarf::load(|id| -> Result<_, gimli::Error> {
             let data = file
                 .section_by_name(id.name())
@@ -121,6 +158,7 @@ impl UserObject {
             segments,
             build_id: file.build_id().ok().flatten().and_then(BuildId::new),
             lines,
+            bytes: (names + tables) as u64,
         })
     }
 
@@ -190,15 +228,25 @@ impl GuestFiles {
             path: path.clone(),
             source,
         };
-        let meta = std::fs::metadata(&path).map_err(read_error)?;
-        // The paths are the guest's words: nothing but plain files is opened, for a FIFO would hold us.
+        // The paths are the guest's words: nothing but plain files is read, and opening does not wait for who
+        // writes to a FIFO.
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.read(true).custom_flags(DO_NOT_WAIT).open(&path);
+        let file = file.map_err(read_error)?;
+        let meta = file.metadata().map_err(read_error)?;
         if !meta.is_file() {
             return Err(read_error(io::Error::other("not a regular file")));
         }
-        if meta.len() > most {
-            return Err(GuestFileError::TooLarge { path });
+        let mut bytes = Vec::new();
+        let too_large = meta.len() > most || {
+            let read = file.take(most.saturating_add(1)).read_to_end(&mut bytes);
+            read.map_err(read_error)?;
+            bytes.len() as u64 > most
+        };
+        if too_large {
+            return Err(GuestFileError::TooLarge { path, most });
         }
-        std::fs::read(&path).map_err(read_error)
+        Ok(bytes)
     }
 
     /// As [`Self::read`], of a program or library.
@@ -223,6 +271,8 @@ pub struct GuestMount {
     files: GuestFiles,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<UserObject>>,
+    /// How many bytes may still be kept of them.
+    left: u64,
     problems: Vec<String>,
 }
 
@@ -238,6 +288,7 @@ impl GuestMount {
             files,
             jit: HashMap::new(),
             objects: HashMap::new(),
+            left: MOST_KEPT,
             problems: Vec::new(),
         }
     }
@@ -273,9 +324,18 @@ impl GuestMount {
     }
 
     fn load(&mut self, guest_path: &str) -> Result<UserObject, GuestFileError> {
+        let no_room = || GuestFileError::NoRoom {
+            path: guest_path.escape_debug().to_string(),
+        };
+        if self.left == 0 {
+            return Err(no_room());
+        }
         let data = self.files.program(guest_path)?;
         let path = PathBuf::from(guest_path);
-        UserObject::parse(&data).map_err(|source| GuestFileError::Elf { path, source })
+        let object = UserObject::parse(&data).map_err(|source| GuestFileError::Elf { path, source })?;
+        let left = self.left.checked_sub(object.bytes);
+        self.left = left.unwrap_or(0);
+        left.map(|_| object).ok_or_else(no_room)
     }
 
     /// The build-id of the guest's file `guest_path`. `None`: it is not there, not usable
@@ -292,9 +352,14 @@ impl GuestMount {
     /// The function that process `pid` says it has made at `address`, with its first address and its end.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         let map = self.jit.entry(pid).or_insert_with(|| {
-            // Most processes have none.
-            let bytes = self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default();
-            JitMap::parse(&bytes)
+            // Most processes have none. Each may be told of in the same large file.
+            let bytes = match self.left {
+                0 => Vec::new(),
+                _ => self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default(),
+            };
+            let map = JitMap::parse(&bytes, self.left);
+            self.left = self.left.saturating_sub(map.bytes());
+            map
         });
         map.resolve(address)
     }
@@ -411,6 +476,57 @@ mod tests {
         assert_eq!(inside(dir.path(), "/lib/../../../x"), dir.path().join("x"));
         assert_eq!(inside(dir.path(), "/lib/evil"), dir.path().join("etc/passwd"));
         assert!(inside(dir.path(), "/loop").starts_with(dir.path()));
+    }
+
+    /// A FIFO in the place of a program holds nobody up, and a device is not read.
+    #[test]
+    fn nothing_but_plain_files_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        let made = std::process::Command::new("mkfifo").arg(&fifo).status();
+        assert!(made.is_ok_and(|status| status.success()));
+        std::fs::write(dir.path().join("file"), "1234").unwrap();
+        let mut files = GuestFiles::Directory(dir.path().to_owned());
+        assert!(matches!(
+            files.read("/fifo", 100),
+            Err(GuestFileError::Read { .. })
+        ));
+        assert!(matches!(files.read("/", 100), Err(GuestFileError::Read { .. })));
+        assert_eq!(files.read("/file", 4).unwrap(), b"1234");
+        let error = files.read("/file", 3).unwrap_err();
+        assert!(
+            matches!(error, GuestFileError::TooLarge { most: 3, .. }),
+            "{error}"
+        );
+    }
+
+    /// A guest may have as many processes and programs as it likes: what is kept of all has a bound.
+    #[test]
+    fn what_is_kept_of_all_files_is_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("tmp")).unwrap();
+        let map: String = (1..100).map(|n| format!("{n:x}000 10 made\n")).collect();
+        for pid in 1..=3 {
+            std::fs::write(dir.path().join(JitMap::path(pid).trim_start_matches('/')), &map).unwrap();
+        }
+        std::fs::copy(std::env::current_exe().unwrap(), dir.path().join("program")).unwrap();
+        let mut mount = GuestMount::new(dir.path());
+        mount.left = JitMap::parse(map.as_bytes(), u64::MAX).bytes() * 3 / 2;
+        assert!(mount.jit(1, 0x63000).is_some());
+        assert!(mount.jit(2, 0x1000).is_some());
+        assert!(mount.jit(2, 0x63000).is_none(), "there is room for half of it");
+        assert!(mount.object("/program").is_none());
+        assert!(mount.problems()[0].contains("room"), "{:?}", mount.problems());
+        assert!(mount.jit(3, 0x1000).is_none());
+        assert_eq!(mount.left, 0);
+    }
+
+    #[test]
+    fn functions_pass_until_they_take_too_much() {
+        let names = ["aaaa", "bbbb", "cccc"].map(str::to_owned);
+        let one = (size_of::<String>() + 4) as u64;
+        let passed = |most| bounded(names.clone().into_iter(), most, |name| name).count();
+        assert_eq!([0, one, 3 * one - 1, 3 * one].map(passed), [0, 1, 2, 3]);
     }
 
     #[test]

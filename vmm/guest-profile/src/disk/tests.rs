@@ -211,6 +211,18 @@ fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
     assert_eq!(disk.read("/file", 100).unwrap(), b"here");
 }
 
+/// A guest whose files each take nearly as long as one may does not hold a command up for hours.
+#[test]
+fn a_disk_that_took_long_in_all_is_read_no_more() {
+    let Some(bytes) = example() else { return };
+    let mut disk = open(bytes).unwrap();
+    disk.waited = PATIENCE_FOR_ALL;
+    // The answer that goes over the limit is taken.
+    disk.read("/etc/hostname", 100).unwrap();
+    assert!(matches!(disk.read("/etc/hostname", 100), Err(DiskError::Slow)));
+    assert!(matches!(disk.look_again(), Err(DiskError::Slow)));
+}
+
 /// The guest writes while a path is followed: what was looked at cannot become something else.
 #[test]
 fn what_is_read_of_a_path_is_read_once() {

@@ -61,7 +61,8 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `path`.
+    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `path`. Of a
+    /// build-id of one byte there is no file in such a directory, and nothing is put in.
     ///
     /// # Errors
     /// That of `read`, or the directory cannot be written.
@@ -71,6 +72,9 @@ impl BuildIdDir {
         path: &str,
         read: impl FnOnce() -> io::Result<Vec<u8>>,
     ) -> io::Result<()> {
+        if id.length() < 2 {
+            return Ok(());
+        }
         let names = Path::new(path).components().filter_map(|part| match part {
             Component::Normal(name) => Some(name),
             _ => None,
@@ -191,6 +195,11 @@ mod tests {
         let program = root.path().join("program");
         fs::write(&program, "code").unwrap();
         let directory = BuildIdDir::new(root.path().join("debug"));
+        let one = BuildId::new(&[0xab]).unwrap();
+        directory
+            .add_program(one, "/bin/x", || fs::read(&program))
+            .unwrap();
+        assert!(!root.path().join("debug").exists());
         for path in ["/../../etc/passwd", "/.build-id/ab", "bin/x/./../y", "/"] {
             directory.add_program(id(), path, || fs::read(&program)).unwrap();
             let by_id = root.path().join("debug/.build-id/ab").join("ab".repeat(19));

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::io;
+use std::path::Path;
 
 use super::args::RecordArgs;
 use crate::commands::{CommandError, files, one_line};
@@ -10,7 +11,7 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
-use guest_profile::programs::GuestMount;
+use guest_profile::programs::{GuestFiles, GuestMount, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
@@ -121,7 +122,7 @@ impl Names {
             }
             writer.know(path, id);
             if let Some(directory) = directory {
-                let read = || mount.files().program(path).map_err(io::Error::other);
+                let read = || program_of(mount.files(), path, id);
                 result = result.and(directory.add_program(id, path, read));
             }
         }
@@ -213,6 +214,18 @@ impl Names {
         }
         saved.into_values().collect()
     }
+}
+
+/// The guest's program at `path`, if it is still the build `id`: what lies under a build-id is found for any
+/// guest.
+fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
+    let bytes = files.program(path).map_err(io::Error::other)?;
+    let file = ProgramFile::parse(Path::new(path), &bytes).map_err(io::Error::other)?;
+    if file.build_id() != Some(id) {
+        let path = one_line(path);
+        return Err(io::Error::other(format!("{path} changed while it was read")));
+    }
+    Ok(bytes)
 }
 
 /// Whether what a mapping is of is a file: what is none is named in brackets, or begins with two slashes.
