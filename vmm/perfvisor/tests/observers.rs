@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use common::host::Host;
 use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm};
+use common::vm::{PROGRAM, SpinningVm, put_program};
 use control_api::client::{Client, REPLY_TIMEOUT};
 
 fn said(command: &mut Command) -> (Option<i32>, String) {
@@ -109,7 +109,7 @@ fn another_user_looks_on_if_the_file_lets_him() {
         };
         // The program need not be where that user can go.
         let program = dir.path().join("program");
-        fs::copy(PROGRAM, &program).unwrap();
+        put_program(&program);
         let (status, text) = said(
             Command::new("setpriv")
                 .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
@@ -141,7 +141,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     mode(&vms, 0o1777);
     // The program need not be where that user can go.
     let program = place.path().join("program");
-    fs::copy(PROGRAM, &program).unwrap();
+    put_program(&program);
     let mut other = Command::new("setpriv");
     other
         .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
@@ -153,7 +153,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     // Nobody listens there any more; a link leads to another's VM.
     drop(std::os::unix::net::UnixListener::bind(vms.join("dead.look")).unwrap());
     std::os::unix::fs::symlink(vms.join("a.look"), vms.join("link.look")).unwrap();
-    let text = host.text("/metrics");
+    let text = host.metrics_with(&["a@0", "b@0"]);
     let up: Vec<(String, bool)> = host.up(&text).into_iter().collect();
     let expected = [("a@0", true), ("b@0", true), ("dead@0", false)];
     assert_eq!(up, expected.map(|(name, up)| (name.to_owned(), up)), "{text}");

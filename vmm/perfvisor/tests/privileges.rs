@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm};
+use common::vm::{PROGRAM, SpinningVm, put_program};
 
 mod common;
 
@@ -115,7 +115,7 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
     chown(scratch.path(), Some(NOBODY), Some(NOBODY)).unwrap();
     // The program need not be where that user can go.
     let program = scratch.path().join("program");
-    fs::copy(PROGRAM, &program).unwrap();
+    put_program(&program);
     let program = program.to_str().unwrap();
 
     // Without the capability the VM does not start, and says what would help.

@@ -127,6 +127,18 @@ impl Host {
         text
     }
 
+    /// The metrics when these VMs are up. One that is there is down where its answer takes longer than the
+    /// exporter waits, as on a machine that does other work.
+    pub fn metrics_with(&self, names: &[&str]) -> String {
+        let mut text = String::new();
+        super::vm::eventually(&format!("{names:?} are up"), || {
+            text = self.text("/metrics");
+            let up = self.up(&text);
+            names.iter().all(|name| up.get(*name) == Some(&true))
+        });
+        text
+    }
+
     /// Which of these VMs are up; those that are not told of are left out.
     pub fn up(&self, text: &str) -> BTreeMap<String, bool> {
         let up = |line: &str| {

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::vm::PROGRAM;
@@ -18,6 +19,7 @@ pub struct Machine {
     pub runtime: tempfile::TempDir,
     lines: Receiver<String>,
     said: Arc<Mutex<Vec<String>>>,
+    listener: JoinHandle<()>,
 }
 
 impl Machine {
@@ -60,7 +62,7 @@ impl Machine {
         });
         let said = Arc::new(Mutex::new(Vec::new()));
         let (err, list) = (BufReader::new(child.stderr.take().unwrap()), said.clone());
-        std::thread::spawn(move || {
+        let listener = std::thread::spawn(move || {
             err.lines()
                 .map_while(Result::ok)
                 .for_each(|l| list.lock().unwrap().push(l));
@@ -70,6 +72,7 @@ impl Machine {
             runtime,
             lines,
             said,
+            listener,
         })
     }
 
@@ -132,9 +135,11 @@ impl Machine {
         (count("fd"), count("task"))
     }
 
-    /// Its exit status.
+    /// Its exit status, when all that it has said is there.
     pub fn status(&mut self) -> Option<i32> {
-        self.child.wait().unwrap().code()
+        let status = self.child.wait().unwrap();
+        super::vm::eventually("its last words", || self.listener.is_finished());
+        status.code()
     }
 }
 

@@ -92,8 +92,13 @@ impl TestVm {
             .count()
     }
 
+    /// What `ps` lists. On a machine that does other work a VM may take longer to answer than `ps` waits.
     pub fn ps(&self) -> Vec<VmInfo> {
-        let text = self.say(&["ps", "--json"]);
+        let mut text = String::new();
+        super::vm::eventually("ps has its answers", || {
+            text = self.say(&["ps", "--json"]);
+            !text.contains("\"not_responding\"")
+        });
         text.lines()
             .map(|line| serde_json::from_str(line).unwrap())
             .collect()

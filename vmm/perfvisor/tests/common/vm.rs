@@ -8,6 +8,14 @@ use std::time::{Duration, Instant};
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
 
+/// Puts the program at `path`, for a user who cannot go where it is. Another process writes it: were it this
+/// one, a child that another test starts meanwhile could hold the file open for writing, and who executes it
+/// would get ETXTBSY.
+pub fn put_program(path: &Path) {
+    let copied = Command::new("cp").args([Path::new(PROGRAM), path]).status();
+    assert!(copied.is_ok_and(|copied| copied.success()), "{}", path.display());
+}
+
 /// A VM with a runtime directory of its own; killed when the test ends.
 pub struct SpinningVm {
     pub child: Child,
