@@ -1,4 +1,4 @@
-//! Serving a queue: every chain in it once, and one interrupt for all that were served.
+//! Serving a queue: every chain in it once, and one interrupt for all that were served in a short time.
 
 use std::error::Error;
 use std::sync::{Mutex, PoisonError};
@@ -43,8 +43,13 @@ pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
 /// How long chains are served one after the other; one that has begun is finished.
 const LONGEST_ROUND: Duration = Duration::from_millis(50);
 
+/// How long the driver may be left without an interrupt for what was served, while the rest is. Where a chain
+/// takes a few microseconds, an interrupt for each would cost more than the chain; where it takes longer,
+/// whoever waits for it does not wait for all others too.
+const LONGEST_SILENCE: Duration = Duration::from_micros(50);
+
 /// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver
-/// is interrupted once, if it wants to be.
+/// is interrupted at the end, and before it if that takes longer than `LONGEST_SILENCE`, if it wants to be.
 ///
 /// It ends after one round of the queue, or after `LONGEST_ROUND`, even if the driver goes on to fill it;
 /// then the queue has kicked itself, and the caller's loop comes back after it has looked at its other
@@ -69,17 +74,44 @@ pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
-    mut serve: impl FnMut(Chain<'_>) -> u32,
+    serve: impl FnMut(Chain<'_>) -> u32,
 ) -> Result<(), QueueError> {
-    let size = active.queue.size();
-    let mut left = size;
-    let end = Instant::now() + LONGEST_ROUND;
+    serve_by(active, memory, wants, serve, Instant::now)
+}
+
+/// Where a call of [`serve_queue_while`] is.
+struct Progress {
+    /// Chains that it may still begin.
+    left: u16,
+    /// When it begins no more.
+    end: Instant,
+    /// When the driver was last told, or had nothing to be told.
+    told: Instant,
+    /// Something was served since.
+    untold: bool,
+}
+
+/// [`serve_queue_while`] by the clock `now`.
+fn serve_by(
+    active: &mut ActiveQueue,
+    memory: &GuestMemoryMmap,
+    wants: impl Fn() -> bool,
+    mut serve: impl FnMut(Chain<'_>) -> u32,
+    mut now: impl FnMut() -> Instant,
+) -> Result<(), QueueError> {
+    let start = now();
+    let mut progress = Progress {
+        left: active.queue.size(),
+        end: start + LONGEST_ROUND,
+        told: start,
+        untold: false,
+    };
     let outcome = loop {
         active.queue.disable_notification(memory)?;
-        match serve_round(active, memory, &mut left, end, &wants, &mut serve) {
+        match serve_round(active, memory, &mut progress, &wants, &mut serve, &mut now) {
             // It comes back when it has a use for more.
             Ok(()) if !wants() => break Ok(()),
-            Ok(()) if left == 0 || Instant::now() >= end => {
+            Ok(()) if progress.left == 0 || now() >= progress.end => {
                 // A full counter is a kick too.
                 let _ = active.kick.write(1);
                 break Ok(());
@@ -91,23 +123,31 @@ pub fn serve_queue_while(
             break Ok(());
         }
     };
-    if left < size && active.queue.needs_notification(memory)? {
-        active.interrupt.raise();
+    if progress.untold {
+        tell(active, memory)?;
     }
     outcome
 }
 
-/// Serves at most `left` chains, and begins none after `end`.
+/// Interrupts the driver if it wants to be.
+fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
+    if active.queue.needs_notification(memory)? {
+        active.interrupt.raise();
+    }
+    Ok(())
+}
+
+/// Serves the chains that are there, as many as may be begun.
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
-    left: &mut u16,
-    end: Instant,
+    progress: &mut Progress,
     wants: &impl Fn() -> bool,
     serve: &mut impl FnMut(Chain<'_>) -> u32,
+    now: &mut impl FnMut() -> Instant,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
-    while *left > 0
+    while progress.left > 0
         && wants()
         && let Some(chain) = active.queue.iter(memory)?.next()
     {
@@ -117,8 +157,14 @@ fn serve_round(
         }
         let written = serve(chain);
         active.queue.add_used(memory, head, written)?;
-        *left -= 1;
-        if Instant::now() >= end {
+        progress.left -= 1;
+        let at = now();
+        progress.untold = at.duration_since(progress.told) < LONGEST_SILENCE;
+        if !progress.untold {
+            progress.told = at;
+            tell(active, memory)?;
+        }
+        if at >= progress.end {
             break;
         }
     }
@@ -316,24 +362,42 @@ mod tests {
     use super::testing::{BUFFERS, Driver, memory};
     use super::*;
 
+    /// Whoever waits for a chain waits for that one: a flush behind a long write told of neither before both
+    /// were done.
     #[test]
-    fn many_chains_are_one_interrupt() {
+    fn quick_chains_are_one_interrupt_and_slow_ones_are_told_at_once() {
+        for (step, interrupts) in [
+            (Duration::ZERO, 1),
+            (LONGEST_SILENCE / 2, 3),
+            (LONGEST_SILENCE, 5),
+        ] {
+            let memory = memory();
+            let mut driver = Driver::new(&memory, 16);
+            for head in 0..5 {
+                driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
+                driver.offer(head);
+            }
+            let (mut written, mut clock) = (10, Instant::now());
+            let serve = |chain: Chain<'_>| {
+                assert_eq!(chain.count(), 1);
+                written += 1;
+                written
+            };
+            let now = || {
+                clock += step;
+                clock
+            };
+            serve_by(&mut driver.active, &memory, || true, serve, now).unwrap();
+            assert_eq!(driver.used(), [(0, 11), (1, 12), (2, 13), (3, 14), (4, 15)]);
+            assert_eq!(driver.vector.read().unwrap(), interrupts, "{step:?}");
+            assert!(driver.active.kick.read().is_err());
+        }
+    }
+
+    #[test]
+    fn nothing_served_is_nothing_told() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        for head in 0..5 {
-            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
-            driver.offer(head);
-        }
-        let mut written = 10;
-        serve_queue(&mut driver.active, &memory, |chain| {
-            assert_eq!(chain.count(), 1);
-            written += 1;
-            written
-        })
-        .unwrap();
-        assert_eq!(driver.used(), [(0, 11), (1, 12), (2, 13), (3, 14), (4, 15)]);
-        assert_eq!(driver.vector.read().unwrap(), 1);
-        assert!(driver.active.kick.read().is_err());
         // Nothing to do, nothing to tell.
         serve_queue(&mut driver.active, &memory, |_| panic!("there is no chain")).unwrap();
         assert!(driver.vector.read().is_err());
