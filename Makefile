@@ -228,11 +228,12 @@ fuzz:
 	for crate in vpmu vmm; do \
 		for target in $$(cd $$crate && $(CARGO) +nightly fuzz list); do \
 			echo "fuzz: $$crate $$target, $(FUZZ_SECONDS) s"; \
-			corpora=; \
+			corpora=; rss=4096; \
+			[ $$target = guest_disk ] && rss=1024; \
 			[ -d $$crate/fuzz/seeds/$$target ] && { mkdir -p $$crate/fuzz/corpus/$$target; \
 				corpora="fuzz/corpus/$$target fuzz/seeds/$$target"; }; \
 			(cd $$crate && $(CARGO) +nightly fuzz run -s $(FUZZ_SANITIZER) $$target $$corpora -- \
-				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=4096 -print_final_stats=1) || exit 1; \
+				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=$$rss -print_final_stats=1) || exit 1; \
 		done; \
 	done
 
