@@ -1,5 +1,5 @@
 //! User stacks by unwind tables: `.eh_frame`, which nearly all programs have in memory, frame pointers or
-//! not.
+//! not, and `.debug_frame`, which some have in their file instead.
 //!
 //! It works on a copy of the stack's top that came with a sample, and on tables that were read out of the
 //! process's memory ([`crate::modules`]), so no vCPU waits for it. `gimli` reads the tables; which registers
@@ -16,11 +16,12 @@
 use std::sync::Arc;
 
 use gimli::{
-    BaseAddresses, CfaRule, EhFrame, EhFrameHdr, EhFrameOffset, EndianSlice, Evaluation, EvaluationResult,
-    FrameDescriptionEntry, LittleEndian, Location, Register, RegisterRule, UnwindContext, UnwindExpression,
-    UnwindSection, Value, X86_64,
+    BaseAddresses, CfaRule, DebugFrame, EhFrame, EhFrameHdr, EhFrameOffset, EndianSlice, Evaluation,
+    EvaluationResult, FrameDescriptionEntry, LittleEndian, Location, Register, RegisterRule, UnwindContext,
+    UnwindExpression, UnwindSection, Value, X86_64,
 };
 
+use crate::debug_frame::DebugFrames;
 use crate::modules::{Module, Tables};
 use crate::unwind::End;
 
@@ -127,6 +128,17 @@ pub struct Unwound {
     pub guessed: bool,
 }
 
+/// Whose caller is looked for.
+#[derive(Clone, Copy)]
+struct At<'s> {
+    /// The linked address whose entry says so.
+    probe: u64,
+    /// What running addresses have over linked ones.
+    bias: u64,
+    state: &'s UserState<'s>,
+    frame: &'s Frame,
+}
+
 /// The registers of a frame.
 #[derive(Debug, Clone, Copy)]
 struct Frame {
@@ -181,10 +193,18 @@ impl Unwinder {
         // A return address may belong to the next function when the call was the last instruction.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
         let mapped = code.find(probe).and_then(|mapped| mapped.code.as_ref());
-        let tables = mapped.and_then(|(bias, module)| Some((*bias, module.tables()?)));
-        let next = match tables
-            .and_then(|(bias, tables)| self.by_tables(tables, probe.wrapping_sub(bias), bias, state, frame))
-        {
+        let by_tables = mapped.and_then(|(bias, module)| {
+            let probe = probe.wrapping_sub(*bias);
+            let at = At {
+                probe,
+                bias: *bias,
+                state,
+                frame,
+            };
+            let loaded = module.tables().and_then(|tables| self.by_tables(tables, &at));
+            loaded.or_else(|| self.by_debug_frames(module.debug_frames()?, &at))
+        });
+        let next = match by_tables {
             Some(found) => match found? {
                 Some(next) => next,
                 None => return Ok(None),
@@ -210,26 +230,45 @@ impl Unwinder {
         Ok(Some(next))
     }
 
-    /// As [`Self::above`], by the entry of linked address `probe`. `None`: no entry covers it.
-    fn by_tables(
-        &mut self,
-        tables: &Tables,
-        probe: u64,
-        bias: u64,
-        state: &UserState<'_>,
-        frame: &Frame,
-    ) -> Option<Result<Option<Frame>, End>> {
+    /// As [`Self::above`], by `.eh_frame`. `None`: no entry covers the address.
+    fn by_tables(&mut self, tables: &Tables, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
         let bases = BaseAddresses::default()
             .set_eh_frame_hdr(tables.index_at)
             .set_eh_frame(tables.frames_at);
         let frames = EhFrame::new(&tables.frames, LittleEndian);
-        let entry = entry(tables, &frames, &bases, probe)?;
+        let entry = entry(tables, &frames, &bases, at.probe)?;
+        self.by_entry(&frames, &bases, &entry, at)
+    }
+
+    /// The same by `.debug_frame`.
+    fn by_debug_frames(&mut self, frames: &DebugFrames, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
+        let (section, bases) = (frames.section(), BaseAddresses::default());
+        let entry = section
+            .fde_from_offset(&bases, frames.find(at.probe)?, DebugFrame::cie_from_offset)
+            .ok()?;
+        self.by_entry(&section, &bases, fits(&entry, at.probe)?, at)
+    }
+
+    /// The same by this entry of a section.
+    fn by_entry<'t, S: UnwindSection<Slice<'t>>>(
+        &mut self,
+        frames: &S,
+        bases: &BaseAddresses,
+        entry: &FrameDescriptionEntry<Slice<'t>>,
+        at: &At<'_>,
+    ) -> Option<Result<Option<Frame>, End>> {
+        let At {
+            probe,
+            bias,
+            state,
+            frame,
+        } = *at;
         let row = entry
-            .unwind_info_for_address(&frames, &bases, &mut self.context, probe)
+            .unwind_info_for_address(frames, bases, &mut self.context, probe)
             .ok()?;
         let eval = Evaluator {
-            frames: &frames,
-            entry: &entry,
+            frames,
+            entry,
             state,
             frame,
             bias,
@@ -311,6 +350,15 @@ fn entry<'t>(
     let entry = frames
         .fde_from_offset(bases, EhFrameOffset(offset), EhFrame::cie_from_offset)
         .ok()?;
+    fits(&entry, probe)?;
+    Some(entry)
+}
+
+/// The entry, if it covers linked address `probe` and is no longer than a function's.
+fn fits<'e, 't>(
+    entry: &'e FrameDescriptionEntry<Slice<'t>>,
+    probe: u64,
+) -> Option<&'e FrameDescriptionEntry<Slice<'t>>> {
     let short = entry.entry_len() <= MAX_ENTRY && entry.cie().entry_len() <= MAX_ENTRY;
     (short && entry.contains(probe)).then_some(entry)
 }
@@ -334,15 +382,15 @@ fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> 
 }
 
 /// Evaluates the expressions of one entry for one frame.
-struct Evaluator<'e, 't> {
-    frames: &'e EhFrame<Slice<'t>>,
+struct Evaluator<'e, 't, S> {
+    frames: &'e S,
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
     state: &'e UserState<'e>,
     frame: &'e Frame,
     bias: u64,
 }
 
-impl Evaluator<'_, '_> {
+impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
     /// What an expression comes to, which begins with `first` on its stack.
     fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, End> {
         let expression = expression.get(self.frames).map_err(|_| End::NoTable)?;

@@ -22,6 +22,7 @@
 //! | [`disk`] | a guest's files, read out of its disk |
 //! | [`jit`] | functions that programs made while they ran |
 //! | [`modules`] | programs and libraries in a process's memory: exported names, unwind tables |
+//! | [`debug_frame`] | unwind tables that only a program's file has |
 //! | [`cfi`] | user stacks by these tables |
 //! | [`demangle`] | names as people read them |
 //! | [`export`] | perf.data, tables, scripts, flame graphs, pprof |
@@ -52,6 +53,7 @@
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cfi;
+pub mod debug_frame;
 pub mod demangle;
 pub mod disk;
 pub mod export;

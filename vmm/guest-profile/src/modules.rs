@@ -8,6 +8,7 @@
 //! All bytes are a hostile guest's. So each table is bounded in size, each address is computed with checks,
 //! and what does not hold together is left out.
 
+use crate::debug_frame::DebugFrames;
 use crate::demangle::{self, readable};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
@@ -170,6 +171,7 @@ pub struct Tables {
 pub struct Module {
     functions: Vec<Function>,
     tables: Option<Tables>,
+    debug_frames: Option<DebugFrames>,
     layout: Layout,
 }
 
@@ -188,18 +190,23 @@ impl Module {
         Some(Self {
             functions,
             tables,
+            debug_frames: None,
             layout,
         })
     }
 
     /// The same of a file of which `bytes` is all: what no process has touched is not in memory, and a file
-    /// has it.
+    /// has it. So it is with `.debug_frame`, which no process has in memory.
     pub fn of_file(bytes: &[u8], unwinds: bool) -> Option<Self> {
         let beginning = &bytes[..bytes.len().min(usize::try_from(MAX_HEADERS).ok()?)];
         let layout = Layout::parse(beginning)?;
         let base = layout.first;
         let mut read = |at: u64, len: u64| layout.in_file(bytes, at, len);
-        Self::read(&mut read, base, unwinds)
+        let mut module = Self::read(&mut read, base, unwinds)?;
+        if unwinds {
+            module.debug_frames = DebugFrames::of_file(bytes);
+        }
+        Some(module)
     }
 
     /// With these tables and nothing else.
@@ -207,6 +214,15 @@ impl Module {
     pub(crate) fn of_tables(tables: Tables) -> Self {
         Self {
             tables: Some(tables),
+            ..Self::default()
+        }
+    }
+
+    /// The same of these.
+    #[cfg(test)]
+    pub(crate) fn of_debug_frames(frames: DebugFrames) -> Self {
+        Self {
+            debug_frames: Some(frames),
             ..Self::default()
         }
     }
@@ -244,6 +260,11 @@ impl Module {
         self.tables.as_ref()
     }
 
+    /// Those that only its file has.
+    pub fn debug_frames(&self) -> Option<&DebugFrames> {
+        self.debug_frames.as_ref()
+    }
+
     /// About how much memory it takes, in bytes.
     pub fn bytes(&self) -> usize {
         let names: usize = self
@@ -252,7 +273,7 @@ impl Module {
             .map(|f| f.name.len() + size_of::<Function>())
             .sum();
         let tables = self.tables.as_ref().map_or(0, |t| t.index.len() + t.frames.len());
-        names + tables
+        names + tables + self.debug_frames.as_ref().map_or(0, DebugFrames::size)
     }
 }
 

@@ -103,6 +103,45 @@ fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
     assert!(!unwound.guessed);
 }
 
+/// The same functions in `.debug_frame`, as a file has them whose process has no tables in memory.
+#[test]
+fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
+    let entry = |id: u32, body: &[u8]| {
+        let mut bytes = id.to_le_bytes().to_vec();
+        bytes.extend(body);
+        bytes.resize(bytes.len().next_multiple_of(8) + 4, 0);
+        let mut all = u32::try_from(bytes.len()).unwrap().to_le_bytes().to_vec();
+        all.extend(bytes);
+        all
+    };
+    // Version 3, no augmentation, code 1, data -8, return address 16; CFA = rsp+8, ra at CFA-8.
+    let mut section = entry(u32::MAX, &[3, 0, 1, 0x78, 16, 0x0c, 7, 8, 0x90, 1]);
+    for (start, len, instructions) in FUNCTIONS {
+        let mut body = start.to_le_bytes().to_vec();
+        body.extend(u64::from(*len).to_le_bytes());
+        body.extend(*instructions);
+        section.extend(entry(0, &body));
+    }
+    let module = Module::of_debug_frames(DebugFrames::parse(section.clone()).unwrap());
+    let code = CodeMap::new(vec![Mapped {
+        start: CODE,
+        end: CODE + 0x10_0000,
+        code: Some((CODE, Arc::new(module))),
+    }]);
+    let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
+    let mut state = state(CODE + 0x110, &stack);
+    state.registers[3] = Some(STACK + 8 * 6);
+    let (chain, unwound) = unwind(&code, &state);
+    assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
+    assert_eq!((unwound.end, unwound.guessed), (End::Complete, false));
+    // Cut anywhere, it is read as far as it goes.
+    for len in 0..section.len() {
+        if let Some(frames) = DebugFrames::parse(section[..len].to_vec()) {
+            assert!(frames.find(0x50).is_none());
+        }
+    }
+}
+
 /// A copy that ends too early, a stack that is not there, and one whose frames go down are not complete.
 #[test]
 fn what_does_not_reach_the_outermost_frame_is_not_complete() {
