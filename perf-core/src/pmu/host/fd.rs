@@ -205,6 +205,19 @@ impl PerfFd {
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
+    /// Has this event's records written to the ring of `other`, which is mapped.
+    pub(crate) fn write_to(&self, other: &Self) -> io::Result<()> {
+        // SAFETY: SET_OUTPUT takes a descriptor by value; `other` is open for the time of the call.
+        let rc = unsafe {
+            libc::ioctl(
+                self.fd.as_raw_fd(),
+                sys::bindings::SET_OUTPUT.into(),
+                other.fd.as_raw_fd(),
+            )
+        };
+        check(rc).map(drop)
+    }
+
     /// Gives a sampling event the period `period` (1 to 2^63 - 1), counted from now: the kernel restarts a
     /// running event with it at once.
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {

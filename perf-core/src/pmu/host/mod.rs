@@ -31,6 +31,7 @@ mod guest_ring;
 mod hybrid;
 mod probe;
 mod rate;
+mod tracepoint;
 
 use std::io;
 use std::sync::Arc;
@@ -48,6 +49,7 @@ pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, counting_is_denied, ignore_sigio};
 pub use rate::MIN_CLOCK_PERIOD_NS;
 use rate::{Clocks, Ringing};
+pub use tracepoint::Tracepoint;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {

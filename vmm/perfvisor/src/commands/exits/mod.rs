@@ -1,13 +1,13 @@
 //! `perfvisor exits`: what a VM's vCPUs leave their guest for, as `perf kvm stat live` shows it.
 //!
-//! Two sources, shown apart. Exits to Perfvisor are counted and timed by the VM while this command watches.
-//! KVM's exits, of which those are a part, are counted by its statistics, which have no times.
+//! Three sources, shown apart. Exits to Perfvisor are counted and timed by the VM while this command watches.
+//! KVM's exits, of which those are a part, are counted by its statistics, which have no times, and timed by
+//! its tracepoints where this user may trace.
 
 pub(super) mod sums;
 mod table;
+mod trace;
 
-use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -20,10 +20,13 @@ use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{EventReading, Opened, VcpuExits};
 use control_api::request;
-use sums::{Exits, Statistic};
+use sums::{Exits, Longest, Seen, Statistic};
+use trace::Trace;
 
 /// Between two looks that are kept in case the VM ends.
 const LOOK: Duration = Duration::from_millis(250);
+/// Between two looks at what KVM's tracepoints have written, so that there is room.
+const DRAIN: Duration = Duration::from_millis(50);
 /// KVM's statistics of a vCPU that tell of exits and of what is done at them; those that a KVM lacks are
 /// left out.
 const STATISTICS: [&str; 19] = [
@@ -47,8 +50,6 @@ const STATISTICS: [&str; 19] = [
     "pf_spurious",
     "tlb_flush",
 ];
-/// Where the host's kernel says that KVM's exits can be traced.
-const TRACEPOINT: &str = "/sys/kernel/tracing/events/kvm/kvm_exit";
 
 /// `perfvisor exits`.
 #[derive(Clone, Debug, Args)]
@@ -68,6 +69,9 @@ pub struct ExitsArgs {
     /// A line for each vCPU and reason.
     #[arg(short = 'A', long)]
     pub per_vcpu: bool,
+    /// Do not time KVM's exits by its tracepoints. They cost each exit some hundred nanoseconds.
+    #[arg(long)]
+    pub no_trace: bool,
     /// Print JSON objects, for programs: one for each interval, and one for all of it.
     #[arg(short, long)]
     pub json: bool,
@@ -81,19 +85,38 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     let mut watch = Watch::begin(&mut client)?;
+    let mut trace = if args.no_trace {
+        Err("--no-trace".to_owned())
+    } else {
+        Trace::begin(client.info().pid)
+    };
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);
     let mut next = args.interval.map(|i| start + i);
     let (mut printed_at, mut total) = (Duration::ZERO, Exits::default());
-    let (mut since, mut longest) = (Exits::default(), BTreeMap::new());
+    let (mut since, mut longest) = (Exits::default(), Longest::default());
     loop {
         let look = Instant::now() + LOOK;
         let until = [end, next].into_iter().flatten().fold(look, Instant::min);
-        let woken = wait_until(until, &signals);
+        let woken = loop {
+            let drain = if trace.is_ok() {
+                Instant::now() + DRAIN
+            } else {
+                until
+            };
+            let woken = wait_until(drain.min(until), &signals);
+            if woken == Woken::Signal || Instant::now() >= until {
+                break woken;
+            }
+            if let Ok(trace) = &mut trace {
+                trace.drain();
+            }
+        };
         let now = Instant::now();
         let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
         let gone = match watch.look(&mut client) {
-            Ok(seen) => {
+            Ok(mut seen) => {
+                seen.traced = trace.as_mut().map(Trace::look).unwrap_or_default();
                 total.is_now(seen, &mut longest);
                 false
             }
@@ -113,7 +136,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
         if over || gone {
             show(&total, args, at, at, Part::Total)?;
             if !args.json {
-                print(&watch.remarks(&total, client.info().pid))?;
+                print(&watch.remarks(&total, &trace))?;
             }
             if gone {
                 let ms = LOOK.as_millis();
@@ -196,7 +219,7 @@ impl Watch {
     }
 
     /// What came since it began.
-    fn look(&mut self, client: &mut Client) -> Result<(Vec<VcpuExits>, Vec<Statistic>), ClientError> {
+    fn look(&mut self, client: &mut Client) -> Result<Seen, ClientError> {
         let readings = client.call(request::Read)?;
         self.with(&readings, client)
     }
@@ -209,17 +232,21 @@ impl Watch {
         &mut self,
         readings: &[EventReading],
         client: &mut Client,
-    ) -> Result<(Vec<VcpuExits>, Vec<Statistic>), ClientError> {
+    ) -> Result<Seen, ClientError> {
         let ours = client.call(request::Exits)?;
         let of = |name: &Opened| {
             let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
             Some(Statistic::of(&name.name, reading))
         };
-        Ok((ours, self.statistics.iter().filter_map(of).flatten().collect()))
+        Ok(Seen {
+            ours,
+            kvms: self.statistics.iter().filter_map(of).flatten().collect(),
+            traced: Vec::new(),
+        })
     }
 
     /// What the numbers do not say.
-    fn remarks(&self, total: &Exits, pid: u32) -> String {
+    fn remarks(&self, total: &Exits, trace: &Result<Trace, String>) -> String {
         let mut out = String::from("\n");
         let untimed = total.untimed();
         if untimed > 0 {
@@ -227,24 +254,18 @@ impl Watch {
                 " {untimed} of Perfvisor's exits were not timed: the VM was paused in them, or they are being served.\n"
             );
         }
-        out += " Times are Perfvisor's, from the return of KVM_RUN to the next; the host kernel's part is not in them.\n";
-        match &self.no_statistics {
-            Some(why) => out += &format!(" KVM's exits are not counted: {why}\n"),
-            None => out += &format!(" KVM's exits are not timed: {}\n", no_times(pid)),
+        out += " Times of exits to Perfvisor are from the return of KVM_RUN to the next; the host kernel's part is not in them.\n";
+        if let Some(why) = &self.no_statistics {
+            out += &format!(" KVM's exits are not counted by its statistics: {why}\n");
+        }
+        match trace {
+            Ok(trace) => {
+                out +=
+                    " Times of KVM's exits are until it enters the guest again, Perfvisor's part included.\n";
+                out += &trace.remarks();
+            }
+            Err(why) => out += &format!(" KVM's exits are not timed: {why}\n"),
         }
         out
-    }
-}
-
-/// Who could time KVM's exits.
-fn no_times(pid: u32) -> String {
-    match std::fs::metadata(TRACEPOINT) {
-        Ok(_) => format!(
-            "its statistics only count; perf kvm stat live -p {pid} times them by tracepoints, as root"
-        ),
-        Err(e) if e.kind() == ErrorKind::PermissionDenied => format!(
-            "its statistics only count, and this user may not see tracepoints; as root, perf kvm stat live -p {pid} uses them"
-        ),
-        Err(_) => "its statistics only count, and this host shows no tracepoint kvm:kvm_exit".to_owned(),
     }
 }

@@ -38,77 +38,70 @@ pub(in super::super) struct Count {
 /// A vCPU, or all of them, and what is counted there.
 pub(in super::super) type Key = (Option<u32>, String);
 
+/// Exits with times.
+pub(in super::super) type Timed = BTreeMap<Key, Count>;
+
+/// What has been seen of a VM's exits.
+#[derive(Debug, Default)]
+pub(in super::super) struct Seen {
+    /// Of exits to Perfvisor since the watch began; the longest since the last look.
+    pub(in super::super) ours: Vec<VcpuExits>,
+    /// KVM's statistics since the watch began.
+    pub(in super::super) kvms: Vec<Statistic>,
+    /// As `ours`, of what KVM's tracepoints say; empty where they are not read.
+    pub(in super::super) traced: Vec<VcpuExits>,
+}
+
+/// The longest exits of an interval, ns.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in super::super) struct Longest {
+    ours: BTreeMap<Key, u64>,
+    traced: BTreeMap<Key, u64>,
+}
+
 /// Exits by vCPU, and of all of them once they are summed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct Exits {
-    pub(in super::super) ours: BTreeMap<Key, Count>,
+    pub(in super::super) ours: Timed,
     pub(in super::super) kvms: BTreeMap<Key, u64>,
+    /// KVM's exits by its tracepoints.
+    pub(in super::super) traced: Timed,
 }
 
 impl Exits {
-    /// What the VM says now of the time since the watch began; of the longest exits, of the time since it was
-    /// asked last. They are added to `longest_ns` too.
-    pub(in super::super) fn is_now(
-        &mut self,
-        (ours, kvms): (Vec<VcpuExits>, Vec<Statistic>),
-        longest_ns: &mut BTreeMap<Key, u64>,
-    ) {
-        for vcpu in ours {
-            for exits in vcpu.exits {
-                let key = (Some(vcpu.vcpu), exits.reason);
-                let longest = longest_ns.entry(key.clone()).or_default();
-                *longest = exits.max_ns.max(*longest);
-                let total = self.ours.entry(key).or_default();
-                *total = Count {
-                    count: exits.count,
-                    timed: exits.timed,
-                    time_ns: exits.time_ns,
-                    max_ns: exits.max_ns.max(total.max_ns),
-                };
-            }
-        }
-        let kvms = kvms.into_iter();
+    /// What has been seen now of the time since the watch began. The longest exits since the last look are
+    /// added to `longest` too.
+    pub(in super::super) fn is_now(&mut self, seen: Seen, longest: &mut Longest) {
+        now(&mut self.ours, seen.ours, &mut longest.ours);
+        now(&mut self.traced, seen.traced, &mut longest.traced);
+        let kvms = seen.kvms.into_iter();
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
     }
 
     /// What came since it was `before`, with the longest of that time.
-    pub(in super::super) fn grown_since(&self, before: &Self, longest_ns: &BTreeMap<Key, u64>) -> Self {
-        let ours = self.ours.iter().map(|(key, now)| {
-            let before = before.ours.get(key).copied().unwrap_or_default();
-            let count = Count {
-                count: now.count.saturating_sub(before.count),
-                timed: now.timed.saturating_sub(before.timed),
-                time_ns: now.time_ns.saturating_sub(before.time_ns),
-                max_ns: longest_ns.get(key).copied().unwrap_or_default(),
-            };
-            (key.clone(), count)
-        });
+    pub(in super::super) fn grown_since(&self, before: &Self, longest: &Longest) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
             (key.clone(), now.saturating_sub(before))
         });
         Self {
-            ours: ours
-                .filter(|(_, count)| count.count > 0 || count.timed > 0)
-                .collect(),
+            ours: grown(&self.ours, &before.ours, &longest.ours),
             kvms: kvms.collect(),
+            traced: grown(&self.traced, &before.traced, &longest.traced),
         }
     }
 
     /// All vCPUs as one.
     pub(in super::super) fn summed(&self) -> Self {
-        let mut sum = Self::default();
-        for ((_, reason), count) in &self.ours {
-            let all = sum.ours.entry((None, reason.clone())).or_default();
-            all.count += count.count;
-            all.timed += count.timed;
-            all.time_ns += count.time_ns;
-            all.max_ns = all.max_ns.max(count.max_ns);
-        }
+        let mut kvms = BTreeMap::new();
         for ((_, name), count) in &self.kvms {
-            *sum.kvms.entry((None, name.clone())).or_default() += count;
+            *kvms.entry((None, name.clone())).or_default() += count;
         }
-        sum
+        Self {
+            ours: summed(&self.ours),
+            kvms,
+            traced: summed(&self.traced),
+        }
     }
 
     /// Exits whose time is not known.
@@ -118,6 +111,51 @@ impl Exits {
             .map(|of| of.count.saturating_sub(of.timed))
             .sum()
     }
+}
+
+fn now(totals: &mut Timed, seen: Vec<VcpuExits>, longest_ns: &mut BTreeMap<Key, u64>) {
+    for vcpu in seen {
+        for exits in vcpu.exits {
+            let key = (Some(vcpu.vcpu), exits.reason);
+            let longest = longest_ns.entry(key.clone()).or_default();
+            *longest = exits.max_ns.max(*longest);
+            let total = totals.entry(key).or_default();
+            *total = Count {
+                count: exits.count,
+                timed: exits.timed,
+                time_ns: exits.time_ns,
+                max_ns: exits.max_ns.max(total.max_ns),
+            };
+        }
+    }
+}
+
+fn grown(now: &Timed, before: &Timed, longest_ns: &BTreeMap<Key, u64>) -> Timed {
+    let grown = now.iter().map(|(key, now)| {
+        let before = before.get(key).copied().unwrap_or_default();
+        let count = Count {
+            count: now.count.saturating_sub(before.count),
+            timed: now.timed.saturating_sub(before.timed),
+            time_ns: now.time_ns.saturating_sub(before.time_ns),
+            max_ns: longest_ns.get(key).copied().unwrap_or_default(),
+        };
+        (key.clone(), count)
+    });
+    grown
+        .filter(|(_, count)| count.count > 0 || count.timed > 0)
+        .collect()
+}
+
+fn summed(each: &Timed) -> Timed {
+    let mut sum = Timed::new();
+    for ((_, reason), count) in each {
+        let all = sum.entry((None, reason.clone())).or_default();
+        all.count += count.count;
+        all.timed += count.timed;
+        all.time_ns += count.time_ns;
+        all.max_ns = all.max_ns.max(count.max_ns);
+    }
+    sum
 }
 
 #[cfg(test)]
@@ -149,12 +187,22 @@ pub(super) mod tests {
         Statistic { name, vcpu, count }
     }
 
+    /// Nothing but exits to Perfvisor.
+    pub(in super::super) fn ours(ours: Vec<VcpuExits>) -> Seen {
+        both(ours, Vec::new())
+    }
+
+    fn both(ours: Vec<VcpuExits>, kvms: Vec<Statistic>) -> Seen {
+        let traced = Vec::new();
+        Seen { ours, kvms, traced }
+    }
+
     /// An interval is what came in it, with the longest of its looks; the whole has the longest of all.
     #[test]
     fn intervals_have_their_own_longest() {
-        let (mut total, mut longest) = (Exits::default(), BTreeMap::new());
+        let (mut total, mut longest) = (Exits::default(), Longest::default());
         total.is_now(
-            (vec![seen(0, "kick", 2, 900, 800)], vec![statistic(0, 10)]),
+            both(vec![seen(0, "kick", 2, 900, 800)], vec![statistic(0, 10)]),
             &mut longest,
         );
         let first = total.grown_since(&Exits::default(), &std::mem::take(&mut longest));
@@ -162,11 +210,11 @@ pub(super) mod tests {
         assert_eq!((first.ours[&key].count, first.ours[&key].max_ns), (2, 800));
         let before = total.clone();
         total.is_now(
-            (vec![seen(0, "kick", 3, 950, 50)], vec![statistic(0, 15)]),
+            both(vec![seen(0, "kick", 3, 950, 50)], vec![statistic(0, 15)]),
             &mut longest,
         );
         total.is_now(
-            (vec![seen(0, "kick", 4, 960, 10)], vec![statistic(0, 17)]),
+            both(vec![seen(0, "kick", 4, 960, 10)], vec![statistic(0, 17)]),
             &mut longest,
         );
         let second = total.grown_since(&before, &longest);
@@ -186,8 +234,8 @@ pub(super) mod tests {
         let mut exits = Exits::default();
         let ours = vec![seen(0, "kick", 2, 900, 800), seen(3, "kick", 1, 1000, 1000)];
         exits.is_now(
-            (ours, vec![statistic(0, 10), statistic(3, 5)]),
-            &mut BTreeMap::new(),
+            both(ours, vec![statistic(0, 10), statistic(3, 5)]),
+            &mut Longest::default(),
         );
         let sum = exits.summed();
         let kick = sum.ours[&(None, "kick".to_owned())];

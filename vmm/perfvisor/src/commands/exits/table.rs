@@ -5,66 +5,20 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::sums::{Count, Exits};
+use super::sums::{Count, Exits, Timed};
 use control_api::events::format::thousands;
 
 /// KVM's statistic of all exits, of which others are a part.
 const ALL_EXITS: &str = "exits";
 
-/// Both tables, with `when` they are of.
+/// All tables, with `when` they are of.
 pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
     let mut out = format!("\n {when}\n\n");
-    let whose = |vcpu: Option<u32>| vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu:<6} "));
-    let per_vcpu = |keys: Option<Option<u32>>| {
-        let column = if keys.flatten().is_some() {
-            "VCPU       "
-        } else {
-            ""
-        };
-        column.to_owned()
-    };
-    let ours = sorted(exits);
-    let (count, time_ns) = ours.iter().fold((0, 0), |(count, time), (_, _, of)| {
-        (count + of.count, time + of.time_ns)
-    });
-    let _ = writeln!(
-        out,
-        "{}{:<28} {:>14} {:>8} {:>14} {:>8} {:>12} {:>12}",
-        per_vcpu(exits.ours.keys().next().map(|key| key.0)),
-        " exits to Perfvisor",
-        "count",
-        "share",
-        "time (ms)",
-        "share",
-        "mean (us)",
-        "max (us)"
-    );
-    for (vcpu, reason, of) in &ours {
-        let _ = writeln!(
-            out,
-            "{} {:<27} {:>14} {:>8} {:>14.3} {:>8} {:>12} {:>12}",
-            whose(*vcpu),
-            words(reason),
-            thousands(of.count),
-            share(of.count, count),
-            ms(of.time_ns),
-            share(of.time_ns, time_ns),
-            timed(of, of.time_ns.checked_div(of.timed)),
-            timed(of, Some(of.max_ns)),
-        );
+    timed_table(&mut out, "exits to Perfvisor", &exits.ours, length);
+    if !exits.traced.is_empty() {
+        out.push('\n');
+        timed_table(&mut out, "KVM's exits", &exits.traced, length);
     }
-    let seconds = length.as_secs_f64();
-    let rate = if seconds > 0.0 {
-        count as f64 / seconds
-    } else {
-        0.0
-    };
-    let _ = writeln!(
-        out,
-        " all: {} exits, {rate:.0} a second, {:.3} ms",
-        thousands(count),
-        ms(time_ns)
-    );
     let kvms: Vec<_> = exits.kvms.iter().filter(|(_, count)| **count > 0).collect();
     if kvms.is_empty() {
         return out;
@@ -94,10 +48,66 @@ pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
     out
 }
 
+fn whose(vcpu: Option<u32>) -> String {
+    vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu:<6} "))
+}
+
+fn per_vcpu(keys: Option<Option<u32>>) -> &'static str {
+    if keys.flatten().is_some() {
+        "VCPU       "
+    } else {
+        ""
+    }
+}
+
+/// Exits with times, and a line for all of them.
+fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
+    let rows = sorted(exits);
+    let (count, time_ns) = rows.iter().fold((0, 0), |(count, time), (_, _, of)| {
+        (count + of.count, time + of.time_ns)
+    });
+    let _ = writeln!(
+        out,
+        "{} {title:<27} {:>14} {:>8} {:>14} {:>8} {:>12} {:>12}",
+        per_vcpu(exits.keys().next().map(|key| key.0)),
+        "count",
+        "share",
+        "time (ms)",
+        "share",
+        "mean (us)",
+        "max (us)"
+    );
+    for (vcpu, reason, of) in &rows {
+        let _ = writeln!(
+            out,
+            "{} {:<27} {:>14} {:>8} {:>14.3} {:>8} {:>12} {:>12}",
+            whose(*vcpu),
+            words(reason),
+            thousands(of.count),
+            share(of.count, count),
+            ms(of.time_ns),
+            share(of.time_ns, time_ns),
+            timed(of, of.time_ns.checked_div(of.timed)),
+            timed(of, Some(of.max_ns)),
+        );
+    }
+    let seconds = length.as_secs_f64();
+    let rate = if seconds > 0.0 {
+        count as f64 / seconds
+    } else {
+        0.0
+    };
+    let _ = writeln!(
+        out,
+        " all: {} exits, {rate:.0} a second, {:.3} ms",
+        thousands(count),
+        ms(time_ns)
+    );
+}
+
 /// Those that took longest first, as perf has them; on each vCPU by itself.
-fn sorted(exits: &Exits) -> Vec<(Option<u32>, &str, &Count)> {
+fn sorted(exits: &Timed) -> Vec<(Option<u32>, &str, &Count)> {
     let mut list: Vec<_> = exits
-        .ours
         .iter()
         .map(|((vcpu, reason), of)| (*vcpu, reason.as_str(), of))
         .collect();
@@ -144,51 +154,57 @@ fn words(reason: &str) -> &str {
 
 /// One object in a line.
 pub(super) fn json(exits: &Exits, total: bool, at: Duration, length: Duration) -> String {
-    let whose = |vcpu: Option<u32>, mut object: Map<String, Value>| {
-        if let Some(vcpu) = vcpu {
-            object.insert("vcpu".into(), json!(vcpu));
-        }
-        Value::Object(object)
-    };
-    let ours = sorted(exits).into_iter().map(|(vcpu, reason, of)| {
+    let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
+        let mut object = Map::new();
+        object.insert("statistic".into(), json!(name));
+        object.insert("count".into(), json!(count));
+        of_vcpu(*vcpu, object)
+    });
+    let object = json!({
+        "total": total,
+        "at_s": at.as_secs_f64(),
+        "length_s": length.as_secs_f64(),
+        "exits": timed_json(&exits.ours),
+        "kvm": kvms.collect::<Vec<_>>(),
+        "kvm_exits": timed_json(&exits.traced),
+    });
+    format!("{object}\n")
+}
+
+fn of_vcpu(vcpu: Option<u32>, mut object: Map<String, Value>) -> Value {
+    if let Some(vcpu) = vcpu {
+        object.insert("vcpu".into(), json!(vcpu));
+    }
+    Value::Object(object)
+}
+
+fn timed_json(exits: &Timed) -> Vec<Value> {
+    let of = |(vcpu, reason, of): (Option<u32>, &str, &Count)| {
         let mut object = Map::new();
         object.insert("reason".into(), json!(reason));
         object.insert("count".into(), json!(of.count));
         object.insert("timed".into(), json!(of.timed));
         object.insert("time_ns".into(), json!(of.time_ns));
         object.insert("max_ns".into(), json!(of.max_ns));
-        whose(vcpu, object)
-    });
-    let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
-        let mut object = Map::new();
-        object.insert("statistic".into(), json!(name));
-        object.insert("count".into(), json!(count));
-        whose(*vcpu, object)
-    });
-    let object = json!({
-        "total": total,
-        "at_s": at.as_secs_f64(),
-        "length_s": length.as_secs_f64(),
-        "exits": ours.collect::<Vec<_>>(),
-        "kvm": kvms.collect::<Vec<_>>(),
-    });
-    format!("{object}\n")
+        of_vcpu(vcpu, object)
+    };
+    sorted(exits).into_iter().map(of).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::sums::tests::seen;
+    use super::super::sums::tests::{ours, seen};
     use super::*;
 
     /// The longest first, shares of count and of time, a mean over those that were timed.
     #[test]
     fn a_table_has_shares_means_and_maxima() {
         let mut exits = Exits::default();
-        let ours = vec![
+        let seen = vec![
             seen(0, "port_write", 300, 300_000, 5_000),
             seen(1, "wrmsr", 100, 900_000, 20_000),
         ];
-        exits.is_now((ours, Vec::new()), &mut Default::default());
+        exits.is_now(ours(seen), &mut Default::default());
         let text = text(&exits.summed(), "all of 2.000 s", Duration::from_secs(2));
         let lines: Vec<Vec<&str>> = text
             .lines()
@@ -215,7 +231,7 @@ mod tests {
         let mut vcpu = seen(0, "kick", 1, 0, 0);
         vcpu.exits[0].timed = 0;
         let mut exits = Exits::default();
-        exits.is_now((vec![vcpu], Vec::new()), &mut Default::default());
+        exits.is_now(ours(vec![vcpu]), &mut Default::default());
         let text = text(&exits, "x", Duration::from_secs(1));
         let line = text.lines().find(|line| line.contains("kick")).unwrap();
         assert!(line.starts_with("VCPU0") && line.ends_with('-'), "{line}");

@@ -14,7 +14,7 @@ use super::args::TopArgs;
 use super::names::{MOST_PLACES, Names, Place};
 use super::seen::{Cell, ExitRow, SymbolRow, VcpuRow, VmScreen};
 use crate::commands::exits::Watch;
-use crate::commands::exits::sums::Exits;
+use crate::commands::exits::sums::{Exits, Longest};
 use crate::commands::{CommandError, NAP, all_sampled, one_line};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -66,7 +66,7 @@ pub(super) struct Collector {
     before_at: Instant,
     exits: Watch,
     exits_before: Exits,
-    longest_ns: BTreeMap<(Option<u32>, String), u64>,
+    longest: Longest,
     /// The only vCPUs that are asked for.
     only: Option<Vec<u32>>,
 }
@@ -122,7 +122,7 @@ impl Collector {
             before_at: Instant::now(),
             exits,
             exits_before: Exits::default(),
-            longest_ns: BTreeMap::new(),
+            longest: Longest::default(),
             only: vcpus,
         })
     }
@@ -298,14 +298,14 @@ impl Collector {
         let seconds = elapsed.as_secs_f64().max(1e-9);
         let seen = self.exits.with(readings, &mut self.client)?;
         let mut total = self.exits_before.clone();
-        total.is_now(seen, &mut self.longest_ns);
+        total.is_now(seen, &mut self.longest);
         if let Some(only) = &self.only {
             let asked = |vcpu: Option<u32>| vcpu.is_none_or(|vcpu| only.contains(&vcpu));
             total.ours.retain(|(vcpu, _), _| asked(*vcpu));
             total.kvms.retain(|(vcpu, _), _| asked(*vcpu));
         }
         let grown = total
-            .grown_since(&self.exits_before, &std::mem::take(&mut self.longest_ns))
+            .grown_since(&self.exits_before, &std::mem::take(&mut self.longest))
             .summed();
         self.exits_before = total;
         let ours = grown.ours.iter().map(|((_, reason), of)| ExitRow {

@@ -1,0 +1,495 @@
+//! KVM's own exits, timed by the host kernel's tracepoints `kvm:kvm_exit` and `kvm:kvm_entry` on the vCPUs'
+//! threads, as `perf kvm stat` has them.
+//!
+//! An exit lasts until KVM enters the guest again, so what Perfvisor does in between is in it. The names of
+//! the reasons are those of the tracepoint's own `format` file, which fit the kernel that runs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use control_api::protocol::{ExitsOfReason, VcpuExits};
+use perf_core::pmu::host::Tracepoint;
+use perf_core::ring::{RawRecord, RingReader};
+use rustix::io::Errno;
+
+/// Where tracefs is, and where older systems have it.
+const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
+/// Pages of the ring of one vCPU: of 14,000 exits. What `perf_event_mlock_kb` lets every user have is tried
+/// where these are too many.
+const PAGES: [usize; 2] = [512, 64];
+/// Most records of a vCPU that are read at a time.
+const MOST_RECORDS: usize = 1 << 17;
+/// Most bytes of a `format` file. That of `kvm_exit` has 9 KiB.
+const MOST_FORMAT: usize = 256 << 10;
+/// Most of KVM's reasons that are told apart; a kernel has some hundred.
+const MOST_REASONS: usize = 1024;
+
+/// `PERF_RECORD_LOST` and `PERF_RECORD_SAMPLE` (linux/perf_event.h).
+const LOST: u32 = 2;
+const SAMPLE: u32 = 9;
+
+/// Names of reasons by their numbers.
+type Names = BTreeMap<u32, String>;
+
+/// What the host's kernel says of its two tracepoints.
+#[derive(Debug, PartialEq, Eq)]
+struct Points {
+    exit: u64,
+    entry: u64,
+    /// Where `kvm_exit` has the reason.
+    reason_at: usize,
+    /// Where it says whether that is VT-x's (1) or AMD-V's (2).
+    isa_at: usize,
+    vmx: Names,
+    svm: Names,
+}
+
+/// The exits of one vCPU's thread.
+#[derive(Debug, Default)]
+struct Counted {
+    /// By `isa` and reason.
+    exits: BTreeMap<(u32, u32), ExitsOfReason>,
+    /// When the vCPU left its guest, and why, as long as it is outside.
+    outside: Option<(u64, (u32, u32))>,
+    lost: u64,
+}
+
+struct Vcpu {
+    number: u32,
+    ring: RingReader,
+    counted: Counted,
+    /// Kept open, as it writes to the ring as long as it is.
+    _entry: Tracepoint,
+    _exit: Tracepoint,
+}
+
+/// KVM's tracepoints on the threads of a VM.
+pub(super) struct Trace {
+    points: Points,
+    pid: u32,
+    vcpus: BTreeMap<i32, Vcpu>,
+    /// Threads of the VM that have been looked at.
+    known: BTreeSet<i32>,
+    /// Why a vCPU that came later is not traced.
+    failed: Option<String>,
+}
+
+impl Trace {
+    /// Traces the vCPUs of the VM whose process is `pid`.
+    ///
+    /// # Errors
+    /// Why that cannot be, for people.
+    pub(super) fn begin(pid: u32) -> Result<Self, String> {
+        let mut trace = Self {
+            points: Points::of_host()?,
+            pid,
+            vcpus: BTreeMap::new(),
+            known: BTreeSet::new(),
+            failed: None,
+        };
+        trace.find_vcpus()?;
+        if trace.vcpus.is_empty() {
+            return Err(format!(
+                "process {pid} shows no thread of a vCPU here; it may be in another container"
+            ));
+        }
+        Ok(trace)
+    }
+
+    /// Traces vCPUs that it does not yet.
+    fn find_vcpus(&mut self) -> Result<(), String> {
+        let tasks = format!("/proc/{}/task", self.pid);
+        let Ok(entries) = fs::read_dir(&tasks) else {
+            return Ok(());
+        };
+        for entry in entries.flatten() {
+            let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            if !self.known.insert(tid) {
+                continue;
+            }
+            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+            let Some(number) = name.trim_end().strip_prefix("vcpu").and_then(|n| n.parse().ok()) else {
+                continue;
+            };
+            match Vcpu::open(tid, number, &self.points) {
+                Ok(vcpu) => {
+                    self.vcpus.insert(tid, vcpu);
+                }
+                Err(e) if e.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {}
+                Err(e) => return Err(denied(&e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what the kernel has written, before it has no more room.
+    pub(super) fn drain(&mut self) {
+        for vcpu in self.vcpus.values_mut() {
+            for _ in 0..MOST_RECORDS {
+                match vcpu.ring.next_record() {
+                    Ok(Some(record)) => vcpu.counted.record(record, &self.points),
+                    Ok(None) => break,
+                    // The ring was skipped to its head.
+                    Err(_) => vcpu.counted.outside = None,
+                }
+            }
+        }
+    }
+
+    /// What came since it began; the longest since this was asked last.
+    pub(super) fn look(&mut self) -> Vec<VcpuExits> {
+        if let Err(why) = self.find_vcpus() {
+            self.failed.get_or_insert(why);
+        }
+        self.drain();
+        let of = |vcpu: &mut Vcpu| VcpuExits {
+            vcpu: vcpu.number,
+            exits: vcpu.counted.look(),
+        };
+        // A vCPU that left and came again has another thread.
+        let mut all: Vec<VcpuExits> = Vec::new();
+        for seen in self.vcpus.values_mut().map(of) {
+            match all.iter_mut().find(|vcpu| vcpu.vcpu == seen.vcpu) {
+                None => all.push(seen),
+                Some(vcpu) => {
+                    for exits in seen.exits {
+                        add(&mut vcpu.exits, exits);
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// What the numbers do not say.
+    pub(super) fn remarks(&self) -> String {
+        let mut out = String::new();
+        let lost: u64 = self.vcpus.values().map(|vcpu| vcpu.counted.lost).sum();
+        if lost > 0 {
+            out += &format!(
+                " {lost} records of KVM's tracepoints were lost: its counts and times are too small.\n"
+            );
+        }
+        if let Some(why) = &self.failed {
+            out += &format!(" Not all vCPUs are traced: {why}\n");
+        }
+        out
+    }
+}
+
+fn add(all: &mut Vec<ExitsOfReason>, exits: ExitsOfReason) {
+    match all.iter_mut().find(|of| of.reason == exits.reason) {
+        None => all.push(exits),
+        Some(of) => {
+            of.count += exits.count;
+            of.timed += exits.timed;
+            of.time_ns += exits.time_ns;
+            of.max_ns = of.max_ns.max(exits.max_ns);
+        }
+    }
+}
+
+impl Vcpu {
+    fn open(tid: i32, number: u32, points: &Points) -> io::Result<Self> {
+        let exit = Tracepoint::open(tid, points.exit)?;
+        let entry = Tracepoint::open(tid, points.entry)?;
+        let map = |pages| RingReader::map_perf(exit.as_fd(), pages).map_err(io::Error::other);
+        let ring = map(PAGES[0]).or_else(|_| map(PAGES[1]))?;
+        entry.write_to(&exit)?;
+        exit.enable()?;
+        entry.enable()?;
+        Ok(Self {
+            number,
+            ring,
+            counted: Counted::default(),
+            _entry: entry,
+            _exit: exit,
+        })
+    }
+}
+
+impl Counted {
+    fn record(&mut self, record: RawRecord<'_>, points: &Points) {
+        match record.ty() {
+            SAMPLE => {
+                let _ = self.sample(record.body(), points);
+            }
+            LOST => {
+                let lost = record.body().get(8..).and_then(|rest| rest.first_chunk());
+                self.lost += lost.map_or(1, |lost| u64::from_ne_bytes(*lost));
+                // The entry may be among them.
+                self.outside = None;
+            }
+            _ => {}
+        }
+    }
+
+    fn sample(&mut self, body: &[u8], points: &Points) -> Option<()> {
+        let (time, rest) = body.split_first_chunk()?;
+        let (len, fields) = rest.split_first_chunk()?;
+        let fields = fields.get(..usize::try_from(u32::from_ne_bytes(*len)).ok()?)?;
+        let time = u64::from_ne_bytes(*time);
+        let id = u64::from(u16::from_ne_bytes(*fields.first_chunk()?));
+        let word = |at: usize| Some(u32::from_ne_bytes(*fields.get(at..)?.first_chunk()?));
+        if id == points.entry {
+            let (since, key) = self.outside.take()?;
+            let of = self.exits.get_mut(&key)?;
+            let ns = time.saturating_sub(since);
+            of.timed += 1;
+            of.time_ns += ns;
+            of.max_ns = of.max_ns.max(ns);
+        } else if id == points.exit {
+            let key = (word(points.isa_at)?, word(points.reason_at)?);
+            if self.exits.len() >= MOST_REASONS && !self.exits.contains_key(&key) {
+                self.outside = None;
+                return None;
+            }
+            let of = self.exits.entry(key).or_insert_with(|| ExitsOfReason {
+                reason: points.name(key),
+                count: 0,
+                timed: 0,
+                time_ns: 0,
+                max_ns: 0,
+            });
+            of.count += 1;
+            self.outside = Some((time, key));
+        }
+        Some(())
+    }
+
+    fn look(&mut self) -> Vec<ExitsOfReason> {
+        let mut all = Vec::new();
+        for of in self.exits.values_mut() {
+            add(&mut all, of.clone());
+            of.max_ns = 0;
+        }
+        all
+    }
+}
+
+impl Points {
+    fn of_host() -> Result<Self, String> {
+        let root = TRACEFS
+            .iter()
+            .map(Path::new)
+            .find(|root| match fs::read_dir(root.join("events")) {
+                Ok(_) => true,
+                Err(e) => e.kind() == ErrorKind::PermissionDenied,
+            });
+        let Some(root) = root else {
+            let barred = fs::read_dir(TRACEFS[0]).is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
+            return Err(if barred {
+                format!("this user may not read {}; root may", TRACEFS[0])
+            } else {
+                format!(
+                    "{0} has no tracepoints; as root, mount -t tracefs tracefs {0}",
+                    TRACEFS[0]
+                )
+            });
+        };
+        let read = |file: &str| {
+            let path = root.join("events/kvm").join(file);
+            fs::read_to_string(&path).map_err(|e| match e.kind() {
+                ErrorKind::PermissionDenied => format!("this user may not read {}; root may", path.display()),
+                ErrorKind::NotFound => "this host's kernel has no tracepoint kvm:kvm_exit".to_owned(),
+                _ => format!("{}: {e}", path.display()),
+            })
+        };
+        let id = |name: &str| {
+            let text = read(&format!("{name}/id"))?;
+            text.trim()
+                .parse()
+                .map_err(|_| format!("this host's kernel gives {name} no number"))
+        };
+        let (exit, entry) = (id("kvm_exit")?, id("kvm_entry")?);
+        Self::parse(exit, entry, &read("kvm_exit/format")?)
+            .ok_or_else(|| "this host's kernel describes kvm:kvm_exit in a way not known here".to_owned())
+    }
+
+    /// Of the tracepoints' numbers and the `format` file of `kvm_exit`.
+    fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
+        let format = format.get(..format.len().min(MOST_FORMAT))?;
+        let mut names = format
+            .split("__print_symbolic(REC->exit_reason")
+            .skip(1)
+            .map(names_of);
+        Some(Self {
+            exit,
+            entry,
+            reason_at: offset_of(format, "exit_reason")?,
+            isa_at: offset_of(format, "isa")?,
+            vmx: names.next().unwrap_or_default(),
+            svm: names.next().unwrap_or_default(),
+        })
+    }
+
+    fn name(&self, (isa, reason): (u32, u32)) -> String {
+        const VMX: u32 = 1;
+        const SVM: u32 = 2;
+        let (names, reason) = match isa {
+            // Above these bits VT-x says how the exit came (Intel SDM 3, 25.9.1).
+            VMX => (&self.vmx, reason & 0xffff),
+            SVM => (&self.svm, reason),
+            _ => return format!("reason {reason:#x} of kind {isa}"),
+        };
+        let name = names.get(&reason).cloned();
+        name.unwrap_or_else(|| format!("reason {reason:#x}"))
+    }
+}
+
+/// Where a record has the field `name` of 4 bytes.
+fn offset_of(format: &str, name: &str) -> Option<usize> {
+    let mut parts = format.lines().filter_map(|line| {
+        let mut parts = line.trim().split(';').map(str::trim);
+        let declared = parts.next()?.strip_prefix("field:")?;
+        (declared.split_whitespace().last() == Some(name)).then_some(parts)
+    });
+    let mut parts = parts.next()?;
+    let at = parts.next()?.strip_prefix("offset:")?.parse().ok()?;
+    (parts.next()? == "size:4").then_some(at)
+}
+
+/// The pairs `{ NUMBER, "NAME" }` of one table.
+fn names_of(table: &str) -> Names {
+    let pair = |text: &str| {
+        let (number, rest) = text.split_once(',')?;
+        let mut quoted = rest.split('"');
+        let (_, name) = (quoted.next()?, quoted.next()?);
+        Some((number_of(number)?, name.to_owned()))
+    };
+    table
+        .split('{')
+        .skip(1)
+        .take(MOST_REASONS)
+        .filter_map(pair)
+        .collect()
+}
+
+/// A sum of numbers, as macros leave it: `(0x040 + 14)`, `-1`.
+fn number_of(text: &str) -> Option<u32> {
+    let text = text.replace(['(', ')', ' '], "");
+    if let Some(below) = text.strip_prefix('-') {
+        return below.parse::<u32>().ok().map(u32::wrapping_neg);
+    }
+    text.split('+').try_fold(0u32, |sum, part| {
+        let number = match part.strip_prefix("0x") {
+            Some(digits) => u32::from_str_radix(digits, 16),
+            None => part.parse(),
+        };
+        sum.checked_add(number.ok()?)
+    })
+}
+
+/// Why the kernel does not let this user trace a thread.
+fn denied(error: &io::Error) -> String {
+    let not_allowed = [Errno::ACCESS, Errno::PERM].map(|e| Some(e.raw_os_error()));
+    if !not_allowed.contains(&error.raw_os_error()) {
+        return format!("perf_event_open: {error}");
+    }
+    let level = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
+    let level = match level.trim() {
+        "" => String::new(),
+        level => format!("; kernel.perf_event_paranoid is {level}"),
+    };
+    format!("this user may not trace the host's kernel; root and CAP_PERFMON may{level}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As Linux 6.1 has it, with most of the names left out.
+    const FORMAT: &str = concat!(
+        "name: kvm_exit\nID: 1234\nformat:\n",
+        "\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;\n",
+        "\tfield:int common_pid;\toffset:4;\tsize:4;\tsigned:1;\n\n",
+        "\tfield:unsigned int exit_reason;\toffset:8;\tsize:4;\tsigned:0;\n",
+        "\tfield:unsigned long guest_rip;\toffset:16;\tsize:8;\tsigned:0;\n",
+        "\tfield:u32 isa;\toffset:24;\tsize:4;\tsigned:0;\n",
+        "\nprint fmt: \"vcpu %u reason %s%s%s rip 0x%lx\", REC->vcpu_id, (REC->isa == 1) ? ",
+        "__print_symbolic(REC->exit_reason & 0xffff, { 0, \"EXCEPTION_NMI\" }, { 12, \"HLT\" }) : ",
+        "__print_symbolic(REC->exit_reason, { 0x078, \"hlt\" }, { 0x040 + 14, \"PF excp\" }, ",
+        "{ (0x400), \"npf\" }, { -1, \"invalid_guest_state\" }), (REC->isa == 1 && REC->exit_reason & ~0xffff) ",
+        "? \" \" : \"\", (REC->isa == 1) ? __print_flags(REC->exit_reason & ~0xffff, \" \", { 0x80000000, ",
+        "\"FAILED_VMENTRY\" }) : \"\"\n",
+    );
+
+    fn points() -> Points {
+        Points::parse(1234, 1235, FORMAT).unwrap()
+    }
+
+    /// The kernel's own names, of the right processor's table.
+    #[test]
+    fn reasons_are_named_as_the_kernel_does() {
+        let points = points();
+        assert_eq!((points.reason_at, points.isa_at), (8, 24));
+        let name = |isa, reason| points.name((isa, reason));
+        assert_eq!(name(1, 12), "HLT");
+        assert_eq!(name(1, 0x8000_000c), "HLT");
+        assert_eq!(name(2, 0x78), "hlt");
+        assert_eq!(name(2, 0x4e), "PF excp");
+        assert_eq!(name(2, 0x400), "npf");
+        assert_eq!(name(2, u32::MAX), "invalid_guest_state");
+        assert_eq!(name(2, 12), "reason 0xc");
+        assert_eq!(name(3, 12), "reason 0xc of kind 3");
+    }
+
+    #[test]
+    fn a_format_without_the_fields_is_not_guessed_at() {
+        let without = FORMAT.replace("u32 isa;\toffset:24;\tsize:4", "u64 isa;\toffset:24;\tsize:8");
+        assert_eq!(Points::parse(1, 2, &without), None);
+        assert_eq!(Points::parse(1, 2, ""), None);
+    }
+
+    fn body(time: u64, id: u16, reason: u32) -> Vec<u8> {
+        let mut fields = vec![0u8; 28];
+        fields[..2].copy_from_slice(&id.to_ne_bytes());
+        fields[8..12].copy_from_slice(&reason.to_ne_bytes());
+        fields[24] = 2;
+        let mut body = time.to_ne_bytes().to_vec();
+        body.extend_from_slice(&28u32.to_ne_bytes());
+        body.extend_from_slice(&fields);
+        body
+    }
+
+    /// An exit lasts until the entry behind it. One whose entry was not seen is counted and not timed.
+    #[test]
+    fn an_exit_lasts_until_the_next_entry() {
+        let (points, mut counted) = (points(), Counted::default());
+        for (time, id, reason) in [
+            (100, 1235, 0),
+            (200, 1234, 0x78),
+            (700, 1235, 0),
+            (800, 1234, 0x400),
+            (900, 1234, 0x78),
+            (1000, 1235, 0),
+        ] {
+            let _ = counted.sample(&body(time, id, reason), &points);
+        }
+        let seen = counted.look();
+        let of = |name: &str| seen.iter().find(|of| of.reason == name).unwrap();
+        let halts = of("hlt");
+        assert_eq!(
+            (halts.count, halts.timed, halts.time_ns, halts.max_ns),
+            (2, 2, 600, 500)
+        );
+        assert_eq!((of("npf").count, of("npf").timed), (1, 0));
+        // The longest is that since the last look.
+        assert_eq!(counted.look().iter().map(|of| of.max_ns).max(), Some(0));
+    }
+
+    #[test]
+    fn records_cut_short_are_left_out() {
+        let (points, mut counted) = (points(), Counted::default());
+        let whole = body(100, 1234, 0x78);
+        for len in 0..whole.len() {
+            assert_eq!(counted.sample(&whole[..len], &points), None);
+        }
+        assert!(counted.exits.is_empty());
+    }
+}
