@@ -383,7 +383,12 @@ where
 {
     let command = command();
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
-    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let mut args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    // "help record", as many programs have it, is "record --help".
+    if args.get(1).is_some_and(|word| word == "help") {
+        args.remove(1);
+        args.push("--help".into());
+    }
     let ctl_order = ctl_order(&command, &args);
     let Expanded { args, from_file } = config::expand(&command, args).map_err(wrong)?;
     let explained = |e: clap::Error| match (explain(&e), &from_file) {

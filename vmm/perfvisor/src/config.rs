@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use control_api::nearest::did_you_mean;
 use toml::{Table, Value};
 
 /// Largest file that is read, in bytes.
@@ -40,12 +41,14 @@ pub enum ConfigError {
         why: String,
     },
     /// No such option.
-    #[error("--config {}: unknown key '{key}': must be one of {known}", path.display())]
+    #[error("--config {}: unknown key '{key}'{hint}; known are {known}", path.display())]
     Unknown {
         /// The file.
         path: PathBuf,
         /// The key.
         key: String,
+        /// The one that may be meant, as a question.
+        hint: String,
         /// Those that there are.
         known: String,
     },
@@ -106,6 +109,7 @@ pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, Config
             return Err(ConfigError::Unknown {
                 path,
                 key: key.clone(),
+                hint: did_you_mean(key, known.iter().copied()),
                 known: known.join(", "),
             });
         };
@@ -290,6 +294,7 @@ mod tests {
                 "frobnicate = 1",
                 ["unknown key 'frobnicate'", "kernel, boot-protocol, initrd, "],
             ),
+            ("cpuz = 1", ["'cpuz'; did you mean 'cpus'?", "known are"]),
             ("config = \"x\"", ["unknown key 'config'", ""]),
             ("cpus = [1]", ["cpus: must be a text or a number", "an array"]),
             (

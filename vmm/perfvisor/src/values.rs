@@ -97,7 +97,7 @@ pub enum ValueError {
     #[error("does not fit into 64 bits")]
     SizeTooLarge,
     /// Less memory than a guest can have.
-    #[error("the least is {}M", MIN_RAM_BYTES >> 20)]
+    #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
     /// Memory that is no whole number of pages.
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]

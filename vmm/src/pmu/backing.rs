@@ -16,7 +16,8 @@ pub enum BackingError {
     /// The clock driver's host events are refused.
     #[error(
         "--backing clock: this host does not let this user count (kernel.perf_event_paranoid is {0}); set it to 1 or \
-         less, give the program CAP_PERFMON (setcap cap_perfmon=ep), or use --pmu off"
+         less, give the program CAP_PERFMON (setcap cap_perfmon=ep), let it call perf_event_open if it is in a \
+         container whose filter forbids that, or use --pmu off"
     )]
     NoClock(String),
     /// Guests cannot be single-stepped.

@@ -162,6 +162,21 @@ fn no_command_and_wrong_commands_are_one_line() {
     ));
 }
 
+/// `help` and a command is the help of that command; a mistake after it is said as one.
+#[test]
+fn help_is_a_command_too() {
+    let text = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
+        Err(CliExit::Text(text)) => text,
+        other => panic!("{args:?}: {other:?}"),
+    };
+    assert_eq!(text(&["help"]), text(&["--help"]));
+    assert_eq!(text(&["help", "record"]), text(&["record", "--help"]));
+    let Err(CliExit::Error(line)) = parse(["perfvisor", "help", "recrod"]) else {
+        panic!("recrod");
+    };
+    assert!(line.contains("did you mean 'record'?"), "{line}");
+}
+
 /// What the help says of defaults that are set elsewhere.
 #[test]
 fn help_tells_the_defaults_there_are() {
