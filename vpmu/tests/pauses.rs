@@ -83,6 +83,20 @@ fn one_selectors_enable_bit_pauses_too() {
     );
 }
 
+/// Others that pause again and again are no reason for it to stay.
+#[test]
+fn a_counter_that_stays_stopped_gives_its_place_back_while_another_pauses_often() {
+    let mut guest = four_counters();
+    guest.write(IA32_PERF_GLOBAL_CTRL, 2);
+    assert!(guest.events.is_running(counter(0)));
+    for _ in 0..100 {
+        guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+        guest.write(IA32_PERF_GLOBAL_CTRL, 2);
+    }
+    assert!(!guest.events.is_running(counter(0)));
+    assert!(guest.events.is_running(counter(1)));
+}
+
 #[test]
 fn a_counter_that_stays_stopped_gives_its_place_back() {
     let mut guest = four_counters();

@@ -7,8 +7,8 @@
 //! the guest wrote meanwhile, and of no other.
 //!
 //! An event that counts on holds a place among the host's counters. So a pause ends, and the event is
-//! stopped, after [`PASSES`] passes, when its armed overflow comes, when its counter is to count something
-//! else, and as soon as another counter wants a place.
+//! stopped, [`PASSES`] passes after the first of those that pause now began, when its armed overflow comes,
+//! when its counter is to count something else, and as soon as another counter wants a place.
 
 use super::Vpmu;
 use crate::events::Backing;
@@ -37,8 +37,11 @@ impl Vpmu {
         self.fold_to(counter, count);
         self.running &= !counter.mask();
         self.misses_exits &= !counter.mask();
+        // All pauses end together: one that others prolonged would have no end.
+        if self.paused.counters == 0 {
+            self.paused.passes_left = PASSES;
+        }
         self.paused.counters |= counter.mask();
-        self.paused.passes_left = PASSES;
     }
 
     /// Ends the pause of a counter, if it has one, because it counts again what it counted before.
