@@ -423,6 +423,12 @@ impl Backability {
         Self(self.0 | event.bit())
     }
 
+    /// What both have.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     /// Whether `event` can be counted.
     pub const fn has(self, event: ArchEvent) -> bool {
         self.0 & event.bit() != 0

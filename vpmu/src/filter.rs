@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::events::{EventSelect, GuestEvent, Selection, UnitMask, decode, paravirtual_select};
+use crate::events::{
+    ARCHITECTURAL_SELECTS, Backability, EventSelect, GuestEvent, Selection, UnitMask, decode, decode_fixed,
+    paravirtual_select,
+};
 use crate::index::MAX_FIXED;
 use crate::names::Vendor;
 
@@ -166,19 +169,17 @@ impl EventFilter {
             let event = decode(vendor, EventSelect(select), UnitMask(umask));
             matches!(event, GuestEvent::Architectural(_))
         };
-        let listed = crate::events::ARCHITECTURAL_SELECTS
-            .into_iter()
-            .flat_map(|select| {
-                let exact = move |matches| Entry {
-                    select,
-                    mask: 0xFF,
-                    matches,
-                    exclude: false,
-                };
-                (0..=u8::MAX)
-                    .filter(move |&umask| architectural(select, umask))
-                    .map(exact)
-            });
+        let listed = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
+            let exact = move |matches| Entry {
+                select,
+                mask: 0xFF,
+                matches,
+                exclude: false,
+            };
+            (0..=u8::MAX)
+                .filter(move |&umask| architectural(select, umask))
+                .map(exact)
+        });
         let mut entries: Vec<Entry> = listed.collect();
         entries.sort_unstable();
         Self {
@@ -291,6 +292,32 @@ impl EventFilter {
         listed == (self.action == Action::Allow)
     }
 
+    /// The architectural events of a vendor that some counter may count, general or fixed: a guest that is
+    /// told of others reads 0 where nobody counted.
+    #[must_use]
+    pub fn leaves(&self, vendor: Vendor) -> Backability {
+        let general = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
+            let select = EventSelect(select);
+            (0..=u8::MAX).map(move |umask| {
+                let umask = UnitMask(umask);
+                (Selection::General(select, umask), decode(vendor, select, umask))
+            })
+        });
+        let fixed = (0..MAX_FIXED)
+            .filter(|_| vendor == Vendor::Intel)
+            .filter_map(|n| {
+                Some((
+                    Selection::Fixed(u8::try_from(n).ok()?),
+                    decode_fixed(u32::try_from(n).ok()?),
+                ))
+            });
+        let counted = |(selection, event)| match event {
+            GuestEvent::Architectural(event) if self.allows(selection) => Some(event),
+            _ => None,
+        };
+        general.chain(fixed).filter_map(counted).collect()
+    }
+
     /// What happens to the listed events.
     pub fn action(&self) -> Action {
         self.action
@@ -364,6 +391,7 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::ArchEvent;
 
     /// Of all numbers that a counter can be programmed with.
     fn general_events() -> impl Iterator<Item = (u16, u8)> {
@@ -382,6 +410,32 @@ mod tests {
             }
             assert!((0..4).all(|n| filter.allows(Selection::Fixed(n))));
         }
+    }
+
+    #[test]
+    fn architectural_events_are_left_that_some_counter_may_count() {
+        for vendor in [Vendor::Intel, Vendor::Amd] {
+            let all = EventFilter::allow_all().leaves(vendor);
+            assert_eq!(
+                EventFilter::architectural(vendor).leaves(vendor),
+                all,
+                "{vendor:?}"
+            );
+            assert!(
+                all.has(ArchEvent::BranchMisses) && all.has(ArchEvent::RefCycles),
+                "{vendor:?}"
+            );
+        }
+        let denied = EventFilter::from_toml(
+            "action = \"deny\"\n[[events]]\nselect = 0xC5\n[[events]]\nselect = 0xC0\n",
+        )
+        .unwrap();
+        let left = denied.leaves(Vendor::Intel);
+        assert!(!left.has(ArchEvent::BranchMisses) && left.has(ArchEvent::Branches));
+        assert!(left.has(ArchEvent::Instructions), "fixed counter 0 has them");
+        let left = denied.leaves(Vendor::Amd);
+        assert!(!left.has(ArchEvent::Instructions), "AMD has no fixed counter");
+        assert!(left.has(ArchEvent::BranchMisses), "by another number");
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! Events that nobody counts here, taken out of the tables of a guest's kernels, so that perf there says
 //! `<not supported>` and shows no 0 that nobody counted.
 
+use std::sync::Arc;
+
 use perf_core::pmu::host::HostProbe;
 use vm_memory::GuestMemoryMmap;
-use vpmu::{Backability, BackingPolicy, Model, Vendor};
+use vpmu::{Backability, BackingPolicy, EventFilter, Model, Vendor};
 
 use crate::boot::event_tables::{self, EventTable, Hidden};
 use crate::kvm::cpuid;
@@ -32,6 +34,15 @@ impl Uncounted {
             vendor: model.vendor(),
             countable: Countable::new(model, host, policy, backability, probe),
             hides,
+        }
+    }
+
+    /// The same for guests that may count what `filter` allows only.
+    #[must_use]
+    pub fn within(self, filter: Arc<EventFilter>) -> Self {
+        Self {
+            countable: self.countable.within(filter),
+            ..self
         }
     }
 

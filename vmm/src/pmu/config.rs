@@ -21,6 +21,9 @@ pub struct PmuConfig {
     /// Whether the guest may ever count paravirtual events; else `filter` denies them, and so does any that
     /// comes later.
     pub paravirtual: bool,
+    /// Whether a guest's tables of events are without what `filter` denies, too. They stay so if another
+    /// filter comes.
+    pub hides_denied: bool,
     /// Most PMIs per second and vCPU.
     pub pmi_limit: u32,
     /// What can be stepped on this host, for the exact backing.

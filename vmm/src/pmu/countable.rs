@@ -1,7 +1,11 @@
 //! Which of perf's generic events can be counted for a guest, by the numbers its kernel has for them.
 
 use perf_core::pmu::host::{self, HostProbe};
-use vpmu::{ArchEvent, Backability, BackingPolicy, EventRequest, Model, Sources, Vendor};
+use std::sync::Arc;
+
+use vpmu::{
+    ArchEvent, Backability, BackingPolicy, EventFilter, EventRequest, Model, Selection, Sources, Vendor,
+};
 
 use super::backing;
 use crate::boot::event_tables::TableEvent;
@@ -20,7 +24,9 @@ const ASKED_FIRST: [ArchEvent; 7] = [
 /// `PERF_COUNT_HW_REF_CPU_CYCLES`.
 const REF_CPU_CYCLES: u64 = 9;
 /// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2).
-const REFERENCE_COUNTER: u8 = 1 << 2;
+const REFERENCE_COUNTER: u8 = 1 << REFERENCE;
+/// Its number.
+const REFERENCE: u8 = 2;
 
 /// What can be counted under one policy on one host, for one model.
 #[derive(Debug)]
@@ -30,6 +36,7 @@ pub struct Countable {
     reference_counter: bool,
     sources: Sources,
     backability: Backability,
+    filter: Arc<EventFilter>,
     probe: HostProbe,
 }
 
@@ -49,8 +56,15 @@ impl Countable {
             // The statistics of KVM back no generic event.
             sources: backing::sources(policy, &probe, host, |_| None),
             backability,
+            filter: Arc::new(EventFilter::allow_all()),
             probe,
         }
+    }
+
+    /// The same for a guest that may count what `filter` allows only.
+    #[must_use]
+    pub fn within(self, filter: Arc<EventFilter>) -> Self {
+        Self { filter, ..self }
     }
 
     /// Whether `event`, for which the guest's kernel has the numbers `config`, is counted by anybody.
@@ -58,9 +72,13 @@ impl Countable {
         // CPUID tells an Intel guest which of these are not there. It has no word on reference cycles: Linux
         // has a number of its own for them, which no counter but the fixed one counts (intel_pmu_event_map).
         if let (Vendor::Intel, TableEvent::Hardware(number)) = (self.vendor, event) {
-            return number != REF_CPU_CYCLES || self.reference_counter;
+            let has_reference = self.reference_counter && self.filter.allows(Selection::Fixed(REFERENCE));
+            return number != REF_CPU_CYCLES || has_reference;
         }
         let request = EventRequest::from_raw_config(self.vendor, config);
+        if !self.filter.allows(request.selection) {
+            return false;
+        }
         let mut ways = self.sources.of_request(&request);
         ways.any(|way| way.known || self.host_knows(event))
     }
@@ -169,6 +187,24 @@ mod tests {
             some,
         );
         assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
+    }
+
+    /// AMD's CPUID has no word on single events, so the tables have it.
+    #[test]
+    fn what_the_filter_denies_is_counted_by_nobody() {
+        let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
+        let cache_misses = (TableEvent::Hardware(3), 0x964);
+        let policy = BackingPolicy::Auto;
+        let countable = |filter| {
+            let all = Countable::new(&amd(), Vendor::Amd, policy, Backability::ALL, some.clone());
+            all.within(Arc::new(filter))
+        };
+        let open = countable(EventFilter::allow_all());
+        let tenant = countable(EventFilter::architectural(Vendor::Amd));
+        for ((event, config), denied) in [(CYCLES, false), (INSTRUCTIONS, false), (cache_misses, true)] {
+            assert!(open.can_count(event, config), "{config:#x}");
+            assert_eq!(tenant.can_count(event, config), !denied, "{config:#x}");
+        }
     }
 
     /// A model without the third fixed counter has nothing that counts Linux's number for reference cycles.

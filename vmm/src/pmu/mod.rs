@@ -665,6 +665,7 @@ mod tests {
             policy: BackingPolicy::Auto,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
+            hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
             share: SharePolicy::default(),

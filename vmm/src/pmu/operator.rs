@@ -261,6 +261,7 @@ mod tests {
             policy: BackingPolicy::None,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
+            hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
             share: SharePolicy::default(),

@@ -336,7 +336,12 @@ impl<'a> Plan<'a> {
     pub(super) fn uncounted(&self, probe: &HostProbe) -> Uncounted {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
-        Uncounted::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides)
+        let uncounted = Uncounted::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides);
+        if pmu.hides_denied {
+            uncounted.within(pmu.filter.clone())
+        } else {
+            uncounted
+        }
     }
 
     /// What serves RDPMC; `None`: KVM does.

@@ -61,6 +61,11 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     } else {
         filter
     };
+    let backed = if tenant {
+        announced(backed, &filter)
+    } else {
+        backed
+    };
     let (mux, turn) = turns(args, kvm, probe)?;
     Ok(VmConfig {
         kernel: match &args.kernel {
@@ -92,6 +97,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
             policy: args.backing,
             filter: Arc::new(filter),
             paravirtual: !tenant,
+            hides_denied: tenant,
             pmi_limit: match args.pmi_limit {
                 None => vpmu::DEFAULT_PMI_LIMIT,
                 Some(0) => u32::MAX,
@@ -189,6 +195,21 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
         stepping,
         backability,
     })
+}
+
+/// The same, announced without what `filter` denies.
+fn announced(backed: Backed, filter: &EventFilter) -> Backed {
+    let vendor = backed.model.vendor();
+    if backed.has_pmu && vendor == Vendor::Amd {
+        log::info!(
+            "--profile tenant: AMD's CPUID has no word on events that the filter denies; they are taken out of \
+             Linux's tables where those are found (--hide-uncounted), and read 0 elsewhere"
+        );
+    }
+    Backed {
+        backability: backed.backability.and(filter.leaves(vendor)),
+        ..backed
+    }
 }
 
 /// What is asked of a PMU that the guest does not have.
