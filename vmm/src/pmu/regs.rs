@@ -1,5 +1,6 @@
 //! The guest's registers, stacks and task for a sample, read only when someone looks, and then once.
 
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -170,26 +171,28 @@ impl GuestProbe {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
-            sandbox::fault_point(ThreadKind::Profiler);
-            let found = match &regs {
-                Some((regs, anchors)) => {
-                    locate::read_kernel(&probe.memory, regs, anchors).map_err(SearchError::from)
-                }
-                None => Err(SearchError::NoRegisters),
-            };
-            let tables = match (&found, &regs) {
+            probe.look(|memory| {
+                sandbox::fault_point(ThreadKind::Profiler);
+                let (regs, anchors) = regs.as_ref().ok_or(SearchError::NoRegisters)?;
+                let image = locate::read_kernel(memory, regs, anchors)?;
                 // Read at its running addresses.
-                (Ok(image), Some((regs, _))) => KernelTables::find(&probe.memory, regs, image, 0),
-                _ => None,
-            };
-            probe.end_search(found.map(|image| (image, tables)));
+                let tables = KernelTables::find(memory, regs, &image, 0);
+                Ok((image, tables))
+            });
         });
         if let Err(e) = spawned {
             self.end_search(Err(SearchError::NoThread(e)));
         }
     }
 
-    fn end_search(&self, found: Result<(KernelImage, Option<KernelTables>), SearchError>) {
+    /// Looks by `read`, which works on bytes of the guest's making: if that panics, the kernel is not found,
+    /// and whoever asks later has it looked for again.
+    fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, SearchError>) {
+        let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
+        self.end_search(found.unwrap_or(Err(SearchError::Panicked)));
+    }
+
+    fn end_search(&self, found: Result<FoundKernel, SearchError>) {
         let result = match found {
             Ok((image, tables)) => {
                 // Read at its running addresses.
@@ -227,6 +230,9 @@ impl GuestProbe {
     }
 }
 
+/// A kernel in guest memory, and its tables of mappings if it has such.
+type FoundKernel = (KernelImage, Option<KernelTables>);
+
 /// Why the guest's kernel is not known.
 #[derive(Debug, thiserror::Error)]
 enum SearchError {
@@ -234,6 +240,8 @@ enum SearchError {
     Locate(#[from] LocateError),
     #[error("KVM does not give the vCPU's registers")]
     NoRegisters,
+    #[error("the search ended by a fault of Perfvisor's, which its log names; it is tried again")]
+    Panicked,
     #[error("no thread to look for it")]
     NoThread(#[source] std::io::Error),
 }
@@ -620,6 +628,25 @@ mod tests {
             assert!(probe.code(0x1_0000, hole, 64).is_empty(), "{hole:#x}");
         }
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
+    }
+
+    /// What is read is the guest's making: a fault in it is no search that goes on for ever.
+    #[test]
+    fn a_search_that_panics_has_failed_and_the_next_one_is_new() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let probe = GuestProbe::new(memory);
+        assert!(probe.begin_search());
+        assert!(!probe.begin_search(), "one at a time");
+        assert_eq!(probe.kernel_info().state, KernelState::Looking);
+        probe.look(|_| panic!("a table that nobody thought of"));
+        let info = probe.kernel_info();
+        assert_eq!(info.state, KernelState::NotFound);
+        assert!(info.detail.contains("fault of Perfvisor's"), "{}", info.detail);
+        assert!(probe.kernel().is_none());
+        std::thread::sleep(SEARCH_AGAIN);
+        assert!(probe.begin_search(), "it is looked for again");
+        probe.look(|_| Err(SearchError::NoRegisters));
+        assert_eq!(probe.kernel_info().state, KernelState::NotFound);
     }
 
     /// A cost is that of one sample, of one that was measured, and told for no other.
