@@ -91,7 +91,10 @@ impl WaitTime {
     pub fn of_this_thread() -> io::Result<Self> {
         OWN.with(|own| {
             let own = own.get_or_init(|| {
-                let (tid, opened) = (own_tid(), open("/proc/thread-self/schedstat"));
+                let tid = own_tid();
+                // A jail's /proc may have no link for each thread.
+                let opened = open("/proc/thread-self/schedstat")
+                    .or_else(|_| open(&format!("/proc/self/task/{tid}/schedstat")));
                 opened_files().insert(tid, opened.clone());
                 Own { tid, opened }
             });

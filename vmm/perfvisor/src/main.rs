@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `cli` | what can be asked for, checked before anything is started |
 //! | `run` | `perfvisor run`: puts a machine, a console and the servers together, and waits for the end |
+//! | `jail` | whom a VM becomes by `--jail` |
 //! | `devices` | the virtio devices that the arguments ask for |
 //! | `check` | `perfvisor check`: what this host can do |
 //! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
@@ -39,6 +40,7 @@ mod config;
 mod devices;
 mod exit;
 mod exporter;
+mod jail;
 mod run;
 mod signals;
 mod stopping;

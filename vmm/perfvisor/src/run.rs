@@ -7,6 +7,7 @@
 mod consoles;
 mod error;
 mod files;
+mod jail;
 pub(crate) mod machine;
 
 use std::fs::File;
@@ -31,7 +32,7 @@ use crate::background::{self};
 use crate::cli::RunArgs;
 use crate::devices::{self};
 use crate::exit::ExitStatus;
-use crate::signals::StopSignals;
+use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use crate::values::Profile;
 use control_api::events::list::{self};
@@ -121,6 +122,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         .then(background::daemonize)
         .transpose()
         .map_err(RunError::Daemon)?;
+    jail::become_user(args)?;
     background::survive_job_control();
     give_back_what_is_freed();
     let descriptors = privileges::raise_descriptor_limit();
@@ -134,10 +136,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     sandbox::begin(args.seccomp, will).map_err(not_confined)?;
     files::begin(args).map_err(RunError::Files)?;
     panics_are_one_line(will);
-    // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
-    // signals.
+    // Before any thread exists, so that all of them inherit the mask.
     let stop_signals =
-        StopSignals::block_with_window().map_err(|e| RunError::Start("the signals that end it", e))?;
+        BlockedSignals::with_window().map_err(|e| RunError::Start("the signals that end it", e))?;
     kick::install_handlers().map_err(|e| RunError::Start("sigaction failed", e))?;
     ignore_sigio().map_err(|e| RunError::Start("sigaction failed", e))?;
 
@@ -162,8 +163,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         .collect();
     let gdb = args.gdb.as_ref();
     let gdb = gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?;
-    let (consoles, virtio_console) = Consoles::open(args)?;
     let mut devices = devices::wanted(args, &name)?;
+    // What is of the host's network and of other processes is open, and there is no thread yet.
+    let jail = jail::separate(args, &config)?;
+    let stop_signals = stop_signals
+        .wait()
+        .map_err(|e| RunError::Start("the signals that end it", e))?;
+    let (consoles, virtio_console) = Consoles::open(args)?;
     // Last: the others stay where guests know them.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let mut vm = Vm::new(&kvm, &config, devices, &probe, consoles.serial().writer())?;
@@ -180,6 +186,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     } else {
         None
     };
+    jail::close(jail, args)?;
     privileges::give_up()?;
     if args.on_reset == OnReset::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
@@ -242,12 +249,17 @@ fn panics_are_one_line(will: LastWill) {
             // Their devices say it.
             return;
         }
+        let place = info.location().map(ToString::to_string).unwrap_or_default();
+        let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
+        if kind == Some(ThreadKind::Profiler) {
+            // Who waits for what it looks for is told.
+            log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
+            return;
+        }
         if kind != Some(ThreadKind::Vcpu) {
             restore_terminal();
         }
         let thread = std::thread::current();
-        let place = info.location().map(ToString::to_string).unwrap_or_default();
-        let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
         log::error!(
             "the thread {} panicked at {place}, and the VM ends with it: {said}; please report this",
             thread.name().unwrap_or("main")

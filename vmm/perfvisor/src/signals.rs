@@ -29,29 +29,24 @@ pub struct StopSignals {
     stays: bool,
 }
 
-impl StopSignals {
-    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread
-    /// wait for them as long as the process lives.
-    ///
-    /// # Errors
-    /// The system call's error.
-    pub fn block() -> io::Result<Self> {
-        Self::block_all(&STOP_SIGNALS)
-    }
+/// Signals that are blocked in the calling thread and in those that it starts. Who takes them is to be said by
+/// [`BlockedSignals::wait`]: until then they stay pending.
+pub struct BlockedSignals(libc::sigset_t);
 
-    /// The same with SIGWINCH, which [`StopSignals::resized`] tells of then.
+impl BlockedSignals {
+    /// Those that end a VM, and SIGWINCH, which [`StopSignals::resized`] tells of then.
     ///
     /// # Errors
     /// The system call's error.
-    pub fn block_with_window() -> io::Result<Self> {
+    pub fn with_window() -> io::Result<Self> {
         let [a, b, c] = STOP_SIGNALS;
-        Self::block_all(&[a, b, c, libc::SIGWINCH])
+        Self::all(&[a, b, c, libc::SIGWINCH])
     }
 
-    fn block_all(signals: &[libc::c_int]) -> io::Result<Self> {
+    fn all(signals: &[libc::c_int]) -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
         // SAFETY: sigemptyset initialises the set it is given; the later calls get that initialised set.
-        let set = unsafe {
+        unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             for signal in signals {
                 libc::sigaddset(set.as_mut_ptr(), *signal);
@@ -60,8 +55,16 @@ impl StopSignals {
             if error != 0 {
                 return Err(io::Error::from_raw_os_error(error));
             }
-            set.assume_init()
-        };
+            Ok(Self(set.assume_init()))
+        }
+    }
+
+    /// Has a thread wait for them as long as the process lives.
+    ///
+    /// # Errors
+    /// The system call's error.
+    pub fn wait(self) -> io::Result<StopSignals> {
+        let set = self.0;
         let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let resized = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let last = Arc::new(AtomicI32::new(0));
@@ -81,12 +84,23 @@ impl StopSignals {
                 let _ = tell.write(1);
             }
         })?;
-        Ok(Self {
+        Ok(StopSignals {
             came,
             last,
             resized,
             stays: false,
         })
+    }
+}
+
+impl StopSignals {
+    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread
+    /// wait for them as long as the process lives.
+    ///
+    /// # Errors
+    /// The system call's error.
+    pub fn block() -> io::Result<Self> {
+        BlockedSignals::all(&STOP_SIGNALS)?.wait()
     }
 
     /// A descriptor that is readable when the terminal's window has got another size.

@@ -1,5 +1,5 @@
 //! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)), and which files it
-//! can open, by landlock(7).
+//! can open, by landlock(7); and a jail for the whole process, by namespaces(7).
 //!
 //! | module | story |
 //! |---|---|
@@ -7,6 +7,7 @@
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
 //! | `files` | which files can be opened |
+//! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
 //! | `fault` | faults that tests ask for |
 //! | `crash` | what a fault of a thread ends with |
@@ -19,6 +20,7 @@ mod crash;
 mod fault;
 mod files;
 mod filter;
+mod jail;
 mod kind;
 mod lists;
 mod rules;
@@ -28,6 +30,7 @@ mod violation;
 pub use crash::watch_faults;
 pub use fault::fault_point;
 pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
+pub use jail::{Inside, Jail, JailError, become_user, separate};
 pub use kind::ThreadKind;
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use violation::{LastWill, end_now, kind};

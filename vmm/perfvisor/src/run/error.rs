@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{FilesError, SandboxError};
+use sandbox::{FilesError, JailError, SandboxError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -113,6 +113,16 @@ pub enum RunError {
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
     Files(#[source] FilesError),
+    /// No jail.
+    #[error("--jail")]
+    Jail(#[source] JailError),
+    /// The kernel takes capabilities in a user namespace for none.
+    #[error(
+        "--jail: a user's VM gets a user namespace, in which the host's kernel lets it count nothing while \
+         kernel.perf_event_paranoid is more than 1: set it to 1 or less, start the VM as root with --jail uid=N, or \
+         give the guest no PMU (--pmu off)"
+    )]
+    JailDoesNotCount,
     /// No process for it in the background.
     #[error(transparent)]
     Daemon(DaemonError),

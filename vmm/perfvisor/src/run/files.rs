@@ -13,7 +13,9 @@ use crate::cli::RunArgs;
 
 /// What is read of the host while a VM runs, and is nobody's secret: the clients' states, run times of
 /// vCPUs, memory files of the process itself; and which CPUs there are, which the C library looks for.
-const OF_THE_HOST: [&str; 2] = ["/proc", "/sys/devices/system/cpu"];
+const OF_THE_HOST: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
+/// Where processes are shown. In a jail it is this one's own part.
+pub(super) const PROC: &str = "/proc";
 
 /// Shuts off what [`restrict`] does not name from threads that start from now on, if the kernel can do that.
 ///
@@ -41,7 +43,8 @@ pub(super) fn restrict(args: &RunArgs) -> Result<(), FilesError> {
     sandbox::only_files(&needed(args))
 }
 
-fn needed(args: &RunArgs) -> Files {
+/// What a VM of `args` reads while it runs, and where its sockets are, which go with it.
+pub(super) fn needed(args: &RunArgs) -> Files {
     let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
     if args.on_reset == OnReset::Restart {
         // Somebody may put new files in the places of these, so it is the places that count.

@@ -1,0 +1,64 @@
+//! `--jail`: whom a VM's process becomes, and what it may take of the host.
+
+use std::str::FromStr;
+
+use crate::values::{ValueError, whole};
+
+/// Highest number of a user or a group; the one above means nobody in particular to the kernel.
+const MAX_ID: u64 = u32::MAX as u64 - 1;
+
+/// What `--jail` was given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JailConfig {
+    /// The user to become.
+    pub uid: Option<u32>,
+    /// The group to become; that of the user's number if only a user is given.
+    pub gid: Option<u32>,
+}
+
+/// What is wrong with the words of `--jail`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JailConfigError {
+    /// No such word.
+    #[error("'{0}' is nothing that a jail has; known are uid=N and gid=N, separated by commas")]
+    Unknown(String),
+    /// The same word again.
+    #[error("{0}= is there twice")]
+    Twice(&'static str),
+    /// No number.
+    #[error("{0}=")]
+    Number(&'static str, #[source] ValueError),
+    /// A group without a user.
+    #[error("gid= without uid=: the user would stay; name both")]
+    GroupAlone,
+}
+
+impl FromStr for JailConfig {
+    type Err = JailConfigError;
+
+    fn from_str(text: &str) -> Result<Self, JailConfigError> {
+        let mut config = Self::default();
+        for word in text.split(',').filter(|_| !text.is_empty()) {
+            let unknown = || JailConfigError::Unknown(word.to_owned());
+            let (key, value) = word.split_once('=').ok_or_else(unknown)?;
+            let (name, place) = match key {
+                "uid" => ("uid", &mut config.uid),
+                "gid" => ("gid", &mut config.gid),
+                _ => return Err(unknown()),
+            };
+            let id = parse_id(value).map_err(|e| JailConfigError::Number(name, e))?;
+            if place.replace(id).is_some() {
+                return Err(JailConfigError::Twice(name));
+            }
+        }
+        if config.gid.is_some() && config.uid.is_none() {
+            return Err(JailConfigError::GroupAlone);
+        }
+        Ok(config)
+    }
+}
+
+fn parse_id(text: &str) -> Result<u32, ValueError> {
+    let id: u64 = whole(0..=MAX_ID)(text)?;
+    u32::try_from(id).map_err(|_| ValueError::Whole { from: 0, to: MAX_ID })
+}
