@@ -362,8 +362,8 @@ pub struct RunArgs {
     /// has it): on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub landlock: bool,
-    /// Give the VM namespaces of its own: no network, and no file but those that --landlock would leave it. As
-    /// root it is the user uid from its start, and of the group gid [default: the group of that number].
+    /// Give the VM namespaces of its own: no network, and no file but those that --landlock would leave it.
+    /// As root it is the user uid from its start, and of the group gid [default: the group of that number].
     #[arg(long, value_name = "uid=N[,gid=N]", num_args = 0..=1, default_missing_value = "")]
     pub jail: Option<JailConfig>,
     /// At the end, print what each vCPU and its PMU did (standard error).

@@ -29,8 +29,8 @@ pub struct StopSignals {
     stays: bool,
 }
 
-/// Signals that are blocked in the calling thread and in those that it starts. Who takes them is to be said by
-/// [`BlockedSignals::wait`]: until then they stay pending.
+/// Signals that are blocked in the calling thread and in those that it starts. Who takes them is to be said
+/// by [`BlockedSignals::wait`]: until then they stay pending.
 pub struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {

@@ -1,9 +1,9 @@
 //! Namespaces of its own for a process: no network, and a file system that has nothing but what was named.
 //!
-//! Who may make namespaces (`CAP_SYS_ADMIN`) keeps its user. Others get a user namespace (user_namespaces(7)),
-//! in which they are themselves and nobody else; the host's kernel takes none of their capabilities there for
-//! one of the host. There is no pid namespace: operators name vCPUs' threads by their ids, and `/proc` shows
-//! nobody else all the same.
+//! Who may make namespaces (`CAP_SYS_ADMIN`) keeps its user. Others get a user namespace
+//! (user_namespaces(7)), in which they are themselves and nobody else; the host's kernel takes none of their
+//! capabilities there for one of the host. There is no pid namespace: operators name vCPUs' threads by their
+//! ids, and `/proc` shows nobody else all the same.
 //!
 //! [`become_user`], when the process begins; [`separate`], when everything of the host is open and no thread
 //! has been started; [`Jail::close`], before the guest runs.
@@ -128,7 +128,8 @@ pub fn separate() -> Result<Jail, JailError> {
         Err(e) => return Err(step("no namespaces of its own for", "this process")(e)),
     };
     // What is mounted from now on is not seen on the host.
-    // SAFETY: the path is a string that ends with 0; the other pointers may be null for a change of this kind.
+    // SAFETY: the path is a string that ends with 0; the other pointers may be null for a change of this
+    // kind.
     let private = unsafe {
         libc::mount(
             ptr::null(),
@@ -172,8 +173,8 @@ impl Jail {
     }
 
     /// From now on the process has a root directory that holds `inside` and its own `/proc/self`. Everything
-    /// is there by the path that it had; nothing is executable, no device or set-user-ID bit counts, and there
-    /// is no way back to the host's files.
+    /// is there by the path that it had; nothing is executable, no device or set-user-ID bit counts, and
+    /// there is no way back to the host's files.
     ///
     /// # Errors
     /// [`JailError`]; the process has the host's root still, or neither.
@@ -294,7 +295,8 @@ fn new_root() -> Result<(), JailError> {
     checked(mounted.into()).map_err(step("cannot mount a tmpfs at", BUILT_AT))
 }
 
-/// Makes what is at [`BUILT_AT`] the root of the process, and lets go of the old one: pivot_root(2), "." on ".".
+/// Makes what is at [`BUILT_AT`] the root of the process, and lets go of the old one: pivot_root(2), "." on
+/// ".".
 fn enter_new_root() -> Result<(), JailError> {
     std::env::set_current_dir(BUILT_AT).map_err(step("cannot enter", BUILT_AT))?;
     // SAFETY: both paths are strings that end with 0.
