@@ -14,7 +14,7 @@ use gimli::{
 use kernel_images::le::u32_at;
 use object::{CompressionFormat, Object, ObjectSection};
 
-/// Most bytes of the section. That of Debian's Kubernetes, written in Go, has 5 MiB.
+/// Most bytes of the section, as of tables in memory.
 const MAX_SECTION: u64 = 24 << 20;
 /// Most functions of one file.
 const MAX_FUNCTIONS: usize = 1 << 19;

@@ -69,7 +69,7 @@ pub struct ExitsArgs {
     /// A line for each vCPU and reason.
     #[arg(short = 'A', long)]
     pub per_vcpu: bool,
-    /// Do not time KVM's exits by its tracepoints. They cost each exit some hundred nanoseconds.
+    /// Do not time KVM's exits by its tracepoints. The kernel writes two records for each exit.
     #[arg(long)]
     pub no_trace: bool,
     /// Print JSON objects, for programs: one for each interval, and one for all of it.

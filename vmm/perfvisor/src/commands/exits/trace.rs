@@ -17,12 +17,12 @@ use rustix::io::Errno;
 
 /// Where tracefs is, and where older systems have it.
 const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
-/// Pages of the ring of one vCPU: of 14,000 exits. What `perf_event_mlock_kb` lets every user have is tried
-/// where these are too many.
+/// Pages of the ring of one vCPU: of some ten thousand exits. What `perf_event_mlock_kb` lets every user have
+/// is tried where these are too many.
 const PAGES: [usize; 2] = [512, 64];
 /// Most records of a vCPU that are read at a time.
 const MOST_RECORDS: usize = 1 << 17;
-/// Most bytes of a `format` file. That of `kvm_exit` has 9 KiB.
+/// Most bytes of a `format` file.
 const MOST_FORMAT: usize = 256 << 10;
 /// Most of KVM's reasons that are told apart; a kernel has some hundred.
 const MOST_REASONS: usize = 1024;
