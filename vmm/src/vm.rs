@@ -9,7 +9,7 @@ use std::io::Write;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use kernel_images::symbols::KernelSymbols;
+use kernel_images::packed::PackedSymbols;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::VirtioDevice;
 
@@ -179,7 +179,7 @@ impl Vm {
 /// A VM whose vCPU threads run. Dropping it stops them.
 pub struct RunningVm {
     restarter: Option<Restarter>,
-    symbols: Arc<ArcSwap<KernelSymbols>>,
+    symbols: Arc<ArcSwap<PackedSymbols>>,
     roster: Arc<Roster>,
     loaded: Loaded,
     control: Arc<RunControl>,
@@ -217,7 +217,7 @@ impl RunningVm {
     }
 
     /// The symbols of the kernel that was loaded last.
-    pub fn symbols(&self) -> &Arc<ArcSwap<KernelSymbols>> {
+    pub fn symbols(&self) -> &Arc<ArcSwap<PackedSymbols>> {
         &self.symbols
     }
 

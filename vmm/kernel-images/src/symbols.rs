@@ -203,6 +203,11 @@ impl KernelSymbols {
         self.entries.iter().map(|e| self.symbol(e))
     }
 
+    /// The same, each with its size in bytes, which is 0 where it is not known.
+    pub fn sized(&self) -> impl Iterator<Item = (KernelSymbol<'_>, u32)> {
+        self.entries.iter().map(|e| (self.symbol(e), e.size_bytes))
+    }
+
     /// Number of symbols.
     pub fn len(&self) -> usize {
         self.entries.len()

@@ -35,6 +35,7 @@ use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use crate::rdpmc;
 use kernel_images::elf::{self, ElfImage, Segment};
+use kernel_images::packed::PackedSymbols;
 use kernel_images::rdpmc::{CodeBits, PatchedSite, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{Damage, ImageError, bzimage, kallsyms};
@@ -169,7 +170,7 @@ pub struct Loaded {
     /// The executable text.
     pub text: Vec<TextRange>,
     /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
-    pub symbols: Arc<KernelSymbols>,
+    pub symbols: Arc<PackedSymbols>,
     /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
     /// `patch_rdpmc` each of them is now an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub rdpmc_sites: Vec<PatchedSite>,
@@ -582,7 +583,7 @@ fn load_elf(
         initrd,
         pci,
         text: text_ranges(&image.code),
-        symbols: Arc::new(symbols),
+        symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: if linux {
             event_tables::find(&image.segments)
@@ -709,7 +710,7 @@ fn load_multiboot(
         initrd,
         pci: request.pci,
         text: text_ranges(&code),
-        symbols: Arc::new(symbols),
+        symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: Vec::new(),
     })

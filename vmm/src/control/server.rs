@@ -40,7 +40,7 @@ use control_api::protocol::{
     Call, ClientRole, Failure, FailureKind, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine, RequestLine,
     SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
-use kernel_images::symbols::KernelSymbols;
+use kernel_images::packed::PackedSymbols;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -84,7 +84,7 @@ pub struct Controlled {
     /// Its devices.
     pub bus: Arc<Bus>,
     /// The guest kernel's text symbols, of what was loaded last.
-    pub symbols: Arc<ArcSwap<KernelSymbols>>,
+    pub symbols: Arc<ArcSwap<PackedSymbols>>,
     /// The guest has one address space and no user programs of its own.
     pub flat: bool,
     /// Looks at the guest's counters asked for so far.
@@ -192,7 +192,7 @@ impl Controlled {
     fn symbol_text(&self) -> Vec<u8> {
         let mut text = Vec::new();
         // Writing to a Vec does not fail.
-        let _ = self.symbols.load().write_text(&mut text);
+        let _ = self.symbols.load().unpack().write_text(&mut text);
         text
     }
 }
@@ -265,7 +265,7 @@ pub struct ControlServer {
     spare: Option<EventFd>,
     /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
     /// running kernel's.
-    symbols: Option<(bool, Arc<KernelSymbols>, SymbolsInfo, File)>,
+    symbols: Option<(bool, Arc<PackedSymbols>, SymbolsInfo, File)>,
     processes: Processes,
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use kernel_images::symbols::KernelSymbols;
+use kernel_images::packed::PackedSymbols;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
@@ -35,7 +35,7 @@ pub struct RdpmcParts {
     /// Where it was replaced.
     pub sites: Arc<Sites>,
     /// What serves it elsewhere: what it planted in all vCPUs' sight, and the kernel's symbols.
-    pub gate: Option<(Option<Arc<PlantedGate>>, Arc<KernelSymbols>)>,
+    pub gate: Option<(Option<Arc<PlantedGate>>, Arc<PackedSymbols>)>,
     /// Finds it in the kernels that the guest starts itself.
     pub running: Option<Arc<RunningKernels>>,
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use kernel_images::symbols::KernelSymbols;
+use kernel_images::packed::PackedSymbols;
 use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
 use vpmu::Model;
@@ -52,7 +52,7 @@ pub struct Restarter {
     pub(super) pmu: Arc<VmPmu>,
     pub(super) control: Arc<RunControl>,
     pub(super) roster: Arc<Roster>,
-    pub(super) symbols: Arc<ArcSwap<KernelSymbols>>,
+    pub(super) symbols: Arc<ArcSwap<PackedSymbols>>,
     pub(super) restarts: u64,
 }
 
@@ -96,7 +96,7 @@ impl Again {
         bus: &Arc<Bus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
-        symbols: &ArcSwap<KernelSymbols>,
+        symbols: &ArcSwap<PackedSymbols>,
     ) -> Result<VcpuMaker, VmError> {
         let plan = Plan::of(&self.config);
         bus.reset();

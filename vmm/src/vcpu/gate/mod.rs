@@ -25,8 +25,8 @@ use vpmu::exact::GuestMemory;
 use super::step::state::{Linear, State};
 use frame::Frame;
 pub(super) use frame::{RFLAGS_TF, rdpmc_length};
+use kernel_images::packed::PackedSymbols;
 use kernel_images::rdpmc::{LONGEST, TRAP};
-use kernel_images::symbols::KernelSymbols;
 use planted::Head;
 pub use planted::{Planted, PlantedGate};
 
@@ -105,7 +105,7 @@ impl Seen {
 #[derive(Debug)]
 pub struct Gate {
     memory: GuestMemoryMmap,
-    symbols: Arc<KernelSymbols>,
+    symbols: Arc<PackedSymbols>,
     /// `None`: by a breakpoint.
     planted: Option<Arc<PlantedGate>>,
     /// Where the breakpoint is.
@@ -131,7 +131,7 @@ impl Gate {
     pub fn new(
         planted: Option<Arc<PlantedGate>>,
         memory: GuestMemoryMmap,
-        symbols: Arc<KernelSymbols>,
+        symbols: Arc<PackedSymbols>,
     ) -> Self {
         Self {
             memory,
@@ -210,7 +210,7 @@ impl Gate {
                 Looked::Changed(None)
             }
         };
-        if self.said < MOST_LINES {
+        if self.said < MOST_LINES && log::log_enabled!(log::Level::Info) {
             self.said += 1;
             let place = self.place(gate);
             if served.is_some() {
@@ -232,7 +232,8 @@ impl Gate {
     }
 
     fn place(&self, gate: u64) -> String {
-        match self.symbols.resolve_flat(gate) {
+        let symbols = self.symbols.unpack();
+        match symbols.resolve_flat(gate) {
             Some((symbol, offset)) => format!("{}+{offset:#x}", symbol.name),
             None => format!("{gate:#x}"),
         }

@@ -1,0 +1,179 @@
+//! Symbols that are kept for as long as a VM runs and looked at seldom: packed, in a third of their memory.
+
+use crate::symbols::{KernelSymbols, SymbolsBuilder};
+
+/// The symbols of a kernel, packed.
+#[derive(Debug, Clone, Default)]
+pub struct PackedSymbols {
+    /// Compressed by LZ4 with its length before it; empty where there are no symbols.
+    bytes: Box<[u8]>,
+    count: usize,
+}
+
+impl PackedSymbols {
+    /// Packs `symbols`.
+    pub fn new(symbols: &KernelSymbols) -> Self {
+        if symbols.is_empty() {
+            return Self::default();
+        }
+        let mut plain = Vec::new();
+        let mut before = 0;
+        for (symbol, size_bytes) in symbols.sized() {
+            put(&mut plain, symbol.address.wrapping_sub(before));
+            put(&mut plain, size_bytes.into());
+            put(&mut plain, symbol.name.len() as u64);
+            plain.push(symbol.kind);
+            plain.extend_from_slice(symbol.name.as_bytes());
+            before = symbol.address;
+        }
+        Self {
+            bytes: lz4_flex::block::compress_prepend_size(&plain).into_boxed_slice(),
+            count: symbols.len(),
+        }
+    }
+
+    /// As they were.
+    pub fn unpack(&self) -> KernelSymbols {
+        let plain = lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default();
+        let mut builder = SymbolsBuilder::default();
+        let (mut rest, mut address) = (&plain[..], 0u64);
+        // Nobody else has had the bytes in hand, so it ends at their end.
+        while let Some(symbol) = take(&mut rest) {
+            address = address.wrapping_add(symbol.distance);
+            builder.add_sized(address, symbol.size_bytes, symbol.kind, symbol.name);
+        }
+        builder.finish().unwrap_or_default()
+    }
+
+    /// Number of symbols.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Bytes that they take.
+    pub fn bytes(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+struct Taken<'a> {
+    /// From the symbol before it.
+    distance: u64,
+    size_bytes: u32,
+    kind: u8,
+    name: &'a [u8],
+}
+
+fn take<'a>(rest: &mut &'a [u8]) -> Option<Taken<'a>> {
+    let distance = number(rest)?;
+    let size_bytes = u32::try_from(number(rest)?).ok()?;
+    let length = usize::try_from(number(rest)?).ok()?;
+    let (kind, name) = rest.split_first()?;
+    let (name, after) = name.split_at_checked(length)?;
+    *rest = after;
+    Some(Taken {
+        distance,
+        size_bytes,
+        kind: *kind,
+        name,
+    })
+}
+
+/// A number as LEB128: seven bits in a byte, the lowest first.
+#[expect(clippy::cast_possible_truncation, reason = "seven bits")]
+fn put(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        bytes.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+fn number(rest: &mut &[u8]) -> Option<u64> {
+    let mut number = 0;
+    for shift in (0..u64::BITS).step_by(7) {
+        let (byte, after) = rest.split_first()?;
+        *rest = after;
+        number |= u64::from(byte & 0x7F) << shift;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(symbols: &KernelSymbols) -> String {
+        let mut text = Vec::new();
+        symbols.write_text(&mut text).unwrap();
+        String::from_utf8(text).unwrap()
+    }
+
+    #[test]
+    fn what_is_unpacked_is_what_was_packed() {
+        let mut builder = SymbolsBuilder::default();
+        let rows: [(u64, u32, u8, &str); 7] = [
+            (0, 0, b'A', "fixed_percpu_data"),
+            (0x1fdc0, 8, b'D', "current_task"),
+            (0xffff_ffff_8100_0000, 0, b'T', "_text"),
+            (0xffff_ffff_8100_0000, 0x40, b'T', "_stext"),
+            (0xffff_ffff_8100_0100, 0x40, b't', "helper"),
+            (0xffff_ffff_8100_0100, u32::MAX, b'T', "__x64_helper"),
+            (u64::MAX, 1, b'W', "last"),
+        ];
+        for (address, size, kind, name) in rows {
+            builder.add_sized(address, size, kind, name.as_bytes());
+        }
+        let long = "n".repeat(1024);
+        builder.add_sized(0xffff_ffff_8200_0000, 300, b't', long.as_bytes());
+        let symbols = builder.finish().unwrap();
+        let packed = PackedSymbols::new(&symbols);
+        let again = packed.unpack();
+        assert_eq!(text(&again), text(&symbols));
+        assert!(again.sized().eq(symbols.sized()), "and as long");
+        assert_eq!((packed.len(), packed.is_empty()), (8, false));
+        let none = PackedSymbols::new(&KernelSymbols::default());
+        assert!(none.is_empty() && none.unpack().is_empty());
+    }
+
+    /// As many as a distribution's kernel has, with names like its.
+    #[test]
+    fn a_kernel_s_symbols_take_a_third_of_their_memory() {
+        let words = ["sched", "alloc", "ext4", "tcp", "virtio", "page", "lock", "iter"];
+        let mut builder = SymbolsBuilder::default();
+        let mut names = 0;
+        let mut random = 1u64;
+        let mut next = || {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 40) as usize
+        };
+        for n in 0..50_000u64 {
+            let name = format!(
+                "{}_{}_{}_{:x}",
+                words[next() % 8],
+                words[next() % 8],
+                words[next() % 8],
+                next() % 4096
+            );
+            names += name.len();
+            builder.add(
+                0xffff_ffff_8100_0000 + n * 16 + (next() % 16) as u64,
+                b't',
+                name.as_bytes(),
+            );
+        }
+        let symbols = builder.finish().unwrap();
+        let entry = 24;
+        let plain = names + symbols.len() * entry;
+        let packed = PackedSymbols::new(&symbols).bytes();
+        assert!(packed * 3 < plain, "{packed} of {plain}");
+    }
+}
