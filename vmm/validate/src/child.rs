@@ -103,12 +103,17 @@ impl ChildVm {
     /// # Errors
     /// [`ChildError::Io`].
     pub fn start(arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
-        static STARTED: AtomicU32 = AtomicU32::new(0);
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+        Self::start_with(Command::new(program), arguments, signals)
+    }
+
+    /// The same with this program, which gets the arguments of `perfvisor run`.
+    fn start_with(mut program: Command, arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("validate-{}-{nth}", std::process::id());
         log::debug!("starting perfvisor run {}", arguments.join(" "));
-        let mut child = Command::new(program)
+        let mut child = program
             .args(["run", "--name", &name])
             .args(arguments)
             .stdin(Stdio::piped())
@@ -364,52 +369,4 @@ fn keep_messages(stream: impl Read, kept: &Mutex<VecDeque<String>>) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A guest that never ends its line cannot make us keep it.
-    #[test]
-    fn long_lines_are_taken_in_pieces() {
-        let (sender, lines) = sync_channel(8);
-        let mut text = vec![b'x'; 2 * MAX_LINE as usize + 3];
-        text.extend(b"\nlast\r\n");
-        read_lines(text.as_slice(), &sender);
-        drop(sender);
-        let lengths: Vec<usize> = lines.iter().map(|line| line.len()).collect();
-        assert_eq!(lengths, [MAX_LINE as usize, MAX_LINE as usize, 3, 4]);
-    }
-
-    /// Nobody waits for lines any more: the reader ends.
-    #[test]
-    fn the_reader_ends_with_whom_it_reads_for() {
-        let (sender, lines) = sync_channel(8);
-        drop(lines);
-        read_lines(std::io::repeat(b'\n'), &sender);
-    }
-
-    /// The last messages are kept, and no more than so many.
-    #[test]
-    fn the_last_messages_are_kept() {
-        let kept = Mutex::new(VecDeque::new());
-        let text: String = (0..MAX_MESSAGES + 7).map(|n| format!("message {n}\n")).collect();
-        keep_messages(text.as_bytes(), &kept);
-        let kept = kept.into_inner().unwrap();
-        assert_eq!(kept.len(), MAX_MESSAGES);
-        assert_eq!(kept.front().map(String::as_str), Some("message 7"));
-    }
-
-    /// What a VM said last is in the error, without the program's name, and the guest's lines below it.
-    #[test]
-    fn the_error_has_the_last_message_and_the_guests_lines() {
-        let ended = ChildError::Ended {
-            status: 2,
-            doing: "it was started".into(),
-            messages: vec!["perfvisor: warn: x".into(), "perfvisor: no KVM".into()],
-            console: vec!["booting".into()],
-        };
-        assert_eq!(
-            ended.to_string(),
-            "the VM ended while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
-        );
-    }
-}
+pub(crate) mod tests;

@@ -239,7 +239,11 @@ impl MeasuringGuest {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();
-        let mut vm = ChildVm::start(&all, signals)?;
+        Self::greeted(ChildVm::start(&all, signals)?)
+    }
+
+    /// The guest in a VM that was just started, once it has said what it found.
+    fn greeted(mut vm: ChildVm) -> Result<Self, ChildError> {
         let hello = vm.wait_for(START_PATIENCE, "it was started", |line| match parse(line) {
             Some(Said::Hello(hello)) => Some(hello),
             _ => None,
@@ -405,35 +409,4 @@ impl Watch {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    #[test]
-    fn a_job_is_one_line_of_words() {
-        let job = Job::new("busy", 5).at(3).counter(0x1003C);
-        assert_eq!(
-            job.line(),
-            "measure work=busy n=5 cpl=3 c=0x1003c f=0x0 period=0 cpus=1"
-        );
-    }
-
-    #[test]
-    fn answers_are_understood() {
-        let line = r#"{"at":"result","cpus":[{"tsc":7,"c":[1,2],"f":[],"pmis":3,"late":0,"spurious":1,"struck":[1,1,0,1]}]}"#;
-        let Some(Said::Result { cpus }) = parse(line) else {
-            panic!("{line}");
-        };
-        assert_eq!((cpus[0].c.as_slice(), cpus[0].pmis), ([1, 2].as_slice(), 3));
-        assert!(matches!(parse("ready"), Some(Said::Ready)));
-        assert!(matches!(parse(r#"{"at":"gave up"}"#), Some(Said::Other)));
-        assert!(parse("text of the guest").is_none());
-    }
-
-    proptest! {
-        #[test]
-        fn no_line_of_a_guest_makes_it_panic(line in ".{0,200}") {
-            let _ = parse(&line);
-        }
-    }
-}
+pub(crate) mod tests;

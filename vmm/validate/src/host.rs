@@ -77,3 +77,6 @@ impl Host {
         u64::try_from(ticks).unwrap_or(u64::MAX)
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

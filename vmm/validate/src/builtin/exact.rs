@@ -4,7 +4,7 @@ use vpmu::ArchEvent;
 
 use super::{Builtin, Counter, OS, USR, judged, known, selector, unbacked};
 use crate::child::ChildError;
-use crate::guest::Job;
+use crate::guest::{Job, MeasuringGuest};
 use crate::judge::{Expected, Tolerance};
 use crate::report::{Check, KNOWN, Row};
 
@@ -19,6 +19,13 @@ impl Builtin<'_> {
             return Ok(vec![row.unsupported(why.clone())]);
         }
         let mut guest = self.start(EXACT, "1")?;
+        let rows = self.exact_rows(&mut guest)?;
+        guest.end()?;
+        Ok(rows)
+    }
+
+    /// Every event over the loops of known length, and what is stepped at CPL 3.
+    fn exact_rows(&self, guest: &mut MeasuringGuest) -> Result<Vec<Row>, ChildError> {
         let amd = guest.hello.amd;
         let mut rows = Vec::new();
         for event in ArchEvent::ALL {
@@ -37,7 +44,7 @@ impl Builtin<'_> {
                     let row = Row::new(Check::Counting, event.name(), EXACT, format!("{work}, CPL0"));
                     let job = Job::new(work, ROUNDS).counter(select | OS);
                     let why = "not a property of instructions, which is what stepping sees";
-                    rows.push(unbacked(&mut guest, row, &job, why)?);
+                    rows.push(unbacked(guest, row, &job, why)?);
                     break;
                 };
                 let expected = Expected {
@@ -62,7 +69,7 @@ impl Builtin<'_> {
             let job = Job::new("busy", ROUNDS).at(3).counter(select | USR);
             if !self.host.steps_user {
                 let why = "this KVM cannot single-step CPL 3";
-                rows.push(unbacked(&mut guest, row, &job, why)?);
+                rows.push(unbacked(guest, row, &job, why)?);
                 continue;
             }
             // What is around the work runs at CPL 0.
@@ -78,7 +85,9 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
         }
-        guest.end()?;
         Ok(rows)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -113,15 +113,4 @@ fn samples(report: &str) -> Vec<(u64, String)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_report_is_read() {
-        let text = "# Samples: 7\n#\n     5  [.] heavy\n     1  [k] native_write_msr\n     1  [.] 0x00000000004015a5\n\n";
-        let read = samples(text);
-        assert_eq!(read.len(), 3);
-        assert_eq!(read[0], (5, "heavy".to_owned()));
-        assert_eq!(read.iter().map(|(n, _)| n).sum::<u64>(), 7);
-    }
-}
+mod tests;

@@ -1,0 +1,155 @@
+//! The exact backing's rows over a scripted guest: what is known by hand is held to the last count.
+
+use serde_json::Value;
+
+use super::*;
+use crate::child::tests::nobody_stops;
+use crate::guest::tests::{counted, hello, measuring};
+use crate::host::Host;
+use crate::host::tests::{clock_host, options};
+use crate::judge::Verdict;
+
+/// The shell's pattern of a measurement of `event` over `work`, at these levels.
+fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
+    format!(
+        "*work={work}\\ *c={:#x}\\ *",
+        selector(event, false).unwrap() | levels
+    )
+}
+
+/// The rows over a guest that gives `answer` to each event and kind of work at CPL 0, `None` where nothing is
+/// known by hand; at CPL 3 it answers with the loop alone.
+fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<Row> {
+    let mut results: Vec<(String, Value)> = Vec::new();
+    let mut add = |pattern, count| results.push((pattern, counted(&[count])));
+    add(pattern(ArchEvent::Instructions, "busy", USR), 2 * ROUNDS + 5);
+    add(pattern(ArchEvent::Branches, "busy", USR), ROUNDS + 1);
+    for event in ArchEvent::ALL
+        .into_iter()
+        .filter(|event| selector(*event, false).is_some())
+    {
+        let counted_as = match event {
+            ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => ArchEvent::Instructions,
+            other => other,
+        };
+        for work in ["busy", "chase"] {
+            let known = known(counted_as, work, ROUNDS);
+            add(pattern(event, work, OS), answer(event, work, known));
+        }
+    }
+    let results: Vec<(&str, Value)> = results
+        .iter()
+        .map(|(pattern, v)| (pattern.as_str(), v.clone()))
+        .collect();
+    let (options, signals) = (options(), nobody_stops());
+    let builtin = Builtin {
+        options: &options,
+        host,
+        signals: &signals,
+    };
+    // The host is not asked here: it has no counter of that name.
+    let mut guest = measuring(&hello(2), &results, Vec::new());
+    builtin.exact_rows(&mut guest).unwrap()
+}
+
+fn honest(_: ArchEvent, _: &str, known: Option<u64>) -> u64 {
+    known.unwrap_or(0)
+}
+
+/// A guest that counts what its work is passes each row; what stepping cannot see is not supported, and said so.
+#[test]
+fn what_is_known_by_hand_passes() {
+    let rows = rows(&clock_host(), honest);
+    for row in &rows {
+        let known =
+            !["cache-references", "cache-misses", "branch-misses", "slots"].contains(&row.event.as_str());
+        let right = if known {
+            Verdict::Pass
+        } else {
+            Verdict::NotSupported
+        };
+        assert_eq!(row.verdict, right, "{row:?}");
+        assert!(!row.of_time, "stepping does not go with time: {row:?}");
+    }
+    let user: Vec<&Row> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    assert_eq!(user.len(), 2, "instructions and branches at CPL 3");
+}
+
+/// One instruction, branch, load or store too many or too few is found, in each row of its own.
+#[test]
+fn one_count_off_fails_its_row_and_no_other() {
+    for event in ArchEvent::ALL {
+        let Some(_) = selector(event, false).filter(|_| known(event, "busy", ROUNDS).is_some()) else {
+            continue;
+        };
+        for off in [-1, 1] {
+            let rows = rows(&clock_host(), |asked, work, known| {
+                let right = honest(asked, work, known);
+                if asked == event && work == "chase" {
+                    right.wrapping_add_signed(off)
+                } else {
+                    right
+                }
+            });
+            let failed: Vec<(&str, &str)> = rows
+                .iter()
+                .filter(|row| row.verdict == Verdict::Fail)
+                .map(|row| (row.event.as_str(), row.workload.as_str()))
+                .collect();
+            assert_eq!(failed, [(event.name(), "chase, CPL0")], "off by {off}");
+        }
+    }
+}
+
+/// An event that stepping cannot see, and that moves all the same, was made up.
+#[test]
+fn what_stepping_cannot_see_must_not_move() {
+    let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));
+    let moved = rows.iter().filter(|row| row.verdict == Verdict::Fail);
+    let moved: Vec<&Row> = moved.collect();
+    assert!(!moved.is_empty());
+    for row in moved {
+        assert!(row.reason.as_ref().unwrap().contains("but it moved"), "{row:?}");
+        assert_eq!(row.guest, Some(1), "the number that gives it away is shown");
+    }
+}
+
+/// Where KVM cannot step CPL 3, a count at CPL 3 must stay at 0: one that does not is a failure.
+#[test]
+fn without_steps_at_cpl_3_its_counts_must_stay_at_0() {
+    let host = Host {
+        steps_user: false,
+        ..clock_host()
+    };
+    let rows = rows(&host, honest);
+    let user: Vec<&Row> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    assert_eq!(user.len(), 2);
+    for row in user {
+        assert_eq!(row.verdict, Verdict::Fail, "{row:?}");
+        assert!(
+            row.reason.as_ref().unwrap().contains("cannot single-step CPL 3"),
+            "{row:?}"
+        );
+    }
+}
+
+/// A host that cannot step at all has one row that says why, and starts no guest for it.
+#[test]
+fn a_host_without_steps_says_so() {
+    let host = Host {
+        no_exact: Some("no single-stepping".into()),
+        ..clock_host()
+    };
+    let (options, signals) = (options(), nobody_stops());
+    let builtin = Builtin {
+        options: &options,
+        host: &host,
+        signals: &signals,
+    };
+    let rows = builtin.exact().unwrap();
+    assert_eq!(rows.len(), 1);
+    assert_eq!(
+        (rows[0].verdict, rows[0].reason.as_deref()),
+        (Verdict::NotSupported, Some("no single-stepping"))
+    );
+}

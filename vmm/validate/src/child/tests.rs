@@ -1,0 +1,364 @@
+//! VMs that are scripts of the shell: what becomes of one that says, and does, what no VM should.
+
+use std::os::unix::net::UnixStream;
+
+use control_api::protocol::{
+    Call, ClientRole, Failure, FailureKind, GuestCounter, PROTOCOL, ReplyLine, RequestLine, VmInfo, VmState,
+};
+use serde_json::{Value, json};
+
+use super::*;
+
+/// Nobody wants to end.
+pub(crate) fn nobody_stops() -> Stop {
+    Arc::new(|| false)
+}
+
+/// A VM that does what `script` says. `$0` and what follows are the arguments of `perfvisor`.
+pub(crate) fn scripted(script: &str) -> ChildVm {
+    scripted_until(script, &nobody_stops())
+}
+
+fn scripted_until(script: &str, signals: &Stop) -> ChildVm {
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", script]);
+    ChildVm::start_with(shell, &["--pmu".into(), "intel".into()], signals).unwrap()
+}
+
+impl ChildVm {
+    /// With a control socket at which each request is answered by `answer`.
+    pub(crate) fn answered(
+        mut self,
+        mut answer: impl FnMut(Call) -> Result<Value, Failure> + Send + 'static,
+    ) -> Self {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        thread::spawn(move || {
+            for line in BufReader::new(&theirs).lines() {
+                let RequestLine { id, call } = serde_json::from_str(&line.unwrap()).unwrap();
+                let answered = match call {
+                    Call::Hello { .. } => Ok(serde_json::to_value(info()).unwrap()),
+                    call => answer(call),
+                };
+                let (ok, error) = match answered {
+                    Ok(ok) => (Some(ok), None),
+                    Err(failure) => (None, Some(failure)),
+                };
+                let mut line = serde_json::to_vec(&ReplyLine { id, ok, error }).unwrap();
+                line.push(b'\n');
+                if (&theirs).write_all(&line).is_err() {
+                    return;
+                }
+            }
+        });
+        self.client = Some(Client::over(ours).unwrap());
+        self
+    }
+}
+
+/// A VM of a script, as its greeting describes it.
+fn info() -> VmInfo {
+    VmInfo {
+        protocol: PROTOCOL,
+        version: "1".into(),
+        name: "scripted".into(),
+        pid: std::process::id(),
+        vcpus: 1,
+        max_vcpus: 0,
+        pmu: "intel".into(),
+        guest: "script".into(),
+        console: String::new(),
+        virtio_console: String::new(),
+        threads: Vec::new(),
+        state: VmState::Running,
+        parked: 0,
+        uptime_ms: 0,
+        role: ClientRole::Operator,
+    }
+}
+
+/// The reply to a look at the counters: on each vCPU, counter `gp0`, `gp1`... reads these.
+pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
+    let counter = |(n, value): (usize, &u64)| GuestCounter {
+        counter: format!("gp{n}"),
+        enabled: false,
+        event: Some("cycles".into()),
+        allowed: true,
+        backing: Some("clock".into()),
+        value: *value,
+        counted: Some(*value),
+        enabled_ns: Some(1000),
+        running_ns: Some(1000),
+        overflows: Some(0),
+        pmi_requests: Some(0),
+        counting: Some(false),
+        fallback: false,
+        uncounted_ns: Some(0),
+    };
+    let view = |(vcpu, values): (usize, &Vec<u64>)| VcpuView {
+        vcpu: u32::try_from(vcpu).unwrap(),
+        pmis: Some(0),
+        uncounted_ns: Some(0),
+        places_lost: Some(0),
+        counters: values.iter().enumerate().map(counter).collect(),
+    };
+    let vcpus: Vec<VcpuView> = vcpus.iter().enumerate().map(view).collect();
+    serde_json::to_value(GuestViews {
+        complete: true,
+        vcpus,
+    })
+    .unwrap()
+}
+
+/// A refusal, as of a strict policy.
+pub(crate) fn refusal(message: &str) -> Failure {
+    Failure {
+        kind: FailureKind::Limit,
+        message: message.into(),
+    }
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A guest that never ends its line cannot make us keep it.
+#[test]
+fn long_lines_are_taken_in_pieces() {
+    let (sender, lines) = sync_channel(8);
+    let mut text = vec![b'x'; 2 * MAX_LINE as usize + 3];
+    text.extend(b"\nlast\r\n");
+    read_lines(text.as_slice(), &sender);
+    drop(sender);
+    let lengths: Vec<usize> = lines.iter().map(|line| line.len()).collect();
+    assert_eq!(lengths, [MAX_LINE as usize, MAX_LINE as usize, 3, 4]);
+}
+
+/// Nobody waits for lines any more: the reader ends.
+#[test]
+fn the_reader_ends_with_whom_it_reads_for() {
+    let (sender, lines) = sync_channel(8);
+    drop(lines);
+    read_lines(std::io::repeat(b'\n'), &sender);
+}
+
+/// The last messages are kept, and no more than so many.
+#[test]
+fn the_last_messages_are_kept() {
+    let kept = Mutex::new(VecDeque::new());
+    let text: String = (0..MAX_MESSAGES + 7).map(|n| format!("message {n}\n")).collect();
+    keep_messages(text.as_bytes(), &kept);
+    let kept = kept.into_inner().unwrap();
+    assert_eq!(kept.len(), MAX_MESSAGES);
+    assert_eq!(kept.front().map(String::as_str), Some("message 7"));
+}
+
+/// What a VM said last is in the error, without the program's name, and the guest's lines below it.
+#[test]
+fn the_error_has_the_last_message_and_the_guests_lines() {
+    let ended = ChildError::Ended {
+        status: 2,
+        doing: "it was started".into(),
+        messages: vec!["perfvisor: warn: x".into(), "perfvisor: no KVM".into()],
+        console: vec!["booting".into()],
+    };
+    assert_eq!(
+        ended.to_string(),
+        "the VM ended while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
+    );
+}
+
+/// The VM is started as the operator would: `run`, a name of its own for each, then what was asked for.
+#[test]
+fn each_vm_has_a_name_of_its_own() {
+    let mut told = [0, 1].map(|_| {
+        let mut vm = scripted("echo $0 $*");
+        let line = vm
+            .wait_for(LONG, "started", |line| Some(line.to_owned()))
+            .unwrap();
+        assert_eq!(line, format!("run --name {} --pmu intel", vm.name));
+        line
+    });
+    told.sort();
+    assert_ne!(told[0], told[1]);
+}
+
+/// A VM that ends before it should is told of with all that helps to find out why: its status, what it said
+/// last, and the last lines of its guest.
+#[test]
+fn a_vm_that_ends_early_says_why() {
+    let mut vm = scripted("echo booting; echo 'perfvisor: no /dev/kvm' >&2; exit 2");
+    // The messages are read by another thread; its pipe is closed with that of the console.
+    let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
+    let ChildError::Ended {
+        status,
+        doing,
+        console,
+        ..
+    } = error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!(
+        (status, doing.as_str(), console),
+        (2, "it was booted", vec!["booting".to_owned()])
+    );
+}
+
+/// A VM that was killed has no status, and is not taken for one that ended well.
+#[test]
+fn a_killed_vm_has_not_ended_well() {
+    let mut vm = scripted("kill -9 $$");
+    assert_eq!(vm.wait(LONG), Some(-1));
+    let vm = scripted("read line; kill -9 $$");
+    let error = vm.end(LONG).unwrap_err();
+    assert!(matches!(error, ChildError::Ended { status: -1, .. }), "{error}");
+}
+
+/// Only status 0 after "end" is a good end.
+#[test]
+fn a_bad_end_is_an_error() {
+    let ends = |status: u32| {
+        scripted(&format!(
+            "read line; [ \"$line\" = end ] && exit {status}; exit 9"
+        ))
+        .end(LONG)
+    };
+    ends(0).unwrap();
+    let error = ends(3).unwrap_err();
+    assert!(matches!(error, ChildError::Ended { status: 3, .. }), "{error}");
+}
+
+/// A guest that does not end when it is told to holds nobody up: it is said, and the VM is killed.
+#[test]
+fn a_vm_that_does_not_end_is_killed() {
+    let vm = scripted("read line; echo staying; exec sleep 600");
+    let pid = vm.child.id();
+    let error = vm.end(Duration::from_millis(50)).unwrap_err();
+    assert!(
+        matches!(error, ChildError::Silent(_, ref doing) if doing == "it was told to end"),
+        "{error}"
+    );
+    assert!(
+        !std::path::Path::new(&format!("/proc/{pid}")).exists(),
+        "it still runs, or nobody waited for it"
+    );
+}
+
+/// A silent guest is given up, and the error says what it was asked for.
+#[test]
+fn a_silent_guest_is_given_up() {
+    let mut vm = scripted("echo one; exec sleep 600");
+    let error = vm.wait_for(Duration::from_millis(300), "it was to say two", |line| {
+        (line == "two").then_some(())
+    });
+    let Err(ChildError::Silent(_, doing)) = error else {
+        panic!("{error:?}");
+    };
+    assert_eq!(doing, "it was to say two");
+}
+
+/// Ctrl-C ends the wait, whether the VM is still there or was ended by the same Ctrl-C first.
+#[test]
+fn an_interrupt_is_no_fault_of_the_vm() {
+    let stop: Stop = Arc::new(|| true);
+    let mut vm = scripted_until("exec sleep 600", &stop);
+    let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
+    assert!(matches!(error, ChildError::Interrupted), "{error}");
+    let mut vm = scripted_until("exit 1", &stop);
+    let error = vm.ended("it was booted");
+    assert!(matches!(error, ChildError::Interrupted), "{error}");
+}
+
+/// Whoever types to a VM that has ended learns how it ended, and not of a broken pipe.
+#[test]
+fn typing_to_a_vm_that_has_ended_tells_its_end() {
+    let mut vm = scripted("exit 4");
+    assert_eq!(vm.wait(LONG), Some(4));
+    // A process that another test forks just now has the pipe until it runs its program.
+    let error = loop {
+        match vm.type_line("measure") {
+            Ok(()) => thread::sleep(Duration::from_millis(1)),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, ChildError::Ended { status: 4, .. }), "{error}");
+}
+
+/// A guest's lines may be as long and as many as it likes: the error has the last ones, cut.
+#[test]
+fn the_error_keeps_few_and_short_lines_of_a_noisy_guest() {
+    let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
+    let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
+    let ChildError::Ended { console, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!(console.len(), MAX_LAST_LINES);
+    assert!(console.iter().all(|line| line.chars().count() == MAX_SHOWN));
+    assert!(
+        console[0].starts_with("40") && console[11].starts_with("150"),
+        "{console:?}"
+    );
+}
+
+/// The accounts are those of the threads that run vCPUs: here the script itself, under such a name.
+#[test]
+fn facts_are_those_of_the_vcpus_threads() {
+    let mut vm = scripted("printf vcpu0 >/proc/$$/comm; echo named; exec <&-; while :; do :; done");
+    vm.wait_for(LONG, "it was named", |line| (line == "named").then_some(()))
+        .unwrap();
+    let before = vm.facts().unwrap();
+    let grown = loop {
+        let grown = vm.facts().unwrap()[0] - before[0];
+        if grown.cpu_ns > 1_000_000 {
+            break grown;
+        }
+        thread::sleep(Duration::from_millis(1));
+    };
+    assert_eq!(before.len(), 1);
+    assert_eq!(grown.migrations.is_some(), before[0].migrations.is_some());
+}
+
+/// A thread that has gone has no accounts, and zeroes are not made up for it.
+#[test]
+fn a_thread_that_has_gone_has_no_facts() {
+    let mut vm = scripted("exit 0");
+    vm.threads = vec![vm.child.id()];
+    assert_eq!(vm.wait(LONG), Some(0));
+    let error = vm.facts().unwrap_err();
+    assert!(matches!(error, ChildError::Io("reading /proc", _)), "{error}");
+}
+
+/// A look is asked for once and its result until it is complete; vCPUs that answer in any order are in the
+/// order of their numbers.
+#[test]
+fn a_look_is_complete_and_in_order() {
+    let mut asked = Vec::new();
+    let mut vm = scripted("exec sleep 600").answered(move |call| {
+        asked.push(call.clone());
+        Ok(match call {
+            Call::GuestView => json!({ "generation": 7 }),
+            Call::GuestViewResult { generation: 7 } if asked.len() < 4 => {
+                json!({ "complete": false, "vcpus": [{ "vcpu": 1, "pmis": 0, "counters": [] }] })
+            }
+            Call::GuestViewResult { generation: 7 } => json!({ "complete": true, "vcpus": [
+                { "vcpu": 1, "pmis": 0, "counters": [] },
+                { "vcpu": 0, "pmis": asked.len(), "counters": [] },
+            ] }),
+            other => return Err(refusal(&format!("{other:?} was not expected"))),
+        })
+    });
+    let seen = vm.views().unwrap();
+    assert_eq!(seen.iter().map(|view| view.vcpu).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(seen[0].pmis, Some(4), "one question and three for its result");
+}
+
+/// A VM that refuses a look, or answers it with something else, is an error and no panic.
+#[test]
+fn a_look_that_is_refused_or_not_understood_is_an_error() {
+    let mut vm = scripted("exec sleep 600").answered(|_| Err(refusal("no")));
+    let error = vm.views().unwrap_err();
+    assert_eq!(error.to_string(), "no");
+    let mut vm = scripted("exec sleep 600").answered(|_| Ok(json!({ "generation": "seven" })));
+    assert!(matches!(
+        vm.views().unwrap_err(),
+        ChildError::Client(ClientError::Reply("fields"))
+    ));
+}

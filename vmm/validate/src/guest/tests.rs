@@ -1,0 +1,297 @@
+//! The measuring guest's side of a measurement, played by a script: what is taken for a result, and what not.
+
+use control_api::protocol::Call;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::child::tests::{refusal, scripted, views};
+
+/// A guest that found `gp` counters and no fixed ones, on an Intel PMU.
+pub(crate) fn hello(gp: u32) -> Value {
+    json!({ "at": "hello", "cpus": 1, "amd": false, "gp": gp, "fixed": 0, "unavailable": 0 })
+}
+
+/// One CPU's general counters, with nothing else.
+pub(crate) fn counted(counts: &[u64]) -> Value {
+    json!({ "at": "result", "cpus": [{ "tsc": 3_000_000, "c": counts, "f": [] }] })
+}
+
+/// The script of a guest that says `hello`, and to each measurement the result of the first pattern (of the
+/// shell's `case`) that its line matches.
+pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
+    let arms: String = results
+        .iter()
+        .map(|(pattern, result)| format!("{pattern}) echo '{result}';;\n"))
+        .collect();
+    format!(
+        "echo '{hello}'
+         while read -r line; do
+           [ \"$line\" = end ] && exit 0
+           echo ready; read -r go
+           echo done; read -r go
+           case \"$line\" in
+             {arms}
+           esac
+         done"
+    )
+}
+
+/// That guest in its VM, where the host sees `host` in the counters.
+pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>) -> MeasuringGuest {
+    let vm = scripted(&script(hello, results)).answered(move |call| match call {
+        Call::GuestView => Ok(json!({ "generation": 1 })),
+        Call::GuestViewResult { .. } => Ok(views(std::slice::from_ref(&host))),
+        other => Err(refusal(&format!("{other:?} was not expected"))),
+    });
+    MeasuringGuest::greeted(vm).unwrap()
+}
+
+#[test]
+fn a_job_is_one_line_of_words() {
+    let job = Job::new("busy", 5).at(3).counter(0x1003C);
+    assert_eq!(
+        job.line(),
+        "measure work=busy n=5 cpl=3 c=0x1003c f=0x0 period=0 cpus=1"
+    );
+}
+
+#[test]
+fn answers_are_understood() {
+    let line = r#"{"at":"result","cpus":[{"tsc":7,"c":[1,2],"f":[],"pmis":3,"late":0,"spurious":1,"struck":[1,1,0,1]}]}"#;
+    let Some(Said::Result { cpus }) = parse(line) else {
+        panic!("{line}");
+    };
+    assert_eq!((cpus[0].c.as_slice(), cpus[0].pmis), ([1, 2].as_slice(), 3));
+    assert!(matches!(parse("ready"), Some(Said::Ready)));
+    assert!(matches!(parse(r#"{"at":"gave up"}"#), Some(Said::Other)));
+    assert!(parse("text of the guest").is_none());
+}
+
+/// What the guest found is taken from its first line that says it; what a boot prints before is not.
+#[test]
+fn the_greeting_is_found_behind_other_lines() {
+    let vm = scripted(&format!(
+        "echo SeaBIOS; echo '{{\"at\":\"gave up\"}}'; {}",
+        script(&hello(6), &[])
+    ));
+    let guest = MeasuringGuest::greeted(vm).unwrap();
+    assert_eq!((guest.hello.gp, guest.hello.cpus, guest.hello.amd), (6, 1, false));
+    guest.end().unwrap();
+}
+
+/// A greeting with a number that is none, or too large for its field, is no greeting: the guest's end is told.
+#[test]
+fn a_greeting_that_is_none_is_not_taken() {
+    for wrong in [
+        json!({ "at": "hello", "cpus": -1, "amd": false, "gp": 4, "fixed": 0, "unavailable": 0 }),
+        json!({ "at": "hello", "cpus": 1u64 << 32, "amd": false, "gp": 4, "fixed": 0, "unavailable": 0 }),
+        json!({ "at": "hello", "cpus": 1 }),
+    ] {
+        let error = MeasuringGuest::greeted(scripted(&format!("echo '{wrong}'")))
+            .err()
+            .unwrap();
+        assert!(
+            matches!(error, ChildError::Ended { status: 0, .. }),
+            "{wrong}: {error}"
+        );
+    }
+}
+
+/// The counts are the guest's, and the host's are those of the same counters before and after.
+#[test]
+fn a_measurement_has_both_sides() {
+    let mut guest = measuring(
+        &hello(2),
+        &[("*work=busy*c=0x1003c*", counted(&[41, 42]))],
+        vec![41, 43],
+    );
+    let outcome = guest
+        .measure(&Job::new("busy", 5).counter(0x1003C), None)
+        .unwrap();
+    assert_eq!(outcome.cpus[0].c, [41, 42]);
+    assert_eq!(outcome.host(0, "gp1").map(|counter| counter.value), Some(43));
+    assert_eq!(outcome.overflows(0, "gp0"), Some(0));
+    assert_eq!(
+        (outcome.host(0, "gp2"), outcome.host(1, "gp0")),
+        (None, None),
+        "no such counter, no such CPU"
+    );
+    guest.end().unwrap();
+}
+
+/// A result for another number of CPUs than asked for is not this measurement's.
+#[test]
+fn a_result_of_other_cpus_is_not_taken() {
+    for cpus in [
+        json!([]),
+        json!([{ "tsc": 1, "c": [], "f": [] }, { "tsc": 1, "c": [], "f": [] }]),
+    ] {
+        let result = json!({ "at": "result", "cpus": cpus });
+        let mut guest = measuring(&hello(2), &[("*", result)], vec![0]);
+        let error = guest.measure(&Job::new("busy", 5), None).unwrap_err();
+        assert!(
+            matches!(error, ChildError::Answer(ref said) if said.contains("work=busy")),
+            "{error}"
+        );
+    }
+}
+
+/// A guest that refuses, or that leaves a step out, is not waited for and not believed.
+#[test]
+fn a_step_left_out_is_an_answer_not_understood() {
+    for steps in [
+        "echo '{\"at\":\"refused\"}'",
+        "echo done",
+        "echo ready; read -r go; echo ready",
+    ] {
+        let script = format!("echo '{}'; read -r line; {steps}; read -r line", hello(2));
+        let vm = scripted(&script).answered(|call| match call {
+            Call::GuestView => Ok(json!({ "generation": 1 })),
+            _ => Ok(views(&[vec![0]])),
+        });
+        let mut guest = MeasuringGuest::greeted(vm).unwrap();
+        let error = guest.measure(&Job::new("busy", 5), None).unwrap_err();
+        assert!(matches!(error, ChildError::Answer(_)), "{steps}: {error}");
+    }
+}
+
+/// Lines that are no step, as a guest prints them at any time, do not disturb a measurement.
+#[test]
+fn other_lines_do_not_disturb_a_measurement() {
+    let noisy = format!(
+        "echo '{}'; read -r line; echo '{{\"at\":\"tick\"}}'; echo ready; read -r go; echo ' ready'; echo done; \
+         read -r go; echo '{{\"at\":'; echo '{}'; read -r line",
+        hello(2),
+        counted(&[9])
+    );
+    let vm = scripted(&noisy).answered(|call| match call {
+        Call::GuestView => Ok(json!({ "generation": 1 })),
+        _ => Ok(views(&[vec![9]])),
+    });
+    let mut guest = MeasuringGuest::greeted(vm).unwrap();
+    let outcome = guest.measure(&Job::new("busy", 5), None).unwrap();
+    assert_eq!(outcome.cpus[0].c, [9]);
+}
+
+/// An event as an open tells of it.
+pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> Opened {
+    Opened {
+        handle,
+        unsupported: handle.is_none().then(|| "no slot".into()),
+        name: "cycles".into(),
+        index,
+        vcpu: Some(vcpu),
+        backing: "hardware".into(),
+        nanoseconds: false,
+        estimate: true,
+        id: 1,
+        kind: 0,
+        config: 0,
+        ring: false,
+        no_ring: None,
+    }
+}
+
+/// What an event that was on all the time counted.
+pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
+    EventReading {
+        handle,
+        value,
+        enabled_ns: 1000,
+        running_ns: 1000,
+        estimate: Some(value),
+        standard_error: None,
+        bound: None,
+        failed: false,
+        gone: false,
+        vcpus: Vec::new(),
+    }
+}
+
+/// The operator's events are opened, on, off, read and closed, in this order, around the work.
+#[test]
+fn the_operators_events_are_on_around_the_work() {
+    let calls = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = calls.clone();
+    let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(move |call| {
+        let name = serde_json::to_value(&call).unwrap()["call"]
+            .as_str()
+            .unwrap()
+            .to_owned();
+        seen.lock().unwrap().push(name);
+        Ok(match call {
+            Call::GuestView => json!({ "generation": 1 }),
+            Call::GuestViewResult { .. } => views(&[vec![9]]),
+            Call::Open { .. } => serde_json::to_value([opened(Some(5), 0, 0), opened(None, 1, 0)]).unwrap(),
+            Call::Read => serde_json::to_value([reading(5, 70)]).unwrap(),
+            _ => Value::Null,
+        })
+    });
+    let mut guest = MeasuringGuest::greeted(vm).unwrap();
+    let operator = Operator {
+        events: "cycles,instructions",
+        period: None,
+    };
+    let saw = guest
+        .measure(&Job::new("busy", 5), Some(operator))
+        .unwrap()
+        .operator
+        .unwrap();
+    assert_eq!(saw.reading(0, 0).map(|r| r.value), Some(70));
+    assert!(
+        saw.reading(1, 0).is_none(),
+        "an event without a slot has no count"
+    );
+    assert!(saw.reading(0, 1).is_none(), "nor has another vCPU");
+    let look = ["guest_view", "guest_view_result"];
+    let order = [
+        &look[..],
+        &["open", "enable", "disable", "read", "close"],
+        &look[..],
+    ]
+    .concat();
+    assert_eq!(*calls.lock().unwrap(), order);
+}
+
+/// A policy that refuses the operator is not the measurement's end: the refusal is kept, and nothing is asked of
+/// events that there are not.
+#[test]
+fn a_refused_operator_is_told_and_not_asked_again() {
+    let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {
+        Call::GuestView => Ok(json!({ "generation": 1 })),
+        Call::GuestViewResult { .. } => Ok(views(&[vec![9]])),
+        Call::Open { .. } => Err(refusal("strict: the guest's counters take all slots")),
+        other => panic!("{other:?} of events that were refused"),
+    });
+    let mut guest = MeasuringGuest::greeted(vm).unwrap();
+    let operator = Operator {
+        events: "cycles",
+        period: None,
+    };
+    let saw = guest
+        .measure(&Job::new("busy", 5), Some(operator))
+        .unwrap()
+        .operator
+        .unwrap();
+    assert!(saw.opened.as_ref().unwrap_err().message.starts_with("strict"));
+    assert!(saw.reading(0, 0).is_none());
+}
+
+/// A job without work or CPUs is one of a little work on one CPU: the guest divides by neither.
+#[test]
+fn a_job_of_nothing_is_asked_for_as_one() {
+    let line = Job {
+        cpus: 0,
+        ..Job::new("nothing", 0)
+    }
+    .line();
+    assert_eq!(line, "measure work=nothing n=1 cpl=0 f=0x0 period=0 cpus=1");
+}
+
+proptest! {
+    #[test]
+    fn no_line_of_a_guest_makes_it_panic(line in ".{0,200}") {
+        let _ = parse(&line);
+    }
+}

@@ -1,0 +1,81 @@
+//! Hosts and options for tests of what is said of them.
+
+use perf_core::pmu::host::{GenericEvent, HostCounters};
+
+use super::*;
+
+/// A host with a clock and nothing else. A tick of its guests' TSC takes a nanosecond.
+pub(crate) fn clock_host() -> Host {
+    Host {
+        kvm: KvmSeen {
+            facts: serde_json::json!({}),
+            flavour: "test".into(),
+        },
+        guest_pmu: "intel".into(),
+        slots: "none".into(),
+        probe: HostProbe {
+            hardware_pmu: false,
+            counters: HostCounters::default(),
+            no_slots_because: Some("no PMU".into()),
+            hybrid: false,
+            paranoid: Some(1),
+            nmi_watchdog: false,
+            mediated: false,
+            user_read: false,
+            software_clock: true,
+            pmus: vec!["software".into()],
+            generic: Vec::new(),
+        },
+        no_hardware: Some("no PMU".into()),
+        no_clock: None,
+        no_exact: None,
+        tsc_hz: 1_000_000_000,
+        steps_user: true,
+        hardware_events: Vec::new(),
+    }
+}
+
+/// The same with a PMU that opens these of perf's generic events.
+pub(crate) fn hardware_host(generic: &[&str]) -> Host {
+    let event = |name: &&str| GenericEvent {
+        name: (*name).into(),
+        config: 0,
+        opens: true,
+    };
+    let mut host = clock_host();
+    host.no_hardware = None;
+    host.probe.hardware_pmu = true;
+    host.probe.generic = generic.iter().map(event).collect();
+    host
+}
+
+/// Two percent for what goes with time.
+pub(crate) fn options() -> Options {
+    Options {
+        pmu: "intel".into(),
+        tolerance_percent: 2.0,
+        linux: None,
+        linux_skipped: None,
+        own_pmu: false,
+    }
+}
+
+/// Nanoseconds become ticks in full: neither a long time nor a fast TSC wraps round.
+#[test]
+fn ticks_neither_wrap_nor_panic() {
+    let ticks = |ns, tsc_hz| {
+        Host {
+            tsc_hz,
+            ..clock_host()
+        }
+        .ticks(ns)
+    };
+    assert_eq!(ticks(1_500_000_000, 2_000_000_000), 3_000_000_000);
+    assert_eq!(ticks(u64::MAX, 1_000_000_000), u64::MAX);
+    assert_eq!(ticks(u64::MAX, u64::MAX), u64::MAX, "beyond what fits");
+    assert_eq!(ticks(u64::MAX, 0), 0);
+    assert_eq!(
+        ticks(3_600_000_000_000 * 24 * 365, 5_000_000_000),
+        157_680_000_000_000_000
+    );
+}

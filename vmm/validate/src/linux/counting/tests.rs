@@ -1,0 +1,425 @@
+//! What is made of perf's counts in a Linux guest. Each row passes when all say what is right, and fails when one
+//! of them does not.
+
+use super::*;
+use crate::host::Host;
+use crate::host::tests::{clock_host, hardware_host};
+use crate::linux::tests::{Told, perf_line};
+
+fn row(of_time: bool, verdict: Verdict) -> Row {
+    Row {
+        of_time,
+        verdict,
+        ..Row::new(Check::Counting, "cycles", "clock", "busy")
+    }
+}
+
+/// A measurement is taken again for time only, and not when something else in it is wrong.
+#[test]
+fn only_a_measurement_that_is_off_in_time_is_taken_again() {
+    use Verdict::{Fail, Pass};
+    let again = |first, second| may_be_measured_again(&[first, second]);
+    assert!(again(row(true, Fail), row(true, Pass)));
+    assert!(!again(row(true, Pass), row(true, Pass)));
+    assert!(!again(row(true, Fail), row(false, Fail)));
+    assert!(!again(row(false, Fail), row(false, Pass)));
+}
+
+/// The number of tries is in the row, and the last of them decides.
+#[test]
+fn tries_are_told_and_bounded() {
+    let mut measured = 0;
+    let shown = settled(|| {
+        measured += 1;
+        Ok(row(true, Verdict::Fail))
+    })
+    .unwrap();
+    assert_eq!(
+        (measured, shown.tries, shown.verdict),
+        (TRIES, TRIES, Verdict::Fail)
+    );
+    let mut verdicts = [Verdict::Fail, Verdict::Pass].into_iter();
+    let shown = settled(|| Ok(row(true, verdicts.next().unwrap()))).unwrap();
+    assert_eq!((shown.tries, shown.verdict), (2, Verdict::Pass));
+}
+
+/// The first line of an event is taken, and its share of the time shown.
+#[test]
+fn an_event_is_found_by_its_name() {
+    let counted = super::super::counts("5,,cycles,10,50.00,,\n6,,cycles:u,10,100.00,,\n");
+    assert_eq!(of(&counted, "cycles").unwrap().value, Some(5));
+    assert_eq!(of(&counted, "cycles:u").unwrap().value, Some(6));
+    assert!(of(&counted, "cycles:k").is_none());
+    let shown = with_share(row(true, Verdict::Pass), of(&counted, "cycles"));
+    assert_eq!(shown.running_percent, Some(50.0));
+}
+
+/// A program that had a second of CPU time, of which the host saw `host` cycles and perf printed `perf`.
+fn second(perf: u64, host: u64) -> Told {
+    let told = Told {
+        cpu_ns: 1_000_000_000,
+        moved: vec![host],
+        operator: Some(vec![host]),
+        ..Told::default()
+    };
+    told.prints("*-e*cycles*", perf_line("cycles", perf))
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+fn cycles(told: &Told, host: &Host, backing: &'static str) -> Row {
+    told.seen(host, |linux, guest| {
+        linux.ticks_of(guest, backing, "cycles", "spin 1", "busy loop")
+    })
+}
+
+/// Under the clock the count is the program's CPU time, and the host's of the same counter to the last tick.
+#[test]
+fn cycles_by_the_clock_are_the_programs_time() {
+    let row = |perf, host| cycles(&second(perf, host), &clock_host(), "clock");
+    let good = row(SECOND, SECOND);
+    assert_eq!(
+        (good.verdict, good.guest, good.host),
+        (Verdict::Pass, Some(SECOND), Some(SECOND))
+    );
+    assert_eq!((good.running_percent, good.basis), (Some(100.0), GUEST_CPU_TIME));
+    assert_eq!(
+        row(SECOND + SECOND / 50, SECOND + SECOND / 50).verdict,
+        Verdict::Pass,
+        "2 % are allowed"
+    );
+    let late = row(SECOND + SECOND / 40, SECOND + SECOND / 40);
+    assert!(late.is_off_in_time(), "more are a matter of time: {late:?}");
+    let apart = row(SECOND, SECOND + 1);
+    assert_eq!(apart.reason.as_deref(), Some("guest and host differ"));
+    assert!(
+        !apart.is_off_in_time(),
+        "and no other measurement makes that right"
+    );
+}
+
+/// On hardware the processor's clock is not the TSC: the measure is the host's own event on the vCPU.
+#[test]
+fn cycles_on_hardware_are_the_hosts_own_count() {
+    let host = hardware_host(&["cycles"]);
+    let row = |perf| cycles(&second(perf, 3 * SECOND), &host, "hardware");
+    assert_eq!(row(3 * SECOND).verdict, Verdict::Pass);
+    assert_eq!(row(SECOND).verdict, Verdict::Fail, "the TSC's ticks are not it");
+    let mut unread = second(SECOND, SECOND);
+    unread.operator = None;
+    let row = cycles(&unread, &host, "hardware");
+    assert_eq!(
+        (row.expected, row.verdict),
+        (None, Verdict::Pass),
+        "then the host's view of the counter is all"
+    );
+}
+
+/// An event that perf does not count, or has no line for, is not measured.
+#[test]
+fn an_event_without_a_count_fails() {
+    for text in [
+        "<not counted>,,cycles,0,0.00,,\n",
+        "<not supported>,,cycles,0,100.00,,\n",
+        "",
+        "spin: 5\n",
+    ] {
+        let told = Told {
+            cpu_ns: SECOND,
+            moved: vec![SECOND],
+            operator: Some(vec![SECOND]),
+            ..Told::default()
+        };
+        let row = cycles(&told.prints("*", text), &clock_host(), "clock");
+        assert_eq!(
+            row.reason.as_deref(),
+            Some("the guest did not count it"),
+            "{text}"
+        );
+    }
+}
+
+/// An idle guest may use a tenth of the ticks, and not one more.
+#[test]
+fn an_idle_guest_uses_hardly_any_cycles() {
+    let row = |ticks| {
+        let told = second(ticks, ticks);
+        told.seen(&clock_host(), |linux, guest| linux.idle(guest, "clock"))
+    };
+    assert_eq!(row(2 * SECOND / 10).verdict, Verdict::Pass);
+    assert_eq!(
+        row(2 * SECOND / 10 + 1).reason.as_deref(),
+        Some("off the expectation")
+    );
+}
+
+const NUMBERS: [&str; 5] = [
+    "instructions",
+    "branches",
+    "branch-misses",
+    "cache-references",
+    "cache-misses",
+];
+
+/// Events of which perf prints, in the order of `NUMBERS`, these.
+fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<Row> {
+    let mut told = Told {
+        moved: vec![moved],
+        ..Told::default()
+    };
+    for (pattern, line) in [
+        "*-e\\ instructions*",
+        "*-e\\ branches*",
+        "*-e\\ branch-misses*",
+        "*references*",
+        "*cache-misses*",
+    ]
+    .into_iter()
+    .zip(lines)
+    {
+        told = told.prints(pattern, line);
+    }
+    told.seen(host, |linux, guest| linux.numbers(guest, backing))
+}
+
+/// A clock counts no instructions. Perf may say so or read 0; a number is made up, and no line is no answer.
+#[test]
+fn a_clock_must_not_seem_to_count_numbers() {
+    let rows = numbers(
+        &clock_host(),
+        "clock",
+        0,
+        [
+            "<not supported>,,instructions,0,100.00,,\n",
+            "0,,branches,10,100.00,,\n",
+            "5,,branch-misses,10,100.00,,\n",
+            "",
+            "<not counted>,,cache-misses,0,0.00,,\n",
+        ],
+    );
+    assert_eq!(
+        rows.iter().map(|row| row.event.as_str()).collect::<Vec<_>>(),
+        NUMBERS
+    );
+    use Verdict::{Fail, NotSupported};
+    let verdicts: Vec<Verdict> = rows.iter().map(|row| row.verdict).collect();
+    assert_eq!(verdicts, [NotSupported, NotSupported, Fail, Fail, NotSupported]);
+    assert_eq!(rows[2].guest, Some(5), "the number that gives it away is shown");
+    assert!(
+        rows[3].reason.as_ref().unwrap().contains("no line"),
+        "{:?}",
+        rows[3]
+    );
+}
+
+/// A loop of known length has its instructions and branches, in the guest as in the host. Other events have no
+/// known number, and the two sides must agree all the same.
+#[test]
+fn numbers_on_hardware_are_those_of_the_loop() {
+    let host = hardware_host(&["instructions", "cache-misses"]);
+    let rows = numbers(
+        &host,
+        "hardware",
+        100_000_000,
+        [
+            "100000000,,instructions,10,100.00,,\n",
+            "<not supported>,,branches,0,100.00,,\n",
+            "0,,branch-misses,10,100.00,,\n",
+            "0,,cache-references,10,100.00,,\n",
+            "7,,cache-misses,10,100.00,,\n",
+        ],
+    );
+    use Verdict::{Fail, NotSupported, Pass};
+    let verdicts: Vec<Verdict> = rows.iter().map(|row| row.verdict).collect();
+    assert_eq!(verdicts, [Pass, NotSupported, NotSupported, NotSupported, Fail]);
+    assert_eq!(rows[4].reason.as_deref(), Some("guest and host differ"));
+    let fewer = "97000000,,instructions,10,100.00,,\n";
+    let rows = numbers(&host, "hardware", 97_000_000, [fewer, "", "", "", ""]);
+    assert_eq!(
+        rows[0].reason.as_deref(),
+        Some("off the expectation"),
+        "3 % are not 2 %"
+    );
+    assert!(!rows[0].is_off_in_time(), "instructions do not go with time");
+}
+
+/// What runs at one level counts there and not at the other; the row tells whether the CPU had a tick.
+#[test]
+fn a_level_counts_what_runs_at_it() {
+    let rows = |user: u64, kernel: u64, nohz: &str| {
+        let lines = perf_line("cycles:u", user) + &perf_line("cycles:k", kernel) + &perf_line("cycles", 1000);
+        let told = Told {
+            cpu_ns: 1000,
+            moved: vec![0],
+            ..Told::default()
+        };
+        let told = told.prints("*nohz_full*", nohz).prints("*-C*cycles:u*", lines);
+        told.seen(&clock_host(), |linux, guest| linux.levels(guest, "clock"))
+    };
+    let good = rows(960, 40, "1\n");
+    assert!(
+        good.iter()
+            .all(|row| row.verdict == Verdict::Pass && row.tries == 1),
+        "{good:?}"
+    );
+    assert!(good[0].basis.ends_with("its CPU has no tick"));
+    let leaking = rows(900, 100, "(null)\n");
+    assert!(
+        leaking
+            .iter()
+            .all(|row| row.verdict == Verdict::Fail && row.tries == TRIES),
+        "{leaking:?}"
+    );
+    assert!(leaking[0].basis.contains("keeps its tick"));
+}
+
+/// Each CPU's count is that of its own counter: two that were swapped are found.
+#[test]
+fn counts_of_two_cpus_are_not_taken_for_each_other() {
+    let rows = |first: u64, second: u64| {
+        let lines = format!("CPU0,{first},,cycles,10,100.00,,\nCPU1,{second},,cycles,10,100.00,,\n");
+        let told = Told {
+            moved: vec![500, 700],
+            operator: Some(vec![500, 700]),
+            ..Told::default()
+        };
+        let told = told.prints("*-A*", lines);
+        told.seen(&hardware_host(&["cycles"]), |linux, guest| {
+            linux.two_cpus(guest, "hardware")
+        })
+    };
+    let good = rows(500, 700);
+    assert!(good.iter().all(|row| row.verdict == Verdict::Pass), "{good:?}");
+    for row in rows(700, 500) {
+        assert_eq!(
+            (row.reason.as_deref(), row.tries),
+            (Some("guest and host differ"), 1),
+            "{row:?}"
+        );
+    }
+}
+
+/// Of the scaled counts the worst is judged. Fewer lines than events, counters for all of them and nobody to
+/// compare with prove nothing.
+#[test]
+fn of_scaled_counts_the_worst_is_judged() {
+    let scaled = |lines: String, operator: Option<u64>| {
+        let told = Told {
+            moved: vec![0],
+            operator: operator.map(|count| vec![count]),
+            ..Told::default()
+        };
+        let told = told.prints("*mux_interval*", lines);
+        told.seen(&clock_host(), |linux, guest| linux.scaled(guest, "clock"))
+    };
+    let line = |value: u64, percent: u32| format!("{value},,cycles,10,{percent}.00,,\n");
+    let good = scaled(line(1000, 44).repeat(TOO_MANY), Some(1000));
+    assert_eq!((good.verdict, good.running_percent), (Verdict::Pass, Some(44.0)));
+    let worst = scaled(line(1000, 44).repeat(TOO_MANY - 1) + &line(940, 50), Some(1000));
+    assert_eq!(
+        (worst.verdict, worst.guest, worst.running_percent),
+        (Verdict::Fail, Some(940), Some(50.0))
+    );
+    let uncounted = line(1000, 44).repeat(TOO_MANY - 1) + "<not counted>,,cycles,0,0.00,,\n";
+    assert_eq!(
+        scaled(uncounted, Some(1000)).reason.as_deref(),
+        Some("the guest did not count it")
+    );
+    for (lines, operator, why) in [
+        (
+            line(1000, 100).repeat(TOO_MANY),
+            Some(1000),
+            "there were counters for all of them",
+        ),
+        (
+            line(1000, 44).repeat(TOO_MANY - 1),
+            Some(1000),
+            "perf printed 8 counts",
+        ),
+        (
+            line(1000, 44).repeat(TOO_MANY),
+            None,
+            "the operator's event was not counted",
+        ),
+    ] {
+        let row = scaled(lines, operator);
+        assert_eq!((row.verdict, row.reason.as_deref()), (Verdict::Fail, Some(why)));
+    }
+}
+
+/// Only a strict policy may refuse the operator, and then the guest's count stands alone.
+#[test]
+fn only_strict_may_refuse_the_operator() {
+    let row = |operator: Option<u64>, policy: &str| {
+        let mut told = second(SECOND, SECOND);
+        told.operator = operator.map(|count| vec![count]);
+        told.seen(&clock_host(), |linux, guest| {
+            linux.contended(guest, "clock", policy)
+        })
+    };
+    assert_eq!(row(None, "strict").verdict, Verdict::Pass);
+    assert_eq!(
+        row(None, "guest-first").reason.as_deref(),
+        Some("the operator's event was not counted")
+    );
+    assert_eq!(row(Some(SECOND), "guest-first").verdict, Verdict::Pass);
+    assert_eq!(
+        row(Some(2 * SECOND), "operator-first").reason.as_deref(),
+        Some("guest and host differ")
+    );
+}
+
+/// The program of known length has, of two runs, the difference of its rounds to the last instruction; of what is
+/// around it stepping may miss two.
+#[test]
+fn the_known_program_is_counted_to_the_last_instruction() {
+    let rows = |few: [u64; 2], many: [u64; 2]| {
+        let lines = |[instructions, branches]: [u64; 2]| {
+            perf_line("instructions:u", instructions) + &perf_line("branches:u", branches)
+        };
+        let told = Told::default()
+            .prints("*known\\ 1000", lines(few))
+            .prints("*known\\ 3000", lines(many));
+        told.seen(&clock_host(), |linux, guest| linux.exact(guest))
+    };
+    let verdicts = |rows: Vec<Row>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
+    use Verdict::{Fail, Pass};
+    let whole = [2 * 1000 + 7 * 4 + 8, 1000 + 2 * 4 + 2];
+    let more = |extra: u64| [whole[0] + 4000 + extra, whole[1] + 2000];
+    assert_eq!(verdicts(rows(whole, more(0))), [Pass; 4]);
+    assert_eq!(verdicts(rows(whole, more(1))), [Pass, Fail, Pass, Pass]);
+    let missed = |n: u64| [whole[0] - n, whole[1]];
+    assert_eq!(verdicts(rows(missed(2), [more(0)[0] - 2, more(0)[1]])), [Pass; 4]);
+    assert_eq!(
+        verdicts(rows(missed(3), [more(0)[0] - 3, more(0)[1]])),
+        [Fail, Pass, Pass, Pass]
+    );
+    assert_eq!(
+        verdicts(rows([whole[0] + 1, whole[1]], more(1))),
+        [Fail, Pass, Pass, Pass],
+        "one too many"
+    );
+    assert_eq!(verdicts(rows(more(0), whole))[1], Fail, "fewer for more rounds");
+}
+
+/// The AMD driver of the guest's kernel has no ref-cycles: perf that counts them all the same is a failure.
+#[test]
+fn amd_has_no_ref_cycles_in_linux() {
+    let row = |line: &str| {
+        let mut told = second(SECOND, SECOND);
+        told.prints.insert(0, ("*ref-cycles*", line.to_owned()));
+        let rows = told.seen(&clock_host(), |linux, guest| linux.counting(guest, "clock", true));
+        rows.into_iter().find(|row| row.event == "ref-cycles").unwrap()
+    };
+    assert_eq!(
+        row("<not supported>,,ref-cycles,0,100.00,,\n").verdict,
+        Verdict::NotSupported
+    );
+    assert!(
+        row("5,,ref-cycles,10,100.00,,\n")
+            .reason
+            .unwrap()
+            .ends_with("but perf counted")
+    );
+    assert_eq!(row("").reason.as_deref(), Some("it was not measured"));
+}

@@ -1,0 +1,87 @@
+//! What is made of a report of perf's samples.
+
+use super::*;
+use crate::host::tests::clock_host;
+use crate::judge::Verdict;
+use crate::linux::tests::Told;
+
+#[test]
+fn a_report_is_read() {
+    let text = "# Samples: 7\n#\n     5  [.] heavy\n     1  [k] native_write_msr\n     1  [.] 0x00000000004015a5\n\n";
+    let read = samples(text);
+    assert_eq!(read.len(), 3);
+    assert_eq!(read[0], (5, "heavy".to_owned()));
+    assert_eq!(read.iter().map(|(n, _)| n).sum::<u64>(), 7);
+}
+
+/// The rows over a profile with so many samples in the three functions, where the operator's count
+/// is so many periods and the host saw so many overflows.
+fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
+    let host = clock_host();
+    let period = host.tsc_hz / SAMPLES_PER_SECOND;
+    let line = |((name, _), hits): (&(&str, u64), u64)| format!("{hits:>6}  [.] {name}\n");
+    let report: String = SHARES.iter().zip(hits).map(line).collect();
+    let told = Told {
+        cpu_ns: 3_000_000_000,
+        moved: vec![0],
+        overflows,
+        operator: Some(vec![counted * period]),
+        ..Told::default()
+    };
+    let told = told.prints("*perf\\ report*", format!("# Samples: 1\n#\n{report}"));
+    told.seen(&host, |linux, guest| linux.sampling(guest, "clock"))
+}
+
+/// As many samples as periods passed and as the host saw overflows, in the functions that did the work.
+#[test]
+fn a_profile_that_shows_the_work_passes() {
+    for overflows in [Some(240), None] {
+        let rows = rows([144, 72, 24], 240, overflows);
+        assert!(
+            rows.iter()
+                .all(|row| row.verdict == Verdict::Pass && row.tries == 1),
+            "{rows:?}"
+        );
+        assert_eq!(rows.len(), 4, "their number, and each function");
+    }
+}
+
+/// A profile whose functions have other shares than their work is found, and so is one of too few samples to tell.
+#[test]
+fn a_profile_that_shows_other_work_fails() {
+    let skewed = rows([72, 144, 24], 240, Some(240));
+    let verdicts: Vec<Verdict> = skewed.iter().map(|row| row.verdict).collect();
+    assert_eq!(
+        verdicts,
+        [Verdict::Pass, Verdict::Fail, Verdict::Fail, Verdict::Pass],
+        "{skewed:?}"
+    );
+    let few = rows([24, 12, 4], 40, Some(40));
+    assert_eq!(few[0].verdict, Verdict::Pass, "their number is right");
+    assert!(
+        few[1..]
+            .iter()
+            .all(|row| row.reason.as_deref() == Some("too few samples to tell")),
+        "{few:?}"
+    );
+}
+
+/// Samples that were lost or come twice are off the operator's count or off the overflows, and that is not
+/// mended by the shares being right. It goes with time, so it is tried again before it is said.
+#[test]
+fn lost_and_doubled_samples_are_found() {
+    let number = |counted, overflows| {
+        let row = rows([144, 72, 24], counted, overflows).swap_remove(0);
+        (row.verdict, row.reason.unwrap_or_default(), row.tries)
+    };
+    let off = |why: &str| (Verdict::Fail, why.to_owned(), 3);
+    assert_eq!(number(480, Some(480)), off("off the expectation"));
+    assert_eq!(number(120, Some(120)), off("off the expectation"));
+    assert_eq!(number(240, Some(120)), off("guest and host differ"));
+    assert_eq!(
+        number(225, Some(225)).0,
+        Verdict::Fail,
+        "5 % and 3 are allowed, and no more"
+    );
+    assert_eq!(number(226, Some(226)).0, Verdict::Pass);
+}

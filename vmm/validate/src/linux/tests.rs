@@ -1,0 +1,293 @@
+//! Linux guests that are scripts: what is said of a program by its perf, its kernel, the host and the operator.
+
+use std::path::PathBuf;
+
+use control_api::protocol::Call;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::child::tests::{nobody_stops, refusal, scripted, views};
+use crate::guest::tests::{opened, reading};
+use crate::host::tests::options;
+
+/// What everybody says.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Told {
+    /// What each command prints, by a pattern of the shell's `case`.
+    pub prints: Vec<(&'static str, String)>,
+    /// CPU time of a program behind the gate, by the guest's kernel.
+    pub cpu_ns: u64,
+    /// By how much the one counter of each vCPU moves at a gate, by the host.
+    pub moved: Vec<u64>,
+    /// Overflows of each of them meanwhile; `None`: the host does not tell.
+    pub overflows: Option<u64>,
+    /// The operator's count on each vCPU; `None`: the VM refuses him.
+    pub operator: Option<Vec<u64>>,
+}
+
+impl Told {
+    /// With what the commands of this pattern print.
+    pub fn prints(mut self, pattern: &'static str, text: impl Into<String>) -> Self {
+        self.prints.push((pattern, text.into()));
+        self
+    }
+
+    fn script(&self) -> String {
+        let arm = |(pattern, text): &(&str, String)| format!("{pattern}) printf '%s' '{text}';;\n");
+        let arms: String = self.prints.iter().map(arm).collect();
+        format!(
+            "while read -r name command; do
+               [ \"$name\" = end ] && exit 0
+               echo \"@@pv begin $name\"
+               case \"$command\" in *gate*)
+                 echo '@@pv gate begin'; read -r go
+                 echo '@@pv gate end wall_ns=1 cpu_ns={}'; read -r go;;
+               esac
+               case \"$command\" in
+                 {arms}
+               esac
+               echo \"@@pv end $name 0\"
+             done",
+            self.cpu_ns
+        )
+    }
+
+    /// A guest and a host that say it.
+    pub fn guest(&self) -> LinuxGuest {
+        let Self {
+            moved,
+            operator,
+            overflows,
+            ..
+        } = self.clone();
+        let mut looks = 0;
+        let vm = scripted(&self.script()).answered(move |call| {
+            Ok(match call {
+                Call::GuestView => json!({ "generation": 1 }),
+                Call::GuestViewResult { .. } => {
+                    looks += 1;
+                    let over = looks % 2 == 0;
+                    let at = |moved: &u64| vec![LINUX_START + if over { *moved } else { 0 }];
+                    let mut seen = views(&moved.iter().map(at).collect::<Vec<_>>());
+                    for vcpu in seen["vcpus"].as_array_mut().unwrap() {
+                        vcpu["counters"][0]["overflows"] = json!(overflows.map(|n| if over { n } else { 0 }));
+                    }
+                    seen
+                }
+                Call::Open { .. } => {
+                    let Some(counts) = &operator else {
+                        return Err(refusal("strict"));
+                    };
+                    let events = (0..)
+                        .zip(counts)
+                        .map(|(vcpu, _)| opened(Some(10 + vcpu), 0, vcpu));
+                    serde_json::to_value(events.collect::<Vec<_>>()).unwrap()
+                }
+                Call::Read => {
+                    let counts = (10..).zip(operator.iter().flatten());
+                    serde_json::to_value(counts.map(|(handle, n)| reading(handle, *n)).collect::<Vec<_>>())
+                        .unwrap()
+                }
+                _ => Value::Null,
+            })
+        });
+        LinuxGuest { vm }
+    }
+
+    /// What is made of it on this host.
+    pub fn seen<T>(
+        &self,
+        host: &Host,
+        look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, ChildError>,
+    ) -> T {
+        let (options, signals) = (options(), nobody_stops());
+        let files = LinuxFiles {
+            kernel: PathBuf::new(),
+            initrd: PathBuf::new(),
+        };
+        let linux = Linux {
+            options: &options,
+            host,
+            signals: &signals,
+            files: &files,
+        };
+        let mut guest = self.guest();
+        let made = look(&linux, &mut guest).unwrap();
+        guest.end().unwrap();
+        made
+    }
+}
+
+/// A line of `perf stat -x,`, for an event that was on all the time.
+pub(super) fn perf_line(event: &str, value: u64) -> String {
+    format!("{value},,{event},1000,100.00,,\n")
+}
+
+/// A guest whose shell does what this script says for one command, and what came of it.
+fn ran(script: &str) -> Result<Done, ChildError> {
+    let vm = scripted(&format!("read -r line; {script}; read -r line"));
+    LinuxGuest { vm }.run("x", "command", None)
+}
+
+/// A command's output is what is between its two marks, whatever the console had before, and ends with its status.
+#[test]
+fn the_output_of_a_command_is_between_its_marks() {
+    let done = ran("echo noise; echo '[ 1.0] @@pv begin x'; echo one; printf 'two@@pv end x 3\\n'").unwrap();
+    assert_eq!((done.text.as_str(), done.status), ("one\ntwo", 3));
+    assert!(done.gate.is_none());
+    let done = ran("echo '@@pv begin x'; echo '@@pv end other 0'; echo '@@pv end x what'").unwrap();
+    assert_eq!(
+        (done.text.as_str(), done.status),
+        ("@@pv end other 0\n", -1),
+        "no status is no success"
+    );
+}
+
+/// A command that prints without end fills no memory of ours.
+#[test]
+fn no_more_lines_are_kept_than_so_many() {
+    let lines = MAX_OUTPUT_LINES + 500;
+    let done = ran(&format!("echo '@@pv begin x'; seq {lines}; echo '@@pv end x 0'")).unwrap();
+    assert_eq!(done.text.lines().count(), MAX_OUTPUT_LINES);
+    assert_eq!(
+        (done.text.lines().next(), done.status),
+        (Some("1"), 0),
+        "the first, and the end is seen"
+    );
+}
+
+/// A gate that ends before it began is nothing that can be measured.
+#[test]
+fn a_gate_that_ends_before_it_begins_is_not_understood() {
+    let error = ran("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
+    assert!(
+        matches!(error, ChildError::Answer(ref line) if line.contains("gate end")),
+        "{error}"
+    );
+}
+
+/// At the gate both sides are looked at, before and after, and the operator's events are on between.
+#[test]
+fn at_the_gate_both_sides_are_looked_at() {
+    let told = Told {
+        cpu_ns: 17,
+        moved: vec![70],
+        operator: Some(vec![71]),
+        ..Told::default()
+    };
+    let mut guest = told.prints("*", "5,,cycles,10,50.00,,\n").guest();
+    let operator = Operator {
+        events: "cycles",
+        period: None,
+    };
+    let done = guest.run("count", "gate spin", Some(operator)).unwrap();
+    let gate = done.gate.unwrap();
+    assert_eq!((gate.cpu_ns, gate.host(0)), (17, Some(70)));
+    let saw = gate.operator.unwrap();
+    assert_eq!(saw.reading(0, 0).and_then(|reading| reading.estimate), Some(71));
+    assert_eq!(counts(&done.text)[0].value, Some(5));
+    guest.end().unwrap();
+}
+
+#[test]
+fn fields_of_perf_stat_are_read() {
+    let text = "CPU1,2900,,cycles,1000,100.00,2.9,GHz\n\
+                1500.25,msec,task-clock,1500250000,100.00,0.9,CPUs utilized\n\
+                <not supported>,,instructions,0,100.00,,\nspin: iterations=5\n";
+    let counts = counts(text);
+    assert_eq!(counts.len(), 3);
+    assert_eq!((counts[0].cpu, counts[0].value), (Some(1), Some(2900)));
+    assert_eq!(counts[1].value, Some(1_500_250_000));
+    assert_eq!(
+        (counts[2].value, counts[2].event.as_str()),
+        (None, "instructions")
+    );
+}
+
+/// A gate with the counters' values before and after.
+fn gate(before: &[u64], after: &[u64]) -> Gate {
+    let views = |values: &[u64]| {
+        let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
+            counter: format!("gp{n}"),
+            enabled: false,
+            event: None,
+            allowed: true,
+            backing: None,
+            value: *value,
+            counted: None,
+            enabled_ns: None,
+            running_ns: None,
+            overflows: None,
+            pmi_requests: None,
+            counting: None,
+            fallback: false,
+            uncounted_ns: None,
+        };
+        vec![VcpuView {
+            vcpu: 0,
+            pmis: None,
+            uncounted_ns: None,
+            places_lost: None,
+            counters: values.iter().enumerate().map(counter).collect(),
+        }]
+    };
+    Gate {
+        cpu_ns: 0,
+        before: views(before),
+        after: views(after),
+        facts: Vec::new(),
+        operator: None,
+    }
+}
+
+/// The host's number is that of the one counter that moved, from where Linux arms it. With two of them,
+/// nobody knows which is meant.
+#[test]
+fn the_counter_that_moved_is_the_hosts_number() {
+    let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);
+    assert_eq!(moved.host(0), Some(70));
+    assert_eq!(moved.host_exactly(0).unwrap().value, 70);
+    assert_eq!(gate(&[5, 6], &[5, 6]).host(0), None, "none moved");
+    let two = gate(&[LINUX_START; 2], &[LINUX_START + 1, LINUX_START + 2]);
+    assert_eq!(two.host(0), None);
+    assert_eq!(gate(&[0], &[3]).host(0), None, "not armed by Linux");
+    assert_eq!(moved.host(1), None, "no such vCPU");
+}
+
+#[test]
+fn words_of_the_gate_are_read() {
+    assert_eq!(field("wall_ns=9 cpu_ns=17", "cpu_ns="), Some(17));
+    assert_eq!(field("cpu_ns=x", "cpu_ns="), None);
+    assert_eq!(field("", "cpu_ns="), None);
+}
+
+/// Values that no counter has, a line that is cut, and other programs' output are not taken for counts.
+#[test]
+fn what_is_no_count_is_not_taken_for_one() {
+    for line in [
+        "",
+        ",",
+        "CPU,5,,cycles,10,100.00",
+        "CPU-1,5,,cycles,10,100.00",
+        "5,,cycles,10",
+        "five,,cycles,10,100.00",
+        "5,,cycles,10,all",
+    ] {
+        assert_eq!(count(line), None, "{line}");
+    }
+    assert_eq!(
+        count("-5,,cycles,10,100.00").unwrap().value,
+        Some(0),
+        "no count is below 0"
+    );
+    assert_eq!(count("1e300,,cycles,10,100.00").unwrap().value, Some(u64::MAX));
+    assert_eq!(count("<not counted>,,cycles,0,0.00").unwrap().value, None);
+}
+
+proptest! {
+    #[test]
+    fn no_line_of_a_guest_makes_it_panic(line in ".{0,120}", commas in "[,0-9CPU.a-z<> ]{0,80}") {
+        let _ = (count(&line), count(&commas), field(&line, "cpu_ns="));
+    }
+}
