@@ -80,7 +80,8 @@ fn the_greeting_is_found_behind_other_lines() {
     guest.end().unwrap();
 }
 
-/// A greeting with a number that is none, or too large for its field, is no greeting: the guest's end is told.
+/// A greeting with a number that is none, or too large for its field, is no greeting: the guest's end is
+/// told.
 #[test]
 fn a_greeting_that_is_none_is_not_taken() {
     for wrong in [
@@ -254,8 +255,8 @@ fn the_operators_events_are_on_around_the_work() {
     assert_eq!(*calls.lock().unwrap(), order);
 }
 
-/// A policy that refuses the operator is not the measurement's end: the refusal is kept, and nothing is asked of
-/// events that there are not.
+/// A policy that refuses the operator is not the measurement's end: the refusal is kept, and nothing is asked
+/// of events that there are not.
 #[test]
 fn a_refused_operator_is_told_and_not_asked_again() {
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {

@@ -1,4 +1,5 @@
-//! Linux guests that are scripts: what is said of a program by its perf, its kernel, the host and the operator.
+//! Linux guests that are scripts: what is said of a program by its perf, its kernel, the host and the
+//! operator.
 
 use std::path::PathBuf;
 
@@ -130,7 +131,8 @@ fn ran(script: &str) -> Result<Done, ChildError> {
     LinuxGuest { vm }.run("x", "command", None)
 }
 
-/// A command's output is what is between its two marks, whatever the console had before, and ends with its status.
+/// A command's output is what is between its two marks, whatever the console had before, and ends with its
+/// status.
 #[test]
 fn the_output_of_a_command_is_between_its_marks() {
     let done = ran("echo noise; echo '[ 1.0] @@pv begin x'; echo one; printf 'two@@pv end x 3\\n'").unwrap();

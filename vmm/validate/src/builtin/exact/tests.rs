@@ -56,7 +56,8 @@ fn honest(_: ArchEvent, _: &str, known: Option<u64>) -> u64 {
     known.unwrap_or(0)
 }
 
-/// A guest that counts what its work is passes each row; what stepping cannot see is not supported, and said so.
+/// A guest that counts what its work is passes each row; what stepping cannot see is not supported, and said
+/// so.
 #[test]
 fn what_is_known_by_hand_passes() {
     let rows = rows(&clock_host(), honest);

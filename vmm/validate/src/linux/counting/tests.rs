@@ -1,5 +1,5 @@
-//! What is made of perf's counts in a Linux guest. Each row passes when all say what is right, and fails when one
-//! of them does not.
+//! What is made of perf's counts in a Linux guest. Each row passes when all say what is right, and fails when
+//! one of them does not.
 
 use super::*;
 use crate::host::Host;
@@ -212,8 +212,8 @@ fn a_clock_must_not_seem_to_count_numbers() {
     );
 }
 
-/// A loop of known length has its instructions and branches, in the guest as in the host. Other events have no
-/// known number, and the two sides must agree all the same.
+/// A loop of known length has its instructions and branches, in the guest as in the host. Other events have
+/// no known number, and the two sides must agree all the same.
 #[test]
 fn numbers_on_hardware_are_those_of_the_loop() {
     let host = hardware_host(&["instructions", "cache-misses"]);
@@ -369,8 +369,8 @@ fn only_strict_may_refuse_the_operator() {
     );
 }
 
-/// The program of known length has, of two runs, the difference of its rounds to the last instruction; of what is
-/// around it stepping may miss two.
+/// The program of known length has, of two runs, the difference of its rounds to the last instruction; of
+/// what is around it stepping may miss two.
 #[test]
 fn the_known_program_is_counted_to_the_last_instruction() {
     let rows = |few: [u64; 2], many: [u64; 2]| {

@@ -46,7 +46,8 @@ fn a_profile_that_shows_the_work_passes() {
     }
 }
 
-/// A profile whose functions have other shares than their work is found, and so is one of too few samples to tell.
+/// A profile whose functions have other shares than their work is found, and so is one of too few samples to
+/// tell.
 #[test]
 fn a_profile_that_shows_other_work_fails() {
     let skewed = rows([72, 144, 24], 240, Some(240));
