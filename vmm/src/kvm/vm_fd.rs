@@ -119,8 +119,9 @@ impl VmFd {
     /// [`CallError`] of KVM_SIGNAL_MSI.
     pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, CallError> {
         match self.0.signal_msi(msi) {
-            Ok(_) => Ok(true),
-            // KVM's -1: no local APIC has this id.
+            // How many took it.
+            Ok(takers) => Ok(takers > 0),
+            // KVM's -1: no local APIC has this id, where KVM looked for it in all of them.
             Err(e) if e.errno() == libc::EPERM => Ok(false),
             Err(e) => Err(CallError::of("KVM_SIGNAL_MSI")(e)),
         }

@@ -1,0 +1,637 @@
+//! What the machine takes from KVM for granted: exits carry what a guest did and no more, a request to leave
+//! neither loses nor repeats an instruction, and the guest's memory and registers are those the host gave it.
+//!
+//! The guests are a few instructions in 32-bit mode, without paging and without a table of interrupts.
+
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
+use std::error::Error;
+use std::sync::Arc;
+
+use kvm_bindings::{kvm_msi, kvm_regs, kvm_segment};
+use perfvisor_vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
+use perfvisor_vmm::kvm::memslot::MemorySlots;
+use perfvisor_vmm::kvm::vm_fd::VmFd;
+use perfvisor_vmm::kvm::{cpuid, host, msr_filter};
+use perfvisor_vmm::memory::{GuestRam, MMIO_HOLE_START};
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Where the code is, and data that it uses.
+const CODE: u64 = 0x10_0000;
+const DATA: u64 = 0x20_0000;
+/// RAM in bytes; what is behind it is no memory.
+const RAM: u64 = 32 << 20;
+/// HLT, which is an exit without KVM's interrupt controllers.
+const HLT: u8 = 0xF4;
+
+/// What a guest did at an exit, in words that outlive it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Did {
+    /// Port, width of an access, bytes.
+    Out(u16, usize, Vec<u8>),
+    /// Port, bytes wanted.
+    In(u16, usize),
+    /// Address, bytes.
+    Write(u64, Vec<u8>),
+    /// Address, bytes wanted.
+    Read(u64, usize),
+    Rdmsr(u32),
+    Wrmsr(u32, u64),
+    Halt,
+    Shutdown,
+    /// KVM cannot go on.
+    Internal,
+    /// KVM_RUN was left before the guest did anything.
+    Interrupted,
+    /// Something that no guest here does.
+    Other(String),
+}
+
+struct Guest {
+    vcpu: ArmedVcpu,
+    vm: Arc<VmFd>,
+    ram: GuestRam,
+    _slots: MemorySlots,
+    /// What the guest gets for each read of a port, of memory that is none, and of a filtered register:
+    /// `None` is a fault for the last.
+    answer: Option<u64>,
+}
+
+impl Guest {
+    /// Is about to run `code`; `None` where there is no KVM.
+    fn new(code: &[u8]) -> Option<Self> {
+        Self::with(code, |_| ())
+    }
+
+    /// The same in a VM that `prepare` has made something of before it has a vCPU.
+    fn with(code: &[u8], prepare: impl FnOnce(&VmFd)) -> Option<Self> {
+        let Ok(kvm) = host::open() else {
+            skip::skipped("no usable /dev/kvm here", false);
+            return None;
+        };
+        let ram = GuestRam::new(RAM).unwrap();
+        ram.memory().write_slice(code, GuestAddress(CODE)).unwrap();
+        let vm = Arc::new(VmFd::new(&kvm).unwrap());
+        prepare(&vm);
+        let slots = ram.register(&vm).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        vcpu.set_cpuid2(&cpuid::supported(&kvm).unwrap()).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        let flat = |selector: u16, type_: u8| kvm_segment {
+            base: 0,
+            limit: u32::MAX,
+            selector,
+            type_,
+            present: 1,
+            db: 1,
+            s: 1,
+            g: 1,
+            ..Default::default()
+        };
+        sregs.cs = flat(8, 0xB);
+        (sregs.ds, sregs.es, sregs.ss) = (flat(16, 3), flat(16, 3), flat(16, 3));
+        sregs.idt.limit = 0;
+        sregs.cr0 = 1 << 4 | 1;
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rsp, regs.rflags) = (CODE, DATA, 2);
+        vcpu.set_regs(&regs).unwrap();
+        Some(Self {
+            vcpu: ArmedVcpu::new(vcpu),
+            vm,
+            ram,
+            _slots: slots,
+            answer: Some(0),
+        })
+    }
+
+    /// Up to the next exit.
+    fn step(&mut self) -> Did {
+        let answer = self.answer;
+        let exit = self.vcpu.run();
+        let width = exit.io_width;
+        let fill = |to: &mut [u8]| {
+            for (to, from) in to.iter_mut().zip(answer.unwrap_or(0).to_le_bytes()) {
+                *to = from;
+            }
+        };
+        match exit.why {
+            Ok(VcpuExit::IoOut(port, bytes)) => Did::Out(port, width, bytes.to_vec()),
+            Ok(VcpuExit::IoIn(port, bytes)) => {
+                fill(bytes);
+                Did::In(port, bytes.len())
+            }
+            Ok(VcpuExit::MmioWrite(address, bytes)) => Did::Write(address, bytes.to_vec()),
+            Ok(VcpuExit::MmioRead(address, bytes)) => {
+                fill(bytes);
+                Did::Read(address, bytes.len())
+            }
+            Ok(VcpuExit::X86Rdmsr(read)) => {
+                *read.error = answer.is_none().into();
+                *read.data = answer.unwrap_or(0);
+                Did::Rdmsr(read.index)
+            }
+            Ok(VcpuExit::X86Wrmsr(write)) => {
+                *write.error = answer.is_none().into();
+                Did::Wrmsr(write.index, write.data)
+            }
+            Ok(VcpuExit::Hlt) => Did::Halt,
+            Ok(VcpuExit::Shutdown) => Did::Shutdown,
+            Ok(VcpuExit::InternalError) => Did::Internal,
+            Ok(other) => Did::Other(format!("{other:?}")),
+            Err(e) if e.errno() == libc::EINTR => Did::Interrupted,
+            Err(e) => Did::Other(e.to_string()),
+        }
+    }
+
+    /// All it does until it halts. Guests here do a few things; a bound makes a wrong one fail.
+    fn all(&mut self) -> Vec<Did> {
+        let mut did = Vec::new();
+        while did.last() != Some(&Did::Halt) {
+            did.push(self.step());
+            assert!(did.len() < 100, "{did:?}");
+        }
+        did.pop();
+        did
+    }
+
+    fn word(&self, address: u64) -> u32 {
+        self.ram.memory().read_obj(GuestAddress(address)).unwrap()
+    }
+}
+
+/// Each access to a port is an exit with its port, its width and exactly its bytes.
+#[test]
+fn a_port_access_has_its_width_and_its_bytes() {
+    let code = [
+        0xB8, 0x44, 0x33, 0x22, 0x11, // mov eax, 0x11223344
+        0xE6, 0x10, // out 0x10, al
+        0x66, 0xE7, 0x11, // out 0x11, ax
+        0xE7, 0x12, // out 0x12, eax
+        0xE4, 0x30, // in al, 0x30
+        0x66, 0xE5, 0x31, // in ax, 0x31
+        0xE5, 0x32, // in eax, 0x32
+        HLT,
+    ];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    let whole = [0x44, 0x33, 0x22, 0x11];
+    assert_eq!(
+        guest.all(),
+        [
+            Did::Out(0x10, 1, whole[..1].to_vec()),
+            Did::Out(0x11, 2, whole[..2].to_vec()),
+            Did::Out(0x12, 4, whole.to_vec()),
+            Did::In(0x30, 1),
+            Did::In(0x31, 2),
+            Did::In(0x32, 4),
+        ]
+    );
+}
+
+/// A string instruction may come as one exit with several accesses. The width tells them apart, and together
+/// they are the string.
+#[test]
+fn a_string_of_port_writes_can_be_taken_apart() {
+    let code = [
+        0xFC, // cld
+        0xBE, 0x00, 0x00, 0x20, 0x00, // mov esi, DATA
+        0xB9, 0x05, 0x00, 0x00, 0x00, // mov ecx, 5
+        0x66, 0xBA, 0x13, 0x00, // mov dx, 0x13
+        0xF3, 0x6E, // rep outsb
+        0xB9, 0x03, 0x00, 0x00, 0x00, // mov ecx, 3
+        0x66, 0xF3, 0x6F, // rep outsw
+        HLT,
+    ];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    let text = b"abcde112233";
+    guest.ram.memory().write_slice(text, GuestAddress(DATA)).unwrap();
+    let mut written = Vec::new();
+    for did in guest.all() {
+        let Did::Out(0x13, width, bytes) = did else {
+            panic!("{did:?}");
+        };
+        let right = if written.len() < 5 { 1 } else { 2 };
+        assert_eq!((width, bytes.len() % width), (right, 0), "{bytes:?}");
+        written.extend(bytes);
+    }
+    assert_eq!(written, text);
+}
+
+/// What the host answers a read with is what the guest has, in as many bytes as it read; the others stay.
+#[test]
+fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
+    let code = [
+        0xB8, 0xDD, 0xCC, 0xBB, 0xAA, // mov eax, 0xAABBCCDD
+        0xE4, 0x30, // in al, 0x30
+        0xE7, 0x10, // out 0x10, eax
+        0x66, 0xE5, 0x30, // in ax, 0x30
+        0xE7, 0x10, // out 0x10, eax
+        HLT,
+    ];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    guest.answer = Some(0x7766_5544_3322_1100);
+    let out = |value: u32| Did::Out(0x10, 4, value.to_le_bytes().to_vec());
+    assert_eq!(
+        guest.all(),
+        [
+            Did::In(0x30, 1),
+            out(0xAABB_CC00),
+            Did::In(0x30, 2),
+            out(0xAABB_1100)
+        ]
+    );
+}
+
+/// RAM ends where it was said to end, and the hole is no memory: an access behind is an exit with its address
+/// and bytes, one inside is none and reaches the host.
+#[test]
+fn ram_ends_where_it_was_said_to_end() {
+    let mut code = vec![0xB8, 0x44, 0x33, 0x22, 0x11]; // mov eax, 0x11223344
+    for address in [
+        DATA as u32,
+        RAM as u32 - 4,
+        RAM as u32,
+        MMIO_HOLE_START as u32 + 0x10,
+    ] {
+        code.push(0xA3); // mov [address], eax
+        code.extend(address.to_le_bytes());
+    }
+    code.push(0xA0); // mov al, [0xE0000001]
+    code.extend(0xE000_0001u32.to_le_bytes());
+    code.push(HLT);
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    let bytes = vec![0x44, 0x33, 0x22, 0x11];
+    assert_eq!(
+        guest.all(),
+        [
+            Did::Write(RAM, bytes.clone()),
+            Did::Write(MMIO_HOLE_START + 0x10, bytes),
+            Did::Read(0xE000_0001, 1)
+        ]
+    );
+    assert_eq!(
+        (guest.word(DATA), guest.word(RAM - 4)),
+        (0x1122_3344, 0x1122_3344)
+    );
+}
+
+/// Clearing memory gives the guest zeroes too: it goes on using what the host has, and not what was there
+/// before.
+#[test]
+fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
+    let code = [
+        0xB8, 0x44, 0x33, 0x22, 0x11, // mov eax, 0x11223344
+        0xA3, 0x00, 0x00, 0x20, 0x00, // mov [DATA], eax
+        0xE6, 0x10, // out 0x10, al
+        0xA1, 0x00, 0x00, 0x20, 0x00, // mov eax, [DATA]
+        0xE7, 0x11, // out 0x11, eax
+        HLT,
+    ];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![0x44]));
+    assert_eq!(guest.word(DATA), 0x1122_3344);
+    guest.ram.clear().unwrap();
+    assert_eq!((guest.word(DATA), guest.word(CODE)), (0, 0));
+    guest.ram.memory().write_slice(&code, GuestAddress(CODE)).unwrap();
+    assert_eq!(guest.all(), [Did::Out(0x11, 4, vec![0; 4])]);
+}
+
+/// Whoever asks a vCPU to leave before it enters has it back before its first instruction; and it goes on as
+/// if nothing had been.
+#[test]
+fn a_request_to_leave_comes_before_the_first_instruction() {
+    let Some(mut guest) = Guest::new(&[0xB0, 0x07, 0xE6, 0x10, HLT]) else {
+        return;
+    };
+    guest.vcpu.request_exit();
+    for _ in 0..3 {
+        assert_eq!(
+            guest.step(),
+            Did::Interrupted,
+            "the request stays until it is cleared"
+        );
+        assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE);
+    }
+    guest.vcpu.clear_exit_request();
+    assert_eq!(guest.all(), [Did::Out(0x10, 1, vec![7])]);
+}
+
+/// A write that is being handled is completed once, and the instruction behind it has not run: what reads or
+/// changes registers then does so between two instructions.
+#[test]
+fn completing_an_exit_stops_between_two_instructions() {
+    let code = [
+        0xB8, 0x01, 0x00, 0x00, 0x00, // mov eax, 1
+        0xE6, 0x10, // out 0x10, al
+        0x40, // inc eax
+        0xE6, 0x11, // out 0x11, al
+        HLT,
+    ];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![1]));
+    guest.vcpu.complete_exit().unwrap();
+    let regs = guest.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rip, regs.rax), (CODE + 7, 1));
+    assert_eq!(
+        guest.step(),
+        Did::Interrupted,
+        "the request to leave is still there"
+    );
+    guest.vcpu.clear_exit_request();
+    // Between the two, the host may have the guest do something else.
+    guest.vcpu.set_regs(&kvm_regs { rax: 40, ..regs }).unwrap();
+    assert_eq!(guest.all(), [Did::Out(0x11, 1, vec![41])]);
+}
+
+/// A filtered register's access is an exit with its number and value, and the answer is what the guest reads.
+/// The register beside it stays with KVM.
+#[test]
+fn a_filtered_register_is_the_hosts() {
+    let code = [
+        0xB9, 0xC1, 0x00, 0x00, 0x00, // mov ecx, 0xC1
+        0x0F, 0x32, // rdmsr
+        0xE7, 0x10, // out 0x10, eax
+        0x92, // xchg eax, edx
+        0xE7, 0x11, // out 0x11, eax
+        0x0F, 0x30, // wrmsr
+        0xB9, 0x74, 0x01, 0x00, 0x00, // mov ecx, 0x174
+        0x0F, 0x30, // wrmsr
+        0x0F, 0x32, // rdmsr
+        0xE7, 0x12, // out 0x12, eax
+        HLT,
+    ];
+    let filter = |vm: &VmFd| msr_filter::install(vm, &[0xC1..=0xC4]).unwrap();
+    let Some(mut guest) = Guest::with(&code, filter) else {
+        return;
+    };
+    guest.answer = Some(0x0000_1122_0000_3344);
+    let out = |port, value: u32| Did::Out(port, 4, value.to_le_bytes().to_vec());
+    assert_eq!(
+        guest.all(),
+        [
+            Did::Rdmsr(0xC1),
+            out(0x10, 0x3344),
+            out(0x11, 0x1122),
+            Did::Wrmsr(0xC1, 0x0000_3344_0000_1122),
+            // IA32_SYSENTER_CS.
+            out(0x12, 0x1122),
+        ]
+    );
+}
+
+/// An access that the host refuses is a fault in the guest, at the instruction: here it has no handler, and
+/// ends.
+#[test]
+fn a_refused_register_is_a_fault() {
+    for access in [[0x0F, 0x32], [0x0F, 0x30]] {
+        let code = [&[0xB9, 0xC2, 0x00, 0x00, 0x00][..], &access, &[0xE6, 0x10, HLT]].concat();
+        let filter = |vm: &VmFd| msr_filter::install(vm, &[0xC1..=0xC4]).unwrap();
+        let Some(mut guest) = Guest::with(&code, filter) else {
+            return;
+        };
+        guest.answer = None;
+        let first = guest.step();
+        assert!(
+            matches!(first, Did::Rdmsr(0xC2) | Did::Wrmsr(0xC2, _)),
+            "{first:?}"
+        );
+        assert_eq!(guest.step(), Did::Shutdown, "the write behind it has not run");
+    }
+}
+
+/// No range at all filters nothing, and the borders of a range are in it.
+#[test]
+fn a_range_of_registers_has_both_its_ends() {
+    let read = |msr: u32| {
+        let mut code = vec![0xB9];
+        code.extend(msr.to_le_bytes());
+        code.extend([0x0F, 0x32, HLT]);
+        code
+    };
+    let first = |msr, ranges: &[std::ops::RangeInclusive<u32>]| {
+        let mut guest = Guest::with(&read(msr), |vm| msr_filter::install(vm, ranges).unwrap())?;
+        Some(guest.step())
+    };
+    // IA32_SYSENTER_CS, ESP and EIP: KVM has them for any guest.
+    let Some(unfiltered) = first(0x175, &[]) else {
+        return;
+    };
+    assert_eq!(unfiltered, Did::Halt);
+    for (msr, exits) in [(0x174, false), (0x175, true), (0x176, true)] {
+        let right = if exits { Did::Rdmsr(msr) } else { Did::Halt };
+        assert_eq!(first(msr, &[0x175..=0x176]), Some(right), "{msr:#x}");
+    }
+    assert_eq!(
+        first(0xC000_0081, &[0x175..=0x176, 0xC000_0081..=0xC000_0081]),
+        Some(Did::Rdmsr(0xC000_0081))
+    );
+}
+
+/// More ranges than KVM takes are refused by name, before KVM is asked.
+#[test]
+fn more_ranges_than_kvm_takes_are_refused() {
+    let Ok(kvm) = host::open() else {
+        skip::skipped("no usable /dev/kvm here", false);
+        return;
+    };
+    let vm = VmFd::new(&kvm).unwrap();
+    let far: Vec<_> = (0..17u32).map(|n| n << 20..=n << 20).collect();
+    let error = msr_filter::install(&vm, &far).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "17 MSR ranges are to be trapped but KVM takes at most 16"
+    );
+    msr_filter::install(&vm, &far[..16]).unwrap();
+}
+
+/// A guest that faults without handlers ends, and does not run on behind the fault: it shuts down, or KVM
+/// cannot emulate what it does. Neither is an error of the call.
+#[test]
+fn a_guest_that_faults_without_handlers_ends() {
+    for fault in [&[0x0F, 0x0B][..], &[0xCC], &[0xCD, 0x80]] {
+        let code = [fault, &[0xE6, 0x10, HLT]].concat();
+        let Some(mut guest) = Guest::new(&code) else {
+            return;
+        };
+        let did = guest.step();
+        assert!(
+            matches!(did, Did::Shutdown | Did::Internal),
+            "{fault:x?}: {did:?}"
+        );
+    }
+}
+
+/// Code where no memory is: KVM cannot fetch it, and says so with no more bytes than an instruction has.
+#[test]
+fn code_where_no_memory_is_ends_with_an_internal_error() {
+    let Some(mut guest) = Guest::new(&[0xE9, 0xFB, 0xFF, 0xEF, 0x00]) else {
+        return;
+    };
+    // jmp CODE + 0xF00000, twice: behind the end of RAM.
+    let far = [0xE9, 0xFB, 0xFF, 0xFF, 0x01];
+    guest
+        .ram
+        .memory()
+        .write_slice(&far, GuestAddress(CODE + 0xF0_0000))
+        .unwrap();
+    match guest.step() {
+        Did::Internal => {
+            let internal = guest.vcpu.internal_exit();
+            assert!(internal.bytes().len() <= 15, "{internal:?}");
+        }
+        Did::Shutdown => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 0x2F0_0000);
+}
+
+/// Registers that come with an exit are those KVM gives when it is asked, and those that go with an entry
+/// arrive.
+#[test]
+fn registers_come_with_exits_and_go_with_entries() {
+    let code = [0xB8, 0x05, 0x00, 0x00, 0x00, 0xE6, 0x10, 0xE7, 0x11, HLT];
+    let Some(mut guest) = Guest::new(&code) else {
+        return;
+    };
+    if !guest.vm.syncs_registers() {
+        skip::skipped("this KVM has no KVM_CAP_SYNC_REGS", false);
+        return;
+    }
+    guest.vcpu.sync_at_exit(SyncReg::Register, true);
+    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![5]));
+    guest.vcpu.complete_exit().unwrap();
+    guest.vcpu.clear_exit_request();
+    let asked = guest.vcpu.get_regs().unwrap();
+    let came = guest.vcpu.sync_regs_mut().regs;
+    assert_eq!(
+        (came.rax, came.rip, came.rsp, came.rflags),
+        (asked.rax, asked.rip, asked.rsp, asked.rflags)
+    );
+    guest.vcpu.sync_regs_mut().regs.rax = 0xAABB_CCDD;
+    guest.vcpu.sync_at_entry(SyncReg::Register, true);
+    assert_eq!(
+        guest.step(),
+        Did::Out(0x11, 4, 0xAABB_CCDDu32.to_le_bytes().to_vec())
+    );
+    // Without a word about them they stay as they are.
+    guest.vcpu.sync_at_exit(SyncReg::Register, false);
+    guest.vcpu.sync_at_entry(SyncReg::Register, false);
+    guest.vcpu.sync_regs_mut().regs.rip = 0;
+    assert_eq!(guest.step(), Did::Halt);
+}
+
+/// Calls in an order that KVM does not take fail with the call's name and its errno, and not later.
+#[test]
+fn a_call_that_fails_names_itself_and_its_errno() {
+    let Ok(kvm) = host::open() else {
+        skip::skipped("no usable /dev/kvm here", false);
+        return;
+    };
+    let vm = VmFd::new(&kvm).unwrap();
+    let line = vm.set_line(4, true).unwrap_err();
+    assert_eq!(
+        (line.call(), line.errno()),
+        ("KVM_IRQ_LINE", libc::ENXIO),
+        "no interrupt controllers"
+    );
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let twice = vm.create_vcpu(0).unwrap_err();
+    assert_eq!((twice.call(), twice.errno()), ("KVM_CREATE_VCPU", libc::EEXIST));
+    let late = vm.add_irqchip().unwrap_err();
+    assert_eq!(
+        (late.call(), late.errno()),
+        ("KVM_CREATE_IRQCHIP", libc::EINVAL),
+        "it has a vCPU"
+    );
+    let page = vcpu.get_lapic().unwrap_err();
+    assert_eq!(page.to_string(), "KVM_GET_LAPIC failed");
+    assert!(
+        page.source().unwrap().to_string().contains("os error"),
+        "{page:?}"
+    );
+    let again = vm.add_chips(0xFFFB_C000, 0xFFFB_D000).unwrap_err();
+    assert_eq!(
+        again.call(),
+        "KVM_SET_IDENTITY_MAP_ADDR",
+        "what comes first is what fails"
+    );
+}
+
+/// A message for an APIC that is not there, or that the guest has switched off, reaches nobody, and that is
+/// told.
+#[test]
+fn a_message_that_reaches_nobody_is_told() {
+    let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
+        return;
+    };
+    let to = |id: u32| kvm_msi {
+        address_lo: 0xFEE0_0000 | id << 12,
+        data: 0x40,
+        ..Default::default()
+    };
+    assert!(!guest.vm.signal_msi(to(5)).unwrap(), "no such APIC");
+    let spurious = 0xF0;
+    let mut page = guest.vcpu.get_lapic().unwrap();
+    // Bit 8 of the spurious vector register: the APIC is on.
+    for (on, there) in [(0, false), (1, true)] {
+        page.regs[spurious + 1] = on;
+        guest.vcpu.set_lapic(&page).unwrap();
+        assert_eq!(guest.vm.signal_msi(to(0)).unwrap(), there, "switched on: {on}");
+    }
+}
+
+/// An NMI that was asked for waits in the vCPU until it is delivered; without a handler that ends the guest.
+#[test]
+fn an_nmi_waits_until_it_is_delivered() {
+    let code = [0xE6, 0x10, 0x90, 0x90, HLT];
+    let Some(mut guest) = Guest::with(&code, |vm| vm.add_irqchip().unwrap()) else {
+        return;
+    };
+    guest.vcpu.nmi().unwrap();
+    assert_eq!(guest.vcpu.get_vcpu_events().unwrap().nmi.pending, 1);
+    assert_eq!(guest.step(), Did::Shutdown);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever registers a vCPU is given, it has, and the guest sees them: nothing is lost between KVM and
+    /// us.
+    #[test]
+    fn registers_are_what_they_were_set_to(
+        values: [u64; 14],
+        flags in prop::sample::select(vec![0u64, 1, 1 << 6, 1 << 7, 1 << 10, 1 << 11]),
+    ) {
+        let code = [0xE7, 0x10, HLT]; // out 0x10, eax
+        let Some(mut guest) = Guest::new(&code) else { return Ok(()) };
+        let [rax, rbx, rcx, rdx, rsi, rdi, rbp, r8, r9, r10, r11, r12, r13, r14] = values;
+        let regs = kvm_regs {
+            rax, rbx, rcx, rdx, rsi, rdi, rbp, r8, r9, r10, r11, r12, r13, r14,
+            r15: !r14,
+            rsp: DATA,
+            rip: CODE,
+            rflags: 2 | flags,
+        };
+        guest.vcpu.set_regs(&regs).unwrap();
+        prop_assert_eq!(guest.vcpu.get_regs().unwrap(), regs);
+        prop_assert_eq!(guest.step(), Did::Out(0x10, 4, (rax as u32).to_le_bytes().to_vec()));
+        prop_assert_eq!(guest.step(), Did::Halt);
+        let after = guest.vcpu.get_regs().unwrap();
+        prop_assert_eq!((after.rax, after.r8, after.r14, after.rbx), (rax, r8, r14, rbx), "the guest touched none");
+        prop_assert_eq!(after.rip, CODE + 3);
+    }
+}
