@@ -450,6 +450,7 @@ mod tests {
 
     /// Compressed, and with another image in front of it, as a VM has it.
     #[test]
+    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn a_guest_s_programs_are_read_from_a_qcow2_image_that_a_vm_has() {
         let temp = tempfile::tempdir().unwrap();
         let run = |line: &str| {
