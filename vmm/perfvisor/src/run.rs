@@ -1,7 +1,7 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
 #![expect(
     unsafe_code,
-    reason = "asks the kernel for the process's CPU time, sets malloc's parameters"
+    reason = "asks the kernel for the process's CPU time, sets malloc's parameters, unmaps pages of the program"
 )]
 
 mod consoles;
@@ -112,6 +112,22 @@ fn give_back_what_is_freed() {
     }
 }
 
+/// Takes the program's code and constants out of this process's memory: most of what is there by now was for
+/// the start, of which nothing comes again. What is used from here on comes back out of the page cache, and
+/// the host may drop the rest.
+fn let_go_of_the_start() {
+    unsafe extern "C" {
+        // By the linker: what is loaded of the program, up to the end of its code, all read-only.
+        static __executable_start: u8;
+        static etext: u8;
+    }
+    let (start, end) = (&raw const __executable_start, &raw const etext);
+    let bytes = end.addr().saturating_sub(start.addr());
+    // SAFETY: the range is that of the program's file, mapped privately and never written, so each page that
+    // is dropped reads as it was when it is touched next. A failure changes nothing.
+    unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_DONTNEED) };
+}
+
 /// Runs a guest to its end. `log_file`: where its messages go besides standard error.
 ///
 /// # Errors
@@ -192,6 +208,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
     files::restrict(args).map_err(RunError::Files)?;
+    let_go_of_the_start();
     sandbox::confine().map_err(not_confined)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
