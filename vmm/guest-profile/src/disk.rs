@@ -5,7 +5,7 @@
 //! to fill our memory. So:
 //!
 //! - a thread of its own reads, and an answer that takes longer than [`PATIENCE`] is not waited for; nor is
-//!   anything asked again then, or when all answers took [`PATIENCE_FOR_ALL`]
+//!   anything asked again then, or when all answers took five minutes in all
 //! - what opening a file system, or reading a file, may read of the disk is limited
 //! - links are followed here, as the crate takes as much memory for a link's target as its inode says
 //! - what a superblock says of its size must fit the disk, as tables are allocated by it
