@@ -143,7 +143,8 @@ const TWO_COUNTS: &str = r#"
 for n in 1 2; do
 	perfvisor run --pmu amd --backing hardware --memory 32M --cmdline 'selftest lines' </dev/null >/tmp/count$n &
 	looks=0
-	until grep -q 'result cycles.cpl0' /tmp/count$n || [ $looks = 40 ]; do
+	# With a line behind it, it is whole.
+	until sed -n '$!p' /tmp/count$n | grep -q 'result cycles.cpl0' || [ $looks = 40 ]; do
 		sleep 1
 		looks=$((looks + 1))
 	done
