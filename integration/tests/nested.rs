@@ -149,7 +149,7 @@ for n in 1 2 3 4 5; do
 		looks=$((looks + 1))
 	done
 	kill -KILL $!
-	cat /tmp/count$n
+	sed -n '$!p' /tmp/count$n
 done
 "#;
 
