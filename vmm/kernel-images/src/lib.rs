@@ -7,7 +7,7 @@
 //! | [`bzimage`] | the setup header of a bzImage, and the ELF file inside it |
 //! | [`kallsyms`] | the symbols that a stripped kernel carries in its own data |
 //! | [`symbols`] | the table that all symbols end in |
-//! | [`packed`] | the same table, in a third of the memory, to be kept |
+//! | [`packed`] | the same table, in a fifth of the memory, to be kept |
 //! | [`orc`] | the kernel's unwind tables |
 //! | [`btf`] | the kernel's types: where members of its structures are |
 //! | [`build_id`] | what names the build of a kernel or a program |

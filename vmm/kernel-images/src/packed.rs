@@ -1,4 +1,4 @@
-//! Symbols that are kept for as long as a VM runs and looked at seldom: packed, in a third of their memory.
+//! Symbols that are kept for as long as a VM runs and looked at seldom: packed, in a fifth of their memory.
 
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
