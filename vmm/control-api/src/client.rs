@@ -293,9 +293,13 @@ impl Line {
         let mut line =
             serde_json::to_vec(&RequestLine { id, call }).map_err(|_| ClientError::Reply("request"))?;
         line.push(b'\n');
-        self.stream.write_all(&line)?;
-        let reply: ReplyLine =
-            serde_json::from_slice(&self.read()?).map_err(|_| ClientError::Reply("not JSON"))?;
+        let reply = match self.stream.write_all(&line) {
+            Ok(()) => self.read()?,
+            // A VM that turns a connection away says why, and does not wait for a request.
+            Err(closed) if closed.kind() == io::ErrorKind::BrokenPipe => self.read().map_err(|_| closed)?,
+            Err(e) => return Err(e.into()),
+        };
+        let reply: ReplyLine = serde_json::from_slice(&reply).map_err(|_| ClientError::Reply("not JSON"))?;
         if let Some(failure) = reply.error {
             return Err(failure.into());
         }
@@ -403,6 +407,28 @@ mod tests {
             (&stream).write_all(reply).unwrap();
         });
         client.call(request::Status).unwrap_err()
+    }
+
+    /// What a VM said before it closed the connection is heard, whether the request could be sent or not.
+    #[test]
+    fn who_is_turned_away_hears_why() {
+        let said = b"{\"id\":0,\"error\":{\"kind\":\"limit\",\"message\":\"32 connections are open\"}}\n";
+        for hears_first in [false, true] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            (&theirs).write_all(said).unwrap();
+            let vm = thread::spawn(move || {
+                if hears_first {
+                    heard(&theirs);
+                }
+            });
+            if !hears_first {
+                vm.join().unwrap();
+            }
+            match Client::over(ours) {
+                Err(ClientError::Refused(why)) => assert_eq!(why.message, "32 connections are open"),
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! `MAX_UNSENT` bytes. Who goes beyond a bound loses the connection, and with it its events.
 
 mod answer;
+mod refused;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,8 +18,8 @@ use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use perf_core::Role;
 use perf_core::pmu::VcpuId;
+use perf_core::{Role, error_line};
 use serde_json::Value;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -41,6 +42,7 @@ use control_api::protocol::{
     SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
 use kernel_images::packed::PackedSymbols;
+use refused::Refused;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -300,25 +302,31 @@ impl ControlServer {
             let access = *access;
             match socket.listener.accept() {
                 Ok((stream, _)) => {
-                    if let Err(e) = self.admit(stream, access, ops) {
+                    if let Err((stream, refused)) = self.admit(stream, access, ops) {
+                        refused.tell(&stream);
                         // Observers must not fill the log.
                         let level = match access {
                             Access::Operators => log::Level::Warn,
                             Access::Observers => log::Level::Debug,
                         };
-                        log::log!(level, "control socket: {e}");
+                        log::log!(level, "control socket: {}", error_line(&refused));
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
                     // The place of the spare one takes the connection, which is closed at once.
-                    let refused = socket.listener.accept().map(drop);
+                    let came = socket.listener.accept();
+                    let why = Refused::NoDescriptor(e);
+                    if let Ok((stream, _)) = &came {
+                        why.tell(stream);
+                        log::warn!("control socket: {}", error_line(&why));
+                    }
+                    let came = came.map(drop);
                     self.spare = spare();
-                    match refused {
-                        Ok(()) => log::warn!("control socket: {e}; a connection is refused"),
-                        // The kernel looks for a descriptor before it looks for a connection: there was none.
-                        Err(_) => return,
+                    // The kernel looks for a descriptor before it looks for a connection: there was none.
+                    if came.is_err() {
+                        return;
                     }
                 }
                 Err(e) => {
@@ -334,10 +342,32 @@ impl ControlServer {
         }
     }
 
-    fn admit(&mut self, stream: UnixStream, access: Access, ops: &mut EventOps) -> io::Result<()> {
-        let uid = peer::peer_uid(&stream)?;
+    /// Takes a connection in. One that is turned away comes back with the reason.
+    fn admit(
+        &mut self,
+        stream: UnixStream,
+        access: Access,
+        ops: &mut EventOps,
+    ) -> Result<(), (UnixStream, Refused)> {
+        match self.place(&stream, access, ops) {
+            Ok((uid, id)) => {
+                self.connections.insert(id, Connection::new(stream, uid, access));
+                Ok(())
+            }
+            Err(why) => Err((stream, why)),
+        }
+    }
+
+    /// A place among the connections and in the loop, with its client's user.
+    fn place(
+        &mut self,
+        stream: &UnixStream,
+        access: Access,
+        ops: &mut EventOps,
+    ) -> Result<(u32, u32), Refused> {
+        let uid = peer::peer_uid(stream)?;
         if access == Access::Operators && uid != 0 && uid != peer::own_uid() {
-            return Err(io::Error::other(format!("user {uid} is not the VM's owner")));
+            return Err(Refused::NotOwner(uid));
         }
         let most = match access {
             Access::Operators => MAX_CONNECTIONS,
@@ -349,13 +379,14 @@ impl ControlServer {
             if let Some(id) = silent.min_by_key(|(_, c)| c.refilled).map(|(id, _)| *id)
                 && let Some(connection) = self.connections.remove(&id)
             {
+                if !connection.ending {
+                    Refused::MadeRoom(most).tell(&connection.stream);
+                }
                 let _ = ops.remove(Events::empty(&connection.stream));
             }
         }
         if self.of_access(access).count() >= most {
-            return Err(io::Error::other(format!(
-                "{most} connections are open, one more is refused"
-            )));
+            return Err(Refused::Full(most));
         }
         stream.set_nonblocking(true)?;
         while self.next > LISTENER - LISTENERS || self.connections.contains_key(&self.next) {
@@ -363,26 +394,9 @@ impl ControlServer {
         }
         let id = self.next;
         self.next = self.next.wrapping_add(1);
-        ops.add(Events::with_data(&stream, id, EventSet::IN))
+        ops.add(Events::with_data(stream, id, EventSet::IN))
             .map_err(|e| io::Error::other(e.to_string()))?;
-        self.connections.insert(
-            id,
-            Connection {
-                stream,
-                uid,
-                access,
-                greeted: false,
-                incoming: Vec::new(),
-                outgoing: Vec::new(),
-                waits_for_room: false,
-                ending: false,
-                tokens: REQUEST_BURST,
-                refilled: Instant::now(),
-                events: None,
-                exits: None,
-            },
-        );
-        Ok(())
+        Ok((uid, id))
     }
 
     fn of_access(&self, access: Access) -> impl Iterator<Item = (&u32, &Connection)> {
@@ -525,6 +539,23 @@ fn no_descriptors(e: &io::Error) -> bool {
 }
 
 impl Connection {
+    fn new(stream: UnixStream, uid: u32, access: Access) -> Self {
+        Self {
+            stream,
+            uid,
+            access,
+            greeted: false,
+            incoming: Vec::new(),
+            outgoing: Vec::new(),
+            waits_for_room: false,
+            ending: false,
+            tokens: REQUEST_BURST,
+            refilled: Instant::now(),
+            events: None,
+            exits: None,
+        }
+    }
+
     /// Whether the connection stays until its client has read why it ends. Its events end now, and it makes
     /// room for others like one that has not said hello.
     fn begin_to_end(&mut self) -> bool {

@@ -36,7 +36,6 @@ pub mod stats;
 pub mod step;
 mod thread;
 
-use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use vpmu::PmiReady;
@@ -47,7 +46,7 @@ use failure::{BeginError, RestartError, VcpuFailure};
 use maker::VcpuMaker;
 use meeting::Waited;
 use pmi::Delivery;
-use running::{Completed, Running, Turn};
+use running::{Begins, Completed, Running, Turn};
 use step::Prepared;
 
 /// How the loop of a vCPU ended.
@@ -81,14 +80,11 @@ impl Running {
     }
 
     /// The loop, until the VM ends, the vCPU is to leave, or the machine is reset. An error says why it could
-    /// not begin.
-    fn run(&mut self, began: Option<&SyncSender<Result<(), BeginError>>>) -> Result<Ran, BeginError> {
+    /// not begin; else `begins` is told and gone.
+    fn run(&mut self, begins: &mut Option<Begins>) -> Result<Ran, BeginError> {
         let timer = self.begin()?;
-        if let Some(began) = began
-            && began.send(Ok(())).is_err()
-        {
-            // Nobody waits for it any more; its seat says that it is to leave.
-            log::debug!("vcpu{}: it began too late", self.id);
+        if let Some(begins) = begins.take() {
+            begins.done(self.id);
         }
         self.seat.stats().go_on();
         loop {

@@ -12,7 +12,7 @@
 //! its counts, and parks what is KVM's.
 
 use std::fmt::Write as _;
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use super::failure::{BeginError, VcpuError};
 use super::kicker::Kicker;
 use super::kvm_vcpu::KvmVcpu;
 use super::maker::VcpuMaker;
-use super::running::Vcpu;
+use super::running::{Begins, Vcpu};
 use super::seat::Seat;
 use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 use crate::kvm::call::CallError;
@@ -146,13 +146,14 @@ impl Roster {
         Some(plug.state())
     }
 
-    /// Starts the threads of the first `vcpus`. `first_entry` is called right before the first guest
-    /// instruction.
+    /// Starts the threads of the first `vcpus`, and waits until they are in the perf core: who is served from
+    /// now on can count all of them. `first_entry` is called right before the first guest instruction.
     ///
     /// # Errors
     /// [`RosterError`]; the threads that were started run on.
     pub fn start(&self, vcpus: u8, first_entry: Option<Box<dyn FnOnce() + Send>>) -> Result<(), RosterError> {
         let mut first_entry = first_entry;
+        let (begins, all_began) = channel();
         for seat in self.seats.iter().take(vcpus.into()) {
             let mut vcpu = self.make(seat)?;
             if let Some(f) = first_entry.take() {
@@ -160,9 +161,14 @@ impl Roster {
             }
             seat.take();
             let thread = vcpu
-                .spawn(self.makers.clone(), None)
+                .spawn(self.makers.clone(), Begins::WithVm(begins.clone()))
                 .map_err(|e| RosterError::Make(seat.id(), e))?;
             self.kicker.add(thread);
+        }
+        drop(begins);
+        // One that cannot begin has ended the VM, and its sender is gone too.
+        if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_PATIENCE) {
+            log::warn!("not all vCPUs have begun after {} s", START_PATIENCE.as_secs());
         }
         Ok(())
     }
@@ -317,7 +323,7 @@ impl Roster {
         let (began, begins) = sync_channel(1);
         // Taken before it runs: its thread frees the seat.
         seat.take();
-        match made.spawn(self.makers.clone(), Some(began)) {
+        match made.spawn(self.makers.clone(), Begins::Later(began)) {
             Ok(thread) => self.kicker.add(thread),
             Err(e) => return Err(RosterError::Make(vcpu, e)),
         }

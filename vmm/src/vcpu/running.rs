@@ -2,14 +2,16 @@
 //! (`Running`). What it does there is in the modules beside: the loop in `mod.rs`, exits in `exit.rs`,
 //! RDPMC in `rdpmc_exit.rs`, a debugger's part in `debugged.rs`.
 
+use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, SyncSender};
 
 use kvm_bindings::kvm_debug_exit_arch;
 
 use super::control::{RunControl, StopReason};
 use super::debugctl::DebugControl;
 use super::exit_times::ExitClock;
-use super::failure::VcpuFailure;
+use super::failure::{BeginError, VcpuFailure};
 use super::kick;
 use super::kvm_vcpu::{Kept, KvmVcpu};
 use super::pmi::{Lvtpc, Recheck};
@@ -63,6 +65,28 @@ pub(super) enum Next {
     Stop(StopReason),
     /// End the VM: the vCPU cannot go on.
     Fail(VcpuFailure),
+}
+
+/// Who is told that a vCPU has begun: that it is in the perf core, or why it is not.
+#[derive(Debug)]
+pub enum Begins {
+    /// The VM does not begin without it, and ends if it cannot begin. Who waits hears of it when the sender
+    /// goes, which never sends.
+    WithVm(Sender<Infallible>),
+    /// It joins a VM that runs, which goes on without it.
+    Later(SyncSender<Result<(), BeginError>>),
+}
+
+impl Begins {
+    /// It has begun.
+    pub(super) fn done(self, vcpu: u8) {
+        if let Self::Later(began) = self
+            && began.send(Ok(())).is_err()
+        {
+            // Nobody waits for it any more; its seat says that it is to leave.
+            log::debug!("vcpu{vcpu}: it began too late");
+        }
+    }
 }
 
 /// A vCPU that is configured and has yet to run.

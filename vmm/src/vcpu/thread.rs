@@ -1,6 +1,5 @@
 //! The thread of a vCPU: its start and its end.
 
-use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
@@ -12,21 +11,17 @@ use super::control::StopReason;
 use super::failure::{BeginError, VcpuError};
 use super::kicker::VcpuThread;
 use super::maker::VcpuMaker;
-use super::running::{Running, Vcpu};
+use super::running::{Begins, Running, Vcpu};
 use super::{Ran, affinity};
 
 impl Vcpu {
     /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. After a
-    /// reset of the machine the vCPU is made anew from what `makers` holds then. `began` is told whether the
-    /// vCPU has entered the perf core; without it the VM cannot do without this vCPU, and ends if it has not.
+    /// reset of the machine the vCPU is made anew from what `makers` holds then. `begins` is told whether the
+    /// vCPU has entered the perf core.
     ///
     /// # Errors
     /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
-    pub fn spawn(
-        self,
-        makers: Arc<ArcSwap<VcpuMaker>>,
-        began: Option<SyncSender<Result<(), BeginError>>>,
-    ) -> Result<VcpuThread, VcpuError> {
+    pub fn spawn(self, makers: Arc<ArcSwap<VcpuMaker>>, begins: Begins) -> Result<VcpuThread, VcpuError> {
         let (id, pin, seat) = (self.seat.id(), self.pin, self.seat.clone());
         // If there is no thread it is to be had back.
         let here = Arc::new(Mutex::new(Some(self)));
@@ -48,7 +43,8 @@ impl Vcpu {
             let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
             // A panic here would be a bug of ours; it must end the VM and not leave the others running
             // headless.
-            let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, began.as_ref()));
+            let mut begins = Some(begins);
+            let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, &mut begins));
             let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
                 control.stop(StopReason::Failed);
                 return;
@@ -57,11 +53,11 @@ impl Vcpu {
                 seat.park(vcpu.into_kvm());
                 control.has_left();
             }
-            match (ran, began) {
+            match (ran, begins) {
                 (Ok(()), _) => {}
                 // Its seat is free when this is heard.
-                (Err(why), Some(began)) => drop(began.send(Err(why))),
-                (Err(why), None) => {
+                (Err(why), Some(Begins::Later(began))) => drop(began.send(Err(why))),
+                (Err(why), Some(Begins::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
                     control.stop(StopReason::Failed);
                 }
@@ -83,11 +79,11 @@ impl Vcpu {
 fn run(
     mut vcpu: Running,
     makers: &ArcSwap<VcpuMaker>,
-    mut began: Option<&SyncSender<Result<(), BeginError>>>,
+    begins: &mut Option<Begins>,
 ) -> (Option<Running>, Result<(), BeginError>) {
     sandbox::fault_point(ThreadKind::Vcpu);
     loop {
-        match vcpu.run(began.take()) {
+        match vcpu.run(begins) {
             Ok(Ran::UntilRestart) => {}
             Ok(Ran::ToItsEnd) => return (Some(vcpu), Ok(())),
             Err(why) => return (Some(vcpu), Err(why)),

@@ -78,6 +78,9 @@ pub enum CommandError {
     /// Ctrl-C while the guest's kernel was looked for.
     #[error("interrupted before the first sample")]
     Interrupted,
+    /// A fault of Perfvisor's own, in a thread of the command.
+    #[error("perfvisor panicked {0}; please report this")]
+    Panicked(String),
 }
 
 impl CommandError {

@@ -1,5 +1,7 @@
 //! The VMs that are looked at, each by a thread of its own: one that says nothing holds up no other.
 
+use std::cell::RefCell;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -61,16 +63,7 @@ impl Host {
     /// # Errors
     /// There is none.
     pub(super) fn begin(args: &TopArgs) -> Result<Self, CommandError> {
-        let (tell, told) = channel();
-        let mut host = Self {
-            args: args.clone(),
-            watched: Vec::new(),
-            tell,
-            told,
-            stop: Arc::default(),
-            next_number: 0,
-            looked: Instant::now(),
-        };
+        let mut host = Self::of_nobody(args);
         if args.all {
             let found = ps::everywhere();
             if found.is_empty() {
@@ -85,6 +78,19 @@ impl Host {
             host.watch(label, move || Ok(client));
         }
         Ok(host)
+    }
+
+    fn of_nobody(args: &TopArgs) -> Self {
+        let (tell, told) = channel();
+        Self {
+            args: args.clone(),
+            watched: Vec::new(),
+            tell,
+            told,
+            stop: Arc::default(),
+            next_number: 0,
+            looked: Instant::now(),
+        }
     }
 
     fn watch_found(&mut self, vm: Found) {
@@ -103,11 +109,13 @@ impl Host {
         let (forget, forgotten) = channel();
         let (args, stop, tell) = (self.args.clone(), self.stop.clone(), self.tell.clone());
         let work = move || {
-            let end = look(come, &args, &stop, &forgotten, |seen| {
-                tell.send((number, Came::Screen(seen))).is_ok()
-            });
+            let looks = || {
+                look(come, &args, &stop, &forgotten, |seen| {
+                    tell.send((number, Came::Screen(seen))).is_ok()
+                })
+            };
             // Nobody may wait for it any more.
-            let _ = tell.send((number, end.map_or_else(Came::Failed, |()| Came::Gone)));
+            let _ = tell.send((number, end_of(looks)));
         };
         let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
             Ok(_) => (Seen::Waiting, true),
@@ -200,6 +208,42 @@ impl Drop for Host {
     }
 }
 
+thread_local! {
+    /// On a thread that looks at a VM: what it said when it panicked.
+    static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// What becomes of a VM that is looked at by `looks`, on a thread of its own. A panic there is a fault of
+/// ours, and shown as one: the VM must not stand there for ever as it was seen last, and no screen must wait
+/// for it.
+fn end_of(looks: impl FnOnce() -> Result<(), CommandError>) -> Came {
+    PANICKED.set(Some(String::new()));
+    match panic::catch_unwind(AssertUnwindSafe(looks)) {
+        Ok(Ok(())) => Came::Gone,
+        Ok(Err(e)) => Came::Failed(e),
+        Err(_) => Came::Failed(CommandError::Panicked(PANICKED.take().unwrap_or_default())),
+    }
+}
+
+/// A panic on a thread that looks at a VM is shown with that VM, and nowhere else: the terminal stays as it
+/// is. For after [`ratatui`] has set its own hook, which would restore the terminal.
+pub(super) fn panics_are_shown_with_their_vm() {
+    let others = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        let of_vm = PANICKED.with_borrow_mut(|panicked| match panicked {
+            Some(said) => {
+                let place = info.location().map(ToString::to_string).unwrap_or_default();
+                *said = format!("at {place}: {}", info.payload_as_str().unwrap_or("nothing"));
+                true
+            }
+            None => false,
+        });
+        if !of_vm {
+            others(info);
+        }
+    }));
+}
+
 /// Looks at a VM each time a delay is over, until it ends or `tell` says that nobody wants to know.
 fn look(
     come: impl FnOnce() -> Result<Client, ClientError>,
@@ -224,5 +268,35 @@ fn look(
                 }
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Top {
+        #[command(flatten)]
+        args: TopArgs,
+    }
+
+    /// A VM whose thread panics has failed, with what the panic said, and holds up no other.
+    #[test]
+    fn a_thread_that_panics_is_shown_in_its_row() {
+        panics_are_shown_with_their_vm();
+        let mut host = Host::of_nobody(&Top::parse_from(["top", "--all"]).args);
+        host.watch("odd".into(), || panic!("a VM that nobody thought of"));
+        // The bound only makes a failure end.
+        let news = host.news(Duration::from_secs(300));
+        assert!(matches!(news, Ok(Some(News::Changed))), "{news:?}");
+        match &host.vms()[0].seen {
+            Seen::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
+            other => panic!("{other:?}"),
+        }
+        assert!(host.all_seen());
+        assert!(!host.watched[0].alive);
     }
 }

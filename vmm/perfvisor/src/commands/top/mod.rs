@@ -71,9 +71,11 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut host = Host::begin(args)?;
     if args.once || !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {
+        host::panics_are_shown_with_their_vm();
         return once(args, &mut host, &signals);
     }
     let mut terminal = Terminal::enter(!args.no_mouse)?;
+    host::panics_are_shown_with_their_vm();
     let ended = watch(&mut terminal.screen, &mut host, args, &signals);
     drop(terminal);
     if ended? == End::VmGone {

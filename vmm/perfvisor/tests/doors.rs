@@ -1,0 +1,118 @@
+//! Who comes to the control socket first, and who comes when all places are taken.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+
+use common::operator::{TestVm, value_of};
+use common::skip::skipped;
+use common::vm::PROGRAM;
+use control_api::client::Client;
+use control_api::protocol::Opened;
+use control_api::request;
+
+/// Connections that a VM has room for.
+const ROOM: usize = 32;
+
+/// A client that is there before the VM is can count all its vCPUs with its first request: none of them is
+/// missing because its thread has yet to begin.
+#[test]
+fn the_first_client_counts_every_vcpu() {
+    if !std::path::Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let runtime = tempfile::tempdir().unwrap();
+    let mut vm = Command::new(PROGRAM)
+        .args([
+            "run",
+            "--name",
+            "first",
+            "--memory",
+            "32M",
+            "--cpus",
+            "64",
+            "--cmdline",
+            "loop",
+        ])
+        .env("XDG_RUNTIME_DIR", runtime.path())
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let socket = runtime.path().join("perfvisor/first.sock");
+    let stream = loop {
+        if let Ok(stream) = UnixStream::connect(&socket) {
+            break stream;
+        }
+        assert!(vm.try_wait().unwrap().is_none(), "the VM ended");
+        std::thread::yield_now();
+    };
+    let mut client = Client::over(stream).unwrap();
+    let opened: Result<Vec<Opened>, _> = client.call(request::Open {
+        events: "cycles".into(),
+        vcpus: None,
+        whole: false,
+        sampling: None,
+    });
+    vm.kill().unwrap();
+    vm.wait().unwrap();
+    assert_eq!(opened.unwrap().len(), 64);
+}
+
+/// One more than there is room for is told so, by the commands too; and who has not said hello by then is
+/// told that it made room.
+#[test]
+fn one_too_many_is_told_so() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let line_of = |stream: UnixStream| {
+        let mut line = String::new();
+        // Behind the line comes an end, or a reset.
+        let _ = BufReader::new(stream).read_line(&mut line);
+        assert!(line.ends_with('\n'), "{line:?}");
+        value_of(&line)["error"].clone()
+    };
+    let silent = vm.raw();
+    let clients: Vec<Client> = (0..ROOM).map(|_| vm.client()).collect();
+    let told = line_of(silent);
+    assert_eq!(told["kind"], "limit", "{told}");
+    assert!(
+        told["message"].as_str().unwrap().contains("not said hello"),
+        "{told}"
+    );
+
+    for says_hello in [false, true] {
+        let mut stream = vm.raw();
+        if says_hello {
+            // It may be closed before.
+            let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
+        }
+        let told = line_of(stream);
+        assert_eq!(told["kind"], "limit", "{told}");
+        assert!(
+            told["message"]
+                .as_str()
+                .unwrap()
+                .contains("32 connections are open"),
+            "{told}"
+        );
+    }
+    for args in [
+        &["stat", "test", "-d", "0.1"][..],
+        &["ctl", "test", "status"],
+        &["record", "test"],
+    ] {
+        let out = vm.run(args);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
+        assert!(
+            said.contains("32 connections are open") && said.lines().count() == 1,
+            "{args:?}: {said}"
+        );
+    }
+    drop(clients);
+    vm.say(&["stat", "test", "-d", "0.1", "-e", "task-clock"]);
+}
