@@ -3,6 +3,8 @@
 //! Every mistake is one line on standard error that names the value and what is allowed, and exit
 //! status 2. Adding an option: a field here with its doc comment, and a parser with its test (`values`).
 
+mod perf_options;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -137,7 +139,7 @@ pub struct KeepShareArgs {
 
 /// The program's command line, with what clap is not told by the types.
 pub fn command() -> clap::Command {
-    with_negative_numbers(Cli::command())
+    with_negative_numbers(perf_options::taken(Cli::command()))
 }
 
 /// `-1` after an option is a value, so that what is said of it is what is wrong with the value.
@@ -489,11 +491,11 @@ fn explain(error: &clap::Error) -> CliExit {
             format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
-            let meant = meant(ContextKind::SuggestedArg);
-            format!(
-                "unknown argument '{}'{meant}; {see}",
-                context(ContextKind::InvalidArg)
-            )
+            let typed = context(ContextKind::InvalidArg);
+            perf_options::said_of(&path, &typed).unwrap_or_else(|| {
+                let meant = meant(ContextKind::SuggestedArg);
+                format!("unknown argument '{typed}'{meant}; {see}")
+            })
         }
         ErrorKind::InvalidSubcommand => {
             let (wrong, known) = (context(ContextKind::InvalidSubcommand), commands_of(&path));

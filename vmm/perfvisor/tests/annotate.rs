@@ -119,5 +119,25 @@ fn a_recording_differs_from_itself_in_nothing() {
     assert!(sum.abs() < 0.1, "shares add up to 100 % before and after: {two}");
 
     refused(&vm.run(&["diff", old, "/no/such/file"]), &["/no/such/file"]);
-    refused(&vm.run(&["diff", old]), &["NEW"]);
+    // As perf has it: what `record` left is compared if nothing is named, and with what is named alone.
+    refused(&vm.run(&["diff", old]), &["perf.data.old"]);
+    let in_directory = |args: &[&str]| {
+        let out = vm
+            .vm
+            .operator(args)
+            .current_dir(vm.vm.runtime.path())
+            .output()
+            .unwrap();
+        assert!(
+            out.status.success(),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        String::from_utf8(out.stdout).unwrap()
+    };
+    let runtime = vm.vm.runtime.path();
+    std::fs::copy(old, runtime.join("perf.data.old")).unwrap();
+    std::fs::copy(new, runtime.join("perf.data")).unwrap();
+    assert_eq!(in_directory(&["diff"]), two);
+    assert_eq!(in_directory(&["diff", old]), same);
 }

@@ -25,6 +25,14 @@ pub struct AnnotateArgs {
     /// The function; the one with the most samples if not given.
     #[arg(value_name = "SYMBOL")]
     pub symbol: Option<String>,
+    /// The function, as perf has it.
+    #[arg(
+        short = 's',
+        long = "symbol",
+        value_name = "SYMBOL",
+        conflicts_with = "symbol"
+    )]
+    pub of_symbol: Option<String>,
     /// The recording (perf.data).
     #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
     pub input: PathBuf,
@@ -131,12 +139,13 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
     };
     let mut symbols = symbolizer(&profile, &args.symbols).map_err(FileError::from)?;
     let found = functions(&profile, &mut symbols, event);
-    let chosen = match &args.symbol {
+    let asked = args.symbol.as_ref().or(args.of_symbol.as_ref());
+    let chosen = match asked {
         None => found.first(),
         Some(name) => found.iter().find(|function| function.name == *name),
     };
     let Some(function) = chosen else {
-        return Err(match &args.symbol {
+        return Err(match asked {
             Some(name) => {
                 let meant = did_you_mean(name, found.iter().map(|function| function.name.as_str()));
                 AnnotateError::NoFunction(name.clone(), meant)

@@ -1,6 +1,6 @@
 //! `perfvisor diff`: two recordings side by side, as `perf diff` shows them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -14,12 +14,10 @@ use guest_profile::export::report::ReportOptions;
 /// `perfvisor diff`.
 #[derive(Clone, Debug, Args)]
 pub struct DiffArgs {
-    /// The older recording (perf.data).
-    #[arg(value_name = "OLD")]
-    pub old: PathBuf,
-    /// The newer one.
-    #[arg(value_name = "NEW")]
-    pub new: PathBuf,
+    /// The older recording, perf.data.old if not given, and the newer one, perf.data if not given. So record
+    /// leaves them when it is done twice.
+    #[arg(value_name = "FILE", num_args = 0..=2)]
+    pub recordings: Vec<PathBuf>,
     /// Columns to group by: comm, pid, vcpu, dso, sym.
     #[arg(short, long, value_name = "KEYS", default_value = "dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
@@ -31,12 +29,25 @@ pub struct DiffArgs {
     pub symbols: SymbolArgs,
 }
 
+impl DiffArgs {
+    /// The older one and the newer one.
+    fn paths(&self) -> (&Path, &Path) {
+        let (old, new) = (Path::new("perf.data.old"), Path::new("perf.data"));
+        match self.recordings.as_slice() {
+            [] => (old, new),
+            [new] => (old, new),
+            [old, new, ..] => (old, new),
+        }
+    }
+}
+
 /// Compares them.
 ///
 /// # Errors
 /// [`FileError`].
 pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
-    let (Some(old), Some(new)) = (read_profile(&args.old)?, read_profile(&args.new)?) else {
+    let (old, new) = args.paths();
+    let (Some(old), Some(new)) = (read_profile(old)?, read_profile(new)?) else {
         return Ok(DONE);
     };
     let mut old_symbols = symbolizer(&old, &args.symbols)?;

@@ -36,7 +36,7 @@ pub struct SymbolArgs {
     #[arg(long, value_name = "FILE")]
     pub vmlinux: Option<PathBuf>,
     /// The guest's root directory, for the symbols of its programs.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, visible_alias = "symfs", value_name = "DIR")]
     pub guestmount: Option<PathBuf>,
     /// A disk of the guest's with its programs, as with run --disk, for their symbols and unwind tables. It
     /// is read only, and may be in use.

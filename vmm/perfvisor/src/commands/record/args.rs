@@ -87,10 +87,10 @@ pub struct RecordArgs {
     /// So many samples a second on each vCPU [default: 1000]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = whole(1..=(1 << 32) - 1))]
     pub frequency: Option<u64>,
-    /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the
-    /// program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out of the guest's
-    /// memory; needs no frame pointers, and copies 8192 bytes of stack with each sample, or SIZE with
-    /// dwarf,SIZE) or none.
+    /// The guest's call chain with each sample: fp (also -g; the kernel's by its unwind tables or frame
+    /// pointers, the program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out
+    /// of the guest's memory; needs no frame pointers, and copies 8192 bytes of stack with each sample, or
+    /// SIZE with dwarf,SIZE) or none.
     #[arg(long, value_name = "HOW", default_value = "fp")]
     pub call_graph: CallGraph,
     /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
@@ -118,7 +118,7 @@ pub struct RecordArgs {
     #[arg(long, value_name = "FILE")]
     pub save_kallsyms: Option<PathBuf>,
     /// Only these vCPUs, as in 0,2-3.
-    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    #[arg(short = 'C', long, visible_alias = "cpu", value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
     /// The file to write. One that is there is kept as FILE.old.
     #[arg(short, long, value_name = "FILE", default_value = "perf.data", value_parser = parse_output)]

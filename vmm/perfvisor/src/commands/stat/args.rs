@@ -30,13 +30,13 @@ pub struct StatArgs {
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
     /// A line for each vCPU and event.
-    #[arg(short = 'A', long)]
+    #[arg(short = 'A', long, visible_alias = "no-aggr")]
     pub per_vcpu: bool,
     /// Only these vCPUs, as in 0,2-3.
-    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    #[arg(short = 'C', long, visible_alias = "cpu", value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
     /// Print what was counted in each interval of so many milliseconds.
-    #[arg(short = 'I', long, value_name = "MS", value_parser = parse_interval)]
+    #[arg(short = 'I', long, visible_alias = "interval-print", value_name = "MS", value_parser = parse_interval)]
     pub interval: Option<Duration>,
     /// Print fields with this separator, for programs.
     #[arg(short = 'x', long, value_name = "SEPARATOR", conflicts_with = "json", value_parser = parse_separator)]

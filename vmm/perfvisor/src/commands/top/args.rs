@@ -30,7 +30,7 @@ pub struct TopArgs {
     #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]
     pub delay: Duration,
     /// Only these vCPUs, as in 0,2-3.
-    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    #[arg(short = 'C', long, visible_alias = "cpu", value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
     /// Print one screen as text after one delay. So it is too when the output is no terminal.
     #[arg(long, visible_alias = "plain")]
