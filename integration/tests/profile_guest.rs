@@ -202,6 +202,7 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     if perf_reads_it(&place, &data, &for_perf) {
         perf_kvm_reads_it(&place, &as_host, &kallsyms, &root);
     }
+    tools_here_read_it(&place.get(&data).unwrap(), &pvload);
     let svg = place.scratch("profiled.svg");
     ours(&[
         "flamegraph",
@@ -352,6 +353,92 @@ fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
         assert!(text.contains(part), "{part}: {text}");
     }
     true
+}
+
+/// What is installed where the tests run reads the recording with the guest's program beside it: `perf
+/// annotate`, which needs objdump, and samply, which most machines have not.
+fn tools_here_read_it(data: &[u8], program: &[u8]) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    std::fs::create_dir_all(path("root/bin")).unwrap();
+    std::fs::write(path("root/bin/pvload"), program).unwrap();
+    std::fs::write(path("guest.data"), data).unwrap();
+    // What a tool prints; `None`: it is not there.
+    let said_by = |program: &str, args: &[&str]| {
+        let mut command = std::process::Command::new(program);
+        command
+            .args(args)
+            .current_dir(&directory)
+            .env("HOME", directory.path());
+        let output = command.stdin(std::process::Stdio::null()).output().ok()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{program} {args:?}: {said}");
+        Some(String::from_utf8_lossy(&output.stdout).into_owned() + &said)
+    };
+
+    if said_by("objdump", &["--version"]).is_none() || said_by("perf", &["--version"]).is_none() {
+        skipped("no perf or no objdump (binutils) for perf annotate", false);
+    } else {
+        let (root, file) = (path("root"), path("guest.data"));
+        let annotate = [
+            "annotate", "--stdio", "-i", &file, "--symfs", &root, "-s", "heavy",
+        ];
+        let text = said_by("perf", &annotate).unwrap();
+        eprintln!("{}", text.lines().take(40).collect::<Vec<_>>().join("\n"));
+        assert!(
+            text.contains("<heavy>") && text.contains("Disassembly of section .text"),
+            "{text}"
+        );
+        let shares = text
+            .lines()
+            .filter_map(|line| line.split_once(" :")?.0.trim().parse::<f64>().ok());
+        let sum: f64 = shares.sum();
+        assert!(
+            (95.0..105.0).contains(&sum),
+            "{sum} % of heavy's samples are at its instructions: {text}"
+        );
+    }
+    samply_reads_it(&path, &said_by);
+}
+
+/// samply's import has the guest's tasks as threads, with stacks, and the program by its build-id, by which
+/// its page finds names.
+fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]) -> Option<String>) {
+    let (file, profile) = (path("guest.data"), path("profile.json"));
+    let import = ["import", &file, "--save-only", "-o", &profile];
+    if said_by("samply", &import).is_none() {
+        return skipped("no samply (cargo install samply)", false);
+    }
+    let text = std::fs::read(&profile).unwrap();
+    let profile: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let list = |of: &serde_json::Value| of.as_array().cloned().unwrap_or_default();
+    let libs = list(&profile["libs"]);
+    let program = libs.iter().find(|lib| lib["name"] == "pvload").unwrap();
+    assert!(program["breakpadId"].as_str().unwrap().len() > 32, "{program}");
+    for task in ["three", "syscalls"] {
+        let threads = list(&profile["threads"]);
+        let of_task = |thread: &&serde_json::Value| thread["name"] == task;
+        let samples: u64 = threads
+            .iter()
+            .filter(of_task)
+            .map(|thread| thread["samples"]["length"].as_u64().unwrap())
+            .sum();
+        // A stack is a frame and the stack of its caller.
+        let deepest = |thread: &serde_json::Value| {
+            let mut depths: Vec<usize> = Vec::new();
+            for caller in list(&thread["stackTable"]["prefix"]) {
+                let caller = caller.as_u64().and_then(|caller| usize::try_from(caller).ok());
+                depths.push(1 + caller.map_or(0, |caller| depths[caller]));
+            }
+            depths.into_iter().max().unwrap_or(0)
+        };
+        let deepest = threads.iter().filter(of_task).map(deepest).max().unwrap();
+        eprintln!("samply: {samples} samples of {task}, stacks of up to {deepest} frames");
+        assert!(
+            samples > 100 && deepest > 3,
+            "{task}: {samples} samples, {deepest} frames"
+        );
+    }
 }
 
 /// Debian's perf reads the recording of a guest as one.

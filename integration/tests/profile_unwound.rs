@@ -1,10 +1,12 @@
-//! A stock program of Debian, with shared libraries and without frame pointers, profiled from outside: its
-//! stacks by the unwind tables in the guest's memory, its functions by the names that they export, and no
-//! file of the guest at hand.
+//! Programs as they are, profiled from outside. One of Debian, with shared libraries and without frame
+//! pointers: its stacks by the unwind tables in the guest's memory, its functions by the names that they
+//! export, and no file of the guest at hand. And one of Go, which has no tables in memory.
 
+use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
+use integration::measure::skipped;
 use integration::place::Place;
 use integration::process::Command;
 
@@ -24,13 +26,14 @@ fn run(place: &Place, command: &Command) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
-/// Weight of the folded stacks of `xz`'s threads that `keep` keeps.
-fn weight(folded: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
+/// Weight of the folded stacks of `task`'s threads that `keep` keeps.
+fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
     folded
         .lines()
         .filter_map(|line| line.rsplit_once(' '))
         .filter_map(|(stack, weight)| {
-            let frames: Vec<&str> = stack.strip_prefix("xz;")?.split(';').collect();
+            let (of, frames) = stack.split_once(';')?;
+            let frames: Vec<&str> = frames.split(';').filter(|_| of == task).collect();
             keep(&frames).then(|| weight.parse::<u64>().ok()).flatten()
         })
         .sum()
@@ -92,11 +95,11 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
         first.any(|frame| frame.starts_with("__libc_start_main"))
             || of(0, "libc.so.6") && (of(1, "liblzma") || of(1, "libc.so.6") && of(2, "liblzma"))
     };
-    let all = weight(&folded, |frames| frames.iter().any(&user));
-    let whole = weight(&folded, begins);
+    let all = weight(&folded, "xz", |frames| frames.iter().any(&user));
+    let whole = weight(&folded, "xz", begins);
     let by_fp = (
-        weight(&fp, |frames| frames.iter().any(&user)),
-        weight(&fp, begins),
+        weight(&fp, "xz", |frames| frames.iter().any(&user)),
+        weight(&fp, "xz", begins),
     );
     eprintln!(
         "by tables {whole} of {all}; by frame pointers {} of {}",
@@ -121,8 +124,124 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
         "{numbers:?}"
     );
     // Names that liblzma exports, with no file at hand.
-    let named = weight(&folded, |frames| {
+    let named = weight(&folded, "xz", |frames| {
         frames.iter().any(|frame| frame.contains("lzma_code"))
     });
     assert!(named > 0, "{folded}");
+}
+
+/// Sorts strings for ever, in goroutines' own way: on a stack that Go's runtime allocates and moves.
+const GO: &str = r#"package main
+
+import ("fmt"; "os"; "sort"; "strings")
+
+//go:noinline
+func churn(n int) int {
+	words := make([]string, 0, n)
+	for i := 0; i < n; i++ {
+		words = append(words, fmt.Sprintf("%d", (i*7919)%n))
+	}
+	sort.Strings(words)
+	return len(strings.Join(words, ","))
+}
+
+//go:noinline
+func work(rounds int) (sum int) {
+	for i := 0; i < rounds; i++ {
+		sum += churn(2000)
+	}
+	return
+}
+
+func main() {
+	fmt.Println("load-has-begun")
+	for work(1000) != 0 {
+	}
+	os.Exit(1)
+}
+"#;
+
+/// The program, as Go builds it. `None`: there is no Go here.
+fn go_program() -> Option<Vec<u8>> {
+    let directory = artefacts::log_dir().unwrap().join("go");
+    std::fs::create_dir_all(&directory).unwrap();
+    std::fs::write(directory.join("main.go"), GO).unwrap();
+    let built = std::process::Command::new("go")
+        .args(["build", "-o", "churn", "main.go"])
+        .current_dir(&directory)
+        .envs([("CGO_ENABLED", "0"), ("GO111MODULE", "off"), ("GOFLAGS", "")])
+        .env("GOCACHE", directory.join("cache"))
+        .output();
+    match built {
+        Ok(out) => {
+            assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+            Some(std::fs::read(directory.join("churn")).unwrap())
+        }
+        Err(_) => None,
+    }
+}
+
+/// A program of Go is followed to `main.main` in each way: by `.debug_frame`, which its file has and its
+/// memory has not; where no file is at hand by the frame pointers that Go keeps, which `dwarf` falls back to
+/// at each address that no table covers; and by `fp`.
+#[test]
+fn a_program_of_go_is_followed_to_its_main_function() {
+    let Some(program) = go_program() else {
+        return skipped("no Go here (Debian: golang-go)", false);
+    };
+    let place = Place::choose(&LabOptions::default()).unwrap();
+    let root = place.scratch("go-root");
+    run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
+    place.put(&format!("{root}/bin/churn"), 0o755, &program).unwrap();
+    let guest = LinuxGuest::new("go", "intel-v2")
+        .script("section load /bin/churn")
+        .file("bin/churn", 0o755, program)
+        .args(["--name", "go"]);
+    let running = place.start(&guest.command(&place).unwrap()).unwrap();
+    assert!(
+        running.wait_for("load-has-begun", LIMIT),
+        "{}",
+        running.stdout_so_far()
+    );
+    let perfvisor = place.perfvisor().unwrap();
+    let ours = |args: &[&str]| {
+        run(
+            &place,
+            &Command::new(perfvisor.clone()).args(args.iter().copied()),
+        )
+    };
+    let data = place.scratch("go.data");
+    for (how, with_file) in [("dwarf,32768", true), ("dwarf,32768", false), ("fp", false)] {
+        let record = [
+            "-v",
+            "record",
+            "go",
+            "-N",
+            "-F",
+            "100",
+            "--chain-every",
+            "1",
+            "-d",
+            "10",
+        ];
+        let record = [&record[..], &["--call-graph", how, "-o", &data]].concat();
+        let files = ["--guestmount", &root];
+        let files = if with_file { &files[..] } else { &[] };
+        let (_, said) = ours(&[&record[..], files].concat());
+        let (folded, _) = ours(&["flamegraph", "-i", &data, "--folded", "--guestmount", &root]);
+        // What main.main calls, the runtime's own goroutines and its scheduler's stack left out.
+        let own = |frame: &&str| {
+            ["main.", "sort.", "fmt.", "strings."]
+                .iter()
+                .any(|of| frame.starts_with(of))
+        };
+        let all = weight(&folded, "churn", |frames| frames.iter().any(own));
+        let whole = weight(&folded, "churn", |frames| frames.contains(&"main.main"));
+        eprintln!("{how}, the file at hand: {with_file}: {whole} of {all} lead to main.main\n{said}");
+        assert!(
+            all > 0 && whole * 100 >= all * 90,
+            "{how}, {with_file}: {whole} of {all}\n{folded}"
+        );
+    }
+    ours(&["ctl", "go", "stop"]);
 }
