@@ -171,6 +171,12 @@ tarball: $(if $(BINARY),,static)
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 
+## package-check: package and archive, installed and tried in a copy of this machine (BINARY=FILE: of that one; needs root)
+.PHONY: package-check
+package-check: deb tarball
+	packaging/try.sh $(or $(BINARY),$(STATIC)) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb \
+		$(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz
+
 ## unit-check: what systemd says of the units, where there is a systemd
 .PHONY: unit-check
 unit-check:

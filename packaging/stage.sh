@@ -5,6 +5,10 @@ set -eu
 binary=$1 root=$2
 here=$(dirname "$0")
 share=$root/usr/share
+if readelf -lW "$binary" | grep -q INTERP; then
+	echo "stage: $binary needs libraries, which a package of it does not name; make static builds one that needs none"
+	exit 1
+fi
 install -D -m 0755 "$binary" "$root/usr/bin/perfvisor"
 install -d "$root/etc/perfvisor" "$share/man/man1" "$share/bash-completion/completions" "$share/zsh/vendor-completions" \
 	"$share/fish/vendor_completions.d"
