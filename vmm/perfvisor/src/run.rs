@@ -1,12 +1,10 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
-#![expect(
-    unsafe_code,
-    reason = "asks the kernel for the process's CPU time, sets malloc's parameters, unmaps pages of the program"
-)]
+#![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
 
 mod consoles;
 mod error;
 mod files;
+mod footprint;
 mod jail;
 pub(crate) mod machine;
 
@@ -93,41 +91,6 @@ impl StartTime {
     }
 }
 
-/// Buffers of this size and more are mappings of their own, which are gone when they are freed.
-#[cfg(target_env = "gnu")]
-const OWN_MAPPING_BYTES: libc::c_int = 128 << 10;
-/// The most heaps. glibc has one for each thread, and each keeps what its thread has freed.
-#[cfg(target_env = "gnu")]
-const MOST_HEAPS: libc::c_int = 2;
-
-/// Makes freed memory the host's again. While a VM is made, a kernel, an initrd and symbols are read and
-/// freed; glibc takes the first large buffer that is freed for a sign that more will come, and keeps such
-/// buffers in its heap from then on, for as long as the VM runs.
-fn give_back_what_is_freed() {
-    // SAFETY: mallopt takes two integers, and no other thread exists yet.
-    #[cfg(target_env = "gnu")]
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING_BYTES);
-        libc::mallopt(libc::M_ARENA_MAX, MOST_HEAPS);
-    }
-}
-
-/// Takes the program's code and constants out of this process's memory: most of what is there by now was for
-/// the start, of which nothing comes again. What is used from here on comes back out of the page cache, and
-/// the host may drop the rest.
-fn let_go_of_the_start() {
-    unsafe extern "C" {
-        // By the linker: what is loaded of the program, up to the end of its code, all read-only.
-        static __executable_start: u8;
-        static etext: u8;
-    }
-    let (start, end) = (&raw const __executable_start, &raw const etext);
-    let bytes = end.addr().saturating_sub(start.addr());
-    // SAFETY: the range is that of the program's file, mapped privately and never written, so each page that
-    // is dropped reads as it was when it is touched next. A failure changes nothing.
-    unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_DONTNEED) };
-}
-
 /// Runs a guest to its end. `log_file`: where its messages go besides standard error.
 ///
 /// # Errors
@@ -140,7 +103,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         .map_err(RunError::Daemon)?;
     jail::become_user(args)?;
     background::survive_job_control();
-    give_back_what_is_freed();
+    footprint::give_back_what_is_freed();
     let descriptors = privileges::raise_descriptor_limit();
     let not_confined = |e| RunError::Sandbox(args.seccomp, e);
     let will = LastWill {
@@ -208,7 +171,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
     files::restrict(args).map_err(RunError::Files)?;
-    let_go_of_the_start();
+    footprint::let_go_of_the_start();
     sandbox::confine().map_err(not_confined)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
