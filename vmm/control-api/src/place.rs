@@ -63,7 +63,8 @@ const MOST_VMS: usize = 4096;
 
 /// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else
 /// `/tmp/perfvisor-UID`. Where that is somebody else's, as anybody can make it, `/tmp/perfvisor-UID.1` is
-/// looked at, and so on.
+/// looked at, and so on. So is the first, for who is not root: one whom root has become (`--jail uid=`) has
+/// root's environment, and another user's VM may have been there before.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -72,8 +73,13 @@ pub fn directory() -> PathBuf {
 }
 
 fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
-    match runtime.filter(|dir| dir.is_absolute()) {
-        Some(dir) => dir.join("perfvisor"),
+    let runtime = runtime.filter(|dir| dir.is_absolute());
+    let another_s = |dir: &PathBuf| uid != 0 && fs::symlink_metadata(dir).is_ok_and(|meta| meta.uid() != uid);
+    match runtime
+        .map(|dir| dir.join("perfvisor"))
+        .filter(|dir| !another_s(dir))
+    {
+        Some(dir) => dir,
         // A minimal system may have no /run.
         None if uid == 0 && Path::new("/run").is_dir() => PathBuf::from("/run/perfvisor"),
         None => in_tmp(Path::new("/tmp"), uid),
@@ -527,6 +533,21 @@ mod tests {
             directory_for(Some("relative".into()), 7),
             Path::new("/tmp/perfvisor-7")
         );
+    }
+
+    /// VMs of one root are different users, each with root's environment.
+    #[test]
+    fn a_user_whom_root_becomes_passes_by_what_another_has_there() {
+        let runtime = tempfile::tempdir().unwrap();
+        let (own, other) = (peer::own_uid().max(1), peer::own_uid() + 7);
+        let place = |uid| directory_for(Some(runtime.path().to_owned()), uid);
+        assert_eq!(place(other), runtime.path().join("perfvisor"));
+        fs::create_dir(runtime.path().join("perfvisor")).unwrap();
+        assert_eq!(place(other), PathBuf::from(format!("/tmp/perfvisor-{other}")));
+        assert_eq!(place(0), runtime.path().join("perfvisor"), "root operates both");
+        if own == peer::own_uid() {
+            assert_eq!(place(own), runtime.path().join("perfvisor"));
+        }
     }
 
     /// Anybody can make a directory in /tmp, or a link. Who finds one there takes the next place, and so does

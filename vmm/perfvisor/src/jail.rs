@@ -1,5 +1,6 @@
 //! `--jail`: whom a VM's process becomes, and what it may take of the host.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::values::{ValueError, whole};
@@ -8,19 +9,21 @@ use crate::values::{ValueError, whole};
 const MAX_ID: u64 = u32::MAX as u64 - 1;
 
 /// What `--jail` was given.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailConfig {
     /// The user to become.
     pub uid: Option<u32>,
     /// The group to become; that of the user's number if only a user is given.
     pub gid: Option<u32>,
+    /// The control group to join: a directory of cgroup v2 that is there.
+    pub cgroup: Option<PathBuf>,
 }
 
 /// What is wrong with the words of `--jail`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JailConfigError {
     /// No such word.
-    #[error("'{0}' is nothing that a jail has; known are uid=N and gid=N, separated by commas")]
+    #[error("'{0}' is nothing that a jail has; known are uid=N, gid=N and cgroup=DIR, separated by commas")]
     Unknown(String),
     /// The same word again.
     #[error("{0}= is there twice")]
@@ -28,6 +31,9 @@ pub enum JailConfigError {
     /// No number.
     #[error("{0}=")]
     Number(&'static str, #[source] ValueError),
+    /// No directory.
+    #[error("cgroup= without a directory: name one of cgroup v2, as /sys/fs/cgroup/vms/web")]
+    NoDirectory,
     /// A group without a user.
     #[error("gid= without uid=: the user would stay; name both")]
     GroupAlone,
@@ -42,6 +48,15 @@ impl FromStr for JailConfig {
             let unknown = || JailConfigError::Unknown(word.to_owned());
             let (key, value) = word.split_once('=').ok_or_else(unknown)?;
             let (name, place) = match key {
+                "cgroup" => {
+                    if value.is_empty() {
+                        return Err(JailConfigError::NoDirectory);
+                    }
+                    if config.cgroup.replace(value.into()).is_some() {
+                        return Err(JailConfigError::Twice("cgroup"));
+                    }
+                    continue;
+                }
                 "uid" => ("uid", &mut config.uid),
                 "gid" => ("gid", &mut config.gid),
                 _ => return Err(unknown()),

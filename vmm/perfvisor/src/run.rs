@@ -101,6 +101,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         .then(background::daemonize)
         .transpose()
         .map_err(RunError::Daemon)?;
+    jail::join_cgroup(args)?;
     jail::become_user(args)?;
     background::survive_job_control();
     footprint::give_back_what_is_freed();
@@ -167,6 +168,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     };
     jail::close(jail, args)?;
     privileges::give_up()?;
+    jail::tell_of_sockets_that_stay(args);
     if args.on_reset == OnReset::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }

@@ -1,18 +1,17 @@
 //! A VM in a jail (`--jail`) runs, counts and is operated as any other, and sees nothing of its host.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, chown};
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use common::machine::Machine;
+use common::nobody::{NOBODY, Nobody};
 use common::skip::skipped;
 use common::vm::{PROGRAM, SpinningVm, eventually};
 
 mod common;
-
-/// A user without rights.
-const NOBODY: u32 = 65534;
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
@@ -133,45 +132,13 @@ fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
     assert!(!sockets.join("somebody.sock").exists(), "its socket goes with it");
 }
 
-/// A command in a mount namespace where everybody may open /dev/kvm, as [`NOBODY`], without capabilities.
-const AS_NOBODY: &str = r#"
-    test -e "$0/kvm" || { mknod "$0/kvm" c "$1" "$2" && chmod 666 "$0/kvm"; } || exit 99
-    mount --bind "$0/kvm" /dev/kvm || exit 99
-    shift 2
-    exec setpriv --reuid 65534 --regid 65534 --clear-groups --bounding-set=-all "$@"
-"#;
-
 #[test]
 fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
-    let Ok(kvm) = fs::metadata("/dev/kvm") else {
-        return skipped("no /dev/kvm here", false);
+    // He has none by his user either.
+    let Some(nobody) = Nobody::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
+        return;
     };
-    let (major, minor) = (kvm.rdev() >> 8 & 0xfff, kvm.rdev() & 0xff);
-    let scratch = tempfile::tempdir().unwrap();
-    let as_nobody = |args: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["-m", "sh", "-c", AS_NOBODY]).arg(scratch.path());
-        command.arg(major.to_string()).arg(minor.to_string()).args(args);
-        command
-            .env("XDG_RUNTIME_DIR", scratch.path())
-            .stdin(Stdio::null());
-        command
-    };
-    // Not in the tree, where that user need not be able to go.
-    chown(scratch.path(), Some(NOBODY), Some(NOBODY)).unwrap_or_default();
-    if !as_nobody(&["unshare", "-U", "true"])
-        .output()
-        .is_ok_and(|able| able.status.success())
-    {
-        return skipped(
-            "only root can start a VM as another user, where users have namespaces",
-            false,
-        );
-    }
-    let program = scratch.path().join("program");
-    fs::copy(PROGRAM, &program).unwrap();
-    let program = program.to_str().unwrap();
-    let run = |args: &[&str]| as_nobody(&[&[program, "run"], args].concat());
+    let run = |args: &[&str]| nobody.perfvisor(&[&["run"], args].concat());
 
     let (status, text) = said(&mut run(&["--pmu", "off", "--jail", "uid=1"]));
     assert_eq!(status, Some(2), "{text}");
@@ -199,15 +166,109 @@ fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
             panic!("the VM ended with {status}: {said}");
         }
         std::thread::sleep(Duration::from_millis(50));
-        said(&mut as_nobody(&[program, "ctl", "mine", "status"])).0 == Some(0)
+        said(&mut nobody.perfvisor(&["ctl", "mine", "status"])).0 == Some(0)
     });
     let user = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/user")).unwrap();
     assert_ne!(user(&vm.id().to_string()), user("self"));
-    is_jailed(vm.id(), &scratch.path().join("perfvisor"));
-    let (status, text) = said(&mut as_nobody(&[program, "ctl", "mine", "stop"]));
+    is_jailed(vm.id(), &nobody.dir().join("perfvisor"));
+    let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     vm.wait().unwrap();
-    assert!(!scratch.path().join("perfvisor/mine.sock").exists());
+    assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
+}
+
+/// The kernel and the devices are found again in the jail, as another user.
+#[test]
+fn a_jailed_vm_boots_again_in_place() {
+    if !is_root() {
+        return;
+    }
+    let user = format!("uid={NOBODY}");
+    for jail in [&["--jail"][..], &["--jail", &user]] {
+        let args = ["--on-reset", "restart", "--cmdline", "reset=cf9", "--cpus", "2"];
+        let Some(mut vm) = Machine::start(&[&args, jail].concat()) else {
+            return;
+        };
+        for _ in 0..5 {
+            vm.line_with("boot cpus=2 memory=0");
+        }
+        vm.operator(&["ctl", "machine", "stop"]);
+        assert_eq!(vm.status(), Some(0), "{jail:?}: {:?}", vm.said());
+    }
+}
+
+/// The sockets that were given paths: each goes with the VM where its user may remove it, whoever owns the
+/// directories above. One that will stay is told of when the VM starts.
+#[test]
+fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
+    if !is_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (mine, root_s) = (dir.path().join("mine"), dir.path().join("root-s"));
+    fs::create_dir(&mine).unwrap();
+    fs::create_dir(&root_s).unwrap();
+    fs::set_permissions(&root_s, fs::Permissions::from_mode(0o700)).unwrap();
+    chown(&mine, Some(NOBODY), Some(NOBODY)).unwrap();
+    let at = |dir: &Path, name: &str| dir.join(name).to_str().unwrap().to_owned();
+    let args = [
+        "--jail".to_owned(),
+        format!("uid={NOBODY}"),
+        "--observers".into(),
+        at(&root_s, "look"),
+        "--gdb".into(),
+        at(&mine, "gdb"),
+        "--metrics".into(),
+        format!("unix:{}", at(&mine, "metrics")),
+        "--virtio-console".into(),
+        format!("socket={}", at(&mine, "console")),
+    ];
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let Some(mut vm) = SpinningVm::start("sockets", &args) else {
+        return;
+    };
+    assert_eq!(names(mine.to_str().unwrap()), ["console", "gdb", "metrics"]);
+    let (status, text) = said(&mut vm.operator(&["ctl", "sockets", "stop"]));
+    assert_eq!(status, Some(0), "{text}");
+    assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
+    assert!(names(mine.to_str().unwrap()).is_empty());
+    assert!(root_s.join("look").exists());
+    let told: Vec<String> = vm
+        .said()
+        .into_iter()
+        .filter(|line| line.contains("stays behind"))
+        .collect();
+    assert!(told.len() == 1 && told[0].contains("root-s/look"), "{told:?}");
+}
+
+/// Where cgroup v2 is mounted.
+fn control_groups() -> Option<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let of_v2 = |line: &str| {
+        let (mount, kind) = line.split_once(" - ")?;
+        kind.starts_with("cgroup2 ")
+            .then(|| mount.split(' ').nth(4).map(PathBuf::from))?
+    };
+    mounts.lines().find_map(of_v2)
+}
+
+/// A control group that goes when the test ends.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(name: &str) -> Option<Self> {
+        let dir = control_groups()?.join(format!("perfvisor-{name}-{}", std::process::id()));
+        fs::create_dir(&dir).ok().map(|()| Self(dir))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Its processes leave it in their own time.
+        while fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
 }
 
 /// By then nothing that the guest could have reached had been there.
@@ -218,10 +279,77 @@ fn a_wrong_jail_is_refused_in_a_line() {
         ("uid=4294967295", "4294967294"),
         ("uid=1,uid=2", "twice"),
         ("gid=1", "uid="),
-        ("dir=/tmp", "known are uid=N and gid=N"),
+        ("dir=/tmp", "known are uid=N, gid=N and cgroup=DIR"),
+        ("cgroup=", "without a directory"),
+        ("cgroup=/a,cgroup=/b", "twice"),
+        ("cgroup=/nowhere", "/nowhere: no control group"),
     ] {
         let (status, text) = said(Command::new(PROGRAM).args(["run", "--jail", words]));
         assert_eq!(status, Some(2), "{words}: {text}");
         assert!(text.contains(why) && text.lines().count() == 1, "{words}: {text}");
+    }
+}
+
+/// All of it is accounted there, by the kernel's own word; the user that it becomes has no right to go there.
+#[test]
+fn a_jailed_vm_joins_its_control_group() {
+    if !is_root() {
+        return;
+    }
+    let Some(group) = Group::new("joined") else {
+        return skipped("no cgroup v2 in which this user can make groups", false);
+    };
+    let jail = format!("uid={NOBODY},cgroup={}", group.0.display());
+    let Some(mut vm) = SpinningVm::start("grouped", &["--jail", &jail, "--cpus", "2"]) else {
+        return;
+    };
+    let name = group.0.file_name().unwrap().to_str().unwrap();
+    for task in names(&format!("/proc/{}/task", vm.child.id())) {
+        let groups = fs::read_to_string(format!("/proc/{task}/cgroup")).unwrap();
+        let own = groups.lines().find(|line| line.starts_with("0::")).unwrap();
+        assert!(own.ends_with(&format!("/{name}")), "{groups}");
+    }
+    is_operated(&vm, "grouped");
+    is_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
+    let (status, text) = said(&mut vm.operator(&["ctl", "grouped", "stop"]));
+    assert_eq!(status, Some(0), "{text}");
+    assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
+}
+
+/// Directories that are none, files that look like one, groups of version 1, and one that the kernel lets
+/// nobody into.
+#[test]
+fn what_is_no_control_group_to_join_is_refused_in_a_line() {
+    let refused = |dir: &Path, why: &str| {
+        let jail = format!("cgroup={}", dir.display());
+        let (status, text) = said(Command::new(PROGRAM).args(["run", "--jail", &jail]));
+        assert_eq!(status, Some(2), "{text}");
+        assert!(text.contains(why) && text.lines().count() == 1, "{text}");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    refused(dir.path(), "make it first");
+    fs::write(dir.path().join("cgroup.procs"), "untouched").unwrap();
+    refused(dir.path(), "no control group; name a directory of cgroup v2");
+    let text = fs::read_to_string(dir.path().join("cgroup.procs")).unwrap();
+    assert_eq!(text, "untouched");
+    let first = Path::new("/sys/fs/cgroup/memory");
+    if is_root()
+        && first.join("cgroup.procs").exists()
+        && !control_groups().is_some_and(|v2| first.starts_with(v2))
+    {
+        refused(first, "version 1");
+    }
+    let Some(group) = Group::new("shares") else {
+        return skipped("no cgroup v2 in which this user can make groups", false);
+    };
+    // Beside a group of threads only such groups are of use.
+    let [threads, other] = ["threads", "other"].map(|name| group.0.join(name));
+    for dir in [&threads, &other] {
+        fs::create_dir(dir).unwrap();
+    }
+    fs::write(threads.join("cgroup.type"), "threaded").unwrap();
+    refused(&other, "cgroup.type there must be 'domain'");
+    for dir in [&threads, &other] {
+        fs::remove_dir(dir).unwrap();
     }
 }

@@ -1,12 +1,12 @@
 //! What a running VM may still do: its capabilities, its threads', and who may look into it.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm, put_program};
+use common::nobody::Nobody;
+use common::vm::{PROGRAM, SpinningVm};
 
 mod common;
 
@@ -14,8 +14,6 @@ mod common;
 const PERFMON: u64 = 1 << 38;
 /// `CAP_SYS_ADMIN`.
 const SYS_ADMIN: u64 = 1 << 21;
-/// A user without rights.
-const NOBODY: u32 = 65534;
 
 /// A field of `/proc/PID/status`.
 fn field(status: &str, name: &str) -> u64 {
@@ -82,44 +80,16 @@ fn filters_are_left_out_if_the_operator_says_so() {
     assert_eq!(field(&status, "NoNewPrivs"), 1);
 }
 
-/// A command in a mount namespace of its own, where everybody may open /dev/kvm, as [`NOBODY`] who may count.
-const AS_NOBODY: &str = r#"
-    rm -f "$0/kvm"; mknod "$0/kvm" c "$1" "$2" && chmod 666 "$0/kvm" && mount --bind "$0/kvm" /dev/kvm || exit 99
-    shift 2
-    exec setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps +perfmon --ambient-caps +perfmon "$@"
-"#;
-
 #[test]
 fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
-    let Ok(kvm) = fs::metadata("/dev/kvm") else {
-        return skipped("no /dev/kvm here", false);
+    let rights = &["--inh-caps", "+perfmon", "--ambient-caps", "+perfmon"];
+    let Some(nobody) = Nobody::with(rights, &["true"]) else {
+        return;
     };
-    let (major, minor) = (kvm.rdev() >> 8 & 0xfff, kvm.rdev() & 0xff);
-    let scratch = tempfile::tempdir().unwrap();
-    let as_nobody = |args: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["-m", "sh", "-c", AS_NOBODY]).arg(scratch.path());
-        command.arg(major.to_string()).arg(minor.to_string()).args(args);
-        command
-            .env("XDG_RUNTIME_DIR", scratch.path())
-            .stdin(Stdio::null());
-        command
-    };
-    let able = as_nobody(&["true"]).output();
-    if !able.is_ok_and(|able| able.status.success()) {
-        return skipped(
-            "only root can start a VM as another user, with CAP_PERFMON",
-            false,
-        );
-    }
-    chown(scratch.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-    // The program need not be where that user can go.
-    let program = scratch.path().join("program");
-    put_program(&program);
-    let program = program.to_str().unwrap();
 
     // Without the capability the VM does not start, and says what would help.
-    let mut without = as_nobody(&[
+    let program = nobody.program();
+    let mut without = nobody.command(&[
         "setpriv",
         "--inh-caps=-all",
         "--ambient-caps=-all",
@@ -134,25 +104,17 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
         assert_eq!(without.status.code(), Some(2), "{said}");
     }
 
-    let mut vm = as_nobody(&[
-        program,
-        "run",
-        "--name",
-        "no-root",
-        "--memory",
-        "32M",
-        "--cmdline",
-        "loop",
-    ])
-    .stdout(Stdio::null())
-    .stderr(Stdio::piped())
-    .spawn()
-    .unwrap();
+    let mut vm = nobody
+        .perfvisor(&["run", "--name", "no-root", "--memory", "32M", "--cmdline", "loop"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     // Its operator is root: the socket is that user's, and root's.
     let operator = |args: &[&str]| {
         Command::new(PROGRAM)
             .args(args)
-            .env("XDG_RUNTIME_DIR", scratch.path())
+            .env("XDG_RUNTIME_DIR", nobody.dir())
             .output()
             .unwrap()
     };

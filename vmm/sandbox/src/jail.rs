@@ -18,11 +18,11 @@ use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, chroot, symlink};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
-use rustix::thread::{CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
 /// Where the new root is put together: a directory that every host has which can have a jail.
 const BUILT_AT: &str = "/proc";
@@ -47,6 +47,12 @@ pub enum JailError {
          be"
     )]
     NoUserNamespace(#[source] io::Error),
+    /// The root directory is in somebody else's mount.
+    #[error(
+        "the root directory is no mount, as inside chroot: leave --jail out, or make it one before chroot (mount \
+         --rbind DIR DIR)"
+    )]
+    Chroot,
     /// `mount_setattr(2)` is missing.
     #[error("this kernel cannot restrict mounts (mount_setattr, Linux 5.12): leave --jail out")]
     OldKernel,
@@ -71,9 +77,9 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
 /// What there is in a jail, besides `/proc/self`. What does not exist is left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inside {
-    /// Files, and directories with all that is below them, which can be read.
+    /// Files, and directories with all that is below them, which can be read; sockets there can be reached.
     pub read: Vec<PathBuf>,
-    /// Those in which files can be removed, and sockets reached.
+    /// Those in which files can be removed besides.
     pub change: Vec<PathBuf>,
 }
 
@@ -139,7 +145,10 @@ pub fn separate() -> Result<Jail, JailError> {
             ptr::null(),
         )
     };
-    checked(private.into()).map_err(step("cannot keep mounts to itself at", "/"))?;
+    checked(private.into()).map_err(|e| match e.raw_os_error() {
+        Some(libc::EINVAL) => JailError::Chroot,
+        _ => step("cannot keep mounts to itself at", "/")(e),
+    })?;
     Ok(Jail { of_a_user })
 }
 
@@ -174,7 +183,8 @@ impl Jail {
 
     /// From now on the process has a root directory that holds `inside` and its own `/proc/self`. Everything
     /// is there by the path that it had; nothing is executable, no device or set-user-ID bit counts, and
-    /// there is no way back to the host's files.
+    /// there is no way back to the host's files. In a user namespace of its own this thread has no
+    /// capabilities any more: they look like the host's to who asks for them, and are not.
     ///
     /// # Errors
     /// [`JailError`]; the process has the host's root still, or neither.
@@ -217,7 +227,18 @@ impl Jail {
             .or_else(|_| std::env::set_current_dir("/"))
             .map_err(step("no directory to be in:", "/"))?;
         set_attributes(libc::AT_FDCWD, c"/", libc::MOUNT_ATTR_RDONLY)
-            .map_err(step("cannot make read-only", "/"))
+            .map_err(step("cannot make read-only", "/"))?;
+        if self.of_a_user {
+            let none = CapabilitySet::empty();
+            let none = CapabilitySets {
+                effective: none,
+                permitted: none,
+                inheritable: none,
+            };
+            set_capabilities(None, none)
+                .map_err(|e| step("cannot give up its capabilities in", "/")(e.into()))?;
+        }
+        Ok(())
     }
 }
 
@@ -296,18 +317,35 @@ fn new_root() -> Result<(), JailError> {
 }
 
 /// Makes what is at [`BUILT_AT`] the root of the process, and lets go of the old one: pivot_root(2), "." on
-/// ".".
+/// ".". That of an initramfs cannot be let go of. Over it the new one is mounted, as switch_root(8) does: each
+/// way to what is below leads to what is above.
 fn enter_new_root() -> Result<(), JailError> {
-    std::env::set_current_dir(BUILT_AT).map_err(step("cannot enter", BUILT_AT))?;
+    let failed = |what| step(what, BUILT_AT);
+    std::env::set_current_dir(BUILT_AT).map_err(failed("cannot enter"))?;
     // SAFETY: both paths are strings that end with 0.
-    let pivoted = unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) };
-    checked(pivoted).map_err(step(
-        "pivot_root failed (a root that is no mount of its own, as by chroot, or an initramfs, cannot be left):",
-        BUILT_AT,
-    ))?;
-    // SAFETY: the path is a string that ends with 0.
-    let left = unsafe { libc::umount2(c".".as_ptr(), libc::MNT_DETACH) };
-    checked(left.into()).map_err(step("cannot let go of", "the host's root"))
+    let pivoted = checked(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) });
+    match pivoted {
+        Ok(()) => {
+            // SAFETY: the path is a string that ends with 0.
+            let left = unsafe { libc::umount2(c".".as_ptr(), libc::MNT_DETACH) };
+            checked(left.into()).map_err(step("cannot let go of", "the host's root"))
+        }
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+            // SAFETY: the paths are strings that end with 0; the other pointers may be null for a move.
+            let moved = unsafe {
+                libc::mount(
+                    c".".as_ptr(),
+                    c"/".as_ptr(),
+                    ptr::null(),
+                    libc::MS_MOVE,
+                    ptr::null(),
+                )
+            };
+            checked(moved.into()).map_err(failed("cannot mount over the host's root what is at"))?;
+            chroot(".").map_err(failed("cannot make the root what was at"))
+        }
+        Err(e) => Err(failed("pivot_root failed:")(e)),
+    }
 }
 
 /// Adds attributes to a mount: to all below it, if it is a descriptor's.

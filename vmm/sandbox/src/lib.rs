@@ -7,6 +7,7 @@
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
 //! | `files` | which files can be opened |
+//! | `cgroup` | a process joins a control group |
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
 //! | `fault` | faults that tests ask for |
@@ -16,6 +17,7 @@
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
+mod cgroup;
 mod crash;
 mod fault;
 mod files;
@@ -27,6 +29,7 @@ mod rules;
 mod start;
 mod violation;
 
+pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::fault_point;
 pub use files::{Files, FilesError, begin_files, has_landlock, only_files};

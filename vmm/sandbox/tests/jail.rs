@@ -6,7 +6,8 @@ use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use sandbox::{Inside, JailError};
 
@@ -28,6 +29,60 @@ fn jailed(inside: Inside, test: impl FnOnce() + Send + 'static) -> bool {
         true
     });
     thread.join().unwrap()
+}
+
+fn mount(args: &[&str], path: &Path) {
+    let mounted = Command::new("mount").args(args).arg(path).status();
+    assert!(mounted.unwrap().success(), "{args:?} {}", path.display());
+}
+
+/// In a directory that is made the root, with `/proc`: as inside chroot(1).
+fn in_a_chroot(root: &Path, bound: bool) {
+    // Mounts are this thread's, then.
+    unshare_mounts();
+    if bound {
+        mount(&["--bind", root.to_str().unwrap()], root);
+    }
+    let proc = root.join("proc");
+    fs::create_dir_all(&proc).unwrap();
+    mount(&["--rbind", "/proc"], &proc);
+    std::os::unix::fs::chroot(root).unwrap();
+    std::env::set_current_dir("/").unwrap();
+}
+
+#[expect(unsafe_code, reason = "unshare(2)")]
+fn unshare_mounts() {
+    // SAFETY: the call takes a number.
+    assert_eq!(unsafe { libc::unshare(libc::CLONE_FS | libc::CLONE_NEWNS) }, 0);
+    mount(&["--make-rprivate"], Path::new("/"));
+}
+
+/// The root of an initramfs, which cannot be left, is in the lab (`integration/tests/machine.rs`).
+#[test]
+fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
+    if !jailed(Inside::default(), || {}) {
+        return;
+    }
+    let outside = tempfile::tempdir().unwrap();
+    fs::write(outside.path().join("file"), "text").unwrap();
+    for bound in [true, false] {
+        let root = outside.path().to_owned();
+        let thread = std::thread::spawn(move || {
+            in_a_chroot(&root, bound);
+            assert_eq!(names("/"), ["file", "proc"]);
+            if !bound {
+                let refused = sandbox::separate().unwrap_err();
+                return assert!(matches!(refused, JailError::Chroot), "{refused}");
+            }
+            let jail = sandbox::separate().unwrap_or_else(|e| panic!("{e}"));
+            jail.close(&Inside::default())
+                .unwrap_or_else(|e| panic!("{e}: {:?}", std::error::Error::source(&e)));
+            for root in ["/", "/.."] {
+                assert_eq!(names(root), ["proc"], "{root}");
+            }
+        });
+        thread.join().unwrap();
+    }
 }
 
 fn missing<T>(result: io::Result<T>) -> bool {
@@ -91,21 +146,22 @@ fn memory_file() -> File {
 
 #[test]
 fn sockets_are_reached_where_that_was_named_and_removed() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("socket");
-    let _listener = UnixListener::bind(&path).unwrap();
-    let (socket, inside) = (
-        path.clone(),
-        Inside {
-            read: Vec::new(),
-            change: vec![dir.path().to_owned()],
-        },
-    );
+    let [changed, read] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let [path, kept] = [&changed, &read].map(|dir| dir.path().join("socket"));
+    let _listeners = [&path, &kept].map(|path| UnixListener::bind(path).unwrap());
+    let inside = Inside {
+        read: vec![read.path().to_owned()],
+        change: vec![changed.path().to_owned()],
+    };
+    let (socket, other) = (path.clone(), kept.clone());
     let ran = jailed(inside, move || {
         UnixStream::connect(&socket).unwrap();
         fs::remove_file(&socket).unwrap();
+        UnixStream::connect(&other).unwrap();
+        fs::remove_file(&other).unwrap_err();
     });
     assert!(!ran || !path.exists(), "it is the host's directory");
+    assert!(kept.exists());
 }
 
 #[test]
@@ -128,7 +184,7 @@ fn nothing_in_a_jail_is_executed() {
         change: vec![dir.path().to_owned()],
     };
     jailed(inside, move || {
-        let refused = std::process::Command::new(&program).status().unwrap_err();
+        let refused = Command::new(&program).status().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
     });
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{FilesError, JailError, SandboxError};
+use sandbox::{CgroupError, FilesError, JailError, SandboxError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -116,6 +116,9 @@ pub enum RunError {
     /// No jail.
     #[error("--jail")]
     Jail(#[source] JailError),
+    /// The jail's control group is not to be had.
+    #[error("--jail cgroup=")]
+    Cgroup(#[source] CgroupError),
     /// The kernel takes capabilities in a user namespace for none.
     #[error(
         "--jail: a user's VM gets a user namespace, in which the host's kernel lets it count nothing while \

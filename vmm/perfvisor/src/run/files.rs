@@ -51,7 +51,17 @@ pub(super) fn needed(args: &RunArgs) -> Files {
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| places(path)));
     }
-    // Sockets that go with the VM.
+    let mut remove: Vec<PathBuf> = sockets(args).flat_map(places).collect();
+    remove.push(place::directory());
+    for paths in [&mut read, &mut remove] {
+        paths.sort();
+        paths.dedup();
+    }
+    Files { read, remove }
+}
+
+/// The sockets that a VM of `args` has at paths of the user's choice, which go with it.
+pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
     let consoles = [Some(&args.console), args.virtio_console.as_ref()];
     let consoles = consoles.into_iter().flatten().filter_map(|target| match target {
         ConsoleTarget::Socket(path) => Some(path.as_path()),
@@ -61,25 +71,18 @@ pub(super) fn needed(args: &RunArgs) -> Files {
         MetricsAddress::Unix { path, .. } => Some(path.as_path()),
         MetricsAddress::Tcp(_) => None,
     });
-    let sockets = [
+    let others = [
         args.gdb.as_ref().map(|gdb| gdb.socket.as_path()),
         args.observers.as_ref().map(|at| at.path.as_path()),
         args.vsock.as_ref().and_then(|vsock| vsock.socket.as_deref()),
         metrics,
     ];
-    let sockets = sockets.into_iter().flatten().chain(consoles);
-    let mut remove: Vec<PathBuf> = sockets.flat_map(places).collect();
-    remove.push(place::directory());
-    for paths in [&mut read, &mut remove] {
-        paths.sort();
-        paths.dedup();
-    }
-    Files { read, remove }
+    others.into_iter().flatten().chain(consoles)
 }
 
 /// The directories that `path` is in: as it is written, and where symbolic links lead. The root is none: for
 /// a file there it is the file itself.
-fn places(path: &Path) -> Vec<PathBuf> {
+pub(super) fn places(path: &Path) -> Vec<PathBuf> {
     let whole = fs::canonicalize(path).ok();
     let both = [Some(path), whole.as_deref()].into_iter().flatten();
     both.map(|path| match path.parent() {

@@ -1,12 +1,15 @@
-//! `--jail`: when the process becomes another user, leaves the host's network, and loses sight of its files.
+//! `--jail`: when the process joins a control group, becomes another user, leaves the host's network, and loses
+//! sight of its files.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::counting_is_denied;
 use perfvisor_vmm::vm::VmConfig;
-use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+use rustix::fs::{Access, access};
+use rustix::process::getuid;
 use sandbox::{Inside, Jail, JailError};
+use virtio_devices::share::config::Source;
 
 use super::RunError;
 use super::files::{self, PROC};
@@ -19,15 +22,28 @@ const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 /// How long threads may take to end.
 const LAST_MOMENTS: Duration = Duration::from_secs(5);
 
+/// Joins the control group that the jail names, if it names one: before anything is allocated, so that all is
+/// accounted there, and with the rights of who starts the VM.
+///
+/// # Errors
+/// [`RunError::Cgroup`].
+pub(super) fn join_cgroup(args: &RunArgs) -> Result<(), RunError> {
+    let group = args.jail.as_ref().and_then(|jail| jail.cgroup.as_ref());
+    group
+        .map_or(Ok(()), |dir| sandbox::join_cgroup(dir))
+        .map_err(RunError::Cgroup)
+}
+
 /// Becomes the user that the jail is to have, if it names one. No thread may exist yet.
 ///
 /// # Errors
 /// [`RunError::Jail`].
 pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
-    let Some(uid) = args.jail.and_then(|jail| jail.uid) else {
+    let jail = args.jail.as_ref();
+    let Some(uid) = jail.and_then(|jail| jail.uid) else {
         return Ok(());
     };
-    let gid = args.jail.and_then(|jail| jail.gid);
+    let gid = jail.and_then(|jail| jail.gid);
     sandbox::become_user(uid, gid.unwrap_or(uid)).map_err(RunError::Jail)
 }
 
@@ -79,18 +95,32 @@ pub(super) fn close(jail: Option<Jail>, args: &RunArgs) -> Result<(), RunError> 
         change: needed.remove,
     };
     inside.read.retain(|path| path != Path::new(PROC));
+    // A back end of somebody else's is reached there again when it comes back.
+    let back_ends = args.share_dir.iter().filter_map(|share| match &share.source {
+        Source::Socket(path) => Some(path),
+        Source::Directory { .. } => None,
+    });
+    inside.read.extend(back_ends.flat_map(|path| files::places(path)));
     inside.change.extend(notify.filter(|path| path.is_absolute()));
-    let of_a_user = jail.has_user_namespace();
-    jail.close(&inside).map_err(RunError::Jail)?;
-    if of_a_user {
-        // They look like the host's to who asks for them, and are not.
-        let none = CapabilitySet::empty();
-        let none = CapabilitySets {
-            effective: none,
-            permitted: none,
-            inheritable: none,
+    jail.close(&inside).map_err(RunError::Jail)
+}
+
+/// Says which of the sockets of a VM of `args` it will leave behind: those in directories where its user may
+/// remove nothing. To be asked when the rights are given up.
+pub(super) fn tell_of_sockets_that_stay(args: &RunArgs) {
+    for path in files::sockets(args) {
+        let dir = match path.parent() {
+            Some(dir) if dir.as_os_str().is_empty() => Path::new("."),
+            Some(dir) => dir,
+            None => continue,
         };
-        set_capabilities(None, none).map_err(|e| RunError::Start("capset failed", e.into()))?;
+        if access(dir, Access::WRITE_OK | Access::EXEC_OK).is_err() {
+            log::warn!(
+                "the socket {} stays behind when the VM ends: its user ({}) may remove nothing in that directory; \
+                 choose one of that user's",
+                path.display(),
+                getuid().as_raw()
+            );
+        }
     }
-    Ok(())
 }

@@ -3,6 +3,7 @@
 
 pub mod host;
 pub mod machine;
+pub mod nobody;
 pub mod operator;
 #[path = "../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;

@@ -1,0 +1,87 @@
+//! Commands of a user without rights, who may open /dev/kvm.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, chown};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use tempfile::TempDir;
+
+use super::vm::put_program;
+
+/// A user without rights.
+pub const NOBODY: u32 = 65534;
+
+/// In a mount namespace of its own, where everybody may open /dev/kvm: `setpriv` with the words behind.
+const AS_NOBODY: &str = r#"
+    test -e "$0/kvm" || { mknod "$0/kvm" c "$1" "$2" && chmod 666 "$0/kvm"; } || exit 99
+    mount --bind "$0/kvm" /dev/kvm || exit 99
+    shift 2
+    exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
+"#;
+
+/// That user, with a directory of its own in which the program is too: where it is built, he need not be able
+/// to go.
+pub struct Nobody {
+    dir: TempDir,
+    kvm: u64,
+    rights: &'static [&'static str],
+    program: String,
+}
+
+impl Nobody {
+    /// `rights`: words for setpriv(1). `None` where there is no KVM, or `first`, a command, cannot be run so.
+    pub fn with(rights: &'static [&'static str], first: &[&str]) -> Option<Self> {
+        let Ok(kvm) = fs::metadata("/dev/kvm") else {
+            super::skip::skipped("no /dev/kvm here", false);
+            return None;
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("program");
+        put_program(&program);
+        let nobody = Self {
+            program: program.to_str().unwrap().to_owned(),
+            dir,
+            kvm: kvm.rdev(),
+            rights,
+        };
+        let able = chown(nobody.dir(), Some(NOBODY), Some(NOBODY)).is_ok()
+            && nobody
+                .command(first)
+                .output()
+                .is_ok_and(|able| able.status.success());
+        if !able {
+            super::skip::skipped(&format!("root cannot run {first:?} as another user here"), false);
+        }
+        able.then_some(nobody)
+    }
+
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A command of that user's.
+    pub fn command(&self, args: &[&str]) -> Command {
+        let (major, minor) = (self.kvm >> 8 & 0xfff, self.kvm & 0xff);
+        let mut command = Command::new("unshare");
+        command
+            .args(["-m", "sh", "-c", AS_NOBODY])
+            .arg(self.dir())
+            .args([major, minor].map(|number| number.to_string()))
+            .args(self.rights)
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.dir())
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Where that user finds the program.
+    pub fn program(&self) -> &str {
+        &self.program
+    }
+
+    /// The program, run by that user.
+    pub fn perfvisor(&self, args: &[&str]) -> Command {
+        self.command(&[&[self.program.as_str()], args].concat())
+    }
+}
