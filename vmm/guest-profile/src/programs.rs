@@ -1,9 +1,10 @@
 //! Names for addresses of user programs, found through the guest's files.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Component, Path, PathBuf};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
 
 use crate::demangle::readable;
 use crate::disk::{DiskError, GuestDisk};
@@ -11,6 +12,8 @@ use crate::jit::{JitMap, MAX_MAP};
 use kernel_images::build_id::BuildId;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
 use perf_core::error_line;
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
+use rustix::io::Errno;
 
 /// A name for a user address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,10 +77,8 @@ const MAX_FILE: u64 = 1 << 30;
 const MOST_OF_FILE: u64 = 512 << 20;
 /// Most bytes that are kept of all files of a guest.
 const MOST_KEPT: u64 = 2 << 30;
-/// Opens without waiting for who writes to a FIFO (`O_NONBLOCK`, open(2)).
-const DO_NOT_WAIT: i32 = 0o4000;
-/// Symbolic links followed for one path.
-const MAX_LINKS: u32 = 16;
+/// How often a path is looked up whose directories are moved meanwhile.
+const MOST_LOOKS: u32 = 16;
 
 struct Function {
     start: u64,
@@ -223,20 +224,13 @@ impl GuestFiles {
                 return disk.read(guest_path, most).map_err(failed);
             }
         };
-        let path = inside(root, guest_path);
+        let path = root.join(guest_path.trim_start_matches('/'));
         let read_error = |source| GuestFileError::Read {
             path: path.clone(),
             source,
         };
-        // The paths are the guest's words: nothing but plain files is read, and opening does not wait for who
-        // writes to a FIFO.
-        let mut options = std::fs::OpenOptions::new();
-        let file = options.read(true).custom_flags(DO_NOT_WAIT).open(&path);
-        let file = file.map_err(read_error)?;
+        let file = plain_file(root, guest_path).map_err(read_error)?;
         let meta = file.metadata().map_err(read_error)?;
-        if !meta.is_file() {
-            return Err(read_error(io::Error::other("not a regular file")));
-        }
         let mut bytes = Vec::new();
         let too_large = meta.len() > most || {
             let read = file.take(most.saturating_add(1)).read_to_end(&mut bytes);
@@ -421,46 +415,50 @@ impl<'d> ProgramFile<'d> {
     }
 }
 
-/// The host path of a guest path under `root`. Links are followed as inside the guest: `..` and absolute
-/// targets stay under the root.
-pub fn inside(root: &Path, guest_path: &str) -> PathBuf {
-    let mut links = 0;
-    let mut todo: Vec<std::ffi::OsString> = parts(Path::new(guest_path));
-    let mut done: Vec<std::ffi::OsString> = Vec::new();
-    while let Some(part) = todo.pop() {
-        if part == ".." {
-            done.pop();
-            continue;
+/// The plain file that the guest, whose `/` is `root`, calls `guest_path`. The kernel follows links and `..` as
+/// if `root` were its root directory (`RESOLVE_IN_ROOT`, openat2(2)): none leads out of it, whatever a guest
+/// that has its files there changes meanwhile.
+///
+/// What is no plain file is not opened: a device may act when it is, and a FIFO wait.
+fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
+    let root = open(
+        root,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
+    let found = look_up(&root, guest_path).map_err(|e| match e {
+        Errno::NOSYS => {
+            io::Error::other("this kernel cannot open files below a directory (openat2, Linux 5.6)")
         }
-        done.push(part);
-        let here = root.join(done.iter().collect::<PathBuf>());
-        if let Ok(target) = std::fs::read_link(&here) {
-            links += 1;
-            if links > MAX_LINKS {
-                break;
-            }
-            done.pop();
-            if target.is_absolute() {
-                done.clear();
-            }
-            todo.extend(parts(&target));
-        }
+        e => e.into(),
+    })?;
+    if FileType::from_raw_mode(fstat(&found)?.st_mode) != FileType::RegularFile {
+        return Err(io::Error::other("not a regular file"));
     }
-    root.join(done.iter().collect::<PathBuf>())
+    // What was found, whatever is at its path by now.
+    File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
 }
 
-/// The components of a path, last first, without root and dots.
-fn parts(path: &Path) -> Vec<std::ffi::OsString> {
-    let mut parts: Vec<_> = path
-        .components()
-        .filter_map(|c| match c {
-            Component::Normal(name) => Some(name.to_owned()),
-            Component::ParentDir => Some("..".into()),
-            _ => None,
-        })
-        .collect();
-    parts.reverse();
-    parts
+/// A descriptor that names the file and has not opened it.
+fn look_up(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
+    let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    let look = || {
+        openat2(
+            root,
+            guest_path,
+            OFlags::PATH | OFlags::CLOEXEC,
+            Mode::empty(),
+            how,
+        )
+    };
+    let mut looks = 1;
+    loop {
+        match look() {
+            // Something was moved, and the kernel cannot tell whether ".." led out.
+            Err(Errno::AGAIN | Errno::INTR) if looks < MOST_LOOKS => looks += 1,
+            found => return found,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -470,12 +468,114 @@ mod tests {
     #[test]
     fn a_guest_path_cannot_leave_the_mount() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir(dir.path().join("lib")).unwrap();
-        std::os::unix::fs::symlink("/etc/passwd", dir.path().join("lib/evil")).unwrap();
-        std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
-        assert_eq!(inside(dir.path(), "/lib/../../../x"), dir.path().join("x"));
-        assert_eq!(inside(dir.path(), "/lib/evil"), dir.path().join("etc/passwd"));
-        assert!(inside(dir.path(), "/loop").starts_with(dir.path()));
+        let root = dir.path().join("root");
+        std::fs::create_dir_all(root.join("etc")).unwrap();
+        std::fs::create_dir(root.join("lib")).unwrap();
+        for (at, text) in [
+            ("file", "outside"),
+            ("root/file", "inside"),
+            ("root/etc/file", "etc"),
+        ] {
+            std::fs::write(dir.path().join(at), text).unwrap();
+        }
+        let absolute = dir.path().join("file");
+        for (target, link) in [
+            ("/file", "lib/absolute"),
+            ("../../../file", "lib/up"),
+            ("/etc", "lib/etc"),
+            ("loop", "loop"),
+            (absolute.to_str().unwrap(), "lib/host-s"),
+            ("/proc/self/root", "lib/magic"),
+        ] {
+            std::os::unix::fs::symlink(target, root.join(link)).unwrap();
+        }
+        let mut files = GuestFiles::Directory(root);
+        let mut read = |path: &str| {
+            files
+                .read(path, 100)
+                .map(|bytes| String::from_utf8(bytes).unwrap())
+        };
+        for path in ["/file", "file", "/lib/../../../file", "/lib/absolute", "/lib/up"] {
+            assert_eq!(read(path).unwrap(), "inside", "{path}");
+        }
+        assert_eq!(read("/lib/etc/file").unwrap(), "etc");
+        for path in [
+            "/loop",
+            "/lib/host-s",
+            "/lib/magic/etc/passwd",
+            "/none",
+            "",
+            "a\0b",
+        ] {
+            read(path).unwrap_err();
+        }
+    }
+
+    /// A guest that has its files there while they are read: a directory is now one, now a link out.
+    #[test]
+    fn no_path_leaves_the_mount_while_it_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        for (at, text) in [
+            ("out", "outside"),
+            ("root/lib", "inside"),
+            ("root/deep/lib", "inside"),
+        ] {
+            std::fs::create_dir_all(dir.path().join(at)).unwrap();
+            std::fs::write(dir.path().join(at).join("file"), text).unwrap();
+        }
+        std::os::unix::fs::symlink(dir.path().join("out"), root.join("other")).unwrap();
+        std::os::unix::fs::symlink("../../out", root.join("deep/other")).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let ordering = std::sync::atomic::Ordering::Relaxed;
+        std::thread::scope(|scope| {
+            for at in [root.clone(), root.join("deep")] {
+                let stop = &stop;
+                scope.spawn(move || {
+                    while !stop.load(ordering) {
+                        let exchange = rustix::fs::RenameFlags::EXCHANGE;
+                        let cwd = rustix::fs::CWD;
+                        rustix::fs::renameat_with(cwd, at.join("lib"), cwd, at.join("other"), exchange)
+                            .unwrap();
+                    }
+                });
+            }
+            let mut files = GuestFiles::Directory(root.clone());
+            let mut inside = 0;
+            let mut reads = 0;
+            // Each is now there and now not.
+            let mut led_out = false;
+            while reads < 20_000 && !led_out {
+                for path in ["/lib/file", "/deep/lib/file", "/deep/other/../lib/file"] {
+                    reads += 1;
+                    let read = files.read(path, 100);
+                    inside += u32::from(read.is_ok());
+                    led_out |= read.is_ok_and(|bytes| bytes != b"inside");
+                }
+            }
+            stop.store(true, ordering);
+            assert!(!led_out, "after {reads} reads");
+            assert!(inside > 0);
+        });
+    }
+
+    /// To open a device can do something. What is not opened is not waited for either.
+    #[test]
+    fn a_device_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let pid = std::process::id();
+        // A device without a driver: to open it is ENXIO, or ENODEV.
+        let path = dir.path().join("device");
+        let made = std::process::Command::new("mknod")
+            .arg(&path)
+            .args(["c", "240", &(pid % 256).to_string()])
+            .output();
+        if !made.is_ok_and(|made| made.status.success()) {
+            eprintln!("SKIP: only root can make a device");
+            return;
+        }
+        let error = plain_file(dir.path(), "/device").unwrap_err();
+        assert_eq!(error.to_string(), "not a regular file");
     }
 
     /// A FIFO in the place of a program holds nobody up, and a device is not read.

@@ -10,17 +10,24 @@
 //! | `.build-id/ID[..2]/ID[2..]` | a link to the directory of one of these |
 //!
 //! A guest chose the paths of its programs. They lie under `perfvisor/`, so that none can take the place of
-//! anything else, and links and dots in them mean nothing.
+//! anything else, and links and dots in them mean nothing. It chose the build-ids, too, that of another guest's
+//! program or of the host's kernel if it likes. So what lies under one already stays, and if that is something
+//! else, whoever records is told.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Component, Path, PathBuf};
 
 use super::perfdata::KERNEL_NAME;
 use kernel_images::build_id::BuildId;
+use kernel_images::symbols::KernelSymbols;
 
 /// What the directory of the guests' programs is called.
 const PROGRAMS: &str = "perfvisor";
+/// What a program is called in its directory, and a kernel's symbols.
+const ELF: &str = "elf";
+const KALLSYMS: &str = "kallsyms";
 
 /// A build-id directory.
 #[derive(Debug, Clone)]
@@ -45,48 +52,96 @@ impl BuildIdDir {
         Some(Self::new(Path::new(&home).join(".debug")))
     }
 
-    /// Puts a kernel's symbols in, in place of those that are there.
+    /// Puts a kernel's symbols in, unless those of another boot of it are there.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// The directory cannot be written; something else has this build-id there.
     pub fn add_kallsyms(
         &self,
         id: BuildId,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         let inside = Path::new(KERNEL_NAME).join(id.to_string());
-        let mut file = self.file(&inside.join("kallsyms"))?;
-        write(&mut file)?;
-        file.finish()?;
-        self.link(id, &inside)
+        let mut text = Vec::new();
+        write(&mut text)?;
+        let path = self.root.join(&inside).join(KALLSYMS);
+        let there = fs::read(&path).ok();
+        let there = there.and_then(|text| KernelSymbols::parse_text(&text).ok());
+        match there.zip(KernelSymbols::parse_text(&text).ok()) {
+            Some((there, new)) if functions(&there) != functions(&new) => {
+                return Err(taken(&path, "this guest's kernel"));
+            }
+            Some(_) => {}
+            // Nothing, or nothing of use.
+            None => self.put(&inside.join(KALLSYMS), &text)?,
+        }
+        match self.holder(id, &inside) {
+            Some(holder) => Err(taken(&holder, "this guest's kernel")),
+            None => self.link(id, &inside),
+        }
     }
 
-    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `path`. Of a
+    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `name`. Of a
     /// build-id of one byte there is no file in such a directory, and nothing is put in.
     ///
     /// # Errors
-    /// That of `read`, or the directory cannot be written.
+    /// That of `read`, or the directory cannot be written; something else has this build-id there.
     pub fn add_program(
         &self,
         id: BuildId,
-        path: &str,
+        name: &str,
         read: impl FnOnce() -> io::Result<Vec<u8>>,
     ) -> io::Result<()> {
         if id.length() < 2 {
             return Ok(());
         }
-        let names = Path::new(path).components().filter_map(|part| match part {
-            Component::Normal(name) => Some(name),
+        let names = Path::new(name).components().filter_map(|part| match part {
+            Component::Normal(part) => Some(part),
             _ => None,
         });
         let inside: PathBuf = [PROGRAMS.as_ref()].into_iter().chain(names).collect();
         let inside = inside.join(id.to_string());
-        if !self.root.join(&inside).join("elf").is_file() {
-            let mut copy = self.file(&inside.join("elf"))?;
-            copy.write_all(&read()?)?;
-            copy.finish()?;
+        let bytes = read()?;
+        let is_it = |path: &Path| {
+            has(path, &bytes)
+                .then_some(())
+                .ok_or_else(|| taken(path, &format!("this guest's {}", name.escape_debug())))
+        };
+        let copy = self.root.join(&inside).join(ELF);
+        if let Some(holder) = self.holder(id, &inside) {
+            return is_it(&holder);
+        }
+        if copy.is_file() {
+            is_it(&copy)?;
+        } else {
+            self.put(&inside.join(ELF), &bytes)?;
         }
         self.link(id, &inside)
+    }
+
+    /// The file that is found by a build-id, if it is not in `inside`.
+    fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
+        let (directory, link) = self.place_of_link(id);
+        let old = fs::read_link(link).ok()?;
+        let holder = directory.join(&old);
+        let files = [ELF, KALLSYMS].map(|name| holder.join(name));
+        let found = files.into_iter().find(|file| file.is_file())?;
+        (old != target(inside)).then_some(found)
+    }
+
+    /// The directory in which the link of a build-id is, and the link.
+    fn place_of_link(&self, id: BuildId) -> (PathBuf, PathBuf) {
+        let digits = id.to_string();
+        let (first, rest) = digits.split_at(2);
+        let directory = self.root.join(".build-id").join(first);
+        let link = directory.join(rest);
+        (directory, link)
+    }
+
+    fn put(&self, inside: &Path, bytes: &[u8]) -> io::Result<()> {
+        let mut file = self.file(inside)?;
+        file.write_all(bytes)?;
+        file.finish()
     }
 
     /// A file that is there when it is complete.
@@ -105,12 +160,9 @@ impl BuildIdDir {
 
     /// Has perf find `inside` by its build-id.
     fn link(&self, id: BuildId, inside: &Path) -> io::Result<()> {
-        let digits = id.to_string();
-        let (first, rest) = digits.split_at(2);
-        let directory = self.root.join(".build-id").join(first);
+        let (directory, link) = self.place_of_link(id);
         fs::create_dir_all(&directory)?;
-        let link = directory.join(rest);
-        let target = Path::new("../..").join(inside);
+        let target = target(inside);
         if fs::read_link(&link).is_ok_and(|old| old == target) {
             return Ok(());
         }
@@ -121,6 +173,39 @@ impl BuildIdDir {
             let _ = fs::remove_file(&part);
         })
     }
+}
+
+/// What a build-id's link has in it.
+fn target(inside: &Path) -> PathBuf {
+    Path::new("../..").join(inside)
+}
+
+/// Whether the file at `path` is these bytes.
+fn has(path: &Path, bytes: &[u8]) -> bool {
+    fs::metadata(path).is_ok_and(|meta| meta.len() == bytes.len() as u64)
+        && fs::read(path).is_ok_and(|there| there == bytes)
+}
+
+/// The functions of a kernel, as offsets from its beginning: the same for each of its boots. Modules lie
+/// elsewhere each time.
+fn functions(symbols: &KernelSymbols) -> BTreeSet<(u64, &str)> {
+    let at = |name| symbols.by_name(name).map(|symbol| symbol.address);
+    let start = at("_text").or_else(|| at("_stext")).unwrap_or_default();
+    let end = at("_etext").unwrap_or(u64::MAX);
+    let inside = symbols
+        .iter()
+        .filter(|symbol| (start..end).contains(&symbol.address));
+    inside
+        .map(|symbol| (symbol.address - start, symbol.name))
+        .collect()
+}
+
+fn taken(path: &Path, what: &str) -> io::Error {
+    io::Error::other(format!(
+        "{} has the build-id of {what} and is something else; remove it if that is wrong, or give this guest a \
+         directory of its own (--buildid-dir)",
+        path.display()
+    ))
 }
 
 /// A file that is being written under another name.
@@ -186,6 +271,49 @@ mod tests {
         // What is there stays, and half of the new is not left.
         assert_eq!(fs::read_to_string(by_id.join("kallsyms")).unwrap(), "new");
         assert_eq!(fs::read_dir(&by_id).unwrap().count(), 1);
+    }
+
+    /// What the text of a kernel that was loaded at `start` says, with a module elsewhere.
+    fn kallsyms(start: u64, function: &str) -> String {
+        let at = |offset: u64, name: &str| format!("{:x} T {name}\n", start + offset);
+        let module = format!(
+            "{:x} t init_module\t[ext4]\n",
+            0xffff_ffff_c000_0000_u64 ^ start >> 8
+        );
+        [at(0, "_text"), at(0x40, function), at(0x100, "_etext"), module].concat()
+    }
+
+    /// A guest says which build-ids its kernel and its programs have: those of another guest's, or of the
+    /// host's. Those who were there before keep them.
+    #[test]
+    fn no_guest_takes_the_build_id_of_another() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = BuildIdDir::new(root.path());
+        let kernel = |text: &str| directory.add_kallsyms(id(), |out| out.write_all(text.as_bytes()));
+        let by_id = root.path().join(".build-id/ab").join("ab".repeat(19));
+        let first = kallsyms(0xffff_ffff_8100_0000, "schedule");
+        kernel(&first).unwrap();
+        // Another boot of it, and a forgery.
+        kernel(&kallsyms(0xffff_ffff_9200_0000, "schedule")).unwrap();
+        let refused = kernel(&kallsyms(0xffff_ffff_8100_0000, "secret")).unwrap_err();
+        assert!(refused.to_string().contains("--buildid-dir"), "{refused}");
+        let program = |id, path: &str, text: &str| directory.add_program(id, path, || Ok(text.into()));
+        program(id(), "/bin/x", "forged").unwrap_err();
+        assert_eq!(fs::read_to_string(by_id.join("kallsyms")).unwrap(), first);
+
+        let other = BuildId::new(&[0xcd; 20]).unwrap();
+        program(other, "/bin/x", "code").unwrap();
+        for path in ["/bin/x", "/bin/y"] {
+            program(other, path, "code").unwrap();
+            let refused = program(other, path, "forged").unwrap_err();
+            assert!(refused.to_string().contains(path), "{refused}");
+        }
+        let by_id = root.path().join(".build-id/cd").join("cd".repeat(19));
+        assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "code");
+        // What is gone can be put in again.
+        fs::remove_dir_all(root.path().join("perfvisor")).unwrap();
+        program(other, "/bin/y", "new").unwrap();
+        assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "new");
     }
 
     /// A guest says what its programs are called.
