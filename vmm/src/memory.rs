@@ -146,7 +146,7 @@ impl GuestRam {
         Self::of_kind(size_bytes, MemoryKind::default())
     }
 
-    /// Maps `size_bytes` of RAM of this kind.
+    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] takes what is to be there before the guest starts.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -186,6 +186,17 @@ impl GuestRam {
             mem,
             size_bytes,
             kind,
+        })
+    }
+
+    /// Takes all of it from the host, if it is of a kind that wants that.
+    ///
+    /// # Errors
+    /// [`MemoryError::Map`].
+    pub fn fill(&self) -> Result<(), MemoryError> {
+        backing::populate(&self.mem, self.kind).map_err(|source| MemoryError::Map {
+            size_bytes: self.size_bytes,
+            source,
         })
     }
 

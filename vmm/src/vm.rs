@@ -28,7 +28,7 @@ use crate::vcpu::control::{OnReset, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::roster::Roster;
-pub use config::{DebuggerWanted, VmConfig};
+pub use config::{DebuggerWanted, HaltPolling, NotHaltPolling, VmConfig};
 pub use error::VmError;
 use plan::{Plan, VcpuParts, needs_full_kvm};
 use restart::{Again, Restarter};
@@ -68,6 +68,8 @@ impl Vm {
         let breakpoints = plan.breakpoints(&loaded)?;
         let uncounted = Arc::new(plan.uncounted(probe));
         plan.check_kernel(kvm, &uncounted, &loaded, &ram)?;
+        // That takes a while, so not for a guest that does not run here.
+        ram.fill()?;
 
         let fd = plan.make_vm(kvm)?;
         let slots = ram.register(&fd)?;

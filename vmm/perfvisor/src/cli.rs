@@ -51,6 +51,7 @@ use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vcpu::affinity::Pinning;
 use perfvisor_vmm::vcpu::control::OnReset;
+use perfvisor_vmm::vm::HaltPolling;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
 use virtio_devices::share::config::ShareConfig;
@@ -231,6 +232,11 @@ pub struct RunArgs {
     /// host's administrator has reserved).
     #[arg(long, value_name = "KIND", default_value = "off")]
     pub hugepages: HugePages,
+    /// How long a halted vCPU polls for a wake-up before its thread sleeps, at most: nanoseconds, host (as
+    /// KVM is set), or auto (not at all, as the clock would count that as cycles; host with --backing hardware
+    /// or kvm).
+    #[arg(long, value_name = "NS", default_value = "auto")]
+    pub halt_poll_ns: HaltPolling,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: ModelName,

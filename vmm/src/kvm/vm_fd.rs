@@ -67,16 +67,18 @@ impl VmFd {
             .map_err(CallError::of("KVM_CREATE_VCPU"))
     }
 
-    /// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU
-    /// time, which the clock backing would count as guest cycles.
+    /// Makes a halted vCPU sleep after `most_ns` of polling for a wake-up at most, in nanoseconds; at once if
+    /// that is 0. Unless it is told, KVM polls as long as its module's `halt_poll_ns` says. That is on the
+    /// vCPU thread's CPU time.
     ///
     /// # Errors
     /// [`CallError`] of KVM_ENABLE_CAP, where KVM does not offer it.
-    pub fn stop_halt_polling(&self) -> Result<(), CallError> {
-        let cap = kvm_enable_cap {
+    pub fn limit_halt_polling(&self, most_ns: u32) -> Result<(), CallError> {
+        let mut cap = kvm_enable_cap {
             cap: KVM_CAP_HALT_POLL,
             ..Default::default()
         };
+        cap.args[0] = most_ns.into();
         self.0
             .enable_cap(&cap)
             .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_HALT_POLL)"))

@@ -106,7 +106,7 @@ pub enum BackingError {
     Populate(#[source] io::Error),
 }
 
-/// Maps `ranges` of guest-physical memory.
+/// Maps `ranges` of guest-physical memory. None of its pages is there yet.
 ///
 /// # Errors
 /// [`BackingError`].
@@ -124,7 +124,6 @@ pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMe
             advise(region, libc::MADV_HUGEPAGE).map_err(|e| BackingError::Os("madvise(MADV_HUGEPAGE)", e))?;
         }
     }
-    populate(&memory, kind)?;
     Ok(memory)
 }
 
@@ -280,7 +279,11 @@ fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     Ok(file)
 }
 
-fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
+/// Takes all pages from the host, if they are to be there before the guest starts. What is in them stays.
+///
+/// # Errors
+/// [`BackingError::Populate`].
+pub fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
     if kind.prealloc {
         for region in memory.iter() {
             advise(region, libc::MADV_POPULATE_WRITE).map_err(BackingError::Populate)?;
@@ -354,7 +357,12 @@ mod tests {
                 };
                 let memory = map(&RANGES, kind).unwrap();
                 let pages = (4 << 20 | 2 << 20) / 4096;
+                assert_eq!(resident_pages(&memory), 0, "{kind:?}");
+                memory.write_obj(0xdead_beef_u32, GuestAddress(0x2000)).unwrap();
+                populate(&memory, kind).unwrap();
                 assert_eq!(resident_pages(&memory) == pages, prealloc, "{kind:?}");
+                let kept: u32 = memory.read_obj(GuestAddress(0x2000)).unwrap();
+                assert_eq!(kept, 0xdead_beef);
                 for at in [0x1000, (1 << 32) + 0x1000] {
                     memory.write_obj(0xdead_beef_u32, GuestAddress(at)).unwrap();
                 }

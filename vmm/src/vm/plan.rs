@@ -227,7 +227,9 @@ impl<'a> Plan<'a> {
             }
         }
         pmu.set_kvms_filter(&self.config.pmu.filter)?;
-        stop_halt_polling(fd);
+        if let Some(most_ns) = self.config.halt_polling.most_ns(self.config.pmu.policy) {
+            limit_halt_polling(fd, most_ns);
+        }
         Ok(Arc::new(pmu))
     }
 
@@ -405,8 +407,8 @@ pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostErr
 }
 
 /// Without it KVM's own polling would count as guest cycles.
-pub(super) fn stop_halt_polling(vm: &VmFd) {
-    if let Err(e) = vm.stop_halt_polling() {
+fn limit_halt_polling(vm: &VmFd, most_ns: u32) {
+    if let Err(e) = vm.limit_halt_polling(most_ns) {
         log::info!(
             "{}; cycles of an idle guest may include halt polling",
             error_line(&e)

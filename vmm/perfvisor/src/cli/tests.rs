@@ -128,6 +128,8 @@ fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
         (&["--observers", ""], "''", "path"),
         (&["--mux", "x"], "'x'", "adaptive"),
         (&["--pmi-limit", "x"], "'x'", "PMIs"),
+        (&["--halt-poll-ns", "on"], "'on'", "auto, host, or nanoseconds"),
+        (&["--halt-poll-ns", "1000001"], "'1000001'", "0 to 1000000"),
         (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),
         (&["--mux-turn", "nan"], "'nan'", "0.2 to 100"),
         (&["--sample-limit", "0"], "'0'", "1 to 1000000"),

@@ -117,6 +117,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
         on_reset: args.on_reset,
+        halt_polling: args.halt_poll_ns,
         debugger: args.gdb.as_ref().map(|gdb| DebuggerWanted { wait: gdb.wait }),
         pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
