@@ -146,7 +146,8 @@ impl GuestRam {
         Self::of_kind(size_bytes, MemoryKind::default())
     }
 
-    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] takes what is to be there before the guest starts.
+    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] takes what is to be there before the guest
+    /// starts.
     ///
     /// # Errors
     /// [`MemoryError`].

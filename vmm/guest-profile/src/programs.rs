@@ -415,9 +415,9 @@ impl<'d> ProgramFile<'d> {
     }
 }
 
-/// The plain file that the guest, whose `/` is `root`, calls `guest_path`. The kernel follows links and `..` as
-/// if `root` were its root directory (`RESOLVE_IN_ROOT`, openat2(2)): none leads out of it, whatever a guest
-/// that has its files there changes meanwhile.
+/// The plain file that the guest, whose `/` is `root`, calls `guest_path`. The kernel follows links and `..`
+/// as if `root` were its root directory (`RESOLVE_IN_ROOT`, openat2(2)): none leads out of it, whatever a
+/// guest that has its files there changes meanwhile.
 ///
 /// What is no plain file is not opened: a device may act when it is, and a FIFO wait.
 fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {

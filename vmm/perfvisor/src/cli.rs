@@ -233,8 +233,8 @@ pub struct RunArgs {
     #[arg(long, value_name = "KIND", default_value = "off")]
     pub hugepages: HugePages,
     /// How long a halted vCPU polls for a wake-up before its thread sleeps, at most: nanoseconds, host (as
-    /// KVM is set), or auto (not at all, as the clock would count that as cycles; host with --backing hardware
-    /// or kvm).
+    /// KVM is set), or auto (not at all, as the clock would count that as cycles; with --backing hardware or
+    /// kvm as host).
     #[arg(long, value_name = "NS", default_value = "auto")]
     pub halt_poll_ns: HaltPolling,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.

@@ -317,8 +317,8 @@ fn new_root() -> Result<(), JailError> {
 }
 
 /// Makes what is at [`BUILT_AT`] the root of the process, and lets go of the old one: pivot_root(2), "." on
-/// ".". That of an initramfs cannot be let go of. Over it the new one is mounted, as switch_root(8) does: each
-/// way to what is below leads to what is above.
+/// ".". That of an initramfs cannot be let go of. Over it the new one is mounted, as switch_root(8) does:
+/// each way to what is below leads to what is above.
 fn enter_new_root() -> Result<(), JailError> {
     let failed = |what| step(what, BUILT_AT);
     std::env::set_current_dir(BUILT_AT).map_err(failed("cannot enter"))?;

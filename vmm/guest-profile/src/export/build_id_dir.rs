@@ -10,9 +10,9 @@
 //! | `.build-id/ID[..2]/ID[2..]` | a link to the directory of one of these |
 //!
 //! A guest chose the paths of its programs. They lie under `perfvisor/`, so that none can take the place of
-//! anything else, and links and dots in them mean nothing. It chose the build-ids, too, that of another guest's
-//! program or of the host's kernel if it likes. So what lies under one already stays, and if that is something
-//! else, whoever records is told.
+//! anything else, and links and dots in them mean nothing. It chose the build-ids, too, that of another
+//! guest's program or of the host's kernel if it likes. So what lies under one already stays, and if that is
+//! something else, whoever records is told.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

@@ -1,5 +1,5 @@
-//! `--jail`: when the process joins a control group, becomes another user, leaves the host's network, and loses
-//! sight of its files.
+//! `--jail`: when the process joins a control group, becomes another user, leaves the host's network, and
+//! loses sight of its files.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
