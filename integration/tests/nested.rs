@@ -144,7 +144,7 @@ for n in 1 2 3 4 5; do
 	perfvisor run --pmu amd --backing hardware --memory 32M --cmdline 'selftest lines' </dev/null >/tmp/count$n &
 	looks=0
 	# With a line behind it, it is whole.
-	until sed -n '$!p' /tmp/count$n | grep -q 'result cycles.cpl0' || [ $looks = 40 ]; do
+	until sed -n '$!p' /tmp/count$n | grep -q 'result cycles.cpl0' || [ $looks = 300 ]; do
 		sleep 1
 		looks=$((looks + 1))
 	done
@@ -163,20 +163,20 @@ fn bare_metal_part() -> String {
     );
     for (n, only) in SECOND_LEVEL_TESTS.iter().enumerate() {
         script.push_str(&format!(
-            "section tap{n} timeout 40 perfvisor run --kernel /tests/vpmu.elf --pmu amd --pmu-counters 6 --backing hardware --memory 32M \
+            "section tap{n} timeout 300 perfvisor run --kernel /tests/vpmu.elf --pmu amd --pmu-counters 6 --backing hardware --memory 32M \
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }
     for (n, only) in OWN_VPMU_TESTS.iter().enumerate() {
         script.push_str(&format!(
-            "section own{n} timeout 60 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
+            "section own{n} timeout 300 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }
     // KVM's filter is ours translated; and what it cannot be is refused.
     script.push_str(
         "printf 'action = \"deny\"\\nevents = [{ select = 0x76 }]\\n' >/tmp/deny.toml\n\
-         section own-filter timeout 60 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
+         section own-filter timeout 300 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
          --pmu-filter /tmp/deny.toml --cmdline 'model=amd backing=hardware deny=0x76 only=filter'\n\
          section own-intel sh -c 'perfvisor run --backing kvm --pmu intel; echo status $?'\n",
     );

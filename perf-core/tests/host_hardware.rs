@@ -17,7 +17,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
 use perf_core::attr::{Attr, EventType};
@@ -163,9 +163,8 @@ impl Thread {
     }
 
     /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more
-    /// at the end. Returns how many periods passed under each cookie.
-    fn serve(&self, ns: u64) -> [u64; 4] {
-        let mut passed = [0; 4];
+    /// at the end. Adds how many periods passed under each cookie.
+    fn serve(&self, ns: u64, passed: &mut [u64; 4]) {
         let mut serve = || {
             self.vcpu.service_overflows(&mut NoRegs, &mut |o| {
                 passed[o.cookie as usize] += u64::from(o.times);
@@ -183,7 +182,21 @@ impl Thread {
             }
         }
         serve();
-        passed
+    }
+
+    /// Serves until so many counts of `event` are there.
+    fn serve_counts(&self, event: &Handle, counts: u64, passed: &mut [u64; 4]) {
+        while event.read().unwrap().value < counts {
+            self.serve(20 * MS, passed);
+        }
+    }
+
+    /// Serves until the periods of all these counts are reported but for the last: an overflow is reported when
+    /// its signal has come, which on a busy machine is some time after it.
+    fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
+        while passed[cookie] + 1 < due {
+            self.serve(20 * MS, passed);
+        }
     }
 }
 
@@ -454,8 +467,7 @@ fn a_count_never_jumps_when_its_period_changes() {
     }
 }
 
-/// `passed` periods were reported, all of those by `counted` and none after `later`: an overflow is reported
-/// when its signal has come, which on a busy machine is some time after it.
+/// `passed` periods were reported, all of those by `counted` and none after `later`.
 fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     let expected = counted / period..=later / period;
     eprintln!("period {period}: {passed} reported, count / period = {expected:?}");
@@ -476,31 +488,40 @@ fn overflows_follow_the_period_also_after_it_changed() {
     let attr = Attr::sampling(EventType::HARDWARE, CYCLES, period);
     let event = t.try_open(attr, None, Some(1)).unwrap();
     let before = signals_of_this_thread();
-    let mut slow = t.serve(700 * MS)[1];
+    let mut slow = [0; 4];
+    t.serve_counts(&event, 11 * period, &mut slow);
     let counted = event.read().unwrap().value;
-    slow += t.serve(60 * MS)[1];
-    agree(slow, counted, event.read().unwrap().value, period);
+    t.serve_reports(1, counted / period, &mut slow);
+    agree(slow[1], counted, event.read().unwrap().value, period);
     let signals = signals_of_this_thread() - before;
-    assert!(signals > 0, "signal {} never came for {slow} overflows", t.signal);
+    assert!(
+        signals > 0,
+        "signal {} never came for {slow:?} overflows",
+        t.signal
+    );
 
     event.set_period(period / 3).unwrap();
     // What is left of the old one is reported first: that far, nothing is asserted.
-    t.serve(70 * MS);
+    t.serve(70 * MS, &mut [0; 4]);
     let from = event.read().unwrap().value;
-    let mut fast = t.serve(700 * MS)[1];
+    let mut fast = [0; 4];
+    t.serve_counts(&event, from + 11 * period, &mut fast);
     let counted = event.read().unwrap().value;
-    fast += t.serve(60 * MS)[1];
+    t.serve_reports(1, (counted - from) / (period / 3), &mut fast);
     // What was due at the start may be reported behind it.
     let later = event.read().unwrap().value;
-    agree(fast, counted - from, later - from + 2 * period, period / 3);
+    agree(fast[1], counted - from, later - from + 2 * period, period / 3);
 
     // Armed by hand, later and sooner than the period.
     event.arm(u64::from(u32::MAX) << 10).unwrap();
     // What passed before is reported first.
-    t.serve(0);
-    assert_eq!(t.serve(70 * MS)[1], 0, "armed for later, it came at once");
+    t.serve(20 * MS, &mut [0; 4]);
+    let mut armed = [0; 4];
+    t.serve(70 * MS, &mut armed);
+    assert_eq!(armed, [0; 4], "armed for later, it came at once");
     event.arm(1000).unwrap();
-    assert!(t.serve(20 * MS)[1] > 0, "armed for now, it did not come");
+    t.serve_reports(1, 2, &mut armed);
+    assert!(armed[1] > 0, "armed for now, it did not come");
 }
 
 /// Two sampling events and a counting one do not take each other's overflows.
@@ -523,12 +544,14 @@ fn each_event_gets_its_own_overflows() {
     let _counting = t.open(cycles());
     let slow = sampling(period, 1);
     let fast = sampling(period / 3, 2);
-    let passed = t.serve(700 * MS);
+    let mut passed = [0; 4];
+    t.serve_counts(&slow, 11 * period, &mut passed);
     let counted = [&slow, &fast].map(|event| event.read().unwrap().value);
-    let more = t.serve(60 * MS);
+    t.serve_reports(1, counted[0] / period, &mut passed);
+    t.serve_reports(2, counted[1] / (period / 3), &mut passed);
     let later = [&slow, &fast].map(|event| event.read().unwrap().value);
-    agree(passed[1] + more[1], counted[0], later[0], period);
-    agree(passed[2] + more[2], counted[1], later[1], period / 3);
+    agree(passed[1], counted[0], later[0], period);
+    agree(passed[2], counted[1], later[1], period / 3);
 }
 
 /// Where the kernel does not offer user-space reads, or offers them and RDPMC faults or reads something else,
@@ -571,6 +594,12 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
         ..cycles()
     });
     let shared: Vec<_> = (0..2 * slots(probe) + 1).map(|_| t.open(cycles())).collect();
+    let opened = || -> Vec<_> {
+        let all = kernel_events().into_iter();
+        all.filter(|fd| !before.contains(fd)).collect()
+    };
+    // One that is in the error state counts no more: that is judged below.
+    let has_counted = |fd| kernel_times(fd).is_none_or(|[count, _, running]| count > 0 && running > 0);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -579,17 +608,14 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
                 t.core.rotate();
             }
         });
-        let from = Instant::now();
-        // Every event needs some turns.
-        while from.elapsed() < Duration::from_millis(1500) {
+        // Every event needs turns, which take as long as this machine takes for them.
+        while !opened().iter().all(|&fd| has_counted(fd)) {
             burn(20 * MS);
         }
+        burn(1000 * MS);
         stop.store(true, Ordering::Relaxed);
     });
-    let opened: Vec<_> = kernel_events()
-        .into_iter()
-        .filter(|fd| !before.contains(fd))
-        .collect();
+    let opened = opened();
     assert_eq!(
         opened.len(),
         shared.len() + 1,

@@ -153,7 +153,7 @@ fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     // Other work of the host may take the CPU away for all of a run.
     let (start, mut counted) = (Instant::now(), 0);
     while counted < 5_000_000 {
-        assert!(start.elapsed() < Duration::from_secs(60), "{counted}");
+        assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
         m.run_for(Duration::from_millis(5));
         counted = m.read(PERF_CTR0);
     }
