@@ -108,6 +108,54 @@ fn read(c: &mut Criterion) {
     group.finish();
 }
 
+fn kernel_close(fd: i32) {
+    // SAFETY: the descriptor is the caller's, who does not use it again.
+    assert_eq!(unsafe { libc::close(fd) }, 0);
+}
+
+/// Stops a kernel event and starts it again: PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE (perf_event_open(2)).
+fn kernel_off_and_on(fd: i32) {
+    // SAFETY: both take an event's descriptor and a flag word.
+    let results = unsafe {
+        [
+            perf_event_open_sys::ioctls::DISABLE(fd, 0),
+            perf_event_open_sys::ioctls::ENABLE(fd, 0),
+        ]
+    };
+    assert_eq!(results, [0, 0]);
+}
+
+/// An event of perf-core opened and closed, and one disabled and enabled, over the kernel's system calls for the
+/// same: the shortest of runs that take turns, in ns. Two other events of the context are on meanwhile.
+fn open_and_enable() -> [[f64; 2]; 2] {
+    let s = setup(8, None);
+    let _others = [s.open(None), s.open(None)];
+    let ours = s.open(None);
+    let _kernel_others = [kernel_event(2, -1, 7), kernel_event(2, -1, 7)];
+    let kernels = kernel_event(2, -1, 7);
+    let mut least = [[f64::INFINITY; 2]; 2];
+    for _ in 0..RUNS {
+        let times = [
+            [
+                once(&mut || drop(black_box(s.open(None)))),
+                once(&mut || kernel_close(black_box(kernel_event(2, -1, 7)))),
+            ],
+            [
+                once(&mut || {
+                    ours.disable(Scope::Event).unwrap();
+                    ours.enable(Scope::Event).unwrap();
+                }),
+                once(&mut || kernel_off_and_on(kernels)),
+            ],
+        ];
+        for (least, time) in least.as_flattened_mut().iter_mut().zip(times.as_flattened()) {
+            *least = least.min(*time);
+        }
+    }
+    assert_eq!(ours.state(), State::Active);
+    least
+}
+
 fn switch(c: &mut Criterion) {
     let s = setup(8, None);
     let _events: Vec<_> = (0..8).map(|_| s.open(None)).collect();
@@ -229,6 +277,7 @@ fn ratios(_: &mut Criterion) {
         s8.vcpu.sched_out();
         s8.vcpu.sched_in();
     });
+    let [[open, kernel_open], [off_on, kernel_off_on]] = open_and_enable();
     let figures = [
         Figure::new(
             "a tick's instructions with 10, 1,000 and 100,000 groups, most over least",
@@ -258,6 +307,18 @@ fn ratios(_: &mut Criterion) {
             Goal::AtMost(1.0),
         ),
         Figure::new(
+            "an event opened and closed over perf_event_open(2) and close(2) of a kernel event",
+            Some(open / kernel_open),
+            "times",
+            Goal::AtMost(2.0),
+        ),
+        Figure::new(
+            "an event disabled and enabled over the ioctl(2)s of a kernel event",
+            Some(off_on / kernel_off_on),
+            "times",
+            Goal::AtMost(2.0),
+        ),
+        Figure::new(
             "sched-out and sched-in of a context with 8 events",
             Some(switch),
             "ns",
@@ -271,6 +332,10 @@ fn ratios(_: &mut Criterion) {
         "read_group_of_8_ns": group,
         "kernel_read_one_ns": kernel_one,
         "kernel_read_group_of_8_ns": kernel_group,
+        "open_close_ns": open,
+        "kernel_open_close_ns": kernel_open,
+        "disable_enable_ns": off_on,
+        "kernel_disable_enable_ns": kernel_off_on,
         "sched_out_in_8_events_ns": switch,
     });
     let serde_json::Value::Object(more) = more else {
