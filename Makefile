@@ -212,6 +212,13 @@ overhead-in-lab: lab-files
 	$(CARGO) run -q -p integration --bin lab -- --file bin/overhead=$(TARGET_DIR)/static/$(LAB_TARGET)/release/overhead \
 		env PATH=/bin:/sbin:/usr/bin overhead $(OVERHEAD_OPTIONS)
 
+## many-vms: what a guest costs among 1, 2, 10 and 50 with four counters each, under the exporter and record --all (ROUNDS=3)
+.PHONY: many-vms
+many-vms: setup
+	$(CARGO) build --release -p perfvisor -p integration --bin perfvisor --bin many-vms
+	mkdir -p $(TARGET_DIR)/bench
+	$(TARGET_DIR)/release/many-vms $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/bench/many-vms.json
+
 ## compare: Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab (ROUNDS=1; a quarter of an hour and more)
 .PHONY: compare
 compare: lab-files

@@ -1,0 +1,364 @@
+//! What a guest costs beside others: one host, some VMs, each with four counters on, while the operator scrapes
+//! all of them once a second and records all.
+//!
+//! Every guest does the same piece of work. Its price is the CPU time of its VM's process, from the first line
+//! of the work to its last, so it does not matter how long it waited for a processor. A program that does
+//! nothing but add numbers is measured the same way, as many of it as there are VMs, with no Perfvisor at all:
+//! processors that share a core are slower together, and that is not ours. The numbers of VMs take turns.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const USAGE: &str = "\
+usage: many-vms [--perfvisor FILE] [--vms N,N,...] [--rounds N] [--work N] [--json FILE]
+What a guest costs, alone and beside others, with four counters on, under an exporter and record --all.";
+
+/// What the last number of VMs may cost more than the first, for each guest: what the project promises.
+const MOST_MORE: f64 = 1.10;
+/// Four events of an AMD model at CPL 3: cycles of the vCPU's clock, which this host need not have a PMU for.
+const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
+/// A program that only computes, for the machine's own share.
+const SPIN: &str = "i=0; while [ $i -lt 600000 ]; do i=$((i+1)); done; echo done; read wait";
+
+type Failure = Box<dyn std::error::Error>;
+
+struct Options {
+    perfvisor: PathBuf,
+    vms: Vec<usize>,
+    rounds: usize,
+    work: u64,
+    json: Option<PathBuf>,
+}
+
+/// What one turn of one number of VMs measured.
+#[derive(Clone, Copy)]
+struct Turn {
+    /// CPU time of a VM's process for the work, the median of all, s.
+    guest_s: f64,
+    /// The same of the program without a VM.
+    plain_s: f64,
+    /// CPU time of the exporter and of the recorder for each VM and second that passed, in parts of a processor.
+    exporter: f64,
+    recorder: f64,
+    scrapes: u64,
+}
+
+fn main() -> ExitCode {
+    let options = match parse(std::env::args().skip(1)) {
+        Ok(options) => options,
+        Err(message) => {
+            eprintln!("many-vms: {message}\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match measure(&options) {
+        Ok(met) => ExitCode::from(u8::from(!met)),
+        Err(error) => {
+            eprintln!("many-vms: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, Failure> {
+    let beside = std::env::current_exe()?.with_file_name("perfvisor");
+    let mut options = Options {
+        perfvisor: beside,
+        vms: vec![1, 2, 10, 50],
+        rounds: 3,
+        work: 3_000_000_000,
+        json: None,
+    };
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or(format!("{word} wants a value"));
+        match word.as_str() {
+            "--perfvisor" => options.perfvisor = value()?.into(),
+            "--json" => options.json = Some(value()?.into()),
+            "--rounds" => options.rounds = value()?.parse()?,
+            "--work" => options.work = value()?.parse()?,
+            "--vms" => {
+                let numbers = value()?;
+                options.vms = numbers.split(',').map(str::parse).collect::<Result<_, _>>()?;
+            }
+            _ => return Err(format!("{word}: no such option").into()),
+        }
+    }
+    let sane = |&n: &usize| (1..=200).contains(&n);
+    if options.vms.is_empty() || !options.vms.iter().all(sane) || !sane(&options.rounds) {
+        return Err("numbers of VMs and of rounds are 1 to 200".into());
+    }
+    Ok(options)
+}
+
+/// CPU time of all threads of a process that are there, s, to the nanosecond (/proc/PID/task/TID/schedstat).
+fn cpu_s(pid: u32) -> f64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let times = tasks.filter_map(|task| {
+        let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse::<f64>().ok()
+    });
+    times.sum::<f64>() / 1e9
+}
+
+fn median(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// A process with lines in and out, ended with this.
+struct Talker {
+    child: Child,
+    stdin: ChildStdin,
+    lines: BufReader<std::process::ChildStdout>,
+}
+
+impl Talker {
+    fn start(command: &mut Command) -> Result<Self, Failure> {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let stdin = child.stdin.take().ok_or("no stdin")?;
+        let lines = BufReader::new(child.stdout.take().ok_or("no stdout")?);
+        Ok(Self { child, stdin, lines })
+    }
+
+    fn say(&mut self, line: &str) -> Result<(), Failure> {
+        writeln!(self.stdin, "{line}")?;
+        Ok(self.stdin.flush()?)
+    }
+
+    /// Waits for a line with these words.
+    fn hear(&mut self, words: &str) -> Result<String, Failure> {
+        loop {
+            let mut line = String::new();
+            if self.lines.read_line(&mut line)? == 0 {
+                return Err(format!("it ended without {words:?}").into());
+            }
+            if line.contains(words) {
+                return Ok(line);
+            }
+        }
+    }
+
+    fn cpu_s(&self) -> f64 {
+        cpu_s(self.child.id())
+    }
+}
+
+impl Drop for Talker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A process of the operator's, ended with this.
+struct Operator(Child);
+
+impl Drop for Operator {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// CPU seconds of each of these for their piece of work, all at once: `begin` sets one off, `end` waits for it.
+fn all_at_once(
+    all: Vec<Talker>,
+    begin: impl Fn(&mut Talker) -> Result<(), Failure>,
+    end: impl Fn(&mut Talker) -> Result<(), Failure> + Send + Clone + 'static,
+) -> Result<(Vec<f64>, Vec<Talker>), Failure> {
+    let mut all = all;
+    let before: Vec<f64> = all.iter().map(Talker::cpu_s).collect();
+    for one in &mut all {
+        begin(one)?;
+    }
+    // Each is waited for by a thread of its own: the time is taken when it has ended, not when its turn comes.
+    let waiting: Vec<_> = all
+        .into_iter()
+        .zip(before)
+        .map(|(mut one, before)| {
+            let end = end.clone();
+            std::thread::spawn(move || {
+                let ended = end(&mut one).map_err(|error| error.to_string());
+                (ended.map(|()| one.cpu_s() - before), one)
+            })
+        })
+        .collect();
+    let mut times = Vec::new();
+    let mut back = Vec::new();
+    for thread in waiting {
+        let (time, one) = thread.join().map_err(|_| "a waiting thread panicked")?;
+        times.push(time?);
+        back.push(one);
+    }
+    Ok((times, back))
+}
+
+/// Asks the exporter for all VMs' metrics once a second until told to stop.
+fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
+    while !stop.load(Ordering::Relaxed) {
+        let asked = UnixStream::connect(&socket).and_then(|mut stream| {
+            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
+            let mut text = Vec::new();
+            stream.read_to_end(&mut text)?;
+            Ok(text.windows(5).any(|w| w == b"# EOF"))
+        });
+        if asked.unwrap_or(false) {
+            done.fetch_add(1, Ordering::Relaxed);
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
+fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
+    let mut plain = Vec::new();
+    for _ in 0..vms {
+        plain.push(Talker::start(
+            Command::new("sh").args(["-c", &format!("read go; {SPIN}")]),
+        )?);
+    }
+    let (plain_s, plain) = all_at_once(plain, |p| p.say(""), |p| p.hear("done").map(drop))?;
+    drop(plain);
+
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(&options.perfvisor);
+        command
+            .args(arguments)
+            .env("XDG_RUNTIME_DIR", place)
+            .stderr(Stdio::null());
+        command
+    };
+    let mut guests = Vec::new();
+    for n in 0..vms {
+        let name = format!("many-{n}");
+        let words = [
+            "run",
+            "--name",
+            &name,
+            "--builtin",
+            "validate",
+            "--pmu",
+            "amd",
+            "--memory",
+            "32M",
+        ];
+        let mut guest = Talker::start(&mut run(&words))?;
+        guest.hear("hello").map_err(|error| format!("VM {n}: {error}"))?;
+        guest.say(&format!(
+            "measure work=busy n={} cpl=3 {COUNTERS} f=0 period=0 cpus=1",
+            options.work
+        ))?;
+        guest.hear("ready").map_err(|error| format!("VM {n}: {error}"))?;
+        guests.push(guest);
+    }
+    let socket = place.join("exporter");
+    let listen = format!("unix:{}", socket.display());
+    let exporter = Operator(
+        run(&["exporter", "--listen", &listen])
+            .stdout(Stdio::null())
+            .spawn()?,
+    );
+    while !socket.exists() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let files = place.join(format!("recorded-{vms}"));
+    fs::create_dir_all(&files)?;
+    let output = files.join("data").display().to_string();
+    let recorder = Operator(
+        run(&["record", "--all", "-o", &output])
+            .stdout(Stdio::null())
+            .spawn()?,
+    );
+    std::thread::sleep(Duration::from_secs(1));
+    let (stop, scrapes) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let scraper = std::thread::spawn({
+        let (stop, scrapes) = (Arc::clone(&stop), Arc::clone(&scrapes));
+        move || scrape(socket, stop, scrapes)
+    });
+    let (began, exporter_s, recorder_s) = (Instant::now(), cpu_s(exporter.0.id()), cpu_s(recorder.0.id()));
+    let (guest_s, guests) = all_at_once(guests, |g| g.say(""), |g| g.hear("done").map(drop))?;
+    let passed = began.elapsed().as_secs_f64() * vms as f64;
+    let spent = |pid, before| (cpu_s(pid) - before) / passed;
+    let (exporter_share, recorder_share) = (
+        spent(exporter.0.id(), exporter_s),
+        spent(recorder.0.id(), recorder_s),
+    );
+    stop.store(true, Ordering::Relaxed);
+    scraper.join().map_err(|_| "the scraper panicked")?;
+    drop((guests, exporter, recorder));
+    let recorded: Vec<u64> = fs::read_dir(&files)?
+        .flatten()
+        .filter_map(|file| Some(file.metadata().ok()?.len()))
+        .collect();
+    if recorded.len() != vms || scrapes.load(Ordering::Relaxed) == 0 {
+        return Err(format!(
+            "{} of {vms} VMs were recorded, and there were {} scrapes",
+            recorded.len(),
+            scrapes.load(Ordering::Relaxed)
+        )
+        .into());
+    }
+    fs::remove_file(place.join("exporter")).ok();
+    Ok(Turn {
+        guest_s: median(guest_s),
+        plain_s: median(plain_s),
+        exporter: exporter_share,
+        recorder: recorder_share,
+        scrapes: scrapes.load(Ordering::Relaxed),
+    })
+}
+
+fn measure(options: &Options) -> Result<bool, Failure> {
+    let place = tempfile::tempdir()?;
+    let mut turns: Vec<Vec<Turn>> = vec![Vec::new(); options.vms.len()];
+    for round in 0..options.rounds {
+        for (n, &vms) in options.vms.iter().enumerate() {
+            eprintln!("round {} of {}: {vms} VMs", round + 1, options.rounds);
+            turns[n].push(turn(options, vms, place.path())?);
+        }
+    }
+    let of = |n: usize, what: fn(&Turn) -> f64| median(turns[n].iter().map(what).collect());
+    println!(
+        "VMs  CPU s a guest  over plain program  exporter, of a CPU for a VM  record --all, the same  scrapes"
+    );
+    let mut rows = Vec::new();
+    for (n, &vms) in options.vms.iter().enumerate() {
+        let ratio = of(n, |t| t.guest_s / t.plain_s);
+        let (guest_s, exporter, recorder) =
+            (of(n, |t| t.guest_s), of(n, |t| t.exporter), of(n, |t| t.recorder));
+        let scrapes: u64 = turns[n].iter().map(|t| t.scrapes).sum();
+        println!(
+            "{vms:3}  {guest_s:13.2}  {ratio:18.3}  {:24.3} %  {:18.3} %  {scrapes:7}",
+            100.0 * exporter,
+            100.0 * recorder
+        );
+        rows.push(serde_json::json!({
+            "vms": vms, "guest_cpu_s": guest_s, "plain_cpu_s": of(n, |t| t.plain_s), "guest_over_plain": ratio,
+            "exporter_cpu_per_vm": exporter, "recorder_cpu_per_vm": recorder, "scrapes": scrapes,
+        }));
+    }
+    let last = options.vms.len() - 1;
+    let more = of(last, |t| t.guest_s / t.plain_s) / of(0, |t| t.guest_s / t.plain_s);
+    let met = more <= MOST_MORE;
+    println!(
+        "a guest among {} over one among {}, each over the plain program: {more:.3} (wanted: at most {MOST_MORE}): {}",
+        options.vms[last],
+        options.vms[0],
+        if met { "met" } else { "MISSED" }
+    );
+    if let Some(path) = &options.json {
+        fs::write(
+            path,
+            serde_json::to_string_pretty(&serde_json::json!({ "rows": rows, "more": more }))?,
+        )?;
+    }
+    Ok(met)
+}
