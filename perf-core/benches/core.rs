@@ -113,7 +113,8 @@ fn kernel_close(fd: i32) {
     assert_eq!(unsafe { libc::close(fd) }, 0);
 }
 
-/// Stops a kernel event and starts it again: PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE (perf_event_open(2)).
+/// Stops a kernel event and starts it again: PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
+/// (perf_event_open(2)).
 fn kernel_off_and_on(fd: i32) {
     // SAFETY: both take an event's descriptor and a flag word.
     let results = unsafe {
@@ -125,8 +126,8 @@ fn kernel_off_and_on(fd: i32) {
     assert_eq!(results, [0, 0]);
 }
 
-/// An event of perf-core opened and closed, and one disabled and enabled, over the kernel's system calls for the
-/// same: the shortest of runs that take turns, in ns. Two other events of the context are on meanwhile.
+/// An event of perf-core opened and closed, and one disabled and enabled, over the kernel's system calls for
+/// the same: the shortest of runs that take turns, in ns. Two other events of the context are on meanwhile.
 fn open_and_enable() -> [[f64; 2]; 2] {
     let s = setup(8, None);
     let _others = [s.open(None), s.open(None)];

@@ -191,8 +191,8 @@ impl Thread {
         }
     }
 
-    /// Serves until the periods of all these counts are reported but for the last: an overflow is reported when
-    /// its signal has come, which on a busy machine is some time after it.
+    /// Serves until the periods of all these counts are reported but for the last: an overflow is reported
+    /// when its signal has come, which on a busy machine is some time after it.
     fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
         while passed[cookie] + 1 < due {
             self.serve(20 * MS, passed);

@@ -1,10 +1,11 @@
-//! What a guest costs beside others: one host, some VMs, each with four counters on, while the operator scrapes
-//! all of them once a second and records all.
+//! What a guest costs beside others: one host, some VMs, each with four counters on, while the operator
+//! scrapes all of them once a second and records all.
 //!
-//! Every guest does the same piece of work. Its price is the CPU time of its VM's process, from the first line
-//! of the work to its last, so it does not matter how long it waited for a processor. A program that does
-//! nothing but add numbers is measured the same way, as many of it as there are VMs, with no Perfvisor at all:
-//! processors that share a core are slower together, and that is not ours. The numbers of VMs take turns.
+//! Every guest does the same piece of work. Its price is the CPU time of its VM's process, from the first
+//! line of the work to its last, so it does not matter how long it waited for a processor. A program that
+//! does nothing but add numbers is measured the same way, as many of it as there are VMs, with no Perfvisor
+//! at all: processors that share a core are slower together, and that is not ours. The numbers of VMs take
+//! turns.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -43,7 +44,8 @@ struct Turn {
     guest_s: f64,
     /// The same of the program without a VM.
     plain_s: f64,
-    /// CPU time of the exporter and of the recorder for each VM and second that passed, in parts of a processor.
+    /// CPU time of the exporter and of the recorder for each VM and second that passed, in parts of a
+    /// processor.
     exporter: f64,
     recorder: f64,
     scrapes: u64,
@@ -169,7 +171,8 @@ impl Drop for Operator {
     }
 }
 
-/// CPU seconds of each of these for their piece of work, all at once: `begin` sets one off, `end` waits for it.
+/// CPU seconds of each of these for their piece of work, all at once: `begin` sets one off, `end` waits for
+/// it.
 fn all_at_once(
     all: Vec<Talker>,
     begin: impl Fn(&mut Talker) -> Result<(), Failure>,
@@ -180,7 +183,8 @@ fn all_at_once(
     for one in &mut all {
         begin(one)?;
     }
-    // Each is waited for by a thread of its own: the time is taken when it has ended, not when its turn comes.
+    // Each is waited for by a thread of its own: the time is taken when it has ended, not when its turn
+    // comes.
     let waiting: Vec<_> = all
         .into_iter()
         .zip(before)
