@@ -274,7 +274,7 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
         std::thread::sleep(Duration::from_millis(20));
     }
     let files = place.join(format!("recorded-{vms}"));
-    fs::create_dir_all(&files)?;
+    fs::create_dir(&files)?;
     let output = files.join("data").display().to_string();
     let recorder = Operator(
         run(&["record", "--all", "-o", &output])
@@ -302,6 +302,7 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
         .flatten()
         .filter_map(|file| Some(file.metadata().ok()?.len()))
         .collect();
+    fs::remove_dir_all(&files)?;
     if recorded.len() != vms || scrapes.load(Ordering::Relaxed) == 0 {
         return Err(format!(
             "{} of {vms} VMs were recorded, and there were {} scrapes",

@@ -30,7 +30,7 @@ pub enum CgroupError {
     #[error("{}: no control group; name a directory of cgroup v2, as /sys/fs/cgroup/vms/web", .0.display())]
     NoGroup(PathBuf),
     /// The kernel does not let the process in.
-    #[error("{}: the kernel lets this process not in{hint}", path.display())]
+    #[error("{}: the kernel does not let this process in{hint}", path.display())]
     Refused {
         /// The group.
         path: PathBuf,
