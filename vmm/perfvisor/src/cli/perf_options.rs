@@ -80,6 +80,31 @@ const OPTIONS: &[PerfOption] = &[
         ),
     ),
     option!(
+        &["stat", "top"],
+        Some('i'),
+        "no-inherit",
+        Otherwise("the vCPUs are looked at, with all tasks of the guest; nothing is inherited"),
+    ),
+    option!(
+        &["record"],
+        Some('n'),
+        "no-samples",
+        Otherwise("it is there to take samples; perfvisor stat counts"),
+    ),
+    option!(
+        &["record"],
+        Some('I'),
+        "intr-regs",
+        Otherwise("registers are not kept in the file; --call-graph dwarf uses them for the chains"),
+    ),
+    option!(
+        &["stat"],
+        Some('n'),
+        "null",
+        Otherwise("-e names what is counted; time(1) times a program"),
+    ),
+    option!(&["stat"], Some('c'), "scale", Always),
+    option!(
         &["record"],
         Some('b'),
         "branch-any",
