@@ -3,11 +3,11 @@
 # "make setup" calls it.
 set -euo pipefail
 
-packages=(gcc libc6-dev binutils qemu-system-x86 qemu-utils)
+packages=(gcc libc6-dev binutils xz-utils qemu-system-x86 qemu-utils)
 options=(-y --no-install-recommends -o Acquire::Retries=3)
 
 missing=()
-for tool in gcc ld qemu-system-x86_64 qemu-img; do
+for tool in gcc ld xz qemu-system-x86_64 qemu-img; do
 	command -v "$tool" >/dev/null || missing+=("$tool")
 done
 [ -e /usr/lib/x86_64-linux-gnu/libc.a ] || missing+=(libc.a)
@@ -45,4 +45,4 @@ for package in qemu-system-x86 qemu-system-common qemu-system-data qemu-utils; d
 		pinned+=("$package=$version")
 	fi
 done
-apt-get install "${options[@]}" --allow-downgrades gcc libc6-dev binutils "${pinned[@]}" </dev/null
+apt-get install "${options[@]}" --allow-downgrades gcc libc6-dev binutils xz-utils "${pinned[@]}" </dev/null
