@@ -63,6 +63,7 @@ mod tests {
     }
 
     /// All of it is there, and then what is used from there on; and the program still runs.
+    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
     fn what_the_start_needed_of_the_program_is_let_go() {
         let (start, bytes) = text();
