@@ -1,9 +1,11 @@
 //! The machine under an unmodified Debian kernel: it boots again in the same VM when it reboots, with a
 //! PMU that counts and all its vCPUs, while an operator counts on; and its power button is a key that it
-//! sees.
+//! sees. In a jail it has its disk, its vsock device and its reboots, as another user.
 
+use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
+use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::place::Place;
 use integration::process::{Command, Process};
@@ -146,4 +148,92 @@ fn linux_boots_by_its_pvh_entry_too() {
         let cycles = parse_stat_csv(run.section("stat")).value("cycles");
         assert!(cycles.is_ok_and(|cycles| cycles > 0.0), "{run}");
     }
+}
+
+/// Counts its boots on its disk, and waits for whoever comes over vsock.
+const COUNTS_BOOTS: &str = r#"
+drivers
+boots=$(head -c 1 /dev/vda | tr '\0' 0)
+printf %s $((boots + 1)) | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null
+echo marker-boot-$boots-
+until [ -e /tmp/end ]; do sleep 0.2; done
+[ $boots -lt 2 ] && { reboot -f; sleep 60; }
+section stat perf stat -a -x, -e cycles spin 0.2
+"#;
+
+/// The user that the VM is.
+const USER: u32 = 1500;
+
+/// Nothing but what was named is there, and that is enough: for the kernel and the initrd that are read
+/// again, the sockets, the disk, the counters. The lab's root is an initramfs, which cannot be left.
+#[test]
+fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let shell = |line: &str| place.run(&Command::shell(line), LIMIT).unwrap();
+    if shell("id -u").stdout_text().trim() != "0" {
+        return skipped("only root has a VM that is another user", false);
+    }
+    let [dir, disk] = ["jail", "jail/disk"].map(|name| place.scratch(name));
+    let made = shell(&format!(
+        "rm -rf '{dir}' && mkdir -p '{dir}' && truncate -s 1M '{disk}'"
+    ));
+    assert!(made.success(), "{}", made.stderr_text());
+    let group = "/sys/fs/cgroup/jail";
+    let has_group = matches!(*place, Place::Lab(_));
+    let jail = if has_group {
+        let made = shell(&format!(
+            "mount -t cgroup2 none /sys/fs/cgroup && echo +memory >/sys/fs/cgroup/cgroup.subtree_control && \
+             mkdir {group} && echo 1G >{group}/memory.max"
+        ));
+        assert!(made.success(), "{}", made.stderr_text());
+        format!("uid={USER},cgroup={group}")
+    } else {
+        format!("uid={USER}")
+    };
+    let agent = &artefacts::binaries().unwrap().guest_agent;
+    let guest = LinuxGuest::new("jailed", "amd")
+        .cpus(2)
+        .file("bin/perfvisor-agent", 0o755, std::fs::read(agent).unwrap())
+        .script(COUNTS_BOOTS)
+        .args(["--name", "jailed", "--on-reset", "restart", "--vsock"])
+        .args(["--disk", &disk, "--jail", &jail]);
+    let own_place = |command: Command| command.env("XDG_RUNTIME_DIR", dir.clone());
+    let running = place.start(&own_place(guest.command(&place).unwrap())).unwrap();
+    let perfvisor = place.perfvisor().unwrap();
+    let ours = |args: &[&str]| {
+        let command = Command::new(perfvisor.clone()).args(args.iter().copied());
+        place.run(&own_place(command), LIMIT).unwrap()
+    };
+    for boot in 0..3 {
+        says(&running, &format!("marker-boot-{boot}-"), 1);
+        let data = format!("{dir}/data");
+        let recorded = ours(&["record", "jailed", "-F", "100", "-d", "0.5", "-q", "-o", &data]);
+        assert!(recorded.success(), "{}", recorded.stderr_text());
+        let ended = ours(&["exec", "--wait", "60", "jailed", "--", "touch", "/tmp/end"]);
+        assert!(ended.success(), "{}", ended.stderr_text());
+        if boot == 0 && has_group {
+            // KVM's own threads are there, too.
+            let who = shell(&format!(
+                "for pid in $(cat {group}/cgroup.procs); do grep -q perfvisor /proc/$pid/comm && \
+                 grep Uid /proc/$pid/status && ls /proc/$pid/root; done"
+            ));
+            let user = format!("Uid:\t{USER}\t{USER}\t{USER}\t{USER}\n");
+            let text = who.stdout_text();
+            assert!(
+                text.starts_with(&user) && !text.contains("guest/vmlinux"),
+                "{text}"
+            );
+            assert!(
+                !text.lines().any(|name| name == "bin" || name == "root"),
+                "{text}"
+            );
+        }
+    }
+    let run = guest.finish(&running.wait(LIMIT).unwrap()).unwrap();
+    run.expect_success();
+    let cycles = parse_stat_csv(run.section("stat")).value("cycles");
+    assert!(cycles.is_ok_and(|cycles| cycles > 0.0), "{run}");
+    assert!(!run.vmm_log.contains("stays behind"), "{run}");
+    let left = shell(&format!("ls -A '{dir}/perfvisor'; rm -rf '{dir}'"));
+    assert_eq!(left.stdout_text(), "", "{run}");
 }
