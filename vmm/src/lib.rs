@@ -47,6 +47,8 @@ pub mod numbers;
 pub mod pmu;
 pub mod privileges;
 pub mod rdpmc;
+#[cfg(test)]
+mod testing;
 pub mod turns;
 pub mod vcpu;
 pub mod vm;

@@ -687,3 +687,6 @@ impl MutEventSubscriber for ControlServer {
         self.listen(ops);
     }
 }
+
+#[cfg(test)]
+mod tests;

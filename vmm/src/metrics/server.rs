@@ -484,3 +484,6 @@ impl MutEventSubscriber for MetricsServer {
         self.set_timer();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,590 @@
+//! A server of a real VM, whose loop the test turns itself: what clients say comes in the order that the test
+//! wants, and no clock decides.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use control_api::protocol::Sampling;
+use event_manager::{EventManager, SubscriberId, SubscriberOps};
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+use crate::testing;
+use crate::vm::RunningVm;
+
+/// The VM and its server, with a socket for each access.
+struct Served {
+    manager: EventManager<ControlServer>,
+    server: SubscriberId,
+    dir: tempfile::TempDir,
+    vm: RunningVm,
+}
+
+impl Served {
+    fn new() -> Option<Self> {
+        let vm = testing::halted_vm()?;
+        let controlled = testing::controlled(&vm);
+        let dir = tempfile::tempdir().unwrap();
+        let socket = |name: &str| Socket::bind_at(&dir.path().join(name), 0o600).unwrap();
+        let sockets = vec![
+            (Access::Operators, socket("operators")),
+            (Access::Observers, socket("observers")),
+        ];
+        let mut manager = EventManager::new().unwrap();
+        let server = manager.add_subscriber(ControlServer::new(Arc::new(controlled), sockets));
+        Some(Self {
+            manager,
+            server,
+            dir,
+            vm,
+        })
+    }
+
+    /// Lets the server do all that it can do now.
+    fn turn(&mut self) {
+        while self.manager.run_with_timeout(0).unwrap() > 0 {}
+    }
+
+    fn server(&mut self) -> &mut ControlServer {
+        self.manager.subscriber_mut(self.server).unwrap()
+    }
+
+    /// The one connection that there is.
+    fn only(&mut self) -> &mut Connection {
+        let connections = &mut self.server().connections;
+        assert_eq!(connections.len(), 1);
+        connections.values_mut().next().unwrap()
+    }
+
+    fn connect(&mut self, access: Access) -> Peer {
+        let name = match access {
+            Access::Operators => "operators",
+            Access::Observers => "observers",
+        };
+        let stream = UnixStream::connect(self.dir.path().join(name)).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let peer = Peer {
+            stream,
+            seen: Vec::new(),
+        };
+        self.turn();
+        peer
+    }
+
+    /// A client that has said hello.
+    fn greeted(&mut self, access: Access) -> Peer {
+        let mut peer = self.connect(access);
+        let reply = self.ask(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
+        assert_eq!(reply["protocol"], PROTOCOL);
+        peer
+    }
+
+    /// Bytes as they are, and the replies to them.
+    fn say(&mut self, peer: &mut Peer, bytes: &[u8]) -> Vec<ReplyLine> {
+        // The server may have closed it, and more than the socket holds goes in pieces.
+        let mut rest = bytes;
+        let mut replies = Vec::new();
+        while !rest.is_empty() {
+            match peer.stream.write(rest) {
+                Ok(n) => rest = &rest[n..],
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => break,
+            }
+            self.turn();
+            replies.extend(peer.replies());
+        }
+        replies
+    }
+
+    /// One request and its reply. As many may be made as one likes.
+    fn ask(&mut self, peer: &mut Peer, call: &Call) -> Result<Value, Failure> {
+        for connection in self.server().connections.values_mut() {
+            connection.tokens = REQUEST_BURST;
+        }
+        let mut line = serde_json::to_value(call).unwrap();
+        line["id"] = 7.into();
+        let mut replies = self.say(peer, format!("{line}\n").as_bytes());
+        assert_eq!(replies.len(), 1, "{call:?}: {replies:?}");
+        let reply = replies.pop().unwrap();
+        assert_eq!(reply.id, 7, "{call:?}");
+        match (reply.ok, reply.error) {
+            (ok, None) => Ok(ok.unwrap_or_default()),
+            (None, Some(failure)) => Err(failure),
+            both => panic!("{call:?}: {both:?}"),
+        }
+    }
+}
+
+struct Peer {
+    stream: UnixStream,
+    seen: Vec<u8>,
+}
+
+impl Peer {
+    /// What has come by now.
+    fn replies(&mut self) -> Vec<ReplyLine> {
+        let mut chunk = [0; 4096];
+        while let Ok(n @ 1..) = self.stream.read(&mut chunk) {
+            self.seen.extend_from_slice(&chunk[..n]);
+        }
+        let Some(end) = memchr::memrchr(b'\n', &self.seen) else {
+            return Vec::new();
+        };
+        let rest = self.seen.split_off(end + 1);
+        let whole = std::mem::replace(&mut self.seen, rest);
+        let lines = whole.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        lines.map(|line| serde_json::from_slice(line).unwrap()).collect()
+    }
+
+    fn is_closed(&mut self) -> bool {
+        matches!(self.stream.read(&mut [0]), Ok(0))
+    }
+}
+
+/// What is no request is refused with the reason and ends the connection; nothing that was sent behind it is
+/// done.
+#[test]
+fn what_is_no_request_ends_the_connection() {
+    let Some(mut served) = Served::new() else { return };
+    let deep = [b"[".repeat(10_000), b"\n".to_vec()].concat();
+    for said in [
+        b"\n".as_slice(),
+        b"{}\n",
+        b"null\n",
+        b"[]\n",
+        b"{\"id\":1}\n",
+        b"{\"id\":-1,\"call\":\"status\"}\n",
+        b"{\"id\":1,\"call\":\"format_disk\"}\n",
+        b"{\"id\":1,\"call\":\"share\",\"policy\":7}\n",
+        b"{\"id\":1,\"call\":\"ring\",\"vcpu\":4294967296,\"pages\":1}\n",
+        b"{\"id\":1,\"call\":\"status\"} {\"id\":2,\"call\":\"status\"}\n",
+        b"\xFF\xFE\n",
+        &deep,
+    ] {
+        let mut peer = served.greeted(Access::Operators);
+        let stop = b"{\"id\":9,\"call\":\"stop\"}\n";
+        let replies = served.say(&mut peer, &[said, stop].concat());
+        let text = String::from_utf8_lossy(&said[..said.len().min(60)]).into_owned();
+        let [reply] = &replies[..] else {
+            panic!("{text}: {replies:?}");
+        };
+        let failure = reply.error.as_ref().unwrap();
+        assert_eq!((reply.id, failure.kind), (0, FailureKind::Protocol), "{text}");
+        assert!(peer.is_closed(), "{text}");
+        assert_eq!(served.server().connections.len(), 0, "{text}");
+    }
+    assert_eq!(
+        served.vm.control().reason(),
+        None,
+        "the VM was stopped by what came behind"
+    );
+}
+
+/// Before hello nothing is answered, and only this version of the protocol is spoken.
+#[test]
+fn the_first_word_is_hello_in_this_version() {
+    let Some(mut served) = Served::new() else { return };
+    for (call, said) in [
+        (Call::Status, "the first request must be hello"),
+        (Call::Stop, "the first request must be hello"),
+        (Call::Hello { protocol: 0 }, "version 0 of the protocol"),
+        (
+            Call::Hello { protocol: u32::MAX },
+            "version 4294967295 of the protocol",
+        ),
+    ] {
+        let mut peer = served.connect(Access::Operators);
+        let failure = served.ask(&mut peer, &call).unwrap_err();
+        assert_eq!(failure.kind, FailureKind::Protocol);
+        assert!(failure.message.contains(said), "{call:?}: {failure}");
+        assert!(peer.is_closed());
+    }
+    assert_eq!(served.vm.control().reason(), None);
+}
+
+/// A request may come in any pieces; one as long as the limit, whose end does not come, is not waited for.
+#[test]
+fn a_request_may_come_in_pieces_and_has_a_limit() {
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    let line = b"{\"id\":5,\"call\":\"status\"}\n";
+    for byte in &line[..line.len() - 1] {
+        assert!(served.say(&mut peer, &[*byte]).is_empty());
+    }
+    assert_eq!(served.say(&mut peer, b"\n")[0].id, 5);
+    let longest = [b" ".repeat(MAX_REQUEST - line.len()), line.to_vec()].concat();
+    assert_eq!(served.say(&mut peer, &longest)[0].id, 5, "as long as may be");
+    let replies = served.say(&mut peer, &b" ".repeat(MAX_REQUEST));
+    let failure = replies[0].error.as_ref().unwrap();
+    assert_eq!(failure.message, "a request is longer than 65536 bytes");
+    assert!(peer.is_closed());
+}
+
+/// Requests are counted out of a rate: what was saved up is bounded, and who has none left is sent away.
+/// Others are served meanwhile.
+#[test]
+fn who_asks_more_than_he_may_is_sent_away() {
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    let long_ago = Instant::now().checked_sub(Duration::from_secs(60));
+    if let Some(long_ago) = long_ago {
+        let connection = served.only();
+        (connection.tokens, connection.refilled) = (0.0, long_ago);
+        assert!(connection.may_ask());
+        assert_eq!(
+            connection.tokens,
+            REQUEST_BURST - 1.0,
+            "a minute's silence saves up no more than a burst"
+        );
+    }
+    let mut other = served.greeted(Access::Observers);
+    // As if no time passed from now on.
+    let mut connections = served.server().connections.values_mut();
+    let connection = connections.find(|c| c.access == Access::Operators).unwrap();
+    (connection.tokens, connection.refilled) = (0.5, Instant::now() + Duration::from_secs(3600));
+    let replies = served.say(&mut peer, b"{\"id\":5,\"call\":\"status\"}\n");
+    let failure = replies[0].error.as_ref().unwrap();
+    assert_eq!(
+        (failure.kind, failure.message.as_str()),
+        (FailureKind::Rate, "more than 1000 requests a second")
+    );
+    assert!(peer.is_closed());
+    served.ask(&mut other, &Call::Status).unwrap();
+}
+
+/// While a client does not fetch its replies, no more of its requests are read: what waits for it does not
+/// grow. When it fetches them all are there, and the requests that waited are answered.
+#[test]
+fn who_does_not_fetch_its_replies_is_not_read() {
+    /// No more than a client may ask at once.
+    const MORE: u64 = 150;
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    let ask = |served: &mut Served, peer: &mut Peer, id: u64| {
+        served.only().tokens = REQUEST_BURST;
+        let line = format!("{{\"id\":{id},\"call\":\"counts\"}}\n");
+        peer.stream.write_all(line.as_bytes()).unwrap();
+        served.turn();
+    };
+    let mut asked = 0;
+    while served.only().outgoing.is_empty() {
+        ask(&mut served, &mut peer, asked);
+        asked += 1;
+    }
+    let waits = served.only().outgoing.clone();
+    assert!(waits.len() <= MAX_UNSENT, "{} bytes", waits.len());
+    for _ in 0..MORE {
+        ask(&mut served, &mut peer, asked);
+        asked += 1;
+    }
+    assert_eq!(served.only().outgoing, waits, "nothing more was answered");
+    assert!(served.only().incoming.is_empty(), "nor kept");
+    let mut next = 0;
+    while next < asked {
+        for reply in peer.replies() {
+            assert_eq!((reply.id, reply.error), (next, None));
+            next += 1;
+        }
+        served.only().tokens = REQUEST_BURST;
+        served.turn();
+    }
+}
+
+/// Each kind of request once, with numbers that a client might send.
+fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
+    let sampling = Sampling {
+        rate: b,
+        frequency: a % 2 == 0,
+        callchain: true,
+        chain_every: a,
+        stack_bytes: a,
+    };
+    let open = |vcpus: Option<Vec<u32>>, whole, sampling| Call::Open {
+        events: words.into(),
+        vcpus,
+        whole,
+        sampling,
+    };
+    vec![
+        Call::Hello { protocol: PROTOCOL },
+        Call::Status,
+        Call::Pause,
+        Call::Resume,
+        Call::Powerdown,
+        Call::Vcpus { count: a },
+        Call::VcpuPlug,
+        Call::VcpusWithdraw,
+        Call::Share { policy: words.into() },
+        Call::Filter { toml: words.into() },
+        open(None, false, None),
+        open(Some(vec![a, 0, 0]), a % 2 == 0, None),
+        open(None, true, None),
+        open(None, false, Some(sampling)),
+        Call::Enable,
+        Call::Disable,
+        Call::Joined,
+        Call::Read,
+        Call::Ring {
+            vcpu: a % 4,
+            pages: b as u32,
+        },
+        Call::HostRing { handle: a },
+        Call::Chains {
+            handle: a,
+            every: b as u32,
+        },
+        Call::RingLosses,
+        Call::Counts,
+        Call::Kernel,
+        Call::Symbols,
+        Call::ProcessCode { pid: a },
+        Call::ProcessMemory {
+            pid: a,
+            address: b,
+            bytes: a,
+        },
+        Call::GuestView,
+        Call::GuestViewResult { generation: b },
+        Call::Exits,
+        Call::Code {
+            cr3: b,
+            address: !b,
+            length: a,
+        },
+        Call::Close,
+    ]
+}
+
+/// An observer counts and looks on. Whatever changes the VM, samples it or reads its memory is denied, and
+/// nothing of it is done.
+#[test]
+fn an_observer_counts_and_does_nothing_else() {
+    let Some(mut served) = Served::new() else { return };
+    let mut observer = served.greeted(Access::Observers);
+    let mut calls = requests(0, 64, "cycles");
+    calls.push(Call::Stop);
+    let mut denied = Vec::new();
+    for call in &calls {
+        if let Err(failure) = served.ask(&mut observer, call)
+            && failure.kind == FailureKind::Denied
+        {
+            let name = serde_json::to_value(call).unwrap()["call"]
+                .as_str()
+                .unwrap()
+                .to_owned();
+            denied.push(name);
+        }
+    }
+    let right = [
+        "pause",
+        "resume",
+        "powerdown",
+        "vcpus",
+        "vcpus_withdraw",
+        "share",
+        "filter",
+        "open",
+        "ring",
+        "host_ring",
+        "chains",
+        "ring_losses",
+        "kernel",
+        "symbols",
+        "process_code",
+        "process_memory",
+        "code",
+        "stop",
+    ];
+    assert_eq!(denied, right, "open: that which samples");
+    assert_eq!(served.vm.control().reason(), None);
+    assert!(!served.vm.control().is_to_pause());
+    assert_eq!(
+        served.ask(&mut observer, &Call::Status).unwrap()["role"],
+        "observer"
+    );
+}
+
+/// What cannot be is refused with the kind of mistake it is, and the connection goes on.
+#[test]
+fn what_cannot_be_is_refused_and_the_connection_goes_on() {
+    use FailureKind::{Invalid, Unsupported};
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    let open = |events: &str, vcpus: Option<Vec<u32>>, whole| Call::Open {
+        events: events.into(),
+        vcpus,
+        whole,
+        sampling: None,
+    };
+    let many = vec!["task-clock"; 257].join(",");
+    for (call, kind, said) in [
+        (Call::Ring { vcpu: 0, pages: 1 }, Invalid, "no event is open"),
+        (Call::Chains { handle: 0, every: 1 }, Invalid, "no event is open"),
+        (open("", None, false), Invalid, ""),
+        (open("no-such-event", None, false), Invalid, "no-such-event"),
+        (open("task-clock", Some(vec![2]), false), Invalid, "no vCPU 2"),
+        (
+            open("task-clock", Some(vec![u32::MAX]), false),
+            Invalid,
+            "no vCPU 4294967295",
+        ),
+        (
+            open("task-clock", Some(vec![0]), true),
+            Invalid,
+            "neither vCPUs nor sampling",
+        ),
+        (open(&many, None, false), Invalid, "256 events"),
+        (
+            Call::Share {
+                policy: "mine".into(),
+            },
+            Invalid,
+            "share: ",
+        ),
+        (
+            Call::Filter {
+                toml: "deny = 7".into(),
+            },
+            Invalid,
+            "",
+        ),
+        (Call::Vcpus { count: 3 }, Unsupported, ""),
+    ] {
+        let failure = served.ask(&mut peer, &call).unwrap_err();
+        assert_eq!(failure.kind, kind, "{call:?}: {failure}");
+        assert!(
+            failure.message.contains(said) && !failure.message.is_empty(),
+            "{call:?}: {failure}"
+        );
+        assert!(!failure.message.contains('\n'), "{failure}");
+    }
+    served.ask(&mut peer, &Call::Status).unwrap();
+}
+
+/// A list of events is opened as a whole or not at all: a group that fails leaves nothing open of those
+/// before it.
+#[test]
+fn of_a_list_that_fails_nothing_stays_open() {
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    let open = |events: &str, stack_bytes: u32| Call::Open {
+        events: events.into(),
+        vcpus: None,
+        whole: false,
+        sampling: Some(Sampling {
+            rate: 1_000_000,
+            frequency: false,
+            callchain: false,
+            chain_every: 1,
+            stack_bytes,
+        }),
+    };
+    let failure = served.ask(&mut peer, &open("task-clock", 12)).unwrap_err();
+    assert!(failure.message.contains("a multiple of 8; not 12"), "{failure}");
+    let opened = served.ask(&mut peer, &open("task-clock", 0)).unwrap();
+    assert_eq!(
+        opened.as_array().map(Vec::len),
+        Some(2),
+        "one on each vCPU: {opened}"
+    );
+    for pages in [0, 3, u32::MAX] {
+        let failure = served.ask(&mut peer, &Call::Ring { vcpu: 0, pages }).unwrap_err();
+        assert_eq!(failure.kind, FailureKind::Invalid, "{pages} pages: {failure}");
+    }
+    let failure = served
+        .ask(&mut peer, &Call::Ring { vcpu: 7, pages: 8 })
+        .unwrap_err();
+    assert_eq!(failure.kind, FailureKind::Invalid, "{failure}");
+    served.ask(&mut peer, &Call::Ring { vcpu: 0, pages: 8 }).unwrap();
+    let failure = served.ask(&mut peer, &open("task-clock", 0)).unwrap_err();
+    assert_eq!(failure.message, "open sampling events before their ring");
+    let read = served.ask(&mut peer, &Call::Read).unwrap();
+    assert_eq!(
+        read.as_array().map(Vec::len),
+        Some(2),
+        "those from before are all there are"
+    );
+    served.ask(&mut peer, &Call::Close).unwrap();
+    assert_eq!(served.ask(&mut peer, &Call::Read).unwrap(), json!([]));
+}
+
+/// The end of a VM is said once: whoever pauses it afterwards is told.
+#[test]
+fn a_vm_that_has_ended_is_not_paused() {
+    let Some(mut served) = Served::new() else { return };
+    let mut peer = served.greeted(Access::Operators);
+    assert_eq!(served.ask(&mut peer, &Call::Pause).unwrap()["state"], "paused");
+    assert_eq!(served.ask(&mut peer, &Call::Resume).unwrap()["state"], "running");
+    assert_eq!(served.ask(&mut peer, &Call::Stop).unwrap()["state"], "stopped");
+    for call in [Call::Pause, Call::Resume] {
+        let failure = served.ask(&mut peer, &call).unwrap_err();
+        assert_eq!(
+            (failure.kind, failure.message.as_str()),
+            (FailureKind::Invalid, "the VM has ended")
+        );
+    }
+}
+
+/// A connection more than may be is closed; those who have said hello stay, operators are not kept out by
+/// observers, and the next that leaves makes room.
+#[test]
+fn a_full_house_refuses_and_keeps_those_who_are_in() {
+    let Some(mut served) = Served::new() else { return };
+    let mut observers: Vec<Peer> = (0..MAX_OBSERVERS)
+        .map(|_| served.greeted(Access::Observers))
+        .collect();
+    let mut late = served.connect(Access::Observers);
+    served.turn();
+    assert!(late.is_closed());
+    let mut operator = served.greeted(Access::Operators);
+    served.ask(&mut operator, &Call::Status).unwrap();
+    drop(observers.pop());
+    served.turn();
+    let mut next = served.greeted(Access::Observers);
+    for peer in observers.iter_mut().chain([&mut next]) {
+        served.ask(peer, &Call::Status).unwrap();
+    }
+}
+
+/// No sequence of requests, whatever the numbers, harms the server: each is answered under its number, and
+/// another client is served behind each.
+#[test]
+fn no_sequence_of_requests_harms_the_server() {
+    let Some(mut served) = Served::new() else { return };
+    let other = served.greeted(Access::Observers);
+    let words = prop::sample::select(vec![
+        "cycles",
+        "task-clock,cycles",
+        "{cycles,instructions}",
+        "kvm:exits",
+        "pv/halts/",
+        "strict",
+        "",
+        ",",
+        "{",
+        "r-1",
+        "cycles:uuk",
+        "deny = []",
+    ]);
+    let number = prop_oneof![0u32..9, Just(u32::MAX), any::<u32>()];
+    let wide = prop_oneof![0u64..9, Just(u64::MAX), Just(1 << 47), any::<u64>()];
+    let nth = prop::collection::vec((any::<prop::sample::Index>(), number, wide, words), 1..40);
+    let both = RefCell::new((served, other));
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(24));
+    let ran = runner.run(&nth, |sequence| {
+        let (served, other) = &mut *both.borrow_mut();
+        let mut peer = served.greeted(Access::Operators);
+        for (nth, a, b, words) in sequence {
+            let calls = requests(a, b, words);
+            // Whatever it is answered: it is, under its number, and the connection stays.
+            let _ = served.ask(&mut peer, nth.get(&calls));
+            served.ask(other, &Call::Status).unwrap();
+        }
+        drop(peer);
+        served.turn();
+        prop_assert_eq!(served.server().connections.len(), 1, "the other alone");
+        Ok(())
+    });
+    ran.unwrap();
+}

@@ -1,0 +1,116 @@
+//! VMs for tests of what serves a VM: real ones, in the test's own process, of a few bytes of code.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+use perf_core::SharePolicy;
+use perf_core::mux::MuxPolicy;
+use perf_core::pmu::host::HostProbe;
+use vpmu::{Backability, BackingPolicy, EventFilter, Model};
+
+use crate::boot::{BootProtocol, KernelSource};
+use crate::control::server::Controlled;
+use crate::kvm::host;
+use crate::kvm::stepping::Stepping;
+use crate::memory::MemoryKind;
+use crate::pmu::{OperatorLimits, PmuConfig};
+use crate::rdpmc::RdpmcMode;
+use crate::vcpu::affinity::Pinning;
+use crate::vcpu::control::OnReset;
+use crate::vcpu::kick;
+use crate::vm::{RunningVm, Vm, VmConfig};
+
+/// A multiboot kernel that halts for ever: its header, and `hlt; jmp` back.
+const HALTED: [u8; 36] = {
+    let load = 0x10_0000u32;
+    let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
+    let words = [
+        magic,
+        flags,
+        0u32.wrapping_sub(magic).wrapping_sub(flags),
+        load,
+        load,
+        0,
+        load + 0x1000,
+        load + 32,
+    ];
+    let mut image = [0; 36];
+    let mut at = 0;
+    while at < 32 {
+        image[at] = words[at / 4].to_le_bytes()[at % 4];
+        at += 1;
+    }
+    (image[32], image[33], image[34], image[35]) = (0xF4, 0xEB, 0xFD, 0x90);
+    image
+};
+
+/// A VM of two vCPUs with an Intel PMU that the clock counts for, whose guest halts. `None`, and a word
+/// about it: there is no KVM here.
+pub(crate) fn halted_vm() -> Option<RunningVm> {
+    let Ok(kvm) = host::open() else {
+        eprintln!("SKIP: there is no KVM here");
+        return None;
+    };
+    kick::install_handlers().unwrap();
+    let config = VmConfig {
+        kernel: KernelSource::Builtin(&HALTED),
+        boot_protocol: BootProtocol::Auto,
+        initrd: None,
+        cmdline: String::new(),
+        cpus: "2".parse().unwrap(),
+        memory_bytes: 32 << 20,
+        memory_kind: MemoryKind::default(),
+        pmu: PmuConfig {
+            model: Model::INTEL,
+            policy: BackingPolicy::Auto,
+            filter: Arc::new(EventFilter::allow_all()),
+            paravirtual: true,
+            hides_denied: false,
+            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
+            stepping: Stepping::default(),
+            share: SharePolicy::GuestFirst,
+            mux: MuxPolicy::Rotate,
+            turn: None,
+            limits: OperatorLimits::default(),
+        },
+        backability: Backability::CLOCK,
+        own_pmu: None,
+        rdpmc: RdpmcMode::Off,
+        hide_uncounted: false,
+        debugger: None,
+        pins: Pinning::default(),
+        nested: false,
+        on_reset: OnReset::Exit,
+        debug_exit: true,
+        cpu_signature: None,
+    };
+    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
+    Some(vm.start().unwrap())
+}
+
+/// What serves `vm`, once all of its vCPUs have joined the perf core.
+pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
+    let controlled = Controlled {
+        name: "vm".into(),
+        pmu_name: "intel".into(),
+        guest: "halted".into(),
+        console: String::new(),
+        virtio_console: String::new(),
+        started: Instant::now(),
+        control: vm.control().clone(),
+        pmu: vm.pmu().clone(),
+        roster: vm.roster().clone(),
+        bus: vm.bus().clone(),
+        symbols: vm.symbols().clone(),
+        flat: true,
+        looks: AtomicU64::new(0),
+    };
+    // A vCPU that answers has joined the perf core.
+    let look = controlled.ask_views();
+    while !controlled.views(look).complete {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    controlled
+}
