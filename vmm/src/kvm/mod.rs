@@ -18,7 +18,7 @@ pub mod signal_mask;
 pub mod signature;
 pub mod stats_fd;
 pub mod stepping;
-mod tiny;
+pub(crate) mod tiny;
 pub mod turn_cost;
 pub mod vcpu_fd;
 pub mod vm_fd;

@@ -14,9 +14,9 @@ const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
 const PD: u64 = 0x3000;
 /// Where its code begins.
-pub(super) const CODE: u64 = 0x5000;
+pub(crate) const CODE: u64 = 0x5000;
 /// Where nothing is but what its code puts there.
-pub(super) const DATA: u64 = 0x9000;
+pub(crate) const DATA: u64 = 0x9000;
 const SIZE: usize = 0x10000;
 /// Present, writable, user.
 const TABLE: u64 = 7;
@@ -24,15 +24,15 @@ const LARGE: u64 = 1 << 7;
 
 /// A VM with one vCPU. It has no interrupt table: what faults shuts it down.
 #[derive(Debug)]
-pub(super) struct TinyGuest {
-    pub(super) vcpu: VcpuFd,
+pub(crate) struct TinyGuest {
+    pub(crate) vcpu: VcpuFd,
     _slots: MemorySlots,
-    pub(super) memory: GuestMemoryMmap,
+    pub(crate) memory: GuestMemoryMmap,
 }
 
 impl TinyGuest {
     /// Is about to run `code` at `cpl`.
-    pub(super) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
+    pub(crate) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
         let memory =
             GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
         let tables = [(PML4, PDPT | TABLE), (PDPT, PD | TABLE), (PD, TABLE | LARGE)];
@@ -81,5 +81,11 @@ impl TinyGuest {
             _slots: slots,
             memory,
         })
+    }
+
+    /// Its vCPU, its memory, and KVM's part of that, which is to live as long as the vCPU runs.
+    #[cfg(test)]
+    pub(crate) fn into_parts(self) -> (VcpuFd, GuestMemoryMmap, MemorySlots) {
+        (self.vcpu, self.memory, self._slots)
     }
 }

@@ -495,3 +495,6 @@ impl Stepper {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

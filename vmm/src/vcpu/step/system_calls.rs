@@ -97,8 +97,9 @@ impl Stepper {
         state.regs.r11 = flags;
         state.regs.rip = lstar;
         state.regs.rflags = flags & !mask & !RFLAGS_TF | 2;
-        let selector = (star >> 32) as u16 & 0xfffc;
-        state.sregs.cs = flat_segment(selector, 0xb, 0);
+        let selector = (star >> 32) as u16;
+        state.sregs.cs = flat_segment(selector & 0xfffc, 0xb, 0);
+        // As it is in STAR, its lowest bits too.
         state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
         fd.set_sregs(&state.sregs)?;
         fd.set_regs(&state.regs)?;
@@ -171,5 +172,216 @@ fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment 
         l,
         g: 1,
         ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
+    use proptest::prelude::*;
+    use vm_memory::{Bytes, GuestAddress};
+    use vpmu::Vendor;
+
+    use super::*;
+    use crate::kvm::armed::{ArmedVcpu, VcpuExit};
+    use crate::kvm::host::{self, Kvm};
+    use crate::kvm::stepping::Stepping;
+    use crate::kvm::tiny::{CODE, DATA, TinyGuest};
+
+    /// Linear addresses behind this have no memory: an access leaves to the host.
+    const HOLE: u32 = 0x2_0000;
+    const SYSCALL: [u8; 2] = [0x0f, 0x05];
+    const SYSRET: [u8; 3] = [0x48, 0x0f, 0x07];
+    /// The arithmetic flags and ID, which programs may have as they like, and IF.
+    const ANY_FLAGS: u64 = 0x20_0ed5;
+
+    /// A vCPU at `code`, with the registers of system calls as given.
+    fn guest(kvm: &Kvm, cpl: u8, code: &[u8], [star, lstar, mask]: [u64; 3]) -> TinyGuest {
+        let guest = TinyGuest::new(kvm, cpl, code).unwrap();
+        let mut sregs = guest.vcpu.get_sregs().unwrap();
+        sregs.efer |= EFER_SCE;
+        guest.vcpu.set_sregs(&sregs).unwrap();
+        let entry = |(index, data)| kvm_msr_entry {
+            index,
+            data,
+            ..Default::default()
+        };
+        let entries = [(IA32_STAR, star), (IA32_LSTAR, lstar), (IA32_FMASK, mask)].map(entry);
+        assert_eq!(guest.vcpu.set_msrs(&Msrs::from_entries(&entries).unwrap()), Ok(3));
+        guest
+    }
+
+    fn stepper(guest: &TinyGuest) -> Stepper {
+        Stepper::new(Vendor::Intel, guest.memory.clone(), Stepping::default(), true)
+    }
+
+    /// What of a segment code can tell.
+    fn told(segment: &kvm_segment) -> [u64; 8] {
+        let &kvm_segment {
+            base,
+            limit,
+            selector,
+            dpl,
+            db,
+            l,
+            s,
+            g,
+            ..
+        } = segment;
+        [
+            base,
+            limit.into(),
+            selector.into(),
+            dpl.into(),
+            db.into(),
+            l.into(),
+            s.into(),
+            g.into(),
+        ]
+    }
+
+    fn changes(state: &State) -> (kvm_regs, [[u64; 8]; 2]) {
+        (state.regs, [told(&state.sregs.cs), told(&state.sregs.ss)])
+    }
+
+    /// Where the processor itself gets from there, up to its next exit. `None`: KVM emulates this code and
+    /// lacks the instruction.
+    fn by_the_processor(guest: TinyGuest) -> Option<(State, String)> {
+        let (vcpu, _memory, _slots) = guest.into_parts();
+        let mut vcpu = ArmedVcpu::new(vcpu);
+        let exit = match vcpu.run().why {
+            Ok(VcpuExit::IoOut(0x10, _)) => "leaves".into(),
+            Ok(VcpuExit::MmioRead(at, _)) => format!("reads {at:#x}"),
+            Ok(VcpuExit::InternalError) => return None,
+            other => format!("{other:?}"),
+        };
+        Some((State::read(&vcpu).unwrap(), exit))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// SYSCALL done here leaves what the processor's own leaves: RIP, flags, RCX, R11 and both segments,
+        /// whatever the registers of system calls hold.
+        #[test]
+        fn a_system_call_is_the_processors(flags: u64, mask: u64, selectors: u32, rax: u64, rsp: u64) {
+            let Ok(kvm) = host::open() else { return Ok(()) };
+            let registers = [u64::from(selectors) << 32, DATA, mask & 0xffff_ffff];
+            let begin = || {
+                let guest = guest(&kvm, 3, &SYSCALL, registers);
+                // out 0x10, al
+                guest.memory.write_slice(&[0xe6, 0x10], GuestAddress(DATA)).unwrap();
+                let mut regs = guest.vcpu.get_regs().unwrap();
+                (regs.rax, regs.rsp, regs.rflags) = (rax, rsp, flags & ANY_FLAGS | 2);
+                guest.vcpu.set_regs(&regs).unwrap();
+                guest
+            };
+            let ours = begin();
+            let state = State::read(&ours.vcpu).unwrap();
+            prop_assert!(stepper(&ours).system_call(&ours.vcpu, state).unwrap());
+            let done = State::read(&ours.vcpu).unwrap();
+            prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 0));
+            let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
+            prop_assert_eq!(exit, "leaves");
+            // Some KVMs step over the OUT before it is served.
+            theirs.regs.rip -= if theirs.regs.rip == DATA + 2 { 2 } else { 0 };
+            prop_assert_eq!(changes(&done), changes(&theirs));
+        }
+
+        /// SYSRET done here leaves what the processor's own leaves, whatever RCX and R11 hold: the flags that
+        /// are none, and the trap flag, stay out.
+        #[test]
+        fn a_return_is_the_processors(flags: u64, selectors: u32, rax: u64) {
+            let Ok(kvm) = host::open() else { return Ok(()) };
+            let registers = [u64::from(selectors) << 32, 0, 0];
+            let begin = || {
+                let guest = guest(&kvm, 0, &SYSRET, registers);
+                // mov al, [HOLE], which stays where it is until it has its answer.
+                let read = [&[0xa0][..], &u64::from(HOLE).to_le_bytes()].concat();
+                guest.memory.write_slice(&read, GuestAddress(DATA)).unwrap();
+                let mut regs = guest.vcpu.get_regs().unwrap();
+                (regs.rax, regs.rcx, regs.r11) = (rax, DATA, flags & (ANY_FLAGS | RFLAGS_RF | 1 << 40));
+                guest.vcpu.set_regs(&regs).unwrap();
+                guest
+            };
+            let ours = begin();
+            let state = State::read(&ours.vcpu).unwrap();
+            prop_assert!(stepper(&ours).system_return(&ours.vcpu, state).unwrap());
+            let done = State::read(&ours.vcpu).unwrap();
+            prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 3));
+            let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
+            prop_assert_eq!(exit, format!("reads {HOLE:#x}"));
+            // The read has faulted, which sets it.
+            theirs.regs.rflags &= !RFLAGS_RF;
+            prop_assert_eq!(changes(&done), changes(&theirs));
+        }
+    }
+
+    /// The trap flag waits where the kernel saves it and never runs in the kernel; RF is not saved.
+    #[test]
+    fn the_trap_flag_goes_into_the_saved_flags_only() {
+        let Ok(kvm) = host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let guest = guest(&kvm, 3, &SYSCALL, [0x10 << 32, DATA, 0]);
+        let mut state = State::read(&guest.vcpu).unwrap();
+        state.regs.rflags |= RFLAGS_TF | RFLAGS_RF;
+        let mut stepper = stepper(&guest);
+        assert!(stepper.system_call(&guest.vcpu, state).unwrap());
+        let done = State::read(&guest.vcpu).unwrap();
+        assert_eq!((done.regs.r11, done.regs.rflags), (2 | RFLAGS_TF, 2));
+        assert_eq!((done.regs.rcx, done.regs.rip), (CODE + 2, DATA));
+        assert!(!stepper.strays, "who traces says so");
+        // An interrupt or an exception that is on its way comes first: the processor has to do it.
+        let mut events = guest.vcpu.get_vcpu_events().unwrap();
+        (events.exception.injected, events.exception.nr) = (1, 13);
+        guest.vcpu.set_vcpu_events(&events).unwrap();
+        let mut debug = GuestDebug::default();
+        let step = stepper.call_kernel(&guest.vcpu, &mut debug, &state).unwrap();
+        assert_eq!(step, None);
+        assert_eq!(
+            State::read(&guest.vcpu).unwrap().regs,
+            done.regs,
+            "nothing was done"
+        );
+    }
+
+    /// What would fault is left to the processor, with every register as it was: system calls that are
+    /// switched off, code that is not 64-bit, a way back to an address that no user code has.
+    #[test]
+    fn what_would_fault_is_left_to_the_processor() {
+        let Ok(kvm) = host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let guest = guest(&kvm, 0, &SYSRET, [0x10 << 32, DATA, 0]);
+        let stepper = stepper(&guest);
+        let right = State::read(&guest.vcpu).unwrap();
+        type Change = fn(&mut State);
+        let wrong: [(&str, Change); 4] = [
+            ("switched off", |state| state.sregs.efer &= !EFER_SCE),
+            ("32-bit code", |state| state.sregs.cs.l = 0),
+            ("a kernel's address", |state| {
+                state.regs.rcx = 0xffff_8000_0000_0000
+            }),
+            ("an address that is none", |state| state.regs.rcx = 1 << 47),
+        ];
+        for (n, (what, change)) in wrong.into_iter().enumerate() {
+            let mut state = right;
+            change(&mut state);
+            assert!(!stepper.system_return(&guest.vcpu, state).unwrap(), "{what}");
+            if n < 2 {
+                assert!(!stepper.system_call(&guest.vcpu, state).unwrap(), "{what}");
+            }
+            let now = State::read(&guest.vcpu).unwrap();
+            assert_eq!((now.regs, now.sregs), (right.regs, right.sregs), "{what}");
+        }
+        let mut last = right;
+        last.regs.rcx = (1 << 47) - 1;
+        assert!(
+            stepper.system_return(&guest.vcpu, last).unwrap(),
+            "the last one of user code"
+        );
     }
 }

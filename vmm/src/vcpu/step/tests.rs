@@ -1,0 +1,260 @@
+//! A stepper and a vCPU of this host's KVM, without the loop around them: what a program retires is what its
+//! instructions say, one by one, whatever exits lie between.
+
+use proptest::prelude::*;
+use vm_memory::GuestAddress;
+use vpmu::Vendor;
+use vpmu::exact::Counts;
+
+use super::*;
+use crate::kvm::armed::VcpuExit;
+use crate::kvm::host;
+use crate::kvm::memslot::MemorySlots;
+use crate::kvm::stepping;
+use crate::kvm::tiny::{CODE, DATA, TinyGuest};
+
+const KERNEL: SteppedLevels = SteppedLevels {
+    user: false,
+    kernel: true,
+};
+const NOTHING: SteppedLevels = SteppedLevels {
+    user: false,
+    kernel: false,
+};
+const HLT: u8 = 0xf4;
+/// More turns of the loop than any program here takes.
+const MOST_TURNS: usize = 20_000;
+
+/// A piece of a program, and what it retires: instructions, branches, of them taken, of them conditional,
+/// loads, stores.
+type Piece = (&'static [u8], [u32; 6]);
+
+/// What reads and writes memory does so at `DATA` (0x9000), or where no memory is (0x2_0000).
+const PIECES: [Piece; 18] = [
+    (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
+    (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
+    (&[0x50], [1, 0, 0, 0, 0, 1]),                                     // push rax
+    (&[0x50, 0x58], [2, 0, 0, 0, 1, 1]),                               // push rax; pop rax
+    (&[0xeb, 0], [1, 1, 1, 0, 0, 0]),                                  // jmp
+    (&[0x31, 0xc0, 0x74, 0], [2, 1, 1, 1, 0, 0]),                      // xor eax, eax; jz
+    (&[0x31, 0xc0, 0x75, 0], [2, 1, 0, 1, 0, 0]),                      // xor eax, eax; jnz
+    (&[0xe8, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1]),                         // call
+    (&[0x88, 0x04, 0x25, 0, 0x90, 0, 0], [1, 0, 0, 0, 0, 1]),          // mov [DATA], al
+    (&[0x8a, 0x04, 0x25, 0, 0x90, 0, 0], [1, 0, 0, 0, 1, 0]),          // mov al, [DATA]
+    (&[0x00, 0x04, 0x25, 0, 0x90, 0, 0], [1, 0, 0, 0, 1, 1]),          // add [DATA], al
+    (&[0x88, 0x04, 0x25, 0, 0, 2, 0], [1, 0, 0, 0, 0, 1]),             // mov [hole], al
+    (&[0x8a, 0x04, 0x25, 0, 0, 2, 0], [1, 0, 0, 0, 1, 0]),             // mov al, [hole]
+    (&[0xe6, 0x10], [1, 0, 0, 0, 0, 0]),                               // out 0x10, al
+    (&[0xe4, 0x11], [1, 0, 0, 0, 0, 0]),                               // in al, 0x11
+    (&[0x9c, 0x9d], [2, 0, 0, 0, 1, 1]),                               // pushf; popf
+    (&[0x0f, 0xa2], [1, 0, 0, 0, 0, 0]),                               // cpuid
+    (&[0xb9, 3, 0, 0, 0, 0xff, 0xc9, 0x75, 0xfc], [7, 3, 2, 3, 0, 0]), // mov ecx, 3; dec ecx; jnz
+];
+
+fn counts(
+    [
+        instructions,
+        branches,
+        taken_branches,
+        conditional_branches,
+        loads,
+        stores,
+    ]: [u32; 6],
+) -> Counts {
+    Counts {
+        instructions,
+        branches,
+        taken_branches,
+        conditional_branches,
+        loads,
+        stores,
+    }
+}
+
+/// A vCPU at CPL 0 under a stepper.
+struct Stepped {
+    vcpu: ArmedVcpu,
+    _slots: MemorySlots,
+    memory: vm_memory::GuestMemoryMmap,
+    stepper: Stepper,
+    debug: GuestDebug,
+    retired: Counts,
+    /// Ports and addresses of the exits that were served.
+    exits: Vec<u64>,
+}
+
+impl Stepped {
+    fn new(code: &[u8]) -> Option<Self> {
+        let Ok(kvm) = host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return None;
+        };
+        let host = stepping::probe(&kvm).unwrap();
+        if !host.kernel {
+            eprintln!("SKIP: this KVM cannot step code at CPL 0");
+            return None;
+        }
+        let (vcpu, memory, slots) = TinyGuest::new(&kvm, 0, code).unwrap().into_parts();
+        Some(Self {
+            vcpu: ArmedVcpu::new(vcpu),
+            _slots: slots,
+            stepper: Stepper::new(Vendor::Intel, memory.clone(), host, true),
+            memory,
+            debug: GuestDebug::default(),
+            retired: Counts::default(),
+            exits: Vec::new(),
+        })
+    }
+
+    fn count(&mut self, step: Step) {
+        assert!(!step.lost, "{step:?} after {:?}", self.exits);
+        assert_eq!(step.user, Counts::default());
+        self.retired.add(step.kernel);
+    }
+
+    /// Turns of the vCPU's loop until it is before `end`, or halted.
+    fn run(&mut self, levels: SteppedLevels, end: u64) {
+        for _ in 0..MOST_TURNS {
+            if let Some(step) = self.stepper.settle(&self.vcpu).unwrap() {
+                self.count(step);
+            }
+            if self.vcpu.get_regs().unwrap().rip == end || is_halted(&self.vcpu).unwrap() {
+                return;
+            }
+            let prepared = self.stepper.prepare(&self.vcpu, &mut self.debug, levels).unwrap();
+            if let Prepared::Executed(step) = prepared {
+                self.count(step);
+                continue;
+            }
+            let why = self.vcpu.run().why;
+            self.stepper.after_run();
+            match why {
+                Ok(VcpuExit::Debug(stop)) => {
+                    let step = self.stepper.stopped(&self.vcpu, &stop).unwrap();
+                    self.count(step.expect("a stop that is ours"));
+                }
+                Ok(VcpuExit::IoOut(port, _)) => self.exits.push(port.into()),
+                Ok(VcpuExit::IoIn(port, data)) => {
+                    data.fill(0);
+                    self.exits.push(port.into());
+                }
+                Ok(VcpuExit::MmioWrite(at, _)) => self.exits.push(at),
+                Ok(VcpuExit::MmioRead(at, data)) => {
+                    data.fill(0);
+                    self.exits.push(at);
+                }
+                Ok(VcpuExit::Hlt) => return,
+                other => panic!("{other:?}"),
+            }
+        }
+        panic!("no end after {MOST_TURNS} turns");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Each instruction counts once and as what it is, those too that leave to the host in their middle.
+    #[test]
+    fn a_program_retires_what_its_instructions_say(
+        pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..30),
+    ) {
+        let mut code: Vec<u8> = pieces.iter().flat_map(|(code, _)| code.iter().copied()).collect();
+        code.push(HLT);
+        let Some(mut stepped) = Stepped::new(&code) else { return Ok(()) };
+        stepped.run(KERNEL, u64::MAX);
+        let mut right = counts([1, 0, 0, 0, 0, 0]);
+        for (_, retires) in &pieces {
+            right.add(counts(*retires));
+        }
+        prop_assert_eq!(stepped.retired, right);
+        prop_assert_eq!(stepped.stepper.tally().lost, 0);
+        let leave = |code: &[u8]| match code {
+            [0xe6, port] | [0xe4, port] => Some(u64::from(*port)),
+            [0x88 | 0x8a, .., 2, 0] => Some(0x2_0000),
+            _ => None,
+        };
+        let exits: Vec<u64> = pieces.iter().filter_map(|(code, _)| leave(code)).collect();
+        prop_assert_eq!(&stepped.exits, &exits, "none is lost, none comes twice");
+    }
+
+    /// Counting that is switched off and on again in the middle of a program counts the rest of it, and
+    /// nothing of what ran in between.
+    #[test]
+    fn what_runs_while_nothing_is_counted_is_not(
+        parts in prop::collection::vec(prop::sample::select(&PIECES[..]), 3),
+        first_counts: bool,
+    ) {
+        let mut ends = Vec::new();
+        let mut code = Vec::new();
+        for (part, _) in &parts {
+            // A nop behind each: a branch to the end of a part is not the end of it.
+            code.extend_from_slice(part);
+            code.push(0x90);
+            ends.push(CODE + code.len() as u64);
+        }
+        code.push(HLT);
+        let Some(mut stepped) = Stepped::new(&code) else { return Ok(()) };
+        let mut right = Counts::default();
+        for (n, (end, (_, retires))) in ends.iter().zip(&parts).enumerate() {
+            let is_counted = (n % 2 == 0) == first_counts;
+            if is_counted {
+                right.add(counts(*retires));
+                right.add(counts([1, 0, 0, 0, 0, 0]));
+                stepped.run(KERNEL, *end);
+            } else {
+                // Stops by a breakpoint, as RDPMC's would: the stepper takes it for none of its own.
+                let debug = &mut stepped.debug;
+                debug.set_sites(&[*end]);
+                let prepared = stepped.stepper.prepare(&stepped.vcpu, debug, NOTHING).unwrap();
+                prop_assert_eq!(prepared, Prepared::Enter);
+                loop {
+                    let why = stepped.vcpu.run().why;
+                    match why {
+                        Ok(VcpuExit::Debug(stop)) => {
+                            let taken = stepped.stepper.stopped(&stepped.vcpu, &stop).unwrap();
+                            prop_assert_eq!(taken, None);
+                            break;
+                        }
+                        Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => data.fill(0),
+                        Ok(VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..)) => {}
+                        other => panic!("{other:?}"),
+                    }
+                }
+                stepped.debug.set_sites(&[]);
+            }
+        }
+        prop_assert_eq!(stepped.retired, right);
+    }
+}
+
+/// A guest that saves its flags never finds the trap flag that steps it, and one that sets it itself keeps
+/// it.
+#[test]
+fn the_guests_flags_are_its_own() {
+    // pushf; pop rbx; hlt
+    let Some(mut stepped) = Stepped::new(&[0x9c, 0x5b, HLT]) else {
+        return;
+    };
+    stepped.run(KERNEL, u64::MAX);
+    let regs = stepped.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rbx, regs.rflags), (2, 2));
+    let saved: u64 = stepped.memory.read_obj(GuestAddress(0x8000 - 8)).unwrap();
+    assert_eq!(saved, 2);
+}
+
+/// A string instruction is one, however often it leaves to the host on its way.
+#[test]
+fn a_repeated_string_instruction_counts_once() {
+    // mov esi, DATA; mov ecx, 4; mov edx, 0x10; rep outsb; hlt
+    let mut code = vec![0xbe];
+    code.extend_from_slice(&(DATA as u32).to_le_bytes());
+    code.extend_from_slice(&[0xb9, 4, 0, 0, 0, 0xba, 0x10, 0, 0, 0, 0xf3, 0x6e, HLT]);
+    let Some(mut stepped) = Stepped::new(&code) else {
+        return;
+    };
+    stepped.run(KERNEL, u64::MAX);
+    assert_eq!(stepped.retired.instructions, 5);
+    assert!(stepped.exits.iter().all(|port| *port == 0x10) && !stepped.exits.is_empty());
+    assert_eq!(stepped.vcpu.get_regs().unwrap().rcx, 0, "all of it was done");
+}
