@@ -426,3 +426,6 @@ fn starter(pid: u32) -> Vec<Allowed> {
     ));
     list
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,278 @@
+//! What the kernel answers to a call of a thread of each kind: the filters' own programs, run here as the
+//! kernel runs them. What a real thread gets for a few of these calls is in `tests/threads.rs`.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use seccompiler::{BpfProgram, SeccompAction};
+
+use super::*;
+use crate::filter;
+
+/// `AUDIT_ARCH_X86_64` and `AUDIT_ARCH_I386` (include/uapi/linux/audit.h).
+const X86_64: u32 = 0xc000_003e;
+const I386: u32 = 0x4000_0003;
+/// Actions of a filter (include/uapi/linux/seccomp.h).
+const KILL: u32 = 0x8000_0000;
+const TRAP: u32 = 0x3_0000;
+const EPERM: u32 = 0x5_0001;
+const LET: u32 = 0x7fff_0000;
+/// This process.
+const PID: u32 = 4321;
+
+/// What a program answers, by the instructions that seccomp takes (bpf(4), linux/filter.h).
+fn run(program: &BpfProgram, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
+    let words = arguments
+        .iter()
+        .flat_map(|word| [*word as u32, (*word >> 32) as u32]);
+    let data: Vec<u32> = [call, arch, 0, 0].into_iter().chain(words).collect();
+    let (mut accumulator, mut at) = (0u32, 0usize);
+    loop {
+        let step = &program[at];
+        at += 1;
+        let jump = |condition: bool| usize::from(if condition { step.jt } else { step.jf });
+        match step.code {
+            // LD W ABS, ALU AND K, RET K.
+            0x20 => accumulator = data[step.k as usize / 4],
+            0x54 => accumulator &= step.k,
+            0x06 => return step.k,
+            // JA, JEQ, JGT, JGE, JSET.
+            0x05 => at += step.k as usize,
+            0x15 => at += jump(accumulator == step.k),
+            0x25 => at += jump(accumulator > step.k),
+            0x35 => at += jump(accumulator >= step.k),
+            0x45 => at += jump(accumulator & step.k != 0),
+            code => panic!("instruction {code:#x}"),
+        }
+    }
+}
+
+/// The filters of a kind.
+struct Filters([BpfProgram; 2]);
+
+impl Filters {
+    fn of(kind: ThreadKind) -> Self {
+        let mut list = super::of(kind, PID);
+        list.extend(refused(kind));
+        let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
+        Self([filter::refuse(&refused(kind)).unwrap(), allow])
+    }
+
+    /// Of two answers the kernel takes the harder one.
+    fn answer(&self, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
+        let answers = self.0.iter().map(|program| run(program, arch, call, arguments));
+        answers.min_by_key(|answer| answer.cast_signed()).unwrap()
+    }
+
+    fn to(&self, call: Sysno, arguments: &[u64]) -> u32 {
+        let mut all = [0; 6];
+        all[..arguments.len()].copy_from_slice(arguments);
+        self.answer(X86_64, call.id().cast_unsigned(), all)
+    }
+}
+
+/// What a list says, read as it is written.
+fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
+    let holds = |check: &Check| {
+        let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
+        match *check {
+            Check::Is(at, value) => of(at) == u64::from(value),
+            Check::Not(at, value) => of(at) != u64::from(value),
+            Check::Without(at, bits) => of(at) & bits == 0,
+            Check::Bits(at, mask, bits) => of(at) & mask == bits,
+        }
+    };
+    list.iter().any(|allowed| {
+        let alternatives = &allowed.when;
+        allowed.call.id().cast_unsigned() == call
+            && (alternatives.is_empty() || alternatives.iter().any(|checks| checks.iter().all(holds)))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// The programs answer what the lists say, for every call with any arguments: a condition that one part
+    /// of a list has does not take away what another allows, and nothing is allowed that no part does.
+    #[test]
+    fn the_programs_mean_what_the_lists_say(
+        kind in prop::sample::select(&ThreadKind::ALL[..]),
+        words in prop::collection::vec(
+            prop_oneof![
+                Just(0u64),
+                Just(u64::MAX),
+                Just(u64::from(PID)),
+                0u64..40,
+                (0u64..256).prop_map(|n| 0xae00 | n),
+                (0u64..256).prop_map(|n| 0x5400 | n),
+                proptest::arbitrary::any::<u64>(),
+            ],
+            6,
+        ),
+    ) {
+        let filters = Filters::of(kind);
+        let (list, refused) = (super::of(kind, PID), refused(kind));
+        let arguments: [u64; 6] = words.try_into().unwrap();
+        for call in 0..500 {
+            let right = match (is_on(&refused, call, arguments), is_on(&list, call, arguments)) {
+                (true, _) => EPERM,
+                (false, true) => LET,
+                (false, false) => TRAP,
+            };
+            let name = Sysno::new(call as usize);
+            prop_assert_eq!(filters.answer(X86_64, call, arguments), right, "{}: {:?}", kind, name);
+        }
+    }
+}
+
+/// No thread calls by another ABI: the numbers of 32-bit programs and of x32 mean other calls.
+#[test]
+fn calls_by_other_abis_reach_nothing() {
+    const X32: u32 = 0x4000_0000;
+    for kind in ThreadKind::ALL {
+        let filters = Filters::of(kind);
+        for call in 0..500 {
+            assert_eq!(filters.answer(I386, call, [0; 6]), KILL, "{kind}: {call} of i386");
+            assert_eq!(
+                filters.answer(X86_64, call | X32, [0; 6]),
+                TRAP,
+                "{kind}: {call} of x32"
+            );
+        }
+    }
+}
+
+/// Ways out of a process, into others and into the kernel: no thread of any kind has one, whatever the
+/// arguments are.
+#[test]
+fn no_thread_has_a_way_out() {
+    #[rustfmt::skip]
+    let none = [
+        // Other programs and processes.
+        Sysno::execve, Sysno::execveat, Sysno::fork, Sysno::vfork, Sysno::ptrace, Sysno::process_vm_readv,
+        Sysno::process_vm_writev, Sysno::kill, Sysno::tkill, Sysno::rt_sigqueueinfo, Sysno::rt_tgsigqueueinfo,
+        Sysno::pidfd_open, Sysno::pidfd_getfd, Sysno::pidfd_send_signal, Sysno::process_madvise, Sysno::kcmp,
+        // Users, namespaces, mounts, other roots.
+        Sysno::setuid, Sysno::setgid, Sysno::setresuid, Sysno::setresgid, Sysno::setgroups, Sysno::unshare,
+        Sysno::setns, Sysno::mount, Sysno::umount2, Sysno::pivot_root, Sysno::chroot, Sysno::open_tree,
+        Sysno::move_mount, Sysno::fsopen, Sysno::mount_setattr,
+        // Files that are made, changed or found otherwise.
+        Sysno::creat, Sysno::openat2, Sysno::open_by_handle_at, Sysno::mknod, Sysno::mkdir, Sysno::link,
+        Sysno::symlink, Sysno::rename, Sysno::renameat2, Sysno::chmod, Sysno::fchmod, Sysno::chown,
+        Sysno::truncate, Sysno::setxattr, Sysno::utimensat,
+        // Sockets that others could connect to.
+        Sysno::bind, Sysno::listen,
+        // Parts of the kernel that have been a way in.
+        Sysno::bpf, Sysno::userfaultfd, Sysno::io_uring_setup, Sysno::io_uring_enter, Sysno::keyctl,
+        Sysno::add_key, Sysno::request_key, Sysno::init_module, Sysno::finit_module, Sysno::kexec_load,
+        Sysno::kexec_file_load, Sysno::reboot, Sysno::swapon, Sysno::syslog, Sysno::iopl, Sysno::ioperm,
+        Sysno::modify_ldt, Sysno::personality, Sysno::shmget, Sysno::msgget, Sysno::semget, Sysno::vmsplice,
+        Sysno::splice, Sysno::fanotify_init, Sysno::inotify_init1, Sysno::clock_settime, Sysno::settimeofday,
+    ];
+    for kind in ThreadKind::ALL {
+        let filters = Filters::of(kind);
+        for call in none {
+            for word in [0, 1, u64::from(PID), u64::MAX] {
+                assert_eq!(
+                    filters.to(call, &[word; 6]),
+                    TRAP,
+                    "{kind}: {call}({word:#x}, ...)"
+                );
+            }
+        }
+    }
+}
+
+/// Calls whose arguments decide: which kinds may, and what the others get. The starter may what those may
+/// that it starts.
+#[test]
+fn arguments_decide_who_may() {
+    use ThreadKind::{Debugger, Device, Main, Socket, Starter, Vcpu};
+    let all = &ThreadKind::ALL[..];
+    let kvm = |nr: u64| vec![3, 0xae00 | nr];
+    let tty = |nr: u64| vec![0, 0x5400 | nr];
+    let opened = |flags: libc::c_int| vec![0, 0, u64::from(flags.unsigned_abs())];
+    let empty = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
+    let filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
+    let thread = THREAD | 0xf00;
+    let other = u64::from(PID) + 1;
+    #[rustfmt::skip]
+    let rows: Vec<(&str, Sysno, Vec<u64>, &[ThreadKind], u32)> = vec![
+        ("runs a guest", Sysno::ioctl, kvm(0x80), &[Vcpu, Starter], TRAP),
+        ("makes a VM", Sysno::ioctl, kvm(0x01), &[], TRAP),
+        ("makes a vCPU", Sysno::ioctl, kvm(0x41), &[Main, Starter], TRAP),
+        ("gives the guest memory", Sysno::ioctl, kvm(0x46), &[Main, Vcpu, Device, Socket, Debugger, Starter], TRAP),
+        ("types into a terminal", Sysno::ioctl, tty(0x12), &[], TRAP),
+        ("pastes into a console", Sysno::ioctl, tty(0x1c), &[], TRAP),
+        ("makes a tap", Sysno::ioctl, tty(202), &[], TRAP),
+        ("sets up a tap that is there", Sysno::ioctl, tty(208), &[Main, Vcpu, Device, Starter], TRAP),
+        ("sets a terminal", Sysno::ioctl, tty(0x02), &[Main, Starter], TRAP),
+        ("a local socket", Sysno::socket, vec![1, 1, 0], &[Main, Socket, Starter], TRAP),
+        ("an internet socket", Sysno::socket, vec![2, 1, 0], &[], TRAP),
+        ("a netlink socket", Sysno::socket, vec![16, 3, 0], &[], TRAP),
+        ("a raw socket", Sysno::socket, vec![17, 3, 0], &[], TRAP),
+        ("takes a connection", Sysno::accept4, vec![], &[Main, Socket, Debugger, Starter], TRAP),
+        ("counts a thread", Sysno::perf_event_open, vec![0, 0, u64::MAX, u64::MAX, 8], &[Main, Vcpu, Debugger, Starter], TRAP),
+        ("counts a CPU", Sysno::perf_event_open, vec![0, u64::MAX, 0, u64::MAX, 8], &[], TRAP),
+        ("counts a CPU, seen by 32 bits", Sysno::perf_event_open, vec![0, 0xffff_ffff, 0, 0, 8], &[], TRAP),
+        ("counts a control group", Sysno::perf_event_open, vec![0, 3, 0, 0, 12], &[], TRAP),
+        ("reads a file", Sysno::openat, opened(libc::O_CLOEXEC), &[Main, Starter], EPERM),
+        ("writes a file", Sysno::openat, opened(libc::O_WRONLY), &[Main, Starter], TRAP),
+        ("makes a file", Sysno::openat, opened(libc::O_WRONLY | libc::O_CREAT), &[], TRAP),
+        ("empties a file", Sysno::openat, opened(libc::O_WRONLY | libc::O_TRUNC), &[], TRAP),
+        ("makes a file without a name", Sysno::openat, opened(libc::O_RDWR | libc::O_TMPFILE), &[], TRAP),
+        ("holds a path", Sysno::openat, opened(libc::O_PATH), &[], TRAP),
+        ("removes a file", Sysno::unlink, vec![], &[Main, Debugger, Starter], TRAP),
+        ("a memory file", Sysno::memfd_create, vec![], &[Main, Starter], TRAP),
+        ("looks at a name", Sysno::newfstatat, vec![0, 0, 0, 0], &[Main, Starter], TRAP),
+        ("looks at a descriptor", Sysno::newfstatat, vec![0, 0, 0, empty], all, TRAP),
+        ("memory", Sysno::mmap, vec![0, 4096, 3], all, TRAP),
+        ("memory for code", Sysno::mmap, vec![0, 4096, 5], &[], TRAP),
+        ("makes code of memory", Sysno::mprotect, vec![0, 4096, 5], &[], TRAP),
+        ("a signal to a thread of its own", Sysno::tgkill, vec![PID.into(), 1, 0], all, TRAP),
+        ("a signal to another process", Sysno::tgkill, vec![other, 1, 0], &[], TRAP),
+        ("a thread", Sysno::clone, vec![thread], &[Starter], EPERM),
+        ("a process", Sysno::clone, vec![17], &[], TRAP),
+        ("a thread with users of its own", Sysno::clone, vec![thread | 0x1000_0000], &[], TRAP),
+        ("its name", Sysno::prctl, vec![15], all, TRAP),
+        ("can be traced", Sysno::prctl, vec![4, 1], &[], TRAP),
+        ("keeps its capabilities", Sysno::prctl, vec![8, 1], &[], TRAP),
+        ("another filter", Sysno::seccomp, vec![filter], &[Starter], TRAP),
+        ("watches another thread's calls", Sysno::seccomp, vec![3], &[], TRAP),
+        ("its limits", Sysno::prlimit64, vec![0, 3, 0, 1], &[], EPERM),
+        ("sets its limits", Sysno::prlimit64, vec![0, 3, 1, 0], &[], TRAP),
+        ("limits of another process", Sysno::prlimit64, vec![other, 3, 0, 1], &[], TRAP),
+        ("signals of a descriptor", Sysno::fcntl, vec![0, 10], &[Main, Vcpu, Debugger, Starter], TRAP),
+        ("a lease", Sysno::fcntl, vec![0, 1024], &[Main, Starter], TRAP),
+    ];
+    for kind in ThreadKind::ALL {
+        let filters = Filters::of(kind);
+        for (what, call, arguments, may, others) in &rows {
+            let right = if may.contains(&kind) { LET } else { *others };
+            assert_eq!(filters.to(*call, arguments), right, "{kind}: {what}");
+            // The kernel takes these arguments as 32 bits, and so does the filter.
+            let high: Vec<u64> = arguments.iter().map(|word| word | 1 << 40).collect();
+            assert_eq!(filters.to(*call, &high), right, "{kind}: {what}, with more bits");
+        }
+    }
+}
+
+/// What only logs logs exactly what would have ended the VM; and each kind's name is its own.
+#[test]
+fn the_mode_that_logs_lets_the_same_pass() {
+    const LOG: u32 = 0x7ffc_0000;
+    let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
+    assert_eq!(names.len(), ThreadKind::ALL.len());
+    for kind in ThreadKind::ALL {
+        let list = super::of(kind, PID);
+        let ends = filter::compile(&list, SeccompAction::Trap).unwrap();
+        let logs = filter::compile(&list, SeccompAction::Log).unwrap();
+        for call in 0..500 {
+            let answers = [&ends, &logs].map(|program| run(program, X86_64, call, [1; 6]));
+            assert!(
+                matches!(answers, [TRAP, LOG] | [LET, LET]),
+                "{kind}: {call}: {answers:x?}"
+            );
+        }
+    }
+}
