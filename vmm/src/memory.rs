@@ -410,4 +410,92 @@ mod tests {
         assert!(!ram.contains(MMIO_HOLE_START - 1, 2));
         assert!(ram.contains(MMIO_HOLE_END, ram.high_bytes()));
     }
+
+    proptest::proptest! {
+        /// Whatever its size, what the guest is told of is what is mapped: the map has every byte of RAM once,
+        /// in order, with the reserved area as the only other; an access is RAM exactly where vm-memory
+        /// would serve it in one piece.
+        #[test]
+        fn the_map_and_the_mappings_are_the_same(
+            pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),
+            accesses in proptest::collection::vec(
+                (proptest::prelude::any::<bool>(), 0u64..1 << 13, 0u64..1 << 13), 1..40,
+            ),
+        ) {
+            use vm_memory::GuestMemoryBackend;
+            let size = pages * 4096;
+            let ram = GuestRam::new(size).unwrap();
+            let map = ram.map();
+            let ends = map.iter().map(|entry| entry.start + entry.len_bytes);
+            let starts = map.iter().skip(1).map(|entry| entry.start);
+            assert!(ends.zip(starts).all(|(end, start)| end == start), "{map:?}");
+            let of_ram = map.iter().filter(|entry| entry.kind == RangeKind::Ram);
+            let bytes: u64 = of_ram.map(|entry| entry.len_bytes).sum();
+            assert_eq!(bytes, size - (HIGH_RAM_START - EBDA_START));
+            for (near_end, at, len) in accesses {
+                let start = if near_end { size - 4096 + at } else { at };
+                let len = len + 1;
+                let there = ram.memory().check_range(GuestAddress(start), len as usize);
+                assert_eq!(ram.contains(start, len), there, "{start:#x}, {len:#x} bytes of {size:#x}");
+            }
+            assert!(!ram.contains(size, 1) && ram.contains(size - 1, 1));
+            assert!(!ram.contains(size - 1, u64::MAX), "it does not wrap");
+        }
+    }
+
+    /// Cleared memory is all zero, wherever it was written; and it is the same memory: who maps it sees it.
+    #[test]
+    fn clearing_reaches_both_ends_and_keeps_the_mapping() {
+        use vm_memory::{Bytes, GuestMemoryBackend};
+        for shared in [false, true] {
+            let kind = MemoryKind {
+                shared,
+                ..MemoryKind::default()
+            };
+            let ram = GuestRam::of_kind(MIN_RAM_BYTES, kind).unwrap();
+            let host = ram.memory().get_host_address(GuestAddress(0)).unwrap();
+            let places = [0, 4096, MIN_RAM_BYTES / 2, MIN_RAM_BYTES - 8];
+            for at in places {
+                ram.memory().write_obj(u64::MAX, GuestAddress(at)).unwrap();
+            }
+            ram.clear().unwrap();
+            for at in places {
+                assert_eq!(
+                    ram.memory().read_obj::<u64>(GuestAddress(at)).unwrap(),
+                    0,
+                    "{at:#x}"
+                );
+            }
+            assert_eq!(ram.memory().get_host_address(GuestAddress(0)).unwrap(), host);
+            ram.memory().write_obj(7u64, GuestAddress(4096)).unwrap();
+            assert_eq!(ram.memory().read_obj::<u64>(GuestAddress(4096)).unwrap(), 7);
+        }
+    }
+
+    /// Each refusal is one line with the size, the limit and what to do.
+    #[test]
+    fn refusals_name_size_limit_and_remedy() {
+        for (size, said) in [
+            (MIN_RAM_BYTES - 4096, ["16773120 bytes", "16 MiB", "--memory 16M"]),
+            (MIN_RAM_BYTES + 512, ["16777728 bytes", "4096", "round it up"]),
+            (
+                u64::MAX & !4095,
+                ["17592186044415 MiB", "RAM and swap", "smaller --memory"],
+            ),
+        ] {
+            let line = GuestRam::new(size).unwrap_err().to_string();
+            assert!(said.iter().all(|part| line.contains(part)), "{line}");
+            assert!(!line.contains('\n'), "{line}");
+        }
+        let beyond = MemoryError::BeyondAddressBits {
+            size_bytes: 1 << 40,
+            bits_needed: 41,
+            bits: 40,
+        };
+        let line = beyond.to_string();
+        assert!(
+            line.contains("41 physical address bits") && line.contains("has 40"),
+            "{line}"
+        );
+    }
 }

@@ -9,7 +9,7 @@ mod skip;
 use std::error::Error;
 use std::sync::Arc;
 
-use kvm_bindings::{kvm_msi, kvm_regs, kvm_segment};
+use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_segment};
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
 use perfvisor_vmm::kvm::memslot::MemorySlots;
 use perfvisor_vmm::kvm::vm_fd::VmFd;
@@ -17,6 +17,7 @@ use perfvisor_vmm::kvm::{cpuid, host, msr_filter};
 use perfvisor_vmm::memory::{GuestRam, MMIO_HOLE_START};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
 
 /// Where the code is, and data that it uses.
 const CODE: u64 = 0x10_0000;
@@ -569,6 +570,100 @@ fn a_call_that_fails_names_itself_and_its_errno() {
         "KVM_SET_IDENTITY_MAP_ADDR",
         "what comes first is what fails"
     );
+}
+
+/// What KVM refuses of a vCPU's state it refuses whole, under the call's name, and the vCPU keeps what it had.
+#[test]
+fn state_that_kvm_refuses_changes_nothing() {
+    let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
+        return;
+    };
+    let vcpu = &guest.vcpu;
+    let (regs, sregs) = (vcpu.get_regs().unwrap(), vcpu.get_sregs().unwrap());
+    let mut wrong = sregs;
+    // Paging without protection (SDM vol. 3 §2.5), and long mode that is active without being on.
+    wrong.cr0 = 1 << 31;
+    wrong.efer = 1 << 10;
+    wrong.cr4 = 1 << 5;
+    let refused = vcpu.set_sregs(&wrong).unwrap_err();
+    assert_eq!((refused.call(), refused.errno()), ("KVM_SET_SREGS", libc::EINVAL));
+    assert_eq!(
+        (vcpu.get_regs().unwrap(), vcpu.get_sregs().unwrap()),
+        (regs, sregs)
+    );
+    let mut debug = vcpu.get_debug_regs().unwrap();
+    let before = debug.dr7;
+    debug.dr7 = 1 << 40;
+    let refused = vcpu.set_debug_regs(&debug).unwrap_err();
+    assert_eq!(
+        (refused.call(), refused.errno()),
+        ("KVM_SET_DEBUGREGS", libc::EINVAL)
+    );
+    assert_eq!(vcpu.get_debug_regs().unwrap().dr7, before);
+    let refused = vcpu.set_mp_state(kvm_mp_state { mp_state: 99 }).unwrap_err();
+    assert_eq!(
+        (refused.call(), refused.errno()),
+        ("KVM_SET_MP_STATE", libc::EINVAL)
+    );
+    assert_eq!(vcpu.get_mp_state().unwrap().mp_state, 0, "it can run");
+    let mut events = vcpu.get_vcpu_events().unwrap();
+    events.flags = 1 << 31;
+    let refused = vcpu.set_vcpu_events(&events).unwrap_err();
+    assert_eq!(
+        (refused.call(), refused.errno()),
+        ("KVM_SET_VCPU_EVENTS", libc::EINVAL)
+    );
+}
+
+/// A list of registers is done up to the first that is not there; how many were done is told, and those are.
+#[test]
+fn a_list_of_registers_ends_at_the_first_that_is_not_there() {
+    const STAR: u32 = 0xC000_0081;
+    const LSTAR: u32 = 0xC000_0082;
+    const NONE: u32 = 0x0BAD_0BAD;
+    let Some(guest) = Guest::new(&[HLT]) else {
+        return;
+    };
+    let list = |values: &[(u32, u64)]| {
+        let entry = |&(index, data): &(u32, u64)| kvm_msr_entry {
+            index,
+            data,
+            ..Default::default()
+        };
+        Msrs::from_entries(&values.iter().map(entry).collect::<Vec<_>>()).unwrap()
+    };
+    let vcpu = &guest.vcpu;
+    let set = vcpu.set_msrs(&list(&[(STAR, 0x1111), (NONE, 1), (LSTAR, 0x2222)]));
+    assert_eq!(set, Ok(1));
+    let mut read = list(&[(STAR, 0), (LSTAR, 0xAAAA), (NONE, 0xAAAA), (STAR, 0xAAAA)]);
+    assert_eq!(vcpu.get_msrs(&mut read), Ok(2));
+    let values: Vec<u64> = read.as_slice().iter().map(|entry| entry.data).collect();
+    let [first, second, _, behind] = values[..] else {
+        panic!("{values:x?}");
+    };
+    assert_eq!((first, second), (0x1111, 0), "the second was not written");
+    assert_eq!(behind, 0xAAAA, "those behind are not read");
+}
+
+/// A line of the interrupt controllers is raised by its eventfd as by the call, and one that KVM has not is
+/// refused.
+#[test]
+fn a_line_takes_an_eventfd_once() {
+    let Ok(kvm) = host::open() else {
+        skip::skipped("no usable /dev/kvm here", false);
+        return;
+    };
+    let trigger = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    let bare = VmFd::new(&kvm).unwrap();
+    let refused = bare.connect_line(&trigger, 4).unwrap_err();
+    assert_eq!(refused.call(), "KVM_IRQFD", "there are no interrupt controllers");
+    let vm = VmFd::new(&kvm).unwrap();
+    vm.add_irqchip().unwrap();
+    vm.connect_line(&trigger, 4).unwrap();
+    let twice = vm.connect_line(&trigger, 4).unwrap_err();
+    assert_eq!((twice.call(), twice.errno()), ("KVM_IRQFD", libc::EBUSY));
+    vm.set_line(4, true).unwrap();
+    vm.set_line(4, false).unwrap();
 }
 
 /// A message for an APIC that is not there, or that the guest has switched off, reaches nobody, and that is

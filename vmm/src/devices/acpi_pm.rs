@@ -143,4 +143,42 @@ mod tests {
         pm.reset();
         assert!(!is_up() && !pm.listens() && pm.read_byte(1) == 0);
     }
+
+    proptest::proptest! {
+        /// Whatever the guest writes and whenever the button is pressed, the interrupt's level is what status
+        /// and enable say, a bit of the status goes only by a one that is written to it, and no sleep but
+        /// soft-off ends the machine.
+        #[test]
+        fn the_level_follows_status_and_enable(
+            steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),
+        ) {
+            let level = Arc::new(AtomicBool::new(false));
+            let mut pm = AcpiPm::default();
+            let line = level.clone();
+            pm.lead_to(Box::new(move |up| line.store(up, Ordering::SeqCst)));
+            // The bytes with the button's bit.
+            let (mut status, mut enable) = (0u8, 0u8);
+            for (offset, value) in steps {
+                let outcome = if offset == 6 {
+                    let listens = enable & 1 != 0;
+                    assert_eq!(pm.press_power_button(), listens);
+                    status |= u8::from(listens);
+                    BusOutcome::Continue
+                } else {
+                    pm.write_byte(offset, value)
+                };
+                match offset {
+                    1 => status &= !value,
+                    3 => enable = value,
+                    _ => {}
+                }
+                let off = offset == 5 && value & 0x20 != 0 && value & 0x1C == 0;
+                assert_eq!(outcome == BusOutcome::PowerOff, off, "{offset}: {value:#x}");
+                assert_eq!((pm.read_byte(1), pm.read_byte(3)), (status, enable));
+                assert_eq!(level.load(Ordering::SeqCst), status & enable & 1 != 0);
+                assert_eq!(pm.read_byte(4) & 1, 1, "there is no other mode than ACPI's");
+                assert_eq!(pm.read_byte(5) & 0x20, 0, "the sleep that was asked for does not read back");
+            }
+        }
+    }
 }

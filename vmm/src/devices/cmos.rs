@@ -185,4 +185,42 @@ mod tests {
         assert_eq!(word(&c, 0x30), 0xFFFF);
         assert_eq!(c.read_at(0x5D, 0), 1);
     }
+
+    /// A guest can use what is memory as memory, and nothing it writes moves the clock, hides the battery or
+    /// leaves an interrupt or an update pending that never ends.
+    #[test]
+    fn what_a_guest_writes_stays_in_memory_and_out_of_the_clock() {
+        for value in [0u8, 0x55, 0xAA, 0xFF] {
+            let mut c = Cmos::new(64 << 20, 2);
+            let before: Vec<u8> = (0..128).map(|at| c.read_at(at, 951_782_400)).collect();
+            for at in 0..=u8::MAX {
+                c.select(at);
+                c.write(value);
+            }
+            // Binary numbers, if the guest has asked for them.
+            let binary = value & 4 != 0;
+            for (at, was) in (0u8..).zip(before) {
+                let now = c.read_at(at, 951_782_400);
+                let right = match at {
+                    0 | 2 | 4 | 6..=9 | CMOS_CENTURY if binary => (was >> 4) * 10 + (was & 15),
+                    0 | 2 | 4 | 6..=9 | CMOS_CENTURY | REG_D => was,
+                    REG_C => 0,
+                    REG_A => value & 0x7F,
+                    REG_B => value | STATUS_B,
+                    _ => value,
+                };
+                assert_eq!(now, right, "{at:#x} after {value:#x}");
+            }
+        }
+    }
+
+    /// Bit 7 of the index is the PC's switch for NMIs.
+    #[test]
+    fn the_index_has_seven_bits() {
+        let mut c = Cmos::new(64 << 20, 2);
+        c.select(0x80 | 0x40);
+        c.write(0x5A);
+        c.select(0x40);
+        assert_eq!(c.read(), 0x5A);
+    }
 }

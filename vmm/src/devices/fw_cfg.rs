@@ -72,3 +72,71 @@ impl FwCfg {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::devices::ports::FW_CFG_DATA;
+
+    fn device() -> FwCfg {
+        FwCfg::new(0x1_1234_6000, "3,max=5".parse().unwrap())
+    }
+
+    /// What the guest reads of an item, from its beginning.
+    fn item(key: u16) -> Vec<u8> {
+        match key {
+            SIGNATURE => b"QEMU".to_vec(),
+            INTERFACE => vec![1, 0, 0, 0],
+            RAM_SIZE => vec![0, 0x60, 0x34, 0x12, 1, 0, 0, 0],
+            CPU_COUNT => vec![3, 0],
+            MAX_CPUS => vec![5, 0],
+            _ => Vec::new(),
+        }
+    }
+
+    proptest! {
+        /// An item is read in accesses of any width, as one string from the selection on, and zeroes follow
+        /// it for ever. The selector cannot be read back, and the data port takes no writes.
+        #[test]
+        fn an_item_is_one_string_whatever_the_accesses_are(
+            key in prop_oneof![0u16..8, Just(MAX_CPUS), Just(FILE_DIRECTORY), any::<u16>()],
+            widths in prop::collection::vec(1usize..5, 1..12),
+            written: [u8; 4],
+        ) {
+            let mut device = device();
+            device.write(FW_CFG_SELECT, &key.to_le_bytes());
+            let mut read = Vec::new();
+            for width in widths {
+                let mut data = vec![0xAA; width];
+                device.read(FW_CFG_DATA, &mut data);
+                read.extend(data);
+                device.write(FW_CFG_DATA, &written);
+                let mut selector = [0, 0];
+                device.read(FW_CFG_SELECT, &mut selector);
+                prop_assert_eq!(selector, [0xFF, 0xFF]);
+            }
+            let mut right = item(key);
+            right.resize(read.len().max(right.len()), 0);
+            prop_assert_eq!(&read[..], &right[..read.len()]);
+            // Selected again, it begins again.
+            device.write(FW_CFG_SELECT, &key.to_le_bytes());
+            let mut first = [0];
+            device.read(FW_CFG_DATA, &mut first);
+            prop_assert_eq!(first[0], right[0]);
+        }
+    }
+
+    /// A selector that is written as a byte names a low key.
+    #[test]
+    fn a_key_may_be_written_as_a_byte() {
+        let mut device = device();
+        for (key, n) in [(&[5u8][..], 3), (&[15, 0], 5), (&[5, 1], 0), (&[], b'Q')] {
+            device.write(FW_CFG_SELECT, key);
+            let mut first = [0xAA];
+            device.read(FW_CFG_DATA, &mut first);
+            assert_eq!(first[0], n, "{key:?}");
+        }
+    }
+}

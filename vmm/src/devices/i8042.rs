@@ -100,4 +100,57 @@ mod tests {
         c.write_command(0x20);
         assert_eq!(c.read_data(), 0x47);
     }
+
+    /// What has a data byte takes the next one and no more: a byte that no command waits for goes to a line
+    /// without a device, which asks to send it again. Another command in between ends the wait.
+    #[test]
+    fn a_data_byte_is_its_commands_alone() {
+        let mut c = I8042::default();
+        for command in [AUX_LOOP, WRITE_AUX] {
+            c.write_command(command);
+            assert_eq!(c.read_status() & STATUS_OUTPUT_FULL, 0, "{command:#x}");
+            c.write_data(0xF4);
+            assert_eq!(c.read_data(), RESEND, "{command:#x}");
+        }
+        c.write_command(WRITE_CONFIG);
+        c.write_command(READ_INPUT);
+        assert_eq!(c.read_data(), 0);
+        c.write_data(0x47);
+        assert_eq!(
+            c.read_data(),
+            RESEND,
+            "the configuration was not waiting any more"
+        );
+        c.write_command(READ_CONFIG);
+        assert_eq!((c.read_data(), c.read_data()), (0, 0));
+        c.write_command(READ_OUTPUT);
+        assert_eq!(c.read_data(), OUTPUT_NOT_RESET | OUTPUT_A20);
+    }
+
+    /// Only a byte for the output port that pulls the reset line resets, and the pulse command; the same byte
+    /// elsewhere does not.
+    #[test]
+    fn the_reset_line_is_pulled_by_its_port_alone() {
+        for low in [0x00, 0x02, 0xDE, 0xFE] {
+            for command in 0..=u8::MAX {
+                let mut c = I8042::default();
+                let pulsed = c.write_command(command);
+                assert_eq!(
+                    pulsed == BusOutcome::Reset,
+                    command == PULSE_RESET,
+                    "{command:#x}"
+                );
+                let pulled = c.write_data(low);
+                assert_eq!(
+                    pulled == BusOutcome::Reset,
+                    command == WRITE_OUTPUT,
+                    "{command:#x}, {low:#x}"
+                );
+                assert_eq!(c.write_data(low), BusOutcome::Continue, "once");
+            }
+        }
+        let mut c = I8042::default();
+        c.write_command(WRITE_OUTPUT);
+        assert_eq!(c.write_data(OUTPUT_NOT_RESET), BusOutcome::Continue);
+    }
 }

@@ -189,3 +189,151 @@ fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut Linear<'_>) -> Option<
         ..Default::default()
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+
+    const GDT: u64 = 0x1000;
+    const LDT: u64 = 0x2000;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap()
+    }
+
+    /// A state whose linear addresses are physical ones, with both tables.
+    fn state(gdt_limit: u16, ldt_limit: u32) -> State {
+        let mut state = State {
+            regs: Default::default(),
+            sregs: Default::default(),
+        };
+        (state.sregs.gdt.base, state.sregs.gdt.limit) = (GDT, gdt_limit);
+        (state.sregs.ldt.base, state.sregs.ldt.limit) = (LDT, ldt_limit);
+        state
+    }
+
+    /// The descriptor of a segment as it lies in a table (SDM vol. 3, figure 3-8).
+    fn descriptor(of: &kvm_segment) -> u64 {
+        let limit = u64::from(if of.g == 1 { of.limit >> 12 } else { of.limit });
+        let bits = [(of.type_, 40), (of.s, 44), (of.dpl, 45), (of.present, 47)];
+        let more = [(of.avl, 52), (of.l, 53), (of.db, 54), (of.g, 55)];
+        let flags = bits.into_iter().chain(more).map(|(bit, at)| u64::from(bit) << at);
+        let base = (of.base & 0xff_ffff) << 16 | (of.base & 0xff00_0000) << 32;
+        base | limit & 0xffff | (limit & 0xf_0000) << 32 | flags.sum::<u64>()
+    }
+
+    proptest! {
+        /// A selector names the segment that its descriptor describes, of the table that its bit 2 says, and
+        /// as one that has been used.
+        #[test]
+        fn a_selector_gives_what_its_descriptor_says(
+            index in 1u16..32,
+            local: bool,
+            rpl in 0u16..4,
+            base: u32,
+            limit in 0u32..1 << 20,
+            bits: u8,
+            type_ in 0u8..16,
+            dpl in 0u8..4,
+        ) {
+            let bit = |n: u8| bits >> n & 1;
+            let pages = bit(0) == 1;
+            let segment_there = kvm_segment {
+                base: base.into(),
+                limit: if pages { limit << 12 | 0xfff } else { limit },
+                selector: index << 3 | u16::from(local) << 2 | rpl,
+                type_,
+                present: 1,
+                dpl,
+                db: bit(1),
+                s: 1,
+                l: bit(2),
+                g: bit(0),
+                avl: bit(3),
+                ..Default::default()
+            };
+            let memory = memory();
+            let state = state(0xff, 0xff);
+            let table = if local { LDT } else { GDT };
+            let at = GuestAddress(table + 8 * u64::from(index));
+            memory.write_obj(descriptor(&segment_there), at).unwrap();
+            let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
+            let used = kvm_segment { type_: type_ | 1, ..segment_there };
+            prop_assert_eq!(found, Some(used));
+            // Without the present bit, and as a gate or a task's state, it is none.
+            for without in [1u64 << 47, 1 << 44] {
+                memory.write_obj(descriptor(&segment_there) & !without, at).unwrap();
+                let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
+                prop_assert_eq!(found, None);
+            }
+        }
+    }
+
+    /// A table ends where its limit says, to the byte; the first entry of the global one is none, and that of
+    /// the local one is one.
+    #[test]
+    fn a_table_ends_where_its_limit_says() {
+        let memory = memory();
+        let code = kvm_segment {
+            limit: 0xf_ffff,
+            type_: 0xb,
+            present: 1,
+            s: 1,
+            ..Default::default()
+        };
+        for table in [GDT, LDT] {
+            for index in 0..4 {
+                memory
+                    .write_obj(descriptor(&code), GuestAddress(table + 8 * index))
+                    .unwrap();
+            }
+        }
+        let is_there = |gdt, ldt, selector| {
+            let state = state(gdt, ldt);
+            segment(&state.sregs, selector, &mut Linear::new(&memory, &state)).is_some()
+        };
+        for (gdt, ldt, selector, there) in [
+            (0x1f, 0, 0x08, true),
+            (0x0f, 0, 0x08, true),
+            (0x0e, 0, 0x08, false),
+            (0x1f, 0, 0x18, true),
+            (0x1e, 0, 0x18, false),
+            (0xffff, 0, 0x00, false),
+            (0xffff, 0, 0x03, false),
+            (0, 0x07, 0x04, true),
+            (0, 0x06, 0x04, false),
+            (0, 0x1f, 0x1f, true),
+            (0xffff, 0, 0x0c, false),
+            (0, u32::MAX, 0xffff, false),
+        ] {
+            assert_eq!(
+                is_there(gdt, ldt, selector),
+                there,
+                "{gdt:#x} {ldt:#x} {selector:#x}"
+            );
+        }
+        // A table that no memory is behind.
+        let mut nowhere = state(0xff, 0);
+        nowhere.sregs.gdt.base = 0x1_0000 - 8;
+        let found = segment(&nowhere.sregs, 0x08, &mut Linear::new(&memory, &nowhere));
+        assert!(found.is_none());
+    }
+
+    /// The address behind an RDPMC is one that the guest's mode has: else going on there would end the VM.
+    #[test]
+    fn addresses_are_canonical_as_the_mode_has_it() {
+        let mut sregs = kvm_sregs::default();
+        let four = [(1u64 << 47) - 1, 0xffff_8000_0000_0000, 0, u64::MAX];
+        let five = [(1u64 << 56) - 1, 0xff00_0000_0000_0000, 1 << 47];
+        let none = [1u64 << 56, 0xfeff_ffff_ffff_ffff, 1 << 63];
+        for levels in [4, 5] {
+            sregs.cr4 = if levels == 5 { CR4_LA57 } else { 0 };
+            assert!(four.iter().all(|at| is_canonical(*at, &sregs)));
+            assert!(five.iter().all(|at| is_canonical(*at, &sregs) == (levels == 5)));
+            assert!(!none.iter().any(|at| is_canonical(*at, &sregs)));
+        }
+    }
+}
