@@ -330,39 +330,9 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     }
     let mut archive = Archive::new(&base.join("debs"), progress)?;
 
-    let mut elsewhere = None;
-    let package = if let KernelChoice::Debian13(kernel) = choice {
-        let lists = base.join(kernel.suite());
-        let mut suite = Archive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
-        let package = kernel_package(&mut suite, choice)?;
-        elsewhere = Some(suite);
-        package
-    } else {
-        let package = kernel_package(&mut archive, choice);
-        match newer_in_backports(base, choice, package.as_deref().ok(), progress) {
-            Some((archive, newer)) => {
-                elsewhere = Some(archive);
-                newer
-            }
-            None => package?,
-        }
-    };
+    let (package, mut elsewhere) = choose_kernel(&mut archive, base, choice, progress)?;
     let source = elsewhere.as_mut().unwrap_or(&mut archive);
-    let mut packages = vec![package.clone()];
-    // From 7.1 on the image, its modules and the list of those built in are packages of their own, which the
-    // kernel's depends on.
-    packages.extend(
-        source
-            .dependencies([package.as_str()])?
-            .into_iter()
-            .filter(|name| {
-                ["linux-base-", "linux-binary-", "linux-modules-"]
-                    .iter()
-                    .any(|kind| name.starts_with(kind))
-            }),
-    );
-    let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
-    let mut debs = source.fetch(&packages)?;
+    let mut debs = fetch_kernel(source, &package)?;
     debs.extend(archive.fetch(&["busybox-static", "e2fsprogs", "linux-perf", PLAIN_PACKAGE])?);
     progress.step("unpacking packages");
     for deb in debs {
@@ -422,6 +392,37 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     // Unpacked packages are 200 MB; all that is needed of them is in the images now.
     fs::remove_dir_all(&root).map_err(io_error(&root))?;
     write(&images.stamp(), recipe().as_bytes())
+}
+
+/// The package of the kernel that is asked for, and the archive that has it, if that is not `archive`.
+fn choose_kernel<'p>(
+    archive: &mut Archive<'p>,
+    base: &Path,
+    choice: &KernelChoice,
+    progress: &'p Progress,
+) -> Result<(String, Option<Archive<'p>>), BuildError> {
+    if let KernelChoice::Debian13(kernel) = choice {
+        let lists = base.join(kernel.suite());
+        let mut suite = Archive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
+        let package = kernel_package(&mut suite, choice)?;
+        return Ok((package, Some(suite)));
+    }
+    let package = kernel_package(archive, choice);
+    match newer_in_backports(base, choice, package.as_deref().ok(), progress) {
+        Some((archive, newer)) => Ok((newer, Some(archive))),
+        None => Ok((package?, None)),
+    }
+}
+
+/// The packages of a kernel. From 7.1 on the image, its modules and the list of those built in are packages of
+/// their own, which the kernel's depends on.
+fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
+    let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
+    let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));
+    let others = source.dependencies([package])?.into_iter().filter(is_part);
+    let packages: Vec<String> = [package.to_owned()].into_iter().chain(others).collect();
+    let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
+    Ok(source.fetch(&packages)?)
 }
 
 /// The package that holds the kernel itself.

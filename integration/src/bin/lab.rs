@@ -19,85 +19,114 @@ Without COMMAND: a shell in it (leave with \"exit\", or Ctrl-A x).
 With COMMAND: runs it there and ends with its exit status (124 after 10 minutes).
 --build-only builds what the lab needs and boots nothing.";
 
-fn main() -> ExitCode {
+/// What is asked for.
+enum Asked {
+    Help,
+    BuildOnly,
+    /// A shell, or a command with its arguments.
+    Lab(Box<LabOptions>, Vec<String>),
+}
+
+/// Words that ask for nothing that there is.
+#[derive(Debug, thiserror::Error)]
+enum UsageError {
+    #[error("unknown option {0}")]
+    Unknown(String),
+    #[error("--file: PATH-IN-THE-LAB=FILE")]
+    File,
+    #[error("--file: {} is not a file", .0.display())]
+    NoFile(PathBuf),
+    #[error("--file: {0}")]
+    Place(String),
+    #[error("--disk: a raw image, which is /dev/vda in the lab, the next /dev/vdb")]
+    Disk,
+    #[error("--kernel: cloud, generic, newest or a package")]
+    Kernel,
+    #[error("--cpus: 1 to 16")]
+    Cpus,
+    #[error("--memory: 512 to 65536 MiB")]
+    Memory,
+}
+
+fn parse(arguments: impl Iterator<Item = String>) -> Result<Asked, UsageError> {
     let mut options = LabOptions {
         perf: true,
         ..LabOptions::default()
     };
-    let mut arguments = std::env::args().skip(1).peekable();
+    let mut arguments = arguments.peekable();
     while let Some(option) = arguments.next_if(|argument| argument.starts_with('-')) {
-        let number = match option.as_str() {
-            "--no-perf" => {
-                options.perf = false;
-                continue;
-            }
-            "--build-only" => {
-                return match build() {
-                    Ok(qemu) => {
-                        tell_of(qemu);
-                        ExitCode::SUCCESS
-                    }
-                    Err(error) => failure(&describe(&error)),
-                };
-            }
-            "--file" => {
-                let Some((place, file)) = arguments
-                    .next()
-                    .and_then(|a| a.split_once('=').map(|(p, f)| (p.to_owned(), PathBuf::from(f))))
-                else {
-                    return usage_error("--file: PATH-IN-THE-LAB=FILE");
-                };
-                if !file.is_file() {
-                    return usage_error(&format!("--file: {} is not a file", file.display()));
-                }
-                let others = options.files.iter().map(|(other, _)| other.as_str());
-                if let Some(why) = refused_place(&place, others) {
-                    return usage_error(&format!("--file: {why}"));
-                }
-                options.files.push((place, file));
-                continue;
-            }
+        let mut value = || arguments.next();
+        match option.as_str() {
+            "--no-perf" => options.perf = false,
+            "--build-only" => return Ok(Asked::BuildOnly),
+            "-h" | "--help" => return Ok(Asked::Help),
+            "--file" => add_file(&mut options, value().as_deref())?,
             "--disk" => {
-                let Some(disk) = arguments.next().map(PathBuf::from).filter(|disk| disk.is_file()) else {
-                    return usage_error(
-                        "--disk: a raw image, which is /dev/vda in the lab, the next /dev/vdb",
-                    );
-                };
-                options.disks.push(disk);
-                continue;
+                let disk = value().map(PathBuf::from).filter(|disk| disk.is_file());
+                options.disks.push(disk.ok_or(UsageError::Disk)?);
             }
-            "--kernel" => {
-                let Some(kernel) = arguments.next() else {
-                    return usage_error("--kernel: cloud, generic, newest or a package");
-                };
-                options.kernel = KernelChoice::parse(&kernel);
-                continue;
-            }
-            "-h" | "--help" => {
-                println!("{USAGE}");
-                return ExitCode::SUCCESS;
-            }
-            "--cpus" | "--memory" => arguments.next().and_then(|text| text.parse().ok()),
-            other => return usage_error(&format!("unknown option {other}")),
-        };
-        match (option.as_str(), number) {
-            ("--cpus", Some(cpus @ 1..=16)) => options.cpus = cpus,
-            ("--memory", Some(mib @ 512..=65536)) => options.memory_mib = mib,
-            ("--cpus", _) => return usage_error("--cpus: 1 to 16"),
-            _ => return usage_error("--memory: 512 to 65536 MiB"),
+            "--kernel" => options.kernel = KernelChoice::parse(&value().ok_or(UsageError::Kernel)?),
+            "--cpus" => match value().and_then(|text| text.parse().ok()) {
+                Some(cpus @ 1..=16) => options.cpus = cpus,
+                _ => return Err(UsageError::Cpus),
+            },
+            "--memory" => match value().and_then(|text| text.parse().ok()) {
+                Some(mib @ 512..=65536) => options.memory_mib = mib,
+                _ => return Err(UsageError::Memory),
+            },
+            _ => return Err(UsageError::Unknown(option)),
         }
     }
-    let argv: Vec<String> = arguments.collect();
-    if argv.is_empty() {
-        return match interactive(&options) {
+    Ok(Asked::Lab(Box::new(options), arguments.collect()))
+}
+
+/// `--file PLACE=FILE`.
+fn add_file(options: &mut LabOptions, value: Option<&str>) -> Result<(), UsageError> {
+    let (place, file) = value
+        .and_then(|value| value.split_once('='))
+        .ok_or(UsageError::File)?;
+    let file = PathBuf::from(file);
+    if !file.is_file() {
+        return Err(UsageError::NoFile(file));
+    }
+    let others = options.files.iter().map(|(other, _)| other.as_str());
+    if let Some(why) = refused_place(place, others) {
+        return Err(UsageError::Place(why.to_string()));
+    }
+    options.files.push((place.to_owned(), file));
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    match parse(std::env::args().skip(1)) {
+        Ok(Asked::Help) => {
+            println!("{USAGE}");
+            ExitCode::SUCCESS
+        }
+        Ok(Asked::BuildOnly) => match build() {
+            Ok(qemu) => {
+                tell_of(qemu);
+                ExitCode::SUCCESS
+            }
+            Err(error) => failure(&describe(&error)),
+        },
+        Ok(Asked::Lab(options, argv)) if argv.is_empty() => match interactive(&options) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => failure(&describe(&error)),
-        };
+        },
+        Ok(Asked::Lab(options, argv)) => match Lab::boot(&options) {
+            Ok(lab) => command(&lab, argv),
+            Err(error) => failure(&describe(&error)),
+        },
+        Err(error) => {
+            eprintln!("lab: {error}\n{USAGE}");
+            ExitCode::from(2)
+        }
     }
-    let lab = match Lab::boot(&options) {
-        Ok(lab) => lab,
-        Err(error) => return failure(&describe(&error)),
-    };
+}
+
+/// Runs one command in the lab, and ends as it does.
+fn command(lab: &Lab, argv: Vec<String>) -> ExitCode {
     eprintln!(
         "lab: Linux {} up after {:.1} s",
         lab.kernel_release(),
@@ -157,9 +186,4 @@ fn tell_of(qemu: &Qemu) {
 fn failure(message: &str) -> ExitCode {
     eprintln!("lab: {message}");
     ExitCode::FAILURE
-}
-
-fn usage_error(message: &str) -> ExitCode {
-    eprintln!("lab: {message}\n{USAGE}");
-    ExitCode::from(2)
 }

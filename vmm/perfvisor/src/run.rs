@@ -39,7 +39,7 @@ use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::console::{RawTerminal, restore_terminal};
 use perfvisor_vmm::control::server::{Access, ControlServer, Controlled};
-use perfvisor_vmm::gdb::server::GdbSocket;
+use perfvisor_vmm::gdb::server::{GdbServer, GdbSocket};
 use perfvisor_vmm::kvm::host::{self};
 use perfvisor_vmm::metrics::address::Listener;
 use perfvisor_vmm::metrics::server::MetricsServer;
@@ -57,6 +57,8 @@ use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
 const DESCRIPTORS: u64 = 64;
 /// Descriptors of a vCPU without events of the host: of KVM, its statistics, its timers, its run time.
 const DESCRIPTORS_OF_A_VCPU: u64 = 8;
+/// What failed, where signals that end the VM did.
+const STOP_SIGNALS: &str = "the signals that end it";
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 
@@ -89,6 +91,14 @@ impl StartTime {
     fn elapsed(&self) -> Duration {
         self.before_main + self.main.elapsed()
     }
+
+    fn tell_of_first_entry(&self) {
+        log::info!(
+            "first guest instruction {:.1} ms after exec ({:.1} ms of it before main)",
+            self.elapsed().as_secs_f64() * 1e3,
+            self.before_main.as_secs_f64() * 1e3
+        );
+    }
 }
 
 /// Runs a guest to its end. `log_file`: where its messages go besides standard error.
@@ -106,21 +116,11 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     background::survive_job_control();
     footprint::give_back_what_is_freed();
     let descriptors = privileges::raise_descriptor_limit();
-    let not_confined = |e| RunError::Sandbox(args.seccomp, e);
-    let will = LastWill {
-        first: restore_terminal,
-        log: log_file,
-        status: ExitStatus::Internal.code(),
-    };
-    sandbox::watch_faults(will).map_err(|e| RunError::Start("sigaction failed", e))?;
-    sandbox::begin(args.seccomp, will).map_err(not_confined)?;
-    files::begin(args).map_err(RunError::Files)?;
-    panics_are_one_line(will);
+    begin_sandbox(args, log_file)?;
     // Before any thread exists, so that all of them inherit the mask.
-    let stop_signals =
-        BlockedSignals::with_window().map_err(|e| RunError::Start("the signals that end it", e))?;
-    kick::install_handlers().map_err(|e| RunError::Start("sigaction failed", e))?;
-    ignore_sigio().map_err(|e| RunError::Start("sigaction failed", e))?;
+    let stop_signals = BlockedSignals::with_window().map_err(RunError::start(STOP_SIGNALS))?;
+    kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
+    ignore_sigio().map_err(RunError::start("sigaction failed"))?;
 
     let kvm = host::open()?;
     let probe = HostProbe::run();
@@ -130,76 +130,33 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     // Mistakes in what is asked for end it before anything runs.
     config.pmu.core_config().check()?;
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
-    let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
-    let (name, socket) = control_socket(args.name.as_deref())?;
-    let observed = args
-        .observers
-        .as_ref()
-        .map(|at| Socket::bind_at(&at.path, at.mode));
-    let observed = observed.transpose().map_err(RunError::Observers)?;
-    let sockets: Vec<(Access, Socket)> = [(Access::Operators, socket), (Access::Observers, observed)]
-        .into_iter()
-        .filter_map(|(access, socket)| Some((access, socket?)))
-        .collect();
-    let gdb = args.gdb.as_ref();
-    let gdb = gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?;
+    let (name, ends) = Ends::open(args)?;
     let mut devices = devices::wanted(args, &name)?;
     // What is of the host's network and of other processes is open, and there is no thread yet.
     let jail = jail::separate(args, &config)?;
-    let stop_signals = stop_signals
-        .wait()
-        .map_err(|e| RunError::Start("the signals that end it", e))?;
+    let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     // Last: the others stay where guests know them.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let mut vm = Vm::new(&kvm, &config, devices, &probe, consoles.serial().writer())?;
     report_loaded(&vm, &config);
-    vm.on_first_entry(Box::new(move || {
-        log::info!(
-            "first guest instruction {:.1} ms after exec ({:.1} ms of it before main)",
-            start.elapsed().as_secs_f64() * 1e3,
-            start.before_main.as_secs_f64() * 1e3
-        );
-    }));
+    vm.on_first_entry(Box::new(move || start.tell_of_first_entry()));
     let terminal = if consoles.has_terminal() {
-        RawTerminal::enter().map_err(|e| RunError::Start("the terminal cannot be made raw", e))?
+        RawTerminal::enter().map_err(RunError::start("the terminal cannot be made raw"))?
     } else {
         None
     };
     jail::close(jail, args)?;
-    privileges::give_up()?;
-    jail::tell_of_sockets_that_stay(args);
-    if args.on_reset == OnReset::Restart {
-        can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
-    }
-    files::restrict(args).map_err(RunError::Files)?;
-    footprint::let_go_of_the_start();
-    sandbox::confine().map_err(not_confined)?;
+    confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = Arc::new(controlled(name, pmu_name, args, &consoles, &running));
-    let mut servers: Vec<Subscriber> = Vec::new();
-    if !sockets.is_empty() {
-        servers.push(Arc::new(Mutex::new(ControlServer::new(
-            controlled.clone(),
-            sockets,
-        ))));
-    }
-    if let Some(listener) = metrics {
-        let guest_counters = args.profile != Profile::Tenant;
-        let server = MetricsServer::new(controlled, listener, args.metrics_events.clone(), guest_counters)
-            .map_err(|e| RunError::Start("timerfd_create failed", e))?;
-        log::info!("metrics at {}", server.address());
-        servers.push(Arc::new(Mutex::new(server)));
-    }
-    let gdb = gdb.map(|socket| socket.serve(&running)).transpose()?;
+    let controlled = controlled(name, pmu_name, args, &consoles, &running);
+    let (servers, gdb) = ends.serve(args, controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
-    let resized = stop_signals
-        .resized()
-        .map_err(|e| RunError::Start("dup failed", e))?;
+    let resized = stop_signals.resized().map_err(RunError::start("dup failed"))?;
     let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus)
-        .map_err(|e| RunError::Start("timerfd_create failed", e))?;
+        .map_err(RunError::start("timerfd_create failed"))?;
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
     }
@@ -220,6 +177,89 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     }
     served.map_err(RunError::Loop)?;
     Ok(exit_status(running.control()))
+}
+
+/// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
+/// that [`confine`] takes on.
+fn begin_sandbox(args: &RunArgs, log_file: Option<RawFd>) -> Result<(), RunError> {
+    let will = LastWill {
+        first: restore_terminal,
+        log: log_file,
+        status: ExitStatus::Internal.code(),
+    };
+    sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
+    sandbox::begin(args.seccomp, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
+    files::begin(args).map_err(RunError::Files)?;
+    panics_are_one_line(will);
+    Ok(())
+}
+
+/// All that the VM needs of the host is open: from here on the process keeps no rights that it has no use for.
+fn confine(args: &RunArgs) -> Result<(), RunError> {
+    privileges::give_up()?;
+    jail::tell_of_sockets_that_stay(args);
+    if args.on_reset == OnReset::Restart {
+        can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
+    }
+    files::restrict(args).map_err(RunError::Files)?;
+    footprint::let_go_of_the_start();
+    sandbox::confine().map_err(|e| RunError::Sandbox(args.seccomp, e))
+}
+
+/// Where operators, observers, scrapes and debuggers come in. Nobody serves them yet.
+struct Ends {
+    sockets: Vec<(Access, Socket)>,
+    metrics: Option<Listener>,
+    gdb: Option<GdbSocket>,
+}
+
+impl Ends {
+    /// Opens those that are asked for; the VM's name, too.
+    fn open(args: &RunArgs) -> Result<(String, Self), RunError> {
+        let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
+        let (name, socket) = control_socket(args.name.as_deref())?;
+        let observed = args
+            .observers
+            .as_ref()
+            .map(|at| Socket::bind_at(&at.path, at.mode));
+        let observed = observed.transpose().map_err(RunError::Observers)?;
+        let sockets = [(Access::Operators, socket), (Access::Observers, observed)];
+        let gdb = args.gdb.as_ref();
+        let ends = Self {
+            sockets: sockets
+                .into_iter()
+                .filter_map(|(access, socket)| Some((access, socket?)))
+                .collect(),
+            metrics,
+            gdb: gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?,
+        };
+        Ok((name, ends))
+    }
+
+    /// What serves them: of the main loop, and debuggers' thread.
+    fn serve(
+        self,
+        args: &RunArgs,
+        controlled: Controlled,
+        running: &RunningVm,
+    ) -> Result<(Vec<Subscriber>, Option<GdbServer>), RunError> {
+        let controlled = Arc::new(controlled);
+        let mut servers: Vec<Subscriber> = Vec::new();
+        if !self.sockets.is_empty() {
+            let server = ControlServer::new(controlled.clone(), self.sockets);
+            servers.push(Arc::new(Mutex::new(server)));
+        }
+        if let Some(listener) = self.metrics {
+            let guest_counters = args.profile != Profile::Tenant;
+            let server =
+                MetricsServer::new(controlled, listener, args.metrics_events.clone(), guest_counters)
+                    .map_err(RunError::start("timerfd_create failed"))?;
+            log::info!("metrics at {}", server.address());
+            servers.push(Arc::new(Mutex::new(server)));
+        }
+        let gdb = self.gdb.map(|socket| socket.serve(running)).transpose()?;
+        Ok((servers, gdb))
+    }
 }
 
 /// A panic is a fault of Perfvisor's. It is said in one line, and ends the VM: at once, unless the thread has

@@ -136,3 +136,9 @@ pub enum RunError {
     #[error("the event loop failed")]
     Loop(#[source] event_manager::Error),
 }
+impl RunError {
+    /// For `map_err` behind what is needed before anything of the guest's is there.
+    pub(super) fn start(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |source| Self::Start(what, source)
+    }
+}
