@@ -292,7 +292,7 @@ impl FileSystems {
                 Ok(true) => {}
                 Ok(false) => continue,
                 Err(e) => {
-                    why = Some(e);
+                    why = Some(e.to_string());
                     continue;
                 }
             }
@@ -414,8 +414,19 @@ fn read_file(mut file: ext4_view::File, most: u64) -> Result<Vec<u8>, DiskError>
     }
 }
 
+/// Why a file system is not read: its tables have a size that cannot be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+enum ImpossibleSize {
+    #[error("its blocks are larger than any")]
+    Blocks,
+    #[error("it says that it is larger than the disk")]
+    System,
+    #[error("it has more groups of blocks than any")]
+    Groups,
+}
+
 /// Whether there is an ext2, ext3 or ext4 file system there whose tables have a size that can be.
-fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, String> {
+fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, ImpossibleSize> {
     // Where the superblock is, and what it begins with (the kernel's Documentation/filesystems/ext4).
     const AT: u64 = 1024;
     const MAGIC: u16 = 0xef53;
@@ -429,14 +440,14 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, String> {
         return Ok(false);
     }
     let size = u32_at(&block, 0x18).filter(|log| *log <= LARGEST_BLOCK);
-    let block_bytes = 1024 << size.ok_or("its blocks are larger than any")?;
+    let block_bytes = 1024 << size.ok_or(ImpossibleSize::Blocks)?;
     let blocks = word(0x150) << 32 | word(4);
     let in_group = word(0x20).max(1);
     if blocks.checked_mul(block_bytes).is_none_or(|bytes| bytes > len) {
-        return Err("it says that it is larger than the disk".into());
+        return Err(ImpossibleSize::System);
     }
     if blocks / in_group > MOST_GROUPS {
-        return Err("it has more groups of blocks than any".into());
+        return Err(ImpossibleSize::Groups);
     }
     Ok(true)
 }

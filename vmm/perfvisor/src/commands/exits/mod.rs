@@ -20,8 +20,9 @@ use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{EventReading, Opened, VcpuExits};
 use control_api::request;
+use perf_core::error_line;
 use sums::{Exits, Longest, Seen, Statistic};
-use trace::Trace;
+use trace::{Trace, TraceError};
 
 /// Between two looks that are kept in case the VM ends.
 const LOOK: Duration = Duration::from_millis(250);
@@ -86,7 +87,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     let mut watch = Watch::begin(&mut client)?;
     let mut trace = if args.no_trace {
-        Err("--no-trace".to_owned())
+        Err(TraceError::NotWanted)
     } else {
         Trace::begin(client.info().pid)
     };
@@ -246,7 +247,7 @@ impl Watch {
     }
 
     /// What the numbers do not say.
-    fn remarks(&self, total: &Exits, trace: &Result<Trace, String>) -> String {
+    fn remarks(&self, total: &Exits, trace: &Result<Trace, TraceError>) -> String {
         let mut out = String::from("\n");
         let untimed = total.untimed();
         if untimed > 0 {
@@ -264,7 +265,7 @@ impl Watch {
                     " Times of KVM's exits are until it enters the guest again, Perfvisor's part included.\n";
                 out += &trace.remarks();
             }
-            Err(why) => out += &format!(" KVM's exits are not timed: {why}\n"),
+            Err(why) => out += &format!(" KVM's exits are not timed: {}\n", error_line(why)),
         }
         out
     }

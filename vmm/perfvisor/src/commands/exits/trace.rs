@@ -8,9 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use control_api::protocol::{ExitsOfReason, VcpuExits};
+use perf_core::error_line;
 use perf_core::pmu::host::Tracepoint;
 use perf_core::ring::{RawRecord, RingReader};
 use rustix::io::Errno;
@@ -66,6 +67,35 @@ struct Vcpu {
     _exit: Tracepoint,
 }
 
+/// Why KVM's exits are not timed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TraceError {
+    #[error("--no-trace")]
+    NotWanted,
+    #[error("process {0} shows no thread of a vCPU here; it may be in another container")]
+    NoThread(u32),
+    #[error("this user may not read {}; root may", .0.display())]
+    Barred(PathBuf),
+    #[error("{dir} has no tracepoints; as root, mount -t tracefs tracefs {dir}", dir = TRACEFS[0])]
+    NoTracefs,
+    #[error("this host's kernel has no tracepoint kvm:kvm_exit")]
+    NoPoint,
+    #[error("{}", .0.display())]
+    Read(PathBuf, #[source] io::Error),
+    #[error("this host's kernel gives {0} no number")]
+    NoNumber(&'static str),
+    #[error("this host's kernel describes kvm:kvm_exit in a way not known here")]
+    Format,
+    #[error("perf_event_open")]
+    Open(#[source] io::Error),
+    /// With the level of `kernel.perf_event_paranoid`, if it can be read.
+    #[error(
+        "this user may not trace the host's kernel; root and CAP_PERFMON may{}",
+        .0.as_ref().map_or_else(String::new, |level| format!("; kernel.perf_event_paranoid is {level}"))
+    )]
+    Denied(Option<String>),
+}
+
 /// KVM's tracepoints on the threads of a VM.
 pub(super) struct Trace {
     points: Points,
@@ -74,15 +104,15 @@ pub(super) struct Trace {
     /// Threads of the VM that have been looked at.
     known: BTreeSet<i32>,
     /// Why a vCPU that came later is not traced.
-    failed: Option<String>,
+    failed: Option<TraceError>,
 }
 
 impl Trace {
     /// Traces the vCPUs of the VM whose process is `pid`.
     ///
     /// # Errors
-    /// Why that cannot be, for people.
-    pub(super) fn begin(pid: u32) -> Result<Self, String> {
+    /// [`TraceError`].
+    pub(super) fn begin(pid: u32) -> Result<Self, TraceError> {
         let mut trace = Self {
             points: Points::of_host()?,
             pid,
@@ -92,15 +122,13 @@ impl Trace {
         };
         trace.find_vcpus()?;
         if trace.vcpus.is_empty() {
-            return Err(format!(
-                "process {pid} shows no thread of a vCPU here; it may be in another container"
-            ));
+            return Err(TraceError::NoThread(pid));
         }
         Ok(trace)
     }
 
     /// Traces vCPUs that it does not yet.
-    fn find_vcpus(&mut self) -> Result<(), String> {
+    fn find_vcpus(&mut self) -> Result<(), TraceError> {
         let tasks = format!("/proc/{}/task", self.pid);
         let Ok(entries) = fs::read_dir(&tasks) else {
             return Ok(());
@@ -121,7 +149,7 @@ impl Trace {
                     self.vcpus.insert(tid, vcpu);
                 }
                 Err(e) if e.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {}
-                Err(e) => return Err(denied(&e)),
+                Err(e) => return Err(denied(e)),
             }
         }
         Ok(())
@@ -176,7 +204,7 @@ impl Trace {
             );
         }
         if let Some(why) = &self.failed {
-            out += &format!(" Not all vCPUs are traced: {why}\n");
+            out += &format!(" Not all vCPUs are traced: {}\n", error_line(why));
         }
         out
     }
@@ -273,7 +301,7 @@ impl Counted {
 }
 
 impl Points {
-    fn of_host() -> Result<Self, String> {
+    fn of_host() -> Result<Self, TraceError> {
         let root = TRACEFS
             .iter()
             .map(Path::new)
@@ -284,31 +312,25 @@ impl Points {
         let Some(root) = root else {
             let barred = fs::read_dir(TRACEFS[0]).is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
             return Err(if barred {
-                format!("this user may not read {}; root may", TRACEFS[0])
+                TraceError::Barred(TRACEFS[0].into())
             } else {
-                format!(
-                    "{0} has no tracepoints; as root, mount -t tracefs tracefs {0}",
-                    TRACEFS[0]
-                )
+                TraceError::NoTracefs
             });
         };
         let read = |file: &str| {
             let path = root.join("events/kvm").join(file);
             fs::read_to_string(&path).map_err(|e| match e.kind() {
-                ErrorKind::PermissionDenied => format!("this user may not read {}; root may", path.display()),
-                ErrorKind::NotFound => "this host's kernel has no tracepoint kvm:kvm_exit".to_owned(),
-                _ => format!("{}: {e}", path.display()),
+                ErrorKind::PermissionDenied => TraceError::Barred(path),
+                ErrorKind::NotFound => TraceError::NoPoint,
+                _ => TraceError::Read(path, e),
             })
         };
-        let id = |name: &str| {
+        let id = |name: &'static str| {
             let text = read(&format!("{name}/id"))?;
-            text.trim()
-                .parse()
-                .map_err(|_| format!("this host's kernel gives {name} no number"))
+            text.trim().parse().map_err(|_| TraceError::NoNumber(name))
         };
         let (exit, entry) = (id("kvm_exit")?, id("kvm_entry")?);
-        Self::parse(exit, entry, &read("kvm_exit/format")?)
-            .ok_or_else(|| "this host's kernel describes kvm:kvm_exit in a way not known here".to_owned())
+        Self::parse(exit, entry, &read("kvm_exit/format")?).ok_or(TraceError::Format)
     }
 
     /// Of the tracepoints' numbers and the `format` file of `kvm_exit`.
@@ -386,17 +408,13 @@ fn number_of(text: &str) -> Option<u32> {
 }
 
 /// Why the kernel does not let this user trace a thread.
-fn denied(error: &io::Error) -> String {
+fn denied(error: io::Error) -> TraceError {
     let not_allowed = [Errno::ACCESS, Errno::PERM].map(|e| Some(e.raw_os_error()));
     if !not_allowed.contains(&error.raw_os_error()) {
-        return format!("perf_event_open: {error}");
+        return TraceError::Open(error);
     }
     let level = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
-    let level = match level.trim() {
-        "" => String::new(),
-        level => format!("; kernel.perf_event_paranoid is {level}"),
-    };
-    format!("this user may not trace the host's kernel; root and CAP_PERFMON may{level}")
+    TraceError::Denied(Some(level.trim().to_owned()).filter(|level| !level.is_empty()))
 }
 
 #[cfg(test)]

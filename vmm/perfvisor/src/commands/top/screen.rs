@@ -249,15 +249,7 @@ impl Screen {
                     cells.resize(11, Value::text("-"));
                 }
             }
-            let whose = Whose {
-                vm: vm.label.clone(),
-                pid: None,
-            };
-            SheetRow {
-                cells,
-                style: Style::new(),
-                whose,
-            }
+            SheetRow::of_vm(&vm.label, cells)
         };
         let columns = vec![
             column("VM", 16, Kind::Text),
@@ -303,25 +295,14 @@ impl Screen {
                 _ => Style::new(),
             };
             let level = if kernel { "[k]" } else { "[.]" };
-            let cells = vec![
-                share_of(weight, all),
-                count(samples),
-                Value::text(object),
-                Value::text(format!("{level} {symbol}")),
-            ];
+            let more = [Value::text(object), Value::text(format!("{level} {symbol}"))];
             SheetRow {
-                cells,
                 style,
-                whose: Whose::default(),
+                ..hot_row(weight, all, samples, more)
             }
         };
-        let columns = vec![
-            column("Self", 8, Kind::Count),
-            column("Samples", 10, Kind::Count),
-            column("Object", 28, Kind::Text),
-            column("Symbol", 0, Kind::Text),
-        ];
-        (columns, hottest_first(sums.into_iter().map(row).collect()))
+        let more = [column("Object", 28, Kind::Text), column("Symbol", 0, Kind::Text)];
+        hottest_first(sums.into_iter().map(row), more)
     }
 
     fn process_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
@@ -343,9 +324,7 @@ impl Screen {
             all += row.weight;
         }
         let row = |sum: Sum<'_>| {
-            let cells = vec![
-                share_of(sum.weight, all),
-                count(sum.samples),
+            let more = [
                 share_of(sum.kernel, sum.weight),
                 sum.whose.pid.map_or_else(
                     || Value::text("-"),
@@ -359,37 +338,30 @@ impl Screen {
                 Value::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
             ];
             SheetRow {
-                cells,
-                style: Style::new(),
                 whose: sum.whose,
+                ..hot_row(sum.weight, all, sum.samples, more)
             }
         };
-        let columns = vec![
-            column("Self", 8, Kind::Count),
-            column("Samples", 10, Kind::Count),
+        let more = [
             column("In kernel", 9, Kind::Count),
             column("PID", 7, Kind::Id),
             column("Process", 16, Kind::Text),
             column("Hottest function", 0, Kind::Text),
         ];
-        (columns, hottest_first(sums.into_values().map(row).collect()))
+        hottest_first(sums.into_values().map(row), more)
     }
 
     fn vcpu_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
-        let row = |label: &str, v: &VcpuRow| SheetRow {
-            cells: vec![
+        let row = |label: &str, v: &VcpuRow| {
+            let cells = vec![
                 Value::number(v.vcpu.into(), v.vcpu.to_string()),
                 rate(cell(v, 0), percent),
                 rate(cell(v, 1), percent),
                 rate(cell(v, 2), whole),
                 rate(cell(v, 3), whole),
                 count(v.samples),
-            ],
-            style: Style::new(),
-            whose: Whose {
-                vm: label.to_owned(),
-                pid: None,
-            },
+            ];
+            SheetRow::of_vm(label, cells)
         };
         let columns = vec![
             column("vCPU", 5, Kind::Id),
@@ -420,8 +392,8 @@ impl Screen {
                     .total_cmp(&time(a))
                     .then(b.per_second.total_cmp(&a.per_second))
             });
-            rows.extend(exits.into_iter().map(|exit| SheetRow {
-                cells: vec![
+            rows.extend(exits.into_iter().map(|exit| {
+                let cells = vec![
                     Value::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
                     Value::text(exit.what.clone()),
                     Value::number(exit.per_second, format!("{:.1}", exit.per_second)),
@@ -431,12 +403,8 @@ impl Screen {
                     ),
                     us(exit.mean_ns),
                     us(exit.longest_ns),
-                ],
-                style: Style::new(),
-                whose: Whose {
-                    vm: label.to_owned(),
-                    pid: None,
-                },
+                ];
+                SheetRow::of_vm(label, cells)
             }));
         }
         let columns = vec![
@@ -455,15 +423,11 @@ impl Screen {
         for (label, vm) in self.seen(ui) {
             for view in &vm.views {
                 let its = view.counters.iter().map(|c| SheetRow {
-                    cells: counter(view.vcpu, c),
                     style: match state(c) {
                         "on" => Style::new().add_modifier(Modifier::BOLD),
                         _ => Style::new(),
                     },
-                    whose: Whose {
-                        vm: label.to_owned(),
-                        pid: None,
-                    },
+                    ..SheetRow::of_vm(label, counter(view.vcpu, c))
                 });
                 rows.extend(its);
             }
@@ -483,14 +447,24 @@ impl Screen {
     }
 }
 
-/// By the first column, whose equals stay in their order.
-fn hottest_first(rows: Vec<SheetRow>) -> Vec<SheetRow> {
+/// A row of what was sampled: its share of all weight, its samples, and what else is shown of it.
+fn hot_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = Value>) -> SheetRow {
+    let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
+    SheetRow::new(cells.collect())
+}
+
+/// The columns and rows of what was sampled: the largest share first, whose equals stay in their order.
+fn hottest_first(
+    rows: impl Iterator<Item = SheetRow>,
+    more: impl IntoIterator<Item = Column>,
+) -> (Vec<Column>, Vec<SheetRow>) {
+    let first = [column("Self", 8, Kind::Count), column("Samples", 10, Kind::Count)];
     let mut sheet = Sheet {
-        columns: vec![column("", 0, Kind::Count)],
-        rows,
+        columns: first.into_iter().chain(more).collect(),
+        rows: rows.collect(),
     };
     sheet.sort(Some(0), false);
-    sheet.rows
+    (sheet.columns, sheet.rows)
 }
 
 fn cell(vcpu: &VcpuRow, at: usize) -> Cell {

@@ -71,6 +71,28 @@ pub struct SheetRow {
     pub whose: Whose,
 }
 
+impl SheetRow {
+    /// A row of nobody's, drawn as most are.
+    pub fn new(cells: Vec<Value>) -> Self {
+        Self {
+            cells,
+            style: Style::new(),
+            whose: Whose::default(),
+        }
+    }
+
+    /// A row of the VM of this label.
+    pub fn of_vm(label: &str, cells: Vec<Value>) -> Self {
+        Self {
+            whose: Whose {
+                vm: label.to_owned(),
+                pid: None,
+            },
+            ..Self::new(cells)
+        }
+    }
+}
+
 /// A table.
 #[derive(Clone, Debug)]
 pub struct Sheet {
