@@ -414,8 +414,8 @@ fn choose_kernel<'p>(
     }
 }
 
-/// The packages of a kernel. From 7.1 on the image, its modules and the list of those built in are packages of
-/// their own, which the kernel's depends on.
+/// The packages of a kernel. From 7.1 on the image, its modules and the list of those built in are packages
+/// of their own, which the kernel's depends on.
 fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
     let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
     let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));

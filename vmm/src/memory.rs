@@ -412,9 +412,9 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever its size, what the guest is told of is what is mapped: the map has every byte of RAM once,
-        /// in order, with the reserved area as the only other; an access is RAM exactly where vm-memory
-        /// would serve it in one piece.
+        /// Whatever its size, what the guest is told of is what is mapped: the map has every byte of RAM
+        /// once, in order, with the reserved area as the only other; an access is RAM exactly where
+        /// vm-memory would serve it in one piece.
         #[test]
         fn the_map_and_the_mappings_are_the_same(
             pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),

@@ -22,40 +22,36 @@ use crate::vcpu::control::OnReset;
 use crate::vcpu::kick;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
-/// A multiboot kernel that halts for ever: its header, and `hlt; jmp` back.
-const HALTED: [u8; 36] = {
+/// Where a kernel's code is, in 32-bit mode without paging.
+pub(crate) const CODE: u64 = 0x10_0020;
+
+/// A multiboot kernel of this code: its header, and the code behind it.
+fn kernel(code: &[u8]) -> Vec<u8> {
     let load = 0x10_0000u32;
     let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
-    let words = [
-        magic,
-        flags,
-        0u32.wrapping_sub(magic).wrapping_sub(flags),
-        load,
-        load,
-        0,
-        load + 0x1000,
-        load + 32,
-    ];
-    let mut image = [0; 36];
-    let mut at = 0;
-    while at < 32 {
-        image[at] = words[at / 4].to_le_bytes()[at % 4];
-        at += 1;
-    }
-    (image[32], image[33], image[34], image[35]) = (0xF4, 0xEB, 0xFD, 0x90);
-    image
-};
+    let sum = 0u32.wrapping_sub(magic).wrapping_sub(flags);
+    let entry = load + 32;
+    let header = [magic, flags, sum, load, load, 0, load + 0x1000, entry];
+    let header = header.iter().flat_map(|word| word.to_le_bytes());
+    header.chain(code.iter().copied()).collect()
+}
 
-/// A VM of two vCPUs with an Intel PMU that the clock counts for, whose guest halts. `None`, and a word
-/// about it: there is no KVM here.
+/// A VM of two vCPUs with an Intel PMU that the clock counts for, whose guest halts for ever. `None`, and a
+/// word about it: there is no KVM here.
 pub(crate) fn halted_vm() -> Option<RunningVm> {
+    // hlt; jmp back
+    vm(&[0xF4, 0xEB, 0xFD], |_| ())
+}
+
+/// The same with a guest of this code, of what `change` makes of its configuration.
+pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
     let Ok(kvm) = host::open() else {
         eprintln!("SKIP: there is no KVM here");
         return None;
     };
     kick::install_handlers().unwrap();
-    let config = VmConfig {
-        kernel: KernelSource::Builtin(&HALTED),
+    let mut config = VmConfig {
+        kernel: KernelSource::Builtin(kernel(code).leak()),
         boot_protocol: BootProtocol::Auto,
         initrd: None,
         cmdline: String::new(),
@@ -86,6 +82,7 @@ pub(crate) fn halted_vm() -> Option<RunningVm> {
         debug_exit: true,
         cpu_signature: None,
     };
+    change(&mut config);
     let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
     Some(vm.start().unwrap())
 }

@@ -572,7 +572,8 @@ fn a_call_that_fails_names_itself_and_its_errno() {
     );
 }
 
-/// What KVM refuses of a vCPU's state it refuses whole, under the call's name, and the vCPU keeps what it had.
+/// What KVM refuses of a vCPU's state it refuses whole, under the call's name, and the vCPU keeps what it
+/// had.
 #[test]
 fn state_that_kvm_refuses_changes_nothing() {
     let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {

@@ -194,7 +194,8 @@ fn begin_sandbox(args: &RunArgs, log_file: Option<RawFd>) -> Result<(), RunError
     Ok(())
 }
 
-/// All that the VM needs of the host is open: from here on the process keeps no rights that it has no use for.
+/// All that the VM needs of the host is open: from here on the process keeps no rights that it has no use
+/// for.
 fn confine(args: &RunArgs) -> Result<(), RunError> {
     privileges::give_up()?;
     jail::tell_of_sockets_that_stay(args);

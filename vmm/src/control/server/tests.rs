@@ -526,23 +526,30 @@ fn a_vm_that_has_ended_is_not_paused() {
     }
 }
 
-/// A connection more than may be is closed; those who have said hello stay, operators are not kept out by
-/// observers, and the next that leaves makes room.
+/// A connection more than may be is told so and closed; those who have said hello stay, operators are not
+/// kept out by observers, and the next that leaves makes room. Who has not said hello makes room for others.
 #[test]
 fn a_full_house_refuses_and_keeps_those_who_are_in() {
     let Some(mut served) = Served::new() else { return };
     let mut observers: Vec<Peer> = (0..MAX_OBSERVERS)
         .map(|_| served.greeted(Access::Observers))
         .collect();
+    let refused = |peer: &mut Peer| {
+        let replies = peer.replies();
+        let failure = replies.first().and_then(|reply| reply.error.clone());
+        (peer.is_closed(), failure.map(|failure| failure.kind))
+    };
     let mut late = served.connect(Access::Observers);
-    served.turn();
-    assert!(late.is_closed());
+    assert_eq!(refused(&mut late), (true, Some(FailureKind::Limit)));
     let mut operator = served.greeted(Access::Operators);
     served.ask(&mut operator, &Call::Status).unwrap();
     drop(observers.pop());
     served.turn();
+    let mut silent = served.connect(Access::Observers);
+    assert!(silent.replies().is_empty(), "there is room for it");
     let mut next = served.greeted(Access::Observers);
-    for peer in observers.iter_mut().chain([&mut next]) {
+    assert_eq!(refused(&mut silent), (true, Some(FailureKind::Limit)));
+    for peer in observers.iter_mut().chain([&mut next, &mut operator]) {
         served.ask(peer, &Call::Status).unwrap();
     }
 }
