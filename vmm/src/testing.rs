@@ -20,7 +20,7 @@ use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
 use crate::vcpu::control::OnReset;
 use crate::vcpu::kick;
-use crate::vm::{RunningVm, Vm, VmConfig};
+use crate::vm::{HaltPolling, RunningVm, Vm, VmConfig};
 
 /// Where a kernel's code is, in 32-bit mode without paging.
 pub(crate) const CODE: u64 = 0x10_0020;
@@ -79,6 +79,7 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
         pins: Pinning::default(),
         nested: false,
         on_reset: OnReset::Exit,
+        halt_polling: HaltPolling::default(),
         debug_exit: true,
         cpu_signature: None,
     };

@@ -20,3 +20,6 @@ mod memory;
 mod registers;
 pub mod server;
 mod target;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,309 @@
+//! A debugger's session with a real VM, packet by packet, as gdb speaks.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::server::{GdbServer, GdbSocket};
+use crate::testing::{self, CODE};
+use crate::vcpu::control::{RunState, StopReason};
+use crate::vm::{DebuggerWanted, RunningVm};
+
+/// inc dword [0x200000]; jmp back
+const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
+/// What the guest counts in.
+const COUNTER: u64 = 0x20_0000;
+/// Its second instruction.
+const JUMP: u64 = CODE + 6;
+
+/// A VM that counts, and the socket for its debuggers.
+struct Debugged {
+    // Goes before the VM.
+    _server: GdbServer,
+    path: PathBuf,
+    _dir: tempfile::TempDir,
+    vm: RunningVm,
+}
+
+impl Debugged {
+    fn new() -> Option<Self> {
+        let vm = testing::vm(&COUNTS, |config| {
+            config.debugger = Some(DebuggerWanted { wait: false });
+        })?;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("gdb");
+        let server = GdbSocket::bind(&path).unwrap().serve(&vm).unwrap();
+        Some(Self {
+            _server: server,
+            path,
+            _dir: dir,
+            vm,
+        })
+    }
+
+    /// A debugger that is there: the machine stands still.
+    fn attach(&self) -> Gdb {
+        let mut gdb = Gdb(UnixStream::connect(&self.path).unwrap());
+        let said = gdb.ask("?");
+        assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
+        assert_eq!(self.vm.control().state(), RunState::Held);
+        gdb
+    }
+
+    fn counter(&self) -> u32 {
+        self.vm.ram().memory().read_obj(GuestAddress(COUNTER)).unwrap()
+    }
+
+    fn code(&self) -> [u8; 8] {
+        self.vm.ram().memory().read_obj(GuestAddress(CODE)).unwrap()
+    }
+
+    /// Waits until the guest goes on.
+    fn goes_on(&self) {
+        let before = self.counter();
+        while self.counter() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// gdb's side of a connection.
+struct Gdb(UnixStream);
+
+impl Gdb {
+    fn send(&mut self, body: &str) {
+        let sum = body.bytes().fold(0u8, u8::wrapping_add);
+        self.0.write_all(format!("${body}#{sum:02x}").as_bytes()).unwrap();
+    }
+
+    fn byte(&mut self) -> u8 {
+        let mut byte = [0];
+        self.0.read_exact(&mut byte).unwrap();
+        byte[0]
+    }
+
+    /// The next packet, without what makes it shorter on its way.
+    fn hear(&mut self) -> String {
+        while self.byte() != b'$' {}
+        let mut body = Vec::new();
+        loop {
+            match self.byte() {
+                b'#' => break,
+                // So many times what came last, besides.
+                b'*' => {
+                    let more = usize::from(self.byte() - 29);
+                    let last = *body.last().unwrap();
+                    body.extend(vec![last; more]);
+                }
+                byte => body.push(byte),
+            }
+        }
+        (self.byte(), self.byte());
+        // Who has let us go does not hear it any more.
+        let _ = self.0.write_all(b"+");
+        String::from_utf8(body).unwrap()
+    }
+
+    fn ask(&mut self, body: &str) -> String {
+        self.send(body);
+        self.hear()
+    }
+
+    /// RIP of the vCPU that gdb looks at: behind 16 general registers.
+    fn rip(&mut self) -> u64 {
+        let all = self.ask("g");
+        let bytes: Vec<u8> = (0..8)
+            .map(|n| u8::from_str_radix(&all[256 + 2 * n..258 + 2 * n], 16).unwrap())
+            .collect();
+        u64::from_le_bytes(bytes.try_into().unwrap())
+    }
+}
+
+/// A debugger finds the guest stopped, in its code, with both vCPUs as threads; what is not there is an error
+/// and the session goes on.
+#[test]
+fn a_debugger_finds_the_guest_where_it_is() {
+    let Some(vm) = Debugged::new() else { return };
+    vm.goes_on();
+    let mut gdb = vm.attach();
+    let counted = vm.counter();
+    assert_eq!(gdb.ask(&format!("m{CODE:x},8")), "ff0500002000ebf8");
+    assert_eq!(gdb.ask("Hg1"), "OK");
+    let rip = gdb.rip();
+    assert!(rip == CODE || rip == JUMP, "{rip:#x}");
+    let threads = gdb.ask("qfThreadInfo");
+    assert!(threads.starts_with('m') && threads.contains(','), "{threads}");
+    for (asked, what) in [
+        ("T63", "a thread that is none"),
+        ("m4000000,4", "memory behind RAM"),
+        ("M4000000,4:00000000", "the same, written"),
+        ("mffffffffffffffff,4", "the last address"),
+        ("Z0,4000000,1", "a breakpoint where no memory is"),
+        ("Z2,200001,4", "a watchpoint across its length"),
+        ("Z3,200000,4", "a watchpoint for reads"),
+        ("z1,200000,1", "a breakpoint that is not set"),
+    ] {
+        let said = gdb.ask(asked);
+        assert!(said.starts_with('E') || said.is_empty(), "{what}: {said}");
+    }
+    // What is there of it is read; RAM ends behind it.
+    assert_eq!(gdb.ask("m1fffffe,4").len(), 4);
+    assert_eq!(vm.counter(), counted, "it stood still all the while");
+}
+
+/// Memory and registers that a debugger sets are what the guest goes on with.
+#[test]
+fn the_guest_goes_on_with_what_a_debugger_set() {
+    let Some(vm) = Debugged::new() else { return };
+    let mut gdb = vm.attach();
+    assert_eq!(gdb.ask("Hg1"), "OK");
+    assert_eq!(gdb.ask(&format!("M{COUNTER:x},4:feffff7f")), "OK");
+    assert_eq!(vm.counter(), 0x7fff_fffe);
+    // RBX is the second register, RIP the seventeenth.
+    let all = gdb.ask("g");
+    let changed = format!("{}8877665544332211{}", &all[..16], &all[32..]);
+    assert_eq!(gdb.ask(&format!("G{changed}")), "OK");
+    assert_eq!(gdb.ask("g"), changed);
+    let before = gdb.rip();
+    // One vCPU steps and the other stays.
+    let said = gdb.ask("vCont;s:1");
+    assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
+    assert_eq!(gdb.rip(), if before == CODE { JUMP } else { CODE });
+    let after = gdb.ask("g");
+    assert_eq!(&after[16..32], "8877665544332211", "the guest has it");
+    let steps = if before == CODE { 1 } else { 0 };
+    assert_eq!(vm.counter(), 0x7fff_fffe + steps);
+}
+
+/// The processor's breakpoints stop the guest at their instruction; there are as many as there are, and those
+/// that are taken away make room.
+#[test]
+fn breakpoints_stop_where_they_are_and_are_so_many() {
+    let Some(vm) = Debugged::new() else { return };
+    let mut gdb = vm.attach();
+    let free = vm.vm.free_breakpoints() as u64;
+    for n in 0..free {
+        assert_eq!(
+            gdb.ask(&format!("Z1,{:x},1", 0x30_0000 + n)),
+            "OK",
+            "{n} of {free}"
+        );
+    }
+    let more = gdb.ask(&format!("Z1,{JUMP:x},1"));
+    assert!(more.starts_with('E'), "{more}");
+    assert_eq!(gdb.ask("z1,300000,1"), "OK");
+    assert_eq!(gdb.ask(&format!("Z1,{JUMP:x},1")), "OK");
+    for _ in 0..3 {
+        let counted = vm.counter();
+        let said = gdb.ask("vCont;c");
+        assert!(said.starts_with('T'), "{said}");
+        assert_eq!(gdb.rip(), JUMP);
+        assert!(vm.counter() - counted <= 1, "each time round once");
+    }
+}
+
+/// An INT3 is in the guest's memory and not in what a debugger reads; it goes when it is taken out, when the
+/// debugger leaves, and when its connection breaks. The guest goes on each time.
+#[test]
+fn nothing_of_a_debugger_stays_in_the_guest() {
+    let Some(vm) = Debugged::new() else { return };
+    // Nothing runs into it.
+    let place = CODE + 8;
+    let there = |vm: &Debugged| vm.vm.ram().memory().read_obj::<u8>(GuestAddress(place)).unwrap();
+    let original = there(&vm);
+    type Leave = fn(Gdb, u64);
+    let ways: [Leave; 3] = [
+        |mut gdb, place| {
+            assert_eq!(gdb.ask(&format!("z0,{place:x},1")), "OK");
+            assert_eq!(gdb.ask("D"), "OK");
+        },
+        |mut gdb, _| assert_eq!(gdb.ask("D"), "OK"),
+        |gdb, _| drop(gdb),
+    ];
+    for leave in ways {
+        let mut gdb = vm.attach();
+        let said = gdb.ask(&format!("m{place:x},1"));
+        for _ in 0..2 {
+            assert_eq!(gdb.ask(&format!("Z0,{place:x},1")), "OK");
+        }
+        assert_eq!(there(&vm), 0xCC);
+        assert_eq!(gdb.ask(&format!("m{place:x},1")), said);
+        leave(gdb, place);
+        vm.goes_on();
+        assert_eq!((there(&vm), vm.code()), (original, COUNTS));
+        assert_eq!(vm.vm.control().state(), RunState::Running);
+    }
+}
+
+/// Ctrl-C stops a guest that runs; killed by its debugger, the VM ends as an operator ends it.
+#[test]
+fn a_guest_that_runs_is_stopped_and_killed() {
+    let Some(vm) = Debugged::new() else { return };
+    let mut gdb = vm.attach();
+    gdb.send("vCont;c");
+    vm.goes_on();
+    gdb.0.write_all(&[3]).unwrap();
+    let said = gdb.hear();
+    assert!(said.starts_with("T02") || said.starts_with("S02"), "{said}");
+    let counted = vm.counter();
+    assert_eq!(gdb.ask("m200000,4").len(), 8);
+    assert_eq!(vm.counter(), counted);
+    gdb.send("k");
+    while vm.vm.control().reason().is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(vm.vm.control().reason(), Some(StopReason::Operator));
+}
+
+/// No packets, whatever they ask for, keep the guest from going on when their client has gone, or leave
+/// anything in its code; and the next debugger is served.
+#[test]
+fn no_packets_leave_anything_in_the_guest() {
+    let Some(vm) = Debugged::new() else { return };
+    let address = prop_oneof![
+        Just(CODE),
+        Just(COUNTER),
+        Just(0x1FF_FFFFu64),
+        Just(u64::MAX),
+        0u64..0x4000_0000
+    ];
+    let length = prop_oneof![0u64..9, Just(0x1000u64), Just(u64::MAX)];
+    let kinds = [
+        "m",
+        "Z0",
+        "Z1",
+        "Z2",
+        "Z4",
+        "z0",
+        "z1",
+        "T",
+        "Hg",
+        "Hc",
+        "vCont;t:",
+        "qXfer:features:read::",
+    ];
+    let packet = (prop::sample::select(kinds.to_vec()), address, length);
+    let packets = prop::collection::vec((packet, prop::bool::weighted(0.1)), 1..30);
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(12));
+    let ran = runner.run(&packets, |packets| {
+        let mut gdb = vm.attach();
+        for ((kind, address, length), garbles) in packets {
+            let comma = if kind.starts_with(['Z', 'z']) { "," } else { "" };
+            if garbles {
+                gdb.0.write_all(&[b'$', b'#', 0xff, address as u8]).unwrap();
+            }
+            // Nobody reads the answers.
+            gdb.send(&format!("{kind}{comma}{address:x},{length:x}"));
+        }
+        drop(gdb);
+        vm.goes_on();
+        prop_assert_eq!(vm.code(), COUNTS);
+        Ok(())
+    });
+    ran.unwrap();
+    assert_eq!(vm.attach().ask(&format!("m{CODE:x},2")), "ff05");
+}
