@@ -148,7 +148,9 @@ fn a_debugger_finds_the_guest_where_it_is() {
         ("z1,200000,1", "a breakpoint that is not set"),
     ] {
         let said = gdb.ask(asked);
-        assert!(said.starts_with('E') || said.is_empty(), "{what}: {said}");
+        // What there is none of here may be said by saying nothing.
+        let nothing = asked.starts_with(['Z', 'z']) && said.is_empty();
+        assert!(said.starts_with('E') || nothing, "{what}: {said}");
     }
     // What is there of it is read; RAM ends behind it.
     assert_eq!(gdb.ask("m1fffffe,4").len(), 4);
