@@ -77,7 +77,8 @@ struct Gdb(UnixStream);
 impl Gdb {
     fn send(&mut self, body: &str) {
         let sum = body.bytes().fold(0u8, u8::wrapping_add);
-        self.0.write_all(format!("${body}#{sum:02x}").as_bytes()).unwrap();
+        // One that has been let go for what it said before finds the connection closed.
+        let _ = self.0.write_all(format!("${body}#{sum:02x}").as_bytes());
     }
 
     fn byte(&mut self) -> u8 {
@@ -296,7 +297,7 @@ fn no_packets_leave_anything_in_the_guest() {
         for ((kind, address, length), garbles) in packets {
             let comma = if kind.starts_with(['Z', 'z']) { "," } else { "" };
             if garbles {
-                gdb.0.write_all(&[b'$', b'#', 0xff, address as u8]).unwrap();
+                let _ = gdb.0.write_all(&[b'$', b'#', 0xff, address as u8]);
             }
             // Nobody reads the answers.
             gdb.send(&format!("{kind}{comma}{address:x},{length:x}"));
