@@ -103,7 +103,9 @@ impl Gdb {
                 byte => body.push(byte),
             }
         }
-        (self.byte(), self.byte());
+        // The checksum.
+        self.byte();
+        self.byte();
         // Who has let us go does not hear it any more.
         let _ = self.0.write_all(b"+");
         String::from_utf8(body).unwrap()

@@ -196,8 +196,10 @@ fn arguments_decide_who_may() {
     let filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
     let thread = THREAD | 0xf00;
     let other = u64::from(PID) + 1;
+    /// What it is for, the call with its arguments, who may, and what the others get.
+    type Row<'a> = (&'a str, Sysno, Vec<u64>, &'a [ThreadKind], u32);
     #[rustfmt::skip]
-    let rows: Vec<(&str, Sysno, Vec<u64>, &[ThreadKind], u32)> = vec![
+    let rows: Vec<Row<'_>> = vec![
         ("runs a guest", Sysno::ioctl, kvm(0x80), &[Vcpu, Starter], TRAP),
         ("makes a VM", Sysno::ioctl, kvm(0x01), &[], TRAP),
         ("makes a vCPU", Sysno::ioctl, kvm(0x41), &[Main, Starter], TRAP),

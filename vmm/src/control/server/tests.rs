@@ -295,7 +295,7 @@ fn who_does_not_fetch_its_replies_is_not_read() {
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     let sampling = Sampling {
         rate: b,
-        frequency: a % 2 == 0,
+        frequency: a.is_multiple_of(2),
         callchain: true,
         chain_every: a,
         stack_bytes: a,
@@ -318,7 +318,7 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
         Call::Share { policy: words.into() },
         Call::Filter { toml: words.into() },
         open(None, false, None),
-        open(Some(vec![a, 0, 0]), a % 2 == 0, None),
+        open(Some(vec![a, 0, 0]), a.is_multiple_of(2), None),
         open(None, true, None),
         open(None, false, Some(sampling)),
         Call::Enable,
