@@ -1,10 +1,10 @@
 //! What a guest costs beside others: one host, some VMs, each with four counters on, while the operator
 //! scrapes all of them once a second and records all.
 //!
-//! Every guest does the same piece of work. Its price is the CPU time of its VM's threads, from the first line
-//! of the work to its last, over what the guest had of it by its own count: the clock behind its counters
-//! leaves out what is done for it outside. So it does not matter how long it waited for a processor, nor how
-//! fast that was just then. The numbers of VMs take turns.
+//! Every guest does the same piece of work. Its price is the CPU time of its VM's threads, from the first
+//! line of the work to its last, over what the guest had of it by its own count: the clock behind its
+//! counters leaves out what is done for it outside. So it does not matter how long it waited for a processor,
+//! nor how fast that was just then. The numbers of VMs take turns.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
