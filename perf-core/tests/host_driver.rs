@@ -200,10 +200,14 @@ fn the_signal_goes_to_the_target_thread_only() {
     let vcpu = thread::spawn(move || {
         send.send(this_tid()).unwrap();
         wait.recv().unwrap();
-        // However long the kernel takes to send it.
-        while signals_of_this_thread() == 0 {
+        // However long a slow machine's kernel takes to send it: of CPU time a minute.
+        for _ in 0..12_000 {
             burn(5_000_000);
+            if signals_of_this_thread() > 0 {
+                break;
+            }
         }
+        signals_of_this_thread()
     });
     let tid = receive.recv().unwrap();
     let pmu = HostPmu::software(Some(signal));
@@ -212,7 +216,8 @@ fn the_signal_goes_to_the_target_thread_only() {
         .unwrap();
     ev.start(Some(500_000)).unwrap();
     go.send(()).unwrap();
-    vcpu.join().unwrap();
+    let theirs = vcpu.join().unwrap();
+    assert!(theirs > 0, "no signal on the target thread");
     assert_eq!(signals_of_this_thread(), 0, "a signal on the wrong thread");
     assert_eq!(ev.take_overflows(), 1);
 }
