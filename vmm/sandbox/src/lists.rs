@@ -133,6 +133,8 @@ fn common(pid: u32) -> Vec<Allowed> {
         libc::F_GETFL,
         libc::F_SETFL,
         libc::F_DUPFD_CLOEXEC,
+        // The lock of an image ends with its last user, whoever that is.
+        libc::F_OFD_SETLK,
     ];
     list.extend(one_of(Sysno::fcntl, 1, &flags.map(i32::unsigned_abs)));
     list

@@ -39,8 +39,6 @@ pub mod net;
 pub mod rng;
 pub mod serve;
 pub mod share;
-#[cfg(test)]
-mod starting;
 pub mod transport;
 pub mod vsock;
 pub mod worker;

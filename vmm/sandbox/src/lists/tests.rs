@@ -246,6 +246,8 @@ fn arguments_decide_who_may() {
         ("limits of another process", Sysno::prlimit64, vec![other, 3, 0, 1], &[], TRAP),
         ("signals of a descriptor", Sysno::fcntl, vec![0, 10], &[Main, Vcpu, Debugger, Starter], TRAP),
         ("a lease", Sysno::fcntl, vec![0, 1024], &[Main, Starter], TRAP),
+        ("a lock, or its end", Sysno::fcntl, vec![0, 37], all, TRAP),
+        ("waits for a lock", Sysno::fcntl, vec![0, 38], &[], TRAP),
     ];
     for kind in ThreadKind::ALL {
         let filters = Filters::of(kind);

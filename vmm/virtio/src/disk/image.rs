@@ -8,7 +8,7 @@ use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
 use super::config::{DiskConfig, Format};
-use super::open::{OpenError, SECTOR_BYTES, block_bytes, open};
+use super::open::{Lock, OpenError, Opened, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
 use super::raw::{Piece, Raw};
 
@@ -60,6 +60,8 @@ pub struct Image {
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
+    /// Behind the store, so that it is dropped after it.
+    _lock: Lock,
     /// How often it was flushed.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
@@ -79,7 +81,7 @@ impl Image {
     /// [`ImageError`]; the file is as it was.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let path = &config.path;
-        let (file, bytes) = open(path, config.read_only)?;
+        let Opened { file, bytes, lock } = open(path, config.read_only)?;
         let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
             Format::Raw => {
@@ -113,6 +115,7 @@ impl Image {
             sectors: bytes / SECTOR_BYTES,
             block_bytes: block,
             read_only: config.read_only,
+            _lock: lock,
             #[cfg(test)]
             flushes: Default::default(),
         })

@@ -109,25 +109,37 @@ fn users(path: &Path) -> String {
     }
 }
 
-/// Opens and locks the file at `path`: to be read only, or to be written by nobody else. Its size in bytes.
+/// A file that is open and locked.
+#[derive(Debug)]
+pub struct Opened {
+    /// The file.
+    pub file: File,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Dropped after the last use of the file.
+    pub lock: Lock,
+}
+
+/// Opens and locks the file at `path`: to be read only, or to be written by nobody else.
 ///
 /// # Errors
 /// [`OpenError`]; the file is as it was.
-pub fn open(path: &Path, read_only: bool) -> Result<(File, u64), OpenError> {
+pub fn open(path: &Path, read_only: bool) -> Result<Opened, OpenError> {
     let file = unlocked(path, read_only)?;
     let locking = |source| OpenError::Call {
         path: path.into(),
         what: "locking",
         source,
     };
-    if !lock(&file, read_only).map_err(locking)? {
+    let Some(lock) = Lock::take(&file, read_only).map_err(locking)? else {
         let by = users(path);
         return Err(OpenError::Locked {
             path: path.into(),
             by,
         });
-    }
-    sized(path, file)
+    };
+    let (file, bytes) = sized(path, file)?;
+    Ok(Opened { file, bytes, lock })
 }
 
 /// Opens the file at `path` to be read, whoever has it locked. Its size in bytes.
@@ -188,22 +200,64 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
     u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
-/// Locks the file against other open file descriptions, also in this process; whether that was possible.
-/// It is unlocked when it is closed, however the process ends.
-fn lock(file: &File, read_only: bool) -> io::Result<bool> {
-    #[cfg(test)]
-    let _starting = crate::starting::hold();
-    let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
+/// A lock against other open file descriptions, those of this process too. It ends with this value, or with
+/// the process.
+///
+/// Closing the file would not be enough: a program that another thread starts at that moment has a copy of
+/// the descriptor, and with it the lock, until it has begun to run. An unlock is for all copies.
+#[derive(Debug)]
+pub struct Lock {
+    /// A second descriptor of the open file description.
+    file: File,
+}
+
+impl Lock {
+    /// Locks the file, if nobody else's lock is in the way.
+    fn take(file: &File, read_only: bool) -> io::Result<Option<Self>> {
+        let lock = Self {
+            file: file.try_clone()?,
+        };
+        let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
+        match set(&lock.file, kind) {
+            Ok(()) => Ok(Some(lock)),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // It fails for no lock that was taken; then closing it has to do.
+        let _ = set(&self.file, libc::F_UNLCK);
+    }
+}
+
+/// Sets the lock of the whole file to this kind.
+fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     // SAFETY: a plain C struct for which all zeros is a value: the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = i16::try_from(kind).map_err(io::Error::other)?;
     // SAFETY: `lock` lives during the call, which only reads it.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } == 0 {
-        return Ok(true);
+        return Ok(());
     }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
-        _ => Err(error),
+    Err(io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a program that is being started does to a lock, for as long as one likes.
+    #[test]
+    fn a_copy_of_the_descriptor_does_not_keep_the_lock() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let first = open(file.path(), false).unwrap();
+        let copy = first.file.try_clone().unwrap();
+        assert!(matches!(open(file.path(), false), Err(OpenError::Locked { .. })));
+        drop(first);
+        open(file.path(), false).unwrap();
+        drop(copy);
     }
 }

@@ -199,8 +199,6 @@ fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<Os
 
 /// Whether this virtiofsd can be told not to write: QEMU's cannot.
 fn has_read_only(program: &str) -> bool {
-    #[cfg(test)]
-    let _starting = crate::starting::hold();
     let help = Command::new(program)
         .arg("--help")
         .stdin(Stdio::null())

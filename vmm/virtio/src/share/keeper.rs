@@ -34,8 +34,6 @@ impl Keeper {
     ) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
         let (program, words) = keeper.split_first().ok_or(ErrorKind::InvalidInput)?;
-        #[cfg(test)]
-        let _starting = crate::starting::hold();
         let process = Command::new(program)
             .args(words)
             .args(command)
@@ -118,7 +116,6 @@ fn start(command: &[OsString]) -> Option<Child> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::starting;
     use std::path::Path;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -173,15 +170,14 @@ mod tests {
             log.display()
         );
         let keeper = keeper();
-        let mut process = starting::start(
-            Command::new(&keeper[0])
-                .args(&keeper[1..])
-                .env(COMMAND, script)
-                .stdin(Stdio::from(OwnedFd::from(listener)))
-                .stdout(Stdio::from(OwnedFd::from(its)))
-                .stderr(Stdio::null()),
-        )
-        .unwrap();
+        let mut process = Command::new(&keeper[0])
+            .args(&keeper[1..])
+            .env(COMMAND, script)
+            .stdin(Stdio::from(OwnedFd::from(listener)))
+            .stdout(Stdio::from(OwnedFd::from(its)))
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
         let last = || {
             let text = std::fs::read_to_string(&log).unwrap();
             let line = text.lines().last().unwrap().to_owned();
@@ -191,7 +187,7 @@ mod tests {
         eventually("the first comes", || lines(&log) == 1);
         let first = last();
         assert!(first.1.starts_with("socket:"), "{first:?}");
-        let killed = starting::output(Command::new("kill").args(["-9", &first.0])).unwrap();
+        let killed = Command::new("kill").args(["-9", &first.0]).output().unwrap();
         assert!(killed.status.success());
         eventually("another comes", || lines(&log) == 2);
         let second = last();

@@ -88,8 +88,10 @@ fn a_directory_that_somebody_else_locks_is_told() {
 fn a_host_without_descriptors_does_not_keep_the_thread_busy() {
     let test = "vsock::limits::without_descriptors";
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    let output =
-        crate::starting::output(command.args(["--exact", test, "--ignored", "--nocapture"])).unwrap();
+    let output = command
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }

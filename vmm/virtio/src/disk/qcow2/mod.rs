@@ -30,7 +30,7 @@ use vm_memory::{Address, Bytes, GuestMemoryMmap};
 
 use self::claims::{ClaimError, Claims};
 use super::config::{Backing, Format};
-use super::open::{OpenError, open};
+use super::open::{Lock, OpenError, Opened, open};
 use super::raw::Piece;
 
 /// The most data that is in the buffer at once.
@@ -87,6 +87,8 @@ enum Stumble {
 pub struct Qcow2 {
     state: Mutex<State>,
     claims: Claims,
+    /// Those of the files behind it; dropped after them.
+    _locks: Vec<Lock>,
 }
 
 #[derive(Debug)]
@@ -110,7 +112,8 @@ impl Qcow2 {
         backing: &[Backing],
     ) -> Result<Self, Qcow2Error> {
         let claims = believed(path, &file, file_bytes, backing, !read_only)?;
-        let behind = backing.first().map(|_| chain(backing)).transpose()?;
+        let mut locks = Vec::new();
+        let behind = backing.first().map(|_| chain(backing, &mut locks)).transpose()?;
         let image = qcow2(path, file, !read_only, behind)?;
         Ok(Self {
             state: Mutex::new(State {
@@ -118,6 +121,7 @@ impl Qcow2 {
                 buffer: Vec::new(),
             }),
             claims,
+            _locks: locks,
         })
     }
 
@@ -307,11 +311,12 @@ fn believed(
     }
 }
 
-/// The images of `backing`, each in front of the next.
-fn chain(backing: &[Backing]) -> Result<FormatAccess<Storage>, Qcow2Error> {
+/// The images of `backing`, each in front of the next, and their `locks`.
+fn chain(backing: &[Backing], locks: &mut Vec<Lock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
     let mut behind = None;
     for (n, image) in backing.iter().enumerate().rev() {
-        let (file, bytes) = open(&image.path, true).map_err(Qcow2Error::Backing)?;
+        let Opened { file, bytes, lock } = open(&image.path, true).map_err(Qcow2Error::Backing)?;
+        locks.push(lock);
         behind = Some(match image.format {
             Format::Raw => raw(&image.path, file)?,
             Format::Qcow2 => {

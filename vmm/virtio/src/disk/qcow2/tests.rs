@@ -13,14 +13,13 @@ use crate::disk::config::DiskConfig;
 use crate::disk::image::{Image, ImageError};
 use crate::disk::view::View;
 use crate::serve::testing::{BUFFERS, memory};
-use crate::starting::output;
 
 /// Bytes of the disks here.
 const DISK: usize = 1 << 20;
 
 /// A directory for images, if there is a qemu-img to make them.
 fn directory() -> Option<TempDir> {
-    if output(Command::new("qemu-img").arg("--version")).is_err() {
+    if Command::new("qemu-img").arg("--version").output().is_err() {
         eprintln!("SKIPPED: no qemu-img (Debian's package qemu-utils)");
         return None;
     }
@@ -30,7 +29,7 @@ fn directory() -> Option<TempDir> {
 /// What qemu-img says, and its status.
 fn ask(dir: &Path, words: &str) -> (i32, String) {
     let mut command = Command::new("qemu-img");
-    let output = output(command.args(words.split(' ')).current_dir(dir)).unwrap();
+    let output = command.args(words.split(' ')).current_dir(dir).output().unwrap();
     let said = [output.stdout, output.stderr].concat();
     (
         output.status.code().unwrap(),
@@ -665,8 +664,8 @@ fn a_reader_that_panics_is_a_disk_that_fails() {
     let dir = dir.path();
     qemu_img(dir, "create -f qcow2 a.qcow2 1M");
     let disk = config(dir, "a.qcow2");
-    let opened = open(&disk.path, false).unwrap();
-    let image = Qcow2::open(&disk.path, opened, false, &[]).unwrap();
+    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     let error = image.with(|_, _| -> io::Result<()> { panic!("as a test wants it") });
     assert!(error.unwrap_err().to_string().contains("its reader panicked"));
     let error = image.flush().unwrap_err();
@@ -678,7 +677,8 @@ fn whole_clusters_are_those_that_are_in_a_range() {
     let Some(dir) = directory() else { return };
     qemu_img(dir.path(), "create -f qcow2 a.qcow2 200704");
     let disk = config(dir.path(), "a.qcow2");
-    let image = Qcow2::open(&disk.path, open(&disk.path, false).unwrap(), false, &[]).unwrap();
+    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     assert_eq!(image.whole_clusters(512, 1024), 1536..1536);
     assert_eq!(image.whole_clusters(512, 65_024), 65_536..65_536);
     assert_eq!(image.whole_clusters(512, 131_072), 65_536..131_072);
