@@ -237,6 +237,15 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
         .collect()
 }
 
+/// The program `name` that was built with the one that runs, or else that of the search path.
+pub fn beside(name: &str) -> PathBuf {
+    let built = std::env::current_exe().map(|exe| exe.with_file_name(name));
+    built
+        .ok()
+        .filter(|path| path.exists())
+        .unwrap_or_else(|| name.into())
+}
+
 /// An error with its causes on one line.
 pub fn describe(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

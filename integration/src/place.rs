@@ -47,6 +47,11 @@ pub enum PlaceError {
     Choice(String),
 }
 
+/// The place that all tests share could not be prepared, for the first who asked and all who ask later.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("{}", artefacts::describe(.0))]
+pub struct NoSharedPlace(&'static PlaceError);
+
 /// Where Linux guests can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kvm {
@@ -141,16 +146,12 @@ impl Place {
     ///
     /// # Errors
     /// When the place cannot be prepared.
-    pub fn shared() -> Result<MutexGuard<'static, Place>, String> {
-        static PLACE: OnceLock<Result<Mutex<Place>, String>> = OnceLock::new();
-        match PLACE.get_or_init(|| {
-            Self::choose(&LabOptions::default())
-                .map(Mutex::new)
-                .map_err(|error| artefacts::describe(&error))
-        }) {
+    pub fn shared() -> Result<MutexGuard<'static, Place>, NoSharedPlace> {
+        static PLACE: OnceLock<Result<Mutex<Place>, PlaceError>> = OnceLock::new();
+        match PLACE.get_or_init(|| Self::choose(&LabOptions::default()).map(Mutex::new)) {
             // A test that failed while it held the place did not harm the place.
             Ok(place) => Ok(place.lock().unwrap_or_else(PoisonError::into_inner)),
-            Err(message) => Err(message.clone()),
+            Err(error) => Err(NoSharedPlace(error)),
         }
     }
 

@@ -109,7 +109,7 @@ const CALLS: [u32; 3] = [20, 20, 260];
 fn linux_guest() -> &'static GuestRun {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
-        let place = Place::shared()?;
+        let place = Place::shared().map_err(|error| error.to_string())?;
         let mut script = String::new();
         let mut section = |name: &str, program: &str| {
             script.push_str(&format!(

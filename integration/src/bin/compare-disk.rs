@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::{Command as Here, ExitCode};
 use std::time::{Duration, Instant};
 
+use clap::{Parser, value_parser};
 use integration::artefacts::{describe, qemu, target_dir};
 use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
@@ -109,26 +110,23 @@ const ROWS: [(&str, &str, &str, bool); 18] = [
 
 type Figures = BTreeMap<String, f64>;
 
+/// The Debian image under Perfvisor and under QEMU, by turns, in the lab.
+#[derive(clap::Parser)]
+#[command(name = "compare-disk")]
+struct Options {
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = value_parser!(u8).range(1..=9))]
+    rounds: u8,
+    /// How long each load lasts
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = value_parser!(u32).range(1..=600))]
+    seconds: u32,
+    /// How long the lab's KVM waits awake for a halted vCPU
+    #[arg(long, value_name = "NS", value_parser = value_parser!(u32).range(..=1_000_000))]
+    halt_poll_ns: Option<u32>,
+}
+
 fn main() -> ExitCode {
-    let mut rounds = 3_u8;
-    let mut seconds = 8_u32;
-    let mut halt_poll_ns = None;
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let value = words.next().and_then(|value| value.parse::<u32>().ok());
-        match (word.as_str(), value) {
-            ("--rounds", Some(n @ 1..=9)) => rounds = n as u8,
-            ("--seconds", Some(n @ 1..=600)) => seconds = n,
-            ("--halt-poll-ns", Some(n @ 0..=1_000_000)) => halt_poll_ns = Some(n),
-            _ => {
-                eprintln!(
-                    "compare-disk: usage: compare-disk [--rounds 1 to 9] [--seconds 1 to 600] [--halt-poll-ns 0 to 1000000]"
-                );
-                return ExitCode::from(2);
-            }
-        }
-    }
-    match compare(rounds, seconds, halt_poll_ns) {
+    let options = Options::parse();
+    match compare(options.rounds, options.seconds, options.halt_poll_ns) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("compare-disk: {}", describe(&*error));

@@ -11,6 +11,7 @@ use std::fs;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::{Parser, value_parser};
 use integration::artefacts::{self, describe};
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
@@ -87,25 +88,30 @@ for round in ROUNDS; do
 done
 "#;
 
+/// Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab.
+#[derive(clap::Parser)]
+#[command(name = "compare")]
 struct Options {
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=20))]
     rounds: u32,
+    /// Turns of the loop that is the work
+    #[arg(long, value_name = "N", default_value_t = 1_500_000_000,
+        value_parser = value_parser!(u64).range(1..=1 << 40))]
     work: u64,
+    /// Messages of perf bench sched pipe
+    #[arg(long, value_name = "N", default_value_t = 50,
+        value_parser = value_parser!(u32).range(1..=1_000_000))]
     switches: u32,
-    /// Cycles between two samples of perf record. A PMI takes tens of milliseconds in a guest's guest, and
-    /// what the first level does for it is counted with it: with a shorter period than that the guest
-    /// would do nothing else.
+    // A PMI takes tens of milliseconds in a guest's guest, and what the first level does for it is counted
+    // with it: with a shorter period than that the guest would do nothing else.
+    /// Cycles between two samples of perf record
+    #[arg(long, value_name = "N", default_value_t = 1_000_000_000,
+        value_parser = value_parser!(u64).range(1..=1 << 40))]
     period: u64,
 }
 
 fn main() -> ExitCode {
-    let options = match options(std::env::args().skip(1)) {
-        Ok(options) => options,
-        Err(line) => {
-            eprintln!("compare: {line}; usage: compare [--rounds N] [--work N] [--switches N] [--period N]");
-            return ExitCode::from(2);
-        }
-    };
-    match compare(&options) {
+    match compare(&Options::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -113,30 +119,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn options(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
-    let mut options = Options {
-        rounds: 1,
-        work: 1_500_000_000,
-        switches: 50,
-        period: 1_000_000_000,
-    };
-    while let Some(word) = words.next() {
-        let value = words.next().ok_or_else(|| format!("{word} needs a number"))?;
-        let number = |limit: u64| match value.parse::<u64>() {
-            Ok(n) if (1..=limit).contains(&n) => Ok(n),
-            _ => Err(format!("{word} {value}: must be 1 to {limit}")),
-        };
-        match word.as_str() {
-            "--rounds" => options.rounds = number(20)? as u32,
-            "--work" => options.work = number(1 << 40)?,
-            "--period" => options.period = number(1 << 40)?,
-            "--switches" => options.switches = number(1_000_000)? as u32,
-            _ => return Err(format!("unknown option {word}")),
-        }
-    }
-    Ok(options)
 }
 
 fn compare(options: &Options) -> Result<bool, PlaceError> {

@@ -15,9 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-const USAGE: &str = "\
-usage: many-vms [--perfvisor FILE] [--vms N,N,...] [--rounds N] [--work N] [--json FILE]
-What a guest costs, alone and beside others, with four counters on, under an exporter and record --all.";
+use clap::{Parser, value_parser};
+use integration::artefacts::beside;
 
 /// What the last number of VMs may cost more than the first, for each guest: what the project promises.
 const MOST_MORE: f64 = 1.10;
@@ -26,11 +25,25 @@ const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
 
 type Failure = Box<dyn std::error::Error>;
 
+/// What a guest costs, alone and beside others, with four counters on, under an exporter and record --all.
+#[derive(clap::Parser)]
+#[command(name = "many-vms")]
 struct Options {
+    /// The program that is measured
+    #[arg(long, value_name = "FILE", default_value_os_t = beside("perfvisor"))]
     perfvisor: PathBuf,
-    vms: Vec<usize>,
-    rounds: usize,
+    /// Numbers of VMs, by turns
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_values_t = [1, 2, 10, 50],
+        value_parser = value_parser!(u8).range(1..=200))]
+    vms: Vec<u8>,
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = value_parser!(u8).range(1..=200))]
+    rounds: u8,
+    /// Turns of the loop that is the work
+    #[arg(long, value_name = "N", default_value_t = 3_000_000_000,
+        value_parser = value_parser!(u64).range(1..=1 << 40))]
     work: u64,
+    /// Where the figures go, too
+    #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
@@ -51,50 +64,13 @@ struct Turn {
 }
 
 fn main() -> ExitCode {
-    let options = match parse(std::env::args().skip(1)) {
-        Ok(options) => options,
-        Err(message) => {
-            eprintln!("many-vms: {message}\n{USAGE}");
-            return ExitCode::from(2);
-        }
-    };
-    match measure(&options) {
+    match measure(&Options::parse()) {
         Ok(met) => ExitCode::from(u8::from(!met)),
         Err(error) => {
             eprintln!("many-vms: {error}");
             ExitCode::from(2)
         }
     }
-}
-
-fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, Failure> {
-    let beside = std::env::current_exe()?.with_file_name("perfvisor");
-    let mut options = Options {
-        perfvisor: beside,
-        vms: vec![1, 2, 10, 50],
-        rounds: 3,
-        work: 3_000_000_000,
-        json: None,
-    };
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word} wants a value"));
-        match word.as_str() {
-            "--perfvisor" => options.perfvisor = value()?.into(),
-            "--json" => options.json = Some(value()?.into()),
-            "--rounds" => options.rounds = value()?.parse()?,
-            "--work" => options.work = value()?.parse()?,
-            "--vms" => {
-                let numbers = value()?;
-                options.vms = numbers.split(',').map(str::parse).collect::<Result<_, _>>()?;
-            }
-            _ => return Err(format!("{word}: no such option").into()),
-        }
-    }
-    let sane = |&n: &usize| (1..=200).contains(&n);
-    if options.vms.is_empty() || !options.vms.iter().all(sane) || !sane(&options.rounds) {
-        return Err("numbers of VMs and of rounds are 1 to 200".into());
-    }
-    Ok(options)
 }
 
 /// CPU time of all threads of a process that are there, s, to the nanosecond (/proc/PID/task/TID/schedstat).
@@ -333,7 +309,7 @@ fn measure(options: &Options) -> Result<bool, Failure> {
     for round in 0..options.rounds {
         for (n, &vms) in options.vms.iter().enumerate() {
             eprintln!("round {} of {}: {vms} VMs", round + 1, options.rounds);
-            turns[n].push(turn(options, vms, place.path())?);
+            turns[n].push(turn(options, vms.into(), place.path())?);
         }
     }
     let of = |n: usize, what: fn(&Turn) -> f64| median(turns[n].iter().map(what).collect());

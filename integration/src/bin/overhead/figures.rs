@@ -1,0 +1,118 @@
+//! From many comparisons to a figure and how sure it is.
+
+fn quantile(values: &mut [f64], share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[((values.len() - 1) as f64 * share).round() as usize]
+}
+
+/// By how much a way slows the guest down, over all comparisons, in percent.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub(crate) struct Slowdown {
+    pub(crate) median: f64,
+    pub(crate) lower_quartile: f64,
+    pub(crate) upper_quartile: f64,
+    /// Of the median, as if the rounds were a normal sample.
+    pub(crate) standard_error: f64,
+}
+
+impl Slowdown {
+    pub(crate) fn of(rounds: &mut [f64]) -> Self {
+        let [lower_quartile, median, upper_quartile] = [0.25, 0.5, 0.75].map(|share| quantile(rounds, share));
+        Self {
+            median,
+            lower_quartile,
+            upper_quartile,
+            // A normal sample's quartiles are 1.349 standard deviations apart; its median has 1.253 times the
+            // mean's error.
+            standard_error: 1.253 * (upper_quartile - lower_quartile) / 1.349 / (rounds.len() as f64).sqrt(),
+        }
+    }
+
+    /// Whether it is more than nothing by two standard errors.
+    fn is_clear(self) -> bool {
+        self.median > 2.0 * self.standard_error
+    }
+}
+
+/// One slowdown over another.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub(crate) struct Ratio {
+    pub(crate) value: f64,
+    pub(crate) standard_error: f64,
+}
+
+impl Ratio {
+    /// That for which the first of a pair is as often above the second times the ratio as below. The
+    /// machine's moods are in both, and so in neither. `None` where the second is not clearly more than
+    /// nothing.
+    pub(crate) fn of(pairs: &[(f64, f64)]) -> Option<Self> {
+        let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
+        if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
+            return None;
+        }
+        let mut ratios: Vec<f64> = pairs
+            .iter()
+            .map(|&(first, second)| match second > 0.0 {
+                true => first / second,
+                // Above any multiple of it, or below.
+                false => f64::INFINITY.copysign(first - second),
+            })
+            .collect();
+        // The number of those above is a binomial one: its standard deviation is half the root of the number
+        // of pairs.
+        let off = 0.5 / (pairs.len() as f64).sqrt();
+        let (lower, upper) = (
+            quantile(&mut ratios, 0.5 - off),
+            quantile(&mut ratios, (0.5 + off).min(1.0)),
+        );
+        Some(Self {
+            value: quantile(&mut ratios, 0.5),
+            standard_error: (upper - lower) / 2.0,
+        })
+    }
+}
+
+/// What one way costs: by the time in which the guest is not run, and by the work it does.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub(crate) struct Cost {
+    pub(crate) not_run: Slowdown,
+    pub(crate) work: Slowdown,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Noise over noise is no figure.
+    #[test]
+    fn a_ratio_is_given_only_over_a_slowdown_that_there_is() {
+        let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
+        let noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
+        let pairs = |x: &[f64], y: &[f64]| x.iter().copied().zip(y.iter().copied()).collect::<Vec<_>>();
+        let same = Ratio::of(&pairs(&clear, &clear)).unwrap();
+        assert!(same.value == 1.0 && same.standard_error == 0.0, "{same:?}");
+        assert!(Ratio::of(&pairs(&noise, &clear)).is_some());
+        assert_eq!(Ratio::of(&pairs(&clear, &noise)), None);
+        assert_eq!(Ratio::of(&[]), None);
+    }
+
+    /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less
+    /// than nothing.
+    #[test]
+    fn what_both_share_is_not_in_their_ratio() {
+        let pairs: Vec<(f64, f64)> = (0..90)
+            .map(|i| {
+                let mood = if i % 3 == 0 { 2.0 } else { 1.0 };
+                let noise = 1.0 + 0.02 * f64::from(i % 5 - 2);
+                match i % 20 {
+                    7 => (60.0, 10.0),
+                    13 => (12.0, -0.5),
+                    _ => (12.0 * mood * noise, 10.0 * mood),
+                }
+            })
+            .collect();
+        let ratio = Ratio::of(&pairs).unwrap();
+        assert!((ratio.value - 1.2).abs() < 0.03, "{ratio:?}");
+        assert!((0.0..0.05).contains(&ratio.standard_error), "{ratio:?}");
+    }
+}
