@@ -268,3 +268,99 @@ fn vcpus_come_and_go_as_version_1_says() {
     );
     answers::<request::Joined>(r#"[{"vcpu":1,"events":[]},{"vcpu":2,"events":[],"refused":"why"}]"#);
 }
+
+/// Replies of what came later, with all that may be left out.
+#[test]
+fn what_may_be_left_out_may_be_there() {
+    answers::<request::Status>(
+        r#"{"protocol":1,"version":"0.1.0","name":"one","pid":42,"vcpus":2,"max_vcpus":4,"pmu":"intel-v2","guest":"g",
+            "console":"pty=/dev/pts/3","virtio_console":"tty","threads":[43,44],"state":"running","parked":0,
+            "uptime_ms":1500,"role":"admin"}"#,
+    );
+    answers::<request::Symbols>(
+        r#"{"bytes":100,"flat":false,"source":"guest memory","build_id":"ab01","release":"6.1.0-32-amd64"}"#,
+    );
+    answers::<request::Read>(
+        r#"[{"handle":0,"value":10,"enabled_ns":4,"running_ns":4,"estimate":10,"standard_error":0.0,"failed":false,
+            "gone":true,"vcpus":[{"vcpu":3,"value":10,"enabled_ns":4,"running_ns":4,"estimate":10,
+            "standard_error":0.5,"bound":1.5}]}]"#,
+    );
+    answers::<request::Counts>(
+        r#"[{"vcpu":1,"exits":9,"kinds":{"halt":2,"rdmsr":7},"register_faults":1,"pmi_nmi":2,"pmi_vector":3,"pmi_none":4,
+            "pmi_throttled":5,"pmi_masked_waits":6,"pmi_withdrawn":7,"steps":8,"steps_lost":9,"unstepped":10,
+            "context":{"events":1,"active":2,"waiting_groups":3,"samples":4,"lost_samples":5,"throttles":6}}]"#,
+    );
+    // A VM that counts less leaves the others at nothing.
+    let less: control_api::counts::VcpuCounts = serde_json::from_str(r#"{"vcpu":1,"exits":9}"#).unwrap();
+    assert_eq!(
+        (less.vcpu, less.exits, less.pmi_nmi, less.context),
+        (1, 9, 0, None)
+    );
+    let sampling = control_api::protocol::Sampling {
+        rate: 1000,
+        frequency: false,
+        callchain: true,
+        chain_every: 1,
+        stack_bytes: 8192,
+    };
+    let open = request::Open {
+        events: "cycles".into(),
+        vcpus: None,
+        whole: false,
+        sampling: Some(sampling),
+    };
+    asks(
+        open,
+        r#"{"id":7,"call":"open","events":"cycles","sampling":{"rate":1000,"frequency":false,"callchain":true,"stack_bytes":8192}}"#,
+    );
+    for request in ["resume", "stop", "powerdown", "pause", "hello"] {
+        answers_status(request);
+    }
+}
+
+/// Calls that change the VM's state are answered with what it is then.
+#[track_caller]
+fn answers_status(call: &str) {
+    let schema = control_api::schema();
+    assert_eq!(schema["results"][call], schema["results"]["status"], "{call}");
+}
+
+/// What is no request is none, and one with words that this version does not know is the same without them.
+#[test]
+fn lines_that_are_no_requests_are_refused() {
+    for line in [
+        "",
+        "null",
+        "[]",
+        r#"{"id":7}"#,
+        r#"{"call":"status"}"#,
+        r#"{"id":7,"call":"Status"}"#,
+        r#"{"id":7,"call":"become_root"}"#,
+        r#"{"id":-7,"call":"status"}"#,
+        r#"{"id":18446744073709551616,"call":"status"}"#,
+        r#"{"id":"7","call":"status"}"#,
+        r#"{"id":7,"id":8,"call":"status"}"#,
+        r#"{"id":7,"call":["status"]}"#,
+        r#"{"id":7,"call":"hello"}"#,
+        r#"{"id":7,"call":"hello","protocol":-1}"#,
+        r#"{"id":7,"call":"ring","vcpu":0}"#,
+        r#"{"id":7,"call":"ring","vcpu":4294967296,"pages":1}"#,
+        r#"{"id":7,"call":"open","events":"cycles","vcpus":[-1]}"#,
+        r#"{"id":7,"call":"open","events":"cycles","vcpus":0}"#,
+        r#"{"id":7,"call":"open","events":"cycles","sampling":{"rate":1}}"#,
+        r#"{"id":7,"call":"code","cr3":0,"address":0,"length":1.0}"#,
+        r#"{"id":7,"call":"status"} {}"#,
+    ] {
+        let parsed = serde_json::from_str::<RequestLine>(line);
+        assert!(parsed.is_err(), "{line}: {parsed:?}");
+    }
+    let deep = format!(
+        r#"{{"id":7,"call":"status","x":{}{}}}"#,
+        "[".repeat(30_000),
+        "]".repeat(30_000)
+    );
+    assert!(deep.len() < control_api::protocol::MAX_REQUEST);
+    assert!(serde_json::from_str::<RequestLine>(&deep).is_err(), "so deep");
+    let more: RequestLine = serde_json::from_str(r#"{"why":{"a":1},"call":"status","id":7}"#).unwrap();
+    assert_eq!((more.id, more.call), (7, Call::Status));
+}

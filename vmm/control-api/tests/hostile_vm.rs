@@ -1,0 +1,233 @@
+//! A VM is not trusted by its client: what is at the other end of a control socket may be another program, a
+//! VM that dies at any point, or one whose guest has taken it over. Whatever it sends, the client gives one
+//! error, takes no memory or descriptors without bound, and does not wait for what will not come.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{ClientRole, FailureKind, MAX_PROCESS_MEMORY, RequestLine, VmState};
+use control_api::request;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+/// The first reply of a VM that says no more than it must.
+const HELLO: &str = r#"{"protocol":1,"version":"1","name":"vm","pid":1,"vcpus":1,"pmu":"off","guest":"g","state":"running","parked":0,"uptime_ms":0,"role":"observer"}"#;
+
+/// Takes one request, and gives its number.
+fn heard(stream: &UnixStream) -> u64 {
+    let mut line = String::new();
+    BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
+    serde_json::from_str::<RequestLine>(&line).unwrap().id
+}
+
+fn say(mut stream: &UnixStream, line: &str) {
+    stream.write_all(format!("{line}\n").as_bytes()).unwrap();
+}
+
+/// A client whose VM answers the greeting and then does `vm`.
+fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || {
+        let id = heard(&theirs);
+        say(&theirs, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
+        vm(&theirs);
+    });
+    Client::over(ours).unwrap()
+}
+
+/// What the client makes of `reply`, whose `ID` is the request's number.
+fn status(reply: &str) -> Result<String, ClientError> {
+    let reply = reply.to_owned();
+    let mut client = client(move |stream| {
+        let id = heard(stream);
+        say(stream, &reply.replace("ID", &id.to_string()));
+    });
+    client.call(request::Status).map(|info| info.name)
+}
+
+/// An older VM leaves out what it does not know, a newer one adds what the client does not.
+#[test]
+fn a_vm_may_say_less_or_more_than_its_client_knows() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || say(&theirs, &format!(r#"{{"id":1,"ok":{HELLO}}}"#)));
+    let old = Client::over(ours).unwrap();
+    let info = old.info();
+    assert_eq!((info.state, info.role), (VmState::Running, ClientRole::Observer));
+    assert_eq!((info.max_vcpus, info.console.as_str()), (0, ""));
+    assert!(info.threads.is_empty() && info.virtio_console.is_empty());
+
+    let newer = HELLO.replace(r#""parked""#, r#""mood":{"a":[1]},"parked""#);
+    let newer = status(&format!(r#"{{"id":ID,"since":"2.0","ok":{newer}}}"#));
+    assert_eq!(newer.unwrap(), "vm");
+}
+
+/// Numbers out of their range, texts where a number belongs, states that there are not, keys twice.
+#[test]
+fn fields_that_are_not_as_agreed_are_refused() {
+    let with = |from: &str, to: &str| format!(r#"{{"id":ID,"ok":{}}}"#, HELLO.replace(from, to));
+    for (from, to) in [
+        (r#""vcpus":1"#, r#""vcpus":-1"#),
+        (r#""vcpus":1"#, r#""vcpus":4294967296"#),
+        (r#""vcpus":1"#, r#""vcpus":1.5"#),
+        (r#""vcpus":1"#, r#""vcpus":"1""#),
+        (r#""vcpus":1"#, r#""vcpus":null"#),
+        (r#""state":"running""#, r#""state":"dancing""#),
+        (r#""role":"observer""#, r#""role":"Admin""#),
+        (r#""name":"vm""#, r#""name":["vm"]"#),
+    ] {
+        let error = status(&with(from, to)).unwrap_err();
+        assert!(matches!(error, ClientError::Reply("fields")), "{to}: {error:?}");
+    }
+    for no_reply in [
+        r#"{"id":-2,"ok":{}}"#,
+        r#"{"id":18446744073709551616,"ok":{}}"#,
+        r#"{"id":ID,"id":ID,"ok":{}}"#,
+        r#"{"id":ID,"error":{"kind":"whim","message":"no"}}"#,
+        r#"{"id":ID,"error":{"kind":"denied"}}"#,
+        "[]",
+        "",
+    ] {
+        let error = status(no_reply).unwrap_err();
+        assert!(
+            matches!(error, ClientError::Reply("not JSON")),
+            "{no_reply}: {error:?}"
+        );
+    }
+}
+
+/// A reply that is nested deeply does not use up the client's stack.
+#[test]
+fn a_reply_of_many_levels_is_refused() {
+    for (open, close) in [("[", "]"), (r#"{"a":"#, "}")] {
+        let n = 200_000;
+        let deep = format!("{}1{}", open.repeat(n), close.repeat(n));
+        let error = status(&format!(r#"{{"id":ID,"ok":{deep}}}"#)).unwrap_err();
+        assert!(matches!(error, ClientError::Reply("not JSON")), "{error:?}");
+    }
+}
+
+/// A refusal is one, whatever is beside it, and even if it names no request.
+#[test]
+fn a_refusal_goes_before_a_result() {
+    for id in ["ID", "0"] {
+        let both = r#"{"id":#,"ok":{},"error":{"kind":"denied","message":"not yours"}}"#.replace('#', id);
+        match status(&both) {
+            Err(ClientError::Refused(why)) => {
+                assert_eq!(
+                    (why.kind, why.message.as_str()),
+                    (FailureKind::Denied, "not yours")
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// A long reply is taken whole: that of a VM with many processes is not refused for its length.
+#[test]
+fn a_long_reply_is_taken_whole() {
+    let name = "n".repeat(8 << 20);
+    let reply = format!(
+        r#"{{"id":ID,"ok":{}}}"#,
+        HELLO.replace(r#""vm""#, &format!("{name:?}"))
+    );
+    assert_eq!(status(&reply).unwrap().len(), name.len());
+}
+
+/// It dies before its greeting, in the middle of a reply, or between two: each time it is gone, and stays so.
+#[test]
+fn a_vm_that_dies_is_gone() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let dies = thread::spawn(move || heard(&theirs));
+    let error = Client::over(ours).unwrap_err();
+    dies.join().unwrap();
+    assert!(error.is_gone() && !error.is_silence(), "{error:?}");
+
+    for part in ["", "{", r#"{"id":2,"ok":{"protocol""#] {
+        let mut client = client(move |mut stream| {
+            heard(stream);
+            stream.write_all(part.as_bytes()).unwrap();
+        });
+        for _ in 0..3 {
+            let error = client.call(request::Status).unwrap_err();
+            assert!(error.is_gone() && !error.is_silence(), "{part}: {error:?}");
+        }
+    }
+}
+
+/// Descriptors that nobody asked for do not pile up in the client: it keeps a few and closes the others, and
+/// when it asks for one it closes those, too.
+#[test]
+fn descriptors_do_not_pile_up() {
+    const SENT: usize = 200;
+    let (ends, ours): (Vec<_>, Vec<_>) = (0..SENT).map(|_| UnixStream::pair().unwrap()).unzip();
+    let mut client = client(move |stream| {
+        let id = heard(stream);
+        for end in ends {
+            stream.send_with_fd(&b" "[..], end.as_raw_fd()).unwrap();
+        }
+        say(stream, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
+        let id = heard(stream);
+        say(stream, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
+        heard(stream);
+    });
+    // An end that is closed everywhere reads as the end of its file.
+    let open = || {
+        let kept = ours.iter().filter(|end| {
+            end.set_nonblocking(true).unwrap();
+            (&mut &**end).read(&mut [0]).is_err()
+        });
+        kept.count()
+    };
+    client.call(request::Status).unwrap();
+    let kept = open();
+    assert!((1..=16).contains(&kept), "{kept} of {SENT} are open");
+    let error = client.process_memory(1, 0, 16).unwrap_err();
+    assert!(!error.is_gone(), "{error:?}");
+    assert_eq!(open(), 0, "those of another reply");
+}
+
+/// Of a file without end as much is read as may have been asked for, from its beginning.
+#[test]
+fn memory_is_read_up_to_its_limit() {
+    let mut client = client(|stream| {
+        let mut file: File = tempfile::tempfile().unwrap();
+        file.set_len(u64::from(MAX_PROCESS_MEMORY) << 10).unwrap();
+        file.write_all(b"first").unwrap();
+        file.seek(SeekFrom::End(0)).unwrap();
+        let id = heard(stream);
+        let reply = format!("{{\"id\":{id},\"ok\":{{\"bytes\":4294967295}}}}\n");
+        stream.send_with_fd(reply.as_bytes(), file.as_raw_fd()).unwrap();
+        heard(stream);
+    });
+    let (_, memory) = client.process_memory(1, 0, 64).unwrap();
+    assert_eq!(memory.len(), MAX_PROCESS_MEMORY as usize);
+    assert_eq!(&memory[..5], b"first");
+}
+
+/// A descriptor that is no file, and would be read for ever, is refused at once.
+#[test]
+fn a_descriptor_that_is_no_file_is_refused() {
+    let (never, _writes) = UnixStream::pair().unwrap();
+    let mut client = client(move |stream| {
+        for reply in [r#"{"bytes":1}"#, r#"{"bytes":1,"flat":true,"source":"s"}"#] {
+            let id = heard(stream);
+            let reply = format!("{{\"id\":{id},\"ok\":{reply}}}\n");
+            stream.send_with_fd(reply.as_bytes(), never.as_raw_fd()).unwrap();
+        }
+        heard(stream);
+    });
+    let error = client.process_memory(1, 0, 1).unwrap_err();
+    assert!(
+        matches!(error, ClientError::Io(_)) && !error.is_gone(),
+        "{error:?}"
+    );
+    let error = client.symbols().unwrap_err();
+    assert!(
+        matches!(error, ClientError::Io(_)) && !error.is_gone(),
+        "{error:?}"
+    );
+}
