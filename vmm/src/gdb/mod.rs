@@ -15,6 +15,7 @@
 //! stub's buffer, breakpoints by `target`'s limits, and whatever it sends, the machine goes on when it has
 //! gone, with nothing of it in the guest's memory.
 
+mod arch;
 pub mod config;
 mod memory;
 mod registers;

@@ -16,10 +16,9 @@ use gdbstub::target::ext::breakpoints::{
 };
 use gdbstub::target::ext::thread_extra_info::{ThreadExtraInfo, ThreadExtraInfoOps};
 use gdbstub::target::{Target, TargetError, TargetResult};
-use gdbstub_arch::x86::X86_64_SSE;
-use gdbstub_arch::x86::reg::X86_64CoreRegs;
 use vm_memory::GuestMemoryMmap;
 
+use super::arch::{PacketRegisters, X86};
 use super::{memory, registers};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::debugger::{Access, Debugger, Go, HoldError, Point, Registers, Stop, Why};
@@ -194,7 +193,7 @@ impl Machine {
 }
 
 impl Target for Machine {
-    type Arch = X86_64_SSE;
+    type Arch = X86;
     type Error = HoldError;
 
     fn base_ops(&mut self) -> BaseOps<'_, Self::Arch, Self::Error> {
@@ -207,14 +206,14 @@ impl Target for Machine {
 }
 
 impl MultiThreadBase for Machine {
-    fn read_registers(&mut self, regs: &mut X86_64CoreRegs, tid: Tid) -> TargetResult<(), Self> {
-        *regs = registers::to_gdb(&self.registers_of(tid)?);
+    fn read_registers(&mut self, regs: &mut PacketRegisters, tid: Tid) -> TargetResult<(), Self> {
+        regs.all = registers::to_gdb(&self.registers_of(tid)?);
         Ok(())
     }
 
-    fn write_registers(&mut self, regs: &X86_64CoreRegs, tid: Tid) -> TargetResult<(), Self> {
+    fn write_registers(&mut self, regs: &PacketRegisters, tid: Tid) -> TargetResult<(), Self> {
         let mut changed = self.registers_of(tid)?;
-        let taken = registers::from_gdb(regs, &mut changed);
+        let taken = !regs.cut_short && registers::from_gdb(&regs.all, &mut changed);
         let set = |vcpu| {
             self.debugger()
                 .is_some_and(|debugger| debugger.set_registers(vcpu, &changed))

@@ -149,12 +149,15 @@ fn a_debugger_finds_the_guest_where_it_is() {
         ("Z2,200001,4", "a watchpoint across its length"),
         ("Z3,200000,4", "a watchpoint for reads"),
         ("z1,200000,1", "a breakpoint that is not set"),
+        ("G00", "one byte of registers"),
+        ("G", "no registers"),
     ] {
         let said = gdb.ask(asked);
         // What there is none of here may be said by saying nothing.
         let nothing = asked.starts_with(['Z', 'z']) && said.is_empty();
         assert!(said.starts_with('E') || nothing, "{what}: {said}");
     }
+    assert_eq!(gdb.rip(), rip, "no register was set");
     // What is there of it is read; RAM ends behind it.
     assert_eq!(gdb.ask("m1fffffe,4").len(), 4);
     assert_eq!(vm.counter(), counted, "it stood still all the while");

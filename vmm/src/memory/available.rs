@@ -39,13 +39,15 @@ pub struct Limits {
 
 /// What this process can have now.
 pub fn limits() -> Limits {
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    limits_of(Path::new("/sys/fs/cgroup"), &groups, &meminfo)
+    let proc = |name: &str| {
+        let bytes = fs::read(Path::new("/proc").join(name)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    limits_of(&proc("self/mountinfo"), &proc("self/cgroup"), &proc("meminfo"))
 }
 
-/// From the mount of the control groups and what `/proc` says.
-fn limits_of(mount: &Path, groups: &str, meminfo: &str) -> Limits {
+/// From what these files of `/proc` say.
+fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
     let mut limits = Limits::default();
     if let Some(bytes) = meminfo_bytes(meminfo, "MemAvailable:") {
         limits.left = Some(Limit { bytes, group: None });
@@ -56,25 +58,109 @@ fn limits_of(mount: &Path, groups: &str, meminfo: &str) -> Limits {
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
             continue;
         };
-        let (mount, names) = if controllers.is_empty() {
-            (mount.to_owned(), &V2)
+        let version = if controllers.is_empty() {
+            Version::V2
         } else if controllers.split(',').any(|name| name == "memory") {
-            (mount.join("memory"), &V1)
+            Version::V1
         } else {
             continue;
         };
-        let own = mount.join(path.trim_start_matches('/'));
+        let Some(Mount { root, point }) = mount_of(mountinfo, version, Path::new(path)) else {
+            continue;
+        };
+        let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
+        let own = point.join(below);
         // In a container the path may be one of outside.
-        let own = if own.is_dir() { own } else { mount.clone() };
+        let own = if own.is_dir() { own } else { point.clone() };
         for group in own
             .ancestors()
             .take(MOST_LEVELS)
-            .take_while(|group| group.starts_with(&mount))
+            .take_while(|group| group.starts_with(&point))
         {
-            limits.take_in(group, names);
+            limits.take_in(group, version.names());
         }
     }
     limits
+}
+
+/// Which control groups: of v2, or v1's with the controller of memory. A host may have both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+impl Version {
+    fn names(self) -> &'static Names {
+        match self {
+            Self::V1 => &V1,
+            Self::V2 => &V2,
+        }
+    }
+
+    /// Whether such a file system is of this version, and shows groups' memory.
+    fn is(self, filesystem: &str, options: &str) -> bool {
+        match self {
+            Self::V1 => filesystem == "cgroup" && options.split(',').any(|option| option == "memory"),
+            Self::V2 => filesystem == "cgroup2",
+        }
+    }
+}
+
+/// Where control groups are mounted.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// The group that is shown.
+    root: PathBuf,
+    /// Where.
+    point: PathBuf,
+}
+
+/// The mount that shows `group`; if none does, one that shows others: a container's group may be called
+/// otherwise outside.
+fn mount_of(mountinfo: &str, version: Version, group: &Path) -> Option<Mount> {
+    // ID PARENT DEVICE ROOT POINT OPTIONS ... - FILESYSTEM SOURCE OPTIONS (proc_pid_mountinfo(5))
+    let mounts = mountinfo.lines().filter_map(|line| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        let mut filesystem = filesystem.split(' ');
+        let (kind, options) = (filesystem.next()?, filesystem.nth(1)?);
+        let mut fields = mount.split(' ').skip(3);
+        let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
+        version.is(kind, options).then_some(Mount { root, point })
+    });
+    let mut other = None;
+    for mount in mounts {
+        if group.starts_with(&mount.root) {
+            return Some(mount);
+        }
+        other.get_or_insert(mount);
+    }
+    other
+}
+
+/// A path of mountinfo: a space, a tab, a line's end and a backslash are three octal digits behind a
+/// backslash.
+fn unescaped(text: &str) -> PathBuf {
+    let mut path = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, behind)) = rest.split_once('\\') {
+        path.push_str(before);
+        let digits = behind
+            .get(..3)
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        rest = match digits.filter(u8::is_ascii) {
+            Some(byte) => {
+                path.push(byte.into());
+                &behind[3..]
+            }
+            None => {
+                path.push('\\');
+                behind
+            }
+        };
+    }
+    path.push_str(rest);
+    path.into()
 }
 
 /// The names of a group's files.
@@ -158,10 +244,30 @@ mod tests {
         }
     }
 
+    /// Lines of mountinfo for control groups: version, the group that is shown, and where.
+    fn mounts(all: &[(Version, &str, &Path)]) -> String {
+        let mut text = "22 1 0:21 / /proc rw,nosuid shared:12 - proc proc rw\n".to_owned();
+        for (version, root, point) in all {
+            let point = point.display().to_string();
+            let point = point.replace('\\', "\\134").replace(' ', "\\040");
+            text += &match version {
+                Version::V2 => {
+                    format!("35 24 0:30 {root} {point} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n")
+                }
+                Version::V1 => format!("36 24 0:31 {root} {point} rw,nosuid - cgroup cgroup rw,memory\n"),
+            };
+        }
+        text
+    }
+
+    fn v2(at: &Path) -> String {
+        mounts(&[(Version::V2, "/", at)])
+    }
+
     #[test]
     fn without_groups_the_host_is_the_limit() {
         let dir = tempfile::tempdir().unwrap();
-        let limits = limits_of(dir.path(), "0::/\n", MEMINFO);
+        let limits = limits_of(&v2(dir.path()), "0::/\n", MEMINFO);
         assert_eq!(limits.most, None);
         assert_eq!(
             limits.left,
@@ -170,7 +276,11 @@ mod tests {
                 group: None
             })
         );
-        assert_eq!(limits_of(dir.path(), "nonsense", ""), Limits::default());
+        assert_eq!(limits_of("", "0::/\n", MEMINFO), limits, "no control groups");
+        assert_eq!(
+            limits_of("1 2 - cgroup2\n - \n\\\\9 - cgroup", "nonsense\n0::", ""),
+            Limits::default()
+        );
     }
 
     /// A group above has the lower limit, and what it holds as page cache can be had.
@@ -191,7 +301,7 @@ mod tests {
             &above.join("one"),
             &[("memory.max", "max\n"), ("memory.current", "1\n")],
         );
-        let limits = limits_of(dir.path(), "0::/vms/one\n", MEMINFO);
+        let limits = limits_of(&v2(dir.path()), "0::/vms/one\n", MEMINFO);
         let of = |bytes| {
             Some(Limit {
                 bytes,
@@ -217,8 +327,46 @@ mod tests {
             &[("memory.limit_in_bytes", "9223372036854771712\n")],
         );
         for groups in ["5:cpu:/\n4:memory:/docker/abc\n", "4:memory,hugetlb:/none\n"] {
-            let limits = limits_of(dir.path(), groups, MEMINFO);
+            let limits = limits_of(&mounts(&[(Version::V1, "/", &memory)]), groups, MEMINFO);
             assert_eq!(limits.left.unwrap().bytes, 100_000_000, "{groups}");
         }
+    }
+
+    /// v2 without the controller of memory beside v1 with it, at places of their own.
+    #[test]
+    fn the_hierarchy_that_has_memory_is_found_where_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let (unified, memory) = (dir.path().join("unified"), dir.path().join("a b\\c"));
+        group(&unified.join("vms"), &[("cgroup.procs", "")]);
+        group(
+            &memory.join("vms"),
+            &[
+                ("memory.limit_in_bytes", "104857600\n"),
+                ("memory.usage_in_bytes", "4857600\n"),
+            ],
+        );
+        let both = mounts(&[(Version::V2, "/", &unified), (Version::V1, "/", &memory)]);
+        let limits = limits_of(&both, "4:memory:/vms\n1:name=systemd:/vms\n0::/vms\n", MEMINFO);
+        let left = limits.left.unwrap();
+        assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
+    }
+
+    /// A mount that shows the groups below one only, and another with groups of others.
+    #[test]
+    fn the_mount_that_shows_the_group_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let (others, ours) = (dir.path().join("others"), dir.path().join("ours"));
+        group(&others, &[("memory.max", "1000\n")]);
+        group(
+            &ours.join("one"),
+            &[("memory.max", "104857600\n"), ("memory.current", "0\n")],
+        );
+        let both = mounts(&[(Version::V2, "/else", &others), (Version::V2, "/vms", &ours)]);
+        let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
+        assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
+        // In a namespace of its own it is called otherwise than outside.
+        let named = mounts(&[(Version::V2, "/vms", &ours.join("one"))]);
+        let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
+        assert_eq!(left.bytes, 100 << 20);
     }
 }

@@ -1,0 +1,47 @@
+//! The architecture as gdb's protocol has it: x86-64 with SSE.
+
+use gdbstub::arch::{Arch, Registers};
+use gdbstub_arch::x86::X86_64_SSE;
+use gdbstub_arch::x86::reg::X86_64CoreRegs;
+
+/// As [`X86_64_SSE`], but for a packet with too few registers: that is an error of the packet, and not of the
+/// session.
+pub enum X86 {}
+
+impl Arch for X86 {
+    type Usize = <X86_64_SSE as Arch>::Usize;
+    type Registers = PacketRegisters;
+    type RegId = <X86_64_SSE as Arch>::RegId;
+    type BreakpointKind = <X86_64_SSE as Arch>::BreakpointKind;
+
+    fn target_description_xml() -> Option<&'static str> {
+        X86_64_SSE::target_description_xml()
+    }
+}
+
+/// All registers, as a packet has them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PacketRegisters {
+    /// The registers.
+    pub all: X86_64CoreRegs,
+    /// The packet had fewer: `all` says nothing.
+    pub cut_short: bool,
+}
+
+impl Registers for PacketRegisters {
+    type ProgramCounter = u64;
+
+    fn pc(&self) -> u64 {
+        self.all.pc()
+    }
+
+    fn gdb_serialize(&self, write_byte: impl FnMut(Option<u8>)) {
+        self.all.gdb_serialize(write_byte);
+    }
+
+    fn gdb_deserialize(&mut self, bytes: &[u8]) -> Result<(), ()> {
+        // An error here would end the session.
+        self.cut_short = self.all.gdb_deserialize(bytes).is_err();
+        Ok(())
+    }
+}
