@@ -209,19 +209,21 @@ impl Progress {
         }
     }
 
-    /// Waits until `done` says so; if a bound is passed before, counted from `start`, says which.
+    /// Waits until `done` says so; if a bound is passed before, counted from `start`, says which. A silence
+    /// before this call is none: nobody waited for a word.
     fn wait_until(
         &self,
         start: Instant,
         limit: Limit,
         mut done: impl FnMut(&State) -> bool,
     ) -> Result<(), Overrun> {
+        let began = Instant::now();
         let mut state = self.lock();
         loop {
             if done(&state) {
                 return Ok(());
             }
-            let silent = state.heard.unwrap_or(start).max(start);
+            let silent = state.heard.unwrap_or(start).max(began);
             let still = state.worked.unwrap_or(silent).max(silent);
             let [all, silent, still] = [start, silent, still].map(|instant| instant.elapsed());
             if let Some(overrun) = limit.overrun(all, silent, still) {
@@ -546,6 +548,20 @@ mod tests {
         };
         assert_eq!(tail, "before\nlooked\n");
         assert!(*silent > Duration::ZERO, "{error}");
+    }
+
+    /// A VM that runs a load says nothing for half an hour, and then it is told to end.
+    #[test]
+    fn a_silence_from_before_the_wait_is_no_hang() {
+        let limit = Limit {
+            silent: Duration::from_secs(6),
+            still: Duration::from_secs(6),
+            overall: LIMIT * 10,
+        };
+        let mut process = Process::start_here(&Command::new("cat")).unwrap();
+        std::thread::sleep(limit.silent + Duration::from_secs(1));
+        process.close_stdin().unwrap();
+        assert!(process.wait(limit).unwrap().success());
     }
 
     /// The bound on stillness is what tells a hang from slowness: it must not end what works in silence.

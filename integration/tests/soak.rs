@@ -150,11 +150,6 @@ fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
         said.contains("guest-recordings ") && !said.contains("failed"),
         "{said}"
     );
-    run(&ours(&["ctl", "soak", "powerdown"]));
-    let end = vm.wait(LIMIT).unwrap();
-    assert_eq!(end.code(), Some(0), "{}", end.stderr_text());
-    assert!(!end.stderr_text().contains("I/O errors"), "{}", end.stderr_text());
-
     let warm = seen.get(WARM_UP_ROUNDS..).unwrap_or_default();
     assert!(warm.len() >= 6, "too short to see growth: {seen:?}");
     let third = warm.len() / 3;
@@ -170,4 +165,9 @@ fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
     let grown = least(late, |held| held.rss_kib).saturating_sub(least(early, |held| held.rss_kib));
     eprintln!("grown by {grown} KiB from the first third to the last");
     assert!(grown <= GROWTH_KIB, "{seen:?}");
+
+    run(&ours(&["ctl", "soak", "powerdown"]));
+    let end = vm.wait(LIMIT).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(end.code(), Some(0), "{}", end.stderr_text());
+    assert!(!end.stderr_text().contains("I/O errors"), "{}", end.stderr_text());
 }
