@@ -71,6 +71,13 @@ pub fn keep_no_capability() {
     }
 }
 
+/// Gives up all rights of this process, which has one thread and is none that counts. Whether that is done.
+pub fn give_up_all() -> bool {
+    set_no_new_privs(true).is_ok()
+        && keep(CapabilitySet::empty()).is_ok()
+        && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
+}
+
 /// Keeps what this thread has of `set`, for itself and the threads it starts.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;

@@ -12,6 +12,7 @@
 //! | [`mappings`] | mappings told with the samples that need them, once |
 //! | [`sample`] | a sample's raw data, in the ring and in a file |
 //! | [`locate`] | the running kernel: its slide, and its image when none was given |
+//! | [`search`] | the same, by a process that has nothing to lose |
 //!
 //! In the operator's process:
 //!
@@ -66,6 +67,7 @@ pub mod modules;
 pub mod paging;
 pub mod programs;
 pub mod sample;
+pub mod search;
 pub mod task;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -8,9 +8,10 @@ use super::paging::{AddressSpace, Hole, Unsupported};
 use super::{Budget, GuestPhys, GuestRegs};
 use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
+use serde::{Deserialize, Serialize};
 
 /// The registers that point into the kernel; 0 for those not known.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Anchors {
     /// MSR 0xC0000082.
     pub lstar: u64,

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     MemoryRegionAddress, VolatileMemory, VolatileSlice,
@@ -127,7 +128,7 @@ impl GuestPage for &[u8] {
 }
 
 /// The registers of one vCPU that a sample needs. All values are the guest's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct GuestRegs {
     pub rip: u64,

@@ -10,14 +10,20 @@ mod cache;
 
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
+
 use cache::CacheLayout;
 use kernel_images::btf::Btf;
 use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
+/// No structure of a kernel is larger.
+const MAX_OFFSET: u64 = 1 << 32;
+
 /// Offsets of the members, in bytes.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TaskLayout {
     /// From the per-CPU base to the pointer to the current task.
     current: u64,
@@ -30,7 +36,7 @@ pub struct TaskLayout {
 }
 
 /// Where all tasks are found.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
     /// The first one's address.
     first: u64,
@@ -40,7 +46,7 @@ struct ListLayout {
     pgd: u64,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct MapsLayout {
     areas: Areas,
     vm_start: u64,
@@ -54,13 +60,17 @@ struct MapsLayout {
     cache: Option<CacheLayout>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 enum Areas {
     Maple {
         root: u64,
+        #[serde(deserialize_with = "offset")]
         range_pivot: u64,
+        #[serde(deserialize_with = "offset")]
         range_slot: u64,
+        #[serde(deserialize_with = "offset")]
         arange_pivot: u64,
+        #[serde(deserialize_with = "offset")]
         arange_slot: u64,
     },
     List {
@@ -69,7 +79,7 @@ enum Areas {
     },
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct FilesLayout {
     dentry: u64,
     mnt: u64,
@@ -79,6 +89,15 @@ struct FilesLayout {
     mount_mnt: u64,
     mount_parent: u64,
     mount_point: u64,
+}
+
+/// A member's offset that came from another process, as far as one can be: it is added to without a look.
+fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    let offset = u64::deserialize(from)?;
+    if offset > MAX_OFFSET {
+        return Err(D::Error::custom("an offset is too large"));
+    }
+    Ok(offset)
 }
 
 /// Why tasks cannot be named.

@@ -108,10 +108,14 @@ pub enum OrcError {
     /// The addresses span more than 4 GiB, which no kernel does.
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
+    /// Those that came from another process do not ascend from 0.
+    #[error("the ORC tables are not in order")]
+    Order,
 }
 
 const IP_SIZE: usize = 4;
-const ENTRY_SIZE: usize = 6;
+/// Bytes of an entry.
+pub const ENTRY_SIZE: usize = 6;
 /// One slot of the block index covers 256 bytes of text, like the kernel's own.
 const BLOCK_SHIFT: u32 = 8;
 /// Most slots of the block index for each entry. A kernel has more entries than blocks; a few entries that
@@ -152,10 +156,7 @@ pub struct OrcTable {
 
 impl OrcTable {
     /// Reads the sections' bytes. `ip_section_address` is the link-time address of `.orc_unwind_ip`.
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "the span was checked to fit, and there are fewer entries than bytes of it"
-    )]
+    #[expect(clippy::cast_possible_truncation, reason = "the span was checked to fit")]
     pub fn parse(ip_section: &[u8], ip_section_address: u64, entries: &[u8]) -> Result<Self, OrcError> {
         let n = ip_section.len() / IP_SIZE;
         if n != entries.len() / ENTRY_SIZE {
@@ -180,8 +181,45 @@ impl OrcTable {
         if u32::try_from(span).is_err() {
             return Err(OrcError::Span);
         }
-        let format = detect(slots.iter().map(|s| flags(&s.1)));
-        let offsets: Vec<u32> = slots.iter().map(|s| (s.0 - base) as u32).collect();
+        let offsets = slots.iter().map(|s| (s.0 - base) as u32).collect();
+        Ok(Self::indexed(
+            base,
+            offsets,
+            slots.into_iter().map(|s| s.1).collect(),
+        ))
+    }
+
+    /// A table of another process, by what it was sent as: [`Self::base`], [`Self::offsets`] and
+    /// [`Self::entries`].
+    ///
+    /// # Errors
+    /// [`OrcError`]: it is none that [`Self::parse`] makes.
+    pub fn from_parts(
+        base: u64,
+        offsets: Vec<u32>,
+        entries: Vec<[u8; ENTRY_SIZE]>,
+    ) -> Result<Self, OrcError> {
+        if offsets.len() != entries.len() {
+            return Err(OrcError::Sizes {
+                ips: offsets.len(),
+                entries: entries.len(),
+            });
+        }
+        match offsets.first() {
+            None => Err(OrcError::Empty),
+            Some(0) if offsets.is_sorted() => Ok(Self::indexed(base, offsets, entries)),
+            Some(_) => Err(OrcError::Order),
+        }
+    }
+
+    /// Of as many entries as offsets, which ascend from 0.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "there are fewer entries than 2^32"
+    )]
+    fn indexed(base: u64, offsets: Vec<u32>, raw: Vec<[u8; ENTRY_SIZE]>) -> Self {
+        let format = detect(raw.iter().map(flags));
+        let (n, span) = (offsets.len(), u64::from(offsets.last().copied().unwrap_or(0)));
         let mut block_shift = BLOCK_SHIFT;
         while span >> block_shift > BLOCKS_PER_ENTRY * n as u64 {
             block_shift += 1;
@@ -195,14 +233,29 @@ impl OrcTable {
             }
             *first = slot as u32;
         }
-        Ok(Self {
+        Self {
             base,
             format,
             offsets,
-            raw: slots.into_iter().map(|s| s.1).collect(),
+            raw,
             blocks,
             block_shift,
-        })
+        }
+    }
+
+    /// The first address that there is an entry for.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// How far each entry's address is from the first, ascending.
+    pub fn offsets(&self) -> &[u32] {
+        &self.offsets
+    }
+
+    /// The entries as the kernel has them, in that order.
+    pub fn entries(&self) -> &[[u8; ENTRY_SIZE]] {
+        &self.raw
     }
 
     /// The layout that was recognised.
@@ -354,6 +407,41 @@ mod tests {
             assert_eq!(table.find(TEXT - 1), None);
             assert_eq!(table.find(TEXT + 0x10_0000), None);
         }
+    }
+
+    /// A table that another process read, and one that it only says is one.
+    #[test]
+    fn a_table_goes_by_its_parts_from_one_process_to_another() {
+        let rows = [
+            (TEXT, 8, 0, 0x205),
+            (TEXT + 0x10, 16, -16, 0x215),
+            (TEXT + 0x4000, 0, 0, 0x100),
+        ];
+        let (i, e) = sections(AT, &rows);
+        let table = OrcTable::parse(&i, AT, &e).unwrap();
+        let (offsets, entries) = (table.offsets().to_vec(), table.entries().to_vec());
+        let again = OrcTable::from_parts(table.base(), offsets.clone(), entries.clone()).unwrap();
+        for at in [
+            TEXT - 1,
+            TEXT,
+            TEXT + 0x11,
+            TEXT + 0x3fff,
+            TEXT + 0x4000,
+            u64::MAX,
+        ] {
+            assert_eq!(again.find(at), table.find(at), "{at:#x}");
+        }
+        assert_eq!(again.format(), table.format());
+        let wrong = |offsets: &[u32], n: usize| {
+            OrcTable::from_parts(TEXT, offsets.to_vec(), entries[..n].to_vec()).unwrap_err()
+        };
+        assert_eq!(wrong(&offsets, 2), OrcError::Sizes { ips: 3, entries: 2 });
+        assert_eq!(wrong(&[], 0), OrcError::Empty);
+        assert_eq!(wrong(&[0, 9, 8], 3), OrcError::Order);
+        assert_eq!(wrong(&[1, 8, 9], 3), OrcError::Order);
+        // Anywhere, also at the end of the address space.
+        let top = OrcTable::from_parts(u64::MAX, vec![0, 1, u32::MAX], entries.clone()).unwrap();
+        assert!(top.find(u64::MAX).is_some() && top.find(0).is_none());
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Symbols that are kept for as long as a VM runs and looked at seldom: packed, in a fifth of their memory.
 
+use std::fmt;
+
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// The symbols of a kernel, packed.
@@ -58,6 +60,34 @@ impl PackedSymbols {
     /// Bytes that they take.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
+    }
+}
+
+/// A text that is kept for long and looked at seldom, packed.
+#[derive(Clone, Default)]
+pub struct PackedText {
+    /// Compressed by LZ4 with its length before it.
+    bytes: Box<[u8]>,
+}
+
+impl PackedText {
+    /// Packs `text`.
+    pub fn new(text: &[u8]) -> Self {
+        Self {
+            bytes: lz4_flex::block::compress_prepend_size(text).into_boxed_slice(),
+        }
+    }
+
+    /// As it was.
+    pub fn unpack(&self) -> Vec<u8> {
+        // Nobody else has had the bytes in hand.
+        lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for PackedText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PackedText({} bytes)", self.bytes.len())
     }
 }
 
@@ -142,6 +172,20 @@ mod tests {
         assert_eq!((packed.len(), packed.is_empty()), (8, false));
         let none = PackedSymbols::new(&KernelSymbols::default());
         assert!(none.is_empty() && none.unpack().is_empty());
+    }
+
+    #[test]
+    fn a_text_is_unpacked_as_it_was() {
+        for text in [
+            "",
+            "ffffffff81000000 T _text\n",
+            &"the same again\n".repeat(10_000),
+        ] {
+            let packed = PackedText::new(text.as_bytes());
+            assert_eq!(packed.unpack(), text.as_bytes());
+            assert!(packed.bytes.len() < text.len() + 16);
+        }
+        assert!(PackedText::default().unpack().is_empty());
     }
 
     /// As many as a distribution's kernel has, with names like its.

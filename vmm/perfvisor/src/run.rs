@@ -20,7 +20,7 @@ use consoles::{Consoles, Subscriber};
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{LastWill, ThreadKind};
+use sandbox::{Confinement, LastWill, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
@@ -43,6 +43,7 @@ use perfvisor_vmm::gdb::server::{GdbServer, GdbSocket};
 use perfvisor_vmm::kvm::host::{self};
 use perfvisor_vmm::metrics::address::Listener;
 use perfvisor_vmm::metrics::server::MetricsServer;
+use perfvisor_vmm::pmu::kernel_reader::KernelReader;
 use perfvisor_vmm::pmu::{PmuConfig, VmPmu};
 use perfvisor_vmm::privileges::{self};
 use perfvisor_vmm::rdpmc::RdpmcMode;
@@ -115,6 +116,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     jail::become_user(args)?;
     background::survive_job_control();
     footprint::give_back_what_is_freed();
+    // Another process, so before this one has threads, signals and descriptors of its own.
+    let kernel_reader = kernel_reader(args)?;
     let descriptors = privileges::raise_descriptor_limit();
     begin_sandbox(args, log_file)?;
     // Before any thread exists, so that all of them inherit the mask.
@@ -124,7 +127,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
 
     let kvm = host::open()?;
     let probe = HostProbe::run();
-    let config = machine::asked_for(args, &kvm, &probe)?;
+    let mut config = machine::asked_for(args, &kvm, &probe)?;
+    config.kernel_reader = Some(kernel_reader);
     tell_of_few_descriptors(descriptors, &config, &probe);
 
     // Mistakes in what is asked for end it before anything runs.
@@ -177,6 +181,16 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     }
     served.map_err(RunError::Loop)?;
     Ok(exit_status(running.control()))
+}
+
+/// Who reads what runs in the guest, for operators: a process that is started for it when somebody asks, with
+/// no rights.
+fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
+    let confinement = Confinement {
+        seccomp: args.seccomp,
+        landlock: args.landlock && sandbox::has_landlock(),
+    };
+    Ok(Arc::new(KernelReader::start(confinement)?))
 }
 
 /// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::nobody::Nobody;
-use common::vm::{PROGRAM, SpinningVm};
+use common::vm::{PROGRAM, SpinningVm, eventually};
 
 mod common;
 
@@ -66,6 +66,64 @@ fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
     }
     for name in ["perfvisor", "signals", "console", "starter", "vcpu0", "vcpu1"] {
         assert!(seen.iter().any(|seen| seen == name), "no {name} among {seen:?}");
+    }
+}
+
+/// The processes whose parent is `pid`, with their names.
+fn children(pid: u32) -> Vec<(u32, String)> {
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    numbers
+        .filter_map(|number| {
+            let status = fs::read_to_string(format!("/proc/{number}/status")).ok()?;
+            let of = |name: &str| {
+                status
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name))
+                    .map(str::trim)
+            };
+            let parent: u32 = of("PPid:")?.parse().ok()?;
+            (parent == pid).then(|| (number, of("Name:").unwrap_or_default().to_owned()))
+        })
+        .collect()
+}
+
+/// The process that starts those which read the guest's kernel has nothing: no capability, no file, no way to
+/// the VM's descriptors. It is gone when the VM is, even if that is killed.
+#[test]
+fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
+    let cases: [(&str, &[&str], u64); 3] = [
+        ("kept", &[], 2),
+        ("kept-off", &["--seccomp", "off", "--landlock", "off"], 0),
+        ("kept-log", &["--seccomp", "log"], 2),
+    ];
+    for (name, args, filters) in cases {
+        let Some(mut vm) = SpinningVm::start(name, args) else {
+            return;
+        };
+        let children = children(vm.child.id());
+        let [(keeper, comm)] = &children[..] else {
+            panic!("{children:?}");
+        };
+        assert_eq!(comm, "worker-keeper");
+        let status = fs::read_to_string(format!("/proc/{keeper}/status")).unwrap();
+        for set in ["CapPrm", "CapEff", "CapInh", "CapAmb"] {
+            assert_eq!(field(&status, set), 0, "{set}: {status}");
+        }
+        assert_eq!(field(&status, "NoNewPrivs"), 1);
+        assert_eq!(field(&status, "Seccomp"), filters);
+        assert_eq!(field(&status, "Threads"), 1);
+        let fds = fs::read_dir(format!("/proc/{keeper}/fd")).unwrap().flatten();
+        let leads = fds.map(|fd| fs::read_link(fd.path()).unwrap().display().to_string());
+        let leads: Vec<String> = leads.filter(|to| !to.starts_with("pipe:")).collect();
+        assert!(leads.len() == 1 && leads[0].starts_with("socket:"), "{leads:?}");
+        vm.child.kill().unwrap();
+        vm.child.wait().unwrap();
+        let there = || {
+            let status = fs::read_to_string(format!("/proc/{keeper}/status"));
+            status.is_ok_and(|status| status.contains("worker-keeper") && !status.contains("State:\tZ"))
+        };
+        eventually("it is gone", || !there());
     }
 }
 

@@ -114,6 +114,12 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     }
 }
 
+/// The calling thread can open nothing any more, where the kernel has landlock.
+pub(crate) fn nothing() -> Result<(), FilesError> {
+    no_files()?.restrict_self()?;
+    Ok(())
+}
+
 fn no_files() -> Result<RulesetCreated, RulesetError> {
     Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?

@@ -10,6 +10,7 @@
 //! | `cgroup` | a process joins a control group |
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
+//! | `workers` | processes that may do even less, for work on bytes of a guest's making |
 //! | `fault` | faults that tests ask for |
 //! | `crash` | what a fault of a thread ends with |
 //! | `violation` | what a thread that asks for more ends with |
@@ -28,12 +29,14 @@ mod lists;
 mod rules;
 mod start;
 mod violation;
+mod workers;
 
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
-pub use fault::fault_point;
+pub use fault::{fault_point, worker_fault};
 pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
 pub use jail::{Inside, Jail, JailError, become_user, separate};
 pub use kind::ThreadKind;
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use violation::{LastWill, end_now, kind};
+pub use workers::{Confinement, Ended, Limits, Worker, Workers, WorkersError};

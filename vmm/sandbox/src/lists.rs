@@ -33,7 +33,8 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
         ThreadKind::Device => device(),
         ThreadKind::Socket => socket(),
         ThreadKind::Debugger => debugger(),
-        ThreadKind::Profiler | ThreadKind::Console => Vec::new(),
+        ThreadKind::Profiler => profiler(),
+        ThreadKind::Console => Vec::new(),
         ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
         // What it starts begins with what it may.
         ThreadKind::Starter => starter(pid),
@@ -43,15 +44,7 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
 
 /// What threads of `kind` get an error for, and go on: libraries ask for it and do without.
 pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
-    // Where a program is, and what it may use, which those ask who tell of a fault.
-    let mut list = any(&[
-        Sysno::readlink,
-        Sysno::readlinkat,
-        Sysno::getcwd,
-        Sysno::uname,
-        Sysno::access,
-        Sysno::faccessat,
-    ]);
+    let mut list = asked_at_a_fault();
     // The limits of this process, none set.
     list.extend(only(Sysno::prlimit64, &[Check::Is(0, 0), Check::Is(2, 0)]));
     if kind != ThreadKind::Starter {
@@ -70,6 +63,18 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
         list.extend(only(Sysno::open, &[Check::Without(1, others)]));
     }
     list
+}
+
+/// Where a program is, and what it may use, which those ask who tell of a fault.
+fn asked_at_a_fault() -> Vec<Allowed> {
+    any(&[
+        Sysno::readlink,
+        Sysno::readlinkat,
+        Sysno::getcwd,
+        Sysno::uname,
+        Sysno::access,
+        Sysno::faccessat,
+    ])
 }
 
 /// Memory, time, locks, descriptors that are there, and the end: what any thread needs.
@@ -325,6 +330,11 @@ fn socket() -> Vec<Allowed> {
     list
 }
 
+/// It speaks to the process that reads the guest's kernel, and gets a socket to it from its keeper.
+fn profiler() -> Vec<Allowed> {
+    any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
+}
+
 /// It stops the guest and the events that count it, and its socket's file goes with it.
 fn debugger() -> Vec<Allowed> {
     let mut list = event_loop();
@@ -426,6 +436,89 @@ fn starter(pid: u32) -> Vec<Allowed> {
             libc::PR_CAP_AMBIENT.unsigned_abs(),
         ],
     ));
+    list
+}
+
+/// What a process may do that works on bytes of a guest's making: memory, the socket that it has, and the
+/// end. `pid` is its own.
+pub(crate) fn of_worker(pid: u32) -> Vec<Allowed> {
+    let mut list = of_any_worker();
+    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    list
+}
+
+/// The same, whatever its number is.
+fn of_any_worker() -> Vec<Allowed> {
+    let mut list = any(&[
+        Sysno::read,
+        Sysno::write,
+        Sysno::recvfrom,
+        Sysno::sendto,
+        Sysno::close,
+        Sysno::munmap,
+        Sysno::mremap,
+        Sysno::madvise,
+        Sysno::brk,
+        Sysno::futex,
+        // A clock that can be read is the rule.
+        Sysno::clock_gettime,
+        // Keys of hash tables.
+        Sysno::getrandom,
+        Sysno::exit,
+        Sysno::exit_group,
+        // Those of abort(3).
+        Sysno::rt_sigprocmask,
+        Sysno::rt_sigaction,
+        Sysno::getpid,
+        Sysno::gettid,
+    ]);
+    let executable = libc::PROT_EXEC.unsigned_abs().into();
+    list.extend(only(Sysno::mmap, &[Check::Without(2, executable)]));
+    list.extend(only(Sysno::mprotect, &[Check::Without(2, executable)]));
+    list.extend(one_of(Sysno::prctl, 0, &[PR_SET_VMA]));
+    // The standard library looks whether a descriptor is there that it closes.
+    list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
+    list.extend(refused_to_workers());
+    list
+}
+
+/// What workers and their keeper get an error for, and go on.
+pub(crate) fn refused_to_workers() -> Vec<Allowed> {
+    let mut list = asked_at_a_fault();
+    // As other threads do: glibc's malloc asks for it.
+    let others = other_than_reading();
+    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
+    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    list
+}
+
+/// What the keeper of such processes may do: start them, limit them, end them and wait for them. They inherit
+/// its filter, so it may what they may.
+pub(crate) fn of_keeper() -> Vec<Allowed> {
+    let mut list = of_any_worker();
+    list.extend(only(Sysno::clone, &[Check::Bits(0, NEW_NAMESPACES | THREAD, 0)]));
+    list.extend(any(&[
+        Sysno::tgkill,
+        Sysno::kill,
+        Sysno::wait4,
+        Sysno::pipe2,
+        Sysno::setsockopt,
+        Sysno::sendmsg,
+        // The C library, in a process that was just started.
+        Sysno::set_robust_list,
+        Sysno::rseq,
+        Sysno::prlimit64,
+        Sysno::setrlimit,
+    ]));
+    list.extend(one_of(Sysno::socketpair, 0, &[libc::AF_UNIX.unsigned_abs()]));
+    list.extend(one_of(Sysno::fcntl, 1, &[libc::F_DUPFD_CLOEXEC.unsigned_abs()]));
+    list.extend(one_of(Sysno::seccomp, 0, &[libc::SECCOMP_SET_MODE_FILTER]));
+    let of_itself = [
+        libc::PR_SET_NO_NEW_PRIVS,
+        libc::PR_SET_PDEATHSIG,
+        libc::PR_SET_NAME,
+    ];
+    list.extend(one_of(Sysno::prctl, 0, &of_itself.map(i32::unsigned_abs)));
     list
 }
 

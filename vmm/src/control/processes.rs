@@ -107,7 +107,7 @@ impl Processes {
         let kernel = probe.kernel().map(|kernel| (probe.memory(), kernel));
         let known = kernel
             .as_ref()
-            .and_then(|(memory, kernel)| Some((*memory, kernel.tasks.as_ref()?, kernel.tables?)));
+            .and_then(|(memory, kernel)| Some((*memory, kernel.tasks.as_ref().ok()?, kernel.tables?)));
         let Some((memory, layout, tables)) = known else {
             return fail(
                 FailureKind::Unsupported,

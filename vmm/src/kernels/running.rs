@@ -345,6 +345,7 @@ fn witness(sites: &[PatchedSite]) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::rdpmc::sites::SitesOfVcpu;
+    use crate::testing::kallsyms;
     use kvm_bindings::kvm_sregs;
     use perf_core::pmu::host::{HostCounters, HostProbe};
     use vpmu::{Backability, BackingPolicy, Model, Vendor};
@@ -362,44 +363,6 @@ mod tests {
     /// Physical memory of the two kernels, which both run at [`START`].
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
-
-    /// Symbols as a kernel has them in its memory: addresses, their number, names, markers, tokens and where
-    /// each token is.
-    fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
-        fn pad(out: &mut Vec<u8>) {
-            out.resize(out.len().next_multiple_of(8), 0);
-        }
-        let mut out = Vec::new();
-        for (address, _) in symbols {
-            out.extend(address.to_le_bytes());
-        }
-        out.extend((symbols.len() as u64).to_le_bytes());
-        let names_at = out.len();
-        let mut markers = Vec::new();
-        for (n, (_, name)) in symbols.iter().enumerate() {
-            if n % 256 == 0 {
-                markers.push((out.len() - names_at) as u64);
-            }
-            out.push(name.len() as u8 + 1);
-            out.push(b'T');
-            out.extend(name.as_bytes());
-        }
-        pad(&mut out);
-        out.extend(markers.into_iter().flat_map(u64::to_le_bytes));
-        let mut index = Vec::new();
-        let tokens_at = out.len();
-        for token in 0..=255u8 {
-            index.extend(((out.len() - tokens_at) as u16).to_le_bytes());
-            match token {
-                b'!'..=b'~' => out.push(token),
-                _ => out.extend(b"zz"),
-            }
-            out.push(0);
-        }
-        pad(&mut out);
-        out.extend(index);
-        out
-    }
 
     /// A kernel's memory, its symbols behind its text.
     fn kernel(text: impl FnOnce(&mut [u8])) -> Vec<u8> {

@@ -5,6 +5,7 @@ pub mod backing;
 mod config;
 pub mod countable;
 pub mod fit;
+pub mod kernel_reader;
 mod operator;
 pub mod own;
 mod regs;
@@ -674,7 +675,13 @@ mod tests {
             limits: OperatorLimits::default(),
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
-        let vm = VmPmu::new(config, &HostProbe::run(), None, false, GuestProbe::new(memory));
+        let vm = VmPmu::new(
+            config,
+            &HostProbe::run(),
+            None,
+            false,
+            GuestProbe::new(memory, None),
+        );
         let mut pmu = Arc::new(vm).vcpu(0, 1_000_000);
         pmu.attach_to_current_thread().unwrap();
         pmu

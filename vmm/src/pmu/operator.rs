@@ -270,7 +270,13 @@ mod tests {
             limits: OperatorLimits::default(),
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
-        VmPmu::new(config, &probe, None, interprets_kernel, GuestProbe::new(memory))
+        VmPmu::new(
+            config,
+            &probe,
+            None,
+            interprets_kernel,
+            GuestProbe::new(memory, None),
+        )
     }
 
     fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, NotCountable> {

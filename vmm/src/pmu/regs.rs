@@ -15,19 +15,19 @@ use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
+use super::kernel_reader::{KernelReader, ReadError};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::{KernelInfo, KernelState};
-use guest_profile::locate::{self, Anchors, LocateError};
+use guest_profile::locate::Anchors;
 use guest_profile::mappings::{self, Listeners, TellOnce};
 use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, RawSample};
-use guest_profile::task::areas::KernelTables;
-use guest_profile::task::{Task, TaskLayout, TaskReader};
+use guest_profile::search::FoundKernel;
+use guest_profile::task::{Task, TaskReader};
 use guest_profile::unwind::context::UserContext;
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Chain, Ends, KernelUnwind, Limits};
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Chain, Ends, Limits};
 use guest_profile::{Budget, GuestRegs};
-use kernel_images::image::KernelImage;
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
@@ -43,24 +43,13 @@ const PAGE: usize = 4096;
 /// Reads of guest memory that finding the current task may take.
 const TASK_READS: u32 = 64;
 
-/// The guest's kernel, as far as samples need it.
-#[derive(Debug)]
-pub struct GuestKernel {
-    /// Its tables and symbols.
-    pub image: KernelImage,
-    /// What running addresses have over the image's.
-    pub slide: u64,
-    /// Where its current task is found; `None` when the kernel does not tell.
-    pub tasks: Option<TaskLayout>,
-    /// Its own page tables; `None` when it does not tell.
-    pub tables: Option<KernelTables>,
-}
-
 /// What samples look into: the guest's memory, and its kernel once that is known.
 #[derive(Clone, Debug)]
 pub struct GuestProbe {
     memory: GuestMemoryMmap,
-    kernel: Arc<ArcSwapOption<GuestKernel>>,
+    kernel: Arc<ArcSwapOption<FoundKernel>>,
+    /// Who reads its tables.
+    reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<Search>>,
     listeners: Arc<Listeners>,
     /// The guest's page tables had five levels at the last sample.
@@ -78,11 +67,12 @@ enum Search {
 }
 
 impl GuestProbe {
-    /// Of a guest whose kernel is not known yet.
-    pub fn new(memory: GuestMemoryMmap) -> Self {
+    /// Of a guest whose kernel is not known yet. Without a `reader` it stays so.
+    pub fn new(memory: GuestMemoryMmap, reader: Option<Arc<KernelReader>>) -> Self {
         Self {
             memory,
             kernel: Arc::default(),
+            reader,
             search: Arc::default(),
             listeners: Arc::default(),
             five_levels: Arc::default(),
@@ -130,7 +120,7 @@ impl GuestProbe {
     }
 
     /// The guest's kernel, if it is known.
-    pub fn kernel(&self) -> Option<Arc<GuestKernel>> {
+    pub fn kernel(&self) -> Option<Arc<FoundKernel>> {
         self.kernel.load_full()
     }
 
@@ -166,7 +156,8 @@ impl GuestProbe {
         KernelInfo { state, detail }
     }
 
-    /// Reads the running kernel out of guest memory, on a thread of its own; samples know it from then on.
+    /// Has the running kernel read out of guest memory, and waits for that on a thread of its own; samples
+    /// know it from then on.
     fn search_from(&self, regs: Option<(GuestRegs, Anchors)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
@@ -174,10 +165,8 @@ impl GuestProbe {
             probe.look(|memory| {
                 sandbox::fault_point(ThreadKind::Profiler);
                 let (regs, anchors) = regs.as_ref().ok_or(SearchError::NoRegisters)?;
-                let image = locate::read_kernel(memory, regs, anchors)?;
-                // Read at its running addresses.
-                let tables = KernelTables::find(memory, regs, &image, 0);
-                Ok((image, tables))
+                let reader = probe.reader.as_ref().ok_or(SearchError::NoReader)?;
+                Ok(reader.read(memory, regs, anchors)?)
             });
         });
         if let Err(e) = spawned {
@@ -185,8 +174,8 @@ impl GuestProbe {
         }
     }
 
-    /// Looks by `read`, which works on bytes of the guest's making: if that panics, the kernel is not found,
-    /// and whoever asks later has it looked for again.
+    /// Looks by `read`: if that panics, the kernel is not found, and whoever asks later has it looked for
+    /// again.
     fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, SearchError>) {
         let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
         self.end_search(found.unwrap_or(Err(SearchError::Panicked)));
@@ -194,33 +183,21 @@ impl GuestProbe {
 
     fn end_search(&self, found: Result<FoundKernel, SearchError>) {
         let result = match found {
-            Ok((image, tables)) => {
-                // Read at its running addresses.
-                let tasks = TaskLayout::new(&image, 0)
-                    .inspect_err(|e| log::info!("guest tasks have no names: {}", error_line(e)))
-                    .ok();
-                let what = format!(
-                    "Linux {}, {} symbols, kernel stacks by {}, tasks {}",
-                    image.release().unwrap_or("of unknown version"),
-                    image.symbols().map_or(0, |s| s.len()),
-                    if image.orc().is_some() {
-                        "ORC"
-                    } else {
-                        "frame pointers"
-                    },
-                    if tasks.is_some() { "named" } else { "not named" },
-                );
+            Ok(kernel) => {
+                if let Err(why) = &kernel.tasks {
+                    log::info!("guest tasks have no names: {why}");
+                }
+                let what = kernel.describe();
                 log::info!("guest kernel: {what}");
-                let kernel = GuestKernel {
-                    image,
-                    slide: 0,
-                    tasks,
-                    tables,
-                };
                 self.kernel.store(Some(Arc::new(kernel)));
                 Search::Found(what)
             }
-            Err(e) => Search::Failed(error_line(&e), Instant::now()),
+            Err(e) => {
+                if let SearchError::Reader(ReadError::Ended(_)) = &e {
+                    log::warn!("{}", error_line(&e));
+                }
+                Search::Failed(error_line(&e), Instant::now())
+            }
         };
         *self.search() = result;
     }
@@ -230,14 +207,13 @@ impl GuestProbe {
     }
 }
 
-/// A kernel in guest memory, and its tables of mappings if it has such.
-type FoundKernel = (KernelImage, Option<KernelTables>);
-
 /// Why the guest's kernel is not known.
 #[derive(Debug, thiserror::Error)]
 enum SearchError {
     #[error(transparent)]
-    Locate(#[from] LocateError),
+    Reader(#[from] ReadError),
+    #[error("this VM has no process that reads it")]
+    NoReader,
     #[error("KVM does not give the vCPU's registers")]
     NoRegisters,
     #[error("the search ended by a fault of Perfvisor's, which its log names; it is tried again")]
@@ -343,7 +319,7 @@ pub struct VcpuRegs<'a> {
     /// What is known so far.
     known: Synced,
     /// The guest's kernel, once it was asked for.
-    kernel: Option<Guard<Option<Arc<GuestKernel>>>>,
+    kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
     /// Segment and control registers were asked for.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
@@ -449,13 +425,13 @@ impl<'a> VcpuRegs<'a> {
     /// they are to `told`.
     fn task(&mut self, told: &mut usize) -> Option<Task> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
-        kernel.as_ref()?.tasks.as_ref()?;
+        kernel.as_ref()?.tasks.as_ref().ok()?;
         let base = match self.memory.per_cpu_base {
             Some(base) => base,
             None => self.with_kernel_gs()?.kernel_per_cpu_base()?,
         };
         self.for_walk()?;
-        let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref()?;
+        let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
         let memory = &mut *self.memory;
         memory.per_cpu_base = Some(base);
         let mut budget = Budget::new(TASK_READS, None);
@@ -500,7 +476,7 @@ impl SampleRegs for VcpuRegs<'_> {
             return 0;
         }
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
-        let unwind = kernel.as_ref().map(|k| KernelUnwind::new(&k.image, k.slide));
+        let unwind = kernel.as_ref().map(|k| k.unwind());
         let chain = unwind::walk(
             &self.guest.memory,
             &self.known.regs,
@@ -621,7 +597,7 @@ mod tests {
         }
         memory.write_slice(&[0x90, 0xc3], GuestAddress(0x5ffe)).unwrap();
         memory.write_slice(&[0xcc], GuestAddress(0x3000)).unwrap();
-        let probe = GuestProbe::new(memory);
+        let probe = GuestProbe::new(memory, None);
         assert_eq!(probe.code(0x1_0000, 0x40_0ffe, 3), [0x90, 0xc3, 0xcc]);
         assert_eq!(probe.code(0x1_0000, 0x40_0ffe, u32::MAX).len(), 2 + 4096);
         for hole in [0, 0x60_0000, u64::MAX, 0x8000_0000_0000_0000] {
@@ -630,11 +606,11 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
-    /// What is read is the guest's making: a fault in it is no search that goes on for ever.
+    /// A fault in a search is no search that goes on for ever.
     #[test]
     fn a_search_that_panics_has_failed_and_the_next_one_is_new() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let probe = GuestProbe::new(memory);
+        let probe = GuestProbe::new(memory, None);
         assert!(probe.begin_search());
         assert!(!probe.begin_search(), "one at a time");
         assert_eq!(probe.kernel_info().state, KernelState::Looking);

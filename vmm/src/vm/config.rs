@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use vpmu::{Backability, BackingPolicy};
 
@@ -11,6 +12,7 @@ use crate::kvm::signature::CpuSignature;
 use crate::memory::MemoryKind;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;
+use crate::pmu::kernel_reader::KernelReader;
 use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
 use crate::vcpu::control::OnReset;
@@ -54,6 +56,8 @@ pub struct VmConfig {
     pub halt_polling: HaltPolling,
     /// Whether the guest can end the VM by the debug-exit port.
     pub debug_exit: bool,
+    /// Who reads the kernel that runs in the guest, for operators.
+    pub kernel_reader: Option<Arc<KernelReader>>,
     /// Family, model and stepping of its processors, if not the usual ones.
     pub cpu_signature: Option<CpuSignature>,
 }

@@ -211,7 +211,7 @@ impl<'a> Plan<'a> {
             probe,
             statistics(&**fd),
             host::interprets_kernels(kvm)?,
-            GuestProbe::new(ram.memory().clone()),
+            GuestProbe::new(ram.memory().clone(), self.config.kernel_reader.clone()),
         );
         let pmu = match self.config.own_pmu {
             Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),

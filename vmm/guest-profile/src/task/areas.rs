@@ -4,6 +4,7 @@ use super::{Areas, MAX_AREAS, Mapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::image::KernelImage;
+use serde::{Deserialize, Serialize};
 
 /// Most processes of a guest that are looked through for one.
 const MAX_PROCESSES: u32 = 1 << 16;
@@ -12,7 +13,7 @@ const USER_END: u64 = 1 << 56;
 const PAGE: u64 = 4096;
 
 /// The kernel's own page tables. They stay while the kernel runs, unlike those of any process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelTables {
     root: u64,
     la57: bool,

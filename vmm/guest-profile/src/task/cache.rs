@@ -8,20 +8,24 @@
 //!
 //! All of it is the guest's claim: a wrong one leads to other bytes of the guest's own memory, or to none.
 
+use std::num::NonZeroU64;
+
 use kernel_images::btf::Btf;
+use serde::{Deserialize, Serialize};
 
 /// Offsets of the members, in bytes, and where the array of pages begins.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CacheLayout {
     /// In `struct file`.
     mapping: u64,
     /// In `struct address_space`, to the tree's root.
     root: u64,
     node_shift: u64,
+    #[serde(deserialize_with = "super::offset")]
     node_slots: u64,
     /// In `struct folio`, or `struct page` before there were folios.
     index: u64,
-    page_struct_bytes: u64,
+    page_struct_bytes: NonZeroU64,
     /// Address of the variable that says where the array is; `None` in a kernel that has it at a fixed place.
     vmemmap_base: Option<u64>,
 }
@@ -48,7 +52,7 @@ impl CacheLayout {
             index: btf
                 .offset_of("folio", "index")
                 .or_else(|| btf.offset_of("page", "index"))?,
-            page_struct_bytes: btf.size_of("page").filter(|&bytes| bytes > 0)?,
+            page_struct_bytes: NonZeroU64::new(btf.size_of("page")?)?,
             vmemmap_base,
         })
     }
@@ -62,7 +66,7 @@ impl CacheLayout {
             node_shift: 0,
             node_slots: 16,
             index: 0x20,
-            page_struct_bytes: 64,
+            page_struct_bytes: NonZeroU64::new(64).unwrap(),
             vmemmap_base: Some(vmemmap_base),
         }
     }
@@ -86,7 +90,7 @@ impl CacheLayout {
         };
         let offset = folio.checked_sub(pages)?;
         let number = (offset / self.page_struct_bytes).checked_add(within)?;
-        (offset % self.page_struct_bytes == 0)
+        (offset.is_multiple_of(self.page_struct_bytes.get()))
             .then(|| number.checked_mul(4096))
             .flatten()
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{CgroupError, FilesError, JailError, SandboxError};
+use sandbox::{CgroupError, FilesError, JailError, SandboxError, WorkersError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -110,6 +110,9 @@ pub enum RunError {
     /// What its threads may do cannot be bounded.
     #[error("--seccomp {0}")]
     Sandbox(sandbox::Mode, #[source] SandboxError),
+    /// No process can be had that reads the guest's kernel.
+    #[error("no process to read the guest's kernel")]
+    KernelReader(#[from] WorkersError),
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
     Files(#[source] FilesError),

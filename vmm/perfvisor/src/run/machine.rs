@@ -122,6 +122,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
         debug_exit: !tenant,
+        kernel_reader: None,
     })
 }
 

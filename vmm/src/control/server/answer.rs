@@ -283,8 +283,7 @@ impl ControlServer {
 
     fn symbols(&mut self) -> Result<Done, Failure> {
         let kernel = self.vm.pmu.probe().kernel();
-        let image = kernel.as_ref().map(|k| &k.image);
-        let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
+        let running = kernel.as_ref().filter(|kernel| kernel.symbol_count > 0);
         let loaded = self.vm.symbols.load_full();
         let internal = |e: io::Error| Failure {
             kind: FailureKind::Internal,
@@ -298,20 +297,18 @@ impl ControlServer {
             Some(kept) => kept,
             None => {
                 let (text, source) = match running {
-                    Some((symbols, slide)) => {
-                        let mut text = Vec::new();
-                        // Writing to a Vec does not fail.
-                        let _ = symbols.slid(slide).write_text(&mut text);
-                        (text, "guest memory".to_owned())
-                    }
+                    Some(kernel) => (kernel.symbols.unpack(), "guest memory".to_owned()),
                     None => (self.vm.symbol_text(), self.vm.guest.clone()),
                 };
                 let info = SymbolsInfo {
                     bytes: text.len() as u64,
                     flat: self.vm.flat,
                     source,
-                    build_id: image.and_then(|image| image.build_id()).map(|id| id.to_string()),
-                    release: image.and_then(|image| image.release()).map(str::to_owned),
+                    build_id: kernel
+                        .as_ref()
+                        .and_then(|kernel| kernel.build_id)
+                        .map(|id| id.to_string()),
+                    release: kernel.as_ref().and_then(|kernel| kernel.release.clone()),
                 };
                 let file = peer::sealed_text("symbols", &text).map_err(internal)?;
                 (running.is_some(), loaded.clone(), info, file)

@@ -1,0 +1,203 @@
+//! The process that has the guest: lends its memory to the one that reads, and takes what that found. It
+//! reads no table itself, and believes nothing.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::time::Instant;
+
+use kernel_images::build_id::BuildId;
+use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
+use kernel_images::packed::PackedText;
+
+use super::found::FoundKernel;
+use super::reader::{MOST_ENTRIES, MOST_SYMBOLS};
+use super::wire::{self, PIECE, Question, Summary, Wanted};
+use crate::locate::Anchors;
+use crate::{GuestPhys, GuestRegs};
+
+/// Ranges of memory that one search may ask for: a kernel in small pages takes 2,000.
+const MOST_RANGES: u32 = 1 << 18;
+/// Bytes of them together: more than the largest kernel, by each of two registers and two address spaces, in
+/// small pages that lie apart.
+const MOST_LENT: u64 = 4 << 30;
+/// Most characters of a line from the reader.
+const MOST_TEXT: usize = 400;
+
+/// Why no kernel was found.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// There is none, or none that is known: as the reader says.
+    #[error("{0}")]
+    NotFound(String),
+    /// The reader has ended, or cannot be reached.
+    #[error("the process that reads it does not answer")]
+    Lost(#[source] io::Error),
+    /// It took too long.
+    #[error("the process that reads it took too long")]
+    Slow,
+    /// It asks for more of something than a search needs.
+    #[error("the process that reads it wants too many {0}")]
+    TooMuch(&'static str),
+    /// It sent what makes no sense.
+    #[error("the process that reads it sent no {0}")]
+    Nonsense(&'static str),
+    /// It sent unwind tables that are none.
+    #[error("the process that reads it sent wrong unwind tables")]
+    Orc(#[from] OrcError),
+}
+
+impl From<io::Error> for AskError {
+    fn from(e: io::Error) -> Self {
+        match e.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Self::Slow,
+            ErrorKind::InvalidData => Self::Nonsense("message"),
+            _ => Self::Lost(e),
+        }
+    }
+}
+
+/// Has the reader at the other end of `stream` ([`super::serve`]) look for the kernel that `regs` and
+/// `anchors` point into, and lends it `memory` for that. Takes until `until` and one message more at most, if
+/// `stream` has a timeout; it takes that long for a message.
+///
+/// # Errors
+/// [`AskError`].
+pub fn ask<M: GuestPhys + ?Sized>(
+    stream: &mut (impl Read + Write),
+    memory: &M,
+    regs: &GuestRegs,
+    anchors: &Anchors,
+    until: Instant,
+) -> Result<FoundKernel, AskError> {
+    let question = Question {
+        regs: *regs,
+        anchors: *anchors,
+    };
+    let question = serde_json::to_vec(&question).map_err(|_| AskError::Nonsense("question"))?;
+    wire::send(stream, wire::ASK, &question)?;
+    let mut got = Parts::default();
+    let mut lender = Lender::default();
+    let mut bytes = Vec::new();
+    loop {
+        if Instant::now() >= until {
+            return Err(AskError::Slow);
+        }
+        let (letter, length) = wire::head(stream)?;
+        bytes.resize(length, 0);
+        stream.read_exact(&mut bytes)?;
+        match letter {
+            wire::READ => lender.lend(stream, memory, &bytes)?,
+            wire::FOUND => return got.kernel(&bytes),
+            wire::FAILED => return Err(AskError::NotFound(printable(&bytes))),
+            _ => got.add(letter, &bytes)?,
+        }
+    }
+}
+
+/// What was lent.
+#[derive(Default)]
+struct Lender {
+    ranges: u32,
+    bytes: u64,
+    buffer: Vec<u8>,
+}
+
+impl Lender {
+    fn lend<M: GuestPhys + ?Sized>(
+        &mut self,
+        stream: &mut impl Write,
+        memory: &M,
+        wanted: &[u8],
+    ) -> Result<(), AskError> {
+        let Wanted { gpa, bytes } = Wanted::from_bytes(wanted).ok_or(AskError::Nonsense("range"))?;
+        let length = bytes as usize;
+        if length > PIECE {
+            return Err(AskError::TooMuch("bytes of memory at once"));
+        }
+        self.ranges += 1;
+        self.bytes += u64::from(bytes);
+        if self.ranges > MOST_RANGES || self.bytes > MOST_LENT {
+            return Err(AskError::TooMuch("bytes of memory"));
+        }
+        self.buffer.resize(length, 0);
+        if memory.read(gpa, &mut self.buffer) {
+            wire::send(stream, wire::MEMORY, &self.buffer)?;
+        } else {
+            wire::send(stream, wire::NO_MEMORY, &[])?;
+        }
+        Ok(())
+    }
+}
+
+/// What has come of a kernel so far.
+#[derive(Default)]
+struct Parts {
+    symbols: Vec<u8>,
+    offsets: Vec<u32>,
+    entries: Vec<[u8; ENTRY_SIZE]>,
+}
+
+impl Parts {
+    fn add(&mut self, letter: u8, bytes: &[u8]) -> Result<(), AskError> {
+        match letter {
+            wire::SYMBOLS if self.symbols.len() + bytes.len() <= MOST_SYMBOLS => {
+                self.symbols.extend_from_slice(bytes);
+                Ok(())
+            }
+            wire::SYMBOLS => Err(AskError::TooMuch("symbols")),
+            wire::OFFSETS => {
+                let (offsets, rest) = bytes.as_chunks::<4>();
+                self.offsets
+                    .extend(offsets.iter().map(|offset| u32::from_le_bytes(*offset)));
+                self.are_few(rest)
+            }
+            wire::ENTRIES => {
+                let (entries, rest) = bytes.as_chunks::<ENTRY_SIZE>();
+                self.entries.extend_from_slice(entries);
+                self.are_few(rest)
+            }
+            _ => Err(AskError::Nonsense("message")),
+        }
+    }
+
+    /// `rest`: what is behind the last whole number.
+    fn are_few(&self, rest: &[u8]) -> Result<(), AskError> {
+        if self.offsets.len().max(self.entries.len()) > MOST_ENTRIES {
+            return Err(AskError::TooMuch("unwind tables"));
+        }
+        if rest.is_empty() {
+            Ok(())
+        } else {
+            Err(AskError::Nonsense("unwind tables"))
+        }
+    }
+
+    fn kernel(self, summary: &[u8]) -> Result<FoundKernel, AskError> {
+        let summary: Summary = serde_json::from_slice(summary).map_err(|_| AskError::Nonsense("summary"))?;
+        let orc = summary.orc_base.map(|base| {
+            let mut parts = (self.offsets, self.entries);
+            parts.0.shrink_to_fit();
+            parts.1.shrink_to_fit();
+            OrcTable::from_parts(base, parts.0, parts.1)
+        });
+        Ok(FoundKernel {
+            orc: orc.transpose()?,
+            entry_text: summary.entry_text,
+            tasks: summary.tasks.map_err(|why| printable(why.as_bytes())),
+            tables: summary.tables,
+            symbols: PackedText::new(&self.symbols),
+            symbol_count: summary.symbols,
+            release: summary.release.map(|release| printable(release.as_bytes())),
+            build_id: summary.build_id.as_deref().and_then(BuildId::from_hex),
+        })
+    }
+}
+
+/// Text of a guest's making as it may be shown: at most [`MOST_TEXT`] characters, and `?` for those that are
+/// not printable ASCII.
+fn printable(text: &[u8]) -> String {
+    let shown = |byte: &u8| match byte {
+        b' ' | b'!'..=b'~' => char::from(*byte),
+        _ => '?',
+    };
+    text.iter().take(MOST_TEXT).map(shown).collect()
+}

@@ -1,0 +1,225 @@
+//! The process that reads a kernel's tables. It has no guest memory of its own: it asks for what it looks at.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::io::{self, ErrorKind, Read, Write};
+use std::rc::Rc;
+
+use kernel_images::image::KernelImage;
+
+use super::wire::{self, PIECE, Question, Summary, Wanted};
+use crate::locate;
+use crate::task::TaskLayout;
+use crate::task::areas::KernelTables;
+use crate::{GuestPage, GuestPhys};
+
+/// Memory that is asked for where less is wanted: what lies around is wanted next.
+const BLOCK: usize = 64 << 10;
+/// Blocks that are kept.
+const MOST_BLOCKS: usize = 256;
+const PAGE: usize = 4096;
+/// Most bytes of the text of symbols: a distribution's kernel has 5 to 15 million.
+pub(super) const MOST_SYMBOLS: usize = 64 << 20;
+/// Most entries of unwind tables: a distribution's kernel has half a million.
+pub(super) const MOST_ENTRIES: usize = 4 << 20;
+
+/// Answers one question that comes by `stream`, and ends.
+///
+/// # Errors
+/// Who asked is gone.
+pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
+    let (letter, length) = wire::head(&mut stream)?;
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes)?;
+    if letter != wire::ASK {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    let Question { regs, anchors } = serde_json::from_slice(&bytes)?;
+    let memory = LentMemory::new(stream);
+    let read = locate::read_kernel(&memory, &regs, &anchors);
+    let read = read.map_err(|e| e.to_string()).and_then(|image| {
+        // Read at its running addresses.
+        let tables = KernelTables::find(&memory, &regs, &image, 0);
+        Ok((text_of(&image)?, image, tables))
+    });
+    let mut stream = memory.stream.into_inner();
+    match read {
+        Ok((text, image, tables)) => tell(&mut stream, &image, &text, tables),
+        Err(why) => wire::send(&mut stream, wire::FAILED, why.as_bytes()),
+    }
+}
+
+/// The symbols as a text.
+fn text_of(image: &KernelImage) -> Result<Vec<u8>, String> {
+    let mut text = Vec::new();
+    if let Some(symbols) = image.symbols() {
+        // Writing to a Vec does not fail.
+        let _ = symbols.write_text(&mut text);
+    }
+    if text.len() > MOST_SYMBOLS {
+        return Err(format!(
+            "its symbols take {} MiB, and at most {} are taken",
+            text.len() >> 20,
+            MOST_SYMBOLS >> 20
+        ));
+    }
+    Ok(text)
+}
+
+/// Sends what was found.
+fn tell(
+    stream: &mut impl Write,
+    image: &KernelImage,
+    text: &[u8],
+    tables: Option<KernelTables>,
+) -> io::Result<()> {
+    for piece in text.chunks(PIECE) {
+        wire::send(stream, wire::SYMBOLS, piece)?;
+    }
+    let orc = image.orc().filter(|orc| orc.len() <= MOST_ENTRIES);
+    if let Some(orc) = orc {
+        for piece in orc.offsets().chunks(PIECE / size_of::<u32>()) {
+            let bytes: Vec<u8> = piece.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+            wire::send(stream, wire::OFFSETS, &bytes)?;
+        }
+        let entries = orc.entries().as_flattened();
+        for piece in entries.chunks(PIECE / kernel_images::orc::ENTRY_SIZE * kernel_images::orc::ENTRY_SIZE) {
+            wire::send(stream, wire::ENTRIES, piece)?;
+        }
+    }
+    let entry = image.entry_text();
+    let summary = Summary {
+        orc_base: orc.map(|orc| orc.base()),
+        entry_text: (entry.start, entry.end),
+        tasks: TaskLayout::new(image, 0).map_err(|e| e.to_string()),
+        tables,
+        symbols: image.symbols().map_or(0, |symbols| symbols.len() as u64),
+        release: image.release().map(str::to_owned),
+        build_id: image.build_id().map(|id| id.to_string()),
+    };
+    wire::send(stream, wire::FOUND, &serde_json::to_vec(&summary)?)
+}
+
+/// Guest memory that another process has, and lends as it is asked for it. What was lent is kept for a while:
+/// a guest that changes it meanwhile is read as it was.
+pub(super) struct LentMemory<S> {
+    stream: RefCell<S>,
+    /// By their number. `None`: not all of it is memory.
+    blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
+    /// Pages of such blocks.
+    pages: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
+}
+
+/// A page of it.
+pub(super) struct LentPage {
+    bytes: Rc<[u8]>,
+    start: usize,
+}
+
+impl GuestPage for LentPage {
+    fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
+        let inside = offset.checked_add(buf.len()).is_some_and(|end| end <= PAGE);
+        let from = self.bytes.get(self.start..).and_then(|page| page.get(offset..));
+        match from.and_then(|from| from.get(..buf.len())) {
+            Some(bytes) if inside => {
+                buf.copy_from_slice(bytes);
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl<S: Read + Write> LentMemory<S> {
+    pub(super) fn new(stream: S) -> Self {
+        Self {
+            stream: RefCell::new(stream),
+            blocks: RefCell::default(),
+            pages: RefCell::default(),
+        }
+    }
+
+    /// Asks for memory; at most [`PIECE`] bytes. `false`: it is none, or who lends it is gone.
+    fn borrow(&self, gpa: u64, into: &mut [u8]) -> bool {
+        let mut asked = || -> io::Result<bool> {
+            let stream = &mut *self.stream.borrow_mut();
+            let bytes = u32::try_from(into.len()).map_err(|_| ErrorKind::InvalidInput)?;
+            wire::send(stream, wire::READ, &Wanted { gpa, bytes }.to_bytes())?;
+            match wire::head(stream)? {
+                (wire::MEMORY, length) if length == into.len() => {
+                    stream.read_exact(into)?;
+                    Ok(true)
+                }
+                (wire::NO_MEMORY, 0) => Ok(false),
+                _ => Err(ErrorKind::InvalidData.into()),
+            }
+        };
+        asked().unwrap_or(false)
+    }
+
+    fn kept(
+        &self,
+        kept: &RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
+        number: u64,
+        bytes: usize,
+    ) -> Option<Rc<[u8]>> {
+        let mut kept = kept.borrow_mut();
+        if kept.len() >= MOST_BLOCKS && !kept.contains_key(&number) {
+            kept.clear();
+        }
+        let lend = || {
+            let mut into = vec![0; bytes];
+            let gpa = number.checked_mul(bytes as u64)?;
+            self.borrow(gpa, &mut into).then(|| into.into())
+        };
+        kept.entry(number).or_insert_with(lend).clone()
+    }
+}
+
+impl<S: Read + Write> GuestPhys for LentMemory<S> {
+    type Page<'a>
+        = LentPage
+    where
+        Self: 'a;
+
+    #[expect(clippy::cast_possible_truncation, reason = "below a block's size")]
+    fn page(&self, gpa: u64) -> Option<LentPage> {
+        if let Some(bytes) = self.kept(&self.blocks, gpa / BLOCK as u64, BLOCK) {
+            let within = (gpa % BLOCK as u64) as usize;
+            return Some(LentPage {
+                bytes,
+                start: within - within % PAGE,
+            });
+        }
+        let bytes = self.kept(&self.pages, gpa / PAGE as u64, PAGE)?;
+        Some(LentPage { bytes, start: 0 })
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "below a page's size")]
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        let (mut at, mut rest) = (Some(gpa), buf);
+        while !rest.is_empty() {
+            let Some(from) = at else { return false };
+            let in_page = PAGE - (from % PAGE as u64) as usize;
+            let large = rest.len() >= BLOCK;
+            let length = if large {
+                rest.len().min(PIECE)
+            } else {
+                rest.len().min(in_page)
+            };
+            let (now, later) = rest.split_at_mut(length);
+            let there = if large {
+                self.borrow(from, now)
+            } else {
+                let page = self.page(from);
+                page.is_some_and(|page| page.read((from % PAGE as u64) as usize, now))
+            };
+            if !there {
+                return false;
+            }
+            at = from.checked_add(length as u64);
+            rest = later;
+        }
+        true
+    }
+}

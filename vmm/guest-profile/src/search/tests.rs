@@ -1,0 +1,257 @@
+//! What is lent is what was there, and a reader that a guest has taken over gets no further than its socket.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::reader::{LentMemory, MOST_ENTRIES, MOST_SYMBOLS};
+use super::wire::{self, PIECE, Wanted};
+use super::*;
+use crate::locate::Anchors;
+use crate::{GuestPage, GuestPhys, GuestRegs};
+
+/// Long enough for any machine.
+const LATER: Duration = Duration::from_secs(3600);
+
+/// RAM of two blocks and a page, no byte like the one before it.
+fn ram() -> Vec<u8> {
+    (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
+}
+
+/// What `reader` at the other end gets done, when it is asked.
+fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, AskError> {
+    asked_until(ram, Instant::now() + LATER, reader)
+}
+
+fn asked_until(
+    ram: &[u8],
+    until: Instant,
+    reader: impl FnOnce(&mut UnixStream) + Send,
+) -> Result<FoundKernel, AskError> {
+    let (mut ours, mut its) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (letter, length) = wire::head(&mut its).unwrap();
+            its.read_exact(&mut vec![0; length]).unwrap();
+            assert_eq!(letter, wire::ASK);
+            reader(&mut its);
+        });
+        let found = ask(&mut ours, ram, &GuestRegs::default(), &Anchors::default(), until);
+        drop(ours);
+        found
+    })
+}
+
+/// Whatever is read, and wherever: the same as from the memory itself, holes included.
+#[test]
+fn lent_memory_reads_as_the_memory_does() {
+    let ram = ram();
+    let whole = &ram[..];
+    let found = asked(whole, |its| {
+        let lent = LentMemory::new(&*its);
+        for (gpa, length) in [
+            (0, 1),
+            (4090, 20),
+            (65_530, 12),
+            (1, 66_000),
+            (0, ram.len()),
+            (ram.len() as u64 - 5, 5),
+            (ram.len() as u64 - 5, 6),
+            (131_072, 4096),
+            (1 << 40, 8),
+            (u64::MAX - 3, 4),
+            (u64::MAX - 3, 5),
+        ] {
+            let (mut a, mut b) = (vec![0; length], vec![0; length]);
+            let there = whole.read(gpa, &mut a);
+            assert_eq!(lent.read(gpa, &mut b), there, "{gpa:#x} {length}");
+            assert!(!there || a == b, "{gpa:#x} {length}");
+        }
+        let page = lent.page(5000).unwrap();
+        assert_eq!(page.read_u64(8), whole.read_u64(4104));
+        assert!(!page.read(4095, &mut [0; 2]) && !page.read(usize::MAX, &mut [0; 2]));
+        assert!(lent.page(ram.len() as u64).is_none());
+    });
+    assert!(matches!(found, Err(AskError::Lost(_))), "{found:?}");
+}
+
+/// The guest of these tests has no kernel, and the reader says so.
+#[test]
+fn the_reader_says_why_it_finds_none() {
+    let ram = ram();
+    let (mut ours, its) = UnixStream::pair().unwrap();
+    let reader = std::thread::spawn(move || serve(its).unwrap());
+    let (regs, anchors) = (GuestRegs::default(), Anchors::default());
+    let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
+    let why = found.unwrap_err().to_string();
+    assert_eq!(why, "the guest's page tables are not walked");
+    reader.join().unwrap();
+}
+
+fn wanted(gpa: u64, bytes: u32) -> [u8; 12] {
+    Wanted { gpa, bytes }.to_bytes()
+}
+
+/// A summary, with these words in the place of those that make sense.
+fn summary(word: &str, instead: &str) -> Vec<u8> {
+    let good = r#"{"orc_base":16,"entry_text":[1,2],"tasks":{"Err":"none"},"tables":null,"symbols":1,"release":"6.1","build_id":"0102"}"#;
+    assert!(good.contains(word), "{word}");
+    good.replace(word, instead).into_bytes()
+}
+
+fn orc(its: &mut UnixStream, offsets: &[u32], entries: usize) {
+    let bytes: Vec<u8> = offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+    wire::send(its, wire::OFFSETS, &bytes).unwrap();
+    wire::send(its, wire::ENTRIES, &vec![0; 6 * entries]).unwrap();
+}
+
+#[test]
+fn what_a_reader_sends_is_taken_if_it_makes_sense() {
+    let ram = ram();
+    let found = asked(&ram, |its| {
+        wire::send(its, wire::SYMBOLS, b"ffffffff81000000 T a\n").unwrap();
+        wire::send(its, wire::SYMBOLS, b"ffffffff81000010 T b\n").unwrap();
+        orc(its, &[0, 8, 8], 3);
+        wire::send(its, wire::FOUND, &summary("6.1", "6.1\\u001b[2J\u{e9}")).unwrap();
+    })
+    .unwrap();
+    assert_eq!(
+        found.symbols.unpack(),
+        b"ffffffff81000000 T a\nffffffff81000010 T b\n"
+    );
+    assert_eq!(found.orc.as_ref().unwrap().len(), 3);
+    assert_eq!(
+        found.release.as_deref(),
+        Some("6.1?[2J??"),
+        "nothing that moves a terminal"
+    );
+    assert_eq!(found.build_id.unwrap().to_string(), "0102");
+    let line = "Linux 6.1?[2J??, 1 symbols, kernel stacks by ORC, tasks not named";
+    assert_eq!(found.describe(), line);
+}
+
+#[test]
+fn a_reader_that_sends_what_makes_no_sense_is_refused() {
+    let ram = ram();
+    let says = |reader: fn(&mut UnixStream)| {
+        let found = asked(&ram, reader);
+        found.err().map(|e| e.to_string()).unwrap_or_default()
+    };
+    let cases: [(&str, fn(&mut UnixStream)); 11] = [
+        ("does not answer", |_| ()),
+        ("no message", |its| wire::send(its, b'?', b"").unwrap()),
+        ("no message", |its| {
+            its.write_all(&[wire::FOUND, 0, 0, 0x80, 0]).unwrap();
+        }),
+        ("no range", |its| wire::send(its, wire::READ, &[0; 11]).unwrap()),
+        ("no summary", |its| wire::send(its, wire::FOUND, b"{}").unwrap()),
+        ("wrong unwind tables", |its| {
+            wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
+        }),
+        ("wrong unwind tables", |its| {
+            orc(its, &[0, 9, 8], 3);
+            wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
+        }),
+        ("wrong unwind tables", |its| {
+            orc(its, &[0, 8], 3);
+            wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
+        }),
+        ("no unwind tables", |its| {
+            wire::send(its, wire::OFFSETS, &[0; 7]).unwrap()
+        }),
+        ("too many bytes of memory at once", |its| {
+            wire::send(its, wire::READ, &wanted(0, PIECE as u32 + 1)).unwrap();
+        }),
+        // What it says is shown, and bounded.
+        ("a?b", |its| {
+            let why = [&b"a\nb"[..], &[b'x'; 5000]].concat();
+            wire::send(its, wire::FAILED, &why).unwrap();
+        }),
+    ];
+    for (why, reader) in cases {
+        let said = says(reader);
+        assert!(said.contains(why) && said.len() < 500, "{why}: {said}");
+    }
+}
+
+/// Memory of the VM's process is bounded, whatever comes.
+#[test]
+fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
+    let ram = ram();
+    let endless = |letter: u8, bytes: usize| {
+        let found = asked(
+            &ram,
+            |its| while wire::send(its, letter, &vec![0; bytes]).is_ok() {},
+        );
+        found.unwrap_err().to_string()
+    };
+    assert!(endless(wire::SYMBOLS, PIECE).ends_with("too many symbols"));
+    assert!(endless(wire::OFFSETS, PIECE).ends_with("too many unwind tables"));
+    assert!(endless(wire::ENTRIES, PIECE / 6 * 6).ends_with("too many unwind tables"));
+    assert!(MOST_SYMBOLS <= 64 << 20 && MOST_ENTRIES * 10 <= 64 << 20);
+    let found = asked(&ram, |its| {
+        // Answers are left out where there is no memory but for a few bytes.
+        while wire::send(its, wire::READ, &wanted(1 << 40, PIECE as u32)).is_ok() && wire::head(its).is_ok() {
+        }
+    });
+    assert!(
+        found
+            .unwrap_err()
+            .to_string()
+            .ends_with("too many bytes of memory")
+    );
+    let found = asked_until(&ram, Instant::now(), |its| {
+        let _ = wire::send(its, wire::READ, &wanted(0, 1));
+    });
+    assert!(matches!(found, Err(AskError::Slow)), "{found:?}");
+}
+
+/// Offsets of members are added to without a look, so one that is none is refused.
+#[test]
+fn offsets_that_no_kernel_has_are_refused() {
+    let layout = |pivot: u64, page: u64| {
+        format!(
+            r#"{{"Ok":{{"current":18446744073709551615,"comm":1,"pid":1,"tgid":1,"mm":1,"list":null,"maps":{{
+            "areas":{{"Maple":{{"root":1,"range_pivot":{pivot},"range_slot":1,"arange_pivot":1,"arange_slot":1}}}},
+            "vm_start":1,"vm_end":1,"vm_pgoff":1,"vm_flags":1,"vm_file":1,"vdso":null,"files":null,"cache":{{
+            "mapping":1,"root":1,"node_shift":1,"node_slots":{pivot},"index":1,"page_struct_bytes":{page},"vmemmap_base":null}}}}}}}}"#
+        )
+    };
+    let ram = ram();
+    let taken = |tasks: &str| {
+        let found = asked(&ram, |its| {
+            orc(its, &[0], 1);
+            let bytes = summary(r#"{"Err":"none"}"#, tasks);
+            wire::send(its, wire::FOUND, &bytes).unwrap();
+        });
+        found.map(|found| found.tasks.unwrap().has_maps())
+    };
+    assert!(taken(&layout(8, 64)).unwrap());
+    for (pivot, page) in [(1 << 33, 64), (u64::MAX, 64), (8, 0)] {
+        let refused = taken(&layout(pivot, page)).unwrap_err();
+        assert!(matches!(refused, AskError::Nonsense("summary")), "{refused}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Messages of any kind with any bytes in any order.
+    #[test]
+    fn no_reader_makes_the_asker_panic(
+        messages in prop::collection::vec((prop::sample::select(&b"RSOEFX?"[..]), prop::collection::vec(any::<u8>(), 0..40)), 0..12),
+        tail in prop::collection::vec(any::<u8>(), 0..8),
+    ) {
+        let ram = ram();
+        let _ = asked(&ram, |its| {
+            for (letter, bytes) in &messages {
+                if wire::send(its, *letter, bytes).is_err() {
+                    return;
+                }
+            }
+            let _ = its.write_all(&tail);
+        });
+    }
+}

@@ -1,0 +1,196 @@
+//! Processes for work on bytes of a guest's making, which a VM can do without: each does one piece of work
+//! and ends, with a system-call filter, limits of memory and of time, and no descriptor but one socket.
+//!
+//! | file | story |
+//! |---|---|
+//! | `keeper` | the process that starts one worker after the other, and says how each ended |
+//! | `ended` | how a worker ended |
+//!
+//! A VM that runs may start no process. So the keeper is started before, by a fork, with the rights that the
+//! VM has then, and gives them up at once. It reads nothing of a guest's.
+
+mod ended;
+mod keeper;
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use seccompiler::{BackendError, BpfProgram, SeccompAction};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+pub use ended::Ended;
+use keeper::{BEGIN, GIVE_UP, Job, Said};
+
+use crate::start::{Mode, SandboxError};
+use crate::{ThreadKind, filter, lists};
+
+/// How long the keeper may take to answer, and a worker for a message.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What one worker may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Address space, bytes, with the program itself.
+    pub memory_bytes: u64,
+    /// Time of a processor, seconds.
+    pub cpu_seconds: u64,
+}
+
+/// What workers may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Confinement {
+    /// With a filter, or not.
+    pub seccomp: Mode,
+    /// Without any file, where the kernel has landlock.
+    pub landlock: bool,
+}
+
+/// There are no workers.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkersError {
+    /// The keeper cannot be started.
+    #[error("{0} failed")]
+    Os(&'static str, #[source] io::Error),
+    /// There are no filters for it.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+}
+
+/// Who has workers started. The keeper and the worker that is there end with this.
+#[derive(Debug)]
+pub struct Workers {
+    control: Mutex<UnixStream>,
+}
+
+impl Workers {
+    /// Starts the keeper: a copy of this process, in which no thread but the calling one may exist. `give_up`
+    /// gives up its rights; `work` is what each worker does, with its socket and its number, from 0.
+    ///
+    /// # Errors
+    /// [`WorkersError`].
+    pub fn start(
+        confinement: Confinement,
+        limits: Limits,
+        give_up: fn() -> bool,
+        work: fn(UnixStream, u32),
+    ) -> Result<Self, WorkersError> {
+        let (ours, its) = UnixStream::pair().map_err(|e| WorkersError::Os("socketpair", e))?;
+        ours.set_read_timeout(Some(PATIENCE))
+            .map_err(|e| WorkersError::Os("setsockopt", e))?;
+        let otherwise = match confinement.seccomp {
+            Mode::Off => None,
+            // There is nobody to write a line.
+            Mode::On => Some(SeccompAction::KillProcess),
+            Mode::Log => Some(SeccompAction::Log),
+        };
+        let filters = filters(otherwise.as_ref());
+        let job = Job {
+            filters: filters.map_err(|e| SandboxError::Compile(ThreadKind::Profiler, e))?,
+            otherwise,
+            landlock: confinement.landlock,
+            limits,
+            patience: PATIENCE,
+            give_up,
+            work,
+        };
+        keeper::start(its, job).map_err(|e| WorkersError::Os("fork", e))?;
+        Ok(Self {
+            control: Mutex::new(ours),
+        })
+    }
+
+    /// Has a worker started. There is one at a time: who asks for another waits until the first is let go.
+    ///
+    /// # Errors
+    /// There is no keeper any more, or it cannot start one.
+    pub fn begin(&self) -> io::Result<Worker<'_>> {
+        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        let begun = begun(&mut control);
+        match begun.inspect_err(|_| let_go(&control))? {
+            Ok(socket) => Ok(Worker { control, socket }),
+            Err(refused) => Err(refused),
+        }
+    }
+}
+
+/// The socket of a new worker, or why the keeper starts none.
+///
+/// # Errors
+/// The keeper does not answer.
+fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
+    control.write_all(&[BEGIN])?;
+    let mut word = [0; Said::BYTES];
+    let (count, socket) = control
+        .recv_with_fd(&mut word)
+        .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+    let rest = word.get_mut(count..).unwrap_or_default();
+    control.read_exact(rest)?;
+    match Said::from_bytes(word) {
+        Said::Begun => {
+            let socket = socket.ok_or(ErrorKind::InvalidData)?;
+            Ok(Ok(UnixStream::from(OwnedFd::from(socket))))
+        }
+        Said::Failed(errno) => Ok(Err(io::Error::from_raw_os_error(errno))),
+        Said::Ended { .. } => Err(ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Ends a keeper that did not answer: what it says later would be taken for another answer.
+fn let_go(control: &UnixStream) {
+    // It may have ended.
+    let _ = control.shutdown(Shutdown::Both);
+}
+
+/// The last word on a worker.
+fn ended(control: &mut UnixStream) -> io::Result<Ended> {
+    control.write_all(&[GIVE_UP])?;
+    let mut word = [0; Said::BYTES];
+    control.read_exact(&mut word)?;
+    match Said::from_bytes(word) {
+        Said::Ended { status, text } => {
+            let mut words = vec![0; text.into()];
+            control.read_exact(&mut words)?;
+            Ok(Ended::of(status, &words))
+        }
+        Said::Begun | Said::Failed(_) => Err(ErrorKind::InvalidData.into()),
+    }
+}
+
+/// A worker, and the socket to it.
+#[derive(Debug)]
+pub struct Worker<'a> {
+    control: MutexGuard<'a, UnixStream>,
+    socket: UnixStream,
+}
+
+impl Worker<'_> {
+    /// The socket.
+    pub fn socket(&mut self) -> &mut UnixStream {
+        &mut self.socket
+    }
+
+    /// Ends it, if it has not ended, and says how it ended. Who wants to know why nothing comes any more
+    /// reads up to the end of the socket first.
+    ///
+    /// # Errors
+    /// The keeper does not say.
+    pub fn end(mut self) -> io::Result<Ended> {
+        ended(&mut self.control).inspect_err(|_| let_go(&self.control))
+    }
+}
+
+/// The keeper's filters, if others do `otherwise`.
+fn filters(otherwise: Option<&SeccompAction>) -> Result<Vec<BpfProgram>, BackendError> {
+    let mut filters = Vec::new();
+    if let Some(SeccompAction::KillProcess) = otherwise {
+        filters.push(filter::refuse(&lists::refused_to_workers())?);
+    }
+    if let Some(otherwise) = otherwise {
+        filters.push(filter::compile(&lists::of_keeper(), otherwise.clone())?);
+    }
+    Ok(filters)
+}

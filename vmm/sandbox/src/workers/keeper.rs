@@ -1,0 +1,343 @@
+//! The keeper of workers: a process that starts one after the other.
+//!
+//! It speaks to the VM by one socket, and sleeps in a read of it for as long as there is nothing to do.
+#![expect(unsafe_code, reason = "fork(2), and what a process does behind it")]
+
+use std::fmt::Write as _;
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use seccompiler::{BpfProgram, SeccompAction, apply_filter};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use super::Limits;
+use super::ended::{MOST_WORDS, PANICKED};
+use crate::{files, filter, lists};
+
+/// To the keeper: a worker is wanted.
+pub(super) const BEGIN: u8 = b'B';
+/// To the keeper: the worker has to end now.
+pub(super) const GIVE_UP: u8 = b'G';
+/// As the processes are called, in `ps`.
+const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
+const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
+/// The status of a process that could not become what it was to be.
+const UNFIT: i32 = 125;
+
+/// What the keeper says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    /// There is a worker; its socket comes along.
+    Begun,
+    /// There is none, for this error.
+    Failed(i32),
+    /// The worker has ended, with this status of `wait(2)`; so many bytes of text follow.
+    Ended { status: i32, text: u16 },
+}
+
+impl Said {
+    pub(super) const BYTES: usize = 8;
+
+    fn to_bytes(self) -> [u8; Self::BYTES] {
+        let (letter, number, text) = match self {
+            Self::Begun => (b'b', 0, 0),
+            Self::Failed(errno) => (b'f', errno, 0),
+            Self::Ended { status, text } => (b'e', status, text),
+        };
+        let mut bytes = [letter; Self::BYTES];
+        bytes[2..4].copy_from_slice(&text.to_le_bytes());
+        bytes[4..].copy_from_slice(&number.to_le_bytes());
+        bytes
+    }
+
+    /// The keeper is believed: it reads nothing of a guest's.
+    pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
+        let [letter, _, text @ .., a, b, c, d] = bytes;
+        let (number, text) = (i32::from_le_bytes([a, b, c, d]), u16::from_le_bytes(text));
+        match letter {
+            b'b' => Self::Begun,
+            b'e' => Self::Ended { status: number, text },
+            _ => Self::Failed(number),
+        }
+    }
+}
+
+/// What the keeper does.
+pub(super) struct Job {
+    /// The keeper's filters.
+    pub(super) filters: Vec<BpfProgram>,
+    /// What is done with a call of a worker that is not on its list; `None`: it has no list.
+    pub(super) otherwise: Option<SeccompAction>,
+    pub(super) landlock: bool,
+    pub(super) limits: Limits,
+    /// How long the VM waits for a message of a worker.
+    pub(super) patience: Duration,
+    pub(super) give_up: fn() -> bool,
+    pub(super) work: fn(UnixStream, u32),
+}
+
+/// Starts the keeper, which speaks by `control`.
+pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
+    // SAFETY: no other thread exists, as the caller of `Workers::start` sees to, so the child has all it
+    // needs, and no lock is held by another.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let ended = panic::catch_unwind(AssertUnwindSafe(|| become_keeper(control, &job)));
+            leave(if matches!(ended, Ok(Ok(()))) { 0 } else { UNFIT })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Ends this process without what destructors and handlers would do: they are of the one it is a copy of.
+fn leave(status: i32) -> ! {
+    // SAFETY: it does not return, and has no conditions.
+    unsafe { libc::_exit(status) }
+}
+
+fn become_keeper(control: UnixStream, job: &Job) -> io::Result<()> {
+    ends_with_its_parent(KEEPER_NAME);
+    // SAFETY: the call takes numbers. Keys of the terminal are not for this process.
+    unsafe { libc::setpgid(0, 0) };
+    let control = only_descriptor(control)?;
+    give_back_what_is_free();
+    if !(job.give_up)() {
+        return Err(io::Error::other("rights that stay"));
+    }
+    if job.landlock {
+        files::nothing().map_err(io::Error::other)?;
+    }
+    for filter in &job.filters {
+        apply_filter(filter).map_err(io::Error::other)?;
+    }
+    keep(control, job)
+}
+
+/// Gives memory back that the process which this is a copy of has freed: this one sleeps nearly always.
+fn give_back_what_is_free() {
+    // SAFETY: the call takes a number.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// This process ends when its parent does, and has a name of its own.
+fn ends_with_its_parent(name: &std::ffi::CStr) {
+    // SAFETY: the calls take numbers and a string that lives.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+    }
+}
+
+/// Closes all descriptors but that of `control`. What is written to standard output and error is lost.
+fn only_descriptor(control: UnixStream) -> io::Result<UnixStream> {
+    const FIRST: RawFd = 3;
+    let (_, nowhere) = io::pipe()?;
+    // SAFETY: the calls take descriptors and numbers. What is closed behind its owner's back is of the
+    // process that this one is a copy of: nothing of it is used or dropped here any more, as `start` ends
+    // this process without destructors.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+        let kept = libc::fcntl(control.as_raw_fd(), libc::F_DUPFD_CLOEXEC, FIRST);
+        if kept < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        for stream in 0..FIRST {
+            libc::dup2(nowhere.as_raw_fd(), stream);
+        }
+        std::mem::forget((control, nowhere));
+        close_all_but(kept);
+        Ok(UnixStream::from(OwnedFd::from_raw_fd(kept)))
+    }
+}
+
+/// # Safety
+/// No descriptor from 3 on but `kept` is used any more.
+unsafe fn close_all_but(kept: RawFd) {
+    let close = |from: RawFd, to: libc::c_uint| {
+        // SAFETY: it takes numbers; what it closes is nobody's, as the caller says.
+        unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) == 0 }
+    };
+    let below = kept.unsigned_abs().saturating_sub(1);
+    if (kept == 3 || close(3, below)) && close(kept + 1, libc::c_uint::MAX) {
+        return;
+    }
+    // Linux before 5.9. This early there are few.
+    for fd in (3..4096).filter(|fd| *fd != kept) {
+        // SAFETY: as above.
+        unsafe { libc::close(fd) };
+    }
+}
+
+/// Starts workers until the VM is gone.
+fn keep(mut control: UnixStream, job: &Job) -> io::Result<()> {
+    let mut number = 0;
+    while let Some(word) = heard(&mut control) {
+        if word != BEGIN {
+            continue;
+        }
+        match begin(&control, job, number) {
+            Ok(begun) => {
+                number += 1;
+                watch(&mut control, begun)?;
+            }
+            Err(e) => {
+                let errno = e.raw_os_error().unwrap_or(libc::EIO);
+                control.write_all(&Said::Failed(errno).to_bytes())?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One word of the VM's; `None`: it is gone.
+fn heard(control: &mut UnixStream) -> Option<u8> {
+    let mut word = [0];
+    control.read_exact(&mut word).ok()?;
+    Some(word[0])
+}
+
+/// A worker that runs.
+struct Begun {
+    pid: libc::pid_t,
+    /// Its last words come by this.
+    last_words: PipeReader,
+    socket: UnixStream,
+}
+
+fn begin(control: &UnixStream, job: &Job, number: u32) -> io::Result<Begun> {
+    let (socket, its) = UnixStream::pair()?;
+    socket.set_read_timeout(Some(job.patience))?;
+    socket.set_write_timeout(Some(job.patience))?;
+    let (last_words, its_end) = io::pipe()?;
+    // SAFETY: this process has one thread.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            // SAFETY: the descriptor is not used any more: `leave` runs no destructors.
+            unsafe { libc::close(control.as_raw_fd()) };
+            drop((socket, last_words));
+            be_worker(its, its_end, job, number)
+        }
+        pid => Ok(Begun {
+            pid,
+            last_words,
+            socket,
+        }),
+    }
+}
+
+/// Tells the VM of a worker, and of its end.
+fn watch(control: &mut UnixStream, begun: Begun) -> io::Result<()> {
+    let Begun {
+        pid,
+        mut last_words,
+        socket,
+    } = begun;
+    let told = control.send_with_fd(&Said::Begun.to_bytes()[..], socket.as_raw_fd());
+    drop(socket);
+    // The VM hears by the socket when the worker has ended, and says so, or that it is not wanted any more.
+    let gone = told.is_err() || heard(control).is_none();
+    // One that is ending ends as it would.
+    let mut status = 0;
+    // SAFETY: the process is a child that nobody has waited for, so the number is still its own; `status` is
+    // a valid place for the length of the call.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        while libc::waitpid(pid, &mut status, 0) < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+    }
+    if gone {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let mut words = [0; MOST_WORDS];
+    // All other ends of the pipe are closed.
+    let length = last_words.read(&mut words).unwrap_or(0);
+    let text = u16::try_from(length).unwrap_or(0);
+    control.write_all(&Said::Ended { status, text }.to_bytes())?;
+    control.write_all(&words[..text.into()])
+}
+
+/// Where a panic was, and what it said.
+static LAST_WORDS: OnceLock<String> = OnceLock::new();
+
+fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: u32) -> ! {
+    ends_with_its_parent(WORKER_NAME);
+    panic::set_hook(Box::new(|info| {
+        let mut words = String::new();
+        if let Some(place) = info.location() {
+            let _ = write!(words, "at {place}: ");
+        }
+        let said = info.payload_as_str().unwrap_or("nothing");
+        let _ = write!(words, "{}", said.replace('\n', " "));
+        let _ = LAST_WORDS.set(words);
+    }));
+    // The VM is to see its end no sooner than it has ended: a panic drops what it has.
+    let Ok(held) = socket.try_clone() else {
+        leave(UNFIT)
+    };
+    if !limited(&job.limits) || confined(job).is_none() {
+        leave(UNFIT);
+    }
+    let done = panic::catch_unwind(AssertUnwindSafe(|| (job.work)(socket, number)));
+    if done.is_err() {
+        let words = LAST_WORDS.get().map_or(&[][..], |words| words.as_bytes());
+        let _ = last_words.write_all(&words[..words.len().min(MOST_WORDS)]);
+    }
+    std::mem::forget(held);
+    leave(if done.is_ok() { 0 } else { PANICKED })
+}
+
+fn confined(job: &Job) -> Option<()> {
+    let Some(otherwise) = job.otherwise.clone() else {
+        return Some(());
+    };
+    let list = lists::of_worker(std::process::id());
+    apply_filter(&filter::compile(&list, otherwise).ok()?).ok()
+}
+
+/// Takes on limits. No file is written, no descriptor opened, no core left.
+fn limited(limits: &Limits) -> bool {
+    let limit = |resource, soft: u64, hard: u64| {
+        let limit = libc::rlimit {
+            rlim_cur: soft,
+            rlim_max: hard,
+        };
+        // SAFETY: the limit lives for the length of the call.
+        unsafe { libc::setrlimit(resource, &limit) == 0 }
+    };
+    let seconds = limits.cpu_seconds;
+    limit(libc::RLIMIT_AS, limits.memory_bytes, limits.memory_bytes)
+        && limit(libc::RLIMIT_CPU, seconds, seconds + 1)
+        && limit(libc::RLIMIT_CORE, 0, 0)
+        && limit(libc::RLIMIT_FSIZE, 0, 0)
+        && limit(libc::RLIMIT_NOFILE, 0, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_heard() {
+        for said in [
+            Said::Begun,
+            Said::Failed(libc::EAGAIN),
+            Said::Ended { status: 0, text: 0 },
+            Said::Ended {
+                status: -1,
+                text: 300,
+            },
+        ] {
+            assert_eq!(Said::from_bytes(said.to_bytes()), said);
+        }
+    }
+}

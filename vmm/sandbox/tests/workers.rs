@@ -1,0 +1,345 @@
+//! Workers: what they may not do, what they may not take, how each end is told, and that the next one works.
+//! The process that has them is one of its own: this test program, started again for one test.
+#![expect(unsafe_code, reason = "system calls that the filters are to stop")]
+
+use std::ffi::c_long;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use sandbox::{Confinement, Ended, Limits, Mode, Worker, Workers};
+
+/// What the process is to do.
+const TASK: &str = "WORKERS_TEST_TASK";
+/// Said by a process that came to its end.
+const DONE: &str = "all of it is done";
+const LIMITS: Limits = Limits {
+    memory_bytes: 256 << 20,
+    cpu_seconds: 1,
+};
+
+/// What a worker does: as its socket says, by one letter.
+fn work(mut socket: UnixStream, number: u32) {
+    let mut letter = [0];
+    socket.read_exact(&mut letter).unwrap();
+    match letter[0] {
+        b'n' => socket.write_all(&number.to_le_bytes()).unwrap(),
+        b'p' => panic!("over\na table"),
+        b'm' => {
+            let mut all: Vec<Vec<u8>> = Vec::new();
+            loop {
+                all.push(vec![1; 1 << 20]);
+            }
+        }
+        b't' => loop {
+            std::hint::black_box(number);
+        },
+        b'h' => {
+            socket.write_all(&std::process::id().to_le_bytes()).unwrap();
+            // Until somebody ends it.
+            let _ = socket.read(&mut letter);
+        }
+        b'o' => {
+            ordinary();
+            socket.write_all(b"o").unwrap();
+        }
+        tried => {
+            let at = usize::from(tried - b'A');
+            let (_, call, arguments) = FORBIDDEN[at];
+            let [a, b, c, d, e, f] = arguments;
+            // SAFETY: the arguments are numbers, null, or out of range. None of the calls does harm to this
+            // process if it is let through.
+            unsafe { libc::syscall(call, a, b, c, d, e, f) };
+        }
+    }
+}
+
+/// What no worker may.
+const FORBIDDEN: [(&str, c_long, [c_long; 6]); 18] = [
+    (
+        "a new file",
+        libc::SYS_openat,
+        [
+            libc::AT_FDCWD as c_long,
+            0,
+            (libc::O_RDWR | libc::O_CREAT) as c_long,
+            0o600,
+            0,
+            0,
+        ],
+    ),
+    ("execve", libc::SYS_execve, [0; 6]),
+    (
+        "a process",
+        libc::SYS_clone,
+        [libc::SIGCHLD as c_long, 0, 0, 0, 0, 0],
+    ),
+    ("clone3", libc::SYS_clone3, [0; 6]),
+    (
+        "a socket",
+        libc::SYS_socket,
+        [libc::AF_UNIX as c_long, 1, 0, 0, 0, 0],
+    ),
+    (
+        "a pair",
+        libc::SYS_socketpair,
+        [libc::AF_UNIX as c_long, 1, 0, 0, 0, 0],
+    ),
+    ("a descriptor that comes", libc::SYS_recvmsg, [0; 6]),
+    ("a descriptor that goes", libc::SYS_sendmsg, [0; 6]),
+    ("ptrace", libc::SYS_ptrace, [-1, 0, 0, 0, 0, 0]),
+    (
+        "the memory of others",
+        libc::SYS_process_vm_readv,
+        [1, 0, 0, 0, 0, 0],
+    ),
+    ("a signal", libc::SYS_kill, [1, 0, 0, 0, 0, 0]),
+    ("another's thread", libc::SYS_tgkill, [1, 1, 0, 0, 0, 0]),
+    ("a namespace", libc::SYS_unshare, [0; 6]),
+    (
+        "a filter",
+        libc::SYS_seccomp,
+        [libc::SECCOMP_SET_MODE_FILTER as c_long, 0, 0, 0, 0, 0],
+    ),
+    (
+        "other limits",
+        libc::SYS_prlimit64,
+        [0, libc::RLIMIT_AS as c_long, 0, 0, 0, 0],
+    ),
+    (
+        "code",
+        libc::SYS_mmap,
+        [
+            0,
+            4096,
+            (libc::PROT_READ | libc::PROT_EXEC) as c_long,
+            (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as c_long,
+            -1,
+            0,
+        ],
+    ),
+    ("events", libc::SYS_perf_event_open, [0, -1, 0, -1, 8, 0]),
+    ("a request", libc::SYS_ioctl, [0; 6]),
+];
+
+/// Memory, a hash table, a panic that somebody catches; no file and no new descriptor.
+fn ordinary() {
+    for _ in 0..3 {
+        let big: Vec<u64> = (0..1 << 22).collect();
+        assert_eq!(big.last(), Some(&((1 << 22) - 1)));
+    }
+    let map: std::collections::HashMap<u32, u32> = (0..100_000).map(|n| (n, n)).collect();
+    assert_eq!(map.len(), 100_000);
+    let caught = std::panic::catch_unwind(|| panic!("caught"));
+    assert!(caught.is_err());
+    fs::File::open("/proc/self/status").unwrap_err();
+}
+
+fn workers(mode: Mode) -> Workers {
+    let confinement = Confinement {
+        seccomp: mode,
+        landlock: sandbox::has_landlock(),
+    };
+    Workers::start(confinement, LIMITS, || true, work).unwrap()
+}
+
+fn begun(workers: &Workers, letter: u8) -> Worker<'_> {
+    let mut worker = workers.begin().unwrap();
+    worker.socket().write_all(&[letter]).unwrap();
+    worker
+}
+
+/// All that a worker sends, up to its end, and how it ended.
+fn whole(workers: &Workers, letter: u8) -> (Vec<u8>, Ended) {
+    let mut worker = begun(workers, letter);
+    let mut said = Vec::new();
+    // A socket with something unread in it ends with an error.
+    let _ = worker.socket().read_to_end(&mut said);
+    (said, worker.end().unwrap())
+}
+
+fn every_end(mode: Mode) {
+    let workers = workers(mode);
+    let mut number = 0u32;
+    let mut next_one_works = |workers: &Workers, before: u32| {
+        number += before;
+        let (said, ended) = whole(workers, b'n');
+        assert_eq!((said, ended), (number.to_le_bytes().to_vec(), Ended::Done));
+        number += 1;
+    };
+    next_one_works(&workers, 0);
+    for (letter, expected) in [(b'm', Ended::Memory), (b't', Ended::Time)] {
+        assert_eq!(whole(&workers, letter), (Vec::new(), expected));
+        next_one_works(&workers, 1);
+    }
+    match whole(&workers, b'p').1 {
+        Ended::Panicked(words) => {
+            assert!(
+                words.starts_with("at ") && words.ends_with(": over a table"),
+                "{words}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    next_one_works(&workers, 1);
+    // Somebody kills it.
+    let mut worker = begun(&workers, b'h');
+    let pid = pid_of(&mut worker);
+    let killed = Command::new("kill").args(["-9", &pid.to_string()]).status();
+    assert!(killed.unwrap().success());
+    assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
+    assert_eq!(worker.end().unwrap(), Ended::Signal(libc::SIGKILL));
+    next_one_works(&workers, 1);
+    // It does nothing any more, or is stopped, and the VM has enough of it.
+    for stopped in [false, true] {
+        let mut worker = begun(&workers, b'h');
+        let pid = pid_of(&mut worker);
+        if stopped {
+            let stop = Command::new("kill").args(["-STOP", &pid.to_string()]).status();
+            assert!(stop.unwrap().success());
+        }
+        assert_eq!(worker.end().unwrap(), Ended::Signal(libc::SIGKILL));
+        next_one_works(&workers, 1);
+    }
+    // It is let go without a word.
+    drop(begun(&workers, b'h'));
+}
+
+fn pid_of(worker: &mut Worker<'_>) -> u32 {
+    let mut pid = [0; 4];
+    worker.socket().read_exact(&mut pid).unwrap();
+    u32::from_le_bytes(pid)
+}
+
+fn forbidden() {
+    let workers = workers(Mode::On);
+    assert_eq!(whole(&workers, b'o'), (b"o".to_vec(), Ended::Done));
+    for (at, (what, ..)) in FORBIDDEN.iter().enumerate() {
+        let (said, ended) = whole(&workers, b'A' + at as u8);
+        assert_eq!((said, ended), (Vec::new(), Ended::Forbidden), "{what}");
+    }
+    assert_eq!(whole(&workers, b'n').1, Ended::Done);
+}
+
+/// Shows a worker that waits, and its keeper, to the test.
+fn shown() {
+    let workers = workers(Mode::On);
+    let mut worker = begun(&workers, b'h');
+    // The test program has begun a line.
+    println!("\n{}", pid_of(&mut worker));
+    std::io::stdout().flush().unwrap();
+    loop {
+        std::thread::sleep(Duration::from_secs(1000));
+    }
+}
+
+#[test]
+#[ignore = "a child of the tests below"]
+fn as_a_child() {
+    match std::env::var(TASK).unwrap().as_str() {
+        "ends" => every_end(Mode::On),
+        "ends without filters" => every_end(Mode::Off),
+        "ends logged" => every_end(Mode::Log),
+        "forbidden" => forbidden(),
+        _ => shown(),
+    }
+    println!("{DONE}");
+}
+
+fn command(task: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args([
+            "--exact",
+            "as_a_child",
+            "--ignored",
+            "--nocapture",
+            "--test-threads",
+            "1",
+        ])
+        .env(TASK, task);
+    command
+}
+
+#[track_caller]
+fn does(task: &str) {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command(task).output().unwrap();
+    let said = String::from_utf8_lossy(&stdout);
+    let err = String::from_utf8_lossy(&stderr);
+    assert!(status.success() && said.contains(DONE), "{said}{err}");
+}
+
+/// Memory, time, a panic, a kill, a halt: each is told, and the next worker works.
+#[test]
+fn whatever_ends_a_worker_is_told_and_the_next_one_works() {
+    does("ends");
+}
+
+#[test]
+fn limits_hold_without_filters() {
+    does("ends without filters");
+    does("ends logged");
+}
+
+#[test]
+fn a_worker_that_tries_what_it_may_not_is_ended_and_the_next_one_works() {
+    does("forbidden");
+}
+
+/// The process `pid`'s parent.
+fn parent(pid: u32) -> u32 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+    line.unwrap().trim().parse().unwrap()
+}
+
+/// A worker has its socket, the pipe for its last words, and no way to the VM's own files; it and its keeper
+/// are gone with the VM.
+#[test]
+fn a_worker_has_one_socket_and_ends_with_its_vm() {
+    let mut vm = command("shown").stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(vm.stdout.take().unwrap()).lines();
+    let worker = lines.find_map(|line| line.unwrap().trim().parse().ok());
+    let worker: u32 = worker.expect("its number");
+    let keeper = parent(worker);
+    assert_eq!(parent(keeper), vm.id());
+    for (pid, sockets, pipes) in [(worker, 2, 1), (keeper, 1, 1)] {
+        let mut found = (0, 0);
+        for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+            let fd = fd.unwrap();
+            let number: u32 = fd.file_name().to_str().unwrap().parse().unwrap();
+            let leads = fs::read_link(fd.path()).unwrap();
+            let leads = leads.to_str().unwrap();
+            // The standard streams lead into a pipe that nobody reads.
+            match number {
+                0..=2 => assert!(leads.starts_with("pipe:"), "{leads}"),
+                _ if leads.starts_with("socket:") => found.0 += 1,
+                _ if leads.starts_with("pipe:") => found.1 += 1,
+                _ => panic!("{pid}: {leads}"),
+            }
+        }
+        // The second socket of the worker is the same one.
+        assert_eq!(found, (sockets, pipes), "{pid}");
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains("\nSeccomp:\t2\n"), "{status}");
+    }
+    vm.kill().unwrap();
+    vm.wait().unwrap();
+    for pid in [worker, keeper] {
+        // Nobody may have waited for it yet.
+        let there = || {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            Path::new(&format!("/proc/{pid}")).exists() && !status.contains("State:\tZ")
+        };
+        while there() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
