@@ -6,8 +6,8 @@ use crate::kind::ThreadKind;
 #[cfg(debug_assertions)]
 const PANICS: &str = "PERFVISOR_TEST_PANICS";
 
-/// What workers are to suffer when they begin, one word for each in turn: `panic`, `memory`, `time`, `call`, or
-/// anything else for nothing.
+/// What workers are to suffer when they begin, one word for each in turn: `panic`, `memory`, `time`, `call`,
+/// or anything else for nothing.
 #[cfg(debug_assertions)]
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 

@@ -23,6 +23,7 @@ use seccompiler::{BackendError, BpfProgram, SeccompAction};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 pub use ended::Ended;
+pub use keeper::Limits;
 use keeper::{BEGIN, GIVE_UP, Job, Said};
 
 use crate::start::{Mode, SandboxError};
@@ -30,15 +31,6 @@ use crate::{ThreadKind, filter, lists};
 
 /// How long the keeper may take to answer, and a worker for a message.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// What one worker may take.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Address space, bytes, with the program itself.
-    pub memory_bytes: u64,
-    /// Time of a processor, seconds.
-    pub cpu_seconds: u64,
-}
 
 /// What workers may do.
 #[derive(Clone, Copy, Debug)]

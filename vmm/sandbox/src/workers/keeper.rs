@@ -14,7 +14,6 @@ use std::time::Duration;
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use super::Limits;
 use super::ended::{MOST_WORDS, PANICKED};
 use crate::{files, filter, lists};
 
@@ -64,6 +63,15 @@ impl Said {
             _ => Self::Failed(number),
         }
     }
+}
+
+/// What one worker may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Address space, bytes, with the program itself.
+    pub memory_bytes: u64,
+    /// Time of a processor, seconds.
+    pub cpu_seconds: u64,
 }
 
 /// What the keeper does.

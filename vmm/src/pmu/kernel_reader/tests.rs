@@ -1,5 +1,5 @@
-//! Whatever the process that reads a guest's kernel suffers is told, and the next search finds it. The process
-//! that has it is one of its own: this test program, started again for one test.
+//! Whatever the process that reads a guest's kernel suffers is told, and the next search finds it. The
+//! process that has it is one of its own: this test program, started again for one test.
 
 use std::process::Command;
 
@@ -13,7 +13,8 @@ const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 const START: u64 = 0xffff_ffff_8100_0000;
 const LSTAR: u64 = START + 0x40;
 
-/// A guest's memory with a kernel of some symbols at 4 MiB, mapped at [`START`], and registers that lead there.
+/// A guest's memory with a kernel of some symbols at 4 MiB, mapped at [`START`], and registers that lead
+/// there.
 fn guest() -> (GuestMemoryMmap, GuestRegs, Anchors) {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
     let entries = [
