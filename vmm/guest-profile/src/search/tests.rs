@@ -15,6 +15,9 @@ use crate::{GuestPage, GuestPhys, GuestRegs};
 /// Long enough for any machine.
 const LATER: Duration = Duration::from_secs(3600);
 
+/// What a reader does.
+type Reader = fn(&mut UnixStream);
+
 /// RAM of two blocks and a page, no byte like the one before it.
 fn ram() -> Vec<u8> {
     (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
@@ -135,11 +138,11 @@ fn what_a_reader_sends_is_taken_if_it_makes_sense() {
 #[test]
 fn a_reader_that_sends_what_makes_no_sense_is_refused() {
     let ram = ram();
-    let says = |reader: fn(&mut UnixStream)| {
+    let says = |reader: Reader| {
         let found = asked(&ram, reader);
         found.err().map(|e| e.to_string()).unwrap_or_default()
     };
-    let cases: [(&str, fn(&mut UnixStream)); 11] = [
+    let cases: [(&str, Reader); 11] = [
         ("does not answer", |_| ()),
         ("no message", |its| wire::send(its, b'?', b"").unwrap()),
         ("no message", |its| {
@@ -190,7 +193,7 @@ fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     assert!(endless(wire::SYMBOLS, PIECE).ends_with("too many symbols"));
     assert!(endless(wire::OFFSETS, PIECE).ends_with("too many unwind tables"));
     assert!(endless(wire::ENTRIES, PIECE / 6 * 6).ends_with("too many unwind tables"));
-    assert!(MOST_SYMBOLS <= 64 << 20 && MOST_ENTRIES * 10 <= 64 << 20);
+    const { assert!(MOST_SYMBOLS <= 64 << 20 && MOST_ENTRIES * 10 <= 64 << 20) };
     let found = asked(&ram, |its| {
         // Answers are left out where there is no memory but for a few bytes.
         while wire::send(its, wire::READ, &wanted(1 << 40, PIECE as u32)).is_ok() && wire::head(its).is_ok() {
