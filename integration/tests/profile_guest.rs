@@ -1,19 +1,20 @@
 //! Profiling a Linux guest from outside: kernel found in its memory, tasks named, chains through kernel and
 //! program, names of its functions; and perf itself reading what was recorded.
 
+mod common;
+
 use std::collections::BTreeMap;
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::place::Place;
 use integration::process::{Command, Process};
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
-const LIMIT: Limit = Limit::GENEROUS;
+use common::{LIMIT, loaded, perfvisor, run};
 
 /// Where the profiled guest's metrics are.
 const METRICS: &str = "127.0.0.1:19464";
@@ -30,13 +31,6 @@ fn place() -> Place {
         ..LabOptions::default()
     })
     .unwrap()
-}
-
-/// What a command that must succeed prints, on both streams.
-fn run(place: &Place, command: &Command) -> (String, String) {
-    let output = place.run(command, LIMIT).unwrap();
-    assert!(output.success(), "{}: {}", command.line(), output.stderr_text());
-    (output.stdout_text(), output.stderr_text())
 }
 
 /// Shares in percent of a report's last column, which ends in the symbol.
@@ -84,25 +78,14 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         "--metrics",
         METRICS,
     ]);
-    let running = place.start(&guest.command(&place).unwrap()).unwrap();
-    assert!(
-        running.wait_for("load-has-begun", LIMIT),
-        "{}",
-        running.stdout_so_far()
-    );
+    let running = loaded(&place, &guest);
     // The host's copy of the guest's files: its programs are one.
     let root = place.scratch("guest-root");
     run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
     let pvload = std::fs::read(&artefacts::images().unwrap().pvload).unwrap();
     place.put(&format!("{root}/bin/pvload"), 0o755, &pvload).unwrap();
 
-    let perfvisor = place.perfvisor().unwrap();
-    let ours = |args: &[&str]| {
-        run(
-            &place,
-            &Command::new(perfvisor.clone()).args(args.iter().copied()),
-        )
-    };
+    let ours = perfvisor(&place);
     let (data, kallsyms) = (place.scratch("profiled.data"), place.scratch("kallsyms"));
     let (as_host, for_perf) = (place.scratch("as-host.data"), place.scratch("buildids"));
     let (_, said) = ours(&[

@@ -2,15 +2,16 @@
 //! pointers: its stacks by the unwind tables in the guest's memory, its functions by the names that they
 //! export, and no file of the guest at hand. And one of Go, which has no tables in memory.
 
+mod common;
+
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::place::Place;
 use integration::process::Command;
 
-const LIMIT: Limit = Limit::GENEROUS;
+use common::{loaded, perfvisor, run};
 
 /// Compresses perf for ever: by threads that the library makes, and beside that by the program's own thread,
 /// which is always within a function that the library exports.
@@ -18,13 +19,6 @@ const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
 "#;
-
-/// What a command that must succeed prints, on both streams.
-fn run(place: &Place, command: &Command) -> (String, String) {
-    let output = place.run(command, LIMIT).unwrap();
-    assert!(output.success(), "{}: {}", command.line(), output.stderr_text());
-    (output.stdout_text(), output.stderr_text())
-}
 
 /// Weight of the folded stacks of `task`'s threads that `keep` keeps.
 fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
@@ -45,19 +39,8 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
     let guest = LinuxGuest::new("unwound", "intel-v2")
         .script(SCRIPT)
         .args(["--name", "unwound"]);
-    let running = place.start(&guest.command(&place).unwrap()).unwrap();
-    assert!(
-        running.wait_for("load-has-begun", LIMIT),
-        "{}",
-        running.stdout_so_far()
-    );
-    let perfvisor = place.perfvisor().unwrap();
-    let ours = |args: &[&str]| {
-        run(
-            &place,
-            &Command::new(perfvisor.clone()).args(args.iter().copied()),
-        )
-    };
+    let running = loaded(&place, &guest);
+    let ours = perfvisor(&place);
     let recorded = |how: &str, data: &str| {
         let (_, said) = ours(&[
             "-v",
@@ -197,19 +180,8 @@ fn a_program_of_go_is_followed_to_its_main_function() {
         .script("section load /bin/churn")
         .file("bin/churn", 0o755, program)
         .args(["--name", "go"]);
-    let running = place.start(&guest.command(&place).unwrap()).unwrap();
-    assert!(
-        running.wait_for("load-has-begun", LIMIT),
-        "{}",
-        running.stdout_so_far()
-    );
-    let perfvisor = place.perfvisor().unwrap();
-    let ours = |args: &[&str]| {
-        run(
-            &place,
-            &Command::new(perfvisor.clone()).args(args.iter().copied()),
-        )
-    };
+    let _running = loaded(&place, &guest);
+    let ours = perfvisor(&place);
     let data = place.scratch("go.data");
     for (how, with_file) in [("dwarf,32768", true), ("dwarf,32768", false), ("fp", false)] {
         let record = [
