@@ -7,7 +7,7 @@ use std::sync::Arc;
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use perf_core::attr::{Attr, EventType};
 use perf_core::estimate::Estimator;
-use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
 use perf_core::pmu::clock::{CYCLES, ClockPmu, VcpuClock};
 use perf_core::pmu::{Pmu, Target, VcpuId};
 
@@ -16,9 +16,9 @@ const SLOTS: usize = 4;
 fn turns(c: &mut Criterion) {
     let mut group = c.benchmark_group("mux/turn");
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
-        for groups in [10, 1_000, 100_000] {
+        for groups in [10_usize, 1_000, 100_000] {
             let mut queue = MuxQueue::new(policy, 1_000);
-            (0..groups).for_each(|key| queue.insert(key));
+            (0..groups).for_each(|key| queue.insert(GroupKey::from(key)));
             let mut step = 0.1;
             let mut turn = move || {
                 let due = queue.next_turn_ns().unwrap_or(0);

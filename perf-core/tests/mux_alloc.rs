@@ -2,13 +2,13 @@
 
 use allocation_counter::measure;
 use perf_core::estimate::Estimator;
-use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
 
 #[test]
 fn turns_slices_and_estimates_allocate_nothing() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = MuxQueue::new(policy, 1_000);
-        (0..1_000).for_each(|key| queue.insert(key));
+        (0..1_000_usize).for_each(|key| queue.insert(GroupKey::from(key)));
         let mut estimator = Estimator::new();
         let mut now = 0;
         let made = measure(|| {

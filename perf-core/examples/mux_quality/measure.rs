@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 use perf_core::estimate::{Estimator, linear};
-use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -112,7 +112,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         .collect();
     let counts = |e: usize, from: u64, to: u64| trace.events[e].until(to) - trace.events[e].until(from);
     let mut queue = MuxQueue::new(policy, turn_ns);
-    (0..n).for_each(|key| queue.insert(key));
+    (0..n).for_each(|key| queue.insert(GroupKey::from(key)));
 
     // The run sees the trace from `start` to its end; times below are the trace's.
     let mut now = start;
@@ -120,17 +120,17 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     let mut left = None;
     loop {
         let mut used = 0;
-        let mut on = vec![usize::MAX; trace.slots];
+        let mut on = vec![None; trace.slots];
         queue.fill(|key| {
             if used == trace.slots {
                 return Turn::NoRoom;
             }
-            on[used] = key;
+            on[used] = Some(key);
             used += 1;
             Turn::Taken
         });
         for (key, event) in events.iter_mut().enumerate() {
-            match (event.on_since, on.contains(&key)) {
+            match (event.on_since, on.contains(&Some(GroupKey::from(key)))) {
                 (Some(since), false) => {
                     let count = counts(event.curve, since, now);
                     event.estimator.slice(since - start, now - start, count);
@@ -145,7 +145,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
             }
         }
         if let Some(key) = left {
-            let event: &Event = &events[key];
+            let event: &Event = &events[usize::from(key)];
             queue.slice_ended(key, event.estimator.last_step());
             if event.estimator.keeps_step() {
                 queue.rhythm_seen();
@@ -160,7 +160,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         if left.is_some()
             && let Some(key) = queue.amid()
         {
-            let event = &mut events[key];
+            let event = &mut events[usize::from(key)];
             let since = event.on_since.unwrap_or(now);
             event.estimator.amid(now - start, counts(event.curve, since, now));
         }

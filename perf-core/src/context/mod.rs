@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 
 use crate::model::event::{Event, EventShared, Source};
 use crate::model::failure::{Failure, FailureCause};
-use crate::model::keys::{EventKey, GroupKey, Key, PoolId, Table};
+use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
 use crate::model::lists::{List, Lists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
@@ -316,7 +316,7 @@ impl Context {
         match self.groups[group].pool {
             Some(pool) => match self.pools[pool].queue(self.groups[group].class) {
                 ClassQueue::Pinned(queue) => queue.push_back(&mut self.groups, group),
-                ClassQueue::Flexible(queue) => queue.insert(group.index()),
+                ClassQueue::Flexible(queue) => queue.insert(group),
             },
             None => self.software.push_back(&mut self.groups, group),
         }
@@ -333,7 +333,7 @@ impl Context {
         match self.groups[group].pool {
             Some(pool) => match self.pools[pool].queue(self.groups[group].class) {
                 ClassQueue::Pinned(queue) => queue.remove(&mut self.groups, group),
-                ClassQueue::Flexible(queue) => queue.remove(group.index()),
+                ClassQueue::Flexible(queue) => queue.remove(group),
             },
             None => self.software.remove(&mut self.groups, group),
         }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::Context;
 use crate::model::event::Event;
 use crate::model::failure::FailureCause;
-use crate::model::keys::{EventKey, GroupKey, Key, PoolId};
+use crate::model::keys::{EventKey, GroupKey, PoolId};
 use crate::model::lists::List;
 use crate::model::slices::Slices;
 use crate::model::state::{Owner, State};
@@ -270,7 +270,7 @@ impl Context {
         let rhythm = slices().any(Slices::keeps_step);
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
             if self.mux.policy == MuxPolicy::Adaptive {
-                queue.slice_ended(group.index(), most);
+                queue.slice_ended(group, most);
             }
             if rhythm {
                 queue.rhythm_seen();

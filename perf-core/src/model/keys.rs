@@ -6,6 +6,9 @@ use std::ops::{Index, IndexMut};
 
 use slab::Slab;
 
+/// A group in its context.
+pub(crate) use crate::mux::GroupKey;
+
 /// A place in a [`Table`].
 pub(crate) trait Key: Copy {
     fn new(index: usize) -> Self;
@@ -36,10 +39,18 @@ keys! {
     /// An event in its context. It is used again after the event has left: who keeps one says whose it was
     /// ([`crate::context::Context::get`]).
     EventKey;
-    /// A group in its context.
-    GroupKey;
     /// The slots of one driver in a context.
     PoolId;
+}
+
+impl Key for GroupKey {
+    fn new(index: usize) -> Self {
+        index.into()
+    }
+
+    fn index(self) -> usize {
+        self.into()
+    }
 }
 
 /// Values by key: constant-time insertion and removal, keys are used again.

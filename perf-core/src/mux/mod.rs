@@ -16,10 +16,11 @@
 //!
 //! # Use
 //! ```
-//! use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+//! use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
 //!
 //! let mut queue = MuxQueue::new(MuxPolicy::Adaptive, 4_000_000);
-//! (0..3).for_each(|group| queue.insert(group));
+//! let groups = [0, 1, 2_usize].map(GroupKey::from);
+//! groups.into_iter().for_each(|group| queue.insert(group));
 //! // One slot, and every group needs one.
 //! let mut on = None;
 //! queue.fill(|group| match on {
@@ -29,13 +30,13 @@
 //!     }
 //!     Some(_) => Turn::NoRoom,
 //! });
-//! assert_eq!(on, Some(0));
+//! assert_eq!(on, Some(groups[0]));
 //! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how
 //! // the group's rate went.
 //! assert_eq!(queue.turn(0), None, "turns begin now");
 //! let due = queue.next_turn_ns().unwrap();
-//! assert_eq!(queue.turn(due), Some(0));
-//! queue.slice_ended(0, Some(0.3));
+//! assert_eq!(queue.turn(due), Some(groups[0]));
+//! queue.slice_ended(groups[0], Some(0.3));
 //! ```
 
 mod list;
@@ -43,6 +44,22 @@ mod queue;
 
 pub(crate) use queue::measure_of;
 pub use queue::{MuxQueue, Turn};
+
+/// A group of a [`MuxQueue`], by a small number of the caller's choosing (a slab's key).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupKey(usize);
+
+impl From<usize> for GroupKey {
+    fn from(number: usize) -> Self {
+        Self(number)
+    }
+}
+
+impl From<GroupKey> for usize {
+    fn from(key: GroupKey) -> Self {
+        key.0
+    }
+}
 
 /// How slots are shared out over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

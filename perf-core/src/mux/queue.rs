@@ -1,7 +1,7 @@
 //! [`MuxQueue`]: the flexible groups of one context, and whose turn it is.
 
-use super::MuxPolicy;
 use super::list::{Link, List};
+use super::{GroupKey, MuxPolicy};
 
 /// Groups that cannot go on now although there is room (exclusive ones) are stepped over, this many at most.
 /// And as many steady ones are passed over at most to find one whose turn it is.
@@ -41,10 +41,66 @@ const TELLING: f64 = 8.0;
 const NOTICEABLE: f64 = 0.01;
 /// Shifts in a row that must tell on the same group, if they do not tell on most.
 const TELLING_SHIFTS: u8 = 2;
-/// Rotations before the first shift, and by how much longer each wait is than the one before: a shift costs a
+/// The wait before the first shift, and by how much longer each wait is than the one before: a shift costs a
 /// little of the precision that regular turns have.
-const FIRST_SHIFT: u64 = 8;
+const FIRST_SHIFT: Rotations = Rotations(8);
 const NEXT_SHIFT: u64 = 4;
+
+/// One of [`PACES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Pace(usize);
+
+impl Pace {
+    const FIRST: Self = Self(0);
+
+    /// Length of its turns, in turns of [`MuxPolicy::Rotate`].
+    fn turn(self) -> f64 {
+        PACES[self.0]
+    }
+
+    /// The one that is taken when a rhythm keeps step with this.
+    fn next(self) -> Self {
+        Self((self.0 + 1) % PACES.len())
+    }
+}
+
+/// The time between two changes of pace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Era(u32);
+
+impl Era {
+    const FIRST: Self = Self(0);
+
+    fn next(self) -> Self {
+        Self(self.0.wrapping_add(1))
+    }
+}
+
+/// Rounds in which each group has its turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rotations(u64);
+
+impl Rotations {
+    const NONE: Self = Self(0);
+    const ONE: Self = Self(1);
+
+    /// How many turns these are of so many groups.
+    fn turns(self, groups: usize) -> Turns {
+        Turns(self.0.saturating_mul(groups as u64))
+    }
+
+    fn times(self, n: u64) -> Self {
+        Self(self.0.saturating_mul(n))
+    }
+}
+
+/// Turns, each of one group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+struct Turns(u64);
+
+impl Turns {
+    const NONE: Self = Self(0);
+}
 
 /// What became of a group that was offered a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +140,7 @@ struct Entry {
     /// During which its last slice ended.
     phase: Phase,
     /// The [`MuxQueue::era`] of what follows.
-    era: u32,
+    era: Era,
     /// Mean square of the relative steps of the rate between regular slices.
     steps: f32,
     /// How many that is the mean of.
@@ -105,7 +161,7 @@ impl Entry {
         place: Place::Absent,
         trust: Trust::Open,
         phase: Phase::Regular,
-        era: 0,
+        era: Era::FIRST,
         steps: 0.0,
         known: 0,
         skip: true,
@@ -132,8 +188,7 @@ enum Phase {
 
 /// The flexible groups of one context.
 ///
-/// Groups are known by small numbers of the caller's choosing (a slab's keys): memory is proportional to the
-/// largest.
+/// Memory is proportional to the largest [`GroupKey`].
 #[derive(Debug)]
 pub struct MuxQueue {
     policy: MuxPolicy,
@@ -145,18 +200,16 @@ pub struct MuxQueue {
     /// Waiting, longest first.
     waiting: List,
     /// Offered a slot that was too small, so first when there is more room.
-    held: Option<u32>,
+    held: Option<GroupKey>,
     /// 0 while no turn is planned.
     next_turn_ns: u64,
-    /// Index in [`PACES`].
-    pace: usize,
-    /// Counts changes of pace.
-    era: u32,
+    pace: Pace,
+    era: Era,
     phase: Phase,
-    /// Turns left of the phase.
-    left: u64,
-    /// Rotations until the next shift, if somebody is suspect by then.
-    run: u64,
+    /// What is left of the phase.
+    left: Turns,
+    /// Until the next shift, if somebody is suspect by then.
+    run: Rotations,
     /// Groups that are [`Trust::Suspect`] in this era.
     suspects: usize,
     /// Of those seen in this shift: how many, on how many it told, and whether on one again.
@@ -165,9 +218,9 @@ pub struct MuxQueue {
     told_again: bool,
     /// Decides whose slice is looked at amid.
     draw: u32,
-    /// Turns so far, and which was the last with [`MuxQueue::rhythm_seen`].
-    turns: u64,
-    rhythm_at: Option<u64>,
+    /// Those so far, and which was the last with [`MuxQueue::rhythm_seen`].
+    turns: Turns,
+    rhythm_at: Option<Turns>,
 }
 
 impl MuxQueue {
@@ -183,17 +236,17 @@ impl MuxQueue {
             waiting: List::EMPTY,
             held: None,
             next_turn_ns: 0,
-            pace: 0,
-            era: 0,
+            pace: Pace::FIRST,
+            era: Era::FIRST,
             phase: Phase::Regular,
-            left: 0,
-            run: 0,
+            left: Turns::NONE,
+            run: Rotations::NONE,
             suspects: 0,
             looked_at: 0,
             told: 0,
             told_again: false,
             draw: 0,
-            turns: 0,
+            turns: Turns::NONE,
             rhythm_at: None,
         }
     }
@@ -217,53 +270,52 @@ impl MuxQueue {
     }
 
     /// Adds group `key`, last in line. One that is there already is left alone.
-    pub fn insert(&mut self, key: usize) {
-        let Ok(at) = u32::try_from(key) else { return };
-        if key >= self.entries.len() {
-            self.entries.resize(key + 1, Entry::ABSENT);
+    pub fn insert(&mut self, key: GroupKey) {
+        let at = usize::from(key);
+        if u32::try_from(at).is_err() {
+            return;
         }
-        if self.entries[key].place == Place::Absent {
-            self.entries[key] = Entry::ABSENT;
+        if at >= self.entries.len() {
+            self.entries.resize(at + 1, Entry::ABSENT);
+        }
+        if self.entries[at].place == Place::Absent {
+            self.entries[at] = Entry::ABSENT;
             if self.waiting.len() == 0 {
                 // Turns begin anew.
                 self.next_turn_ns = 0;
             }
-            self.wait(at);
+            self.wait(key);
         }
     }
 
     /// Removes group `key`, on or waiting. One that is not there is left alone.
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "keys are inserted as numbers of 32 bits"
-    )]
-    pub fn remove(&mut self, key: usize) {
-        let Some(place) = self.entries.get(key).map(|e| e.place) else {
+    pub fn remove(&mut self, key: GroupKey) {
+        let Some(place) = self.entries.get(usize::from(key)).map(|e| e.place) else {
             return;
         };
         match place {
             Place::Absent => return,
-            Place::Waiting => self.unwait(key as u32),
-            Place::On => self.on.remove(&mut self.entries, key as u32, |e| &mut e.age),
+            Place::Waiting => self.unwait(key),
+            Place::On => self.on.remove(&mut self.entries, key, |e| &mut e.age),
         }
         self.trust(key, Trust::Open);
-        self.entries[key] = Entry::ABSENT;
+        self.entries[usize::from(key)] = Entry::ABSENT;
     }
 
-    fn wait(&mut self, at: u32) {
-        self.entries[at as usize].place = Place::Waiting;
-        self.waiting.push_back(&mut self.entries, at, |e| &mut e.age);
+    fn wait(&mut self, key: GroupKey) {
+        self.entries[usize::from(key)].place = Place::Waiting;
+        self.waiting.push_back(&mut self.entries, key, |e| &mut e.age);
     }
 
-    fn unwait(&mut self, at: u32) {
-        self.waiting.remove(&mut self.entries, at, |e| &mut e.age);
-        if self.held == Some(at) {
+    fn unwait(&mut self, key: GroupKey) {
+        self.waiting.remove(&mut self.entries, key, |e| &mut e.age);
+        if self.held == Some(key) {
             self.held = None;
         }
     }
 
-    fn trust(&mut self, key: usize, trust: Trust) {
-        let entry = &mut self.entries[key];
+    fn trust(&mut self, key: GroupKey, trust: Trust) {
+        let entry = &mut self.entries[usize::from(key)];
         if entry.era == self.era {
             self.suspects -= usize::from(entry.trust == Trust::Suspect);
             self.suspects += usize::from(trust == Trust::Suspect);
@@ -278,8 +330,8 @@ impl MuxQueue {
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
     )]
-    pub fn slice_ended(&mut self, key: usize, step: Option<f64>) {
-        let Some(entry) = self.entries.get_mut(key) else {
+    pub fn slice_ended(&mut self, key: GroupKey, step: Option<f64>) {
+        let Some(entry) = self.entries.get_mut(usize::from(key)) else {
             return;
         };
         let (false, Some(step)) = (entry.place == Place::Absent, step) else {
@@ -319,9 +371,9 @@ impl MuxQueue {
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
     )]
-    fn regular(&mut self, key: usize, step: f64) {
+    fn regular(&mut self, key: GroupKey, step: f64) {
         let square = (step * step).min(MOST_SQUARE) as f32;
-        let entry = &mut self.entries[key];
+        let entry = &mut self.entries[usize::from(key)];
         entry.known = entry.known.saturating_add(1);
         entry.steps += (square - entry.steps) * FORGET.max(1.0 / f32::from(entry.known));
         if entry.steps >= CALM {
@@ -333,8 +385,8 @@ impl MuxQueue {
 
     /// The step across a shift. A rate that goes its own way hardly notices; one in step with the turns shows
     /// another side.
-    fn shifted(&mut self, key: usize, step: f64) {
-        let entry = &mut self.entries[key];
+    fn shifted(&mut self, key: GroupKey, step: f64) {
+        let entry = &mut self.entries[usize::from(key)];
         if entry.trust != Trust::Suspect {
             return;
         }
@@ -347,7 +399,7 @@ impl MuxQueue {
             entry.told = 0;
             // Half of the steady ones are passed over in each rotation, so that all rotations are equally
             // long.
-            entry.passed = key.is_multiple_of(2);
+            entry.passed = usize::from(key).is_multiple_of(2);
             self.trust(key, Trust::Cleared);
         }
     }
@@ -360,7 +412,7 @@ impl MuxQueue {
 
     /// If a turn is due at `now_ns`, sends the group that is on longest back to wait and sets the time of the
     /// next turn. The caller then fills the slots anew. `None` if no turn is due or nobody waits.
-    pub fn turn(&mut self, now_ns: u64) -> Option<usize> {
+    pub fn turn(&mut self, now_ns: u64) -> Option<GroupKey> {
         if self.waiting.len() == 0 || now_ns < self.next_turn_ns {
             return None;
         }
@@ -370,28 +422,28 @@ impl MuxQueue {
             // Those that are on have only just begun.
             return None;
         }
-        let at = self.on.front()?;
-        self.turns += 1;
-        self.on.remove(&mut self.entries, at, |e| &mut e.age);
-        self.wait(at);
-        self.entries[at as usize].phase = phase;
-        Some(at as usize)
+        let key = self.on.front()?;
+        self.turns.0 += 1;
+        self.on.remove(&mut self.entries, key, |e| &mut e.age);
+        self.wait(key);
+        self.entries[usize::from(key)].phase = phase;
+        Some(key)
     }
 
     /// To be called when a group has left and the slots are not filled anew yet: in one turn of four a group
     /// that is on and about halfway through its slice, for [`crate::estimate::Estimator::amid`]. All
     /// groups are drawn equally often. `None` where slices are one turn long: there is no middle.
-    pub fn amid(&mut self) -> Option<usize> {
+    pub fn amid(&mut self) -> Option<GroupKey> {
         // Steps of the golden ratio keep step with no number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
         if self.draw >= 1 << 30 {
             return None;
         }
-        let mut at = self.on.front()?;
+        let mut key = self.on.front()?;
         for _ in 0..self.on.len() / 2 {
-            at = self.on.after(&self.entries, at, |e| &e.age)?;
+            key = self.on.after(&self.entries, key, |e| &e.age)?;
         }
-        Some(at as usize)
+        Some(key)
     }
 
     /// A rhythm keeps step with the slices of some group ([`crate::estimate::Estimator::keeps_step`]): others
@@ -403,8 +455,9 @@ impl MuxQueue {
     /// Whether a rhythm was in step with some group's slices during the last rotations.
     #[must_use]
     pub fn has_rhythm(&self) -> bool {
-        let lately = 4 * self.len() as u64;
-        self.rhythm_at.is_some_and(|at| self.turns - at <= lately)
+        let lately = Rotations(4).turns(self.len());
+        self.rhythm_at
+            .is_some_and(|at| Turns(self.turns.0 - at.0) <= lately)
     }
 
     #[expect(
@@ -416,28 +469,28 @@ impl MuxQueue {
         if self.policy == MuxPolicy::Rotate {
             return self.turn_ns;
         }
-        if self.left == 0 {
+        if self.left == Turns::NONE {
             self.next_phase();
         }
-        self.left -= 1;
+        self.left.0 -= 1;
         let stretch = if self.phase == Phase::Stretched {
             STRETCH
         } else {
             1.0
         };
-        ((self.turn_ns as f64 * PACES[self.pace] * stretch) as u64).max(1)
+        ((self.turn_ns as f64 * self.pace.turn() * stretch) as u64).max(1)
     }
 
     /// Regular turns are the most precise there are, unless a rhythm of the guest keeps step with them: then
     /// every slice sees the same side of it, and that looks like calm. So calm is put to the test by a
     /// shift.
     fn next_phase(&mut self) {
-        let rotation = self.len() as u64;
-        self.left = rotation;
+        let groups = self.len();
+        self.left = Rotations::ONE.turns(groups);
         self.phase = match self.phase {
-            Phase::Regular if self.run == 0 => {
+            Phase::Regular if self.run == Rotations::NONE => {
                 self.run = FIRST_SHIFT;
-                self.left = self.run * rotation;
+                self.left = self.run.turns(groups);
                 Phase::Regular
             }
             Phase::Regular if self.suspects == 0 => Phase::Regular,
@@ -448,16 +501,16 @@ impl MuxQueue {
             Phase::Stretched => Phase::Shifted,
             Phase::Shifted => {
                 if self.told_again || (self.looked_at > 2 && 2 * self.told > self.looked_at) {
-                    self.pace = (self.pace + 1) % PACES.len();
-                    self.era = self.era.wrapping_add(1);
+                    self.pace = self.pace.next();
+                    self.era = self.era.next();
                     self.suspects = 0;
                 }
                 self.run = if self.told > 0 {
                     FIRST_SHIFT
                 } else {
-                    self.run.saturating_mul(NEXT_SHIFT)
+                    self.run.times(NEXT_SHIFT)
                 };
-                self.left = self.run.saturating_mul(rotation);
+                self.left = self.run.turns(groups);
                 Phase::Regular
             }
         };
@@ -465,31 +518,31 @@ impl MuxQueue {
 
     /// Fills the slots: offers each group that is on its slot again, in the order they went on, then waiting
     /// groups, until `offer` finds no room. A group that is on and is not `Taken` goes back to wait.
-    pub fn fill(&mut self, mut offer: impl FnMut(usize) -> Turn) {
+    pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> Turn) {
         let mut next = self.on.front();
         let mut room = true;
-        while let Some(at) = next {
-            next = self.on.after(&self.entries, at, |e| &e.age);
-            let turn = offer(at as usize);
+        while let Some(key) = next {
+            next = self.on.after(&self.entries, key, |e| &e.age);
+            let turn = offer(key);
             room &= turn != Turn::NoRoom;
             if turn != Turn::Taken {
-                self.on.remove(&mut self.entries, at, |e| &mut e.age);
-                self.wait(at);
+                self.on.remove(&mut self.entries, key, |e| &mut e.age);
+                self.wait(key);
             }
         }
         let mut stepped_over = 0;
         while room && stepped_over < STEP_OVER {
-            let Some(at) = self.pick(stepped_over) else {
+            let Some(key) = self.pick(stepped_over) else {
                 break;
             };
-            match offer(at as usize) {
+            match offer(key) {
                 Turn::Taken => {
-                    self.unwait(at);
-                    self.entries[at as usize].place = Place::On;
-                    self.on.push_back(&mut self.entries, at, |e| &mut e.age);
+                    self.unwait(key);
+                    self.entries[usize::from(key)].place = Place::On;
+                    self.on.push_back(&mut self.entries, key, |e| &mut e.age);
                 }
                 Turn::NoRoom => {
-                    self.held = Some(at);
+                    self.held = Some(key);
                     room = false;
                 }
                 Turn::NotNow => stepped_over += 1,
@@ -498,13 +551,13 @@ impl MuxQueue {
     }
 
     /// The next group to offer a slot to, after `skip` that could not take it.
-    fn pick(&mut self, skip: usize) -> Option<u32> {
+    fn pick(&mut self, skip: usize) -> Option<GroupKey> {
         if skip > 0 {
-            let mut at = self.waiting.front()?;
+            let mut key = self.waiting.front()?;
             for _ in 1..skip {
-                at = self.waiting.after(&self.entries, at, |e| &e.age)?;
+                key = self.waiting.after(&self.entries, key, |e| &e.age)?;
             }
-            return Some(at);
+            return Some(key);
         }
         if self.held.is_some() {
             return self.held;
@@ -519,14 +572,14 @@ impl MuxQueue {
     /// time.
     fn pass_over_steady(&mut self) {
         for _ in 0..STEP_OVER.min(self.waiting.len()) {
-            let Some(at) = self.waiting.front() else { return };
-            let entry = &mut self.entries[at as usize];
+            let Some(key) = self.waiting.front() else { return };
+            let entry = &mut self.entries[usize::from(key)];
             entry.passed = entry.is_steady() && !entry.passed;
             if !entry.passed {
                 return;
             }
-            self.waiting.remove(&mut self.entries, at, |e| &mut e.age);
-            self.waiting.push_back(&mut self.entries, at, |e| &mut e.age);
+            self.waiting.remove(&mut self.entries, key, |e| &mut e.age);
+            self.waiting.push_back(&mut self.entries, key, |e| &mut e.age);
         }
     }
 }

@@ -128,7 +128,7 @@ impl Pool {
         if std::mem::take(&mut groups[key].parked) {
             self.parked.retain(|p| *p != key);
             if let ClassQueue::Flexible(queue) = self.queue(groups[key].class) {
-                queue.insert(key.index());
+                queue.insert(key);
             }
         }
     }
@@ -141,7 +141,7 @@ impl Pool {
             if back {
                 groups[key].parked = false;
                 if let ClassQueue::Flexible(queue) = self.queue(class) {
-                    queue.insert(key.index());
+                    queue.insert(key);
                 }
             }
             !back
@@ -171,7 +171,7 @@ impl Pool {
         let mut amid = [None; Class::FLEXIBLE];
         for (queue, amid) in self.flexible.iter_mut().zip(&mut amid) {
             if queue.turn(now_ns).is_some() {
-                *amid = queue.amid().map(GroupKey::new);
+                *amid = queue.amid();
             }
         }
         amid
@@ -382,7 +382,6 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy:
                     continue;
                 };
                 queue.fill(|key| {
-                    let key = GroupKey::new(key);
                     let group = &groups[key];
                     let turn = room.offer(key, group);
                     if turn == Turn::Taken {
@@ -397,7 +396,7 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy:
                     // It may have been offered twice.
                     if !std::mem::replace(&mut groups[key].parked, true) {
                         if let ClassQueue::Flexible(queue) = pool.queue(class) {
-                            queue.remove(key.index());
+                            queue.remove(key);
                         }
                         pool.parked.push(key);
                     }

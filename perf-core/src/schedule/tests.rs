@@ -112,7 +112,7 @@ impl World {
             let key = groups.insert(new);
             match pool.queue(group.class) {
                 ClassQueue::Pinned(queue) => queue.push_back(&mut groups, key),
-                ClassQueue::Flexible(queue) => queue.insert(key.index()),
+                ClassQueue::Flexible(queue) => queue.insert(key),
             }
         }
         Self { pool, groups, asked }

@@ -9,7 +9,7 @@ fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
         if on.len() == slots {
             return Turn::NoRoom;
         }
-        on.push(key);
+        on.push(usize::from(key));
         Turn::Taken
     });
     on
@@ -17,7 +17,7 @@ fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
 
 fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
     let mut queue = MuxQueue::new(policy, 1_000);
-    (0..groups).for_each(|key| queue.insert(key));
+    (0..groups).for_each(|key| queue.insert(GroupKey::from(key)));
     queue
 }
 
@@ -51,7 +51,7 @@ fn all_groups_are_looked_into_equally_often() {
             if queue.turn(now).is_some()
                 && let Some(key) = queue.amid()
             {
-                looks[key] += 1;
+                looks[usize::from(key)] += 1;
             }
             fill(&mut queue, 2);
         }
@@ -119,10 +119,11 @@ fn live(
         let next = queue.next_turn_ns().unwrap();
         lengths.insert(next - now);
         now = next;
-        let left = queue.turn(now).unwrap();
+        let key = queue.turn(now).unwrap();
+        let left = usize::from(key);
         let rate = rate(left, since[left], now);
         let step = last[left].replace(rate).map(|before: f64| rate - before);
-        queue.slice_ended(left, step);
+        queue.slice_ended(key, step);
         let then = fill(queue, 2);
         for &key in then.iter().filter(|k| !on.contains(k)) {
             since[key] = now;
@@ -150,7 +151,7 @@ fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
     let fair = 4_000 / 8;
     assert!(visits[3] > fair * 3 / 2, "{visits:?}");
     assert!(visits.iter().all(|&v| v > fair / 2), "{visits:?}");
-    assert_eq!(queue.pace, 0);
+    assert_eq!(queue.pace, Pace::FIRST);
 }
 
 /// Turns are of one length, and longer in a shift.
@@ -159,7 +160,7 @@ fn calm_groups_are_put_to_the_test() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
     let (_, lengths) = live(&mut queue, 1_000, |_, _, _| 1.0);
     assert_eq!(lengths, BTreeSet::from([146, 236]));
-    assert_eq!((queue.pace, queue.suspects), (0, 0));
+    assert_eq!((queue.pace, queue.suspects), (Pace::FIRST, 0));
 }
 
 /// Every slice would see the same side of a rhythm as long as a rotation. Nobody could tell from the
@@ -167,11 +168,11 @@ fn calm_groups_are_put_to_the_test() {
 #[test]
 fn a_rhythm_that_keeps_step_is_noticed_and_left() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
-    let turns = 8 * (FIRST_SHIFT as usize + 6);
+    let turns = 8 * (FIRST_SHIFT.0 as usize + 6);
     live(&mut queue, turns, |key, from, to| {
         square(from + 200 * key as u64, to + 200 * key as u64, 8 * 146)
     });
-    assert_eq!(queue.pace, 1);
+    assert_eq!(queue.pace, Pace::FIRST.next());
 }
 
 /// No test is made where nothing can hide: it would cost precision.
@@ -196,7 +197,8 @@ fn no_turn_is_due_while_everybody_is_on() {
 fn a_large_group_is_not_overtaken_for_ever() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = queue(policy, 6);
-        let need = |key: usize| if key == 5 { 3 } else { 1 };
+        let large = GroupKey::from(5);
+        let need = |key: GroupKey| if key == large { 3 } else { 1 };
         let mut turns_on = 0;
         let mut now = 0;
         for _ in 0..200 {
@@ -206,7 +208,7 @@ fn a_large_group_is_not_overtaken_for_ever() {
                     return Turn::NoRoom;
                 }
                 used += need(key);
-                turns_on += u32::from(key == 5);
+                turns_on += u32::from(key == large);
                 Turn::Taken
             });
             now = queue.next_turn_ns().unwrap().max(now);
@@ -231,25 +233,25 @@ proptest! {
         for (op, key, n) in ops {
             match op {
                 0 => {
-                    queue.insert(key);
+                    queue.insert(key.into());
                     there.insert(key);
                 }
                 1 => {
-                    queue.remove(key);
+                    queue.remove(key.into());
                     there.remove(&key);
                 }
-                2 => queue.slice_ended(key, Some(n as f64 / 1_000.0)),
+                2 => queue.slice_ended(key.into(), Some(n as f64 / 1_000.0)),
                 3 => {
                     now += n;
                     if let Some(left) = queue.turn(now) {
-                        prop_assert!(there.contains(&left));
+                        prop_assert!(there.contains(&usize::from(left)));
                     }
                 }
                 4 => {
                     // Some refuse: too large, or exclusive.
                     let mut room = 3;
                     queue.fill(|key| {
-                        if key % 5 == 4 {
+                        if usize::from(key) % 5 == 4 {
                             Turn::NotNow
                         } else if room == 0 {
                             Turn::NoRoom
