@@ -177,6 +177,15 @@ package-check: deb tarball
 	packaging/try.sh $(or $(BINARY),$(STATIC)) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb \
 		$(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz
 
+## tools-check: perf annotate, samply and a program of Go with recordings of guests; says which of them is missing (minutes)
+.PHONY: tools-check
+tools-check: lab-files
+	@for tool in perf objdump samply go; do \
+		command -v $$tool >/dev/null || echo "tools-check: no $$tool here: its part is skipped"; \
+	done
+	$(CARGO) test --workspace --test profile_guest the_host_sees -- --nocapture
+	$(CARGO) test --workspace --test profile_unwound of_go -- --nocapture
+
 ## unit-check: what systemd says of the units, where there is a systemd
 .PHONY: unit-check
 unit-check:

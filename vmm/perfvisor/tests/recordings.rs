@@ -276,6 +276,32 @@ fn what_is_no_file_is_refused_in_a_line() {
     }
 }
 
+/// A file that is no recording takes no memory, however large it is; nor does a recording that is larger than
+/// is read. Both are 1 TiB, of which the disk holds nothing; the address space is 1 GiB.
+#[test]
+fn large_files_are_refused_before_they_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    for (begin, what) in [("", "no perf.data file"), ("PERFILE2", "larger than 4096 MiB")] {
+        let path = dir.path().join("large");
+        std::fs::write(&path, begin).unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        if file.set_len(1 << 40).is_err() {
+            return eprintln!("SKIP: no file of 1 TiB here");
+        }
+        let out = Command::new("sh")
+            .args(["-c", "ulimit -v 1048576 && exec \"$0\" report -i \"$1\"", PROGRAM])
+            .arg(&path)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        assert!(
+            said.contains(what) && said.trim_end().lines().count() == 1,
+            "{said}"
+        );
+    }
+}
+
 /// A guest's disk that is none is said before a sample is taken, and a disk in use is none of the reasons.
 #[test]
 fn a_guest_s_disk_that_cannot_be_read_is_said_in_a_line() {

@@ -42,11 +42,16 @@ pub enum ReadError {
     /// Its samples carry counter values, which only `perf` itself reads.
     #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
     CounterValues,
-    /// Cut short, or no perf.data.
-    #[error("it is truncated or no perf.data file")]
+    /// It does not begin as one does.
+    #[error("it is no perf.data file; name the one that perfvisor record wrote")]
+    NoPerfData,
+    /// Cut short, or not whole.
+    #[error("it is truncated or damaged")]
     Broken(#[source] linux_perf_data::Error),
 }
 
+/// What a file begins with (the kernel's tools/perf/Documentation/perf.data-file-format.txt).
+const MAGIC: &[u8] = b"PERFILE2";
 /// Largest file that is read.
 pub const MAX_FILE: u64 = 4 << 30;
 /// Most bytes of symbols, unpacked.
@@ -82,10 +87,18 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
         () if kind.is_fifo() => return Err(ReadError::NoFile("pipe")),
         () => return Err(ReadError::NoFile("device")),
     }
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE + 1)
+    // The memory that a large file takes is for recordings, so its first bytes and its size come before it.
+    let (mut file, mut bytes) = (file.take(MAX_FILE + 1), Vec::new());
+    file.by_ref()
+        .take(MAGIC.len() as u64)
         .read_to_end(&mut bytes)
         .map_err(ReadError::Io)?;
+    if bytes == MAGIC {
+        if meta.len() > MAX_FILE {
+            return Err(ReadError::TooLarge);
+        }
+        file.read_to_end(&mut bytes).map_err(ReadError::Io)?;
+    }
     if bytes.len() as u64 > MAX_FILE {
         return Err(ReadError::TooLarge);
     }
@@ -104,8 +117,8 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
     };
     let inside = |at: u64, len: u64| at.checked_add(len).is_some_and(|end| end <= bytes.len() as u64);
     let field = |at| u64_at(bytes, at).ok_or_else(truncated);
-    if !bytes.starts_with(b"PERFILE2") {
-        return Err(truncated());
+    if !bytes.starts_with(MAGIC) {
+        return Err(ReadError::NoPerfData);
     }
     let (attrs, attrs_len, data, data_len) = (field(24)?, field(32)?, field(40)?, field(48)?);
     if data_len == 0

@@ -460,12 +460,15 @@ impl Recording {
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
+            // Other tools show the rest without callers.
+            let chains = if args.call_graph == CallGraph::None {
+                String::new()
+            } else {
+                format!(", {} with call chains", self.with_chain)
+            };
             say(&format!(
-                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples) ]\n"
+                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]\n"
             ));
-        }
-        if args.call_graph != CallGraph::None {
-            log::info!("{} samples have call chains", self.with_chain);
         }
         if self.stack_bytes.is_some() {
             let Totals {
