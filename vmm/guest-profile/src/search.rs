@@ -17,7 +17,7 @@ mod reader;
 mod wire;
 
 pub use asker::{AskError, ask};
-pub use found::FoundKernel;
+pub use found::{FoundKernel, Unread};
 pub use reader::serve;
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ use crate::start::{Mode, SandboxError};
 use crate::{ThreadKind, filter, lists};
 
 /// How long the keeper may take to answer, and a worker for a message.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// What workers may do.
 #[derive(Clone, Copy, Debug)]

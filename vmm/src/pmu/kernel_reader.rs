@@ -14,13 +14,14 @@ use sandbox::{Confinement, Ended, Limits, Workers, WorkersError};
 
 use crate::privileges;
 
-/// What one search may take. A distribution's kernel takes 150 MiB and half a second.
+/// What one search may take. A distribution's kernel takes 150 MiB and half a second, and thirty times as
+/// long where all of this is emulated.
 const LIMITS: Limits = Limits {
     memory_bytes: 512 << 20,
-    cpu_seconds: 20,
+    cpu_seconds: 120,
 };
 /// How long one search may take, on a machine that has other things to do.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Reads kernels for one VM.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
 use kernel_images::packed::PackedText;
 
-use super::found::FoundKernel;
+use super::found::{FoundKernel, Unread};
 use super::reader::{MOST_ENTRIES, MOST_SYMBOLS};
 use super::wire::{self, PIECE, Question, Summary, Wanted};
 use crate::locate::Anchors;
@@ -182,7 +182,9 @@ impl Parts {
         Ok(FoundKernel {
             orc: orc.transpose()?,
             entry_text: summary.entry_text,
-            tasks: summary.tasks.map_err(|why| printable(why.as_bytes())),
+            tasks: summary
+                .tasks
+                .map_err(|Unread(why)| Unread(printable(why.as_bytes()))),
             tables: summary.tables,
             symbols: PackedText::new(&self.symbols),
             symbol_count: summary.symbols,

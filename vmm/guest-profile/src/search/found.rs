@@ -3,10 +3,16 @@
 use kernel_images::build_id::BuildId;
 use kernel_images::orc::OrcTable;
 use kernel_images::packed::PackedText;
+use serde::{Deserialize, Serialize};
 
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::unwind::KernelUnwind;
+
+/// Why something was not read, in the reader's words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{0}")]
+pub struct Unread(pub String);
 
 /// A kernel in guest memory. Addresses are those at which it runs.
 #[derive(Debug)]
@@ -17,7 +23,7 @@ pub struct FoundKernel {
     /// when not known.
     pub entry_text: (u64, u64),
     /// Where the current task is found, or why that is not known.
-    pub tasks: Result<TaskLayout, String>,
+    pub tasks: Result<TaskLayout, Unread>,
     /// The kernel's own page tables; `None` when it does not tell.
     pub tables: Option<KernelTables>,
     /// Its symbols, as the text of `/proc/kallsyms`.

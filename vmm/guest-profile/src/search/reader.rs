@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use kernel_images::image::KernelImage;
 
+use super::found::Unread;
 use super::wire::{self, PIECE, Question, Summary, Wanted};
 use crate::locate;
 use crate::task::TaskLayout;
@@ -37,7 +38,7 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let Question { regs, anchors } = serde_json::from_slice(&bytes)?;
     let memory = LentMemory::new(stream);
     let read = locate::read_kernel(&memory, &regs, &anchors);
-    let read = read.map_err(|e| e.to_string()).and_then(|image| {
+    let read = read.map_err(|e| Unread(e.to_string())).and_then(|image| {
         // Read at its running addresses.
         let tables = KernelTables::find(&memory, &regs, &image, 0);
         Ok((text_of(&image)?, image, tables))
@@ -45,23 +46,23 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let mut stream = memory.stream.into_inner();
     match read {
         Ok((text, image, tables)) => tell(&mut stream, &image, &text, tables),
-        Err(why) => wire::send(&mut stream, wire::FAILED, why.as_bytes()),
+        Err(why) => wire::send(&mut stream, wire::FAILED, why.0.as_bytes()),
     }
 }
 
 /// The symbols as a text.
-fn text_of(image: &KernelImage) -> Result<Vec<u8>, String> {
+fn text_of(image: &KernelImage) -> Result<Vec<u8>, Unread> {
     let mut text = Vec::new();
     if let Some(symbols) = image.symbols() {
         // Writing to a Vec does not fail.
         let _ = symbols.write_text(&mut text);
     }
     if text.len() > MOST_SYMBOLS {
-        return Err(format!(
+        return Err(Unread(format!(
             "its symbols take {} MiB, and at most {} are taken",
             text.len() >> 20,
             MOST_SYMBOLS >> 20
-        ));
+        )));
     }
     Ok(text)
 }
@@ -91,7 +92,7 @@ fn tell(
     let summary = Summary {
         orc_base: orc.map(|orc| orc.base()),
         entry_text: (entry.start, entry.end),
-        tasks: TaskLayout::new(image, 0).map_err(|e| e.to_string()),
+        tasks: TaskLayout::new(image, 0).map_err(|e| Unread(e.to_string())),
         tables,
         symbols: image.symbols().map_or(0, |symbols| symbols.len() as u64),
         release: image.release().map(str::to_owned),

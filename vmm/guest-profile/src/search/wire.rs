@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
+use super::found::Unread;
 use crate::GuestRegs;
 use crate::locate::Anchors;
 use crate::task::TaskLayout;
@@ -46,7 +47,7 @@ pub(super) struct Summary {
     /// The first address of the unwind tables, if there are any.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
-    pub(super) tasks: Result<TaskLayout, String>,
+    pub(super) tasks: Result<TaskLayout, Unread>,
     pub(super) tables: Option<KernelTables>,
     pub(super) symbols: u64,
     pub(super) release: Option<String>,
