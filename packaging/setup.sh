@@ -1,5 +1,6 @@
 #!/bin/bash
 # Installs what building, the lab and the tests need beyond a Rust toolchain, from Debian's packages; does nothing where all is there.
+# Debian's perf is not needed: tests that compare with it say that they were skipped. It is installed where that can be done.
 # "make setup" calls it.
 set -euo pipefail
 
@@ -15,7 +16,23 @@ command -v "${CARGO:-cargo}" >/dev/null || {
 	echo "setup: no cargo: install Rust (https://rustup.rs), rust-version is in Cargo.toml"
 	exit 1
 }
-[ ${#missing[@]} != 0 ] || exit 0
+
+# The tool that recordings are compared with. Nothing fails for want of it.
+perf_if_possible() {
+	if command -v perf >/dev/null; then return; fi
+	local remedy="apt-get install linux-perf (Debian), linux-tools-generic (Ubuntu)"
+	if [ "$(id -u)" = 0 ] && [ -n "$(apt-cache madison linux-perf 2>/dev/null)" ]; then
+		echo "setup: no perf here; installing linux-perf"
+		DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" linux-perf </dev/null >/dev/null && return
+		remedy="apt-get update, then apt-get install linux-perf"
+	fi
+	echo "setup: no perf here: tests that compare with it are skipped ($remedy)"
+}
+
+if [ ${#missing[@]} = 0 ]; then
+	perf_if_possible
+	exit 0
+fi
 if [ "$(id -u)" != 0 ]; then
 	echo "setup: missing: ${missing[*]}. Type: sudo apt-get update && sudo apt-get install ${options[*]} ${packages[*]}"
 	exit 1
@@ -24,7 +41,10 @@ fi
 echo "setup: missing: ${missing[*]}; installing ${packages[*]}"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq -o Acquire::Retries=3
-apt-get install "${options[@]}" "${packages[@]}" </dev/null && exit 0
+if apt-get install "${options[@]}" "${packages[@]}" </dev/null; then
+	perf_if_possible
+	exit 0
+fi
 
 # QEMU's packages are of one version or none. Where qemu-utils came from another suite (backports) than apt would take the others from,
 # they come from there too if apt still knows it; otherwise qemu-utils changes to theirs.
@@ -46,3 +66,4 @@ for package in qemu-system-x86 qemu-system-common qemu-system-data qemu-utils; d
 	fi
 done
 apt-get install "${options[@]}" --allow-downgrades gcc libc6-dev binutils xz-utils "${pinned[@]}" </dev/null
+perf_if_possible
