@@ -197,15 +197,18 @@ fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
     }
 }
 
-fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
-    let run = |arguments: &[&str]| {
-        let mut command = Command::new(&options.perfvisor);
-        command
-            .args(arguments)
-            .env("XDG_RUNTIME_DIR", place)
-            .stderr(Stdio::null());
-        command
-    };
+/// The program with `arguments`, whose sockets are in `place`.
+fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(&options.perfvisor);
+    command
+        .args(arguments)
+        .env("XDG_RUNTIME_DIR", place)
+        .stderr(Stdio::null());
+    command
+}
+
+/// So many VMs whose guests are ready for their piece of work, and the frequency of their time stamp counter.
+fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f64), Failure> {
     let mut guests = Vec::new();
     let mut tsc_hz = 0.0;
     for n in 0..vms {
@@ -221,7 +224,7 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
             "--memory",
             "32M",
         ];
-        let mut guest = Talker::start(&mut run(&words))?;
+        let mut guest = Talker::start(&mut perfvisor(options, place, &words))?;
         let hello = guest.hear("hello").map_err(|error| format!("VM {n}: {error}"))?;
         tsc_hz = serde_json::from_str::<serde_json::Value>(&hello)?["tsc_hz"]
             .as_f64()
@@ -233,24 +236,50 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
         guest.hear("ready").map_err(|error| format!("VM {n}: {error}"))?;
         guests.push(guest);
     }
+    Ok((guests, tsc_hz))
+}
+
+/// A command that runs beside the guests.
+fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Operator, Failure> {
+    let mut command = perfvisor(options, place, arguments);
+    Ok(Operator(command.stdout(Stdio::null()).spawn()?))
+}
+
+/// What guests counted in their work, beside the CPU seconds that each took for it: over its own time, and
+/// beyond it as a share of one CPU for each VM in `passed` seconds.
+fn over_and_beyond(
+    guests: &mut [Talker],
+    guest_s: &[f64],
+    tsc_hz: f64,
+    passed: f64,
+) -> Result<(f64, f64), Failure> {
+    let vms = guests.len() as f64;
+    let (mut over_own, mut beyond) = (Vec::new(), Vec::new());
+    for (guest, cpu_s) in guests.iter_mut().zip(guest_s) {
+        guest.say("")?;
+        let result: serde_json::Value = serde_json::from_str(&guest.hear("\"result\"")?)?;
+        let cycles = result["cpus"][0]["c"][0]
+            .as_f64()
+            .ok_or("a result without a count")?;
+        over_own.push(cpu_s / (cycles / tsc_hz));
+        beyond.push((cpu_s - cycles / tsc_hz) * vms / passed);
+    }
+    Ok((median(over_own), median(beyond)))
+}
+
+/// One measurement: so many VMs work at once, while all are scraped and recorded.
+fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
+    let (guests, tsc_hz) = guests(options, vms, place)?;
     let socket = place.join("exporter");
     let listen = format!("unix:{}", socket.display());
-    let exporter = Operator(
-        run(&["exporter", "--listen", &listen])
-            .stdout(Stdio::null())
-            .spawn()?,
-    );
+    let exporter = operator(options, place, &["exporter", "--listen", &listen])?;
     while !socket.exists() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let files = place.join(format!("recorded-{vms}"));
     fs::create_dir(&files)?;
     let output = files.join("data").display().to_string();
-    let recorder = Operator(
-        run(&["record", "--all", "-o", &output])
-            .stdout(Stdio::null())
-            .spawn()?,
-    );
+    let recorder = operator(options, place, &["record", "--all", "-o", &output])?;
     std::thread::sleep(Duration::from_secs(1));
     let (stop, scrapes) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let scraper = std::thread::spawn({
@@ -267,17 +296,7 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
     );
     stop.store(true, Ordering::Relaxed);
     scraper.join().map_err(|_| "the scraper panicked")?;
-    // What each guest counted in its work.
-    let (mut over_own, mut beyond) = (Vec::new(), Vec::new());
-    for (guest, cpu_s) in guests.iter_mut().zip(&guest_s) {
-        guest.say("")?;
-        let result: serde_json::Value = serde_json::from_str(&guest.hear("\"result\"")?)?;
-        let cycles = result["cpus"][0]["c"][0]
-            .as_f64()
-            .ok_or("a result without a count")?;
-        over_own.push(cpu_s / (cycles / tsc_hz));
-        beyond.push((cpu_s - cycles / tsc_hz) * vms as f64 / passed);
-    }
+    let (over_own, beyond) = over_and_beyond(&mut guests, &guest_s, tsc_hz, passed)?;
     drop((guests, exporter, recorder));
     let recorded: Vec<u64> = fs::read_dir(&files)?
         .flatten()
@@ -295,8 +314,8 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
     fs::remove_file(place.join("exporter")).ok();
     Ok(Turn {
         guest_s: median(guest_s),
-        over_own: median(over_own),
-        beyond: median(beyond),
+        over_own,
+        beyond,
         exporter: exporter_share,
         recorder: recorder_share,
         scrapes: scrapes.load(Ordering::Relaxed),
