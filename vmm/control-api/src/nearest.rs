@@ -1,21 +1,35 @@
 //! "Did you mean": the known word that is nearest to one that is not known.
 
 /// The one of `known` that `word` is taken for: at most a third of its letters are wrong, missing, too many
-/// or changed places. The first of the nearest.
+/// or changed places. The first of the nearest. Else the only one that begins like it, with three letters or
+/// more.
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     // What is longer is no slip, and comparing takes the product of the lengths.
     const LONGEST: usize = 64;
+    /// What is shorter begins many words.
+    const SHORTEST: usize = 3;
     if word.len() > LONGEST {
         return None;
     }
     let word = word.to_lowercase();
     let most = (word.chars().count() / 3).max(1);
-    known
-        .into_iter()
+    let known: Vec<&str> = known.into_iter().collect();
+    let near = known
+        .iter()
+        .copied()
         .map(|known| (strsim::damerau_levenshtein(&word, &known.to_lowercase()), known))
         .filter(|(wrong, known)| *wrong <= most && *wrong < known.chars().count())
         .min_by_key(|(wrong, _)| *wrong)
-        .map(|(_, known)| known)
+        .map(|(_, known)| known);
+    near.or_else(|| {
+        let begins =
+            |known: &&&str| word.chars().count() >= SHORTEST && known.to_lowercase().starts_with(&word);
+        let mut beginnings = known.iter().filter(begins);
+        match (beginnings.next(), beginnings.next()) {
+            (Some(only), None) => Some(*only),
+            _ => None,
+        }
+    })
 }
 
 /// The question to put behind a message, or nothing.
@@ -39,11 +53,14 @@ mod tests {
             ("x", None),
             ("", None),
             ("bananas", None),
+            ("ins", Some("instructions")),
+            ("in", None),
         ] {
             assert_eq!(nearest(word, KNOWN), meant, "{word}");
         }
         assert_eq!(nearest(&"cycles".repeat(20), KNOWN), None);
         assert_eq!(did_you_mean("cylces", KNOWN), "; did you mean 'cycles'?");
         assert_eq!(did_you_mean("web1", ["web2", "web1x"]), "; did you mean 'web2'?");
+        assert_eq!(did_you_mean("web-of", ["web-of-one-1", "web-of-one-2"]), "");
     }
 }

@@ -501,7 +501,12 @@ fn explain(error: &clap::Error) -> CliExit {
             let typed = context(ContextKind::InvalidArg);
             perf_options::said_of(&path, &typed).unwrap_or_else(|| {
                 let meant = meant(ContextKind::SuggestedArg);
-                format!("unknown argument '{typed}'{meant}; {see}")
+                let option = if typed.starts_with('-') {
+                    ""
+                } else {
+                    named_by_option(&path)
+                };
+                format!("unknown argument '{typed}'{meant}{option}; {see}")
             })
         }
         ErrorKind::InvalidSubcommand => {
@@ -551,6 +556,15 @@ fn explain(error: &clap::Error) -> CliExit {
         }
     };
     CliExit::Error(one_line(&line))
+}
+
+/// What somebody may have meant who typed a word that is no option behind the command `path`.
+fn named_by_option(path: &str) -> &'static str {
+    match path.split_whitespace().last() {
+        Some("run") => "; a kernel is named by --kernel FILE, the VM by --name NAME",
+        Some("report" | "script" | "flamegraph" | "pprof") => "; a recording is named by -i FILE",
+        _ => "",
+    }
 }
 
 /// What clap and the standard library say of a number, in the words of the other messages. `None`: they say

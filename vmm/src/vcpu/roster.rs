@@ -37,7 +37,7 @@ const REMINDER: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum RosterError {
     /// No room was left for more at the start.
-    #[error("this VM has {0} vCPUs for good; start it with --cpus N,max=M to add some later")]
+    #[error("the number of this VM's vCPUs is fixed at {0}; start it with --cpus N,max=M to add some later")]
     Fixed(u8),
     /// A number that no VM like this can have.
     #[error("{asked} vCPUs are out of range: this VM may have 1 to {max}")]

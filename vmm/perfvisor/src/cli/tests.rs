@@ -233,6 +233,10 @@ fn mistakes_of_a_command_name_that_command() {
             ],
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
+        (&["rec"], ["did you mean 'record'?", "known are run, check"]),
+        (&["report", "perf.data"], ["'perf.data'", "named by -i FILE"]),
+        (&["run", "vmlinux"], ["'vmlinux'", "--kernel FILE"]),
+        (&["ps", "--vmlinux"], ["'--vmlinux'", "see `perfvisor ps --help`"]),
         (
             &["ctl", "status", "one"],
             ["comes first", "perfvisor ctl one status"],
