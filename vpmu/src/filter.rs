@@ -262,6 +262,18 @@ impl EventFilter {
     /// # Errors
     /// [`FilterError`] when the file cannot be read or its text is no filter.
     pub fn from_file(path: &Path) -> Result<Self, FilterError> {
+        Self::from_opened(path, std::fs::File::open(path))
+    }
+
+    /// Likewise of what `path` was opened as, by whoever opens files in another way than
+    /// [`std::fs::File::open`], which waits at a pipe that nobody writes to.
+    ///
+    /// # Errors
+    /// [`FilterError`] when the file could not be opened, cannot be read, or its text is no filter.
+    pub fn from_opened(
+        path: &Path,
+        opened: std::io::Result<impl std::io::Read>,
+    ) -> Result<Self, FilterError> {
         use std::io::Read;
         let read_error = |source| FilterError::Read {
             path: path.to_owned(),
@@ -270,7 +282,7 @@ impl EventFilter {
         let mut text = String::new();
         // One byte more than is allowed tells a file that is too large, even one whose size is not known
         // beforehand.
-        std::fs::File::open(path)
+        opened
             .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
             .map_err(read_error)?;
         if text.len() as u64 > MAX_FILE_BYTES {

@@ -89,6 +89,11 @@ fn replace(stream: i32, null: &File) -> io::Result<()> {
 }
 
 impl Starting {
+    /// Where the streams of the daemon lead.
+    pub fn null(&self) -> &File {
+        &self.null
+    }
+
     /// The VM runs: the first process ends with 0, and the standard streams are let go.
     ///
     /// # Errors

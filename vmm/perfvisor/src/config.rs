@@ -7,7 +7,6 @@
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +14,8 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use control_api::nearest::did_you_mean;
 use toml::{Table, Value};
+
+use crate::input;
 
 /// Largest file that is read, in bytes.
 const MOST_BYTES: u64 = 1 << 20;
@@ -139,7 +140,7 @@ fn options(run: &Command) -> impl Iterator<Item = &Arg> {
 fn read(path: &Path) -> Result<Table, ConfigError> {
     let failed = |e| ConfigError::Read(path.into(), e);
     let mut text = String::new();
-    let file = File::open(path).map_err(failed)?;
+    let file = input::open(path).map_err(failed)?;
     file.take(MOST_BYTES + 1)
         .read_to_string(&mut text)
         .map_err(failed)?;
@@ -195,8 +196,15 @@ fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<
             let only = one(value).ok_or_else(|| wrong("a text, a number, or an array of them"))?;
             Ok(vec![only])
         }
+        (_, Value::Boolean(true)) if may_be_bare(option) => Ok(vec![format!("--{key}").into()]),
+        (_, Value::Boolean(false)) if may_be_bare(option) => Ok(Vec::new()),
         (_, value) => Ok(vec![one(value).ok_or_else(|| wrong("a text or a number"))?]),
     }
+}
+
+/// Whether the option may be given without its value, as `--vsock`: `true` in a file.
+fn may_be_bare(option: &Arg) -> bool {
+    option.get_num_args().is_some_and(|count| count.min_values() == 0)
 }
 
 /// The options of `run` as such a file: those that were given, and as comments the defaults of the others.
@@ -230,6 +238,10 @@ pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError
         let value = match (option.get_action(), texts) {
             (_, texts) if texts.is_empty() => continue,
             (ArgAction::Append, texts) => Value::Array(texts),
+            // What clap takes for the value that is not there.
+            (_, texts) if may_be_bare(option) && texts == [Value::String(String::new())] => {
+                Value::Boolean(true)
+            }
             (_, mut texts) => texts.remove(0),
         };
         let _ = writeln!(out, "{comment}{key} = {value}");
@@ -282,6 +294,22 @@ mod tests {
             "--kernel is in the file"
         );
         assert_eq!(args.mux_turn.unwrap().as_micros(), 500);
+    }
+
+    /// `vsock = true` was refused as a value `on`.
+    #[test]
+    fn an_option_whose_value_may_be_left_out_is_true_or_false_in_a_file() {
+        let bare = with_file("vsock = true\njail = true\n", &[]).unwrap();
+        assert_eq!(bare.vsock.unwrap().cid, 3);
+        assert!(bare.jail.is_some());
+        let without = with_file("vsock = false\njail = false\n", &[]).unwrap();
+        assert!(without.vsock.is_none() && without.jail.is_none());
+        assert_eq!(with_file("vsock = \"cid=9\"", &[]).unwrap().vsock.unwrap().cid, 9);
+        let Err(CliExit::Text(text)) = run(&["--vsock", "--jail", "--dump-config"]) else {
+            panic!("--dump-config prints");
+        };
+        let kept = with_file(&text, &[]).unwrap();
+        assert!(kept.vsock.is_some() && kept.jail.is_some(), "{text}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The virtio devices of a machine, as the arguments of `perfvisor run` ask for them.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::hash::Hash;
 use std::io;
 
@@ -16,6 +17,7 @@ use virtio_devices::rng::Rng;
 use virtio_devices::share::Share;
 use virtio_devices::share::backend::BackendError;
 use virtio_devices::share::config::ShareConfig;
+use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
 use crate::cli::RunArgs;
@@ -65,6 +67,9 @@ pub enum DeviceError {
     /// This program cannot be found again, to keep a back end running.
     #[error("--share-dir: this program's own path")]
     OwnPath(#[source] io::Error),
+    /// Messages cannot go where they should.
+    #[error("--share-dir: the log")]
+    Log(#[source] io::Error),
     /// No entropy.
     #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
     Rng(#[source] io::Error),
@@ -73,11 +78,16 @@ pub enum DeviceError {
     Vsock(#[from] VsockError),
 }
 
-/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them.
+/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them. `log` is where their
+/// processes' messages go; standard error if nothing is there.
 ///
 /// # Errors
 /// [`DeviceError`]; nothing of the guest's has been touched.
-pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
+pub fn wanted(
+    args: &RunArgs,
+    vm: &str,
+    log: Option<&File>,
+) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
@@ -88,7 +98,13 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
         devices.push(Box::new(network(config, i, vm)?));
     }
     for (i, config) in args.share_dir.iter().enumerate() {
-        devices.push(Box::new(share(config, i, &tag((i, config)), vm)?));
+        devices.push(Box::new(share(
+            config,
+            &format!("share{i}"),
+            &tag((i, config)),
+            vm,
+            log,
+        )?));
     }
     // The built-in guests have no use for one.
     if args.rng && args.kernel.is_some() {
@@ -150,17 +166,25 @@ fn tag((index, config): (usize, &ShareConfig)) -> String {
     config.tag.clone().unwrap_or_else(|| format!("share{index}"))
 }
 
-/// Shared directory `index` of VM `vm`.
-fn share(config: &ShareConfig, index: usize, tag: &str, vm: &str) -> Result<Share, DeviceError> {
+/// Shared directory `name` of VM `vm`.
+fn share(
+    config: &ShareConfig,
+    name: &str,
+    tag: &str,
+    vm: &str,
+    log: Option<&File>,
+) -> Result<Share, DeviceError> {
     let program = std::env::current_exe().map_err(DeviceError::OwnPath)?;
-    let keeper = [program.into_os_string(), "keep-share".into(), "--".into()];
-    let name = format!("share{index}");
+    let keeper = keeper::Program {
+        words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
+        log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
+    };
     let directory = place::directory();
     place::make_directory(&directory)?;
     let socket = directory.join(format!("{vm}.{name}"));
     log::info!("{name}: tag {tag}");
     Ok(Share::new(
-        name,
+        name.to_owned(),
         tag.to_owned(),
         &config.source,
         &socket,

@@ -14,6 +14,7 @@
 //! | `stopping` | the signals that end a VM, and its power button |
 //! | `signals` | the signals that end a command or a VM |
 //! | `values` | the values of options, and what is said of wrong ones |
+//! | `input` | files that a user names, which may be anything |
 //! | `exit` | exit statuses |
 //!
 //! Start with `main` below. Everything that is worth using from another program is in the crates under this
@@ -40,6 +41,7 @@ mod config;
 mod devices;
 mod exit;
 mod exporter;
+mod input;
 mod jail;
 mod run;
 mod signals;
@@ -49,7 +51,7 @@ mod values;
 use std::error::Error;
 use std::fs::File;
 use std::io::{self, IsTerminal};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -75,16 +77,16 @@ fn main() -> ExitCode {
         }
         Err(CliExit::Error(line)) => return bad_input(&line),
     };
-    let log_file = match &cli.command {
-        Command::Run(args) => args.log_file.as_deref(),
-        _ => None,
+    let (log_file, own_guest) = match &cli.command {
+        Command::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
+        _ => (None, false),
     };
-    let log_file = match init_log(cli.verbose, log_file) {
+    let log_file = match init_log(cli.verbose, log_file, own_guest) {
         Ok(log_file) => log_file,
         Err(error) => return bad_input(&error_line(&error)),
     };
     let logs_to_file = log_file.is_some();
-    match obey(cli.command, start, log_file) {
+    match obey(cli.command, start, log_file.as_ref()) {
         Ok(status) => ExitCode::from(status.code()),
         Err(error) => {
             let line = error_line(error.as_ref());
@@ -105,7 +107,7 @@ struct LogFileError(PathBuf, #[source] io::Error);
 fn obey(
     command: Command,
     start: run::StartTime,
-    log_file: Option<RawFd>,
+    log_file: Option<&File>,
 ) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
         Command::Run(args) => run::run(&args, start, log_file)?,
@@ -141,8 +143,8 @@ fn bad_input(line: &str) -> ExitCode {
 }
 
 /// Messages go to standard error or to `file`; `-v` shows more, and `RUST_LOG` has the last word.
-/// Returns a descriptor of that file, which stays open.
-fn init_log(verbose: u8, file: Option<&Path>) -> Result<Option<RawFd>, LogFileError> {
+/// `own_guest`: a guest of ours runs. Returns that file.
+fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<File>, LogFileError> {
     let level = match verbose {
         0 => log::LevelFilter::Warn,
         1 => log::LevelFilter::Info,
@@ -154,9 +156,24 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<Option<RawFd>, LogFileEr
     let mut end = if io::stderr().is_terminal() { "\r\n" } else { "\n" };
     let mut kept = None;
     if let Some(path) = file {
-        let opened = File::options().append(true).create(true).open(path);
-        let file = opened.map_err(|e| LogFileError(path.into(), e))?;
-        kept = Some(file.as_raw_fd());
+        let failed = |e: io::Error| {
+            // open(2) of a pipe without a reader, if it does not wait.
+            let nobody = e.raw_os_error() == Some(libc::ENXIO);
+            let e = if nobody {
+                io::Error::other("nobody reads there")
+            } else {
+                e
+            };
+            LogFileError(path.into(), e)
+        };
+        // Not blocking: a pipe that nobody reads is refused here rather than waited for.
+        let file = File::options()
+            .append(true)
+            .create(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+            .map_err(failed)?;
+        kept = Some(file.try_clone().map_err(failed)?);
         builder.target(Target::Pipe(Box::new(file)));
         end = "\n";
     }
@@ -164,6 +181,15 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<Option<RawFd>, LogFileEr
         .filter_level(level)
         // It tells of each packet that it does not know.
         .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
+        // Its own table says which events are not supported here.
+        .filter_module(
+            "vpmu::vpmu",
+            if own_guest && verbose == 0 {
+                log::LevelFilter::Error
+            } else {
+                level
+            },
+        )
         .parse_default_env()
         .format(move |out, record| {
             use std::io::Write;
@@ -175,6 +201,5 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<Option<RawFd>, LogFileEr
             )
         })
         .init();
-    // The logger is never dropped, and the file with it.
     Ok(kept)
 }

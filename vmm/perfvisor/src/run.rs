@@ -26,10 +26,11 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::backing::EVENTS_OF_A_COUNTER;
 
-use crate::background::{self};
+use crate::background::{self, Starting};
 use crate::cli::RunArgs;
 use crate::devices::{self};
 use crate::exit::ExitStatus;
+use crate::input;
 use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use crate::values::Profile;
@@ -106,12 +107,14 @@ impl StartTime {
 ///
 /// # Errors
 /// [`RunError`]; the exit status is that of bad input.
-pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<ExitStatus, RunError> {
+pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
     let starting = args
         .daemonize
         .then(background::daemonize)
         .transpose()
         .map_err(RunError::Daemon)?;
+    // A daemon's processes hold no stream of whoever started it, who may wait for its end.
+    let log = log_file.or(starting.as_ref().map(Starting::null));
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
     background::survive_job_control();
@@ -135,7 +138,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     config.pmu.core_config().check()?;
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let (name, ends) = Ends::open(args)?;
-    let mut devices = devices::wanted(args, &name)?;
+    let mut devices = devices::wanted(args, &name, log)?;
     // What is of the host's network and of other processes is open, and there is no thread yet.
     let jail = jail::separate(args, &config)?;
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
@@ -195,10 +198,10 @@ fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
 
 /// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
 /// that [`confine`] takes on.
-fn begin_sandbox(args: &RunArgs, log_file: Option<RawFd>) -> Result<(), RunError> {
+fn begin_sandbox(args: &RunArgs, log_file: Option<&File>) -> Result<(), RunError> {
     let will = LastWill {
         first: restore_terminal,
-        log: log_file,
+        log: log_file.map(AsRawFd::as_raw_fd),
         status: ExitStatus::Internal.code(),
     };
     sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
@@ -310,7 +313,7 @@ fn panics_are_one_line(will: LastWill) {
 /// Whether what a restart loads can be read without the capabilities that the process began with.
 fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
-        File::open(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
+        input::can_be_read(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
     }
     Ok(())
 }

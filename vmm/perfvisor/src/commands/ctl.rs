@@ -1,6 +1,5 @@
 //! `perfvisor ctl`: what an operator can do to a running VM.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use clap::{Args, Subcommand};
 use super::ps::of_most;
 use super::{CommandError, DONE, OutputError, connect, print};
 use crate::exit::ExitStatus;
+use crate::input;
 use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
@@ -208,7 +208,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
 fn filter_text(path: &Path) -> Result<String, CtlError> {
     let mut text = String::new();
     // Read once, and within bounds: it may be a pipe, or have no end.
-    File::open(path)
+    input::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
         .map_err(CommandError::file(path))?;
     if text.len() as u64 > MAX_FILTER {

@@ -8,6 +8,7 @@ use clap::Args;
 
 use super::output::{DONE, OutputError, print, say, written};
 use crate::exit::ExitStatus;
+use crate::input;
 use crate::values::{Labels, SortKeys, parse_labels, parse_percent, parse_sort};
 use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
 use guest_profile::export::report::ReportOptions;
@@ -178,7 +179,7 @@ pub enum FileError {
     #[error(transparent)]
     Output(#[from] OutputError),
     /// What was written is not complete.
-    #[error("{}", path.display())]
+    #[error("{}", place(path))]
     Write {
         /// Where.
         path: PathBuf,
@@ -187,8 +188,14 @@ pub enum FileError {
         source: io::Error,
     },
     /// The flame graph was not drawn.
-    #[error(transparent)]
-    Draw(#[from] folded::FlameError),
+    #[error("{}", place(path))]
+    Draw {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: folded::FlameError,
+    },
 }
 
 impl FileError {
@@ -337,13 +344,21 @@ pub(super) fn kernel_symbols(
 pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     let mut bytes = Vec::new();
     // What a file says of its size need not be true: devices say 0.
-    let result = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
+    let result = input::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
     let path = path.to_owned();
     match result {
         Err(source) => Err(SymbolsError::Read { path, source }),
         Ok(_) if bytes.len() as u64 > limit => Err(SymbolsError::TooLarge { path, limit }),
         Ok(_) => Ok(bytes),
     }
+}
+
+/// What is said of an output in an error.
+fn place(output: &Path) -> String {
+    if output == Path::new("-") {
+        return "standard output".into();
+    }
+    output.display().to_string()
 }
 
 /// Writes to a file that is complete or not there, or to standard output.
@@ -408,8 +423,11 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
         }
         let unit = profile.events.first().map_or("samples", |e| e.name.as_str());
         write_to(&args.output, |out| {
-            folded::flamegraph(&stacks, &args.title, unit, args.min_width, out)?;
-            Ok(())
+            let drawn = folded::flamegraph(&stacks, &args.title, unit, args.min_width, out);
+            drawn.map_err(|source| FileError::Draw {
+                path: args.output.clone(),
+                source,
+            })
         })
     })
 }
@@ -446,6 +464,8 @@ mod tests {
         let why = error_line(&write_to(&link, write).unwrap_err());
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
+        let of_stdout = FileError::write(Path::new("-"))(io::Error::other("no"));
+        assert_eq!(error_line(&of_stdout), "standard output: no");
     }
 
     /// Compressed, and with another image in front of it, as a VM has it.

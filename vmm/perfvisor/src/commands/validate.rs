@@ -10,6 +10,7 @@ use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, Model, ModelError, Mod
 
 use super::{OutputError, print};
 use crate::exit::ExitStatus;
+use crate::input;
 use crate::signals::StopSignals;
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
@@ -131,7 +132,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let signals = StopSignals::block().map_err(ValidateError::Signals)?;
     let stop: Stop = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
-        std::fs::File::open(file).map_err(|source| ValidateError::File {
+        input::can_be_read(file).map_err(|source| ValidateError::File {
             path: file.clone(),
             source,
         })?;

@@ -9,6 +9,7 @@ use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, HostPmu, Model, V
 
 use super::error::RunError;
 use crate::cli::RunArgs;
+use crate::input;
 use crate::values::Profile;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::cpuid;
@@ -49,10 +50,12 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     let tenant = args.profile == Profile::Tenant;
     let vendor = backed.model.vendor();
     let filter = match &args.pmu_filter {
-        Some(path) => EventFilter::from_file(path).map_err(|source| RunError::Filter {
-            path: path.clone(),
-            source,
-        })?,
+        Some(path) => {
+            EventFilter::from_opened(path, input::open(path)).map_err(|source| RunError::Filter {
+                path: path.clone(),
+                source,
+            })?
+        }
         None if tenant => EventFilter::architectural(vendor),
         None => EventFilter::allow_all(),
     };

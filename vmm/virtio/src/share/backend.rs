@@ -18,7 +18,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::{Sandbox, Source};
-use super::keeper::Keeper;
+use super::keeper::{Keeper, Program};
 
 /// Queues: one for what cannot wait, one for requests.
 pub(super) const QUEUES: usize = 2;
@@ -55,7 +55,7 @@ pub enum BackendError {
     /// Nobody listens.
     #[error("{0}: no back end of vhost-user listens there")]
     Connect(PathBuf, #[source] io::Error),
-    /// It does not speak the protocol, or has ended: what it said is on standard error.
+    /// It does not speak the protocol, or has ended: what it said is in the log.
     #[error("the back end of the shared directory does not answer")]
     Protocol(#[source] vhost::Error),
     /// It cannot do what every driver may ask for.
@@ -68,13 +68,13 @@ pub enum BackendError {
 pub(super) struct Backend {
     socket: PathBuf,
     /// For one that is ours.
-    _own: Option<Arc<Own>>,
+    own: Option<Arc<Own>>,
 }
 
 /// A back end that is ours: it ends with this, and its socket goes.
 #[derive(Debug)]
 struct Own {
-    _keeper: Keeper,
+    keeper: Keeper,
     socket: PathBuf,
 }
 
@@ -87,11 +87,11 @@ impl Drop for Own {
 impl Backend {
     /// Starts the back end if it is ours; `socket` is then where it listens, in a directory of this user
     /// only, and `keeper` the program that keeps it running.
-    pub(super) fn start(source: &Source, socket: &Path, keeper: &[OsString]) -> Result<Self, BackendError> {
+    pub(super) fn start(source: &Source, socket: &Path, keeper: &Program) -> Result<Self, BackendError> {
         match source {
             Source::Socket(path) => Ok(Self {
                 socket: path.clone(),
-                _own: None,
+                own: None,
             }),
             Source::Directory {
                 path,
@@ -108,12 +108,12 @@ impl Backend {
                 let keeper = Keeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
                 let socket = socket.to_owned();
                 let own = Own {
-                    _keeper: keeper,
+                    keeper,
                     socket: socket.clone(),
                 };
                 Ok(Self {
                     socket,
-                    _own: Some(Arc::new(own)),
+                    own: Some(Arc::new(own)),
                 })
             }
         }
@@ -122,7 +122,17 @@ impl Backend {
     /// Connects to it.
     pub(super) fn connect(&self) -> Result<Connection, BackendError> {
         let stream = UnixStream::connect(&self.socket);
-        Connection::greet(stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?)
+        let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
+        Connection::greet(stream)
+    }
+
+    /// The first connection, after which the back end is one that serves.
+    pub(super) fn first(&self) -> Result<Connection, BackendError> {
+        let first = self.connect()?;
+        if let Some(own) = &self.own {
+            own.keeper.serves();
+        }
+        Ok(first)
     }
 }
 

@@ -2,11 +2,13 @@
 //! those left to the VM no virtiofsd could be started for one that has died.
 
 use std::ffi::OsString;
-use std::io::{self, ErrorKind, Read};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 /// Between two looks at the back end and at the VM.
@@ -15,30 +17,42 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 /// A back end that lived so long did not fail at its start.
 const LIVED: Duration = Duration::from_secs(60);
+/// How many lines of one back end are passed on, and how much of each, in bytes: a guest may be able to make
+/// it say things without end.
+const MOST_LINES: usize = 16;
+const MOST_OF_A_LINE: u64 = 1024;
+/// To the keeper: the back end has answered the VM.
+const SERVES: u8 = b'S';
+
+/// The program that keeps back ends running.
+#[derive(Debug)]
+pub struct Program {
+    /// A program that calls [`keep`], with its words.
+    pub words: Vec<OsString>,
+    /// Where messages go; the caller's standard error if nothing is here.
+    pub log: Option<File>,
+}
 
 /// The keeper's process, which ends with this, however the VM ends.
 #[derive(Debug)]
 pub(super) struct Keeper {
     process: Child,
-    /// Its end here; nothing is ever sent.
+    /// Its end here. One word is sent at most.
     lifeline: Option<UnixStream>,
 }
 
 impl Keeper {
-    /// Starts `keeper` (a program that calls [`keep`], with its words), to run `command` with `listener` as
-    /// its standard input.
-    pub(super) fn start(
-        keeper: &[OsString],
-        command: &[OsString],
-        listener: UnixListener,
-    ) -> io::Result<Self> {
+    /// Starts `keeper`, to run `command` with `listener` as its standard input.
+    pub(super) fn start(keeper: &Program, command: &[OsString], listener: UnixListener) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
-        let (program, words) = keeper.split_first().ok_or(ErrorKind::InvalidInput)?;
+        let (program, words) = keeper.words.split_first().ok_or(ErrorKind::InvalidInput)?;
+        let log = keeper.log.as_ref().map(File::try_clone).transpose()?;
         let process = Command::new(program)
             .args(words)
             .args(command)
             .stdin(Stdio::from(OwnedFd::from(listener)))
             .stdout(Stdio::from(OwnedFd::from(its)))
+            .stderr(log.map_or_else(Stdio::inherit, Stdio::from))
             // Keys of the terminal are not for it.
             .process_group(0)
             .spawn()?;
@@ -46,6 +60,14 @@ impl Keeper {
             process,
             lifeline: Some(ours),
         })
+    }
+
+    /// The back end has answered. What it says when the VM ends is of no use from now on.
+    pub(super) fn serves(&self) {
+        if let Some(mut lifeline) = self.lifeline.as_ref() {
+            // A keeper that is not there has nothing to say.
+            let _ = lifeline.write_all(&[SERVES]);
+        }
     }
 }
 
@@ -57,7 +79,8 @@ impl Drop for Keeper {
 }
 
 /// Runs `command` with this process's standard input as its own, and again each time that it ends, until the
-/// other end of standard output, a socket, is closed.
+/// other end of standard output, a socket, is closed. What `command` says on its standard error becomes
+/// warnings in the log.
 ///
 /// # Errors
 /// Standard output is no socket.
@@ -69,6 +92,8 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
     let mut running: Option<Child> = None;
     let mut since = Instant::now();
     let mut due = since;
+    let mut says = Says::new();
+    let mut serves = false;
     loop {
         let ended = running
             .as_mut()
@@ -85,32 +110,116 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
             }
             None if Instant::now() >= due => {
                 since = Instant::now();
-                running = start(command);
+                running = start(command, &says.to);
                 due = since + pause;
             }
             Some(false) | None => {}
         }
         match lifeline.read(&mut [0]) {
             Ok(0) => break,
-            Ok(_) => {}
+            Ok(_) => serves = true,
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(_) => break,
         }
+        says.pass_on();
     }
     if let Some(mut child) = running {
         let _ = child.kill();
         let _ = child.wait();
     }
+    // Back ends say something about each VM that ends. Before they have answered, it is why they do not.
+    if !serves {
+        says.pass_on_the_rest();
+    }
     Ok(())
 }
 
-fn start(command: &[OsString]) -> Option<Child> {
+fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
     let (program, words) = command.split_first()?;
-    Command::new(program)
+    let started = Command::new(program)
         .args(words)
         .stdout(Stdio::null())
-        .spawn()
-        .ok()
+        .stderr(Stdio::piped())
+        .spawn();
+    match started {
+        Ok(mut child) => {
+            if let Some(stderr) = child.stderr.take() {
+                let says = says.clone();
+                std::thread::spawn(move || listen(stderr, &says));
+            }
+            Some(child)
+        }
+        Err(e) => {
+            let _ = says.try_send(format!("{}: {e}", program.display()));
+            None
+        }
+    }
+}
+
+/// Sends on the first lines that a back end says. The rest is read all the same: it must not wait for room.
+fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
+    let mut stderr = BufReader::new(stderr);
+    for _ in 0..MOST_LINES {
+        let mut line = Vec::new();
+        match stderr.by_ref().take(MOST_OF_A_LINE).read_until(b'\n', &mut line) {
+            Ok(1..) => {}
+            _ => return,
+        }
+        let text = String::from_utf8_lossy(&line);
+        let text: String = text
+            .trim_end()
+            .chars()
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .collect();
+        if says.send(text).is_err() {
+            return;
+        }
+    }
+    let more = io::copy(&mut stderr, &mut io::sink());
+    if more.is_ok_and(|bytes| bytes > 0) {
+        let _ = says.send(format!(
+            "it said more than {MOST_LINES} lines; the others are left out"
+        ));
+    }
+}
+
+/// What back ends say, until it is passed on.
+struct Says {
+    to: SyncSender<String>,
+    from: Receiver<String>,
+    /// What had come at the last look. It waits for the next one, which tells whether the VM has ended.
+    held: Vec<String>,
+}
+
+impl Says {
+    fn new() -> Self {
+        let (to, from) = sync_channel(MOST_LINES);
+        Self {
+            to,
+            from,
+            held: Vec::new(),
+        }
+    }
+
+    fn pass_on(&mut self) {
+        let came = self.from.try_iter().collect();
+        tell(&std::mem::replace(&mut self.held, came));
+    }
+
+    /// All of it; the back end has ended.
+    fn pass_on_the_rest(self) {
+        tell(&self.held);
+        drop(self.to);
+        while let Ok(line) = self.from.recv_timeout(LOOK_EVERY) {
+            tell(&[line]);
+        }
+    }
+}
+
+fn tell(lines: &[String]) {
+    for line in lines {
+        log::warn!("--share-dir: virtiofsd: {line}");
+    }
 }
 
 #[cfg(test)]
@@ -202,12 +311,42 @@ mod tests {
         assert_eq!(lines(&log), 2);
     }
 
+    /// What a back end says is passed on in lines of text, and no more of it than anybody would read.
+    #[test]
+    fn a_back_end_that_says_much_is_listened_to_for_some_lines() {
+        let (to, from) = sync_channel(1);
+        let script = "printf 'one\\033[31m\\n' >&2; for n in $(seq 40); do echo more >&2; done; head -c 5000 /dev/zero >&2";
+        let mut child = start(&["sh".into(), "-c".into(), script.into()], &to).unwrap();
+        drop(to);
+        let said: Vec<String> = from.iter().collect();
+        child.wait().unwrap();
+        assert_eq!(said.len(), MOST_LINES + 1, "{said:?}");
+        assert_eq!(said[0], "one [31m");
+        assert_eq!(said[MOST_LINES - 1], "more");
+        assert!(said[MOST_LINES].contains("left out"), "{said:?}");
+        // A line without an end is one of many bytes.
+        let (to, from) = sync_channel(1);
+        let mut child = start(
+            &["sh".into(), "-c".into(), "head -c 1500 /dev/zero >&2".into()],
+            &to,
+        )
+        .unwrap();
+        drop(to);
+        let lengths: Vec<usize> = from.iter().map(|line| line.len()).collect();
+        child.wait().unwrap();
+        assert_eq!(lengths, [1024, 476]);
+    }
+
     /// A program that cannot be started is tried again, and ends with the VM all the same.
     #[test]
     fn what_does_not_start_holds_nobody_up() {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let keeper = Keeper::start(&keeper(), &[], listener).unwrap();
+        let program = Program {
+            words: keeper(),
+            log: None,
+        };
+        let keeper = Keeper::start(&program, &[], listener).unwrap();
         drop(keeper);
     }
 }

@@ -15,7 +15,6 @@ pub mod config;
 pub mod keeper;
 mod session;
 
-use std::ffi::OsString;
 use std::path::Path;
 
 use sandbox::ThreadKind;
@@ -42,8 +41,7 @@ pub struct Share {
 
 impl Share {
     /// A device `name` that the guest mounts by `tag`, at most [`MAX_TAG_BYTES`]. A virtiofsd of its own
-    /// listens at `socket`, in a directory of this user only; `keeper` is the program that runs
-    /// [`keeper::keep`].
+    /// listens at `socket`, in a directory of this user only; `keeper` keeps that running.
     ///
     /// # Errors
     /// The back end cannot be had.
@@ -52,10 +50,10 @@ impl Share {
         tag: String,
         source: &Source,
         socket: &Path,
-        keeper: &[OsString],
+        keeper: &keeper::Program,
     ) -> Result<Self, BackendError> {
         let backend = Backend::start(source, socket, keeper)?;
-        let first = backend.connect()?;
+        let first = backend.first()?;
         Ok(Self {
             name,
             tag,

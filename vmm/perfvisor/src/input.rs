@@ -1,0 +1,124 @@
+//! Files that a user names and that are read from their beginning to their end. They may be anything: what a
+//! file says of its size need not be true, and a pipe may have nobody who writes to it.
+
+use std::fs::File;
+use std::io::{self, Chain, Cursor, ErrorKind, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+/// What is read at once to see whether somebody writes to a pipe, in bytes.
+const FIRST: usize = 4096;
+
+/// A file that was opened by [`open`].
+pub type Input = Chain<Cursor<Vec<u8>>, File>;
+
+/// What is said of a pipe without a writer: a plain open(2) would wait for one, perhaps for ever.
+#[derive(Debug, thiserror::Error)]
+#[error("it is a pipe that nobody writes to; give a file, or a pipe with a writer as of <(COMMAND)")]
+pub struct NobodyWrites;
+
+/// Opens `path` for reading without waiting for anybody. A pipe that somebody writes to, as a shell makes of
+/// `<(COMMAND)`, is a file like another: reading it waits for its writer.
+///
+/// # Errors
+/// Those of open(2); a pipe that nobody writes to ([`NobodyWrites`]).
+pub fn open(path: &Path) -> io::Result<Input> {
+    let mut file = without_waiting(path)?;
+    let mut begin = Vec::new();
+    if file.metadata()?.file_type().is_fifo() {
+        let mut bytes = [0; FIRST];
+        match file.read(&mut bytes) {
+            Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NobodyWrites)),
+            Ok(count) => begin.extend_from_slice(&bytes[..count]),
+            // Somebody has it open, and has not written yet.
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+            Err(e) => return Err(e),
+        }
+    }
+    // A descriptor of its own, also for what a shell names /dev/fd/N: nobody else's flags change.
+    fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+    Ok(Cursor::new(begin).chain(file))
+}
+
+/// Whether `path` can be opened for reading, without waiting and without reading.
+///
+/// # Errors
+/// Those of open(2).
+pub fn can_be_read(path: &Path) -> io::Result<()> {
+    without_waiting(path).map(drop)
+}
+
+fn without_waiting(path: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn text(path: &Path) -> io::Result<String> {
+        let mut text = String::new();
+        open(path)?.read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    #[test]
+    fn a_pipe_is_read_if_somebody_writes_to_it_and_refused_if_nobody_does() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, pipe) = (dir.path().join("file"), dir.path().join("pipe"));
+        std::fs::write(&file, "words").unwrap();
+        assert_eq!(text(&file).unwrap(), "words");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let why = text(&pipe).unwrap_err();
+        assert!(why.to_string().contains("nobody writes"), "{why}");
+        can_be_read(&pipe).unwrap();
+        // More than is looked at first, and more than a pipe holds.
+        let many = "0123456789abcdef".repeat(20_000);
+        for late in [false, true] {
+            // Both ends, so that neither open waits.
+            let both = File::options().read(true).write(true).open(&pipe).unwrap();
+            let mut writer = File::options().write(true).open(&pipe).unwrap();
+            let words = many.clone();
+            let mut write = move || io::Write::write_all(&mut writer, words.as_bytes()).unwrap();
+            let opened = if late {
+                // Somebody has it open and has written nothing yet.
+                let opened = open(&pipe).unwrap();
+                drop(both);
+                let writes = std::thread::spawn(write);
+                (opened, writes)
+            } else {
+                let writes = std::thread::spawn(move || write());
+                // The writer has begun before it is opened, and cannot end before it is read.
+                while rustix::io::ioctl_fionread(&both).unwrap() == 0 {
+                    std::thread::yield_now();
+                }
+                let opened = open(&pipe).unwrap();
+                drop(both);
+                (opened, writes)
+            };
+            let (mut opened, writes) = opened;
+            let mut read = String::new();
+            opened.read_to_string(&mut read).unwrap();
+            writes.join().unwrap();
+            assert!(read == many, "{} bytes, late: {late}", read.len());
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_and_directories_are_said_by_the_host() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(
+            open(&dir.path().join("none")).unwrap_err().kind(),
+            ErrorKind::NotFound
+        );
+        assert_eq!(text(dir.path()).unwrap_err().kind(), ErrorKind::IsADirectory);
+        assert_eq!(text(Path::new("/dev/null")).unwrap(), "");
+    }
+}

@@ -1,0 +1,150 @@
+//! Files that an operator names may be anything. What cannot be used is refused in one line with exit status
+//! 2, and nobody is waited for who may never come.
+
+mod common;
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use common::operator::TestVm;
+use common::skip::skipped;
+use common::vm::PROGRAM;
+
+/// A pipe in `dir` that nobody has open.
+fn pipe(dir: &Path) -> PathBuf {
+    let path = dir.join("pipe");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    path
+}
+
+fn perfvisor(args: &[&str]) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command.args(args).env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+/// Refused in one line that has `parts`.
+fn refused(args: &[&str], out: &Output, parts: &[&str]) {
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
+    assert!(
+        said.lines().count() == 1 && parts.iter().all(|part| said.contains(part)),
+        "{args:?}: {said}"
+    );
+}
+
+/// Opening such a pipe would wait for a writer, or a reader.
+#[test]
+fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = pipe(dir.path());
+    let pipe = path.to_str().unwrap();
+    let nobody_writes = "nobody writes";
+    for (args, what) in [
+        (&["run", "--config", pipe][..], nobody_writes),
+        (&["ctl", "web", "filter", pipe], nobody_writes),
+        (&["run", "--log-file", pipe], "nobody reads"),
+    ] {
+        refused(args, &perfvisor(args).output().unwrap(), &[what]);
+    }
+    // What is said of the host comes first here.
+    let validate = ["validate", "--kernel", pipe, "--initrd", "/dev/null"];
+    assert_eq!(perfvisor(&validate).output().unwrap().status.code(), Some(2));
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let data = dir.path().join("data");
+    let data = data.to_str().unwrap();
+    vm.say(&["record", "test", "-d", "0.2", "-o", data]);
+    let annotate = |option| ["annotate", "-i", data, option, pipe, "spin_hot"];
+    for args in [
+        &["run", "--pmu-filter", pipe][..],
+        &["report", "-i", data, "--kallsyms", pipe],
+        &["report", "-i", data, "--vmlinux", pipe],
+        &annotate("--program"),
+        &annotate("--vmlinux"),
+        &["top", "test", "--once", "--kallsyms", pipe],
+        &["record", "test", "-d", "0.2", "-o", data, "--kallsyms", pipe],
+    ] {
+        refused(args, &vm.run(args), &[pipe, nobody_writes]);
+    }
+    for option in ["--kernel", "--disk"] {
+        let args = ["run", "--kernel", pipe, option, pipe];
+        let args = if option == "--kernel" { &args[..3] } else { &args };
+        refused(args, &vm.run(args), &["a pipe"]);
+    }
+}
+
+/// A shell's `<(COMMAND)` is a pipe that somebody writes to.
+#[test]
+fn pipes_that_somebody_writes_to_are_files_like_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = pipe(dir.path());
+    // Both ends, so that opening one for writing does not wait.
+    let both = File::options().read(true).write(true).open(&path).unwrap();
+    let mut writer = File::options().write(true).open(&path).unwrap();
+    let child = perfvisor(&["run", "--dump-config", "--config", path.to_str().unwrap()])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    writer.write_all(b"memory = \"48M\"\n").unwrap();
+    // The reader has to be there before the writer goes.
+    while rustix::io::ioctl_fionread(&both).unwrap() > 0 {
+        std::thread::yield_now();
+    }
+    drop((both, writer));
+    let out = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert_eq!(out.status.code(), Some(0), "{out:?}");
+    assert!(text.lines().any(|line| line == "memory = \"48M\""), "{text}");
+}
+
+/// A daemon with a shared directory kept the standard error of whoever started it, in the process that keeps
+/// virtiofsd running: `$(perfvisor run --daemonize … 2>&1)` waited for the end of the VM.
+#[test]
+fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
+    let places = [
+        "/usr/libexec/virtiofsd",
+        "/usr/lib/virtiofsd",
+        "/usr/lib/qemu/virtiofsd",
+    ];
+    if !places.iter().any(|place| Path::new(place).exists()) {
+        return skipped("virtiofsd is not installed", false);
+    }
+    if !Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (shared, log) = (dir.path().join("shared"), dir.path().join("log"));
+    std::fs::create_dir(&shared).unwrap();
+    let shared = shared.to_str().unwrap();
+    let with = |more: &[&str]| {
+        let common = ["run", "--name", "d", "--memory", "32M", "--share-dir", shared];
+        let mut command = perfvisor(&[&common, more].concat());
+        command.env("XDG_RUNTIME_DIR", dir.path());
+        command.output().unwrap()
+    };
+    let operator = |args: &[&str]| {
+        let mut command = perfvisor(args);
+        command.env("XDG_RUNTIME_DIR", dir.path()).output().unwrap()
+    };
+    for logs in [&["--log-file", log.to_str().unwrap()][..], &[]] {
+        // output() returns when nobody has the pipes any more.
+        let started = with(&[&["--daemonize", "--cmdline", "loop"], logs].concat());
+        assert!(
+            started.status.success() && started.stderr.is_empty(),
+            "{started:?}: a container may need sandbox=chroot"
+        );
+        let status = operator(&["ctl", "d", "status"]);
+        assert_eq!(String::from_utf8_lossy(&status.stdout), "d: running, 1 vCPU\n");
+        assert!(operator(&["ctl", "d", "stop"]).status.success());
+    }
+    // In the foreground what virtiofsd says is said as all else is. What it says at the VM's end is not.
+    let ended = with(&["--cmdline", "spin=1"]);
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(said.lines().all(|line| line.starts_with("perfvisor: ")), "{said}");
+    let mut text = String::new();
+    File::open(&log).unwrap().read_to_string(&mut text).unwrap();
+    assert!(text.lines().all(|line| line.starts_with("perfvisor: ")), "{text}");
+}
