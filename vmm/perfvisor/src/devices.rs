@@ -78,8 +78,8 @@ pub enum DeviceError {
     Vsock(#[from] VsockError),
 }
 
-/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them. `log` is where their
-/// processes' messages go; standard error if nothing is there.
+/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them. `log` is where
+/// their processes' messages go; standard error if nothing is there.
 ///
 /// # Errors
 /// [`DeviceError`]; nothing of the guest's has been touched.
