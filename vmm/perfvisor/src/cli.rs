@@ -3,6 +3,7 @@
 //! Every mistake is one line on standard error that names the value and what is allowed, and exit
 //! status 2. Adding an option: a field here with its doc comment, and a parser with its test (`values`).
 
+mod other_words;
 mod perf_options;
 
 use std::ffi::OsString;
@@ -35,7 +36,7 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    ObserversAt, Profile, large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit,
+    ObserversAt, Profile, large, parse_builtin, parse_gdb, parse_memory, parse_on_off, parse_pmi_limit,
     parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn, parse_width,
 };
 use control_api::nearest::did_you_mean;
@@ -353,7 +354,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Let gdb debug the guest (`target remote SOCKET`); wait: no vCPU runs before gdb is there.
-    #[arg(long, value_name = "SOCKET[,wait]")]
+    #[arg(long, value_name = "SOCKET[,wait]", value_parser = parse_gdb)]
     pub gdb: Option<GdbConfig>,
     /// Take options from a TOML file whose keys are the names of these options; those given here count
     /// instead.
@@ -500,7 +501,13 @@ fn explain(error: &clap::Error) -> CliExit {
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg);
             perf_options::said_of(&path, &typed).unwrap_or_else(|| {
-                let meant = meant(ContextKind::SuggestedArg);
+                let ours = (path == "perfvisor run")
+                    .then(|| other_words::option_of_run(&typed))
+                    .flatten();
+                let meant = match ours {
+                    Some(ours) => format!("; did you mean '{ours}'?"),
+                    None => meant(ContextKind::SuggestedArg),
+                };
                 let option = if typed.starts_with('-') {
                     ""
                 } else {
@@ -511,7 +518,12 @@ fn explain(error: &clap::Error) -> CliExit {
         }
         ErrorKind::InvalidSubcommand => {
             let (wrong, known) = (context(ContextKind::InvalidSubcommand), commands_of(&path));
-            let meant = did_you_mean(&wrong, known.split(", ").flat_map(|known| known.split(" or ")));
+            let known_words = known.split(", ").flat_map(|known| known.split(" or "));
+            let elsewhere = (path == "perfvisor").then(|| other_command(&wrong)).flatten();
+            let meant = match elsewhere {
+                Some(ours) => format!("; did you mean '{ours}'?"),
+                None => did_you_mean(&wrong, known_words),
+            };
             format!("unknown command '{wrong}'{meant}; known are {known}; {see}")
         }
         ErrorKind::MissingRequiredArgument => {
@@ -556,6 +568,14 @@ fn explain(error: &clap::Error) -> CliExit {
         }
     };
     CliExit::Error(one_line(&line))
+}
+
+/// What does here what the command `typed` does in other programs, or an action of `ctl` without `ctl`.
+fn other_command(typed: &str) -> Option<String> {
+    let command = command();
+    let ctl = command.find_subcommand("ctl");
+    let actions = ctl.into_iter().flat_map(clap::Command::get_subcommands);
+    other_words::command(typed, actions.map(clap::Command::get_name))
 }
 
 /// What somebody may have meant who typed a word that is no option behind the command `path`.

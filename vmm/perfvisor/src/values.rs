@@ -10,6 +10,7 @@ use guest_images::bare_metal::{GUESTS, Guest};
 use guest_profile::export::pprof::Label;
 use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
+use perfvisor_vmm::gdb::config::{GdbConfig, GdbConfigError};
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 use perfvisor_vmm::metrics::address::{AddressError, path_and_mode};
 
@@ -87,6 +88,14 @@ pub enum ValueError {
     /// No built-in guest of that name.
     #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
     Builtin,
+    /// No place for a debugger.
+    #[error(transparent)]
+    Gdb(GdbConfigError),
+    /// A port of TCP for a debugger.
+    #[error(
+        "must be the path of a Unix socket, or PATH,wait: gdb connects by `target remote PATH`, not by TCP"
+    )]
+    GdbPort,
     /// No profile.
     #[error("must be own or tenant")]
     Profile,
@@ -293,6 +302,16 @@ pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
     list.sort_unstable();
     list.dedup();
     Ok(VcpuList(list))
+}
+
+/// Where gdb connects. QEMU's `tcp::1234` and `:1234` would be sockets of such names.
+pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
+    let path = text.split_once(',').map_or(text, |(path, _)| path);
+    let port = path.rsplit_once(':').filter(|(host, _)| !host.contains('/'));
+    if port.is_some_and(|(_, port)| port.parse::<u16>().is_ok()) {
+        return Err(ValueError::GdbPort);
+    }
+    text.parse().map_err(ValueError::Gdb)
 }
 
 /// A duration in seconds.

@@ -103,6 +103,13 @@ fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
         (&["--cpus", "-1"], "'-1'", "1 to 64"),
         (&["--memory", "-1"], "'-1'", "512M"),
         (&["--cpus", "two"], "'two'", "1 to 64"),
+        (&["--gdb", "tcp::1234"], "'tcp::1234'", "not by TCP"),
+        (
+            &["--gdb", "127.0.0.1:1234,wait"],
+            "'127.0.0.1:1234,wait'",
+            "not by TCP",
+        ),
+        (&["--gdb", "/tmp/gdb,now"], "'/tmp/gdb,now'", "PATH,wait"),
         (&["--cpus", "4,max=2"], "'4,max=2'", "max=2"),
         (&["--cpus", "4,most=8"], "'4,most=8'", "N,max=M"),
         (&["--memory", "15M"], "'15M'", "16M"),

@@ -1,0 +1,111 @@
+//! Words that people bring from other programs (QEMU, virsh, docker), and what to type instead.
+
+/// Options of `run`: as clap names what it does not know, and ours. A single dash before a word is read as one
+/// letter after the other, so `-kernel` is known by its first.
+const OF_RUN: [(&str, &str); 17] = [
+    ("--append", "--cmdline"),
+    ("-a", "--cmdline"),
+    ("--drive", "--disk"),
+    ("--hda", "--disk"),
+    ("--image", "--disk"),
+    ("--serial", "--console"),
+    ("--smp", "--cpus"),
+    ("-c", "--cpus"),
+    ("--ram", "--memory"),
+    ("-m", "--memory"),
+    ("--netdev", "--net"),
+    ("--nic", "--net"),
+    ("--tap", "--net"),
+    ("-k", "--kernel"),
+    ("-i", "--initrd"),
+    ("-n", "--name"),
+    ("-d", "--daemonize"),
+];
+
+/// Commands, and what does that here.
+const COMMANDS: [(&str, &str); 10] = [
+    ("start", "perfvisor run"),
+    ("create", "perfvisor run"),
+    ("ls", "perfvisor ps"),
+    ("kill", "perfvisor ctl NAME stop"),
+    ("shutdown", "perfvisor ctl NAME powerdown"),
+    ("reboot", "perfvisor exec NAME -- reboot"),
+    ("console", "perfvisor run --console"),
+    ("attach", "perfvisor run --console"),
+    ("logs", "perfvisor run --log-file"),
+    ("version", "perfvisor --version"),
+];
+
+/// The option of `run` that `typed` stands for.
+pub(super) fn option_of_run(typed: &str) -> Option<&'static str> {
+    OF_RUN
+        .iter()
+        .find(|(theirs, _)| *theirs == typed)
+        .map(|(_, ours)| *ours)
+}
+
+/// What does what the command `typed` would do. `actions`: what `ctl` can do to a VM.
+pub(super) fn command<'a>(typed: &str, mut actions: impl Iterator<Item = &'a str>) -> Option<String> {
+    if let Some(action) = actions.find(|action| *action == typed) {
+        return Some(format!("perfvisor ctl NAME {action}"));
+    }
+    COMMANDS
+        .iter()
+        .find(|(theirs, _)| *theirs == typed)
+        .map(|(_, ours)| (*ours).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{CliExit, command as program, parse};
+    use super::*;
+
+    fn said(args: &[&str]) -> String {
+        match parse(["perfvisor"].iter().chain(args)) {
+            Err(CliExit::Error(line)) => line,
+            other => panic!("{args:?} gave {other:?}"),
+        }
+    }
+
+    /// A word that has become one of ours has no place in the tables, and what they name is there.
+    #[test]
+    fn the_tables_name_what_there_is_and_nothing_of_ours() {
+        let program = program();
+        let run = program.find_subcommand("run").unwrap();
+        let has = |name: &str| {
+            run.get_arguments().any(|option| {
+                option.get_long().is_some_and(|long| name == format!("--{long}"))
+                    || option
+                        .get_short()
+                        .is_some_and(|short| name == format!("-{short}"))
+            })
+        };
+        for (theirs, ours) in OF_RUN {
+            assert!(!has(theirs) && has(ours), "{theirs} {ours}");
+            let line = said(&["run", theirs, "x"]);
+            assert!(line.contains(&format!("did you mean '{ours}'?")), "{line}");
+        }
+        for (theirs, ours) in COMMANDS {
+            let word = ours.split(' ').nth(1).unwrap();
+            assert!(program.find_subcommand(theirs).is_none(), "{theirs}");
+            assert!(
+                word.starts_with('-') || program.find_subcommand(word).is_some(),
+                "{ours}"
+            );
+            let line = said(&[theirs]);
+            assert!(line.contains(&format!("did you mean '{ours}'?")), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_ctl_does_is_found_without_ctl() {
+        for action in ["stop", "pause", "status", "vcpus"] {
+            let line = said(&[action, "web"]);
+            assert!(
+                line.contains(&format!("did you mean 'perfvisor ctl NAME {action}'?")),
+                "{line}"
+            );
+        }
+        assert!(said(&["run", "-kernel", "x"]).contains("did you mean '--kernel'?"));
+    }
+}
