@@ -266,9 +266,10 @@ fn metrics_are_sensible(place: &Place) {
     assert!(sum("perfvisor_event_count_total", "kvm:exits") >= exits);
     let ratio = sum("perfvisor_event_running_ratio", "task-clock");
     assert!((0.99..=1.0).contains(&ratio), "{ratio}");
-    // About 50 a second for ten seconds; the light ones are the host kernel's.
+    // About 50 a second for 25 seconds; the light ones are the host kernel's. On a busy host, whose kernel
+    // does not see the guest, all that were asked for: 20 s of 1000 a second, 5 s of 200.
     let samples = sum("perfvisor_vcpu_samples_total", "");
-    assert!((100.0..5000.0).contains(&samples), "{samples}");
+    assert!((100.0..25_000.0).contains(&samples), "{samples}");
     for nothing in [
         "perfvisor_vcpu_lost_samples_total",
         "perfvisor_vcpu_sampling_throttles_total",

@@ -1,7 +1,7 @@
 //! Words that people bring from other programs (QEMU, virsh, docker), and what to type instead.
 
-/// Options of `run`: as clap names what it does not know, and ours. A single dash before a word is read as one
-/// letter after the other, so `-kernel` is known by its first.
+/// Options of `run`: as clap names what it does not know, and ours. A single dash before a word is read as
+/// one letter after the other, so `-kernel` is known by its first.
 const OF_RUN: [(&str, &str); 17] = [
     ("--append", "--cmdline"),
     ("-a", "--cmdline"),
