@@ -33,11 +33,21 @@ fn guest(name: &str, image: &[u8]) -> PathBuf {
 }
 
 fn perfvisor(arguments: &[&str]) -> Output {
-    Command::new("timeout")
+    command(arguments).output().unwrap()
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new("timeout");
+    command
         .args(["60", env!("CARGO_BIN_EXE_perfvisor"), "run"])
-        .args(arguments)
-        .output()
-        .unwrap()
+        .args(arguments);
+    command
+}
+
+/// A row of the table of `--stats`, 0 for one that is left out.
+fn figure(stats: &str, row: &str) -> u64 {
+    let line = stats.lines().find_map(|line| line.strip_prefix(row));
+    line.map_or(0, |rest| rest.trim().parse().unwrap())
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -69,6 +79,43 @@ fn hand_counted_code_counts_exactly() {
         assert!(passed >= 20 && !out.contains("not ok"), "{model}: {out}");
         assert!(!err.contains("lost track"), "{model}: {err}");
         assert!(err.contains("single steps"), "{model}: {err}");
+    }
+    std::fs::remove_file(kernel).unwrap();
+}
+
+/// What is entered at once where hardware breakpoints work is counted as single steps count it: the same
+/// blocks pass, the same instructions retire under counting, and there are fewer stops.
+#[test]
+fn straight_runs_are_counted_as_steps_are() {
+    let Some(host) = host() else { return };
+    let kernel = guest("runs.elf", guest_images::bare_metal::EXACT_TESTS);
+    let words = if host.user { "" } else { "no-user" };
+    for model in ["intel-v1", "intel", "amd", "amd-v2"] {
+        let [with, without] = [true, false].map(|runs| {
+            let mut command = command(&["--kernel", kernel.to_str().unwrap(), "--pmu", model]);
+            command.args(["--backing", "exact", "--stats", "--cmdline", words]);
+            if !runs {
+                command.env("PERFVISOR_EXACT_WITHOUT_RUNS", "1");
+            }
+            let run = command.output().unwrap();
+            let (out, err) = (text(&run.stdout), text(&run.stderr));
+            assert!(
+                run.status.success() && !out.contains("not ok"),
+                "{model}: {out}{err}"
+            );
+            assert!(!err.contains("lost track"), "{model}: {err}");
+            let [steps, runs, in_runs] = ["single steps", "straight runs", "instructions in straight runs"]
+                .map(|row| figure(&err, row));
+            eprintln!("{model}: {steps} steps, {runs} runs of {in_runs} instructions");
+            (out, steps, runs, in_runs)
+        });
+        assert_eq!(with.0, without.0, "{model}");
+        assert_eq!((without.2, without.3), (0, 0), "{model}");
+        assert_eq!(with.1 + with.3, without.1, "{model}: the same instructions");
+        let has_runs = host.breakpoints && host.blocks_interrupts && !host.user;
+        assert_eq!(with.2 > 0, has_runs, "{model}");
+        // Many of the blocks have nothing but branches, or two instructions between them.
+        assert!(!has_runs || 2 * (with.1 + with.2) < without.1, "{model}");
     }
     std::fs::remove_file(kernel).unwrap();
 }

@@ -28,7 +28,7 @@ use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
 use perf_core::{Core, Overflowed, VcpuContext, error_line};
 use smallvec::SmallVec;
-use vpmu::exact::Step;
+use vpmu::exact::{Counts, Step};
 use vpmu::{
     Backability, CounterIndex, Cpl, EventFilter, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
     PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vendor, Vpmu,
@@ -430,6 +430,12 @@ impl VcpuPmu {
             .map_or_else(SteppedLevels::default, |attached| {
                 attached.events.stepping_levels()
             })
+    }
+
+    /// How much may be fed at CPL 0 until an overflow is due.
+    pub fn room_at_cpl0(&self) -> Counts {
+        let fed = self.attached.as_ref().map(|attached| &attached.fed);
+        fed.map_or_else(Counts::default, |fed| Counts::room(fed, 0))
     }
 
     /// What a step retired. Overflows are due before the next instruction: see

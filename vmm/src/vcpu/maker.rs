@@ -48,6 +48,8 @@ pub struct StepperParts {
     pub host: Stepping,
     /// The VM never has another vCPU.
     pub alone: bool,
+    /// Each instruction is stepped.
+    pub without_runs: bool,
 }
 
 /// What all vCPUs of a VM are made from.
@@ -154,12 +156,12 @@ impl VcpuMaker {
             vcpu.serve_rdpmc(rdpmc);
         }
         if let Some(parts) = &self.stepper {
-            vcpu.step_with(Stepper::new(
-                parts.vendor,
-                self.memory.clone(),
-                parts.host,
-                parts.alone,
-            ));
+            let stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
+            vcpu.step_with(if parts.without_runs {
+                stepper.without_runs()
+            } else {
+                stepper
+            });
         }
         Ok(vcpu)
     }

@@ -314,9 +314,12 @@ impl Running {
             self.debug.apply(&self.fd, want).map_err(VcpuFailure::Debug)?;
             return Ok(Entry::Enter);
         };
-        let prepared = stepper.prepare(&self.fd, &mut self.debug, pmu.stepped_levels())?;
+        let levels = pmu.stepped_levels();
+        let prepared = stepper.prepare(&self.fd, &mut self.debug, levels, &|| pmu.room_at_cpl0())?;
         let tally = stepper.tally();
         self.seat.stats().steps.set(tally.steps);
+        self.seat.stats().runs.set(tally.runs);
+        self.seat.stats().in_runs.set(tally.in_runs);
         self.seat.stats().steps_lost.set(tally.lost);
         self.seat.stats().unstepped.set(tally.unstepped);
         match prepared {

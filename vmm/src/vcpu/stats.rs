@@ -68,7 +68,11 @@ counters! {
     debug: "debug stops",
     /// Instructions stepped for the exact backing.
     steps: "single steps",
-    /// Steps whose outcome is not known: nothing was counted for them.
+    /// Straight runs of instructions for the exact backing, each with one stop.
+    runs: "straight runs",
+    /// Instructions that retired in them.
+    in_runs: "instructions in straight runs",
+    /// Steps and runs whose outcome is not known: nothing was counted for them.
     steps_lost: "single steps that lost track",
     /// Stretches of user code that could not be stepped.
     unstepped: "stretches of user code not stepped",

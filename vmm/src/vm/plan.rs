@@ -38,6 +38,10 @@ use crate::vcpu::debugger::Debugger;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 
+/// With this in the environment the exact backing steps each instruction, also where straight runs could be
+/// entered at once: to compare the two.
+const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
+
 /// What follows from a configuration, and the machine's parts made by it.
 pub(super) struct Plan<'a> {
     pub(super) config: &'a VmConfig,
@@ -116,6 +120,7 @@ impl<'a> Plan<'a> {
                 vendor: model.vendor(),
                 host: self.config.pmu.stepping,
                 alone: self.config.cpus.max() == 1,
+                without_runs: std::env::var_os(WITHOUT_RUNS).is_some(),
             }),
             entry: loaded.entry,
             pins: self.config.pins.clone(),

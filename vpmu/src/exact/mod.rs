@@ -43,8 +43,9 @@
 
 mod cpu;
 mod flow;
+mod run;
 
-use iced_x86::{FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess};
+use iced_x86::{FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, Register};
 use perf_core::pmu::fed::FedCounts;
 
 use crate::events::ArchEvent;
@@ -52,6 +53,7 @@ use crate::fed;
 use crate::names::Vendor;
 
 pub use cpu::{Ahead, CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
+pub use run::{LONGEST_RUN, MOST_RUN_BYTES, StraightRun};
 
 use flow::{Leads, ahead, decode, element_count, is_branch, is_near, is_repeated, leads, software_interrupt};
 
@@ -88,6 +90,38 @@ impl Counts {
             ArchEvent::Loads => Some(self.loads),
             ArchEvent::Stores => Some(self.stores),
             _ => None,
+        }
+    }
+
+    /// How much more of each may be fed to `counts` at privilege level `cpl` until an armed overflow is due:
+    /// 0 of what is due already, [`u32::MAX`] where none is armed.
+    pub fn room(counts: &FedCounts, cpl: u8) -> Self {
+        let [
+            instructions,
+            branches,
+            taken_branches,
+            conditional_branches,
+            loads,
+            stores,
+        ] = [
+            ArchEvent::Instructions,
+            ArchEvent::Branches,
+            ArchEvent::TakenBranches,
+            ArchEvent::ConditionalBranches,
+            ArchEvent::Loads,
+            ArchEvent::Stores,
+        ]
+        .map(|event| {
+            let left = fed::exact(event).and_then(|selector| counts.until_overflow(selector, cpl));
+            left.map_or(u32::MAX, |left| u32::try_from(left).unwrap_or(u32::MAX))
+        });
+        Self {
+            instructions,
+            branches,
+            taken_branches,
+            conditional_branches,
+            loads,
+            stores,
         }
     }
 
@@ -141,6 +175,15 @@ impl Step {
             &mut self.user
         }
     }
+}
+
+/// How an instruction uses memory.
+#[derive(Clone, Copy, Debug, Default)]
+struct Accesses {
+    loads: bool,
+    stores: bool,
+    /// By the stack segment.
+    stack: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -302,19 +345,28 @@ impl StepMeter {
         }
         let idle = is_repeated(instruction) && !iterated && element_count(instruction, before) == 0;
         if !idle {
-            let info = self.info.info(instruction);
-            for memory in info.used_memory() {
-                let (load, store) = match memory.access() {
-                    OpAccess::Read | OpAccess::CondRead => (true, false),
-                    OpAccess::Write | OpAccess::CondWrite => (false, true),
-                    OpAccess::ReadWrite | OpAccess::ReadCondWrite => (true, true),
-                    OpAccess::None | OpAccess::NoMemAccess => (false, false),
-                };
-                counts.loads |= u32::from(load);
-                counts.stores |= u32::from(store);
-            }
+            let accesses = self.accesses(instruction);
+            counts.loads = accesses.loads.into();
+            counts.stores = accesses.stores.into();
         }
         step.at(before.cpl).add(counts);
+    }
+
+    /// How the instruction uses memory.
+    fn accesses(&mut self, instruction: &Instruction) -> Accesses {
+        let mut accesses = Accesses::default();
+        for memory in self.info.info(instruction).used_memory() {
+            let (load, store) = match memory.access() {
+                OpAccess::Read | OpAccess::CondRead => (true, false),
+                OpAccess::Write | OpAccess::CondWrite => (false, true),
+                OpAccess::ReadWrite | OpAccess::ReadCondWrite => (true, true),
+                OpAccess::None | OpAccess::NoMemAccess => (false, false),
+            };
+            accesses.loads |= load;
+            accesses.stores |= store;
+            accesses.stack |= memory.segment() == Register::SS;
+        }
+        accesses
     }
 
     /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`,

@@ -17,10 +17,13 @@
 //!   the kernel there are no such flags, so the kernel is stepped up to its return.
 //!
 //! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be
-//! stepped on it.
+//! stepped on it. Where hardware breakpoints work, straight runs of instructions have one stop
+//! (`runs.rs`).
 
 pub mod debug;
+mod decoded;
 mod interrupts;
+mod runs;
 pub(super) mod state;
 mod stepper;
 mod system_calls;
@@ -28,7 +31,7 @@ mod system_calls;
 use kvm_bindings::kvm_debug_exit_arch;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
-use vpmu::exact::{Ahead, CpuState, Step};
+use vpmu::exact::{Ahead, Counts, CpuState, Step};
 
 use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
@@ -65,6 +68,10 @@ impl Stepper {
     /// # Errors
     /// [`StepError`].
     pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<Step>, StepError> {
+        if self.under_way.is_some() {
+            let state = self.read(fd)?;
+            return Ok((!self.forget_run_at_its_beginning(&state)).then(|| self.end(&state)));
+        }
         let Some(Present { before, .. }) = self.present.filter(|_| self.mode != Mode::Rest) else {
             return Ok(None);
         };
@@ -75,7 +82,8 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Right before an entry, with the registers reconciled. `levels`: what runs and is counted by steps.
+    /// Right before an entry, with the registers reconciled. `levels`: what runs and is counted by steps;
+    /// `room`: how much may retire at CPL 0 until a counter overflows.
     ///
     /// # Errors
     /// [`StepError`].
@@ -84,6 +92,7 @@ impl Stepper {
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         levels: SteppedLevels,
+        room: &dyn Fn() -> Counts,
     ) -> Result<Prepared, StepError> {
         let fresh = self.fresh.take();
         if !levels.any() {
@@ -103,7 +112,7 @@ impl Stepper {
             None => self.read(fd)?,
         };
         if self.emulated {
-            self.prepare_emulated(fd, debug, levels, &state)
+            self.prepare_emulated(fd, debug, levels, &state, room)
         } else if levels.kernel {
             self.prepare_all(fd, debug, state)
         } else {
@@ -130,6 +139,7 @@ impl Stepper {
         debug: &mut GuestDebug,
         levels: SteppedLevels,
         state: &State,
+        room: &dyn Fn() -> Counts,
     ) -> Result<Prepared, StepError> {
         if state.cpl() != 0 {
             self.drop_step();
@@ -137,8 +147,14 @@ impl Stepper {
                 self.mode = Mode::Emulated(UserCode::Runs);
                 self.left_for_user(levels);
             }
-        } else if !self.meter.in_step() && self.begin(state) == Ahead::Halt {
-            return self.halt(fd, *state).map(Prepared::Executed);
+        } else if !self.meter.in_step() {
+            if let Some(want) = self.begin_run(fd, debug, state, room)? {
+                apply(fd, debug, want)?;
+                return Ok(Prepared::Enter);
+            }
+            if self.begin(state) == Ahead::Halt {
+                return self.halt(fd, *state).map(Prepared::Executed);
+            }
         }
         let mut want = Want {
             step: true,
@@ -401,6 +417,9 @@ impl Stepper {
     }
 
     fn end(&mut self, state: &State) -> Step {
+        if let Some(under_way) = self.under_way.take() {
+            return self.end_run(&under_way, state);
+        }
         let cpu = state.cpu();
         let mut memory = Linear::new(&self.memory, state);
         if let Mode::Emulated(UserCode::Entered { at }) = self.mode {

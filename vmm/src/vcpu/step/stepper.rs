@@ -5,6 +5,7 @@ use vpmu::Vendor;
 use vpmu::exact::{Ahead, CpuState, GuestMemory, StepMeter};
 
 use super::debug::{GuestDebug, Want};
+use super::decoded::{Runs, UnderWay};
 use super::state::{Linear, State};
 use crate::kvm::call::CallError;
 use crate::kvm::stepping::Stepping;
@@ -29,6 +30,10 @@ pub struct Tally {
     pub lost: u64,
     /// Stretches of user code that ran without being stepped although a counter counts it.
     pub unstepped: u64,
+    /// Straight runs that were entered at once.
+    pub runs: u64,
+    /// Instructions that retired in them.
+    pub in_runs: u64,
 }
 
 /// Why user code goes on only after its kernel has run, when the instruction is decoded (again).
@@ -136,8 +141,13 @@ pub struct Stepper {
     /// KVM emulates CPL 0: its steps need no trap flag.
     pub(super) emulated: bool,
     pub(super) gate_stops: GateStops,
+    /// Straight runs are entered at once where they can be.
+    pub(super) has_runs: bool,
     pub(super) mode: Mode,
     pub(super) present: Option<Present>,
+    /// The run under way; there is no present step then.
+    pub(super) under_way: Option<UnderWay>,
+    pub(super) runs: Runs,
     /// The registers as the last stop found them, until something may have changed them.
     pub(super) fresh: Option<State>,
     /// The number of steps before which the local APIC's timer is held back.
@@ -162,14 +172,24 @@ impl Stepper {
             } else {
                 GateStops::Nowhere
             },
+            has_runs: !host.user && host.breakpoints && host.blocks_interrupts,
             mode: Mode::Rest,
             present: None,
+            under_way: None,
+            runs: Runs::default(),
             fresh: None,
             timer_waits: 0,
             strays: false,
             gates: Gates::default(),
             tally: Tally::default(),
         }
+    }
+
+    /// Steps each instruction, also where straight runs could be entered at once.
+    #[must_use]
+    pub fn without_runs(mut self) -> Self {
+        self.has_runs = false;
+        self
     }
 
     /// What was counted so far.
@@ -227,6 +247,7 @@ impl Stepper {
     pub(super) fn drop_step(&mut self) {
         self.meter.abandon();
         self.present = None;
+        self.under_way = None;
     }
 }
 

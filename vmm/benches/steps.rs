@@ -1,0 +1,196 @@
+//! What the exact backing adds to a step: a loop of KVM_RUN with single steps and nothing decoded, and the
+//! stepper's, by turns on one vCPU; and the same instructions with straight runs entered at once.
+//!
+//! The guest is an endless loop of ten instructions and a branch in 64-bit mode, at CPL 0.
+#[path = "../../perf-core/benches/figures/mod.rs"]
+mod figures;
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Instant;
+
+use figures::{Figure, Target};
+use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
+use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::kvm::vm_fd::VmFd;
+use perfvisor_vmm::kvm::{cpuid, host};
+use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::vcpu::step::debug::GuestDebug;
+use perfvisor_vmm::vcpu::step::{Prepared, Stepper};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vpmu::exact::Counts;
+use vpmu::{SteppedLevels, Vendor};
+
+/// Turns of each way, and instructions in one.
+const TURNS: usize = 31;
+const INSTRUCTIONS: u64 = 2200;
+const TABLES: u64 = 0x1000;
+const CODE: u64 = 0x5000;
+/// mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [0x9000], eax; mov eax, [0x9000]; xor eax, edx; push rax;
+/// pop rax; nop; dec ecx; jmp to the first.
+const LOOP: [u8; 33] = [
+    0xb8, 1, 0, 0, 0, 0x01, 0xc8, 0x8d, 0x50, 0x05, 0x89, 0x04, 0x25, 0, 0x90, 0, 0, 0x8b, 0x04, 0x25, 0,
+    0x90, 0, 0, 0x31, 0xd0, 0x50, 0x58, 0x90, 0xff, 0xc9, 0xeb, 0xdf,
+];
+
+/// How the guest is executed.
+enum Way {
+    /// By single steps, and nothing is looked at.
+    Bare,
+    /// By a stepper that has not seen it before.
+    Stepper(Stepper),
+}
+
+/// Nanoseconds for each of [`INSTRUCTIONS`] instructions at least, and how many entries there were for each.
+fn turn(vcpu: &mut ArmedVcpu, way: Way) -> Result<(f64, f64), Box<dyn Error>> {
+    let levels = SteppedLevels {
+        user: false,
+        kernel: true,
+    };
+    let room = || Counts {
+        instructions: u32::MAX,
+        loads: u32::MAX,
+        stores: u32::MAX,
+        ..Counts::default()
+    };
+    let (mut entries, mut retired) = (0u64, 0u64);
+    let began = Instant::now();
+    match way {
+        Way::Bare => {
+            vcpu.set_guest_debug(&kvm_guest_debug {
+                control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
+                ..Default::default()
+            })?;
+            while retired < INSTRUCTIONS {
+                let VcpuExit::Debug(_) = vcpu.run().why? else {
+                    return Err("it did not stop behind a step".into());
+                };
+                (entries, retired) = (entries + 1, retired + 1);
+            }
+        }
+        Way::Stepper(mut stepper) => {
+            let mut debug = GuestDebug::default();
+            while retired < INSTRUCTIONS {
+                stepper.settle(vcpu)?;
+                if stepper.prepare(vcpu, &mut debug, levels, &room)? != Prepared::Enter {
+                    return Err("an instruction was executed here".into());
+                }
+                let why = vcpu.run().why?;
+                stepper.after_run();
+                let VcpuExit::Debug(stop) = why else {
+                    return Err(format!("{why:?}").into());
+                };
+                let step = stepper.stopped(vcpu, &stop)?.ok_or("not the stepper's stop")?;
+                entries += 1;
+                retired += u64::from(step.kernel.instructions);
+            }
+        }
+    }
+    let ns = began.elapsed().as_nanos() as f64;
+    Ok((ns / retired as f64, entries as f64 / retired as f64))
+}
+
+/// A vCPU before the loop, with what keeps its memory.
+fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
+    let ram = GuestRam::new(32 << 20)?;
+    let memory = ram.memory().clone();
+    // Present, writable; two MiB in one page.
+    for (table, entry) in [(0, TABLES + 0x1003), (1, TABLES + 0x2003), (2, 0x83)] {
+        memory.write_obj::<u64>(entry, GuestAddress(TABLES + table * 0x1000))?;
+    }
+    memory.write_slice(&LOOP, GuestAddress(CODE))?;
+    let vm = Arc::new(VmFd::new(kvm)?);
+    let slots = ram.register(&vm)?;
+    let vcpu = vm.create_vcpu(0)?;
+    vcpu.set_cpuid2(&cpuid::supported(kvm)?)?;
+    let segment = |selector, type_, l| kvm_segment {
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        db: 1 - l,
+        s: 1,
+        l,
+        g: 1,
+        ..Default::default()
+    };
+    let mut sregs = vcpu.get_sregs()?;
+    (sregs.cs, sregs.ss) = (segment(8, 0xb, 1), segment(16, 3, 0));
+    (sregs.ds, sregs.es) = (sregs.ss, sregs.ss);
+    sregs.idt.limit = 0;
+    (sregs.cr3, sregs.cr4) = (TABLES, 1 << 5);
+    sregs.cr0 = 1 << 31 | 1 << 5 | 1 << 4 | 1;
+    sregs.efer = 1 << 10 | 1 << 8;
+    vcpu.set_sregs(&sregs)?;
+    let mut regs = vcpu.get_regs()?;
+    (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
+    vcpu.set_regs(&regs)?;
+    Ok((ArmedVcpu::new(vcpu), memory, (ram, slots)))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    if std::env::args().any(|word| word == "--list") {
+        return Ok(());
+    }
+    let Ok(kvm) = host::open() else {
+        println!("steps: SKIPPED: no usable /dev/kvm here");
+        return Ok(());
+    };
+    let host: Stepping = stepping::probe(&kvm)?;
+    if !host.kernel {
+        println!("steps: SKIPPED: this KVM does not step");
+        return Ok(());
+    }
+    let (mut vcpu, memory, _kept) = guest(&kvm)?;
+    let stepper = || Stepper::new(Vendor::Intel, memory.clone(), host, true);
+    let turns = if figures::only_tried() { 1 } else { TURNS };
+    let mut times = [const { Vec::new() }; 3];
+    let mut entries = 1.0;
+    for turn_of in 0..=turns {
+        let ways = [
+            Way::Bare,
+            Way::Stepper(stepper().without_runs()),
+            Way::Stepper(stepper()),
+        ];
+        for (way, times) in ways.into_iter().zip(&mut times) {
+            let (ns, entries_of_way) = turn(&mut vcpu, way)?;
+            entries = entries_of_way;
+            // The first turn of each is not counted.
+            if turn_of > 0 {
+                times.push(ns);
+            }
+        }
+    }
+    let [bare, stepped, run] = times.map(median);
+    println!(
+        "  an instruction: {bare:.0} ns stepped with nothing decoded, {stepped:.0} by the stepper, {run:.0} in runs"
+    );
+    let all = [
+        Figure::new(
+            "a step beside one with nothing decoded",
+            Some(stepped / bare),
+            "times",
+            Target::AtMost(1.2),
+        ),
+        Figure::new(
+            "entries for each instruction of a loop of eleven, in runs",
+            Some(entries),
+            "",
+            Target::AtMost(1.0 / 3.0),
+        ),
+        Figure::new(
+            "an instruction in runs beside a step with nothing decoded",
+            Some(run / bare),
+            "times",
+            Target::None,
+        ),
+    ];
+    figures::report("steps", &all, false, serde_json::Map::new());
+    Ok(())
+}

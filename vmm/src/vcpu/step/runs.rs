@@ -1,0 +1,160 @@
+//! Straight runs under stepping: the vCPU executes all of one in one entry, up to a breakpoint on the
+//! instruction behind it.
+//!
+//! Nothing in a run leads elsewhere but a fault, and breakpoints are on the gates of those it can raise
+//! (double faults, whose handlers do not come back, among them if there is a breakpoint left). Interrupts are
+//! held back. So wherever the vCPU is when KVM_RUN returns, for whatever reason, it says how many
+//! instructions have completed: at the n-th of the run, n have; in the handler of a fault, as many as lie
+//! before the address in its frame. Anywhere else track was lost, as it is when the code is no longer what
+//! was decoded.
+//!
+//! This is done where KVM emulates CPL 0, which needs no trap flag, and where hardware breakpoints stop it.
+
+use kvm_bindings::kvm_vcpu_events;
+use vpmu::exact::{Counts, CpuState, GuestMemory, Step};
+
+use super::debug::{GuestDebug, Want};
+use super::decoded::{SHORTEST, UnderWay, is_at};
+use super::state::{Linear, Nothing, State};
+use super::stepper::{Mode, RFLAGS_TF, StepError, Stepper, UserCode};
+use crate::kvm::stepping::BREAKPOINTS;
+use crate::kvm::vcpu_fd::VcpuFd;
+
+/// DR7.L0 to G3 (SDM vol. 3 §19.2.4).
+const DR7_ENABLED: u64 = 0xff;
+/// Vectors.
+const DOUBLE_FAULT: u8 = 8;
+const STACK_FAULT: u8 = 12;
+const PROTECTION_FAULT: u8 = 13;
+const PAGE_FAULT: u8 = 14;
+
+/// Whether something waits that the next entry would deliver, or may not.
+fn is_quiet(events: &kvm_vcpu_events) -> bool {
+    events.interrupt.shadow == 0 && events.smi.pending == 0
+}
+
+impl Stepper {
+    /// Begins a run at `state`, between two steps, if there is one that can be counted. `room`: how much may
+    /// be retired at CPL 0 until a counter overflows.
+    pub(super) fn begin_run(
+        &mut self,
+        fd: &VcpuFd,
+        debug: &GuestDebug,
+        state: &State,
+        room: &dyn Fn() -> Counts,
+    ) -> Result<Option<Want>, StepError> {
+        if !self.has_runs
+            || self.mode != Mode::Emulated(UserCode::Away)
+            || debug.free() < BREAKPOINTS
+            || !state.is_64bit()
+            || state.regs.rflags & RFLAGS_TF != 0
+        {
+            return Ok(None);
+        }
+        let at = state.regs.rip;
+        let mut memory = Linear::new(&self.memory, state);
+        let Some(run) = self.runs.find(at, &mut self.meter, &mut memory) else {
+            return Ok(None);
+        };
+        let count = run.within(&room());
+        if count < SHORTEST {
+            return Ok(None);
+        }
+        let events = fd.get_vcpu_events()?;
+        if !is_quiet(&events)
+            || self.deliverable(fd, state, &events, true)?.is_some()
+            || fd.get_debug_regs()?.dr7 & DR7_ENABLED != 0
+        {
+            return Ok(None);
+        }
+        let Some(end) = at.checked_add(run.end_of(count) as u64) else {
+            return Ok(None);
+        };
+        let mut want = Want {
+            block_interrupts: true,
+            ..Want::default()
+        };
+        want.at[0] = Some(end);
+        self.gates.watched.clear();
+        let last = if run.uses_stack() {
+            STACK_FAULT
+        } else {
+            DOUBLE_FAULT
+        };
+        let vectors = [PAGE_FAULT, PROTECTION_FAULT, last];
+        for (slot, vector) in want.at[1..].iter_mut().zip(vectors) {
+            let Some(handler) = memory.gate(vector) else {
+                continue;
+            };
+            if (at..=end).contains(&handler) {
+                // A stop there would have two meanings.
+                self.gates.watched.clear();
+                return Ok(None);
+            }
+            self.gates.watched.push((handler, vector));
+            *slot = Some(handler);
+        }
+        self.under_way = Some(UnderWay { at, run, count });
+        Ok(Some(want))
+    }
+
+    /// The vCPU has left a run that was entered, and not yet done anything of it: it is as if it had not been
+    /// begun. What the exit left undone is completed by whatever comes next.
+    pub(super) fn forget_run_at_its_beginning(&mut self, state: &State) -> bool {
+        let is_there = |run: &mut UnderWay| run.at == state.regs.rip && state.cpl() == 0;
+        let forgotten = self.under_way.take_if(is_there).is_some();
+        if forgotten {
+            self.gates.watched.clear();
+        }
+        forgotten
+    }
+
+    /// The vCPU has left a run and is at `state`.
+    pub(super) fn end_run(&mut self, under_way: &UnderWay, state: &State) -> Step {
+        let UnderWay { at, run, count } = under_way;
+        let cpu = state.cpu();
+        let mut memory = Linear::new(&self.memory, state);
+        let in_handler = cpu.cpl == 0 && self.gates.vector_at(cpu.rip).is_some();
+        self.gates.watched.clear();
+        self.tally.runs += 1;
+        // Each of the watched faults pushes an error code, below the address (SDM vol. 3 §6.13).
+        let reached = if in_handler {
+            memory.quad(cpu.gpr[4].wrapping_add(8))
+        } else {
+            Some(cpu.rip)
+        };
+        let reached = reached.filter(|_| cpu.cpl == 0);
+        let completed = reached.and_then(|rip| run.completed_at(rip.wrapping_sub(*at)));
+        let is_same = is_at(&run.code()[..run.end_of(*count)], *at, &mut memory);
+        if !is_same {
+            self.runs.changes_itself(*at, run, *count);
+        }
+        let (Some(rip), Some(n)) = (reached, completed.filter(|n| n <= count && is_same)) else {
+            self.tally.lost += 1;
+            log::debug!(
+                "lost track: {count} instructions from {at:#x} led to {:#x} at CPL {}, their code {}",
+                cpu.rip,
+                cpu.cpl,
+                if is_same { "is the same" } else { "has changed" }
+            );
+            return Step {
+                event: true,
+                lost: true,
+                ..Step::default()
+            };
+        };
+        self.tally.in_runs += n as u64;
+        let mut step = Step {
+            kernel: run.counts(n),
+            ..Step::default()
+        };
+        if in_handler {
+            // The next one faulted: it has begun and retired nothing.
+            self.meter.begin(&CpuState { rip, ..cpu }, &mut Nothing);
+            let fault = self.meter.end(&cpu, &mut memory);
+            step.kernel.add(fault.kernel);
+            (step.event, step.lost) = (fault.event, fault.lost);
+        }
+        step
+    }
+}

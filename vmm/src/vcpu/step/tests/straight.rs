@@ -1,0 +1,309 @@
+//! Straight runs: fewer entries, the same counts, whatever comes in the middle of one.
+
+use kvm_bindings::kvm_dtable;
+
+use super::*;
+
+/// Tables of the guests with handlers, and what else they have.
+const GDT: u64 = 0xa000;
+const IDT: u64 = 0xb000;
+const HANDLER: u64 = 0xc000;
+/// Linear addresses from here on are on no page.
+const NO_PAGE: u32 = 0x20_0000;
+
+/// `body` so many times, and HLT. Three instructions more than the body has, of which two are in the loop.
+fn looped(body: &[u8], times: u32) -> Vec<u8> {
+    let back = -i8::try_from(body.len() + 4).unwrap();
+    // mov ecx, times; body; dec ecx; jnz body; hlt
+    let mut code = vec![0xb9];
+    code.extend_from_slice(&times.to_le_bytes());
+    code.extend_from_slice(body);
+    code.extend_from_slice(&[0xff, 0xc9, 0x75, back.cast_unsigned(), HLT]);
+    code
+}
+
+/// A loop body of ten instructions and its branch take two entries a turn, not eleven.
+#[test]
+fn a_loop_takes_a_third_of_the_entries() {
+    // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx; push; pop;
+    // nop; dec ecx is the tenth.
+    let body = [
+        0xb8, 1, 0, 0, 0, 0x01, 0xc8, 0x8d, 0x50, 0x05, 0x89, 0x04, 0x25, 0, 0x90, 0, 0, 0x8b, 0x04, 0x25, 0,
+        0x90, 0, 0, 0x31, 0xd0, 0x50, 0x58, 0x90,
+    ];
+    const TURNS: u32 = 100;
+    let code = looped(&body, TURNS);
+    let ways = [true, false].map(|runs| Stepped::with(&code, runs));
+    let [Some(mut fast), Some(mut slow)] = ways else {
+        return;
+    };
+    if !fast.has_runs() {
+        return;
+    }
+    for stepped in [&mut fast, &mut slow] {
+        stepped.run(KERNEL, u64::MAX);
+    }
+    assert_eq!(fast.retired, slow.retired);
+    assert_eq!(
+        fast.retired,
+        counts([11 * TURNS + 2, TURNS, TURNS - 1, TURNS, 2 * TURNS, 2 * TURNS])
+    );
+    assert!(
+        fast.entries * 3 <= slow.entries,
+        "{} of {}",
+        fast.entries,
+        slow.entries
+    );
+    let tally = fast.stepper.tally();
+    assert_eq!(
+        (tally.runs, tally.in_runs),
+        (u64::from(TURNS), u64::from(10 * TURNS + 1))
+    );
+    assert_eq!(tally.steps + tally.in_runs, u64::from(fast.retired.instructions));
+    assert_eq!(slow.stepper.tally().runs, 0);
+}
+
+/// An overflow comes at its very instruction, wherever in a run that is.
+#[test]
+fn an_overflow_is_at_its_instruction() {
+    let code = [&[0x90; 20][..], &[HLT]].concat();
+    for overflow in 1..=20 {
+        let Some(mut stepped) = Stepped::new(&code) else {
+            return;
+        };
+        stepped.overflow = overflow;
+        stepped.run(KERNEL, u64::MAX);
+        assert_eq!(stepped.overflowed_at, Some(CODE + u64::from(overflow)));
+        assert_eq!(stepped.retired.instructions, 21);
+    }
+}
+
+/// A vCPU that leaves in the middle of a run, for a signal, has executed what lies behind it; at its
+/// beginning, nothing.
+#[test]
+fn a_signal_in_a_run_finds_what_has_retired() {
+    let code = [&[0x50; 9][..], &[HLT]].concat();
+    for done in 0..9 {
+        let Some(mut stepped) = Stepped::new(&code) else {
+            return;
+        };
+        if !stepped.has_runs() {
+            return;
+        }
+        assert_eq!(stepped.prepare(KERNEL), Prepared::Enter);
+        stepped.vcpu.request_exit();
+        assert_eq!(stepped.vcpu.run().why.unwrap_err().errno(), libc::EINTR);
+        stepped.vcpu.clear_exit_request();
+        let mut regs = stepped.vcpu.get_regs().unwrap();
+        regs.rip += done;
+        regs.rsp -= 8 * done;
+        stepped.vcpu.set_regs(&regs).unwrap();
+        stepped.run(KERNEL, u64::MAX);
+        assert_eq!(stepped.retired, counts([10, 0, 0, 0, 0, 9]), "{done}");
+    }
+}
+
+/// Where no instruction of the run begins, nothing is known, and nothing is counted.
+#[test]
+fn a_place_that_is_none_of_the_runs_is_lost() {
+    for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
+        // lea rdx, [rax+5], three times; hlt
+        let code = [&[0x48, 0x8d, 0x50, 0x05].repeat(3)[..], &[HLT]].concat();
+        let Some(mut stepped) = Stepped::new(&code) else {
+            return;
+        };
+        if !stepped.has_runs() {
+            return;
+        }
+        assert_eq!(stepped.prepare(KERNEL), Prepared::Enter);
+        let mut state = State::read(&stepped.vcpu).unwrap();
+        state.regs.rip = CODE.wrapping_add(offset);
+        state.sregs.ss.dpl = cpl;
+        let step = stepped.stepper.end(&state);
+        assert!(step.lost && step.kernel == Counts::default() && step.user == Counts::default());
+        assert_eq!(stepped.stepper.tally().lost, 1);
+    }
+}
+
+/// Code in a run that the run itself changes is not what was decoded: that is said, once, and from then on
+/// it is stepped.
+#[test]
+fn code_that_changes_itself_is_lost_once() {
+    // inc eax; mov [changed], al; nop; changed: mov ebx, 0
+    let changed = CODE as u32 + 5 + 2 + 7 + 1 + 1;
+    let mut body = vec![0xff, 0xc0, 0x88, 0x04, 0x25];
+    body.extend_from_slice(&changed.to_le_bytes());
+    body.extend_from_slice(&[0x90, 0xbb, 0, 0, 0, 0]);
+    let Some(mut stepped) = Stepped::new(&looped(&body, 4)) else {
+        return;
+    };
+    if !stepped.has_runs() {
+        return;
+    }
+    stepped.may_lose = true;
+    stepped.run(KERNEL, u64::MAX);
+    assert_eq!(stepped.stepper.tally().lost, 1);
+    assert_eq!(
+        stepped.vcpu.get_regs().unwrap().rbx,
+        4,
+        "the guest is none the wiser"
+    );
+    // mov ecx; of the first turn only the branch; three turns of six; hlt.
+    let in_first_run = 6;
+    assert_eq!(stepped.retired.instructions, 1 + 4 * 6 + 1 - in_first_run);
+}
+
+/// A run goes on over the end of a page.
+#[test]
+fn a_run_across_a_page_is_one() {
+    const PAGE: usize = 4096;
+    const IN_FRONT: usize = 10;
+    // jmp to the end of the page; there mov eax, 1 across its end, and as much behind it
+    let mut code = vec![0xe9];
+    code.extend_from_slice(&((PAGE - IN_FRONT - 2 - 5) as u32).to_le_bytes());
+    code.resize(PAGE - IN_FRONT - 2, 0xcc);
+    code.extend_from_slice(&[0x90; IN_FRONT]);
+    code.extend_from_slice(&[0xb8, 1, 0, 0, 0]);
+    code.extend_from_slice(&[0x90; IN_FRONT]);
+    code.push(HLT);
+    let Some(mut stepped) = Stepped::new(&code) else {
+        return;
+    };
+    stepped.run(KERNEL, u64::MAX);
+    let right = (2 * IN_FRONT + 3) as u32;
+    assert_eq!(stepped.retired, counts([right, 1, 1, 0, 0, 0]));
+    if stepped.has_runs() {
+        let tally = stepped.stepper.tally();
+        assert_eq!((tally.runs, tally.in_runs), (1, 2 * IN_FRONT as u64 + 1));
+    }
+}
+
+/// Gives the guest tables in which each exception leads to its own handler: it skips as many bytes as the
+/// guest has in RBX and goes on. Seven instructions: one branch, one load and store each by ADD and INC, and
+/// IRET's load.
+fn give_handlers(stepped: &Stepped) {
+    let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+    for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
+        .iter()
+        .enumerate()
+    {
+        write(GDT + 8 * n as u64, &descriptor.to_le_bytes());
+    }
+    for vector in [12u64, 13, 14] {
+        let handler = HANDLER + 0x40 * vector;
+        // Interrupt gate, present, code selector 8.
+        let gate = (handler & 0xffff) | 8 << 16 | 0x8e00 << 32 | (handler >> 16) << 48;
+        write(IDT + 16 * vector, &gate.to_le_bytes());
+        // nop; inc qword [DATA]; nop; nop; add rsp, 8; add [rsp], rbx; iretq
+        let code = [
+            &[0x90, 0x48, 0xff, 0x04, 0x25, 0, 0x90, 0, 0, 0x90, 0x90][..],
+            &[0x48, 0x83, 0xc4, 0x08, 0x48, 0x01, 0x1c, 0x24, 0x48, 0xcf],
+        ];
+        write(handler, &code.concat());
+    }
+    let mut sregs = stepped.vcpu.get_sregs().unwrap();
+    let table = |base, limit| kvm_dtable {
+        base,
+        limit,
+        ..Default::default()
+    };
+    (sregs.gdt, sregs.idt) = (table(GDT, 23), table(IDT, 0xfff));
+    stepped.vcpu.set_sregs(&sregs).unwrap();
+}
+
+/// An instruction in a run that faults retires nothing, those before it and its handler do; and it is the
+/// same whether the run was entered at once.
+#[test]
+fn a_fault_in_a_run_retires_what_lies_before_it() {
+    // mov eax, [NO_PAGE]
+    let page_fault = [&[0x8b, 0x04, 0x25][..], &NO_PAGE.to_le_bytes()].concat();
+    // mov eax, [r8] with no canonical address in R8; push [r8]; mov eax, [rbp], of the stack segment
+    let protection: &[u8] = &[0x41, 0x8b, 0x00];
+    let pushed: &[u8] = &[0x41, 0xff, 0x30];
+    let stack: &[u8] = &[0x8b, 0x45, 0x00];
+    for fault in [&page_fault[..], protection, pushed, stack] {
+        for before in 0..8 {
+            let skip = [&[0xbb][..], &(fault.len() as u32).to_le_bytes()].concat();
+            let parts = [&skip[..], &[0x90; 8][..before], fault, &[0x50; 5], &[HLT]];
+            let results = [true, false].map(|runs| {
+                let mut stepped = Stepped::with(&parts.concat(), runs)?;
+                give_handlers(&stepped);
+                let mut regs = stepped.vcpu.get_regs().unwrap();
+                (regs.r8, regs.rbp) = (1 << 62, 1 << 62);
+                stepped.vcpu.set_regs(&regs).unwrap();
+                stepped.run(KERNEL, u64::MAX);
+                let handled: u64 = stepped.memory.read_obj(GuestAddress(DATA)).unwrap();
+                assert_eq!(handled, 1, "{fault:x?}");
+                Some((stepped.retired, stepped.stepper.tally().runs, stepped.has_runs()))
+            });
+            let [Some((fast, runs, has_runs)), Some((slow, none, _))] = results else {
+                return;
+            };
+            let right = counts([1 + before as u32 + 7 + 5 + 1, 1, 0, 0, 3, 2 + 5]);
+            assert_eq!((fast, slow), (right, right), "{fault:x?} behind {before}");
+            assert_eq!(none, 0);
+            assert!(!has_runs || runs > 0);
+        }
+    }
+}
+
+/// The guest's own trap flag and breakpoints are its own, and a breakpoint of somebody else's leaves too few.
+#[test]
+fn what_needs_the_debug_state_itself_is_stepped() {
+    let code = [&[0x90; 9][..], &[HLT]].concat();
+    let ways: [fn(&mut Stepped); 3] = [
+        |stepped| stepped.debug.set_sites(&[0x7000]),
+        |stepped| {
+            let mut registers = stepped.vcpu.get_debug_regs().unwrap();
+            (registers.db[0], registers.dr7) = (0x7000, 0x402);
+            stepped.vcpu.set_debug_regs(&registers).unwrap();
+        },
+        |stepped| {
+            let mut events = stepped.vcpu.get_vcpu_events().unwrap();
+            events.flags = kvm_bindings::KVM_VCPUEVENT_VALID_SHADOW;
+            events.interrupt.shadow = 2;
+            stepped.vcpu.set_vcpu_events(&events).unwrap();
+        },
+    ];
+    for (n, prepare) in ways.into_iter().enumerate() {
+        let Some(mut stepped) = Stepped::new(&code) else {
+            return;
+        };
+        if !stepped.has_runs() {
+            return;
+        }
+        prepare(&mut stepped);
+        stepped.prepare(KERNEL);
+        assert!(stepped.stepper.under_way.is_none(), "{n}");
+        assert!(stepped.stepper.present.is_some(), "{n}");
+    }
+}
+
+/// What is kept has a bound, whatever the guest executes.
+#[test]
+fn the_decode_that_is_kept_has_a_bound() {
+    let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+    memory.write_slice(&[0x90; 0x10000], GuestAddress(0)).unwrap();
+    let mut runs = decoded::Runs::default();
+    let mut meter = vpmu::exact::StepMeter::new(Vendor::Intel);
+    let state = State {
+        regs: Default::default(),
+        sregs: Default::default(),
+    };
+    for at in 0x8000..0xa000 {
+        let found = runs.find(at, &mut meter, &mut Linear::new(&memory, &state));
+        assert_eq!(found.map(|run| run.len()), Some(vpmu::exact::LONGEST_RUN));
+    }
+    assert_eq!(runs.kept.len(), decoded::KEPT);
+    // Other code in the same place is found.
+    memory
+        .write_slice(&[0x50, 0x50, 0xc3], GuestAddress(0x100))
+        .unwrap();
+    let found = runs.find(0x100, &mut meter, &mut Linear::new(&memory, &state));
+    assert_eq!(found, None, "too short");
+    memory
+        .write_slice(&[0x50, 0x50, 0x50, 0xc3], GuestAddress(0x100))
+        .unwrap();
+    let found = runs.find(0x100, &mut meter, &mut Linear::new(&memory, &state));
+    assert_eq!(found.map(|run| run.len()), Some(3));
+}
