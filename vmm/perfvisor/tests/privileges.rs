@@ -5,8 +5,12 @@ use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use common::machine::Machine;
 use common::nobody::Nobody;
 use common::vm::{PROGRAM, SpinningVm, eventually};
+use control_api::client::Client;
+use control_api::protocol::KernelState;
+use control_api::request;
 
 mod common;
 
@@ -115,7 +119,11 @@ fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
         assert_eq!(field(&status, "Threads"), 1);
         let fds = fs::read_dir(format!("/proc/{keeper}/fd")).unwrap().flatten();
         let leads = fds.map(|fd| fs::read_link(fd.path()).unwrap().display().to_string());
-        let leads: Vec<String> = leads.filter(|to| !to.starts_with("pipe:")).collect();
+        // By one of its own files it says that the readers are ended before the VM for want of memory.
+        let turn = format!("/proc/{keeper}/oom_score_adj");
+        let leads: Vec<String> = leads
+            .filter(|to| !to.starts_with("pipe:") && *to != turn)
+            .collect();
         assert!(leads.len() == 1 && leads[0].starts_with("socket:"), "{leads:?}");
         vm.child.kill().unwrap();
         vm.child.wait().unwrap();
@@ -125,6 +133,41 @@ fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
         };
         eventually("it is gone", || !there());
     }
+}
+
+/// A kernel that is entered by PVH and halts: `record` would look for what is in it, unlike in the built-in
+/// guest. It is a seed of the fuzz target of such files, behind one byte for that.
+const HALTS: &[u8] = include_bytes!("../../fuzz/seeds/boot/pvh");
+
+/// A VM that runs cannot start the process again that starts those which read the guest's kernel. It goes on
+/// without, says so once, and so hears who asks.
+#[test]
+fn a_vm_whose_keeper_is_killed_says_once_what_it_cannot_do_any_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    fs::write(&kernel, &HALTS[1..]).unwrap();
+    let Some(vm) = Machine::start(&["--kernel", kernel.to_str().unwrap()]) else {
+        return;
+    };
+    let sockets = vm.runtime.path().join("perfvisor");
+    let connect = || Client::connect_in(&sockets, Some("machine"));
+    eventually("it runs", || connect().is_ok());
+    let [(keeper, _)] = children(vm.child.id())[..] else {
+        panic!("no keeper");
+    };
+    let killed = Command::new("kill").args(["-9", &keeper.to_string()]).status();
+    assert!(killed.unwrap().success());
+    let mut client = connect().unwrap();
+    let lost = "can be read no more";
+    for _ in 0..2 {
+        eventually("it says so", || {
+            let info = client.call(request::Kernel).unwrap();
+            info.state == KernelState::NotFound && info.detail.contains(lost)
+        });
+    }
+    let told = || vm.said().iter().filter(|line| line.contains(lost)).count();
+    eventually("it warns", || told() > 0);
+    assert_eq!(told(), 1, "{:?}", vm.said());
 }
 
 /// By `--seccomp off` there are no filters, and the same threads.

@@ -39,4 +39,4 @@ pub use jail::{Inside, Jail, JailError, become_user, separate};
 pub use kind::ThreadKind;
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use violation::{LastWill, end_now, kind};
-pub use workers::{Confinement, Ended, Limits, Worker, Workers, WorkersError};
+pub use workers::{BeginError, Confinement, Ended, Limits, Worker, Workers, WorkersError};

@@ -502,6 +502,7 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
         Sysno::kill,
         Sysno::wait4,
         Sysno::pipe2,
+        Sysno::dup2,
         Sysno::setsockopt,
         Sysno::sendmsg,
         // The C library, in a process that was just started.

@@ -52,6 +52,17 @@ pub enum WorkersError {
     Sandbox(#[from] SandboxError),
 }
 
+/// There is no worker.
+#[derive(Debug, thiserror::Error)]
+pub enum BeginError {
+    /// The keeper has ended, or does not answer: there will be none any more.
+    #[error("the process that starts it has ended")]
+    NoKeeper(#[source] io::Error),
+    /// The keeper cannot start one now.
+    #[error("it cannot be started")]
+    Refused(#[source] io::Error),
+}
+
 /// Who has workers started. The keeper and the worker that is there end with this.
 #[derive(Debug)]
 pub struct Workers {
@@ -98,13 +109,16 @@ impl Workers {
     /// Has a worker started. There is one at a time: who asks for another waits until the first is let go.
     ///
     /// # Errors
-    /// There is no keeper any more, or it cannot start one.
-    pub fn begin(&self) -> io::Result<Worker<'_>> {
+    /// [`BeginError`].
+    pub fn begin(&self) -> Result<Worker<'_>, BeginError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
-        let begun = begun(&mut control);
-        match begun.inspect_err(|_| let_go(&control))? {
-            Ok(socket) => Ok(Worker { control, socket }),
-            Err(refused) => Err(refused),
+        match begun(&mut control) {
+            Ok(Ok(socket)) => Ok(Worker { control, socket }),
+            Ok(Err(refused)) => Err(BeginError::Refused(refused)),
+            Err(e) => {
+                let_go(&control);
+                Err(BeginError::NoKeeper(e))
+            }
         }
     }
 }
@@ -169,7 +183,7 @@ impl Worker<'_> {
     /// reads up to the end of the socket first.
     ///
     /// # Errors
-    /// The keeper does not say.
+    /// The keeper does not say: it has ended, and the worker with it.
     pub fn end(mut self) -> io::Result<Ended> {
         ended(&mut self.control).inspect_err(|_| let_go(&self.control))
     }

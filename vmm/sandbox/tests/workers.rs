@@ -42,6 +42,11 @@ fn work(mut socket: UnixStream, number: u32) {
             // Until somebody ends it.
             let _ = socket.read(&mut letter);
         }
+        b's' => {
+            socket
+                .write_all(&endless(u64::from(number)).to_le_bytes())
+                .unwrap();
+        }
         b'o' => {
             ordinary();
             socket.write_all(b"o").unwrap();
@@ -55,6 +60,12 @@ fn work(mut socket: UnixStream, number: u32) {
             unsafe { libc::syscall(call, a, b, c, d, e, f) };
         }
     }
+}
+
+/// A stack without end.
+#[expect(unconditional_recursion, reason = "it is to end the process")]
+fn endless(number: u64) -> u64 {
+    std::hint::black_box(endless(std::hint::black_box(number + 1)) + number)
 }
 
 /// What no worker may.
@@ -185,14 +196,21 @@ fn every_end(mode: Mode) {
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
-    // Somebody kills it.
-    let mut worker = begun(&workers, b'h');
-    let pid = pid_of(&mut worker);
-    let killed = Command::new("kill").args(["-9", &pid.to_string()]).status();
-    assert!(killed.unwrap().success());
-    assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
-    assert_eq!(worker.end().unwrap(), Ended::Signal(libc::SIGKILL));
+    match whole(&workers, b's').1 {
+        Ended::Aborted(words) => assert!(words.contains("overflowed its stack"), "{words}"),
+        other => panic!("{other:?}"),
+    }
     next_one_works(&workers, 1);
+    // Somebody kills it, or sends what the runtime ends it by for want of memory.
+    for (option, signal) in [("-KILL", libc::SIGKILL), ("-ABRT", libc::SIGABRT)] {
+        let mut worker = begun(&workers, b'h');
+        let pid = pid_of(&mut worker);
+        let killed = Command::new("kill").args([option, &pid.to_string()]).status();
+        assert!(killed.unwrap().success());
+        assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
+        assert_eq!(worker.end().unwrap(), Ended::Signal(signal));
+        next_one_works(&workers, 1);
+    }
     // It does nothing any more, or is stopped, and the VM has enough of it.
     for stopped in [false, true] {
         let mut worker = begun(&workers, b'h');
@@ -310,6 +328,7 @@ fn a_worker_has_one_socket_and_ends_with_its_vm() {
     let worker: u32 = worker.expect("its number");
     let keeper = parent(worker);
     assert_eq!(parent(keeper), vm.id());
+    let turn = |pid: u32| format!("/proc/{pid}/oom_score_adj");
     for (pid, sockets, pipes) in [(worker, 2, 1), (keeper, 1, 1)] {
         let mut found = (0, 0);
         for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
@@ -322,6 +341,7 @@ fn a_worker_has_one_socket_and_ends_with_its_vm() {
                 0..=2 => assert!(leads.starts_with("pipe:"), "{leads}"),
                 _ if leads.starts_with("socket:") => found.0 += 1,
                 _ if leads.starts_with("pipe:") => found.1 += 1,
+                _ if pid == keeper && leads == turn(keeper) => {}
                 _ => panic!("{pid}: {leads}"),
             }
         }
@@ -330,6 +350,10 @@ fn a_worker_has_one_socket_and_ends_with_its_vm() {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("\nSeccomp:\t2\n"), "{status}");
     }
+    // For want of memory the kernel ends the worker before all others, and the keeper in the VM's turn.
+    let own = fs::read_to_string(turn(vm.id())).unwrap();
+    assert_eq!(fs::read_to_string(turn(worker)).unwrap(), "1000\n");
+    assert_eq!(fs::read_to_string(turn(keeper)).unwrap(), own);
     vm.kill().unwrap();
     vm.wait().unwrap();
     for pid in [worker, keeper] {

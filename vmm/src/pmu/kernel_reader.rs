@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use guest_profile::locate::Anchors;
 use guest_profile::search::{self, AskError, FoundKernel};
 use guest_profile::{GuestPhys, GuestRegs};
-use sandbox::{Confinement, Ended, Limits, Workers, WorkersError};
+use sandbox::{BeginError, Confinement, Ended, Limits, Workers, WorkersError};
 
 use crate::privileges;
 
@@ -40,9 +40,26 @@ pub enum ReadError {
         "the guest's kernel could not be read: the process that reads it has failed: {0}; it is tried again when somebody asks"
     )]
     Ended(Ended),
-    /// No process can be started for it any more.
+    /// No process can be started for it now.
     #[error("the guest's kernel cannot be read: no process for that")]
     NoWorker(#[source] io::Error),
+    /// None can be started for it any more: a VM that runs may start no process, not even the one that
+    /// starts them.
+    #[error(
+        "the guest's kernel can be read no more: the process that starts its reader (worker-keeper) has ended, \
+         which only a signal of somebody's does; samples of the guest's kernel have no names, tasks and stacks \
+         until the VM is started again"
+    )]
+    NoKeeper(#[source] io::Error),
+}
+
+impl From<BeginError> for ReadError {
+    fn from(e: BeginError) -> Self {
+        match e {
+            BeginError::NoKeeper(e) => Self::NoKeeper(e),
+            BeginError::Refused(e) => Self::NoWorker(e),
+        }
+    }
 }
 
 impl KernelReader {
@@ -69,9 +86,9 @@ impl KernelReader {
         regs: &GuestRegs,
         anchors: &Anchors,
     ) -> Result<FoundKernel, ReadError> {
-        let mut worker = self.workers.begin().map_err(ReadError::NoWorker)?;
+        let mut worker = self.workers.begin()?;
         let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + PATIENCE);
-        let ended = worker.end().map_err(ReadError::NoWorker)?;
+        let ended = worker.end().map_err(ReadError::NoKeeper)?;
         match found {
             Err(AskError::Lost(_)) => Err(ReadError::Ended(ended)),
             found => Ok(found?),

@@ -64,6 +64,8 @@ enum Search {
     Looking,
     Found(String),
     Failed(String, Instant),
+    /// It cannot succeed any more, for any guest of this VM.
+    Over(String),
 }
 
 impl GuestProbe {
@@ -126,7 +128,10 @@ impl GuestProbe {
 
     /// Another guest begins: nothing is known of its kernel.
     pub fn forget(&self) {
-        *self.search() = Search::NotYet;
+        let mut search = self.search();
+        if !matches!(*search, Search::Over(_)) {
+            *search = Search::NotYet;
+        }
         self.kernel.store(None);
     }
 
@@ -137,7 +142,7 @@ impl GuestProbe {
         let begin = match &*search {
             Search::NotYet => true,
             Search::Failed(_, at) => at.elapsed() >= SEARCH_AGAIN,
-            Search::Looking | Search::Found(_) => false,
+            Search::Looking | Search::Found(_) | Search::Over(_) => false,
         };
         if begin {
             *search = Search::Looking;
@@ -151,7 +156,7 @@ impl GuestProbe {
             Search::NotYet => (KernelState::Unknown, String::new()),
             Search::Looking => (KernelState::Looking, String::new()),
             Search::Found(what) => (KernelState::Found, what.clone()),
-            Search::Failed(why, _) => (KernelState::NotFound, why.clone()),
+            Search::Failed(why, _) | Search::Over(why) => (KernelState::NotFound, why.clone()),
         };
         KernelInfo { state, detail }
     }
@@ -193,10 +198,18 @@ impl GuestProbe {
                 Search::Found(what)
             }
             Err(e) => {
-                if let SearchError::Reader(ReadError::Ended(_)) = &e {
-                    log::warn!("{}", error_line(&e));
+                let line = error_line(&e);
+                match e {
+                    SearchError::Reader(ReadError::NoKeeper(_)) => {
+                        log::warn!("{line}");
+                        Search::Over(line)
+                    }
+                    SearchError::Reader(ReadError::Ended(_)) => {
+                        log::warn!("{line}");
+                        Search::Failed(line, Instant::now())
+                    }
+                    _ => Search::Failed(line, Instant::now()),
                 }
-                Search::Failed(error_line(&e), Instant::now())
             }
         };
         *self.search() = result;
@@ -623,6 +636,31 @@ mod tests {
         assert!(probe.begin_search(), "it is looked for again");
         probe.look(|_| Err(SearchError::NoRegisters));
         assert_eq!(probe.kernel_info().state, KernelState::NotFound);
+    }
+
+    /// What cannot succeed is told once and not tried again, not even for the next guest of the VM.
+    #[test]
+    fn a_search_without_a_keeper_is_the_last_one() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let probe = GuestProbe::new(memory, None);
+        assert!(probe.begin_search());
+        let gone = std::io::ErrorKind::BrokenPipe;
+        probe.look(|_| Err(ReadError::NoKeeper(gone.into()).into()));
+        let told = |probe: &GuestProbe| {
+            let info = probe.kernel_info();
+            assert_eq!(info.state, KernelState::NotFound);
+            assert!(
+                info.detail.contains("until the VM is started again"),
+                "{}",
+                info.detail
+            );
+        };
+        told(&probe);
+        std::thread::sleep(SEARCH_AGAIN);
+        assert!(!probe.begin_search());
+        probe.forget();
+        assert!(!probe.begin_search());
+        told(&probe);
     }
 
     /// A cost is that of one sample, of one that was measured, and told for no other.

@@ -4,6 +4,7 @@
 #![expect(unsafe_code, reason = "fork(2), and what a process does behind it")]
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -113,6 +114,7 @@ fn become_keeper(control: UnixStream, job: &Job) -> io::Result<()> {
     // SAFETY: the call takes numbers. Keys of the terminal are not for this process.
     unsafe { libc::setpgid(0, 0) };
     let control = only_descriptor(control)?;
+    let turn = OomTurn::of_this_process();
     give_back_what_is_free();
     if !(job.give_up)() {
         return Err(io::Error::other("rights that stay"));
@@ -123,7 +125,7 @@ fn become_keeper(control: UnixStream, job: &Job) -> io::Result<()> {
     for filter in &job.filters {
         apply_filter(filter).map_err(io::Error::other)?;
     }
-    keep(control, job)
+    keep(control, turn.as_ref(), job)
 }
 
 /// Gives memory back that the process which this is a copy of has freed: this one sleeps nearly always.
@@ -184,14 +186,55 @@ unsafe fn close_all_but(kept: RawFd) {
     }
 }
 
+/// When this process, and those it starts, are ended for want of memory on the host (`oom_score_adj` of
+/// proc(5)).
+struct OomTurn {
+    file: File,
+    own: String,
+}
+
+impl OomTurn {
+    const FILE: &str = "/proc/self/oom_score_adj";
+    /// Before all others.
+    const FIRST: &str = "1000";
+
+    /// `None`: the kernel does not tell, or lets nobody say.
+    fn of_this_process() -> Option<Self> {
+        let open = || File::options().read(true).write(true).open(Self::FILE);
+        let opened = open().or_else(|_| {
+            // Who has changed its user is not the owner of its own files in /proc.
+            let dumpable = |yes: libc::c_ulong| {
+                // SAFETY: the call takes numbers. This process has nothing of a guest's or of a client's.
+                unsafe { libc::prctl(libc::PR_SET_DUMPABLE, yes) }
+            };
+            dumpable(1);
+            let opened = open();
+            dumpable(0);
+            opened
+        });
+        let mut file = opened.ok()?;
+        let mut own = String::new();
+        file.read_to_string(&mut own).ok()?;
+        Some(Self { file, own })
+    }
+
+    /// This process, and who is started from now on, is ended first, or when it would have been: no right is
+    /// needed for either.
+    fn set(&self, first: bool) {
+        let turn = if first { Self::FIRST } else { self.own.trim() };
+        // As it was, if not.
+        let _ = (&self.file).write(turn.as_bytes());
+    }
+}
+
 /// Starts workers until the VM is gone.
-fn keep(mut control: UnixStream, job: &Job) -> io::Result<()> {
+fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Result<()> {
     let mut number = 0;
     while let Some(word) = heard(&mut control) {
         if word != BEGIN {
             continue;
         }
-        match begin(&control, job, number) {
+        match begin(&control, turn, job, number) {
             Ok(begun) => {
                 number += 1;
                 watch(&mut control, begun)?;
@@ -220,17 +263,26 @@ struct Begun {
     socket: UnixStream,
 }
 
-fn begin(control: &UnixStream, job: &Job, number: u32) -> io::Result<Begun> {
+fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -> io::Result<Begun> {
     let (socket, its) = UnixStream::pair()?;
     socket.set_read_timeout(Some(job.patience))?;
     socket.set_write_timeout(Some(job.patience))?;
     let (last_words, its_end) = io::pipe()?;
+    // What a worker has is its own, so it ends before the VM.
+    turn.inspect(|turn| turn.set(true));
     // SAFETY: this process has one thread.
-    match unsafe { libc::fork() } {
+    let pid = unsafe { libc::fork() };
+    if pid != 0 {
+        turn.inspect(|turn| turn.set(false));
+    }
+    match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // SAFETY: the descriptor is not used any more: `leave` runs no destructors.
-            unsafe { libc::close(control.as_raw_fd()) };
+            let not_its = [Some(control.as_raw_fd()), turn.map(|turn| turn.file.as_raw_fd())];
+            for fd in not_its.into_iter().flatten() {
+                // SAFETY: the descriptor is not used any more: `leave` runs no destructors.
+                unsafe { libc::close(fd) };
+            }
             drop((socket, last_words));
             be_worker(its, its_end, job, number)
         }
@@ -279,6 +331,9 @@ static LAST_WORDS: OnceLock<String> = OnceLock::new();
 
 fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: u32) -> ! {
     ends_with_its_parent(WORKER_NAME);
+    // What the runtime says when it gives up, for want of memory above all.
+    // SAFETY: the call takes descriptors; what was there is of the keeper, and leads nowhere.
+    unsafe { libc::dup2(last_words.as_raw_fd(), libc::STDERR_FILENO) };
     panic::set_hook(Box::new(|info| {
         let mut words = String::new();
         if let Some(place) = info.location() {
