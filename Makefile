@@ -240,6 +240,8 @@ compare-disk: lab-files debian
 
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
+# The memory that an input may take, MiB: readers of what strangers made have bounds.
+FUZZ_RSS_MIB ?= 1024
 # address finds more and is slower; the code is safe Rust but for system calls and rings.
 FUZZ_SANITIZER ?= none
 .PHONY: fuzz
@@ -251,12 +253,11 @@ fuzz:
 	for crate in vpmu vmm; do \
 		for target in $$(cd $$crate && $(CARGO) +nightly fuzz list); do \
 			echo "fuzz: $$crate $$target, $(FUZZ_SECONDS) s"; \
-			corpora=; rss=4096; \
-			[ $$target = guest_disk ] && rss=1024; \
+			corpora=; \
 			[ -d $$crate/fuzz/seeds/$$target ] && { mkdir -p $$crate/fuzz/corpus/$$target; \
 				corpora="fuzz/corpus/$$target fuzz/seeds/$$target"; }; \
 			(cd $$crate && $(CARGO) +nightly fuzz run -s $(FUZZ_SANITIZER) $$target $$corpora -- \
-				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=$$rss -print_final_stats=1) || exit 1; \
+				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=$(FUZZ_RSS_MIB) -print_final_stats=1) || exit 1; \
 		done; \
 	done
 

@@ -1,0 +1,55 @@
+//! A stranger's kernel, from its bytes to guest memory and the first registers: multiboot, bzImage, Linux ELF
+//! and PVH. Whatever the file says, it is refused or lies in the guest's memory.
+//!
+//! Input: one byte (bit 0: by PVH; bit 1: with an initrd; bit 2: with PCI functions), then the file.
+#![no_main]
+
+use std::path::PathBuf;
+
+use libfuzzer_sys::fuzz_target;
+use perfvisor_vmm::boot::{BootProtocol, BootRequest, KernelSource, load};
+use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::numbers::VcpuNumbers;
+
+const MEMORY: u64 = 32 << 20;
+
+fn file(what: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("perfvisor-fuzz-boot-{what}-{}", std::process::id()))
+}
+
+fuzz_target!(|data: &[u8]| {
+    thread_local!(static RAM: GuestRam = GuestRam::new(MEMORY).expect("memory"));
+    let Some((how, kernel)) = data.split_first() else {
+        return;
+    };
+    let (path, initrd) = (file("kernel"), file("initrd"));
+    std::fs::write(&path, kernel).expect("a file in the temporary directory");
+    let with_initrd = how & 2 != 0;
+    if with_initrd {
+        std::fs::write(&initrd, [0x69; 5000]).expect("a file in the temporary directory");
+    }
+    let request = BootRequest {
+        kernel: &KernelSource::File(path.clone()),
+        protocol: if how & 1 != 0 {
+            BootProtocol::Pvh
+        } else {
+            BootProtocol::Auto
+        },
+        initrd: with_initrd.then_some(initrd.as_path()),
+        cmdline: "console=ttyS0",
+        cpus: VcpuNumbers::new(1, 2).expect("two processors"),
+        pci: how & 4 != 0,
+        patch_rdpmc: true,
+    };
+    RAM.with(|ram| match load(ram, &request) {
+        Ok(loaded) => {
+            assert!(loaded.kernel.start <= loaded.kernel.end && loaded.kernel.end <= ram.low_end());
+            if let Some(initrd) = loaded.initrd {
+                assert!(initrd.start >= loaded.kernel.end && initrd.end <= ram.low_end());
+            }
+        }
+        Err(e) => assert!(!e.to_string().contains('\n'), "{e}"),
+    });
+    let _ = std::fs::remove_file(&path);
+    let _ = std::fs::remove_file(&initrd);
+});

@@ -1,0 +1,76 @@
+//! A guest's memory with a kernel of the guest's making, looked through as `record` has it done: page tables,
+//! symbols, types, unwind tables.
+//!
+//! Input: one byte. If it is odd, the registers' tables and anchors (4 words) and then RAM from 0. Else the
+//! kernel, which page tables of ours map at its usual place.
+#![no_main]
+
+use guest_profile::GuestRegs;
+use guest_profile::locate::{Anchors, read_kernel};
+use guest_profile::task::TaskLayout;
+use guest_profile::task::areas::KernelTables;
+use libfuzzer_sys::fuzz_target;
+
+const PAGE: usize = 4096;
+/// Where the kernel is mapped.
+const START: u64 = 0xffff_ffff_8100_0000;
+/// Tables: three that lead to the fourth, which maps pages.
+const TABLES: usize = 4 * PAGE;
+
+/// RAM with tables that map `kernel` at [`START`], page by page, 512 at most.
+fn mapped(kernel: &[u8]) -> Vec<u8> {
+    let kernel = &kernel[..kernel.len().min(512 * PAGE)];
+    let pages = kernel.len().div_ceil(PAGE);
+    let mut ram = vec![0; TABLES + pages * PAGE];
+    let mut put = |table: usize, entry: usize, to: usize| {
+        let at = table * PAGE + 8 * entry;
+        ram[at..at + 8].copy_from_slice(&(to as u64 | 3).to_le_bytes());
+    };
+    for (level, shift) in [39, 30, 21].into_iter().enumerate() {
+        put(level, (START >> shift) as usize & 511, (level + 1) * PAGE);
+    }
+    for page in 0..pages {
+        put(3, page, TABLES + page * PAGE);
+    }
+    ram[TABLES..TABLES + kernel.len()].copy_from_slice(kernel);
+    ram
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((how, data)) = data.split_first() else {
+        return;
+    };
+    let (ram, cr3, anchors) = if how & 1 == 0 {
+        let anchors = Anchors {
+            lstar: START + 0x40,
+            idt_base: START,
+        };
+        (mapped(data), 0, anchors)
+    } else {
+        let Some((words, ram)) = data.split_at_checked(32) else {
+            return;
+        };
+        let word = |n: usize| u64::from_le_bytes(words[8 * n..8 * n + 8].try_into().expect("eight bytes"));
+        let anchors = Anchors {
+            lstar: word(1),
+            idt_base: word(2),
+        };
+        (ram.to_vec(), word(0), anchors)
+    };
+    let regs = GuestRegs {
+        cr0: 1 << 31 | 1,
+        cr3,
+        cr4: 1 << 5 | u64::from(how & 2 != 0) << 12,
+        efer: 1 << 10 | 1 << 8,
+        ..GuestRegs::default()
+    };
+    if let Ok(image) = read_kernel(ram.as_slice(), &regs, &anchors) {
+        let _ = TaskLayout::new(&image, 0);
+        let _ = KernelTables::find(ram.as_slice(), &regs, &image, 0);
+        let _ = (image.release(), image.build_id(), image.entry_text());
+        let mut text = Vec::new();
+        if let Some(symbols) = image.symbols() {
+            symbols.write_text(&mut text).expect("a Vec takes it");
+        }
+    }
+});

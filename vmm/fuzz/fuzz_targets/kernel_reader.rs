@@ -1,0 +1,75 @@
+//! What a process that reads a guest's kernel sends to the VM, when the guest has taken it over: ranges of
+//! memory that it wants, symbols, unwind tables, a summary.
+//!
+//! Input: one byte; if it is odd, what follows is what comes, as it is. Else what follows is pieces of one
+//! byte (which message), two bytes (its length), and so many bytes.
+#![no_main]
+
+use std::io::{self, Read, Write};
+use std::time::{Duration, Instant};
+
+use guest_profile::GuestRegs;
+use guest_profile::locate::Anchors;
+use guest_profile::search::ask;
+use libfuzzer_sys::fuzz_target;
+
+/// The letters of messages, and one that is none.
+const LETTERS: &[u8] = b"RSOEFX?";
+/// Guest memory, which is lent.
+const MEMORY: usize = 64 << 10;
+
+struct Reader<'a> {
+    says: &'a [u8],
+    heard: usize,
+}
+
+impl Read for Reader<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        self.says.read(to)
+    }
+}
+
+impl Write for Reader<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.heard += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn framed(mut pieces: &[u8]) -> Vec<u8> {
+    let mut says = Vec::new();
+    while let Some(([letter, a, b], rest)) = pieces.split_first_chunk() {
+        let length = usize::from(u16::from_le_bytes([*a, *b])).min(rest.len());
+        says.push(LETTERS[usize::from(*letter) % LETTERS.len()]);
+        says.extend((length as u32).to_le_bytes());
+        says.extend(&rest[..length]);
+        pieces = &rest[length..];
+    }
+    says
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((how, data)) = data.split_first() else {
+        return;
+    };
+    let says = if how & 1 != 0 { data.to_vec() } else { framed(data) };
+    let mut reader = Reader { says: &says, heard: 0 };
+    let memory = vec![0x5A; MEMORY];
+    let until = Instant::now() + Duration::from_secs(60);
+    let regs = GuestRegs::default();
+    match ask(&mut reader, memory.as_slice(), &regs, &Anchors::default(), until) {
+        Ok(kernel) => {
+            let text = kernel.symbols.unpack();
+            assert!(text.len() <= says.len());
+            let _ = kernel.unwind();
+            assert!(!kernel.describe().contains('\n'));
+        }
+        Err(e) => assert!(!e.to_string().contains('\n'), "{e}"),
+    }
+    // No range is longer than what there is to lend, and the question is short.
+    assert!(reader.heard <= (says.len() / 17 + 1) * (MEMORY + 5) + 4096);
+});
