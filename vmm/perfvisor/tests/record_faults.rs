@@ -80,3 +80,24 @@ fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
     vm.operator(&["ctl", "machine", "stop"]);
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
+
+/// Who recorded nothing hears so, and has a file that can be read.
+#[test]
+fn a_recording_without_samples_warns() {
+    let Some(vm) = Machine::start(&BUSY) else {
+        return;
+    };
+    let data = vm.runtime.path().join("perf.data");
+    // No guest comes so far in a day.
+    let period = 1u64 << 50;
+    let mut record = vm.command(&["record", "machine", "-q", "-d", "0.5", "-e", "cycles"]);
+    let out = record
+        .args(["-c", &period.to_string(), "-o"])
+        .arg(&data)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(said.contains("warn: no sample was taken: "), "{said}");
+    assert_eq!(samples(&vm, &data), 0);
+}

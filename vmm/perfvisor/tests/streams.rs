@@ -1,7 +1,12 @@
 //! Readers of what the commands print may go away at any time, as `head` does. That is no failure, and never
 //! a panic.
 
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+
+use common::vm::SpinningVm;
+
+mod common;
 
 /// The writing end of a pipe that nobody reads.
 fn without_reader() -> Stdio {
@@ -51,5 +56,35 @@ fn output_that_cannot_be_written_is_a_failure() {
             line.lines().count() == 1 && line.contains("No space left"),
             "{line}"
         );
+    }
+}
+
+/// `perfvisor stat -I 50 | head -n 3`: what goes on for ever ends with its reader, and that is no failure.
+#[test]
+fn what_comes_at_intervals_ends_when_nobody_reads_it() {
+    let Some(vm) = SpinningVm::start("read", &[]) else {
+        return;
+    };
+    let stat = ["stat", "read", "-I", "50", "-e", "task-clock"];
+    for arguments in [
+        &stat[..],
+        &[&stat[..], &["-x,"]].concat(),
+        &[&stat[..], &["-j"]].concat(),
+        &["stat", "--all", "-I", "50", "-e", "task-clock"],
+        &["exits", "read", "-i", "0.05"],
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        let mut command = vm.operator(arguments);
+        command.stdin(Stdio::null());
+        command.stdout(writer.try_clone().unwrap()).stderr(writer);
+        let mut child = command.spawn().unwrap();
+        // Its ends of the pipe.
+        drop(command);
+        let mut lines = BufReader::new(reader).lines();
+        for _ in 0..3 {
+            lines.next().expect("a line").unwrap();
+        }
+        drop(lines);
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{arguments:?}");
     }
 }

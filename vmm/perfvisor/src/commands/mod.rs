@@ -28,7 +28,7 @@ use control_api::protocol::Opened;
 use perf_core::ring::ReadError;
 
 use crate::signals::StopSignals;
-pub(crate) use output::{DONE, written};
+pub(crate) use output::{DONE, is_unread, written};
 pub use output::{OutputError, one_line, print, say};
 
 /// Why an operator's command did not do what it was asked, whichever command it is.

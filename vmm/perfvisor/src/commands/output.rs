@@ -1,6 +1,7 @@
 //! What a command prints, and its end.
 
 use std::io::{self, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::exit::ExitStatus;
 
@@ -13,6 +14,15 @@ pub enum OutputError {
     /// It was not made.
     #[error("standard output: no JSON can be made of it")]
     Json(#[from] serde_json::Error),
+}
+
+/// Something was printed that nobody read.
+static UNREAD: AtomicBool = AtomicBool::new(false);
+
+/// Whether the reader of standard output has gone away, as far as printing has shown: what prints for ever
+/// ends then, as others do by SIGPIPE.
+pub(crate) fn is_unread() -> bool {
+    UNREAD.load(Ordering::Relaxed)
 }
 
 /// Prints to standard output. A reader that has gone away is no error.
@@ -43,8 +53,12 @@ pub fn one_line(text: &str) -> String {
 /// The result of writing to standard output.
 pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     match result {
-        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(OutputError::Write(e)),
-        _ => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
+            UNREAD.store(true, Ordering::Relaxed);
+            Ok(())
+        }
+        Err(e) => Err(OutputError::Write(e)),
+        Ok(()) => Ok(()),
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{CommandError, DONE, Woken, connect, print, wait_until};
+use super::{CommandError, DONE, Woken, connect, is_unread, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -114,7 +114,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
             }
         };
         let now = Instant::now();
-        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
+        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end) || is_unread();
         let gone = match watch.look(&mut client) {
             Ok(mut seen) => {
                 seen.traced = trace.as_mut().map(Trace::look).unwrap_or_default();

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::all::for_each_vm;
-use super::{CommandError, DONE, Woken, connect, print, wait_until};
+use super::{CommandError, DONE, Woken, connect, is_unread, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 pub use args::StatArgs;
@@ -198,7 +198,7 @@ fn one_run(
             .fold(look, Instant::min);
         let woken = wait_until(until, signals);
         let now = Instant::now();
-        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
+        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end) || is_unread();
         if over {
             // So that no event counts on while others are read.
             match client.call(request::Disable) {
