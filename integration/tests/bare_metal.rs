@@ -153,40 +153,75 @@ fn without_a_pmu_the_built_in_guest_says_so() {
     assert!(output.success(), "{}", shown(&output));
 }
 
-/// From exec to the guest's first instruction, at most.
-const WANTED_MS: f64 = 50.0;
-/// How often that is tried.
-const TRIES: usize = 100;
+/// What is said at the guest's first instruction.
+const FIRST: &str = "first guest instruction ";
+/// System calls that lead there, at most: some 700 do.
+const MOST_CALLS: usize = 1500;
+/// VMs that are made for it: the probe of KVM, and the guest's own. Each waits for all processors, several
+/// times.
+const MOST_VMS: usize = 2;
+/// The program has more code and constants, and no thread has a stack of that size: bytes.
+const LARGE: u64 = 4 << 20;
 
+/// How long a start takes is a matter of the machine (docs/measurements/guests.md); what it does is counted.
 #[test]
-fn the_first_guest_instruction_comes_within_fifty_milliseconds() {
+fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     let place = here();
-    let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
-    let command = Command::new(perfvisor).args(["-v", "run"]);
-    let start_ms = || {
-        let output = place
-            .run(&command, LIMIT)
-            .unwrap_or_else(|error| panic!("{error}"));
-        let log = output.stderr_text();
-        first_instruction_ms(&log).unwrap_or_else(|| panic!("not told\n{}", shown(&output)))
+    if !matches!(*place, Place::Direct(_)) {
+        return skipped("strace is of this machine, which has no KVM", false);
+    }
+    let strace = |options: &[&str]| {
+        let mut strace = std::process::Command::new("strace");
+        strace.args(["-f", "-qq", "-s", "200"]).args(options);
+        strace.stdin(std::process::Stdio::null()).output()
     };
-    // However busy the machine is, one start of many is not interrupted; one that waits for something is
-    // always late.
-    let mut best = start_ms();
-    for _ in 1..TRIES {
-        if best < WANTED_MS || !matches!(*place, Place::Direct(_)) {
-            break;
-        }
-        best = best.min(start_ms());
+    if !strace(&["-o", "/dev/null", "true"]).is_ok_and(|out| out.status.success()) {
+        return skipped("no strace here, or nobody may trace", false);
     }
-    eprintln!("first guest instruction after {best} ms, {}", place.describe());
-    if matches!(*place, Place::Direct(_)) {
-        assert!(best < WANTED_MS, "{best} ms in the best of {TRIES}");
-    }
+    let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
+    let trace = tempfile::NamedTempFile::new().unwrap();
+    let file = trace.path().to_str().unwrap();
+    let out = strace(&[
+        "-o",
+        file,
+        &perfvisor,
+        "-v",
+        "run",
+        "--memory",
+        "64M",
+        "--cmdline",
+        "quiet",
+    ])
+    .unwrap();
+    let log = String::from_utf8_lossy(&out.stderr);
+    let time_ms = first_instruction_ms(&log).unwrap_or_else(|| panic!("not told\n{log}"));
+    let trace = std::fs::read_to_string(file).unwrap();
+    // What it says is a call too, and the last one that counts. A call that another thread's interrupts has
+    // two lines.
+    let before = trace.lines().take_while(|line| !line.contains(FIRST));
+    let calls: Vec<&str> = before.filter(|line| !line.contains("<... ")).collect();
+    let of = |name: &str| calls.iter().filter(|line| line.contains(name)).count();
+    let (vms, sleeps) = (of("KVM_CREATE_VM"), of("nanosleep("));
+    eprintln!(
+        "first guest instruction after {} calls, {vms} VMs; traced, {time_ms} ms",
+        calls.len()
+    );
+    assert!(calls.len() < trace.lines().count(), "its end is not in the trace");
+    assert!(calls.len() <= MOST_CALLS, "{} calls", calls.len());
+    assert!((1..=MOST_VMS).contains(&vms), "{vms} VMs");
+    assert_eq!(sleeps, 0);
+    // What the start needed of the program is let go before the guest runs.
+    let lets_go = |line: &&str| {
+        let (_, arguments) = line.split_once("madvise(")?;
+        let (length, advice) = arguments.split_once(", ")?.1.split_once(", ")?;
+        let large = length.parse::<u64>().is_ok_and(|bytes| bytes >= LARGE);
+        (large && advice.starts_with("MADV_DONTNEED")).then_some(())
+    };
+    assert_eq!(calls.iter().filter_map(lets_go).count(), 1);
 }
 
 /// From "first guest instruction 12.3 ms after exec".
 fn first_instruction_ms(log: &str) -> Option<f64> {
-    let (_, rest) = log.split_once("first guest instruction ")?;
+    let (_, rest) = log.split_once(FIRST)?;
     rest.split_whitespace().next()?.parse().ok()
 }
