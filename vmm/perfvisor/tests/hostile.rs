@@ -9,7 +9,7 @@ mod common;
 use std::fs;
 use std::hint::black_box;
 use std::process::Stdio;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::machine::Machine;
@@ -210,60 +210,75 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
     }
 }
 
-/// A neighbour on another CPU of the host can lose what the VM's threads beside its vCPU take, and no more.
-/// How much that is, and what the neighbour has, is printed; what else the host does decides it, too. The VM
-/// stands the storm.
+/// What the neighbours of a storming guest keep of their CPU, in percent.
+const KEPT: f64 = 95.0;
+
+/// Work on a CPU of its own until it is told to end: how long that was, how long it ran and how long it waited
+/// for the CPU, in ns.
+fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
+    let mut one = CpuSet::new();
+    one.set(cpu);
+    sched_setaffinity(None, &one).unwrap();
+    let (begun, mut work) = (Instant::now(), 0_u64);
+    while !end.load(Ordering::Relaxed) {
+        work = black_box(work + 1);
+    }
+    let own = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    let mut times = own.split_whitespace().map(|word| word.parse::<u64>().unwrap());
+    let wall = u64::try_from(begun.elapsed().as_nanos()).unwrap();
+    (wall, times.next().unwrap(), times.next().unwrap())
+}
+
+/// A neighbour on another CPU of the host can lose what the VM's threads beside its vCPU take, and no more:
+/// that is accounted, and other work on the host only makes it less. What the neighbour itself has is shown,
+/// and is not judged: what else the host does decides it, too. The VM stands the storm.
 #[test]
-fn what_a_storming_guest_takes_from_a_neighbour_is_shown() {
+fn what_a_storming_guest_takes_from_a_neighbour_is_little_and_shown() {
     let cpus = sched_getaffinity(None).unwrap();
     let mut free = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu));
     let (Some(ours), Some(its)) = (free.next(), free.next()) else {
         return eprintln!("SKIP: one CPU has no neighbour");
     };
-    let pin = format!("0={its}");
-    let args = ["--pmu", "intel", "--pin", &pin, "--cmdline", "hostile=3"];
-    let Some(mut vm) = Machine::start(&args) else {
-        return;
-    };
-    vm.new_line_with("hostile: round");
-    let pid = vm.child.id();
-    let (end, work) = (AtomicBool::new(false), AtomicU64::new(0));
-    let seconds = length().as_secs_f64() / 4.0;
-    let (wall, used, waited, beside, vcpu) = std::thread::scope(|scope| {
-        let neighbour = scope.spawn(|| {
-            let mut one = CpuSet::new();
-            one.set(ours);
-            sched_setaffinity(None, &one).unwrap();
-            let begun = Instant::now();
-            while !end.load(Ordering::Relaxed) {
-                black_box(work.fetch_add(1, Ordering::Relaxed));
-            }
-            let own = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
-            let mut times = own.split_whitespace().map(|word| word.parse::<u64>().unwrap());
-            (begun.elapsed(), times.next().unwrap(), times.next().unwrap())
-        });
+    println!("| vPMU | seconds | vCPU | VM beside it | neighbour ran | neighbour waited |");
+    println!("|---|---|---|---|---|---|");
+    for (seed, pmu) in [(3, "intel"), (4, "amd")] {
+        let (pin, cmdline) = (format!("0={its}"), format!("hostile={seed}"));
+        let args = ["--pmu", pmu, "--pin", &pin, "--cmdline", &cmdline];
+        let Some(mut vm) = Machine::start(&args) else {
+            return;
+        };
+        vm.new_line_with("hostile: round");
+        let pid = vm.child.id();
         let of_vm = || {
             let beside = cpu_ns(pid, |name| !name.starts_with("vcpu"));
             (beside, cpu_ns(pid, |name| name.starts_with("vcpu")))
         };
-        let before = of_vm();
-        std::thread::sleep(Duration::from_secs_f64(seconds));
-        let after = of_vm();
-        end.store(true, Ordering::Relaxed);
-        let (wall, used, waited) = neighbour.join().unwrap();
-        (wall, used, waited, after.0 - before.0, after.1 - before.1)
-    });
-    let wall_ns = wall.as_secs_f64() * 1e9;
-    #[expect(clippy::cast_precision_loss, reason = "some seconds in ns")]
-    let share = |ns: u64| ns as f64 / wall_ns * 100.0;
-    println!(
-        "neighbour on CPU {ours}: {:.1} % of {seconds:.0} s (waited {:.1} %); the VM on CPU {its}: vCPU {:.1} %, all its \
-         other threads {:.2} %",
-        share(used),
-        share(waited),
-        share(vcpu),
-        share(beside)
-    );
-    vm.operator(&["ctl", "machine", "stop"]);
-    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        let end = AtomicBool::new(false);
+        let (wall, ran, waited, beside, vcpu) = std::thread::scope(|scope| {
+            let neighbour = scope.spawn(|| neighbour(ours, &end));
+            let before = of_vm();
+            std::thread::sleep(length() / 8);
+            let after = of_vm();
+            end.store(true, Ordering::Relaxed);
+            let (wall, ran, waited) = neighbour.join().unwrap();
+            (wall, ran, waited, after.0 - before.0, after.1 - before.1)
+        });
+        #[expect(clippy::cast_precision_loss, reason = "some seconds in ns")]
+        let share = |ns: u64| ns as f64 / wall as f64 * 100.0;
+        println!(
+            "| {pmu} | {:.0} | {:.1} % | {:.2} % | {:.1} % | {:.1} % |",
+            Duration::from_nanos(wall).as_secs_f64(),
+            share(vcpu),
+            share(beside),
+            share(ran),
+            share(waited)
+        );
+        assert!(
+            share(beside) <= 100.0 - KEPT,
+            "{:.2} % beside the vCPU",
+            share(beside)
+        );
+        vm.operator(&["ctl", "machine", "stop"]);
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    }
 }
