@@ -13,7 +13,6 @@ mod ended;
 mod keeper;
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -66,7 +65,8 @@ pub enum BeginError {
 /// Who has workers started. The keeper and the worker that is there end with this.
 #[derive(Debug)]
 pub struct Workers {
-    control: Mutex<UnixStream>,
+    /// `None`: the keeper is gone.
+    control: Mutex<Option<UnixStream>>,
 }
 
 impl Workers {
@@ -102,7 +102,7 @@ impl Workers {
         };
         keeper::start(its, job).map_err(|e| WorkersError::Os("fork", e))?;
         Ok(Self {
-            control: Mutex::new(ours),
+            control: Mutex::new(Some(ours)),
         })
     }
 
@@ -112,13 +112,10 @@ impl Workers {
     /// [`BeginError`].
     pub fn begin(&self) -> Result<Worker<'_>, BeginError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
-        match begun(&mut control) {
+        match with_keeper(&mut control, begun) {
             Ok(Ok(socket)) => Ok(Worker { control, socket }),
             Ok(Err(refused)) => Err(BeginError::Refused(refused)),
-            Err(e) => {
-                let_go(&control);
-                Err(BeginError::NoKeeper(e))
-            }
+            Err(e) => Err(BeginError::NoKeeper(e)),
         }
     }
 }
@@ -145,10 +142,17 @@ fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     }
 }
 
-/// Ends a keeper that did not answer: what it says later would be taken for another answer.
-fn let_go(control: &UnixStream) {
-    // It may have ended.
-    let _ = control.shutdown(Shutdown::Both);
+/// Asks the keeper. One that does not answer is let go, and ends: what it says later would be taken for
+/// another answer. The socket is closed, which any thread may do.
+fn with_keeper<T>(
+    control: &mut Option<UnixStream>,
+    ask: impl FnOnce(&mut UnixStream) -> io::Result<T>,
+) -> io::Result<T> {
+    let asked = control
+        .as_mut()
+        .ok_or_else(|| ErrorKind::NotConnected.into())
+        .and_then(ask);
+    asked.inspect_err(|_| *control = None)
 }
 
 /// The last word on a worker.
@@ -169,7 +173,7 @@ fn ended(control: &mut UnixStream) -> io::Result<Ended> {
 /// A worker, and the socket to it.
 #[derive(Debug)]
 pub struct Worker<'a> {
-    control: MutexGuard<'a, UnixStream>,
+    control: MutexGuard<'a, Option<UnixStream>>,
     socket: UnixStream,
 }
 
@@ -185,7 +189,7 @@ impl Worker<'_> {
     /// # Errors
     /// The keeper does not say: it has ended, and the worker with it.
     pub fn end(mut self) -> io::Result<Ended> {
-        ended(&mut self.control).inspect_err(|_| let_go(&self.control))
+        with_keeper(&mut self.control, ended)
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use sandbox::{Confinement, Ended, Limits, Mode, Worker, Workers};
+use sandbox::{BeginError, Confinement, Ended, Limits, Mode, Worker, Workers};
 
 /// What the process is to do.
 const TASK: &str = "WORKERS_TEST_TASK";
@@ -224,6 +224,17 @@ fn every_end(mode: Mode) {
     }
     // It is let go without a word.
     drop(begun(&workers, b'h'));
+    // The keeper is killed, and with it the worker that is there: nobody can start another.
+    let mut worker = begun(&workers, b'h');
+    let keeper = parent(pid_of(&mut worker));
+    let killed = Command::new("kill").args(["-9", &keeper.to_string()]).status();
+    assert!(killed.unwrap().success());
+    assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
+    worker.end().unwrap_err();
+    for _ in 0..2 {
+        let gone = workers.begin().unwrap_err();
+        assert!(matches!(gone, BeginError::NoKeeper(_)), "{gone}");
+    }
 }
 
 fn pid_of(worker: &mut Worker<'_>) -> u32 {
