@@ -113,7 +113,11 @@ impl Workers {
     pub fn begin(&self) -> Result<Worker<'_>, BeginError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         match with_keeper(&mut control, begun) {
-            Ok(Ok(socket)) => Ok(Worker { control, socket }),
+            Ok(Ok(socket)) => Ok(Worker {
+                control,
+                socket,
+                ended: false,
+            }),
             Ok(Err(refused)) => Err(BeginError::Refused(refused)),
             Err(e) => Err(BeginError::NoKeeper(e)),
         }
@@ -170,11 +174,21 @@ fn ended(control: &mut UnixStream) -> io::Result<Ended> {
     }
 }
 
-/// A worker, and the socket to it.
+/// A worker, and the socket to it. One that is dropped is ended.
 #[derive(Debug)]
 pub struct Worker<'a> {
     control: MutexGuard<'a, Option<UnixStream>>,
     socket: UnixStream,
+    ended: bool,
+}
+
+impl Drop for Worker<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            // The keeper waits for this before it starts another one. Nobody asks how it ended.
+            let _ = with_keeper(&mut self.control, ended);
+        }
+    }
 }
 
 impl Worker<'_> {
@@ -189,6 +203,7 @@ impl Worker<'_> {
     /// # Errors
     /// The keeper does not say: it has ended, and the worker with it.
     pub fn end(mut self) -> io::Result<Ended> {
+        self.ended = true;
         with_keeper(&mut self.control, ended)
     }
 }

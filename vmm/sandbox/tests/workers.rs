@@ -224,6 +224,7 @@ fn every_end(mode: Mode) {
     }
     // It is let go without a word.
     drop(begun(&workers, b'h'));
+    next_one_works(&workers, 1);
     // The keeper is killed, and with it the worker that is there: nobody can start another.
     let mut worker = begun(&workers, b'h');
     let keeper = parent(pid_of(&mut worker));
