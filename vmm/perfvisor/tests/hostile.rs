@@ -213,8 +213,8 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
 /// What the neighbours of a storming guest keep of their CPU, in percent.
 const KEPT: f64 = 95.0;
 
-/// Work on a CPU of its own until it is told to end: how long that was, how long it ran and how long it waited
-/// for the CPU, in ns.
+/// Work on a CPU of its own until it is told to end: how long that was, how long it ran and how long it
+/// waited for the CPU, in ns.
 fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
     let mut one = CpuSet::new();
     one.set(cpu);

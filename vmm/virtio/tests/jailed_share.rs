@@ -14,6 +14,7 @@ use sandbox::{Files, Inside, JailError, LastWill, Mode};
 use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
 use virtio_devices::share::Share;
 use virtio_devices::share::config::Source;
+use virtio_devices::share::keeper::Program;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -73,7 +74,19 @@ fn as_a_child() {
         sandbox::begin_files().unwrap();
     }
     let source = Source::Socket(socket);
-    let mut share = Share::new("share0".into(), "tag".into(), &source, Path::new("unused"), &[]).unwrap();
+    // Nobody is started: the back end is there.
+    let keeper = Program {
+        words: Vec::new(),
+        log: None,
+    };
+    let mut share = Share::new(
+        "share0".into(),
+        "tag".into(),
+        &source,
+        Path::new("unused"),
+        &keeper,
+    )
+    .unwrap();
     let file = tempfile::tempfile().unwrap();
     file.set_len(MEMORY as u64).unwrap();
     let region = (GuestAddress(0), MEMORY, Some(FileOffset::new(file, 0)));
