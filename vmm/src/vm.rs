@@ -17,7 +17,7 @@ use crate::boot::{self, Loaded};
 use crate::devices::Bus;
 use crate::kvm::chips::Chips;
 use crate::kvm::cpuid::{self};
-use crate::kvm::host::Kvm;
+use crate::kvm::host::{self, Kvm};
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
@@ -55,6 +55,16 @@ impl Vm {
     /// # Errors
     /// [`VmError`], one line that names what is wrong and what to do.
     pub fn new(
+        kvm: &Kvm,
+        config: &VmConfig,
+        devices: Vec<Box<dyn VirtioDevice>>,
+        probe: &HostProbe,
+        console: Box<dyn Write + Send>,
+    ) -> Result<Self, VmError> {
+        host::while_it_is_probed(kvm, || Self::build(kvm, config, devices, probe, console))
+    }
+
+    fn build(
         kvm: &Kvm,
         config: &VmConfig,
         devices: Vec<Box<dyn VirtioDevice>>,

@@ -4,7 +4,8 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use kvm_bindings::{
     KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
@@ -22,6 +23,9 @@ use super::vm_fd::VmFd;
 pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
 /// What KVM keeps of its routing table for the I/O APIC that would be in user space.
 const IOAPIC_PINS: u64 = 24;
+
+/// The stack of the thread that probes beside other work.
+const PROBE_STACK: usize = 256 << 10;
 
 /// Why KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -226,17 +230,32 @@ fn flavour(interprets_kernels: bool) -> Flavour {
 /// Whether this KVM interprets the code of guest kernels, found out by running `fld1`. KVM's emulator has no
 /// x87 arithmetic, so where guest kernels are interpreted this ends in `KVM_EXIT_INTERNAL_ERROR`; on hardware
 /// the next instruction follows. Found out once: a probe makes and ends a VM, for which KVM waits several
-/// times until no processor looks at what was.
+/// times until no processor looks at what was. Who asks meanwhile waits for the same probe.
 ///
 /// # Errors
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
 pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    if let Some(found) = FOUND.get() {
-        return Ok(*found);
+    static FOUND: Mutex<Option<bool>> = Mutex::new(None);
+    let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(interprets) = *found {
+        return Ok(interprets);
     }
-    let found = !goes_on_behind(kvm, [0xd9, 0xe8])?;
-    Ok(*FOUND.get_or_init(|| found))
+    let interprets = !goes_on_behind(kvm, [0xd9, 0xe8])?;
+    *found = Some(interprets);
+    Ok(interprets)
+}
+
+/// Does `work` while a thread of its own finds out [`interprets_kernels`]: most of that is KVM's waiting, and
+/// so is most of making a VM. The thread has ended when this returns.
+pub(crate) fn while_it_is_probed<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> T {
+    thread::scope(|scope| {
+        let probe = thread::Builder::new()
+            .name("probe".to_owned())
+            .stack_size(PROBE_STACK);
+        // What fails here fails again, and is told, where the answer is needed.
+        let _ = probe.spawn_scoped(scope, || interprets_kernels(kvm));
+        work()
+    })
 }
 
 /// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault
@@ -280,6 +299,17 @@ mod tests {
         };
         assert!(goes_on_behind(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
         assert!(!goes_on_behind(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
+    }
+
+    /// A machine is made while KVM is probed, and asks for the answer in the middle of that.
+    #[test]
+    fn who_asks_while_it_is_probed_gets_the_answer() {
+        let Ok(kvm) = open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let meanwhile = while_it_is_probed(&kvm, || interprets_kernels(&kvm)).unwrap();
+        assert_eq!(meanwhile, interprets_kernels(&kvm).unwrap());
     }
 
     /// What the self-description says of a host comes from one probe.
