@@ -238,6 +238,11 @@ compare: lab-files
 compare-disk: lab-files debian
 	$(CARGO) run -q -p integration --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
+## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
+.PHONY: compare-start
+compare-start: lab-files
+	PERFVISOR_PLACE=lab $(CARGO) run -q -p integration --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
+
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
 # The memory that an input may take, MiB: readers of what strangers made have bounds.

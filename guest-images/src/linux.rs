@@ -22,7 +22,8 @@ const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
 /// Scripts that the guest finds by name.
-const SCRIPTS: [(&str, &str); 6] = [
+const SCRIPTS: [(&str, &str); 7] = [
+    ("beside-cpu-clock", include_str!("../scripts/beside-cpu-clock")),
     ("cycles", include_str!("../scripts/cycles")),
     ("demo", include_str!("../scripts/demo")),
     ("multiplexing", include_str!("../scripts/multiplexing")),

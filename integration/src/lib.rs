@@ -7,6 +7,7 @@
 //! Everything has a time limit. Consoles are kept in `target/integration`.
 
 pub mod artefacts;
+pub mod beside;
 pub mod debian;
 pub mod footprint;
 pub mod guest;

@@ -6,12 +6,12 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::PathBuf;
-use std::process::{Command as Here, ExitCode};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, value_parser};
-use integration::artefacts::{describe, qemu, target_dir};
+use integration::artefacts::{describe, target_dir};
+use integration::beside::{PC_FIRMWARE, QEMU, qemu_files};
 use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
 use integration::lab::LabOptions;
@@ -29,17 +29,6 @@ const MAC: &str = "02:00:00:00:00:01";
 /// The guest's address by that, on the lab's side of its tap device, and the lab's on the guest's.
 const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
 const LAB: &str = "fe80::ff:fe00:fe";
-/// QEMU's firmware and what it boots kernels by.
-const FIRMWARE: [&str; 5] = [
-    "/usr/share/seabios/bios-256k.bin",
-    "/usr/share/qemu/kvmvapic.bin",
-    "/usr/share/qemu/linuxboot.bin",
-    "/usr/share/qemu/linuxboot_dma.bin",
-    "/usr/share/qemu/multiboot.bin",
-];
-/// Where the lab finds QEMU.
-const QEMU: &str = "/usr/bin/qemu-system-x86_64";
-
 /// The lab's network, statistics, and the image's programs.
 const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     tunctl -t pvtap0 >/dev/null && ip link set pvtap0 address 02:00:00:00:00:fe && ip link set pvtap0 up && \
@@ -135,46 +124,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// QEMU and all that it needs, as files of the lab.
-fn qemu_files() -> Result<Vec<(String, PathBuf)>, Box<dyn std::error::Error>> {
-    // A name alone is one of the search path's.
-    let program = qemu()?.program();
-    let found = std::env::var_os("PATH")
-        .iter()
-        .flat_map(std::env::split_paths)
-        .map(|directory| directory.join(program))
-        .find(|path| path.is_file());
-    let program = found.ok_or_else(|| format!("{}: not in PATH", program.display()))?;
-    let listed = Here::new("ldd").arg(&program).output()?;
-    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
-    let mut files = vec![(QEMU.trim_start_matches('/').to_owned(), program)];
-    for path in listed
-        .split_whitespace()
-        .filter(|word| word.starts_with('/'))
-        .map(PathBuf::from)
-    {
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let directory = if name.starts_with("ld-linux") {
-            "lib64"
-        } else {
-            "usr/lib/x86_64-linux-gnu"
-        };
-        files.push((format!("{directory}/{name}"), path));
-    }
-    files.extend(FIRMWARE.map(|path| (path.trim_start_matches('/').to_owned(), path.into())));
-    Ok(files)
-}
-
 /// `halt_poll_ns`: how long the lab's KVM waits awake for a halted vCPU, where it is not to be as KVM has it.
 /// Perfvisor has it wait for none of its own.
 fn compare(rounds: u8, seconds: u32, halt_poll_ns: Option<u32>) -> Result<(), Box<dyn std::error::Error>> {
     let options = LabOptions {
         memory_mib: 4096,
-        files: qemu_files()?,
+        files: qemu_files(&PC_FIRMWARE)?,
         ..LabOptions::default()
     };
     let debian = Debian::new(2 * rounds + 1, options)?;

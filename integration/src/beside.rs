@@ -1,0 +1,64 @@
+//! QEMU in the lab, to be measured beside Perfvisor there.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::artefacts::qemu;
+
+/// Where the lab finds QEMU.
+pub const QEMU: &str = "/usr/bin/qemu-system-x86_64";
+/// What QEMU's machine `pc` boots kernels by.
+pub const PC_FIRMWARE: [&str; 5] = [
+    "/usr/share/seabios/bios-256k.bin",
+    "/usr/share/qemu/kvmvapic.bin",
+    "/usr/share/qemu/linuxboot.bin",
+    "/usr/share/qemu/linuxboot_dma.bin",
+    "/usr/share/qemu/multiboot.bin",
+];
+/// What its machine `microvm` boots them by.
+pub const MICROVM_FIRMWARE: [&str; 3] = [
+    "/usr/share/qemu/bios-microvm.bin",
+    "/usr/share/qemu/pvh.bin",
+    "/usr/share/qemu/linuxboot_dma.bin",
+];
+
+/// QEMU and all that it needs, `firmware` among it, as files of the lab.
+///
+/// # Errors
+/// When there is no QEMU, or nobody tells which libraries it needs.
+pub fn qemu_files(firmware: &[&str]) -> Result<Vec<(String, PathBuf)>, Box<dyn std::error::Error>> {
+    // A name alone is one of the search path's.
+    let program = qemu()?.program();
+    let found = std::env::var_os("PATH")
+        .iter()
+        .flat_map(std::env::split_paths)
+        .map(|directory| directory.join(program))
+        .find(|path| path.is_file());
+    let program = found.ok_or_else(|| format!("{}: not in PATH", program.display()))?;
+    let listed = Command::new("ldd").arg(&program).output()?;
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let mut files = vec![(QEMU.trim_start_matches('/').to_owned(), program)];
+    for path in listed
+        .split_whitespace()
+        .filter(|word| word.starts_with('/'))
+        .map(PathBuf::from)
+    {
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let directory = if name.starts_with("ld-linux") {
+            "lib64"
+        } else {
+            "usr/lib/x86_64-linux-gnu"
+        };
+        files.push((format!("{directory}/{name}"), path));
+    }
+    files.extend(
+        firmware
+            .iter()
+            .map(|path| (path.trim_start_matches('/').to_owned(), path.into())),
+    );
+    Ok(files)
+}

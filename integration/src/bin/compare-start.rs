@@ -1,0 +1,159 @@
+//! `make compare-start`: a small Linux guest under Perfvisor and under QEMU's microvm and pc, in the same lab,
+//! by turns: how long it takes to its init, and what the VMM holds then.
+//!
+//! Same kernel, initrd, command line, memory and vCPUs. `docs/measurements/guests.md` has the table.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fs;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Parser, value_parser};
+use integration::artefacts::{describe, target_dir};
+use integration::beside::{MICROVM_FIRMWARE, PC_FIRMWARE, QEMU, qemu_files};
+use integration::debian::says;
+use integration::footprint::{footprint, tracked};
+use integration::guest::LinuxGuest;
+use integration::lab::LabOptions;
+use integration::limit::Limit;
+use integration::place::Place;
+use integration::process::Command;
+use serde_json::json;
+
+const GUEST_MIB: u32 = 256;
+/// It has nothing to do; it is looked at and killed.
+const SCRIPT: &str = "sleep 100000";
+/// What its init prints as soon as it runs.
+const INIT: &str = "@@pv boot";
+
+/// How long a Linux guest takes to its init under Perfvisor and under QEMU, by turns, in the lab.
+#[derive(clap::Parser)]
+#[command(name = "compare-start")]
+struct Options {
+    #[arg(long, value_name = "N", default_value_t = 7, value_parser = value_parser!(u32).range(1..=99))]
+    rounds: u32,
+}
+
+/// What one start showed.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+struct Start {
+    /// From exec to the init's first line, by the clock of this machine.
+    init_s: f64,
+    /// Resident memory beyond the guest's.
+    rss_kib: u64,
+    /// What of it is no page of a file.
+    anonymous_kib: u64,
+}
+
+fn main() -> ExitCode {
+    match compare(Options::parse().rounds) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("compare-start: {}", describe(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
+    let mut files = qemu_files(&PC_FIRMWARE)?;
+    // Both machines use one of them.
+    for file in MICROVM_FIRMWARE {
+        let name = file.trim_start_matches('/').to_owned();
+        if files.iter().all(|(other, _)| *other != name) {
+            files.push((name, file.into()));
+        }
+    }
+    let place = Place::choose(&LabOptions {
+        files,
+        ..LabOptions::default()
+    })?;
+    if matches!(place, Place::Direct(_)) {
+        return Err("QEMU and its firmware are put into the lab; set PERFVISOR_PLACE=lab".into());
+    }
+    println!("{}; {rounds} rounds by turns", place.describe());
+    let ours = LinuxGuest::new("compare-start", "off")
+        .memory_mib(GUEST_MIB)
+        .script(SCRIPT)
+        .command(&place)?;
+    let with_pmu = LinuxGuest::new("compare-start", "auto")
+        .memory_mib(GUEST_MIB)
+        .script(SCRIPT)
+        .command(&place)?;
+    let ways = [
+        ("Perfvisor, --pmu off", ours.clone()),
+        ("Perfvisor, with a PMU", with_pmu),
+        ("QEMU, microvm", qemu(&ours, "microvm")?),
+        ("QEMU, pc", qemu(&ours, "pc")?),
+    ];
+    for (way, command) in &ways {
+        println!("{way}: $ {}", command.line());
+    }
+    let mut all: BTreeMap<&str, Vec<Start>> = BTreeMap::new();
+    for _ in 0..rounds {
+        for (way, command) in &ways {
+            let start = turn(&place, command)?;
+            println!("{way}: {start:?}");
+            all.entry(way).or_default().push(start);
+        }
+    }
+    println!(
+        "| | exec to the guest's init, s | resident beyond the guest's, MB | the same without pages of files, MB |"
+    );
+    println!("|---|---|---|---|");
+    for (way, starts) in &all {
+        let cell = |what: fn(&Start) -> f64| {
+            let mut values: Vec<f64> = starts.iter().map(what).collect();
+            values.sort_by(f64::total_cmp);
+            let at = |n: usize| values.get(n).copied().unwrap_or(f64::NAN);
+            let last = values.len().saturating_sub(1);
+            format!("{:.2} ({:.2} to {:.2})", at(values.len() / 2), at(0), at(last))
+        };
+        println!(
+            "| {way} | {} | {} | {} |",
+            cell(|start| start.init_s),
+            cell(|start| start.rss_kib as f64 / 1024.0),
+            cell(|start| start.anonymous_kib as f64 / 1024.0)
+        );
+    }
+    let path = target_dir().join("bench/compare-start.json");
+    fs::create_dir_all(path.parent().unwrap_or(&path))?;
+    let value = json!({ "rounds": rounds, "place": place.describe(), "figures": all });
+    fs::write(&path, serde_json::to_string_pretty(&value)?)?;
+    println!("figures: {}", path.display());
+    Ok(())
+}
+
+/// The guest of `perfvisor` under QEMU's `machine`.
+fn qemu(perfvisor: &Command, machine: &str) -> Result<Command, Box<dyn Error>> {
+    let value = |flag: &str| {
+        let mut words = perfvisor.argv.iter().skip_while(|word| *word != flag);
+        words
+            .nth(1)
+            .cloned()
+            .ok_or_else(|| format!("no {flag} in {}", perfvisor.line()))
+    };
+    Ok(Command::new(QEMU)
+        .args(["-accel", "kvm", "-M", machine, "-cpu", "host", "-nodefaults"])
+        .args(["-no-user-config", "-display", "none", "-serial", "stdio"])
+        .args(["-m", &format!("{GUEST_MIB}M"), "-smp", "1"])
+        .args(["-kernel", &value("--kernel")?, "-initrd", &value("--initrd")?])
+        .args(["-append", &value("--cmdline")?]))
+}
+
+/// One VM from its start to its init.
+fn turn(place: &Place, command: &Command) -> Result<Start, Box<dyn Error>> {
+    let started = Instant::now();
+    let mut vm = place.start(&tracked(place, command))?;
+    says(&vm, INIT, Limit::GENEROUS)?;
+    let init_s = started.elapsed().as_secs_f64();
+    let held = footprint(place, GUEST_MIB.into())?;
+    vm.signal(libc::SIGKILL);
+    let _ = vm.wait(Limit::GENEROUS)?;
+    Ok(Start {
+        init_s,
+        rss_kib: held.rss_kib,
+        anonymous_kib: held.anonymous_kib,
+    })
+}
