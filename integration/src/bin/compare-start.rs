@@ -1,5 +1,5 @@
-//! `make compare-start`: a small Linux guest under Perfvisor and under QEMU's microvm and pc, in the same lab,
-//! by turns: how long it takes to its init, and what the VMM holds then.
+//! `make compare-start`: a small Linux guest under Perfvisor and under QEMU's microvm and pc, by turns, in
+//! one lab: how long it takes to its init, and what the VMM holds then.
 //!
 //! Same kernel, initrd, command line, memory and vCPUs. `docs/measurements/guests.md` has the table.
 
