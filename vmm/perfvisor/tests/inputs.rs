@@ -75,6 +75,28 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     }
 }
 
+/// `perf.data: No such file or directory` was said of a directory that cannot be written to.
+#[test]
+fn what_cannot_be_written_is_called_so() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let data = data.to_str().unwrap();
+    vm.say(&["record", "test", "-d", "0.2", "-o", data]);
+    let directory = dir.path().to_str().unwrap();
+    for output in ["/nowhere/x", directory, "/dev/full"] {
+        for args in [
+            &["record", "test", "-d", "0.2", "-o", output][..],
+            &["flamegraph", "-i", data, "-o", output],
+            &["pprof", "-i", data, "-o", output],
+        ] {
+            refused(args, &vm.run(args), &[output]);
+        }
+    }
+    let record = ["record", "test", "-d", "0.2", "-o", "/nowhere/x"];
+    refused(&record, &vm.run(&record), &["cannot be written", "-o"]);
+}
+
 /// A shell's `<(COMMAND)` is a pipe that somebody writes to.
 #[test]
 fn pipes_that_somebody_writes_to_are_files_like_others() {

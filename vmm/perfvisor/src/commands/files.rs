@@ -179,7 +179,7 @@ pub enum FileError {
     #[error(transparent)]
     Output(#[from] OutputError),
     /// What was written is not complete.
-    #[error("{}", place(path))]
+    #[error("{} cannot be written", place(path))]
     Write {
         /// Where.
         path: PathBuf,
@@ -457,15 +457,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (file, link) = (dir.path().join("file"), dir.path().join("full"));
         std::os::unix::fs::symlink("/dev/full", &link).unwrap();
-        let fail = |_: &mut dyn Write| Err(FileError::write(Path::new("there"))(io::Error::other("no")));
-        assert_eq!(error_line(&write_to(&file, fail).unwrap_err()), "there: no");
+        let fail = |_: &mut dyn Write| Err(FileError::write(Path::new("there"))(io::Error::other("why")));
+        assert_eq!(
+            error_line(&write_to(&file, fail).unwrap_err()),
+            "there cannot be written: why"
+        );
         assert!(!file.exists());
         let write = |out: &mut dyn Write| out.write_all(b"x").map_err(FileError::write(&link));
         let why = error_line(&write_to(&link, write).unwrap_err());
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
-        let of_stdout = FileError::write(Path::new("-"))(io::Error::other("no"));
-        assert_eq!(error_line(&of_stdout), "standard output: no");
+        let of_stdout = FileError::write(Path::new("-"))(io::Error::other("why"));
+        assert_eq!(error_line(&of_stdout), "standard output cannot be written: why");
     }
 
     /// Compressed, and with another image in front of it, as a VM has it.

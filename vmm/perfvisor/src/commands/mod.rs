@@ -58,6 +58,15 @@ pub enum CommandError {
         #[source]
         source: io::Error,
     },
+    /// A file of ours cannot be made.
+    #[error("{} cannot be written; name another with -o", path.display())]
+    Create {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// An event has no samples here.
     #[error("'{event}' cannot be sampled here: {why}")]
     NotSampled {
@@ -84,6 +93,14 @@ pub enum CommandError {
 }
 
 impl CommandError {
+    /// For `map_err`: making the file at `path`.
+    fn create(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Create {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
     /// For `map_err`: the file at `path`.
     fn file(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::File {

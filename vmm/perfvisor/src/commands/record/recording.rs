@@ -125,11 +125,12 @@ impl Recording {
             .create(true)
             .truncate(true)
             .open(&args.output)
-            .map_err(of_file())?;
+            .map_err(CommandError::create(&args.output))?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
-        let mut writer = PerfDataWriter::new(BufWriter::new(file), meta, events).map_err(of_file())?;
+        let mut writer = PerfDataWriter::new(BufWriter::new(file), meta, events)
+            .map_err(CommandError::create(&args.output))?;
         if let Some(kernel) = names.kernel_map() {
             writer.kernel(&kernel).map_err(of_file())?;
         }
