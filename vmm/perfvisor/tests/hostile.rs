@@ -257,7 +257,7 @@ fn what_a_storming_guest_takes_from_a_neighbour_is_little_and_shown() {
         let (wall, ran, waited, beside, vcpu) = std::thread::scope(|scope| {
             let neighbour = scope.spawn(|| neighbour(ours, &end));
             let before = of_vm();
-            std::thread::sleep(length() / 8);
+            std::thread::sleep(length() / 4);
             let after = of_vm();
             end.store(true, Ordering::Relaxed);
             let (wall, ran, waited) = neighbour.join().unwrap();
