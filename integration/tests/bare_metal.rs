@@ -155,7 +155,7 @@ fn without_a_pmu_the_built_in_guest_says_so() {
 
 /// What is said at the guest's first instruction.
 const FIRST: &str = "first guest instruction ";
-/// System calls that lead there, at most: some 700 do.
+/// System calls that lead there, at most: some 850 do.
 const MOST_CALLS: usize = 1500;
 /// VMs that are made for it: the probe of KVM, and the guest's own. Each waits for all processors, several
 /// times.
