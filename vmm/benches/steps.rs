@@ -36,6 +36,7 @@ const LOOP: [u8; 33] = [
 ];
 
 /// How the guest is executed.
+#[expect(clippy::large_enum_variant, reason = "there is one of it at a time")]
 enum Way {
     /// By single steps, and nothing is looked at.
     Bare,

@@ -86,7 +86,7 @@ mod tests {
             let both = File::options().read(true).write(true).open(&pipe).unwrap();
             let mut writer = File::options().write(true).open(&pipe).unwrap();
             let words = many.clone();
-            let mut write = move || io::Write::write_all(&mut writer, words.as_bytes()).unwrap();
+            let write = move || io::Write::write_all(&mut writer, words.as_bytes()).unwrap();
             let opened = if late {
                 // Somebody has it open and has written nothing yet.
                 let opened = open(&pipe).unwrap();
@@ -94,7 +94,7 @@ mod tests {
                 let writes = std::thread::spawn(write);
                 (opened, writes)
             } else {
-                let writes = std::thread::spawn(move || write());
+                let writes = std::thread::spawn(write);
                 // The writer has begun before it is opened, and cannot end before it is read.
                 while rustix::io::ioctl_fionread(&both).unwrap() == 0 {
                     std::thread::yield_now();
