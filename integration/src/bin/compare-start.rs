@@ -1,7 +1,7 @@
 //! `make compare-start`: a small Linux guest under Perfvisor and under QEMU's microvm and pc, by turns, in
 //! one lab: how long it takes to its init, and what the VMM holds then.
 //!
-//! Same kernel, initrd, command line, memory and vCPUs. `docs/measurements/guests.md` has the table.
+//! Same kernel, initrd, command line, memory and vCPUs. Prints a table of medians, and writes all figures.
 
 use std::collections::BTreeMap;
 use std::error::Error;
