@@ -87,6 +87,7 @@ fn a_recording_without_samples_warns() {
     let Some(vm) = Machine::start(&BUSY) else {
         return;
     };
+    vm.line_with("boot");
     let data = vm.runtime.path().join("perf.data");
     // No guest comes so far in a day.
     let period = 1u64 << 50;
