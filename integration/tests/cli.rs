@@ -79,6 +79,15 @@ fn mistakes_of_operators_name_the_remedy() {
     refused(&["exits", "-i", "-1"], &["'-1'", "above 0"]);
     refused(&["stat", "-e", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
     refused(&["list", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
+    refused(
+        &["list", "vendor", "--cpuid", "Genuine"],
+        &["'Genuine'", "GenuineIntel-6-8E-9"],
+    );
+    // No perf has a table of it; where there is no perf, that is said.
+    refused(
+        &["list", "vendor", "--cpuid", "Nobodys-1-2-3"],
+        &["vendor's events by name are not known"],
+    );
     for command in ["report", "annotate", "script"] {
         refused(&[command, "-i", "/no/such/file"], &["/no/such/file"]);
     }

@@ -13,6 +13,7 @@
 //! | `background` | a VM without a terminal: daemon, service |
 //! | `stopping` | the signals that end a VM, and its power button |
 //! | `signals` | the signals that end a command or a VM |
+//! | `vendor` | the events that a processor's vendor has by name, from perf's tables |
 //! | `values` | the values of options, and what is said of wrong ones |
 //! | `input` | files that a user names, which may be anything |
 //! | `exit` | exit statuses |
@@ -47,6 +48,7 @@ mod run;
 mod signals;
 mod stopping;
 mod values;
+mod vendor;
 
 use std::error::Error;
 use std::fs::File;

@@ -1,13 +1,18 @@
 //! `perfvisor list`: the events that `stat`, `record` and `top` take, as `perf list` shows those of a host.
+//! The vendor's are those of the `perf` that is installed.
 
 use std::fmt::Write as _;
 
 use clap::Args;
 
-use super::{CommandError, DONE, print};
+use super::{CommandError, DONE, connect, print};
 use crate::exit::ExitStatus;
+use crate::vendor::cpu::CpuName;
+use crate::vendor::{self, PerfError, Select, VendorEvent};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
+use control_api::protocol::Opened;
+use control_api::request;
 use perf_core::error_line;
 use perf_core::pmu::kvm::{StatsError, StatsFile};
 use perfvisor_vmm::kvm::host::{self, HostError};
@@ -16,18 +21,34 @@ use perfvisor_vmm::kvm::stats_fd;
 /// `perfvisor list`.
 #[derive(Clone, Debug, Args)]
 pub struct ListArgs {
-    /// Only these kinds of events (hw, cache, sw, pv, kvm, raw), or those with this text in their names.
+    /// Only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or those with this text in their
+    /// names, in which * and ? stand for any text and any character, as in 'l1d*miss'.
     #[arg(value_name = "WHAT")]
     pub what: Vec<String>,
+    /// The vendor's events of this processor, as perf names it, in place of this host's: for example
+    /// GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0.
+    #[arg(long, value_name = "VENDOR-FAMILY-MODEL-STEPPING")]
+    pub cpuid: Option<CpuName>,
+    /// Only those of the vendor's events that can be counted of this VM: each is tried.
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
 }
 
+/// The kind that is printed with code and description.
+const VENDOR: &str = "vendor";
+/// Longest description of a line, in characters.
+const DESCRIPTION: usize = 100;
+/// So many events are tried on a VM at once.
+const TRIED: usize = 32;
+
 /// The kinds, by the words that ask for them, and what stands behind their names.
-const KINDS: [(&str, &str); 6] = [
+const KINDS: [(&str, &str); 7] = [
     ("hw", "Hardware event"),
     ("cache", "Hardware cache event"),
     ("sw", "Software event of the vCPU's thread"),
     ("pv", "Paravirtual event: what the hypervisor did"),
     ("kvm", "KVM statistic"),
+    (VENDOR, ""),
     ("raw", "Raw event"),
 ];
 
@@ -54,6 +75,22 @@ pub enum ListError {
     /// There are none.
     #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
     Nothing(String, String),
+    /// There are none, and there are kinds of events that could not be looked through.
+    #[error("no event that is known here has '{0}' in its name, and the vendor's are not known")]
+    VendorUnknown(String, #[source] PerfError),
+    /// The vendor's events are asked for, and are not known.
+    #[error("the vendor's events by name are not known")]
+    NoVendor(#[source] PerfError),
+    /// None of the vendor's events can be counted of a VM.
+    #[error("VM {vm} can count none of these {tried} events: {why}")]
+    NoneCounted {
+        /// Which.
+        vm: String,
+        /// How many were tried.
+        tried: usize,
+        /// Why the first cannot be counted.
+        why: String,
+    },
 }
 
 /// Lists them.
@@ -61,24 +98,41 @@ pub enum ListError {
 /// # Errors
 /// [`ListError`].
 pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
-    let (kinds, words): (Vec<&str>, Vec<&str>) = args
+    let (mut kinds, words): (Vec<&str>, Vec<&str>) = args
         .what
         .iter()
         .map(String::as_str)
         .partition(|word| KINDS.iter().any(|(kind, _)| kind == word));
+    // They say which of the vendor's events.
+    if (args.cpuid.is_some() || args.vm.is_some()) && !kinds.contains(&VENDOR) {
+        kinds.push(VENDOR);
+    }
     let shows = |kind: &str| kinds.is_empty() || kinds.contains(&kind);
-    let (mut out, mut names) = (String::new(), Vec::new());
+    let wanted = |event: &str| words.is_empty() || words.iter().any(|word| matches(word, event));
+    let (mut out, mut names, mut unknown) = (String::new(), Vec::new(), None);
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
             "kvm" => statistics().unwrap_or_else(|e| {
                 log::warn!("no KVM statistics: {}", error_line(&e));
                 Vec::new()
             }),
+            VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
+                Ok(events) => {
+                    names.extend(events.iter().map(|event| event.name.clone()));
+                    let events = events.into_iter().filter(|event| wanted(&event.name)).collect();
+                    out += &vendors(events, args.vm.as_deref())?;
+                    continue;
+                }
+                Err(error) if kinds.contains(&VENDOR) => return Err(ListError::NoVendor(error)),
+                Err(error) => {
+                    unknown = Some(error);
+                    continue;
+                }
+            },
             kind => of_kind(kind),
         };
-        let wanted = |event: &&String| words.is_empty() || words.iter().any(|word| event.contains(word));
         names.extend(events.iter().cloned());
-        let events: Vec<&String> = events.iter().filter(wanted).collect();
+        let events: Vec<&String> = events.iter().filter(|event| wanted(event)).collect();
         for event in &events {
             let _ = writeln!(out, "  {event:<48} [{what}]");
         }
@@ -91,10 +145,140 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
     {
         let known = names.iter().flat_map(|name| name.split(" OR "));
         let meant = did_you_mean(word, known.chain(KINDS.iter().map(|(kind, _)| *kind)));
-        return Err(ListError::Nothing(words.join("' or '"), meant));
+        let words = words.join("' or '");
+        return Err(match unknown {
+            Some(error) if meant.is_empty() => ListError::VendorUnknown(words, error),
+            _ => ListError::Nothing(words, meant),
+        });
+    }
+    if let Some(error) = unknown.filter(|_| words.is_empty()) {
+        log::warn!("no events of the vendor's by name: {}", error_line(&error));
     }
     print(&out).map_err(CommandError::from)?;
     Ok(DONE)
+}
+
+/// Whether an event's name, or one of several, has `word` in it: with * and ? all of it is as `word` says.
+/// Upper and lower case are the same, as for perf.
+fn matches(word: &str, names: &str) -> bool {
+    let (word, names) = (word.to_lowercase(), names.to_lowercase());
+    if word.contains(['*', '?']) {
+        names
+            .split(" or ")
+            .any(|name| glob(word.as_bytes(), name.as_bytes()))
+    } else {
+        names.contains(&word)
+    }
+}
+
+/// Whether `name` is as `pattern` says. Each byte is looked at once for each * at most.
+fn glob(pattern: &[u8], name: &[u8]) -> bool {
+    let (mut p, mut n) = (0, 0);
+    // Behind the last star, and where the name goes on behind what it stands for.
+    let mut star: Option<(usize, usize)> = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some(b'*') => {
+                p += 1;
+                star = Some((p, n));
+            }
+            Some(c) if *c == b'?' || *c == name[n] => (p, n) = (p + 1, n + 1),
+            _ => {
+                let Some((behind, from)) = star else {
+                    return false;
+                };
+                (p, n) = (behind, from + 1);
+                star = Some((behind, from + 1));
+            }
+        }
+    }
+    pattern[p..].iter().all(|c| *c == b'*')
+}
+
+/// The lines of the vendor's events: name, code, what is counted. Of those that a selector alone does not
+/// make there is only the number. `vm`: only those that this VM can count.
+fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
+    let mut plain = Vec::new();
+    let mut others = Vec::new();
+    for event in events {
+        match event.select {
+            Ok(select) => plain.push((event.name, select, event.description)),
+            Err(term) => others.push((event.name, term)),
+        }
+    }
+    if let Some(vm) = vm {
+        plain = counted(plain, vm)?;
+    }
+    let mut out = String::new();
+    for (name, select, description) in &plain {
+        let _ = writeln!(
+            out,
+            "  {name:<48} {:<12} {}",
+            select.raw(),
+            shortened(description)
+        );
+    }
+    if let Some((name, term)) = others.first() {
+        let _ = writeln!(
+            out,
+            "  ({} more need a register beside the selector and cannot be counted by name: {name} needs {term})",
+            others.len()
+        );
+    }
+    if !out.is_empty() {
+        out.push('\n');
+    }
+    Ok(out)
+}
+
+/// Those events that can be opened on a VM. They are closed with the connection.
+fn counted(
+    events: Vec<(String, Select, String)>,
+    vm: &str,
+) -> Result<Vec<(String, Select, String)>, ListError> {
+    let (mut can, mut why) = (Vec::new(), None);
+    let tried = events.len();
+    let mut events = events.into_iter().peekable();
+    while events.peek().is_some() {
+        let some: Vec<_> = events.by_ref().take(TRIED).collect();
+        let list: Vec<String> = some
+            .iter()
+            .map(|(name, select, _)| format!("cpu/{},name={name}/", select.terms()))
+            .collect();
+        let mut client = connect(Some(vm), None).map_err(CommandError::from)?;
+        let opened: Vec<Opened> = client
+            .call(request::Open {
+                events: list.join(","),
+                vcpus: None,
+                whole: true,
+                sampling: None,
+            })
+            .map_err(CommandError::from)?;
+        for (event, opened) in some.into_iter().zip(opened) {
+            match opened.unsupported {
+                None => can.push(event),
+                Some(reason) => why = why.or(Some(reason)),
+            }
+        }
+    }
+    match why {
+        Some(why) if can.is_empty() => Err(ListError::NoneCounted {
+            vm: vm.to_owned(),
+            tried,
+            why,
+        }),
+        _ => Ok(can),
+    }
+}
+
+/// As much of a description as one line has room for.
+fn shortened(text: &str) -> String {
+    if text.chars().count() <= DESCRIPTION {
+        return text.to_owned();
+    }
+    let begin: String = text.chars().take(DESCRIPTION).collect();
+    let whole = begin.rfind(' ').unwrap_or(begin.len());
+    format!("{} …", &begin[..whole])
 }
 
 /// The events of one kind, each with the other names that it has.
@@ -152,6 +336,38 @@ mod tests {
         }
         assert!(lines > 60, "{lines}");
         assert_eq!(of_kind("hw")[0], "cycles OR cpu-cycles");
+    }
+
+    #[test]
+    fn stars_and_question_marks_stand_for_text() {
+        for (word, name, is) in [
+            ("l1d", "l1d.replacement", true),
+            ("L1D", "l1d.replacement", true),
+            ("l1d*", "l1d.replacement", true),
+            ("*ment", "l1d.replacement", true),
+            ("l?d.*place*", "l1d.replacement", true),
+            ("l1d*x", "l1d.replacement", false),
+            ("1d*", "l1d.replacement", false),
+            ("l1d.replacement?", "l1d.replacement", false),
+            ("cpu-*", "cycles OR cpu-cycles", true),
+            ("*", "é", true),
+            ("", "x", true),
+        ] {
+            assert_eq!(matches(word, name), is, "{word} {name}");
+        }
+        // The time is the product of the lengths at most.
+        assert!(!glob("*a".repeat(2000).as_bytes(), "b".repeat(2000).as_bytes()));
+    }
+
+    #[test]
+    fn a_description_has_one_line() {
+        assert_eq!(shortened("L1D line"), "L1D line");
+        let long = shortened(&"word ".repeat(50));
+        assert!(
+            long.ends_with("word …") && long.chars().count() <= DESCRIPTION + 2,
+            "{long}"
+        );
+        assert!(shortened(&"é".repeat(200)).chars().count() <= DESCRIPTION + 2);
     }
 
     #[test]

@@ -23,11 +23,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::events::list::ListError;
 use control_api::protocol::Opened;
 use perf_core::ring::ReadError;
 
 use crate::signals::StopSignals;
+use crate::vendor::NamedError;
 pub(crate) use output::{DONE, is_unread, written};
 pub use output::{OutputError, one_line, print, say};
 
@@ -39,7 +39,7 @@ pub enum CommandError {
     Client(#[from] ClientError),
     /// No list of events.
     #[error(transparent)]
-    Events(#[from] ListError),
+    Events(#[from] NamedError),
     /// No symbols from the files that were named.
     #[error(transparent)]
     Symbols(#[from] files::SymbolsError),

@@ -25,7 +25,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use control_api::events::list::{self, ListError};
 use perf_core::error_line;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::privileges;
@@ -33,6 +32,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::vendor::{self, NamedError};
 use listen::{Address, Listener};
 use server::Exporter;
 use vms::Vms;
@@ -63,7 +63,7 @@ pub struct ExporterArgs {
 pub enum ExporterError {
     /// No list of events.
     #[error(transparent)]
-    Events(#[from] ListError),
+    Events(#[from] NamedError),
     /// It cannot listen there.
     #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
     Listen {
@@ -118,7 +118,7 @@ fn look_into(dir: &Path) -> Result<(), ExporterError> {
 /// # Errors
 /// [`ExporterError`].
 pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
-    list::parse(&args.events)?;
+    let events = vendor::by_selector(&args.events)?;
     if let Some(dir) = &args.vms {
         look_into(dir)?;
     }
@@ -139,7 +139,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
         );
     }
     log::info!("serving at {address}");
-    let vms = Vms::new(args.events.clone(), args.vms.clone());
+    let vms = Vms::new(events, args.vms.clone());
     let exporter = Arc::new(Exporter::new(vms, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {

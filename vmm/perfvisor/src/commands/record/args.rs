@@ -78,7 +78,7 @@ pub struct RecordArgs {
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them; into FILE.NAME for each.
     #[arg(long, conflicts_with_all = ["name", "socket", "control", "save_kallsyms"])]
     pub all: bool,
-    /// Events in perf's syntax.
+    /// Events in perf's syntax; perfvisor list shows their names.
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,
     /// A sample every so many events.

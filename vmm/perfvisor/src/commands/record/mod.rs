@@ -23,9 +23,9 @@ use super::all::for_each_vm;
 use super::{CommandError, DONE, Woken, all_sampled, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::vendor;
 pub use args::RecordArgs;
 use control_api::client::{Client, ClientError};
-use control_api::events::list;
 use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
 use control_api::request::{self, Request};
 pub use error::RecordError;
@@ -52,7 +52,10 @@ const HOST_RING_LOG2_PAGES: u32 = 6;
 /// # Errors
 /// [`RecordError`].
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
-    list::parse(&args.events).map_err(CommandError::from)?;
+    let args = &RecordArgs {
+        events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
+        ..args.clone()
+    };
     let remote = args.control.as_ref().map(Remote::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);

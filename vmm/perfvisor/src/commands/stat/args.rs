@@ -22,8 +22,8 @@ pub struct StatArgs {
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them.
     #[arg(long, conflicts_with_all = ["name", "socket", "guest_view"])]
     pub all: bool,
-    /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC,
-    /// pv/NAME/.
+    /// Events in perf's syntax: names (perfvisor list shows them), {groups}, modifiers, rNNN,
+    /// cpu/event=N,umask=N/, kvm:STATISTIC, pv/NAME/.
     #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]
     pub events: String,
     /// How long to count; until Ctrl-C if not given.

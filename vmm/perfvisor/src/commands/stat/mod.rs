@@ -14,9 +14,9 @@ use super::all::for_each_vm;
 use super::{CommandError, DONE, Woken, connect, is_unread, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::vendor;
 pub use args::StatArgs;
 use control_api::client::Client;
-use control_api::events::list;
 use control_api::protocol::{EventReading, Joined, Opened};
 use control_api::request;
 use lines::{final_table, interval_lines};
@@ -41,7 +41,10 @@ pub enum StatError {
 /// # Errors
 /// [`StatError`].
 pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
-    list::parse(&args.events).map_err(CommandError::from)?;
+    let args = &StatArgs {
+        events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
+        ..args.clone()
+    };
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
         return Err(StatError::Repeat);
     }

@@ -20,7 +20,7 @@ pub struct TopArgs {
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them; those that come later too.
     #[arg(long, conflicts_with_all = ["name", "socket"])]
     pub all: bool,
-    /// The event to sample, in perf's syntax.
+    /// The event to sample, in perf's syntax; perfvisor list shows the names.
     #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
     pub event: String,
     /// So many samples a second on each vCPU; each takes it out of the guest.

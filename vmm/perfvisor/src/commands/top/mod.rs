@@ -29,8 +29,8 @@ use ratatui::crossterm::execute;
 use super::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::vendor;
 pub use args::TopArgs;
-use control_api::events::list;
 use host::{Host, News};
 use screen::Screen;
 use seen::Seen;
@@ -67,7 +67,10 @@ impl From<OutputError> for TopError {
 /// # Errors
 /// [`TopError`]. The terminal is as it was before.
 pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
-    list::parse(&args.event).map_err(CommandError::from)?;
+    let args = &TopArgs {
+        event: vendor::by_selector(&args.event).map_err(CommandError::from)?,
+        ..args.clone()
+    };
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut host = Host::begin(args)?;
     if args.once || !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {

@@ -1,0 +1,126 @@
+//! A processor, as perf's tables name it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use perfvisor_vmm::kvm::cpuid::read_host;
+
+/// Vendor, family, model and stepping as in `GenuineIntel-6-8E-9`: the family is decimal, the others
+/// hexadecimal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuName(String);
+
+/// What is wrong with the name of a processor.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "must be VENDOR-FAMILY-MODEL-STEPPING, as in GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0: the family is decimal, model and stepping are hexadecimal"
+)]
+pub struct CpuNameError;
+
+impl CpuName {
+    /// The processor that this runs on (Intel's manual, volume 2, CPUID, leaves 0 and 1; AMD's, volume 3,
+    /// appendix E).
+    pub fn host() -> Self {
+        let (vendor, signature) = (read_host(0, 0), read_host(1, 0).eax);
+        let vendor: String = [vendor.ebx, vendor.edx, vendor.ecx]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .filter(u8::is_ascii_alphanumeric)
+            .map(char::from)
+            .collect();
+        Self::of(&vendor, signature)
+    }
+
+    /// As the host's kernel and perf compute family and model from leaf 1's EAX.
+    fn of(vendor: &str, signature: u32) -> Self {
+        let (mut family, mut model) = (signature >> 8 & 0xf, signature >> 4 & 0xf);
+        if family == 0xf {
+            family += signature >> 20 & 0xff;
+        }
+        if family >= 6 {
+            model += (signature >> 16 & 0xf) << 4;
+        }
+        Self(format!("{vendor}-{family}-{model:X}-{:X}", signature & 0xf))
+    }
+
+    /// Whether its event codes have 12 bits.
+    pub fn is_amd(&self) -> bool {
+        self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
+    }
+
+    /// As perf takes it in `PERF_CPUID`.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for CpuName {
+    type Err = CpuNameError;
+
+    fn from_str(text: &str) -> Result<Self, CpuNameError> {
+        let parts: Vec<&str> = text.split('-').collect();
+        let [vendor, family, model, stepping] = parts[..] else {
+            return Err(CpuNameError);
+        };
+        let hex =
+            |digits: &str| matches!(digits.len(), 1..=4) && digits.bytes().all(|b| b.is_ascii_hexdigit());
+        let right = matches!(vendor.len(), 1..=12)
+            && vendor.bytes().all(|b| b.is_ascii_alphabetic())
+            && family.bytes().all(|b| b.is_ascii_digit())
+            && family.parse::<u16>().is_ok()
+            && hex(model)
+            && hex(stepping);
+        if right {
+            // The tables have upper case.
+            let (model, stepping) = (model.to_uppercase(), stepping.to_uppercase());
+            Ok(Self(format!("{vendor}-{family}-{model}-{stepping}")))
+        } else {
+            Err(CpuNameError)
+        }
+    }
+}
+
+impl fmt::Display for CpuName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signatures_are_named_as_perf_names_them() {
+        let name = |vendor, signature| CpuName::of(vendor, signature).0;
+        assert_eq!(name("GenuineIntel", 0x806E9), "GenuineIntel-6-8E-9");
+        assert_eq!(name("AuthenticAMD", 0xA0_0F10), "AuthenticAMD-25-1-0");
+        assert_eq!(name("GenuineIntel", 0xC06F2), "GenuineIntel-6-CF-2");
+        assert!(
+            CpuName::host().0.parse::<CpuName>().is_ok(),
+            "{}",
+            CpuName::host()
+        );
+    }
+
+    #[test]
+    fn a_name_has_four_parts() {
+        let parsed = "GenuineIntel-6-8e-a".parse::<CpuName>().unwrap();
+        assert_eq!(parsed.as_str(), "GenuineIntel-6-8E-A");
+        for wrong in [
+            "",
+            "GenuineIntel",
+            "GenuineIntel-6-8E",
+            "GenuineIntel-6-8E-9-1",
+            "GenuineIntel-x-8E-9",
+            "GenuineIntel-6-8G-9",
+            "GenuineIntel-6-+8-9",
+            "Genuine Intel-6-8E-9",
+            "GenuineIntel-6-8E-",
+            "GenuineIntel--8E-9",
+            "GenuineIntel-6-12345-9",
+        ] {
+            assert_eq!(wrong.parse::<CpuName>(), Err(CpuNameError), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! What `perf list` prints of a processor's events: text up to perf 6.2, JSON since.
+//!
+//! ```text
+//! cache:
+//!   l1d.replacement
+//!        [L1D data line replacements]
+//!         cpu/event=0x51,period=0x1e8483,umask=0x1/
+//! ```
+//!
+//! perf may be any program of that name, so nothing is believed of what it prints: what is no event's is left
+//! out.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+/// Most events that are taken, and the longest name and description, in bytes.
+const MAX_EVENTS: usize = 20_000;
+const MAX_NAME: usize = 128;
+const MAX_DESCRIPTION: usize = 4096;
+/// The processor's own PMU, as perf has named it; on a processor with two kinds of cores, that of the fast.
+const PMUS: [&str; 3] = ["cpu", "cpu_core", "default_core"];
+
+/// What an event-select register has to hold to count an event.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Select {
+    event: u64,
+    umask: u64,
+    edge: bool,
+    inv: bool,
+    cmask: u64,
+}
+
+/// An event of a processor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VendorEvent {
+    /// Its name, as perf writes it: in lower case.
+    pub name: String,
+    /// What it counts, in the vendor's words.
+    pub description: String,
+    /// Its selector; or the term that no selector holds: a register of its own, or another PMU.
+    pub select: Result<Select, String>,
+}
+
+impl Select {
+    /// For `pmu/…/`: of the same event as [`Self::raw`].
+    pub fn terms(self) -> String {
+        let mut terms = format!("event={:#x},umask={:#x}", self.event, self.umask);
+        if self.edge {
+            terms += ",edge=1";
+        }
+        if self.inv {
+            terms += ",inv=1";
+        }
+        if self.cmask > 0 {
+            terms += &format!(",cmask={:#x}", self.cmask);
+        }
+        terms
+    }
+
+    /// As `rNNN`, which perf takes as well: the bits of the event-select register of both vendors.
+    pub fn raw(self) -> String {
+        let bits = self.event & 0xff
+            | self.umask << 8
+            | u64::from(self.edge) << 18
+            | u64::from(self.inv) << 23
+            | self.cmask << 24
+            | (self.event & 0xf00) << 24;
+        format!("r{bits:04x}")
+    }
+
+    /// Of `cpu/event=0x51,umask=0x1/`. Else: the term that it does not hold.
+    fn of(encoding: &str) -> Result<Self, String> {
+        let (pmu, terms) = encoding.split_once('/').unwrap_or((encoding, ""));
+        if !PMUS.contains(&pmu) {
+            return Err(printable(pmu));
+        }
+        let (mut select, mut named) = (Self::default(), false);
+        for term in terms.trim_end_matches('/').split(',').filter(|t| !t.is_empty()) {
+            let (key, value) = term.split_once('=').unwrap_or((term, "1"));
+            let number = match value.strip_prefix("0x") {
+                Some(hex) => u64::from_str_radix(hex, 16).ok(),
+                None => value.parse().ok(),
+            };
+            match (key, number) {
+                // How often perf would sample it.
+                ("period" | "freq" | "name", _) | (_, Some(0)) if key != "event" => {}
+                ("event", Some(event @ 0..=0xfff)) => (select.event, named) = (event, true),
+                ("umask", Some(umask @ 0..=0xff)) => select.umask = umask,
+                ("edge", Some(1)) => select.edge = true,
+                ("inv", Some(1)) => select.inv = true,
+                ("cmask", Some(cmask @ 0..=0xff)) => select.cmask = cmask,
+                _ => return Err(printable(key)),
+            }
+        }
+        // An event that is named by its unit mask alone has the code 0, as Intel's fixed counters do.
+        if named || select.umask > 0 {
+            Ok(select)
+        } else {
+            Err("event".to_owned())
+        }
+    }
+}
+
+/// The events in what `perf list --details pmu` prints, by name.
+pub fn from_text(text: &str) -> Vec<VendorEvent> {
+    let mut found = Found::default();
+    let mut name = None;
+    let mut description = String::new();
+    for line in text.lines() {
+        let said = line.trim();
+        match line.len() - line.trim_start().len() {
+            0 => name = None,
+            // `NAME OR cpu/NAME/ [Kernel PMU event]` is an event of the host's kernel.
+            1..=2 => {
+                name = (!said.contains([' ', '['])).then_some(said);
+                description.clear();
+            }
+            _ if is_encoding(said) => {
+                if let Some(name) = name.take() {
+                    let words = description.strip_prefix('[').unwrap_or(&description);
+                    let words = words.strip_suffix(']').unwrap_or(words);
+                    found.take(name, words, said);
+                }
+            }
+            _ if description.len() < MAX_DESCRIPTION => {
+                if !description.is_empty() {
+                    description.push(' ');
+                }
+                description += said;
+            }
+            _ => {}
+        }
+    }
+    found.events()
+}
+
+/// The events in what `perf list --json pmu` prints, by name; nothing if it is no JSON.
+pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
+    /// What is used of an entry.
+    #[derive(Deserialize)]
+    struct Entry {
+        #[serde(rename = "EventName")]
+        name: Option<String>,
+        #[serde(rename = "BriefDescription")]
+        brief: Option<String>,
+        #[serde(rename = "PublicDescription")]
+        public: Option<String>,
+        #[serde(rename = "Encoding")]
+        encoding: Option<String>,
+    }
+    let entries: Vec<Entry> = serde_json::from_slice(text).ok()?;
+    let mut found = Found::default();
+    for entry in entries {
+        if let (Some(name), Some(encoding)) = (entry.name, entry.encoding)
+            && is_encoding(&encoding)
+        {
+            let description = entry.brief.or(entry.public).unwrap_or_default();
+            found.take(&name, &description, &encoding);
+        }
+    }
+    Some(found.events())
+}
+
+/// The events that were found, by name; the first of a name.
+#[derive(Default)]
+struct Found(BTreeMap<String, VendorEvent>);
+
+impl Found {
+    fn take(&mut self, name: &str, description: &str, encoding: &str) {
+        let word = (1..=MAX_NAME).contains(&name.len())
+            && name
+                .bytes()
+                .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
+        if !word || self.0.len() >= MAX_EVENTS {
+            return;
+        }
+        self.0.entry(name.to_owned()).or_insert_with(|| VendorEvent {
+            name: name.to_owned(),
+            description: printable(description),
+            select: Select::of(encoding),
+        });
+    }
+
+    fn events(self) -> Vec<VendorEvent> {
+        self.0.into_values().collect()
+    }
+}
+
+/// Whether these words are an event's encoding, and not one more line of its description.
+fn is_encoding(words: &str) -> bool {
+    let pmu = words.split('/').next().unwrap_or_default();
+    words.len() > pmu.len() + 1
+        && words.ends_with('/')
+        && words.contains('=')
+        && !words.contains(char::is_whitespace)
+        && !pmu.is_empty()
+        && pmu.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+}
+
+/// Without what a terminal takes for a command, on one line.
+fn printable(text: &str) -> String {
+    let clean: String = text
+        .chars()
+        .take(MAX_DESCRIPTION)
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect();
+    clean.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const INTEL: &str = include_str!("perf-6.1-intel.txt");
+    const AMD: &str = include_str!("perf-6.1-amd.txt");
+
+    fn event<'e>(events: &'e [VendorEvent], name: &str) -> &'e VendorEvent {
+        events
+            .iter()
+            .find(|event| event.name == name)
+            .unwrap_or_else(|| panic!("no {name} in {events:?}"))
+    }
+
+    /// Printed by perf 6.1.187 for GenuineIntel-6-8E-9, cut to some events.
+    #[test]
+    fn intels_events_have_a_name_a_code_and_a_description() {
+        let events = from_text(INTEL);
+        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        assert_eq!(raw("l1d.replacement"), Ok("r0151".into()));
+        assert_eq!(raw("l1d_pend_miss.pending_cycles"), Ok("r1000148".into()));
+        assert_eq!(raw("l1d_pend_miss.pending_cycles_any"), Err("any".into()));
+        assert_eq!(
+            raw("offcore_response.demand_code_rd.any_response"),
+            Err("offcore_rsp".into())
+        );
+        assert_eq!(raw("frontend_retired.dsb_miss"), Err("frontend".into()));
+        assert_eq!(raw("idq.ms_switches"), Ok("r1043079".into()));
+        assert_eq!(raw("uops_retired.stall_cycles"), Ok("r18002c2".into()));
+        assert_eq!(
+            event(&events, "l1d_pend_miss.fb_full").description,
+            "Number of times a request needed a FB entry but there was no entry available for it. That is \
+             the FB unavailability was dominant reason for blocking the request. A request includes \
+             cacheable/uncacheable demands that is load, store or SW prefetch"
+        );
+        // The kernel's own event of the first line is not one of the table's.
+        assert!(
+            events
+                .iter()
+                .all(|e| e.name != "memory_disambiguation.history_reset")
+        );
+        assert!(events.is_sorted_by_key(|e| e.name.clone()));
+    }
+
+    /// Printed by perf 6.1.187 for AuthenticAMD-25-1-0, cut to some events. AMD's codes have 12 bits.
+    #[test]
+    fn amds_codes_have_four_more_bits() {
+        let events = from_text(AMD);
+        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        assert_eq!(raw("bp_dyn_ind_pred"), Ok("r008e".into()));
+        assert_eq!(raw("ex_ret_fused_instr"), Ok("r1000000d0".into()));
+        assert_eq!(raw("all_tlbs_flushed"), Ok("rff78".into()));
+    }
+
+    /// The form of perf since 6.3.
+    #[test]
+    fn json_is_read_as_well() {
+        let json = br#"[
+            {"Unit": "cpu", "Topic": "cache", "EventName": "l1d.replacement",
+             "EventType": "Kernel PMU event", "BriefDescription": "L1D data line replacements",
+             "Encoding": "cpu/event=0x51,period=100003,umask=0x1/"},
+            {"Unit": "cpu_core", "EventName": "l1d.hwpf_miss", "PublicDescription": "Missed",
+             "Encoding": "cpu_core/event=0x51,umask=0x20/"},
+            {"Unit": "uncore_imc", "EventName": "unc_m_act", "Encoding": "uncore_imc/event=0x2/"},
+            {"MetricGroup": "Summary", "MetricName": "IPC"}
+        ]"#;
+        let events = from_json(json).unwrap();
+        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        assert_eq!(events.len(), 3);
+        assert_eq!(raw("l1d.replacement"), Ok("r0151".into()));
+        assert_eq!(raw("l1d.hwpf_miss"), Ok("r2051".into()));
+        assert_eq!(event(&events, "l1d.hwpf_miss").description, "Missed");
+        assert_eq!(raw("unc_m_act"), Err("uncore_imc".into()));
+        for wrong in ["", "[", "{}", "  Error: unknown option `json'", "[1]"] {
+            assert_eq!(from_json(wrong.as_bytes()), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn selectors_out_of_range_are_none() {
+        for (encoding, term) in [
+            ("cpu/event=0x1000/", "event"),
+            ("cpu/umask=0x100,event=1/", "umask"),
+            ("cpu/event=zz/", "event"),
+            ("cpu/event=1,cmask=256/", "cmask"),
+            ("cpu/period=1/", "event"),
+            ("cpu/config=0x1/", "config"),
+            ("gpu/event=1/", "gpu"),
+        ] {
+            assert_eq!(Select::of(encoding), Err(term.into()), "{encoding}");
+        }
+        // Zero is what the field has anyway.
+        let reference = Select::of("cpu/event=0x0,umask=0x3,any=0x0/").unwrap();
+        assert_eq!(reference.raw(), "r0300");
+    }
+
+    #[test]
+    fn what_a_terminal_would_obey_does_not_reach_it() {
+        let events = from_text("  a.b\n    [x\x1b[2Jy]\n    cpu/event=1/\n  \x1b[2J\n    cpu/event=1/\n");
+        assert_eq!(events.len(), 1);
+        assert_eq!(events[0].description, "x [2Jy");
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_without_a_panic(text in "([ a-z\\[\\]/=,.0-9é]{0,30}\n){0,8}", bytes: Vec<u8>) {
+            let _ = from_text(&text);
+            let _ = from_json(&bytes);
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Asks the perf that is installed for the events of a processor: in a limited time, for limited output.
+
+use std::fs;
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::cpu::CpuName;
+use super::parse::{VendorEvent, from_json, from_text};
+
+/// How long perf may take: it takes some 20 ms.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Most that it may print, in bytes: the largest table is a fifth of a mebibyte.
+const MAX_OUTPUT: usize = 16 << 20;
+/// Most of its errors that is read, in bytes.
+const MAX_ERRORS: usize = 4096;
+/// Between two looks whether it has ended.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Why the events of a processor are not known.
+#[derive(Debug, thiserror::Error)]
+pub enum PerfError {
+    /// There is no perf.
+    #[error("they are in perf's tables, and no perf is in PATH; install it (Debian: linux-perf)")]
+    NotInstalled,
+    /// It cannot be started.
+    #[error("perf cannot be started")]
+    Start(#[source] io::Error),
+    /// It takes too long.
+    #[error("perf list did not end within {} s", PATIENCE.as_secs())]
+    Slow,
+    /// It prints too much.
+    #[error("perf list printed more than {} MiB", MAX_OUTPUT >> 20)]
+    Large,
+    /// What it prints cannot be read.
+    #[error("perf list")]
+    Read(#[source] io::Error),
+    /// It failed.
+    #[error("perf list failed, {status}{words}")]
+    Failed {
+        /// How it ended.
+        status: ExitStatus,
+        /// What it said.
+        words: String,
+    },
+    /// It has none for this processor.
+    #[error(
+        "this perf has no events of {0} by name; a newer one may, and perfvisor list vendor --cpuid shows those of another processor"
+    )]
+    NoTable(CpuName),
+    /// No directory to show perf a PMU in.
+    #[error("a directory for perf list cannot be made")]
+    Directory(#[source] io::Error),
+}
+
+/// The events of a processor, by name.
+///
+/// # Errors
+/// [`PerfError`].
+pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
+    // Two kinds of cores have a PMU each in place of the one.
+    for pmu in ["cpu", "cpu_core"] {
+        let dir = tempfile::tempdir().map_err(PerfError::Directory)?;
+        show_pmu(dir.path(), pmu, cpu).map_err(PerfError::Directory)?;
+        let events = ask(Path::new("perf"), dir.path(), cpu, PATIENCE)?;
+        if !events.is_empty() {
+            return Ok(events);
+        }
+    }
+    Err(PerfError::NoTable(cpu.clone()))
+}
+
+/// Makes what `/sys/bus/event_source` would have of the processor's PMU.
+fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
+    let pmu = dir.join("bus/event_source/devices").join(pmu);
+    let format = pmu.join("format");
+    fs::create_dir_all(&format)?;
+    // PERF_TYPE_RAW, and where perf asks for them the processors that have it.
+    fs::write(pmu.join("type"), "4\n")?;
+    fs::write(pmu.join("cpus"), "0\n")?;
+    let event = if cpu.is_amd() {
+        "config:0-7,32-35\n"
+    } else {
+        "config:0-7\n"
+    };
+    for (term, bits) in [
+        ("event", event),
+        ("umask", "config:8-15\n"),
+        ("edge", "config:18\n"),
+        ("inv", "config:23\n"),
+        ("cmask", "config:24-31\n"),
+    ] {
+        fs::write(format.join(term), bits)?;
+    }
+    Ok(())
+}
+
+/// Asks `perf` for the PMU that `dir` shows, for `patience` at most.
+fn ask(perf: &Path, dir: &Path, cpu: &CpuName, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
+    let until = Instant::now() + patience;
+    answer(|arguments| run(perf, arguments, dir, cpu, until))
+}
+
+/// The events that `perf` prints with its arguments: as JSON, which old ones do not have, else as text.
+fn answer(perf: impl Fn(&[&str]) -> Result<Printed, PerfError>) -> Result<Vec<VendorEvent>, PerfError> {
+    let printed = perf(&["list", "--json", "pmu"])?;
+    if printed.status.success()
+        && let Some(events) = from_json(&printed.out)
+    {
+        return Ok(events);
+    }
+    let printed = perf(&["list", "--details", "pmu"])?;
+    if !printed.status.success() {
+        let said = String::from_utf8_lossy(&printed.errors).into_owned();
+        let words = said.lines().map(str::trim).find(|line| !line.is_empty());
+        return Err(PerfError::Failed {
+            status: printed.status,
+            words: words.map_or_else(String::new, |words| format!(": {words}")),
+        });
+    }
+    Ok(from_text(&String::from_utf8_lossy(&printed.out)))
+}
+
+/// What a process printed, and how it ended.
+struct Printed {
+    status: ExitStatus,
+    out: Vec<u8>,
+    errors: Vec<u8>,
+}
+
+/// A process that ends when nobody waits for it any more.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn run(
+    perf: &Path,
+    arguments: &[&str],
+    dir: &Path,
+    cpu: &CpuName,
+    until: Instant,
+) -> Result<Printed, PerfError> {
+    let child = Command::new(perf)
+        .args(arguments)
+        .env("SYSFS_PATH", dir)
+        .env("PERF_CPUID", cpu.as_str())
+        .env("PERF_CONFIG", "/dev/null")
+        .env("LC_ALL", "C")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = Killed(child.map_err(|e| match e.kind() {
+        ErrorKind::NotFound => PerfError::NotInstalled,
+        _ => PerfError::Start(e),
+    })?);
+    let out = reader(child.0.stdout.take(), MAX_OUTPUT);
+    let errors = reader(child.0.stderr.take(), MAX_ERRORS);
+    let out = read(&out, until)?;
+    if out.len() > MAX_OUTPUT {
+        return Err(PerfError::Large);
+    }
+    let status = loop {
+        match child.0.try_wait().map_err(PerfError::Read)? {
+            Some(status) => break status,
+            None if Instant::now() >= until => return Err(PerfError::Slow),
+            None => thread::sleep(LOOK),
+        }
+    };
+    let mut errors = read(&errors, until)?;
+    errors.truncate(MAX_ERRORS);
+    Ok(Printed { status, out, errors })
+}
+
+/// Reads in a thread of its own, which may outlive the wait for it: one byte more than `limit` at most, and
+/// closes the pipe then, at which a process that goes on printing ends.
+fn reader<R: Read + Send + 'static>(pipe: Option<R>, limit: usize) -> Receiver<io::Result<Vec<u8>>> {
+    let (tell, told) = sync_channel(1);
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let read = pipe.map_or(Ok(0), |pipe| pipe.take(limit as u64 + 1).read_to_end(&mut bytes));
+        // Nobody waits when the time is over.
+        let _ = tell.send(read.map(|_| bytes));
+    });
+    told
+}
+
+fn read(from: &Receiver<io::Result<Vec<u8>>>, until: Instant) -> Result<Vec<u8>, PerfError> {
+    let left = until.saturating_duration_since(Instant::now());
+    match from.recv_timeout(left) {
+        Ok(bytes) => bytes.map_err(PerfError::Read),
+        Err(RecvTimeoutError::Timeout) => Err(PerfError::Slow),
+        Err(RecvTimeoutError::Disconnected) => Ok(Vec::new()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perf_core::error_line;
+
+    const TABLE: &str = include_str!("perf-6.1-intel.txt");
+
+    fn cpu() -> CpuName {
+        "GenuineIntel-6-8E-9".parse().unwrap()
+    }
+
+    /// Asks a shell script of this text in place of perf: a program that was just written could not be
+    /// executed while a child of another thread still holds it.
+    fn asked(program: &str, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
+        let dir = tempfile::tempdir().unwrap();
+        show_pmu(dir.path(), "cpu", &cpu()).unwrap();
+        fs::write(dir.path().join("table"), TABLE).unwrap();
+        let script = format!("cd {}\n{program}", dir.path().display());
+        let until = Instant::now() + patience;
+        answer(|arguments| {
+            let arguments = [&["-c", &script, "perf"], arguments].concat();
+            run(Path::new("/bin/sh"), &arguments, dir.path(), &cpu(), until)
+        })
+    }
+
+    #[test]
+    fn a_perf_without_json_is_asked_for_text() {
+        let old = r#"[ "$2" = --json ] && { echo "Error: unknown option" >&2; exit 129; }
+            [ "$PERF_CPUID" = GenuineIntel-6-8E-9 ] || exit 1
+            [ -e "$SYSFS_PATH/bus/event_source/devices/cpu/format/event" ] || exit 2
+            cat table"#;
+        let events = asked(old, PATIENCE).unwrap();
+        assert!(events.iter().any(|event| event.name == "l1d.replacement"));
+        let new = r#"echo '[{"EventName": "a.b", "Encoding": "cpu/event=0x1/"}]'"#;
+        assert_eq!(asked(new, PATIENCE).unwrap()[0].name, "a.b");
+    }
+
+    #[test]
+    fn a_perf_that_fails_is_quoted_in_one_line() {
+        let error = asked(
+            "echo >&2; echo WARNING: no perf for this kernel >&2; exit 2",
+            PATIENCE,
+        );
+        assert_eq!(
+            error_line(&error.unwrap_err()),
+            "perf list failed, exit status: 2: WARNING: no perf for this kernel"
+        );
+    }
+
+    #[test]
+    fn rubbish_is_no_event() {
+        assert!(asked("head -c 100000 /dev/urandom", PATIENCE).unwrap().is_empty());
+    }
+
+    /// A limit that is over at once and a program that never ends: time decides nothing.
+    #[test]
+    fn a_perf_that_never_ends_or_prints_without_end_is_given_up() {
+        let error = asked("exec sleep 1000000", Duration::ZERO).unwrap_err();
+        assert!(matches!(error, PerfError::Slow), "{error}");
+        let error = asked("exec cat /dev/zero", PATIENCE).unwrap_err();
+        assert!(matches!(error, PerfError::Large), "{error}");
+    }
+
+    #[test]
+    fn no_perf_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = ask(&dir.path().join("none"), dir.path(), &cpu(), PATIENCE).unwrap_err();
+        assert!(matches!(error, PerfError::NotInstalled), "{error}");
+    }
+
+    /// The real one, where it is installed, has the events of a known processor, whatever this host's is.
+    #[test]
+    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
+    fn the_installed_perf_has_the_events_of_a_known_processor() {
+        let events = match events_of(&cpu()) {
+            Ok(events) => events,
+            Err(error) => return eprintln!("SKIP: {}", error_line(&error)),
+        };
+        let event = events
+            .iter()
+            .find(|event| event.name == "l1d.replacement")
+            .unwrap();
+        assert_eq!(event.select.as_ref().unwrap().raw(), "r0151");
+        assert!(events.len() > 100, "{}", events.len());
+    }
+}
