@@ -212,7 +212,7 @@ ifndef LAB
 	$(TARGET_DIR)/release/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
 endif
 
-# The lab has nothing but static programs, and its commands end after ten minutes.
+# The lab has nothing but static programs, and its commands end after ten minutes unless told.
 LAB_TARGET := x86_64-unknown-linux-gnu
 .PHONY: overhead-in-lab
 overhead-in-lab: lab-files
@@ -233,10 +233,10 @@ many-vms: setup
 compare: lab-files
 	$(CARGO) run -q -p integration --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
-## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3)
+## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 ALSO="--halt-poll-ns host")
 .PHONY: compare-disk
 compare-disk: lab-files debian
-	$(CARGO) run -q -p integration --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	$(CARGO) run -q -p integration --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
 
 ## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
 .PHONY: compare-start

@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 use std::thread;
+use std::time::Instant;
 
 use integration::debian::{Debian, says};
 use integration::lab::LabOptions;
@@ -56,8 +57,10 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     let name = format!("debian-{pmu}");
     let command = debian.command(&name, disk).map_err(|error| error.to_string())?;
     let command = command.args(["--memory", "768M", "--vsock", "--pmu", pmu]);
+    let started = Instant::now();
     let vm = place.start(&command).map_err(|error| error.to_string())?;
-    says(&vm, "login:", LIMIT).map_err(|error| error.to_string())?;
+    says(&vm, "login:", LIMIT).map_err(|error| format!("{pmu}: {error}"))?;
+    let login = started.elapsed();
     let exec = |words: &[&str]| {
         let exec = Command::new(&perfvisor).args(["exec", "--wait", "120", &name, "--"]);
         run(place, &exec.args(words.iter().copied()))
@@ -80,7 +83,11 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     if end.code() != Some(0) {
         return Err(format!("{pmu}: {:?}: {}", end.ended, end.stderr_text()));
     }
-    Ok(format!("{pmu}: {cycles:?} cycles, {:.0?} in all", end.elapsed))
+    let counted = cycles.map_or_else(|| "no cycles".to_owned(), |cycles| format!("{cycles:.3e} cycles"));
+    Ok(format!(
+        "{pmu}: login after {login:.1?}, {counted}, off after {:.0?}",
+        end.elapsed
+    ))
 }
 
 /// Each model boots, two at once, on disks of their own: as on a machine that is used.

@@ -111,11 +111,18 @@ struct Options {
     /// How long the lab's KVM waits awake for a halted vCPU
     #[arg(long, value_name = "NS", value_parser = value_parser!(u32).range(..=1_000_000))]
     halt_poll_ns: Option<u32>,
+    /// A third VM by turns: Perfvisor with these arguments as well, as in "--halt-poll-ns host"
+    #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true)]
+    also: Option<String>,
 }
+
+/// Who has its turn, in this order.
+const OURS: &str = "Perfvisor";
+const THEIRS: &str = "QEMU";
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    match compare(options.rounds, options.seconds, options.halt_poll_ns) {
+    match compare(&options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("compare-disk: {}", describe(&*error));
@@ -124,15 +131,25 @@ fn main() -> ExitCode {
     }
 }
 
-/// `halt_poll_ns`: how long the lab's KVM waits awake for a halted vCPU, where it is not to be as KVM has it.
-/// Perfvisor has it wait for none of its own.
-fn compare(rounds: u8, seconds: u32, halt_poll_ns: Option<u32>) -> Result<(), Box<dyn std::error::Error>> {
+fn compare(asked: &Options) -> Result<(), Box<dyn std::error::Error>> {
+    let (rounds, seconds) = (asked.rounds, asked.seconds);
+    let also = asked.also.as_ref().map(|words| format!("{OURS} with {words}"));
+    let ways: Vec<&str> = [OURS]
+        .into_iter()
+        .chain(also.as_deref())
+        .chain([THEIRS])
+        .collect();
+    // The last one has the lab's programs; each is a function of the lab's PCI bus.
+    let disks = u8::try_from(ways.len())? * rounds + 1;
+    if disks > 22 {
+        return Err("that is more disks than the lab has room for; at most 7 rounds with --also".into());
+    }
     let options = LabOptions {
         memory_mib: 4096,
         files: qemu_files(&PC_FIRMWARE)?,
         ..LabOptions::default()
     };
-    let debian = Debian::new(2 * rounds + 1, options)?;
+    let debian = Debian::new(disks, options)?;
     let place = &debian.place;
     if matches!(place, Place::Direct(_)) {
         return Err(
@@ -150,7 +167,7 @@ fn compare(rounds: u8, seconds: u32, halt_poll_ns: Option<u32>) -> Result<(), Bo
     };
     let tools = debian.disks.last().cloned().unwrap_or_default();
     shell(&SET_UP.replace("DISK", &tools))?;
-    if let Some(ns) = halt_poll_ns {
+    if let Some(ns) = asked.halt_poll_ns {
         shell(&format!("echo {ns} >/sys/module/kvm/parameters/halt_poll_ns"))?;
     }
     let key = fs::read(target_dir().join("debian/ssh-key"))?;
@@ -162,15 +179,18 @@ fn compare(rounds: u8, seconds: u32, halt_poll_ns: Option<u32>) -> Result<(), Bo
 
     let mut all: BTreeMap<&str, Vec<Figures>> = BTreeMap::new();
     for round in 0..usize::from(rounds) {
-        for (n, vmm) in ["perfvisor", "qemu"].into_iter().enumerate() {
-            let disk = 2 * round + n;
-            let command = match vmm {
-                "qemu" => qemu_command(&debian, disk),
-                _ => debian
+        for (n, &vmm) in ways.iter().enumerate() {
+            let disk = ways.len() * round + n;
+            let mut command = qemu_command(&debian, disk);
+            if vmm != THEIRS {
+                command = debian
                     .command("compared", disk)?
                     .args(["--memory", &format!("{GUEST_MIB}M"), "--disk", "/tmp/data.img"])
-                    .args(["--net", &format!("tap=pvtap0,mac={MAC},vhost=on")]),
-            };
+                    .args(["--net", &format!("tap=pvtap0,mac={MAC},vhost=on")]);
+            }
+            if Some(vmm) == also.as_deref() {
+                command = command.args(asked.also.iter().flat_map(|words| words.split_whitespace()));
+            }
             if round == 0 {
                 println!("$ {}", command.line());
             }
@@ -179,7 +199,7 @@ fn compare(rounds: u8, seconds: u32, halt_poll_ns: Option<u32>) -> Result<(), Bo
             all.entry(vmm).or_default().push(figures);
         }
     }
-    let table = table(&all);
+    let table = table(&all, &ways);
     print!("{table}");
     let path = target_dir().join("bench/compare-disk.json");
     fs::create_dir_all(path.parent().unwrap_or(&path))?;
@@ -306,29 +326,34 @@ fn spread(all: &[Figures], name: &str) -> [f64; 3] {
 }
 
 /// The table, in Markdown: medians, with the least and the most of the turns.
-fn table(all: &BTreeMap<&str, Vec<Figures>>) -> String {
-    let mut out = String::from("| | Perfvisor | QEMU | better |\n|---|---|---|---|\n");
+/// "Better" compares the first way with QEMU.
+fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
+    let mut out = format!(
+        "| | {} | better |\n|---|{}---|\n",
+        ways.join(" | "),
+        "---|".repeat(ways.len())
+    );
     for (name, words, unit, more_is_better) in ROWS {
         let of = |vmm: &str| {
             all.get(vmm)
                 .map_or([f64::NAN; 3], |figures| spread(figures, name))
         };
-        let (ours, theirs) = (of("perfvisor"), of("qemu"));
-        let digits = usize::from(ours[1] < 100.0) + usize::from(ours[1] < 10.0);
-        let cell = |[least, median, most]: [f64; 3]| {
-            format!("{median:.digits$} ({least:.digits$} to {most:.digits$}) {unit}")
-        };
+        let (ours, theirs) = (of(OURS)[1], of(THEIRS)[1]);
+        let digits = usize::from(ours < 100.0) + usize::from(ours < 10.0);
+        let cells: Vec<String> = ways
+            .iter()
+            .map(|way| {
+                let [least, median, most] = of(way);
+                let cell = format!("{median:.digits$} ({least:.digits$} to {most:.digits$}) {unit}");
+                cell.trim().to_owned()
+            })
+            .collect();
         let ratio = if more_is_better {
-            ours[1] / theirs[1]
+            ours / theirs
         } else {
-            theirs[1] / ours[1]
+            theirs / ours
         };
-        let _ = writeln!(
-            out,
-            "| {words} | {} | {} | {ratio:.2} |",
-            cell(ours).trim(),
-            cell(theirs).trim()
-        );
+        let _ = writeln!(out, "| {words} | {} | {ratio:.2} |", cells.join(" | "));
     }
     out
 }

@@ -11,12 +11,12 @@ use integration::lab::{Lab, LabOptions, interactive, refused_place};
 use integration::process::Command;
 
 const USAGE: &str = "\
-usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|debian13-cloud|debian13-backports|PACKAGE] [--file PLACE=FILE]... [--disk FILE]... [COMMAND [ARGUMENT...]]
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [--minutes N] [--kernel cloud|generic|newest|debian13-cloud|debian13-backports|PACKAGE] [--file PLACE=FILE]... [--disk FILE]... [COMMAND [ARGUMENT...]]
        lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
 Without COMMAND: a shell in it (leave with \"exit\", or Ctrl-A x).
-With COMMAND: runs it there and ends with its exit status (124 after 10 minutes).
+With COMMAND: runs it there and ends with its exit status (124 after 10 minutes, or --minutes).
 --build-only builds what the lab needs and boots nothing.";
 
 /// What is asked for.
@@ -24,8 +24,11 @@ enum Asked {
     Help,
     BuildOnly,
     /// A shell, or a command with its arguments.
-    Lab(Box<LabOptions>, Vec<String>),
+    Lab(Box<LabOptions>, Vec<String>, Duration),
 }
+
+/// How long a command may take in the lab unless more is asked for.
+const USUAL: Duration = Duration::from_secs(600);
 
 /// Words that ask for nothing that there is.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +49,8 @@ enum UsageError {
     Cpus,
     #[error("--memory: 512 to 65536 MiB")]
     Memory,
+    #[error("--minutes: 1 to 1440")]
+    Minutes,
 }
 
 fn parse(arguments: impl Iterator<Item = String>) -> Result<Asked, UsageError> {
@@ -53,6 +58,7 @@ fn parse(arguments: impl Iterator<Item = String>) -> Result<Asked, UsageError> {
         perf: true,
         ..LabOptions::default()
     };
+    let mut longest = USUAL;
     let mut arguments = arguments.peekable();
     while let Some(option) = arguments.next_if(|argument| argument.starts_with('-')) {
         let mut value = || arguments.next();
@@ -74,10 +80,14 @@ fn parse(arguments: impl Iterator<Item = String>) -> Result<Asked, UsageError> {
                 Some(mib @ 512..=65536) => options.memory_mib = mib,
                 _ => return Err(UsageError::Memory),
             },
+            "--minutes" => match value().and_then(|text| text.parse().ok()) {
+                Some(minutes @ 1..=1440) => longest = Duration::from_secs(60 * minutes),
+                _ => return Err(UsageError::Minutes),
+            },
             _ => return Err(UsageError::Unknown(option)),
         }
     }
-    Ok(Asked::Lab(Box::new(options), arguments.collect()))
+    Ok(Asked::Lab(Box::new(options), arguments.collect(), longest))
 }
 
 /// `--file PLACE=FILE`.
@@ -110,12 +120,12 @@ fn main() -> ExitCode {
             }
             Err(error) => failure(&describe(&error)),
         },
-        Ok(Asked::Lab(options, argv)) if argv.is_empty() => match interactive(&options) {
+        Ok(Asked::Lab(options, argv, _)) if argv.is_empty() => match interactive(&options) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => failure(&describe(&error)),
         },
-        Ok(Asked::Lab(options, argv)) => match Lab::boot(&options) {
-            Ok(lab) => command(&lab, argv),
+        Ok(Asked::Lab(options, argv, longest)) => match Lab::boot(&options) {
+            Ok(lab) => command(&lab, argv, longest),
             Err(error) => failure(&describe(&error)),
         },
         Err(error) => {
@@ -125,8 +135,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs one command in the lab, and ends as it does.
-fn command(lab: &Lab, argv: Vec<String>) -> ExitCode {
+/// Runs one command in the lab, for `longest` at most, and ends as it does.
+fn command(lab: &Lab, argv: Vec<String>, longest: Duration) -> ExitCode {
     eprintln!(
         "lab: Linux {} up after {:.1} s",
         lab.kernel_release(),
@@ -139,7 +149,7 @@ fn command(lab: &Lab, argv: Vec<String>) -> ExitCode {
     let result = lab.start(&command).and_then(|mut process| {
         // Nothing is piped into the lab here; a program that reads must see the end of input.
         process.close_stdin()?;
-        process.wait(Duration::from_secs(600))
+        process.wait(longest)
     });
     match result {
         Ok(output) => {
