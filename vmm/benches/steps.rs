@@ -150,7 +150,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     let (mut vcpu, memory, _kept) = guest(&kvm)?;
-    let stepper = || Stepper::new(Vendor::Intel, memory.clone(), host, true);
+    let syncs = kvm.check_extension(kvm_ioctls::Cap::SyncRegs);
+    let stepper = || {
+        let stepper = Stepper::new(Vendor::Intel, memory.clone(), host, true);
+        if syncs { stepper.with_synced_registers() } else { stepper }
+    };
     let turns = if figures::only_tried() { 1 } else { TURNS };
     let mut times = [const { Vec::new() }; 3];
     let mut entries = 1.0;

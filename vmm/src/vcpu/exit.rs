@@ -226,7 +226,7 @@ impl Running {
             return Ok(Turn::Again);
         }
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
-            && let Some(step) = stepper.stopped(&self.fd, stop)?
+            && let Some(step) = stepper.stopped(&mut self.fd, stop)?
         {
             pmu.feed_step(&step);
             return Ok(Turn::Again);

@@ -156,7 +156,10 @@ impl VcpuMaker {
             vcpu.serve_rdpmc(rdpmc);
         }
         if let Some(parts) = &self.stepper {
-            let stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
+            let mut stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
+            if self.vm.syncs_registers() {
+                stepper = stepper.with_synced_registers();
+            }
             vcpu.step_with(if parts.without_runs {
                 stepper.without_runs()
             } else {

@@ -315,7 +315,7 @@ impl Running {
             return Ok(Entry::Enter);
         };
         let levels = pmu.stepped_levels();
-        let prepared = stepper.prepare(&self.fd, &mut self.debug, levels, &|| pmu.room_at_cpl0())?;
+        let prepared = stepper.prepare(&mut self.fd, &mut self.debug, levels, &|| pmu.room_at_cpl0())?;
         let tally = stepper.tally();
         self.seat.stats().steps.set(tally.steps);
         self.seat.stats().runs.set(tally.runs);

@@ -64,6 +64,8 @@ fn condition(point: &Point) -> u64 {
 pub struct Want {
     /// Stop after one instruction.
     pub step: bool,
+    /// This KVM stops after each instruction here whatever the trap flag says.
+    pub without_flag: bool,
     /// Hold interrupts back.
     pub block_interrupts: bool,
     /// Any debug exception leaves to us.
@@ -130,13 +132,14 @@ impl GuestDebug {
         self.sites.contains(&pc)
     }
 
-    /// Makes KVM do what is wanted. Without a step and without a change this is a comparison; with a step KVM
-    /// is told each time, because it ties the trap flag to the RIP it sees at that moment.
+    /// Makes KVM do what is wanted. Without a change this is a comparison; only a step by the trap flag is
+    /// told each time, because KVM ties the flag to the RIP it sees at that moment.
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
     pub fn apply(&mut self, fd: &VcpuFd, want: Want) -> Result<(), CallError> {
-        if !want.step && self.told && want == self.set {
+        let by_flag = want.step && !want.without_flag;
+        if !by_flag && self.told && want == self.set {
             return Ok(());
         }
         let mut debug = kvm_guest_debug::default();

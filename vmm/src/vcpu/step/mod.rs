@@ -89,12 +89,13 @@ impl Stepper {
     /// [`StepError`].
     pub fn prepare(
         &mut self,
-        fd: &VcpuFd,
+        fd: &mut ArmedVcpu,
         debug: &mut GuestDebug,
         levels: SteppedLevels,
         room: &dyn Fn() -> Counts,
     ) -> Result<Prepared, StepError> {
         let fresh = self.fresh.take();
+        self.synced.want(fd, levels.any());
         if !levels.any() {
             return self.rest(fd, debug).map(|()| Prepared::Enter);
         }
@@ -158,6 +159,7 @@ impl Stepper {
         }
         let mut want = Want {
             step: true,
+            without_flag: state.cpl() == 0,
             ..Want::default()
         };
         if state.cpl() == 0 && self.ahead() == Some(Ahead::InterruptReturn) {
@@ -345,6 +347,7 @@ impl Stepper {
     /// After every KVM_RUN, whatever it returned: guest memory is as the guest left it.
     #[inline]
     pub fn after_run(&mut self) {
+        self.synced.after_run();
         for (at, code) in self.gates.planted.drain(..).rev() {
             // Still ours to replace only if nothing was written there meanwhile.
             if let Ok(there) = self.memory.get_slice(at, TRAP.len())
@@ -355,12 +358,20 @@ impl Stepper {
         }
     }
 
-    /// A debug exit. `None`: it was not ours, and the guest must get its exception.
+    /// A debug exit, right after KVM_RUN returned. `None`: it was not ours, and the guest must get its
+    /// exception.
     ///
     /// # Errors
     /// [`StepError`].
-    pub fn stopped(&mut self, fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<Option<Step>, StepError> {
-        let state = self.read(fd)?;
+    pub fn stopped(
+        &mut self,
+        fd: &mut ArmedVcpu,
+        stop: &kvm_debug_exit_arch,
+    ) -> Result<Option<Step>, StepError> {
+        let state = match self.synced.take(fd) {
+            Some(state) => state,
+            None => self.read(fd)?,
+        };
         log::trace!(
             "stopped at {:#x}, CPL {}, flags {:#x}: exception {}, DR6 {:#x}, behind {:?}",
             state.regs.rip,

@@ -4,6 +4,7 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
 
+use crate::kvm::armed::{ArmedVcpu, SyncReg};
 use crate::kvm::call::CallError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
@@ -76,6 +77,56 @@ impl State {
                 sregs.gs.base,
             ],
         }
+    }
+}
+
+/// Registers that come with each exit while something is stepped, instead of by two calls.
+#[derive(Debug, Default)]
+pub(super) struct SyncedState {
+    /// KVM can copy them.
+    can: bool,
+    /// KVM copies them at each exit; `None`: not known.
+    come: Option<bool>,
+    /// They came with the exit that is being served.
+    came: bool,
+}
+
+impl SyncedState {
+    /// For a KVM that can.
+    pub(super) fn new() -> Self {
+        Self {
+            can: true,
+            ..Self::default()
+        }
+    }
+
+    /// Whether they are to come with the next exits.
+    pub(super) fn want(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+        let wanted = wanted && self.can;
+        if self.come != Some(wanted) {
+            for set in [SyncReg::Register, SyncReg::SystemRegister] {
+                fd.sync_at_exit(set, wanted);
+            }
+            self.come = Some(wanted);
+        }
+    }
+
+    /// KVM_RUN has returned.
+    #[inline]
+    pub(super) fn after_run(&mut self) {
+        self.came = self.come == Some(true);
+    }
+
+    /// The registers at the last exit, if they came with it. Right after the exit, before anything changes
+    /// them; once for an exit.
+    pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<State> {
+        std::mem::take(&mut self.came).then(|| {
+            let synced = fd.sync_regs_mut();
+            State {
+                regs: synced.regs,
+                sregs: synced.sregs,
+            }
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use vpmu::exact::{Ahead, CpuState, GuestMemory, StepMeter};
 
 use super::debug::{GuestDebug, Want};
 use super::decoded::{Runs, UnderWay};
-use super::state::{Linear, State};
+use super::state::{Linear, State, SyncedState};
 use crate::kvm::call::CallError;
 use crate::kvm::stepping::Stepping;
 use crate::kvm::vcpu_fd::VcpuFd;
@@ -148,6 +148,8 @@ pub struct Stepper {
     /// The run under way; there is no present step then.
     pub(super) under_way: Option<UnderWay>,
     pub(super) runs: Runs,
+    /// The registers that come with an exit.
+    pub(super) synced: SyncedState,
     /// The registers as the last stop found them, until something may have changed them.
     pub(super) fresh: Option<State>,
     /// The number of steps before which the local APIC's timer is held back.
@@ -177,6 +179,7 @@ impl Stepper {
             present: None,
             under_way: None,
             runs: Runs::default(),
+            synced: SyncedState::default(),
             fresh: None,
             timer_waits: 0,
             strays: false,
@@ -189,6 +192,13 @@ impl Stepper {
     #[must_use]
     pub fn without_runs(mut self) -> Self {
         self.has_runs = false;
+        self
+    }
+
+    /// KVM copies registers at exits (`KVM_CAP_SYNC_REGS`), so that no call has to ask for them.
+    #[must_use]
+    pub fn with_synced_registers(mut self) -> Self {
+        self.synced = SyncedState::new();
         self
     }
 

@@ -111,10 +111,14 @@ impl Stepped {
             return None;
         }
         let (vcpu, memory, slots) = TinyGuest::new(&kvm, 0, code).unwrap().into_parts();
+        let mut stepper = Stepper::new(Vendor::Intel, memory.clone(), host, true);
+        if kvm.check_extension(kvm_ioctls::Cap::SyncRegs) {
+            stepper = stepper.with_synced_registers();
+        }
         Some(Self {
             vcpu: ArmedVcpu::new(vcpu),
             _slots: slots,
-            stepper: Stepper::new(Vendor::Intel, memory.clone(), host, true),
+            stepper,
             memory,
             debug: GuestDebug::default(),
             retired: Counts::default(),
@@ -142,7 +146,7 @@ impl Stepped {
             instructions: if left == 0 { u32::MAX } else { left },
             ..counts([u32::MAX; 6])
         };
-        let (fd, debug) = (&self.vcpu, &mut self.debug);
+        let (fd, debug) = (&mut self.vcpu, &mut self.debug);
         self.stepper.prepare(fd, debug, levels, &room).unwrap()
     }
 
@@ -173,8 +177,13 @@ impl Stepped {
             self.stepper.after_run();
             match why {
                 Ok(VcpuExit::Debug(stop)) => {
-                    let step = self.stepper.stopped(&self.vcpu, &stop).unwrap();
+                    let step = self.stepper.stopped(&mut self.vcpu, &stop).unwrap();
                     self.count(step.expect("a stop that is ours"));
+                    if let Some(State { regs, sregs }) = self.stepper.fresh {
+                        let asked = State::read(&self.vcpu).unwrap();
+                        assert_eq!(regs, asked.regs, "what came is what KVM gives when asked");
+                        assert_eq!(sregs, asked.sregs);
+                    }
                 }
                 Ok(VcpuExit::IoOut(port, _)) => self.exits.push(port.into()),
                 Ok(VcpuExit::IoIn(port, data)) => {
@@ -255,7 +264,7 @@ proptest! {
                     let why = stepped.vcpu.run().why;
                     match why {
                         Ok(VcpuExit::Debug(stop)) => {
-                            let taken = stepped.stepper.stopped(&stepped.vcpu, &stop).unwrap();
+                            let taken = stepped.stepper.stopped(&mut stepped.vcpu, &stop).unwrap();
                             prop_assert_eq!(taken, None);
                             break;
                         }
