@@ -153,7 +153,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let syncs = kvm.check_extension(kvm_ioctls::Cap::SyncRegs);
     let stepper = || {
         let stepper = Stepper::new(Vendor::Intel, memory.clone(), host, true);
-        if syncs { stepper.with_synced_registers() } else { stepper }
+        if syncs {
+            stepper.with_synced_registers()
+        } else {
+            stepper
+        }
     };
     let turns = if figures::only_tried() { 1 } else { TURNS };
     let mut times = [const { Vec::new() }; 3];

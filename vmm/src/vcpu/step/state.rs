@@ -130,35 +130,58 @@ impl SyncedState {
     }
 }
 
+/// How linear addresses become physical ones.
+enum Space<'m> {
+    /// Not looked at yet.
+    Unknown,
+    /// Paging is on, of a kind that is not walked.
+    Nowhere,
+    /// Paging is off.
+    Flat,
+    /// By these tables.
+    Paged(AddressSpace<'m, GuestMemoryMmap>),
+}
+
 /// Guest memory through the page tables of one [`State`]. To be made anew for each look: the translations it
 /// remembers do not outlive it.
 pub struct Linear<'m> {
     memory: &'m GuestMemoryMmap,
-    state: State,
-    /// `None`: paging is off, or of a kind that is not walked.
-    space: Option<AddressSpace<'m, GuestMemoryMmap>>,
+    state: &'m State,
+    space: Space<'m>,
     budget: Budget,
 }
 
 impl<'m> Linear<'m> {
     /// Memory as the code at `state` sees it.
-    pub fn new(memory: &'m GuestMemoryMmap, state: &State) -> Self {
-        let mut regs = GuestRegs::default();
-        crate::kvm::registers::set_system(&mut regs, &state.sregs);
+    pub fn new(memory: &'m GuestMemoryMmap, state: &'m State) -> Self {
         Self {
             memory,
-            state: *state,
-            space: AddressSpace::of(memory, &regs).ok(),
+            state,
+            space: Space::Unknown,
             budget: Budget::new(READS, None),
         }
     }
 
+    /// The page tables, found when they are first needed.
+    fn space(&mut self) -> (&mut Space<'m>, &mut Budget) {
+        if matches!(self.space, Space::Unknown) {
+            let mut regs = GuestRegs::default();
+            crate::kvm::registers::set_system(&mut regs, &self.state.sregs);
+            self.space = match AddressSpace::of(self.memory, &regs) {
+                Ok(space) => Space::Paged(space),
+                Err(_) if self.state.sregs.cr0 & CR0_PG == 0 => Space::Flat,
+                Err(_) => Space::Nowhere,
+            };
+        }
+        (&mut self.space, &mut self.budget)
+    }
+
     /// Guest-physical address of a linear one; `None` for a hole.
     pub fn physical(&mut self, linear: u64) -> Option<u64> {
-        match &mut self.space {
-            Some(space) => space.physical(linear, &mut self.budget).ok(),
-            None if self.state.sregs.cr0 & CR0_PG == 0 => Some(linear & 0xffff_ffff),
-            None => None,
+        match self.space() {
+            (Space::Paged(space), budget) => space.physical(linear, budget).ok(),
+            (Space::Flat, _) => Some(linear & 0xffff_ffff),
+            (Space::Unknown | Space::Nowhere, _) => None,
         }
     }
 
@@ -175,12 +198,10 @@ impl<'m> Linear<'m> {
     }
 
     fn read_piece(&mut self, linear: u64, piece: &mut [u8]) -> bool {
-        match &mut self.space {
-            Some(space) => space.read(linear, piece, &mut self.budget).is_ok(),
-            None if self.state.sregs.cr0 & CR0_PG == 0 => {
-                GuestPhys::read(self.memory, linear & 0xffff_ffff, piece)
-            }
-            None => false,
+        match self.space() {
+            (Space::Paged(space), budget) => space.read(linear, piece, budget).is_ok(),
+            (Space::Flat, _) => GuestPhys::read(self.memory, linear & 0xffff_ffff, piece),
+            (Space::Unknown | Space::Nowhere, _) => false,
         }
     }
 
@@ -284,7 +305,8 @@ mod tests {
         let memory = memory();
         memory.write_slice(b"ab", GuestAddress(FIRST + PAGE - 2)).unwrap();
         memory.write_slice(b"cdefgh", GuestAddress(SECOND)).unwrap();
-        let mut linear = Linear::new(&memory, &state());
+        let here = state();
+        let mut linear = Linear::new(&memory, &here);
         assert_eq!(linear.physical(LINEAR + PAGE), Some(SECOND));
         assert_eq!(
             linear.quad(LINEAR + PAGE - 2),
@@ -314,7 +336,8 @@ mod tests {
     #[test]
     fn a_look_has_a_bound() {
         let memory = memory();
-        let mut linear = Linear::new(&memory, &state());
+        let here = state();
+        let mut linear = Linear::new(&memory, &here);
         // Each of these is another page, so nothing that is remembered helps.
         for n in 0..u64::from(READS) {
             linear.physical((n + 1) << 32);
