@@ -1,6 +1,6 @@
 #!/bin/bash
 # Installs what building, the lab and the tests need beyond a Rust toolchain, from Debian's packages; does nothing where all is there.
-# Debian's perf is not needed: tests that compare with it say that they were skipped. It is installed where that can be done.
+# Debian's perf and strace are not needed: tests that use them say that they were skipped. They are installed where that can be done.
 # "make setup" calls it.
 set -euo pipefail
 
@@ -17,20 +17,25 @@ command -v "${CARGO:-cargo}" >/dev/null || {
 	exit 1
 }
 
-# The tool that recordings are compared with. Nothing fails for want of it.
-perf_if_possible() {
-	if command -v perf >/dev/null; then return; fi
-	local remedy="apt-get install linux-perf (Debian), linux-tools-generic (Ubuntu)"
-	if [ "$(id -u)" = 0 ] && [ -n "$(apt-cache madison linux-perf 2>/dev/null)" ]; then
-		echo "setup: no perf here; installing linux-perf"
-		DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" linux-perf </dev/null >/dev/null && return
-		remedy="apt-get update, then apt-get install linux-perf"
+# What some tests compare with or look through: install_if_possible COMMAND PACKAGE REMEDY. Nothing fails for want of it.
+install_if_possible() {
+	local command=$1 package=$2 remedy=$3
+	if command -v "$command" >/dev/null; then return; fi
+	if [ "$(id -u)" = 0 ] && [ -n "$(apt-cache madison "$package" 2>/dev/null)" ]; then
+		echo "setup: no $command here; installing $package"
+		DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" "$package" </dev/null >/dev/null && return
+		remedy="apt-get update, then apt-get install $package"
 	fi
-	echo "setup: no perf here: tests that compare with it are skipped ($remedy)"
+	echo "setup: no $command here: tests that use it are skipped ($remedy)"
+}
+
+tools_if_possible() {
+	install_if_possible perf linux-perf "apt-get install linux-perf (Debian), linux-tools-generic (Ubuntu)"
+	install_if_possible strace strace "apt-get install strace"
 }
 
 if [ ${#missing[@]} = 0 ]; then
-	perf_if_possible
+	tools_if_possible
 	exit 0
 fi
 if [ "$(id -u)" != 0 ]; then
@@ -42,7 +47,7 @@ echo "setup: missing: ${missing[*]}; installing ${packages[*]}"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq -o Acquire::Retries=3
 if apt-get install "${options[@]}" "${packages[@]}" </dev/null; then
-	perf_if_possible
+	tools_if_possible
 	exit 0
 fi
 
@@ -66,4 +71,4 @@ for package in qemu-system-x86 qemu-system-common qemu-system-data qemu-utils; d
 	fi
 done
 apt-get install "${options[@]}" --allow-downgrades gcc libc6-dev binutils xz-utils "${pinned[@]}" </dev/null
-perf_if_possible
+tools_if_possible
