@@ -10,17 +10,10 @@ use common::operator::TestVm;
 /// Records the spinning VM; where.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
-    vm.say(&[
-        "record",
-        "test",
-        "-q",
-        "-d",
-        "0.5",
-        "-F",
-        "500",
-        "-o",
-        file.to_str().unwrap(),
-    ]);
+    let path = file.to_str().unwrap();
+    vm.vm.looked_at_while_it_ran(0.5, |seconds| {
+        vm.say(&["record", "test", "-q", "-d", seconds, "-F", "500", "-o", path]);
+    });
     file
 }
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use common::skip;
-use common::vm::{PROGRAM, eventually};
+use common::vm::{PROGRAM, eventually, with_answers};
 use tempfile::TempDir;
 
 /// The last line but a few of a guest that spins.
@@ -45,6 +45,11 @@ impl Vm {
             .spawn()
             .unwrap();
         Some(Self { child, dir })
+    }
+
+    /// What `ps` says when the VM has answered.
+    fn ps(&self) -> String {
+        with_answers(|| self.say(&["ps"]))
     }
 
     fn say(&self, args: &[&str]) -> String {
@@ -90,7 +95,7 @@ fn a_file_gets_all_and_the_terminal_nothing() {
     };
     let text = || std::fs::read_to_string(&path).unwrap_or_default();
     eventually("the guest spins", || text().contains(SPINNING));
-    assert!(vm.say(&["ps"]).contains(&format!("file={}", path.display())));
+    assert!(vm.ps().contains(&format!("file={}", path.display())));
     assert_eq!(vm.stop(), "");
 }
 
@@ -189,6 +194,6 @@ fn the_status_says_where_the_virtio_console_is() {
         vm.say(&["ctl", "c", "status"])
             .contains(&format!("hvc0 at {place}"))
     });
-    assert!(vm.say(&["ps"]).contains(&format!("none,hvc0:{place}")));
+    assert!(vm.ps().contains(&format!("none,hvc0:{place}")));
     assert_eq!(vm.stop(), "");
 }

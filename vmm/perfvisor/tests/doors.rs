@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use common::operator::{TestVm, value_of};
 use common::skip::skipped;
-use common::vm::PROGRAM;
+use common::vm::{PROGRAM, eventually};
 use control_api::client::Client;
 use control_api::protocol::Opened;
 use control_api::request;
@@ -114,5 +114,8 @@ fn one_too_many_is_told_so() {
         );
     }
     drop(clients);
-    vm.say(&["stat", "test", "-d", "0.1", "-e", "task-clock"]);
+    eventually("there is room again", || {
+        let out = vm.run(&["stat", "test", "-d", "0.1", "-e", "task-clock"]);
+        out.status.success()
+    });
 }

@@ -5,6 +5,7 @@ mod common;
 use std::process::Output;
 
 use common::operator::{TestVm, value_of};
+use common::vm::eventually;
 
 /// A command of somebody with another runtime directory.
 fn elsewhere(vm: &TestVm, args: &[&str]) -> Output {
@@ -68,11 +69,23 @@ fn a_vm_is_reached_by_its_socket_from_anywhere() {
     let _ = vm.vm.child.kill();
 }
 
+/// What `ps` says when this VM has answered; others of the host need not.
+fn with_its_answer(vm: &TestVm, args: &[&str]) -> String {
+    let socket = vm.sockets().join("test.sock");
+    let mut text = String::new();
+    eventually("the VM is in the list, and has answered", || {
+        text = vm.say(args);
+        let line = text.lines().find(|line| line.contains(socket.to_str().unwrap()));
+        line.is_some_and(|line| !line.contains("not_responding") && !line.contains("not responding"))
+    });
+    text
+}
+
 #[test]
 fn ps_all_says_whose_a_vm_is_and_where() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let socket = vm.sockets().join("test.sock");
-    let text = vm.say(&["ps", "--all", "--json"]);
+    let text = with_its_answer(&vm, &["ps", "--all", "--json"]);
     let line = text
         .lines()
         .map(value_of)
@@ -83,7 +96,7 @@ fn ps_all_says_whose_a_vm_is_and_where() {
         (Some("test"), Some(vm.vm.child.id().into()))
     );
     assert!(line["user"].is_u64(), "{line}");
-    let table = vm.say(&["ps", "--all"]);
+    let table = with_its_answer(&vm, &["ps", "--all"]);
     let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
     assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
     // Without it, neither is told.

@@ -41,8 +41,12 @@ fn is_operated(vm: &SpinningVm, name: &str) {
     let (status, text) = said(&mut vm.operator(&["ctl", name, "status"]));
     assert_eq!(status, Some(0), "{text}");
     let events = "cycles,task-clock,steal-ns";
-    let (status, text) = said(&mut vm.operator(&["stat", name, "-x,", "-e", events, "-d", "0.3"]));
-    assert_eq!(status, Some(0), "{text}");
+    let text = vm.looked_at_while_it_ran(1.0, |seconds| {
+        let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
+        let (status, text) = said(&mut vm.operator(&args));
+        assert_eq!(status, Some(0), "{text}");
+        text
+    });
     for event in ["cycles", "task-clock"] {
         let line = text.lines().find(|line| line.contains(event));
         let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
@@ -50,8 +54,11 @@ fn is_operated(vm: &SpinningVm, name: &str) {
     }
     let file = vm.runtime.path().join("perf.data");
     let file = file.to_str().unwrap();
-    let (status, text) = said(&mut vm.operator(&["record", name, "-F", "500", "-d", "1", "-q", "-o", file]));
-    assert_eq!(status, Some(0), "{text}");
+    vm.looked_at_while_it_ran(1.0, |seconds| {
+        let args = ["record", name, "-F", "500", "-d", seconds, "-q", "-o", file];
+        let (status, text) = said(&mut vm.operator(&args));
+        assert_eq!(status, Some(0), "{text}");
+    });
     let (status, text) = said(&mut vm.operator(&["report", "-i", file]));
     assert!(text.contains("spin_hot"), "{status:?}: {text}");
 }

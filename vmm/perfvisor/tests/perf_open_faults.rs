@@ -102,7 +102,7 @@ fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
         assert!(matches!(out.status.code(), Some(0..=2)), "{name}: {said}");
         assert!(!said.contains("panicked"), "{name}: {said}");
         assert_eq!(vm.ps()[0].state, VmState::Running, "{name}");
-        assert!(counts(&mut client, before), "{name}: what was open goes on");
+        eventually("what was open goes on", || counts(&mut client, before));
         refused.fail_with("");
         let again = open(&mut client).unwrap_or_else(|why| panic!("{name}: later too: {why}"));
         let () = client.call(request::Enable).unwrap();

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::io::BufRead;
+
 use common::machine::Machine;
 use common::vm::eventually;
 
@@ -66,8 +68,12 @@ fn an_operator_s_events_outlive_a_reset() {
     };
     vm.line_with("boot");
     let data = vm.runtime.path().join("perf.data");
-    let mut stat = vm.command(&["stat", "machine", "-A", "-j", "-e", "cycles"]);
-    let stat = stat.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut stat = vm.command(&["-v", "stat", "machine", "-A", "-j", "-e", "cycles"]);
+    let piped = std::process::Stdio::piped;
+    let mut stat = stat.stdout(piped()).stderr(piped()).spawn().unwrap();
+    let mut says = std::io::BufReader::new(stat.stderr.take().unwrap()).lines();
+    let counts = says.find(|line| line.as_ref().unwrap().contains("counts from now on"));
+    assert!(counts.is_some(), "stat has ended");
     let mut record = vm.command(&["record", "machine", "-c", "10000000", "-e", "cycles", "-o"]);
     let mut record = record.arg(&data).spawn().unwrap();
     eventually("the recording runs", || {
@@ -130,7 +136,7 @@ fn a_reset_leads_back_to_the_number_of_vcpus_at_the_start() {
 }
 
 fn vcpus(vm: &Machine) -> u64 {
-    let text = vm.operator(&["ps", "--json"]);
+    let text = vm.ps(&["--json"]);
     let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     value["vcpus"].as_u64().unwrap()
 }
@@ -145,7 +151,7 @@ fn a_pause_and_a_reset_do_not_undo_each_other() {
         vm.line_with("boot");
         assert_eq!(vm.operator(&["ctl", "machine", "pause"]), "machine: paused\n");
         eventually("its vCPUs are parked", || {
-            let text = vm.operator(&["ps", "--json"]);
+            let text = vm.ps(&["--json"]);
             let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
             value["state"] == "paused" && value["parked"] == 2
         });

@@ -251,7 +251,7 @@ fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
     let args = ["--cmdline", "loop", "--cpus", "2", "--pin", &pin];
     let Some(vm) = Machine::start(&args) else { return };
     vm.line_with("spinning");
-    let text = vm.operator(&["ps", "--json"]);
+    let text = vm.ps(&["--json"]);
     let info: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     let threads: Vec<u64> = info["threads"]
         .as_array()
@@ -272,7 +272,7 @@ fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
             assert_eq!(on.unwrap().trim(), last);
         }
     }
-    assert!(vm.operator(&["ps"]).contains(&threads[0].to_string()));
+    assert!(vm.ps(&[]).contains(&threads[0].to_string()));
 }
 
 #[test]

@@ -32,10 +32,10 @@ impl TestVm {
 #[test]
 fn one_screen_as_text_has_all_there_is() {
     let Some(vm) = TestVm::spinning() else { return };
-    let out = vm
-        .top(&["test", "--once", "-d", "1.5", "-F", "500"])
-        .output()
-        .unwrap();
+    let out = vm.0.looked_at_while_it_ran(1.5, |seconds| {
+        let args = ["test", "--once", "-d", seconds, "-F", "500"];
+        vm.top(&args).output().unwrap()
+    });
     let text = String::from_utf8(out.stdout).unwrap();
     assert_eq!(
         out.status.code(),
@@ -302,13 +302,15 @@ fn all_vms_of_the_host_are_one_screen() {
         command
     };
     host.signal("c", "-STOP");
-    let out = top(&["top", "--all", "--once", "-d", "0.5"]).output().unwrap();
-    let (text, said) = (
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr),
-    );
-    assert_eq!(out.status.code(), Some(1), "{text}{said}");
-    assert!(said.contains("c: the VM is not responding"), "{said}");
+    let mut text = String::new();
+    common::vm::eventually("both guests ran meanwhile", || {
+        let out = top(&["top", "--all", "--once", "-d", "0.5"]).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        text = String::from_utf8(out.stdout).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{text}{said}");
+        assert!(said.contains("c: the VM is not responding"), "{said}");
+        text.contains("] spin_hot")
+    });
     let row = |first: &str| text.lines().find(|l| l.split_whitespace().next() == Some(first));
     assert!(text.contains("2 of 3 VMs"), "{text}");
     for vm in ["a", "b"] {

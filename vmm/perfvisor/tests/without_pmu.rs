@@ -18,8 +18,12 @@ fn an_operator_counts_and_samples_it() {
         return;
     };
     let events = "cycles,task-clock,io-exits";
-    let (status, text) = said(&mut vm.operator(&["stat", "bare", "-x,", "-e", events, "-d", "0.3"]));
-    assert_eq!(status, Some(0), "{text}");
+    let text = vm.looked_at_while_it_ran(1.0, |seconds| {
+        let args = ["stat", "bare", "-x,", "-e", events, "-d", seconds];
+        let (status, text) = said(&mut vm.operator(&args));
+        assert_eq!(status, Some(0), "{text}");
+        text
+    });
     for event in ["cycles", "task-clock"] {
         let line = text.lines().find(|line| line.contains(event));
         let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
@@ -27,9 +31,11 @@ fn an_operator_counts_and_samples_it() {
     }
     let file = vm.runtime.path().join("perf.data");
     let file = file.to_str().unwrap();
-    let (status, text) =
-        said(&mut vm.operator(&["record", "bare", "-F", "500", "-d", "1", "-q", "-o", file]));
-    assert_eq!(status, Some(0), "{text}");
+    vm.looked_at_while_it_ran(1.0, |seconds| {
+        let args = ["record", "bare", "-F", "500", "-d", seconds, "-q", "-o", file];
+        let (status, text) = said(&mut vm.operator(&args));
+        assert_eq!(status, Some(0), "{text}");
+    });
     let (status, text) = said(&mut vm.operator(&["report", "-i", file]));
     assert_eq!(status, Some(0), "{text}");
     assert!(text.contains("spin_hot"), "{text}");

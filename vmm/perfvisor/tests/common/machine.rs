@@ -1,6 +1,7 @@
 //! A VM of the real program whose guest says lines, and to which keys can be sent.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -23,7 +24,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// `perfvisor -v run --name machine` with `args`. `None` where there is no KVM.
+    /// `perfvisor -v run --name machine` with `args`, when its operator can reach it, or when it has ended
+    /// before that. `None` where there is no KVM.
     pub fn start(args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), args)
     }
@@ -66,6 +68,10 @@ impl Machine {
             err.lines()
                 .map_while(Result::ok)
                 .for_each(|l| list.lock().unwrap().push(l));
+        });
+        let socket = runtime.path().join("perfvisor/machine.sock");
+        super::vm::eventually("its operator can reach it", || {
+            UnixStream::connect(&socket).is_ok() || child.try_wait().unwrap().is_some()
         });
         Some(Self {
             child,
@@ -117,6 +123,12 @@ impl Machine {
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(0), "{args:?}: {stderr}");
         String::from_utf8(out.stdout).unwrap()
+    }
+
+    /// What `ps` lists, with these options, when the VM has answered it.
+    #[track_caller]
+    pub fn ps(&self, options: &[&str]) -> String {
+        super::vm::with_answers(|| self.operator(&[&["ps"], options].concat()))
     }
 
     /// A command of this VM's operator.

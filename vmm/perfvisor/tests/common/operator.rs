@@ -48,14 +48,7 @@ impl TestVm {
 
     /// CPU time of the first vCPU's thread so far.
     pub fn cpu_time(&self) -> Duration {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.vm.child.id())).unwrap();
-        let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
-            let path = task.ok()?.path();
-            let name = std::fs::read_to_string(path.join("comm")).ok()?;
-            (name.trim() == "vcpu0").then(|| std::fs::read_to_string(path.join("schedstat")).unwrap())
-        };
-        let schedstat = tasks.filter_map(of_vcpu).next().expect("it has a vCPU");
-        Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
+        self.vm.cpu_time()
     }
 
     pub fn sockets(&self) -> std::path::PathBuf {
@@ -92,13 +85,9 @@ impl TestVm {
             .count()
     }
 
-    /// What `ps` lists. On a machine that does other work a VM may take longer to answer than `ps` waits.
+    /// What `ps` lists, when the VM has answered.
     pub fn ps(&self) -> Vec<VmInfo> {
-        let mut text = String::new();
-        super::vm::eventually("ps has its answers", || {
-            text = self.say(&["ps", "--json"]);
-            !text.contains("\"not_responding\"")
-        });
+        let text = super::vm::with_answers(|| self.say(&["ps", "--json"]));
         text.lines()
             .map(|line| serde_json::from_str(line).unwrap())
             .collect()

@@ -92,6 +92,32 @@ impl SpinningVm {
         self.said.lock().unwrap().clone()
     }
 
+    /// CPU time of the first vCPU's thread so far.
+    pub fn cpu_time(&self) -> Duration {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
+            let path = task.ok()?.path();
+            let name = std::fs::read_to_string(path.join("comm")).ok()?;
+            (name.trim() == "vcpu0").then(|| std::fs::read_to_string(path.join("schedstat")).unwrap())
+        };
+        let schedstat = tasks.filter_map(of_vcpu).next().expect("it has a vCPU");
+        Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
+    }
+
+    /// Has `look` look at the VM for so many seconds, and again for twice as long until the first vCPU ran
+    /// for a third of a second meanwhile, of which samples are taken: on a machine that does other work it
+    /// has little time.
+    pub fn looked_at_while_it_ran<T>(&self, mut seconds: f64, mut look: impl FnMut(&str) -> T) -> T {
+        loop {
+            let before = self.cpu_time();
+            let seen = look(&seconds.to_string());
+            if self.cpu_time() - before > Duration::from_millis(333) {
+                return seen;
+            }
+            seconds *= 2.0;
+        }
+    }
+
     /// A command of this VM's operator.
     pub fn operator(&self, args: &[&str]) -> Command {
         let mut command = Command::new(PROGRAM);
@@ -105,6 +131,17 @@ impl Drop for SpinningVm {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// What `ps` says when each VM has answered: on a machine that does other work one may take longer to answer
+/// than `ps` waits.
+pub fn with_answers(mut ps: impl FnMut() -> String) -> String {
+    let mut text = String::new();
+    eventually("ps has its answers", || {
+        text = ps();
+        !text.contains("not_responding") && !text.contains("not responding")
+    });
+    text
 }
 
 /// Waits for something that must come about; the bound only makes a failure end.
