@@ -131,6 +131,7 @@ impl SyncedState {
 }
 
 /// How linear addresses become physical ones.
+#[expect(clippy::large_enum_variant, reason = "one look has one, on the stack")]
 enum Space<'m> {
     /// Not looked at yet.
     Unknown,
