@@ -151,7 +151,7 @@ figures:
 # A binary that needs nothing of the host but its kernel, and what is made of it: for any distribution, and for Debian's. It has names for
 # backtraces and no line tables, which would triple it.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
-STATIC := $(TARGET_DIR)/static/$(LAB_TARGET)/release/perfvisor
+STATIC = $(TARGET_DIR)/static/$(LAB_TARGET)/release/perfvisor
 .PHONY: static
 static:
 	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --release --target $(LAB_TARGET) \

@@ -97,6 +97,22 @@ fn spinning_uses_every_cpu_at_cpl3_and_ends() {
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
+/// A slip in the time does not run for ever.
+#[test]
+fn spinning_for_no_time_is_refused() {
+    for time in ["abc", "", "0", "10s", "99999999999999999999"] {
+        let Some(run) = run("selftest", &format!("quiet spin={time}"), 1) else {
+            return;
+        };
+        assert!(
+            run.output.contains("spin= takes a number of seconds"),
+            "{}",
+            run.output
+        );
+        assert_eq!(run.status, Some(3), "{}", run.output);
+    }
+}
+
 /// QEMU answers AMD's core counter registers although its CPUID does not announce them, so the test kernel
 /// must find fault with it: a check that the assertions can fail, and that a failure shows in the exit
 /// status.

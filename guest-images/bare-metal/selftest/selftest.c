@@ -76,6 +76,22 @@ static void summary(u64 started)
         kprintf("result selftest passed=%u failed=%u unsupported=%u busy=%u ms=%lu\n", passed, failed, unsupported, busy, ms);
 }
 
+/* How long to spin; 0 for ever. A time that is none ends the machine, or a slip would run until somebody looks. */
+static u64 seconds_to_spin(void)
+{
+    const char *s = option_value("spin");
+    u64 seconds;
+
+    if (option("loop"))
+        return 0;
+    seconds = parse_number(&s);
+    if (!seconds || seconds > 1000000000 || (*s && *s != ' ')) {
+        kprintf("spin= takes a number of seconds, 1 to 1000000000, as in spin=10; the word loop runs for ever\n");
+        debug_exit(1);
+    }
+    return seconds;
+}
+
 void kmain(void)
 {
     u64 started = rdtsc();
@@ -84,7 +100,7 @@ void kmain(void)
         tables = false;
     lines = !tables || option("lines");
     if (option("loop") || option_value("spin")) {
-        spin(option("loop") ? 0 : option_number("spin", 1));
+        spin(seconds_to_spin());
         return;
     }
     if (option("gaps"))

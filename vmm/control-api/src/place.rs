@@ -33,6 +33,14 @@ pub enum PlaceError {
         /// Whose it must be.
         owner: u32,
     },
+    /// There is no directory to have one in.
+    #[error("{} cannot be made, as there is no {}{}", .dir.display(), .parent.display(), named(.parent))]
+    NoParent {
+        /// The directory.
+        dir: PathBuf,
+        /// Where it was to be.
+        parent: PathBuf,
+    },
     /// A VM of that name runs.
     #[error("a VM named '{0}' is running; choose another --name")]
     Taken(String),
@@ -52,6 +60,15 @@ pub enum PlaceError {
 fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
     let path = path.to_owned();
     move |source| PlaceError::Os { what, path, source }
+}
+
+/// Who named this directory, and what to do about it.
+fn named(parent: &Path) -> &'static str {
+    if std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|dir| Path::new(&dir) == parent) {
+        ": XDG_RUNTIME_DIR names it; make it, or unset the variable"
+    } else {
+        ""
+    }
 }
 
 /// Most directories in /tmp that are looked at.
@@ -329,7 +346,15 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     match fs::DirBuilder::new().mode(0o700).create(dir) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(e) => return Err(os("cannot make", dir)(e)),
+        Err(e) => {
+            return Err(match dir.parent() {
+                Some(parent) if e.kind() == io::ErrorKind::NotFound => PlaceError::NoParent {
+                    dir: dir.to_owned(),
+                    parent: parent.to_owned(),
+                },
+                _ => os("cannot make", dir)(e),
+            });
+        }
     }
     // No link is followed: in /tmp anybody could have put one there.
     let meta = fs::symlink_metadata(dir).map_err(os("cannot look at", dir))?;

@@ -6,13 +6,46 @@ use std::io::{self, Chain, Cursor, ErrorKind, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use crate::signals::asked_to_end;
 
 /// What is read at once to see whether somebody writes to a pipe, in bytes.
 const FIRST: usize = 4096;
 
+/// Between two looks for Ctrl-C while somebody else has to write first.
+const LOOK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 20_000_000,
+};
+
 /// A file that was opened by [`open`].
-pub type Input = Chain<Cursor<Vec<u8>>, File>;
+pub type Input = Chain<Cursor<Vec<u8>>, Waiting>;
+
+/// A file whose writer may take its time: a signal to end ends a read, also where signals are blocked.
+#[derive(Debug)]
+pub struct Waiting {
+    file: File,
+    /// Nobody has to write first.
+    is_file: bool,
+}
+
+impl Read for Waiting {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        while !self.is_file && poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&LOOK))? == 0 {
+            if asked_to_end() {
+                return Err(io::Error::other(EndedBySignal));
+            }
+        }
+        self.file.read(bytes)
+    }
+}
+
+/// What is said of a pipe that was being waited for.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted before its end was read")]
+pub struct EndedBySignal;
 
 /// What is said of a pipe without a writer: a plain open(2) would wait for one, perhaps for ever.
 #[derive(Debug, thiserror::Error)]
@@ -20,14 +53,15 @@ pub type Input = Chain<Cursor<Vec<u8>>, File>;
 pub struct NobodyWrites;
 
 /// Opens `path` for reading without waiting for anybody. A pipe that somebody writes to, as a shell makes of
-/// `<(COMMAND)`, is a file like another: reading it waits for its writer.
+/// `<(COMMAND)`, is a file like another: reading it waits for its writer, or for a signal to end.
 ///
 /// # Errors
 /// Those of open(2); a pipe that nobody writes to ([`NobodyWrites`]).
 pub fn open(path: &Path) -> io::Result<Input> {
     let mut file = without_waiting(path)?;
     let mut begin = Vec::new();
-    if file.metadata()?.file_type().is_fifo() {
+    let kind = file.metadata()?.file_type();
+    if kind.is_fifo() {
         let mut bytes = [0; FIRST];
         match file.read(&mut bytes) {
             Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NobodyWrites)),
@@ -39,7 +73,8 @@ pub fn open(path: &Path) -> io::Result<Input> {
     }
     // A descriptor of its own, also for what a shell names /dev/fd/N: nobody else's flags change.
     fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
-    Ok(Cursor::new(begin).chain(file))
+    let is_file = kind.is_file() || kind.is_dir();
+    Ok(Cursor::new(begin).chain(Waiting { file, is_file }))
 }
 
 /// Whether `path` can be opened for reading, without waiting and without reading.

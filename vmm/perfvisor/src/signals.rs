@@ -9,7 +9,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
 
 use perfvisor_vmm::privileges;
@@ -18,6 +18,25 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// The signals that ask the VM to end.
 const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// One of them came and was taken by the thread that waits for them.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// Whether one of the stop signals came since they were blocked: for what waits where no [`StopSignals`] is
+/// at hand. Where they are not blocked, they end the process.
+pub fn asked_to_end() -> bool {
+    if TAKEN.load(Ordering::SeqCst) {
+        return true;
+    }
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigpending initialises the set it is given, or fails; sigismember gets an initialised one.
+    unsafe {
+        libc::sigpending(set.as_mut_ptr()) == 0
+            && STOP_SIGNALS
+                .iter()
+                .any(|signal| libc::sigismember(set.as_ptr(), *signal) == 1)
+    }
+}
 
 /// The blocked stop signals. The descriptor is readable when one came.
 #[derive(Debug)]
@@ -81,6 +100,7 @@ impl BlockedSignals {
                     continue;
                 }
                 store.store(signal, Ordering::SeqCst);
+                TAKEN.store(true, Ordering::SeqCst);
                 let _ = tell.write(1);
             }
         })?;

@@ -170,3 +170,63 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
     File::open(&log).unwrap().read_to_string(&mut text).unwrap();
     assert!(text.lines().all(|line| line.starts_with("perfvisor: ")), "{text}");
 }
+
+/// A pipe whose writer never writes is waited for with the signals blocked that end a VM, so whoever waits
+/// has to look for them.
+#[test]
+fn a_pipe_that_is_waited_for_can_be_given_up() {
+    if !Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = pipe(dir.path());
+    let writer = File::options().read(true).write(true).open(&path).unwrap();
+    let args = ["run", "--memory", "32M", "--pmu-filter", path.to_str().unwrap()];
+    let child = perfvisor(&args)
+        .env("XDG_RUNTIME_DIR", dir.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // From then on the signal is kept for who looks.
+    while !blocks_interrupt(child.id()) {
+        std::thread::yield_now();
+    }
+    let kill = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    assert!(kill.unwrap().success());
+    refused(
+        &args,
+        &child.wait_with_output().unwrap(),
+        &["--pmu-filter", "interrupted"],
+    );
+    drop(writer);
+}
+
+/// Whether a process has SIGINT blocked.
+fn blocks_interrupt(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigBlk:"))
+        .unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() >> 1 & 1 == 1
+}
+
+#[test]
+fn a_directory_for_sockets_that_is_not_there_names_its_variable() {
+    if !Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let args = ["run", "--name", "x", "--memory", "32M"];
+    let out = perfvisor(&args)
+        .env("XDG_RUNTIME_DIR", "/no/such/dir")
+        .output()
+        .unwrap();
+    refused(
+        &args,
+        &out,
+        &["/no/such/dir/perfvisor", "XDG_RUNTIME_DIR names it"],
+    );
+}
