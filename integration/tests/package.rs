@@ -43,3 +43,19 @@ fn a_program_that_needs_libraries_is_not_packed() {
     let (done, said) = make(&["deb", &format!("BINARY={}", program.display())]);
     assert!(!done && said.contains("make static"), "{said}");
 }
+
+/// `make deb` took the binary from where no build puts it, and CI did not see it, as it packs one by
+/// `BINARY=`.
+#[test]
+fn the_binary_that_is_built_is_the_one_that_is_packed() {
+    for target in ["deb", "tarball"] {
+        let (done, said) = make(&["-n", target, "BINARY=", "TARGET_DIR=there"]);
+        assert!(done, "{said}");
+        let built = said
+            .split("--target ")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next());
+        let binary = format!(" there/static/{}/release/perfvisor ", built.unwrap_or_default());
+        assert!(said.contains(&binary), "{binary}: {said}");
+    }
+}
