@@ -173,7 +173,7 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
     Ok(mapped_around(&mut space, anchor))
 }
 
-/// The mapped range that `anchor` is in, holes up to [`MAX_GAP`] above it as zeros.
+/// The mapped range that `anchor` is in, holes in it up to [`MAX_GAP`] as zeros. It ends with what is mapped.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
     let mut budget = Budget::new(u32::MAX, None);
@@ -200,19 +200,18 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
             Err(_) => (CHUNK, None),
         };
         let size = size.min(MAX_KERNEL);
-        let from = bytes.len();
+        let end = bytes.len();
         let read = gpa.is_some_and(|gpa| {
+            // Only now is it known that the hole before this, if there is one, is not the kernel's end.
+            let from = (at - start).min(MAX_KERNEL) as usize;
             bytes.resize(from + size as usize, 0);
             space.phys().read(gpa, &mut bytes[from..])
         });
         if read {
             gap = 0;
         } else {
+            bytes.truncate(end);
             gap += size;
-            if gap < MAX_GAP {
-                bytes.resize(from + size as usize, 0);
-                bytes[from..].fill(0);
-            }
         }
         match at.checked_add(size) {
             Some(next) => at = next,
@@ -220,4 +219,39 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
         }
     }
     (start, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::TestGuest;
+
+    /// A hole within a kernel is zeros, and that behind its end takes no memory: it was 32 MiB of zeros, for
+    /// the kernel's tables to be looked for in.
+    #[test]
+    fn a_kernel_s_memory_has_its_holes_and_ends_with_it() {
+        let mut guest = TestGuest::new(64 << 12, false);
+        let start = 0xffff_ffff_8100_0000;
+        for (page, gpa) in [(0, 0x1000), (3, 0x2000)] {
+            guest.map(start + (page << 12), gpa, 1);
+        }
+        for gpa in (0x1000..0x3000).step_by(8) {
+            guest.put(gpa, gpa);
+        }
+        // Beyond RAM: it cannot be read, which is a hole too.
+        guest.map(start + (5 << 12), 1 << 30, 1);
+        let regs = GuestRegs {
+            cr0: 1 << 31 | 1,
+            cr3: guest.root,
+            cr4: 1 << 5,
+            efer: 1 << 10 | 1 << 8,
+            ..GuestRegs::default()
+        };
+        let (from, bytes) = memory_around(guest.ram.as_slice(), &regs, start + 0x40).unwrap();
+        assert_eq!((from, bytes.len()), (start, 4 << 12));
+        assert_eq!(bytes[..0x1000], guest.ram[0x1000..0x2000]);
+        assert!(bytes[0x1000..0x3000].iter().all(|byte| *byte == 0));
+        assert_eq!(bytes[0x3000..], guest.ram[0x2000..0x3000]);
+        assert!(bytes.capacity() < 1 << 20, "{}", bytes.capacity());
+    }
 }
