@@ -2,10 +2,13 @@
 //! its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
+#[path = "common/child.rs"]
+mod child;
+
 use std::fs::File;
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
@@ -214,9 +217,7 @@ fn as_a_child() {
 }
 
 fn child(mode: Mode, kind: ThreadKind, tried: Try) -> Output {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "as_a_child", "--ignored", "--nocapture"])
-        .env(TASK, format!("{mode} {kind} {tried:?}"))
+    child::as_a_child(TASK, format!("{mode} {kind} {tried:?}"))
         .output()
         .unwrap()
 }

@@ -2,6 +2,9 @@
 //! The process that has them is one of its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
+#[path = "common/child.rs"]
+mod child;
+
 use std::ffi::c_long;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -279,28 +282,13 @@ fn as_a_child() {
     println!("{DONE}");
 }
 
-fn command(task: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args([
-            "--exact",
-            "as_a_child",
-            "--ignored",
-            "--nocapture",
-            "--test-threads",
-            "1",
-        ])
-        .env(TASK, task);
-    command
-}
-
 #[track_caller]
 fn does(task: &str) {
     let Output {
         status,
         stdout,
         stderr,
-    } = command(task).output().unwrap();
+    } = child::as_a_child(TASK, task).output().unwrap();
     let said = String::from_utf8_lossy(&stdout);
     let err = String::from_utf8_lossy(&stderr);
     assert!(status.success() && said.contains(DONE), "{said}{err}");
@@ -334,7 +322,10 @@ fn parent(pid: u32) -> u32 {
 /// are gone with the VM.
 #[test]
 fn a_worker_has_one_socket_and_ends_with_its_vm() {
-    let mut vm = command("shown").stdout(Stdio::piped()).spawn().unwrap();
+    let mut vm = child::as_a_child(TASK, "shown")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     let mut lines = BufReader::new(vm.stdout.take().unwrap()).lines();
     let worker = lines.find_map(|line| line.unwrap().trim().parse().ok());
     let worker: u32 = worker.expect("its number");

@@ -3,10 +3,13 @@
 //! found, and gets the queues where the first left them. The VM is a process of its own: this test program,
 //! started again for one test. The back end is the test.
 
+#[path = "../../sandbox/tests/common/child.rs"]
+mod child;
+
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -181,16 +184,7 @@ fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("back-end.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    let mut vm = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "as_a_child",
-            "--ignored",
-            "--nocapture",
-            "--test-threads",
-            "1",
-        ])
-        .env(SOCKET, &socket)
+    let mut vm = child::as_a_child(SOCKET, &socket)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
