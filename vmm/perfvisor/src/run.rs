@@ -168,6 +168,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         starting.runs().map_err(RunError::Daemon)?;
     }
     background::tell_ready();
+    // All threads have begun, which takes more of the code than a VM needs from then on.
+    footprint::let_go_of_the_start();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     background::tell_stopping();
     drop(gdb);
@@ -220,7 +222,6 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
     files::restrict(args).map_err(RunError::Files)?;
-    footprint::let_go_of_the_start();
     sandbox::confine().map_err(|e| RunError::Sandbox(args.seccomp, e))
 }
 
