@@ -345,7 +345,12 @@ fn entry<'t>(
     let index = EhFrameHdr::new(&tables.index, LittleEndian)
         .parse(bases, 8)
         .ok()?;
-    let at = index.table()?.lookup(probe, bases).ok()?.direct().ok()?;
+    let rows = index.table()?;
+    // The search multiplies their number, which a guest may have made up.
+    if rows.iter(bases).size_hint().0 > tables.index.len() {
+        return None;
+    }
+    let at = rows.lookup(probe, bases).ok()?.direct().ok()?;
     let offset = usize::try_from(at.checked_sub(tables.frames_at)?).ok()?;
     let entry = frames
         .fde_from_offset(bases, EhFrameOffset(offset), EhFrame::cie_from_offset)

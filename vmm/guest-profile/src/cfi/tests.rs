@@ -281,3 +281,17 @@ fn a_real_library_s_tables_may_say_anything() {
     }
     assert!(frames > 40 * 200, "some stacks go on: {frames}");
 }
+
+/// Found by fuzzing: the number of rows was multiplied without a look at it, which is checked in a release,
+/// too, and ended the recorder.
+#[test]
+fn an_index_that_claims_more_rows_than_it_has_bytes_is_not_searched() {
+    let mut tables = tables(FUNCTIONS);
+    // The number has 8 bytes.
+    tables.index[2] = 4;
+    drop(tables.index.splice(12..16, u64::MAX.to_le_bytes()));
+    let code = code(tables);
+    let stack = words(&[CODE + 0x210, 1, 2, 0x99]);
+    let (chain, _) = unwind(&code, &state(CODE + 0x110, &stack));
+    assert_eq!(chain.first(), Some(&(CODE + 0x110)));
+}
