@@ -150,7 +150,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     let (mut vcpu, memory, _kept) = guest(&kvm)?;
-    let syncs = kvm.check_extension(kvm_ioctls::Cap::SyncRegs);
+    let syncs = host::syncs_registers(&kvm);
     let stepper = || {
         let stepper = Stepper::new(Vendor::Intel, memory.clone(), host, true);
         if syncs {

@@ -136,7 +136,7 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
         can_disable_own_pmu: own_pmu_can_be_disabled(kvm),
         rdpmc_faults: rdpmc_faults(kvm)?,
         binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
-        sync_regs: kvm.check_extension(Cap::SyncRegs),
+        sync_regs: syncs_registers(kvm),
         max_vcpus: kvm.get_max_vcpus(),
     })
 }
@@ -170,6 +170,11 @@ pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
             .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_SPLIT_IRQCHIP)"))?;
     }
     Ok(vm)
+}
+
+/// Whether registers can come with exits and go with entries, by the `kvm_run` page (`KVM_CAP_SYNC_REGS`).
+pub fn syncs_registers(kvm: &Kvm) -> bool {
+    kvm.check_extension(Cap::SyncRegs)
 }
 
 /// Most vCPUs that one VM can have.

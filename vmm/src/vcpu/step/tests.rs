@@ -112,7 +112,7 @@ impl Stepped {
         }
         let (vcpu, memory, slots) = TinyGuest::new(&kvm, 0, code).unwrap().into_parts();
         let mut stepper = Stepper::new(Vendor::Intel, memory.clone(), host, true);
-        if kvm.check_extension(kvm_ioctls::Cap::SyncRegs) {
+        if host::syncs_registers(&kvm) {
             stepper = stepper.with_synced_registers();
         }
         Some(Self {
