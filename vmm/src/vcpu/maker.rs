@@ -157,7 +157,7 @@ impl VcpuMaker {
         }
         if let Some(parts) = &self.stepper {
             let mut stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
-            // Only where CPL 0 is emulated: a lab's guest that was stepped and recorded at once hung with them.
+            // Only where CPL 0 is emulated: a guest of the lab that was stepped and recorded hung with them.
             if self.vm.syncs_registers() && !parts.host.user {
                 stepper = stepper.with_synced_registers();
             }
