@@ -5,7 +5,7 @@
 //! counters. A denied event does not fault: its counter stays where it is. `docs/reference/event-filter.md`
 //! has the file format.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -66,27 +66,19 @@ pub struct FilterSpec {
     pub events: Vec<EntrySpec>,
 }
 
-/// Why a filter cannot be used. Each message is one line.
+/// Why a filter cannot be used. Each message is one line, which does not name the file: whoever knows why it is
+/// read does.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FilterError {
     /// The file cannot be read.
-    #[error("cannot read the event filter {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
+    #[error("cannot read the event filter")]
+    Read(#[source] std::io::Error),
     /// The file is too large to be a filter.
-    #[error("the event filter {} has {bytes} bytes: at most {MAX_FILE_BYTES} are read; shorten it with masked entries", path.display())]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
-        /// Its size.
-        bytes: u64,
-    },
+    #[error(
+        "the event filter has {0} bytes: at most {MAX_FILE_BYTES} are read; shorten it with masked entries"
+    )]
+    TooLarge(u64),
     /// It is not TOML, or has unknown or missing fields.
     #[error("line {line} of the event filter: {message}")]
     Syntax {
@@ -275,22 +267,15 @@ impl EventFilter {
         opened: std::io::Result<impl std::io::Read>,
     ) -> Result<Self, FilterError> {
         use std::io::Read;
-        let read_error = |source| FilterError::Read {
-            path: path.to_owned(),
-            source,
-        };
         let mut text = String::new();
         // One byte more than is allowed tells a file that is too large, even one whose size is not known
         // beforehand.
         opened
             .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
-            .map_err(read_error)?;
+            .map_err(FilterError::Read)?;
         if text.len() as u64 > MAX_FILE_BYTES {
             let bytes = std::fs::metadata(path).map_or(text.len() as u64, |m| m.len().max(text.len() as u64));
-            return Err(FilterError::TooLarge {
-                path: path.to_owned(),
-                bytes,
-            });
+            return Err(FilterError::TooLarge(bytes));
         }
         Self::from_toml(&text)
     }
@@ -564,10 +549,7 @@ mod tests {
     #[test]
     fn a_file_that_is_missing_or_endless_is_refused() {
         let error = EventFilter::from_file(Path::new("/nonexistent/filter.toml")).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot read the event filter /nonexistent/filter.toml"
-        );
+        assert_eq!(error.to_string(), "cannot read the event filter");
         let error = EventFilter::from_file(Path::new("/dev/zero"))
             .unwrap_err()
             .to_string();

@@ -344,7 +344,7 @@ pub struct RunArgs {
     /// of the socket's file, as in mode=0660.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH[,mode=MODE]")]
     pub metrics: Option<MetricsAddress>,
-    /// Events to count for the metrics, in perf's syntax.
+    /// Events to count for the metrics, in perf's syntax, as for stat -e.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS, requires = "metrics")]
     pub metrics_events: String,
     /// Run in the background: return 0 when the VM runs, or 2 with the reason why it does not.

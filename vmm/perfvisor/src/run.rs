@@ -34,7 +34,7 @@ use crate::input;
 use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use crate::values::Profile;
-use control_api::events::list::{self};
+use crate::vendor;
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
@@ -108,6 +108,8 @@ impl StartTime {
 /// # Errors
 /// [`RunError`]; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
+    // A mistake in it ends it before anything runs; the vendor's names are asked of perf, another program.
+    let metrics_events = vendor::by_selector(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let starting = args
         .daemonize
         .then(background::daemonize)
@@ -136,7 +138,6 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
 
     // Mistakes in what is asked for end it before anything runs.
     config.pmu.core_config().check()?;
-    list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let (name, ends) = Ends::open(args)?;
     let mut devices = devices::wanted(args, &name, log)?;
     // What is of the host's network and of other processes is open, and there is no thread yet.
@@ -158,7 +159,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = controlled(name, pmu_name, args, &consoles, &running);
-    let (servers, gdb) = ends.serve(args, controlled, &running)?;
+    let (servers, gdb) = ends.serve(args, metrics_events, controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
     let resized = stop_signals.resized().map_err(RunError::start("dup failed"))?;
@@ -259,6 +260,7 @@ impl Ends {
     fn serve(
         self,
         args: &RunArgs,
+        metrics_events: String,
         controlled: Controlled,
         running: &RunningVm,
     ) -> Result<(Vec<Subscriber>, Option<GdbServer>), RunError> {
@@ -270,9 +272,8 @@ impl Ends {
         }
         if let Some(listener) = self.metrics {
             let guest_counters = args.profile != Profile::Tenant;
-            let server =
-                MetricsServer::new(controlled, listener, args.metrics_events.clone(), guest_counters)
-                    .map_err(RunError::start("timerfd_create failed"))?;
+            let server = MetricsServer::new(controlled, listener, metrics_events, guest_counters)
+                .map_err(RunError::start("timerfd_create failed"))?;
             log::info!("metrics at {}", server.address());
             servers.push(Arc::new(Mutex::new(server)));
         }

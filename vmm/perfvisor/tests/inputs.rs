@@ -204,6 +204,32 @@ fn a_pipe_that_is_waited_for_can_be_given_up() {
     drop(writer);
 }
 
+/// Of a filter that cannot be read the file was named twice.
+#[test]
+fn a_filter_that_cannot_be_used_is_named_once() {
+    if !Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let bad = dir.path().join("bad.toml");
+    std::fs::write(&bad, "nonsense").unwrap();
+    for (file, what) in [
+        ("/nonexistent/filter.toml", "No such file"),
+        (dir.path().to_str().unwrap(), "Is a directory"),
+        ("/dev/zero", "at most 1048576"),
+        (bad.to_str().unwrap(), "line 1"),
+    ] {
+        let args = ["run", "--memory", "32M", "--pmu-filter", file];
+        let out = perfvisor(&args)
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .output()
+            .unwrap();
+        refused(&args, &out, &["--pmu-filter", what]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(said.matches(file).count(), 1, "{said}");
+    }
+}
+
 /// Whether a process has SIGINT blocked.
 fn blocks_interrupt(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

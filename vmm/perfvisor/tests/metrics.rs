@@ -6,31 +6,35 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::vm::{PROGRAM, SpinningVm, eventually};
 
+/// Metrics at a port that is free.
+const SERVED: [&str; 2] = ["--metrics", "127.0.0.1:0"];
+
 /// A VM that serves metrics.
 struct TestVm {
     port: u16,
-    _vm: SpinningVm,
+    vm: SpinningVm,
 }
 
 impl TestVm {
     /// The built-in guest, spinning. `None` where there is no KVM.
     fn spinning(more: &[&str]) -> Option<Self> {
-        let vm = SpinningVm::start("scraped", &[&["--metrics", "127.0.0.1:0"], more].concat())?;
+        Self::of(SpinningVm::start("scraped", &[&SERVED, more].concat())?)
+    }
+
+    fn of(vm: SpinningVm) -> Option<Self> {
         let port = |line: &String| line.split_once("metrics at 127.0.0.1:")?.1.trim().parse().ok();
         let mut found = None;
         eventually("the VM says where its metrics are", || {
             found = vm.said().iter().find_map(port);
             found.is_some()
         });
-        Some(Self {
-            port: found?,
-            _vm: vm,
-        })
+        Some(Self { port: found?, vm })
     }
 
     fn connect(&self) -> TcpStream {
@@ -226,6 +230,61 @@ fn a_guest_s_counters_are_all_there() {
     assert!(metrics.values.contains_key(
         "perfvisor_guest_counter_overflows_total{vm=\"scraped\",vcpu=\"0\",counter=\"fixed2\"}"
     ));
+}
+
+/// The vendor's names were unknown to `--metrics-events`. perf is asked for them, here one that knows two.
+#[test]
+fn a_vendors_event_is_taken_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let perf = dir.path().join("perf");
+    // Written by another process: a program that this one has open for writing could not be executed.
+    let write = r#"cat >"$0" <<'END'
+#!/bin/sh
+echo '[{"EventName": "made.up", "Encoding": "cpu/event=0xC4/"}, {"EventName": "made.hard", "Encoding": "cpu/event=0xC4,any=1/"}]'
+END
+chmod +x "$0""#;
+    assert!(
+        Command::new("sh")
+            .args(["-c", write])
+            .arg(&perf)
+            .status()
+            .unwrap()
+            .success()
+    );
+    for (events, path, words) in [
+        ("made.upp", dir.path(), "did you mean 'made.up'"),
+        ("made.hard", dir.path(), "needs 'any'"),
+        ("made.up", Path::new("/nowhere"), "linux-perf"),
+    ] {
+        let out = Command::new(PROGRAM)
+            .arg("run")
+            .args(SERVED)
+            .args(["--metrics-events", events])
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .env("PATH", path)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{stderr}");
+        assert!(
+            stderr.contains("--metrics-events: ") && stderr.contains(words),
+            "{stderr}"
+        );
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    }
+    let more = ["--metrics-events", "task-clock,made.up:u"];
+    let vm = SpinningVm::start_with("scraped", &[&SERVED[..], &more].concat(), ("PATH", dir.path()));
+    let Some(vm) = vm.and_then(TestVm::of) else { return };
+    eventually("it is counted, or left out by its name", || {
+        let labels = "event=\"made.up:u\"";
+        vm.scrape().values.keys().any(|series| series.contains(labels))
+            || vm
+                .vm
+                .said()
+                .iter()
+                .any(|line| line.contains("warn") && line.contains("made.up:u"))
+    });
 }
 
 /// Only GET and HEAD of /metrics are served, and every refusal is an answer.

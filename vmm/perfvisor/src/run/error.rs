@@ -11,7 +11,7 @@ use vpmu::filter::FilterError;
 use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use control_api::events::list::ListError;
+use crate::vendor::NamedError;
 use control_api::place::PlaceError;
 use perfvisor_vmm::gdb::server::GdbError;
 use perfvisor_vmm::kvm::host::HostError;
@@ -72,7 +72,7 @@ pub enum RunError {
     Core(#[from] ConfigError),
     /// No list of events.
     #[error("--metrics-events")]
-    MetricsEvents(#[source] ListError),
+    MetricsEvents(#[source] NamedError),
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] ListenError),

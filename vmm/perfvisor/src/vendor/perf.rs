@@ -2,11 +2,14 @@
 
 use std::fs;
 use std::io::{self, ErrorKind, Read};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::cpu::CpuName;
 use super::parse::{VendorEvent, from_json, from_text};
@@ -17,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const MAX_OUTPUT: usize = 16 << 20;
 /// Most of its errors that is read, in bytes.
 const MAX_ERRORS: usize = 4096;
+/// Most that is read at once, in bytes.
+const CHUNK: usize = 64 << 10;
 /// Between two looks whether it has ended.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -163,10 +168,10 @@ fn run(
         ErrorKind::NotFound => PerfError::NotInstalled,
         _ => PerfError::Start(e),
     })?);
-    let out = reader(child.0.stdout.take(), MAX_OUTPUT);
-    let errors = reader(child.0.stderr.take(), MAX_ERRORS);
-    let out = read(&out, until)?;
-    if out.len() > MAX_OUTPUT {
+    let mut out = Pipe::new(child.0.stdout.take(), MAX_OUTPUT);
+    let mut errors = Pipe::new(child.0.stderr.take(), MAX_ERRORS);
+    read(&mut out, &mut errors, until)?;
+    if out.has_more {
         return Err(PerfError::Large);
     }
     let status = loop {
@@ -176,30 +181,84 @@ fn run(
             None => thread::sleep(LOOK),
         }
     };
-    let mut errors = read(&errors, until)?;
-    errors.truncate(MAX_ERRORS);
-    Ok(Printed { status, out, errors })
+    Ok(Printed {
+        status,
+        out: out.bytes,
+        errors: errors.bytes,
+    })
 }
 
-/// Reads in a thread of its own, which may outlive the wait for it: one byte more than `limit` at most, and
-/// closes the pipe then, at which a process that goes on printing ends.
-fn reader<R: Read + Send + 'static>(pipe: Option<R>, limit: usize) -> Receiver<io::Result<Vec<u8>>> {
-    let (tell, told) = sync_channel(1);
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let read = pipe.map_or(Ok(0), |pipe| pipe.take(limit as u64 + 1).read_to_end(&mut bytes));
-        // Nobody waits when the time is over.
-        let _ = tell.send(read.map(|_| bytes));
-    });
-    told
+/// What a process writes, up to a limit. It is closed then, at which a process that goes on writing ends.
+struct Pipe<R> {
+    /// While more may come.
+    from: Option<R>,
+    bytes: Vec<u8>,
+    limit: usize,
+    has_more: bool,
 }
 
-fn read(from: &Receiver<io::Result<Vec<u8>>>, until: Instant) -> Result<Vec<u8>, PerfError> {
-    let left = until.saturating_duration_since(Instant::now());
-    match from.recv_timeout(left) {
-        Ok(bytes) => bytes.map_err(PerfError::Read),
-        Err(RecvTimeoutError::Timeout) => Err(PerfError::Slow),
-        Err(RecvTimeoutError::Disconnected) => Ok(Vec::new()),
+impl<R: Read> Pipe<R> {
+    fn new(from: Option<R>, limit: usize) -> Self {
+        Self {
+            from,
+            bytes: Vec::new(),
+            limit,
+            has_more: false,
+        }
+    }
+
+    /// Takes what is there. Waits where nothing is.
+    fn take(&mut self, chunk: &mut [u8]) -> io::Result<()> {
+        let Some(from) = &mut self.from else { return Ok(()) };
+        let count = match from.read(chunk) {
+            Err(e) if e.kind() == ErrorKind::Interrupted => return Ok(()),
+            count => count?,
+        };
+        let room = (self.limit - self.bytes.len()).min(count);
+        self.bytes.extend_from_slice(&chunk[..room]);
+        self.has_more = room < count;
+        if count == 0 || self.has_more {
+            self.from = None;
+        }
+        Ok(())
+    }
+}
+
+/// Reads both to their ends. Not in threads: a VM that is about to start has none yet, and may not have.
+fn read<A, B>(out: &mut Pipe<A>, errors: &mut Pipe<B>, until: Instant) -> Result<(), PerfError>
+where
+    A: Read + AsFd,
+    B: Read + AsFd,
+{
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let open = (out.from.as_ref(), errors.from.as_ref());
+        let fds = [open.0.map(AsFd::as_fd), open.1.map(AsFd::as_fd)];
+        let mut polled: Vec<PollFd<'_>> = fds
+            .into_iter()
+            .flatten()
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        if polled.is_empty() {
+            return Ok(());
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(|e| PerfError::Read(io::Error::other(e)))?;
+        match poll(&mut polled, Some(&left)) {
+            Ok(0) => return Err(PerfError::Slow),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(PerfError::Read(e.into())),
+        }
+        let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
+        let out_ready = fds[0].is_some() && ready.next() == Some(true);
+        let errors_ready = fds[1].is_some() && ready.next() == Some(true);
+        drop(polled);
+        if out_ready {
+            out.take(&mut chunk).map_err(PerfError::Read)?;
+        }
+        if errors_ready {
+            errors.take(&mut chunk).map_err(PerfError::Read)?;
+        }
     }
 }
 
