@@ -107,7 +107,9 @@ fn decompress(payload: &[u8]) -> Result<Vec<u8>, KernelError> {
                 .map_err(|e| wrap("zstd")(std::io::Error::other(e.to_string())))?;
             read_bounded(decoder).map_err(wrap("zstd"))
         }
-        [0xFD, b'7', b'z', b'X'] => read_bounded(liblzma::read::XzDecoder::new(payload)).map_err(wrap("xz")),
+        [0xFD, b'7', b'z', b'X'] => {
+            read_bounded(lzma_rust2::XzReader::new(payload, false)).map_err(wrap("xz"))
+        }
         [0x1F, 0x8B, ..] => read_bounded(flate2::read::GzDecoder::new(payload)).map_err(wrap("gzip")),
         magic => Err(KernelError::UnknownCompression(magic)),
     }

@@ -6,15 +6,15 @@
 
 use std::io::Read;
 
-use liblzma::stream::Stream;
+use lzma_rust2::XzReader;
 
 use crate::error::{BlockError, ImageError};
 use crate::le;
 
 /// Most bytes a kernel may unpack to.
 pub const MAX_UNPACKED_BYTES: u64 = 512 << 20;
-/// Memory the xz decoder may use. The kernel's own limit on the dictionary is 32 to 128 MiB.
-const XZ_MEMORY_BYTES: u64 = 192 << 20;
+/// Memory the xz decoder may use, in KiB. The kernel's own limit on the dictionary is 32 to 128 MiB.
+const XZ_MEMORY_KIB: u32 = 192 << 10;
 /// Uncompressed size of one block of lz4's legacy format.
 const LZ4_LEGACY_BLOCK_BYTES: usize = 8 << 20;
 const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4C, 0x18];
@@ -124,15 +124,10 @@ pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>
     };
     let image = match method {
         "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
+        // One stream: behind it is the size.
         "xz" => {
-            let stream =
-                Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0).map_err(|e| unpack_error(name, method, e))?;
-            bounded(
-                name,
-                method,
-                claimed,
-                liblzma::read::XzDecoder::new_stream(payload, stream),
-            )?
+            let decoder = XzReader::new_mem_limit(payload, false, XZ_MEMORY_KIB);
+            bounded(name, method, claimed, decoder)?
         }
         "zstd" => {
             let decoder = ruzstd::decoding::StreamingDecoder::new(payload)
@@ -264,6 +259,9 @@ mod tests {
         payload("k", file, &header)
     }
 
+    /// [`sample`], packed as the kernel's build does: `xz --check=crc32 --x86 --lzma2=preset=1` (xz 5.4.1).
+    const XZ: &[u8] = include_bytes!("../tests/fixtures/as-the-kernels-build.xz");
+
     fn sample() -> Vec<u8> {
         (0..300_000u32).map(|i| (i / 7) as u8).collect()
     }
@@ -279,16 +277,8 @@ mod tests {
             (plain.clone(), "gzip")
         );
 
-        // The kernel build uses xz --check=crc32 --x86 --lzma2.
-        let mut filters = liblzma::stream::Filters::new();
-        filters.x86();
-        filters.lzma2(&liblzma::stream::LzmaOptions::new_preset(1).unwrap());
-        let stream = Stream::new_stream_encoder(&filters, liblzma::stream::Check::Crc32).unwrap();
-        let mut xz = liblzma::write::XzEncoder::new_stream(Vec::new(), stream);
-        xz.write_all(&plain).unwrap();
-        let xz = xz.finish().unwrap();
         assert_eq!(
-            unpack(&bzimage(&xz, plain.len() as u32)).unwrap(),
+            unpack(&bzimage(XZ, plain.len() as u32)).unwrap(),
             (plain.clone(), "xz")
         );
 
@@ -318,6 +308,32 @@ mod tests {
         for len in (0..file.len()).step_by(37) {
             assert!(setup_header("k", &file[..len]).is_err(), "cut at {len}");
         }
+    }
+
+    /// Checksums stand over every byte, so all that can still unpack is the same.
+    #[test]
+    fn a_damaged_xz_payload_is_an_error_or_unpacks_to_the_same() {
+        let plain = sample();
+        for len in (1..XZ.len()).step_by(7) {
+            let cut = bzimage(&XZ[..len], plain.len() as u32);
+            assert!(unpack(&cut).is_err(), "cut at {len}");
+        }
+        for bit in (0..XZ.len() * 8).step_by(29) {
+            let mut damaged = XZ.to_vec();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            if let Ok((unpacked, _)) = unpack(&bzimage(&damaged, plain.len() as u32)) {
+                assert!(unpacked == plain, "bit {bit}");
+            }
+        }
+    }
+
+    /// The header of `xz --lzma2=preset=0,dict=256MiB`: memory for that is not to be had by a file's word.
+    #[test]
+    fn an_xz_payload_gets_no_more_memory_than_a_kernel_needs() {
+        let large = include_bytes!("../tests/fixtures/large-dictionary.xz");
+        let error = unpack(&bzimage(large, 300_000)).unwrap_err();
+        let why = std::error::Error::source(&error).unwrap().to_string();
+        assert!(why.contains("memory"), "{error}: {why}");
     }
 
     #[test]
