@@ -171,6 +171,17 @@ tarball: $(if $(BINARY),,static)
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 
+## source: the source archive with the bare-metal guests compiled: building it needs no C compiler
+.PHONY: source
+source:
+	packaging/source.sh $(VERSION) $(TARGET_DIR)/perfvisor-$(VERSION)-source.tar.xz
+	@echo "source: $(TARGET_DIR)/perfvisor-$(VERSION)-source.tar.xz"
+
+## source-check: the source archive built where no C compiler, assembler and linker but Rust's are (minutes; needs root)
+.PHONY: source-check
+source-check: source
+	packaging/without-gcc.sh $(TARGET_DIR)/perfvisor-$(VERSION)-source.tar.xz $(TARGET_DIR)/without-gcc
+
 ## package-check: package and archive, installed and tried in a copy of this machine (BINARY=FILE: of that one; needs root)
 .PHONY: package-check
 package-check: deb tarball

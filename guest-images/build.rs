@@ -1,13 +1,22 @@
-//! Compiles the bare-metal guests in `bare-metal/` with the host's C compiler and linker.
+//! The bare-metal guests of `bare-metal/`, as one ELF64 multiboot kernel each in `OUT_DIR`: compiled with the
+//! host's C compiler and linker, each directory of [`KERNELS`] together with `bare-metal/lib`, or taken as they
+//! were compiled before. They come from
 //!
-//! Each directory of [`KERNELS`] together with `bare-metal/lib` becomes one ELF64 multiboot kernel in
-//! `OUT_DIR`.
+//! 1. the directory that `GUEST_ELF_DIR` names;
+//! 2. the sources, if `GUEST_CC` or `GUEST_LD` names a tool for them;
+//! 3. `prebuilt/`, which `make source` puts into the source archive, unless the sources have changed since;
+//! 4. the sources.
 
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
+
+/// This file: the options of compiler and linker are in it.
+const BUILD_SCRIPT: &[u8] = include_bytes!("build.rs");
+/// In a directory of guests: the fingerprint of the sources that they were compiled from.
+const FINGERPRINT: &str = "sources.fnv1a";
 
 /// The kernels: directory under `bare-metal/` and name of the file made.
 const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
@@ -48,17 +57,103 @@ fn main() {
     let source_dir = manifest_dir.join("bare-metal");
     println!("cargo:rerun-if-changed={}", source_dir.display());
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-env-changed=GUEST_CC");
-    println!("cargo:rerun-if-env-changed=GUEST_LD");
+    let prebuilt = manifest_dir.join("prebuilt");
+    // Of a file that is not there cargo thinks that it has changed.
+    if prebuilt.exists() {
+        println!("cargo:rerun-if-changed={}", prebuilt.display());
+    }
+    for variable in ["GUEST_CC", "GUEST_LD", "GUEST_ELF_DIR"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
 
+    let fingerprint = format!("{:016x}\n", fingerprint(&source_dir));
+    if let Some(dir) = env::var_os("GUEST_ELF_DIR") {
+        return take(Path::new(&dir), &out_dir);
+    }
+    let tools_named = ["GUEST_CC", "GUEST_LD"]
+        .iter()
+        .any(|name| env::var_os(name).is_some());
+    if !tools_named && let Ok(made_of) = fs::read_to_string(prebuilt.join(FINGERPRINT)) {
+        if made_of == fingerprint {
+            return take(&prebuilt, &out_dir);
+        }
+        println!(
+            "cargo::warning=the sources of the guests are not those of guest-images/prebuilt: compiling them"
+        );
+    }
+    compile(&source_dir, &out_dir);
+    let file = out_dir.join(FINGERPRINT);
+    fs::write(&file, fingerprint).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", file.display())));
+}
+
+/// Copies guests that were compiled before.
+fn take(from: &Path, out_dir: &Path) {
+    for kernel in KERNELS {
+        let file = from.join(format!("{kernel}.elf"));
+        println!("cargo:rerun-if-changed={}", file.display());
+        let image = fs::read(&file).unwrap_or_else(|e| {
+            fail(&format!(
+                "cannot read the guest {}: {e}; GUEST_ELF_DIR names a directory of {}",
+                file.display(),
+                KERNELS.map(|kernel| format!("{kernel}.elf")).join(", ")
+            ))
+        });
+        if !image.starts_with(b"\x7fELF") {
+            fail(&format!("{} is no guest: it is no ELF file", file.display()));
+        }
+        let to = out_dir.join(format!("{kernel}.elf"));
+        fs::write(&to, image).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", to.display())));
+    }
+}
+
+/// FNV-1a, 64 bits, of all that the guests are made of but the compiler: every file's path and text, and this
+/// one's. It tells sources that somebody has changed; it is no guard against those who mean no good.
+fn fingerprint(source_dir: &Path) -> u64 {
+    let mut files = Vec::new();
+    list(source_dir, &mut files);
+    files.sort();
+    let mut hash = 0xCBF2_9CE4_8422_2325;
+    let mut add = |bytes: &[u8]| {
+        for &byte in bytes.iter().chain(&[0]) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
+        }
+    };
+    add(BUILD_SCRIPT);
+    for file in files {
+        let name = file.strip_prefix(source_dir).unwrap_or(&file);
+        add(name.as_os_str().as_encoded_bytes());
+        add(&fs::read(&file).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", file.display()))));
+    }
+    hash
+}
+
+/// All files below `dir`.
+fn list(dir: &Path, files: &mut Vec<PathBuf>) {
+    for entry in entries(dir) {
+        if entry.is_dir() {
+            list(&entry, files);
+        } else {
+            files.push(entry);
+        }
+    }
+}
+
+/// What a directory has.
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", dir.display())));
+    entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
+}
+
+/// Compiles and links all of them.
+fn compile(source_dir: &Path, out_dir: &Path) {
     let cc = env::var("GUEST_CC").unwrap_or_else(|_| "gcc".to_owned());
     let ld = env::var("GUEST_LD").unwrap_or_else(|_| "ld".to_owned());
     // What a debugger needs of the guests is two thirds of them, and they are all in the program.
     let release = env::var_os("PROFILE").is_some_and(|profile| profile == "release");
     let without_debugging: &[&str] = if release { &["--strip-debug"] } else { &[] };
-    let library = compile_dir(&cc, &source_dir, "lib", &out_dir);
+    let library = compile_dir(&cc, source_dir, "lib", out_dir);
     for kernel in KERNELS {
-        let mut objects = compile_dir(&cc, &source_dir, kernel, &out_dir);
+        let mut objects = compile_dir(&cc, source_dir, kernel, out_dir);
         objects.extend(library.iter().cloned());
         let mut link = Command::new(&ld);
         link.args([
@@ -81,10 +176,8 @@ fn main() {
 
 /// Compiles every `.c` and `.S` file of one directory and returns the objects, in the order of their names.
 fn compile_dir(cc: &str, source_dir: &Path, name: &str, out_dir: &Path) -> Vec<PathBuf> {
-    let dir = source_dir.join(name);
-    let entries = fs::read_dir(&dir).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", dir.display())));
-    let mut sources: Vec<PathBuf> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
+    let mut sources: Vec<PathBuf> = entries(&source_dir.join(name))
+        .into_iter()
         .filter(|path| matches!(path.extension().and_then(OsStr::to_str), Some("c" | "S")))
         .collect();
     sources.sort();
@@ -126,7 +219,8 @@ fn run(mut command: Command, variable: &str) {
         }
         Err(e) => fail(&format!(
             "cannot run `{tool}`, needed to build the bare-metal guests: {e}; install gcc and binutils for x86-64 \
-             (Debian: apt-get install gcc binutils) or name another in {variable}"
+             (Debian: apt-get install gcc binutils), name another in {variable}, or build the archive that \
+             `make source` makes, which has them compiled"
         )),
     }
 }

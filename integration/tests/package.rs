@@ -59,3 +59,106 @@ fn the_binary_that_is_built_is_the_one_that_is_packed() {
         assert!(said.contains(&binary), "{binary}: {said}");
     }
 }
+
+/// What the build of the program compiles is Rust: no crate of it brings C, which a compiler would be asked for.
+#[test]
+fn no_crate_of_the_program_has_c_to_compile() {
+    let tree = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .current_dir(artefacts::workspace())
+        .args([
+            "tree",
+            "--locked",
+            "--offline",
+            "-p",
+            "perfvisor",
+            "-e",
+            "normal,build",
+        ])
+        .args([
+            "--target",
+            "x86_64-unknown-linux-gnu",
+            "--prefix",
+            "none",
+            "--format",
+            "{p}",
+        ])
+        .output()
+        .unwrap();
+    let crates = String::from_utf8_lossy(&tree.stdout);
+    assert!(
+        crates.lines().any(|line| line.starts_with("lzma-rust2 ")),
+        "{tree:?}"
+    );
+    for name in ["cc", "cmake", "bindgen", "pkg-config", "nasm-rs", "autotools"] {
+        let has = |line: &str| line.split(' ').next() == Some(name);
+        assert!(!crates.lines().any(has), "the program is built with {name}");
+    }
+}
+
+/// The source archive has the guests as its sources make them, and takes them where there is no compiler. Of
+/// changed sources it takes none.
+#[test]
+fn the_source_archive_needs_no_compiler_for_its_guests() {
+    let dir = tempfile::tempdir().unwrap();
+    let archives = ["a", "b"].map(|name| dir.path().join(name));
+    for archive in &archives {
+        let said = Command::new(artefacts::workspace().join("packaging/source.sh"))
+            .arg("0")
+            .arg(archive)
+            .output()
+            .unwrap();
+        if String::from_utf8_lossy(&said.stdout).contains("no checkout") {
+            return skipped("the sources are no checkout of git", false);
+        }
+        assert!(said.status.success(), "{said:?}");
+    }
+    let [a, b] = archives.each_ref().map(|archive| std::fs::read(archive).unwrap());
+    assert!(a == b, "the same sources gave two archives");
+
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+        )
+    };
+    let (unpacked, _) = run(Command::new("tar")
+        .arg("-C")
+        .arg(dir.path())
+        .arg("-xf")
+        .arg(&archives[0]));
+    assert!(unpacked);
+    let guests = dir.path().join("perfvisor-0/guest-images");
+    let program = dir.path().join("build");
+    let script = guests.join("build.rs");
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let (built, _) = run(Command::new(rustc)
+        .args(["--edition", "2024", "-o"])
+        .arg(&program)
+        .arg(script));
+    assert!(built);
+    let build = || {
+        run(Command::new(&program)
+            .env_clear()
+            .env("CARGO_MANIFEST_DIR", &guests)
+            .env("OUT_DIR", dir.path())
+            .env("PROFILE", "release")
+            .env("PATH", "/nonexistent"))
+    };
+    let (taken, said) = build();
+    assert!(taken && !said.contains("warning"), "{said}");
+    for guest in guest_images::bare_metal::GUESTS {
+        let read = |dir: &std::path::Path| std::fs::read(dir.join(format!("{}.elf", guest.name))).unwrap();
+        assert!(
+            read(dir.path()) == read(&guests.join("prebuilt")),
+            "{}",
+            guest.name
+        );
+    }
+    std::fs::write(guests.join("bare-metal/exact/plain.c"), "changed").unwrap();
+    let (taken, said) = build();
+    assert!(
+        !taken && said.contains("are not those of") && said.contains("gcc"),
+        "{said}"
+    );
+}
