@@ -1,6 +1,6 @@
 //! The bare-metal guests of `bare-metal/`, as one ELF64 multiboot kernel each in `OUT_DIR`: compiled with the
-//! host's C compiler and linker, each directory of [`KERNELS`] together with `bare-metal/lib`, or taken as they
-//! were compiled before. They come from
+//! host's C compiler and linker, each directory of [`KERNELS`] together with `bare-metal/lib`, or taken as
+//! they were compiled before. They come from
 //!
 //! 1. the directory that `GUEST_ELF_DIR` names;
 //! 2. the sources, if `GUEST_CC` or `GUEST_LD` names a tool for them;

@@ -60,7 +60,7 @@ fn the_binary_that_is_built_is_the_one_that_is_packed() {
     }
 }
 
-/// What the build of the program compiles is Rust: no crate of it brings C, which a compiler would be asked for.
+/// What the build of the program compiles is Rust: no crate of it brings C.
 #[test]
 fn no_crate_of_the_program_has_c_to_compile() {
     let tree = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))

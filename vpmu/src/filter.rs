@@ -66,8 +66,8 @@ pub struct FilterSpec {
     pub events: Vec<EntrySpec>,
 }
 
-/// Why a filter cannot be used. Each message is one line, which does not name the file: whoever knows why it is
-/// read does.
+/// Why a filter cannot be used. Each message is one line, which does not name the file: whoever knows why it
+/// is read does.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FilterError {
