@@ -10,6 +10,7 @@ mod steps;
 use std::sync::Arc;
 
 use common::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
+use perf_core::Attr;
 use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
 
@@ -23,6 +24,10 @@ struct Scene {
 
 impl Scene {
     fn armed(overflow_in: u64) -> Self {
+        Self::of(&clock_attr(GUEST_NS), Some(overflow_in))
+    }
+
+    fn of(attr: &Attr, overflow_in: Option<u64>) -> Self {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let pmu = ClockPmu::new(Some(catch_signals()));
         pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
@@ -30,8 +35,8 @@ impl Scene {
             vcpu: VcpuId(0),
             tid: this_tid(),
         };
-        let mut event = pmu.open(&clock_attr(GUEST_NS), target).unwrap();
-        event.start(Some(overflow_in)).unwrap();
+        let mut event = pmu.open(attr, target).unwrap();
+        event.start(overflow_in).unwrap();
         Self { clock, event }
     }
 
@@ -169,6 +174,30 @@ fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
         },
     );
     assert_eq!(calls, [SET, SET]);
+}
+
+/// The timer that asks for the level goes on meanwhile. It is set anew if it was off for long, as here it may
+/// have been on a busy machine.
+#[test]
+fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
+    let mut attr = clock_attr(GUEST_NS);
+    attr.exclude_kernel = true;
+    let mut calls = calls(
+        || {
+            let scene = Scene::of(&attr, None);
+            turn(&scene);
+            scene
+        },
+        |scene| {
+            scene.event.stop();
+            turn(scene);
+            must(scene.event.start(None).is_ok());
+            turn(scene);
+        },
+    );
+    // A host whose samples may show the level has them stopped and started, too.
+    calls.retain(|&call| call != libc::SYS_ioctl as u64);
+    assert!(calls.is_empty() || calls == [SET], "{calls:?}");
 }
 
 /// While the vCPU is paused nothing rings.

@@ -455,7 +455,7 @@ impl VcpuPmu {
         attached.clock.after_signal();
         let began = self.samples.begin();
         let mut regs = VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, synced);
-        if attached.clock.wants_ticks() {
+        if attached.clock.tick_is_due() {
             let halted = fd
                 .get_mp_state()
                 .is_ok_and(|state| state.mp_state == KVM_MP_STATE_HALTED);

@@ -123,11 +123,19 @@ impl CounterEvents for KvmCounts {
         0
     }
 
+    fn pause(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64)) {}
+
+    fn go_on(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        0
+    }
+
     fn count(&mut self, _: CounterIndex) -> u64 {
         0
     }
 
-    fn arm(&mut self, _: CounterIndex, _: u64) {}
+    fn arm(&mut self, _: CounterIndex, _: u64) -> u64 {
+        0
+    }
 
     fn may_have_lost(&mut self) -> bool {
         false

@@ -407,7 +407,8 @@ impl Running {
         }
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
             Delivery::Nmi => {
-                self.sent_nmi.now();
+                let reads = self.sent_nmi.now();
+                self.registers.want_nmi_state(&mut self.fd, reads);
                 self.seat.stats().pmi_nmi.inc();
             }
             Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),

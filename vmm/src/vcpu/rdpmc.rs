@@ -237,9 +237,9 @@ pub(super) struct SentNmi {
 }
 
 impl SentNmi {
-    /// One is sent.
-    pub(super) fn now(&mut self) {
-        self.sent = true;
+    /// One is sent. Whether the guest has executed RDPMC since the one before.
+    pub(super) fn now(&mut self) -> bool {
+        !std::mem::replace(&mut self.sent, true)
     }
 
     /// An RDPMC is about to be answered. How many NMIs in a row had one executed again, if this is to look
@@ -370,7 +370,8 @@ mod tests {
     fn an_nmi_is_looked_for_once_and_not_for_ever() {
         let mut nmi = SentNmi::default();
         assert_eq!(nmi.take_unseen(), None, "none was sent");
-        nmi.now();
+        assert!(nmi.now());
+        assert!(!nmi.now(), "no RDPMC came between");
         assert_eq!(nmi.take_unseen(), Some(0));
         assert_eq!(nmi.take_unseen(), None, "it was looked for");
         for before in 0..MOST_READS_AGAIN {

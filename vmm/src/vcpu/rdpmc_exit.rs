@@ -44,6 +44,7 @@ impl Running {
             .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
         match planted {
             Some(Planted::Here(at)) => {
+                self.registers.forget();
                 self.fd.complete_exit()?;
                 return self.at_gate(at);
             }
@@ -299,7 +300,8 @@ impl Running {
         if self.stepper.is_some() {
             return Ok(false);
         }
-        let nmi = self.fd.get_vcpu_events()?.nmi;
+        let nmi = self.registers.nmi_state(&mut self.fd)?;
+        self.registers.want_nmi_state(&mut self.fd, false);
         let waits = nmi.masked == 0 && nmi.pending | nmi.injected != 0;
         if waits {
             self.sent_nmi.had_read_again(in_a_row);

@@ -1,6 +1,6 @@
 //! Which of a vCPU's registers come with an exit, without asking KVM for them (`KVM_CAP_SYNC_REGS`).
 
-use kvm_bindings::kvm_regs;
+use kvm_bindings::{kvm_regs, kvm_vcpu_events__bindgen_ty_3 as NmiState};
 
 use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::armed::SyncReg;
@@ -27,6 +27,10 @@ pub(super) struct RegisterCache {
     fresh: Set,
     /// The last exit was for a signal's sake only.
     for_signal: bool,
+    /// KVM copies what waits to be delivered at each exit.
+    events_come: bool,
+    /// It came with the last exit, and is still so.
+    events_fresh: bool,
 }
 
 impl RegisterCache {
@@ -34,6 +38,7 @@ impl RegisterCache {
     /// `general`: KVM is to copy the general registers.
     pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
+        fd.sync_at_exit(SyncReg::VcpuEvents, false);
         if general {
             fd.sync_at_exit(SyncReg::Register, true);
         }
@@ -47,6 +52,7 @@ impl RegisterCache {
     #[inline]
     pub(super) fn after_run(&mut self, for_signal: bool) {
         self.fresh = self.comes;
+        self.events_fresh = self.events_come;
         self.for_signal = for_signal;
     }
 
@@ -54,6 +60,7 @@ impl RegisterCache {
     #[inline]
     pub(super) fn forget(&mut self) {
         self.fresh = Set::Nothing;
+        self.events_fresh = false;
     }
 
     /// What of it is still the vCPU's state, for samples.
@@ -89,6 +96,27 @@ impl RegisterCache {
             }
             _ => {}
         }
+    }
+
+    /// Whether the state of NMIs is to come from now on, if anything comes at all.
+    #[inline]
+    pub(super) fn want_nmi_state(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+        let wanted = wanted && self.comes != Set::Nothing;
+        if self.events_come != wanted {
+            self.events_come = wanted;
+            fd.sync_at_exit(SyncReg::VcpuEvents, wanted);
+        }
+    }
+
+    /// Whether an NMI waits or is handled, right after an exit.
+    ///
+    /// # Errors
+    /// KVM's.
+    pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, CallError> {
+        if self.events_fresh {
+            return Ok(fd.sync_regs_mut().events.nmi);
+        }
+        Ok(fd.get_vcpu_events()?.nmi)
     }
 
     /// The general registers, right after an exit.
@@ -153,6 +181,14 @@ mod tests {
         assert_eq!((cache.fresh, cache.keeps_system()), (Set::All, true));
         cache.forget();
         assert_eq!(cache.fresh, Set::Nothing);
+        cache.want_nmi_state(&mut fd, true);
+        assert!(!cache.events_fresh, "it comes with the next exit");
+        cache.after_run(true);
+        assert!(cache.events_fresh);
+        cache.forget();
+        assert!(!cache.events_fresh);
+        nothing.want_nmi_state(&mut fd, true);
+        assert!(!nothing.events_come, "nothing comes there");
         cache.want_system(&mut fd, false);
         cache.after_run(true);
         assert_eq!((cache.fresh, cache.keeps_system()), (Set::General, false));

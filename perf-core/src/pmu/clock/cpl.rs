@@ -12,9 +12,9 @@
 //!   time; there it is taken as level 0.
 //! - Kicks: a timer's signal takes the vCPU out of the guest, and its thread reports the level it finds
 //!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never
-//!   rung out of the guest before the guest has got anywhere. While no event is on it keeps what is left of
-//!   its time: a guest that switches its events off and on many times per tick is still looked at as often as
-//!   one that leaves them on.
+//!   rung out of the guest before the guest has got anywhere. Time in which no event is on does not count: a
+//!   guest that switches its events off and on many times per tick is still looked at as often as one that
+//!   leaves them on. It may ring once, for nothing, after the last event has gone off.
 //!
 //! Not every host's samples show the guest; some show it now and then only, and some at the wrong level (an
 //! emulated AMD-V does). Until they have shown it for most of a stretch of guest time, and at CPL3 where the
@@ -44,6 +44,9 @@ const JUDGED_USER_LOOKS: u64 = 8;
 
 /// The longest a kick is put off when the guest makes no headway, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
+
+/// The part of a wait by which a kick may come early, because the events were off for so long meanwhile.
+const MOST_EARLY_PART: u64 = 16;
 
 /// Found out once for all vCPUs: whether the kernel's samples show the guest on this host.
 static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
@@ -102,15 +105,19 @@ impl Kicks {
         })
     }
 
+    /// An event is on again. The timer is not stopped when the last one goes off, as setting it is a system
+    /// call: if it still rings at about the right time, it is left alone, and else set for what was left.
     fn go_on(&mut self) -> io::Result<()> {
-        self.timer.set(self.left_ns.max(MIN_TIMER_NS))
+        let left_ns = self.left_ns.max(MIN_TIMER_NS);
+        let early_ns = left_ns.saturating_sub(self.timer.left_ns());
+        if early_ns <= left_ns / MOST_EARLY_PART {
+            return Ok(());
+        }
+        self.timer.set(left_ns)
     }
 
     fn hold(&mut self) {
-        match self.timer.take() {
-            Ok(left_ns) => self.left_ns = left_ns,
-            Err(e) => log::debug!("cannot hold the privilege level ticks: {}", crate::error_line(&e)),
-        }
+        self.left_ns = self.timer.left_ns();
     }
 
     /// It has rung; the guest's time is `now_ns`.
@@ -226,6 +233,11 @@ impl CplSplit {
             Level::User => self.user_ns,
             Level::Kernel => self.kernel_ns,
         }
+    }
+
+    /// Whether the timer that asks for the level has rung.
+    pub(crate) fn tick_is_due(&self) -> bool {
+        self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.rang())
     }
 
     /// The vCPU's thread is out of the guest and saw it at this level; `None`: it was halted there.
@@ -477,8 +489,14 @@ mod tests {
         kicks.go_on().unwrap();
         std::thread::sleep(std::time::Duration::from_micros(50));
         kicks.hold();
-        assert!(kicks.left_ns < before);
-        assert!(kicks.left_ns == 0 || !kicks.timer.rang() || kicks.timer.take().unwrap() == 0);
+        let left_ns = kicks.left_ns;
+        assert!(left_ns < before);
+        // It goes on from there, however long that is ago.
+        std::thread::sleep(std::time::Duration::from_nanos(left_ns));
+        kicks.go_on().unwrap();
+        let set_ns = kicks.timer.left_ns();
+        assert!(set_ns <= left_ns.max(MIN_TIMER_NS), "{set_ns} of {left_ns} ns");
+        assert_eq!(kicks.left_ns, left_ns);
     }
 
     /// A guest that gets nowhere is kicked less and less often, and at the usual pace once it runs again.

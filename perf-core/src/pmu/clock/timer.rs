@@ -47,17 +47,17 @@ impl Timer {
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
         // Read before the call, so that the timer cannot ring before this.
         self.due_ns = wall_ns().saturating_add(ns);
-        self.settime(ns.max(1), 0, None)
+        self.settime(ns.max(1), 0)
     }
 
     /// Rings `ns` from now (at least 1), and then every `again_ns`. One system call.
     pub(super) fn set_repeating(&self, ns: u64, again_ns: u64) -> io::Result<()> {
-        self.settime(ns.max(1), again_ns, None)
+        self.settime(ns.max(1), again_ns)
     }
 
     /// Does not ring any more. One system call.
     pub(super) fn stop(&self) -> io::Result<()> {
-        self.settime(0, 0, None)
+        self.settime(0, 0)
     }
 
     /// Whether it has rung since it was set, or is about to.
@@ -65,23 +65,13 @@ impl Timer {
         wall_ns() >= self.due_ns
     }
 
-    /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.
-    pub(super) fn take(&mut self) -> io::Result<u64> {
-        // SAFETY: an all-zero itimerspec is a valid value of that plain C struct.
-        let mut former: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
-        self.settime(0, 0, Some(&mut former))?;
-        self.due_ns = 0;
-        Ok(former
-            .it_value
-            .tv_sec
-            .cast_unsigned()
-            .saturating_mul(1_000_000_000)
-            .saturating_add(former.it_value.tv_nsec.cast_unsigned()))
+    /// How long until it rings, ns; 0: it has rung, or is not set.
+    pub(super) fn left_ns(&self) -> u64 {
+        self.due_ns.saturating_sub(wall_ns())
     }
 
-    /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much
-    /// again.
-    fn settime(&self, ns: u64, again_ns: u64, former: Option<&mut libc::itimerspec>) -> io::Result<()> {
+    /// Sets it, or stops it with 0.
+    fn settime(&self, ns: u64, again_ns: u64) -> io::Result<()> {
         // At most 2^64 ns are 585 years: both parts fit.
         let time = |ns: u64| libc::timespec {
             tv_sec: (ns / 1_000_000_000).cast_signed(),
@@ -91,10 +81,9 @@ impl Timer {
             it_interval: time(again_ns),
             it_value: time(ns),
         };
-        let former = former.map_or(ptr::null_mut(), ptr::from_mut);
-        // SAFETY: the timer lives as long as `self`; `spec` is a live local and `former` null or a live
-        // itimerspec.
-        match unsafe { libc::timer_settime(self.id, 0, &spec, former) } {
+        // SAFETY: the timer lives as long as `self`; `spec` is a live local, and the former time is not asked
+        // for.
+        match unsafe { libc::timer_settime(self.id, 0, &spec, ptr::null_mut()) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }

@@ -404,6 +404,13 @@ impl VcpuClock {
         self.wants_ticks.load(Ordering::Relaxed)
     }
 
+    /// Whether [`VcpuClock::tick`] would look at the level now: its timer has rung. No system call.
+    #[inline]
+    #[must_use]
+    pub fn tick_is_due(&self) -> bool {
+        self.wants_ticks() && self.cpl_split().tick_is_due()
+    }
+
     fn set_wants_ticks(&self, wanted: bool) {
         self.wants_ticks.store(wanted, Ordering::Relaxed);
     }
