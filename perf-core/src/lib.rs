@@ -174,8 +174,8 @@ pub mod ring;
 pub mod time;
 
 pub use crate::api::{
-    ConfigError, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError, OpenFlags, OpenTarget,
-    Pin, Reading, Scope, Session, VcpuReading,
+    ConfigError, CoreBuilder, GroupReading, GuestMapping, Handle, Held, Knob, KnobError, OpenFlags,
+    OpenTarget, Pin, Reading, Scope, Session, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;

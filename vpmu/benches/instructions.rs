@@ -30,6 +30,7 @@ use std::sync::Arc;
 use nothing::Nothing;
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::pmu::VcpuId;
+use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::record::{Encode, Format, Sample};
 use perf_core::ring::{Ring, RingMode, RingReader};
@@ -92,6 +93,10 @@ impl Machine {
         let driver = FedPmu::new();
         driver.add_vcpu(VCPU, fed.clone());
         core.register(Arc::new(driver));
+        // It announces overflows at entries only, of which there are none here.
+        let clocks = ClockPmu::new(Some(libc::SIGUSR2));
+        clocks.add_vcpu(VCPU, Arc::new(VcpuClock::for_current_thread(1_000_000)));
+        core.register(Arc::new(clocks));
         core.register(Arc::new(Nothing { slots }));
         let context = core.add_vcpu(VCPU, 0).expect("the first vCPU");
         context.sched_in();
@@ -132,10 +137,10 @@ struct Guest {
 
 impl Guest {
     fn new(model: Model) -> Self {
-        Self::counted_by(model, BackingPolicy::Exact)
+        Self::counted_by(model, BackingPolicy::Exact, 0x53_00C0)
     }
 
-    fn counted_by(model: Model, policy: BackingPolicy) -> Self {
+    fn counted_by(model: Model, policy: BackingPolicy, selector: u64) -> Self {
         let machine = Machine::new(4);
         let sources = Sources::new(policy, Some(model.vendor()), |_| Some(0));
         let events = PerfCoreEvents::new(machine.core.clone(), VCPU, sources);
@@ -145,7 +150,7 @@ impl Guest {
             events,
         };
         for n in 0..4 {
-            new.write(new.selector(n), 0x53_00C0);
+            new.write(new.selector(n), selector);
         }
         new
     }
@@ -326,7 +331,18 @@ fn of_the_registers(all: &mut Counted) -> Option<()> {
     all.put("vpmu: an overflow, from the driver to the PMI", &mut |n| {
         g.overflow(n);
     })?;
-    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Hardware);
+    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Clock, 0x53_003C);
+    g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    all.put("vpmu: WRMSR to a running clock", &mut |n| {
+        g.write(IA32_PMC0, n & 0xffff);
+    })?;
+    all.put("vpmu: WRMSR of global control, four clocks off or on", &mut |n| {
+        g.write(IA32_PERF_GLOBAL_CTRL, if n % 2 == 0 { 0 } else { 0xF });
+    })?;
+    all.put("vpmu: a guest's context switch, four clocks", &mut |n| {
+        g.switch_tasks(n);
+    })?;
+    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Hardware, 0x53_00C0);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put(
         "vpmu: WRMSR of global control, four of the host's off or on",

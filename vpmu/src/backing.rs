@@ -15,7 +15,7 @@ use perf_core::{
 };
 
 use crate::events::{Backing, EventRequest, GuestEvent, ParavirtualEvent};
-use crate::index::{CounterIndex, MAX_COUNTERS};
+use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 use crate::sources::Sources;
 
@@ -74,6 +74,16 @@ impl Open {
         self.way()?.handle.as_ref()
     }
 
+    /// The levels at which the vCPU is stepped while this counts.
+    fn stepped_levels(&self) -> SteppedLevels {
+        let stepped = self.way().is_some_and(|way| way.backing == Backing::Exact)
+            && matches!(self.request.event, GuestEvent::Architectural(_));
+        SteppedLevels {
+            user: stepped && self.request.user,
+            kernel: stepped && self.request.kernel,
+        }
+    }
+
     /// The best way that may count.
     fn backing(&self) -> Backing {
         self.ways
@@ -94,6 +104,11 @@ struct Slot {
 }
 
 impl Slot {
+    /// The way in use.
+    fn way(&self) -> Option<&Way> {
+        self.current.as_ref()?.way()
+    }
+
     /// Puts the current event aside; the one that was unused for longest goes.
     fn park(&mut self) {
         if let Some(open) = self.current.take() {
@@ -324,11 +339,9 @@ impl CounterEvents for PerfCoreEvents {
             match started {
                 Ok(count) => {
                     open.using = at;
-                    if backing == Backing::Exact && matches!(open.request.event, GuestEvent::Architectural(_))
-                    {
-                        self.stepping_user |= if open.request.user { counter.mask() } else { 0 };
-                        self.stepping_kernel |= if open.request.kernel { counter.mask() } else { 0 };
-                    }
+                    let levels = open.stepped_levels();
+                    self.stepping_user |= if levels.user { counter.mask() } else { 0 };
+                    self.stepping_kernel |= if levels.kernel { counter.mask() } else { 0 };
                     let Some(lack) = lack else {
                         return (Enabled::Counting(backing), count);
                     };
@@ -354,25 +367,77 @@ impl CounterEvents for PerfCoreEvents {
             .unwrap_or(0)
     }
 
+    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
+        self.stepping_user &= !counters;
+        self.stepping_kernel &= !counters;
+        let mut held = None;
+        for counter in counters_in(counters) {
+            let way = self.slots[counter.slot()].way();
+            let count = way.and_then(|way| {
+                let handle = way.handle.as_ref()?;
+                let held = held.get_or_insert_with(|| handle.hold());
+                if way.backing.counts_through_pauses() {
+                    held.count(handle).ok()
+                } else {
+                    held.pause(handle).ok()
+                }
+            });
+            each(counter, count.unwrap_or(0));
+        }
+    }
+
+    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        let mut held = None;
+        let mut stopped = 0;
+        for counter in counters_in(counters) {
+            let Some(open) = &self.slots[counter.slot()].current else {
+                continue;
+            };
+            let goes_on = open.way().and_then(|way| {
+                let handle = way.handle.as_ref()?;
+                let held = held.get_or_insert_with(|| handle.hold());
+                if way.backing.counts_through_pauses() {
+                    each(counter, held.count(handle).ok()?);
+                    Some(())
+                } else {
+                    held.go_on(handle, |count| each(counter, count)).ok()?.ok()
+                }
+            });
+            if goes_on.is_none() {
+                stopped |= counter.mask();
+                continue;
+            }
+            let levels = open.stepped_levels();
+            self.stepping_user |= if levels.user { counter.mask() } else { 0 };
+            self.stepping_kernel |= if levels.kernel { counter.mask() } else { 0 };
+        }
+        stopped
+    }
+
     fn count(&mut self, counter: CounterIndex) -> u64 {
         self.of(counter)
             .and_then(|handle| handle.count().ok())
             .unwrap_or(0)
     }
 
-    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64 {
         let slot = &mut self.slots[counter.slot()];
-        if let Some(open) = &slot.current
-            && let Some(handle) = open.handle()
-            && let Err(error) = handle.arm(overflow_in)
-        {
-            slot.warn(
-                counter,
-                format_args!(
-                    "its overflow cannot be armed and will be found late: {}",
-                    error_line(&error)
-                ),
-            );
+        let Some(handle) = slot.current.as_ref().and_then(|open| open.handle()) else {
+            return 0;
+        };
+        match handle.arm(overflow_in) {
+            Ok(count) => count,
+            Err(error) => {
+                let count = handle.count().unwrap_or(0);
+                slot.warn(
+                    counter,
+                    format_args!(
+                        "its overflow cannot be armed and will be found late: {}",
+                        error_line(&error)
+                    ),
+                );
+                count
+            }
         }
     }
 

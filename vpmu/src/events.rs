@@ -500,6 +500,13 @@ pub enum Backing {
 }
 
 impl Backing {
+    /// Whether an event of this backing counts on while its counter pauses: to stop and start it costs system
+    /// calls, and to let it count nothing.
+    #[inline]
+    pub const fn counts_through_pauses(self) -> bool {
+        matches!(self, Self::Hardware)
+    }
+
     /// The word used in reports.
     pub const fn name(self) -> &'static str {
         match self {

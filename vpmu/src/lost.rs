@@ -73,6 +73,12 @@ impl Lost {
         self.fallback & counter.mask() != 0
     }
 
+    /// Counters of which there is anything to be said.
+    #[inline]
+    pub fn concerned(&self) -> u64 {
+        self.uncounted | self.fallback | self.retrying
+    }
+
     /// Whether the counter waits for a try whose time has not come.
     pub fn waits(&self, counter: CounterIndex) -> bool {
         self.retrying & self.uncounted & counter.mask() != 0

@@ -135,6 +135,15 @@ impl SimEvents {
         self.events[counter.slot()].request
     }
 
+    /// Whether the counter's event counts through a pause.
+    fn counts_on(&self, counter: CounterIndex) -> bool {
+        let event = &self.events[counter.slot()];
+        !event.on_clock
+            && event
+                .request
+                .is_some_and(|request| (self.backing_of)(&request).counts_through_pauses())
+    }
+
     /// Whether the counter's event is counting.
     pub fn is_running(&self, counter: CounterIndex) -> bool {
         self.running & counter.mask() != 0
@@ -190,14 +199,39 @@ impl CounterEvents for SimEvents {
         event.counted()
     }
 
+    /// Hardware counts on; what is counted otherwise stops.
+    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
+        for counter in counters_in(counters) {
+            self.calls += 1;
+            if !self.counts_on(counter) {
+                self.events[counter.slot()].armed = None;
+                self.running &= !counter.mask();
+            }
+            each(counter, self.events[counter.slot()].counted());
+        }
+    }
+
+    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        for counter in counters_in(counters) {
+            self.calls += 1;
+            let armed = each(counter, self.events[counter.slot()].counted());
+            if !self.counts_on(counter) {
+                self.events[counter.slot()].armed = armed;
+                self.running |= counter.mask();
+            }
+        }
+        0
+    }
+
     fn count(&mut self, counter: CounterIndex) -> u64 {
         self.calls += 1;
         self.events[counter.slot()].counted()
     }
 
-    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64 {
         self.calls += 1;
         self.events[counter.slot()].armed = Some(overflow_in);
+        self.events[counter.slot()].counted()
     }
 
     fn may_have_lost(&mut self) -> bool {

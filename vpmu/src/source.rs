@@ -53,12 +53,21 @@ pub trait CounterEvents {
     /// Stops counting. The count is kept, and returned: what [`Self::count`] says from now on.
     fn disable(&mut self, counter: CounterIndex) -> u64;
 
+    /// Stops running counters that are likely to go on soon. Each event keeps its place, and one whose
+    /// backing [`Backing::counts_through_pauses`] counts on. `each` is told the counter and its count.
+    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
+
+    /// Lets paused counters go on. `each` is told the counter and the count from which it goes on, and says
+    /// as for [`Self::enable`] what to arm an event with that has stopped; one that has counted on is still
+    /// armed. Returns those whose event does not count: they are to be stopped.
+    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
+
     /// Counts collected by the counter's present event. Never decreases while the event is the same.
     fn count(&mut self, counter: CounterIndex) -> u64;
 
     /// Asks a running event for a notification after `overflow_in` further counts from now, instead of what
-    /// was asked before.
-    fn arm(&mut self, counter: CounterIndex, overflow_in: u64);
+    /// was asked before. Returns what [`Self::count`] says now.
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64;
 
     /// Whether an event may have lost its place since the last call. Asked at every entry: it must cost next
     /// to nothing.

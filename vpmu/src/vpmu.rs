@@ -253,7 +253,7 @@ impl Vpmu {
                     if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
                     } else if same_event {
-                        self.halt(counter, events);
+                        self.halt_or_stop(counter, events);
                     } else {
                         self.stop(counter, events);
                     }
@@ -265,15 +265,13 @@ impl Vpmu {
                 }
             }
             Register::Counter(counter) | Register::FullWidthCounter(counter) => {
-                self.fold(counter, events);
+                self.fold_for(counter, value, events);
                 if !self.vendor.has_status(&self.model) {
                     // Without a status register this is how a handler serves a counter.
                     self.served(counter.mask(), events);
                 }
                 self.counters[counter.slot()].value = value;
-                if (self.running | self.paused.counters) & counter.mask() != 0 {
-                    self.changed(counter.mask());
-                }
+                self.rearm |= self.paused.counters & counter.mask();
             }
             Register::FixedControl => {
                 let differing = self.registers.fixed_control ^ value;
@@ -381,6 +379,7 @@ impl Vpmu {
         // counter is only marked again by an overflow, and nothing counts outside guest mode.
         while self.dirty != 0 {
             let dirty = std::mem::take(&mut self.dirty);
+            let dirty = self.toggle(dirty, events);
             for counter in counters_in(dirty) {
                 self.reconcile_counter(counter, due & counter.mask() != 0, events);
             }
@@ -585,6 +584,20 @@ impl Vpmu {
         }
     }
 
+    /// Folds a counter that is about to be set to `value`. A running one that interrupts is armed for that
+    /// at once: what came before it is accounted by the same reading of its event.
+    fn fold_for(&mut self, counter: CounterIndex, value: u64, events: &mut dyn CounterEvents) {
+        let running = self.running & counter.mask() != 0;
+        if !running || !self.vendor.interrupts(&self.registers, counter) {
+            self.fold(counter, events);
+            return;
+        }
+        let until_overflow = self.model.width().until_overflow(value);
+        let count = events.arm(counter, until_overflow);
+        self.counters[counter.slot()].armed_for(until_overflow);
+        self.fold_to(counter, count);
+    }
+
     /// Stops a running counter's event, with its value brought up to date.
     fn stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         let count = events.disable(counter);
@@ -661,7 +674,7 @@ impl Vpmu {
         let only_stops = matches!(wanted, Wanted::Nothing { enabled: false });
         if self.running & mask != 0 && (!kept || retry) {
             if only_stops {
-                self.halt(counter, events);
+                self.halt_or_stop(counter, events);
             } else {
                 self.stop(counter, events);
             }

@@ -177,12 +177,20 @@ impl CounterEvents for Machine {
         self.events.disable(counter)
     }
 
+    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
+        self.events.pause(counters, each);
+    }
+
+    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        self.events.go_on(counters, each)
+    }
+
     fn count(&mut self, counter: CounterIndex) -> u64 {
         self.events.count(counter)
     }
 
-    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
-        self.events.arm(counter, overflow_in);
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64 {
+        self.events.arm(counter, overflow_in)
     }
 
     fn may_have_lost(&mut self) -> bool {

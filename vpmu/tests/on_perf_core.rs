@@ -1,13 +1,17 @@
 //! The register file on real perf-core events: fed counts, the clock of this thread, host software events.
 
+mod common;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::Guest;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::HostPmu;
 use perf_core::{Core, CoreConfig, SampleRegs, VcpuContext};
+use proptest::prelude::*;
 use vpmu::registers::*;
 use vpmu::*;
 
@@ -77,16 +81,20 @@ impl Machine {
     fn retire(&mut self, cpl: u8, n: u64) {
         for _ in 0..n {
             if self.fed.add(fed::exact(ArchEvent::Instructions).unwrap(), cpl, 1) {
-                let mut counters = Vec::new();
-                self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
-                    counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-                });
-                for counter in counters {
-                    self.vpmu.overflowed(counter, &mut self.events);
-                }
-                self.vpmu.reconcile(&mut self.events);
+                self.notice();
             }
         }
+    }
+
+    fn notice(&mut self) {
+        let mut counters = Vec::new();
+        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
+            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+        });
+        for counter in counters {
+            self.vpmu.overflowed(counter, &mut self.events);
+        }
+        self.vpmu.reconcile(&mut self.events);
     }
 
     fn run_for(&mut self, time: Duration) {
@@ -265,4 +273,85 @@ fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
     there.retire(0, 1);
     assert!(there.vpmu.pmi_pending());
     assert_eq!(there.read(IA32_PMC0), 0);
+}
+
+/// What a guest does to four counters of instructions.
+#[derive(Clone, Debug)]
+enum Access {
+    Global(u64),
+    Select(u32, u64),
+    Set(u32, u64),
+    Read(u32),
+    ClearStatus(u64),
+    Run(u64),
+}
+
+fn accesses() -> impl Strategy<Value = Vec<Access>> {
+    // Off, of one level, of both, with and without an interrupt, and another event.
+    let selector = prop_oneof![
+        3 => Just(0x53_00C0u64),
+        3 => Just(0x13_00C0),
+        1 => Just(0x43_00C0),
+        1 => Just(0x03_00C0),
+        1 => Just(0x53_00C4),
+        1 => Just(0),
+    ];
+    let near = (1u64..40).prop_map(|left| (1 << 48) - left);
+    let one = prop_oneof![
+        4 => (0u64..16).prop_map(Access::Global),
+        3 => (0u32..4, selector).prop_map(|(n, value)| Access::Select(n, value)),
+        3 => (0u32..4, near).prop_map(|(n, value)| Access::Set(n, value)),
+        2 => (0u32..4).prop_map(Access::Read),
+        1 => (0u64..16).prop_map(Access::ClearStatus),
+        6 => (0u64..30).prop_map(Access::Run),
+        1 => (60u64..80).prop_map(Access::Run),
+    ];
+    proptest::collection::vec(one, 0..200)
+}
+
+proptest! {
+    /// Whether an event stops for a pause, as a fed one does, or counts on, as one of the host's, a guest
+    /// sees the same.
+    #[test]
+    fn events_that_stop_for_a_pause_and_events_that_count_on_show_the_same(accesses in accesses(), freeze in any::<bool>()) {
+        let mut fed = Machine::new(Model::INTEL, BackingPolicy::Exact);
+        let mut host = Guest::new(Model::INTEL);
+        if freeze {
+            fed.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+            host.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+        }
+        for access in accesses {
+            let (msr, value) = match access {
+                Access::Global(value) => (IA32_PERF_GLOBAL_CTRL, value),
+                Access::Select(n, value) => (IA32_PERFEVTSEL0 + n, value),
+                Access::Set(n, value) => (IA32_A_PMC0 + n, value),
+                Access::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
+                Access::Read(n) => {
+                    prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
+                    continue;
+                }
+                Access::Run(n) => {
+                    // Each retires instructions and branches.
+                    for _ in 0..n {
+                        fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);
+                        fed.retire(0, 1);
+                        fed.notice();
+                        host.run(1);
+                    }
+                    prop_assert_eq!(fed.vpmu.pmi_pending(), host.vpmu.pmi_pending());
+                    if fed.vpmu.pmi_pending() {
+                        fed.vpmu.pmi_delivered(0);
+                        host.vpmu.pmi_delivered(0);
+                    }
+                    continue;
+                }
+            };
+            fed.write(msr, value);
+            host.write(msr, value);
+            prop_assert_eq!(fed.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
+        }
+        for n in 0..4 {
+            prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
+        }
+    }
 }

@@ -157,9 +157,18 @@ fn an_event_that_is_lost_in_a_pause_is_started_anew() {
 #[test]
 fn what_costs_more_than_a_call_while_it_counts_is_stopped_at_once() {
     let mut guest = four_counters();
-    guest.events.backing_of = |_| Backing::Exact;
+    guest.events.backing_of = |request| match request.event {
+        GuestEvent::Architectural(ArchEvent::Instructions) => Backing::Hardware,
+        _ => Backing::Exact,
+    };
     guest.write(IA32_PERFEVTSEL0, 0x53_00C1);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     assert!(!guest.events.is_running(counter(0)), "or all would be stepped");
     assert!(guest.events.is_running(counter(1)));
+    let enables = guest.events.enables;
+    guest.run(10);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    guest.run(5);
+    assert_eq!(guest.read(IA32_PMC0), (1 << 48) - 1_000_000 + 5);
+    assert_eq!(guest.events.enables, enables, "it keeps its place, too");
 }

@@ -17,10 +17,10 @@ pub enum Scope {
 }
 
 /// What [`is_armable`] and families are refused with.
-const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
+pub(super) const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
 
 /// Whether an overflow can come after so many counts.
-const fn is_armable(overflow_in: u64) -> bool {
+pub(super) const fn is_armable(overflow_in: u64) -> bool {
     overflow_in != 0 && overflow_in >> 63 == 0
 }
 
@@ -175,12 +175,13 @@ impl Handle {
     }
 
     /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event
-    /// runs. Later ones follow at the event's period; without one there are none.
+    /// runs. Later ones follow at the event's period; without one there are none. Returns the count from
+    /// which they are counted.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the
     /// event then stays armed as it was), [`ControlError::Closed`].
-    pub fn arm(&self, overflow_in: u64) -> Result<(), ControlError> {
+    pub fn arm(&self, overflow_in: u64) -> Result<u64, ControlError> {
         if !is_armable(overflow_in) || self.is_family() {
             return Err(ControlError::Invalid(NOT_ARMABLE));
         }

@@ -182,12 +182,43 @@ impl Context {
 
     // States.
 
-    /// Lets the next overflow of an event come after `overflow_in` further counts.
-    pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<(), PmuError> {
+    /// Lets the next overflow of an event come after `overflow_in` further counts. Returns its count.
+    pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<u64, PmuError> {
         let event = &mut self.events[key];
-        event.arm(overflow_in)?;
+        let count = event.arm(overflow_in)?;
         // One that is on overflows from now on, if it did not before.
         if event.places.of(List::Armed).is_none() {
+            self.enlist_active(key);
+        }
+        Ok(count)
+    }
+
+    /// Stops what an event that is on counts, and nothing else. Returns its count.
+    pub fn pause(&mut self, key: EventKey) -> u64 {
+        let event = &mut self.events[key];
+        if event.state != State::Active {
+            return event.count();
+        }
+        let count = event.pause();
+        if event.sampling.pending > 0 {
+            self.put_by(key);
+        }
+        count
+    }
+
+    /// Takes back [`Context::pause`] of an event that is still on. After an error it is not.
+    pub fn go_on(
+        &mut self,
+        key: EventKey,
+        overflow_in: Option<u64>,
+        now_ns: impl FnOnce() -> u64,
+    ) -> Result<(), PmuError> {
+        let event = &mut self.events[key];
+        if let Err(error) = event.go_on(overflow_in) {
+            self.fell_off(key, &error, now_ns());
+            return Err(error);
+        }
+        if overflow_in.is_some() && event.places.of(List::Armed).is_none() {
             self.enlist_active(key);
         }
         Ok(())

@@ -263,6 +263,38 @@ impl Event {
         driver.start(overflow_in)
     }
 
+    /// Stops the driver's half of an event that is on, for a moment: it stays on in name, and its times go
+    /// on. Returns its count. [`Event::go_on`] or [`Event::stop`] is to follow.
+    pub fn pause(&mut self) -> u64 {
+        if let Source::Driver(driver) = &mut self.source {
+            driver.stop();
+        }
+        let count = self.count();
+        if let Source::Driver(driver) = &mut self.source
+            && self.sampling.is_on()
+        {
+            let _ = driver.take_overflows();
+            self.sampling.disarm_at(self.raw);
+        }
+        count
+    }
+
+    /// Takes back [`Event::pause`], armed for `overflow_in` further counts if that is given. After an error
+    /// it is still stopped.
+    pub fn go_on(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if let Some(overflow_in) = overflow_in {
+            self.sampling.set_left(overflow_in, self.raw);
+        }
+        let overflow_in = self.sampling.overflow_in();
+        if let Source::Driver(driver) = &mut self.source {
+            if overflow_in.is_some() {
+                self.sampling.arm_at(self.raw);
+            }
+            driver.start(overflow_in)?;
+        }
+        Ok(())
+    }
+
     /// It went on at `time` of its context. Returns whether what it counted in its last slice is known now.
     pub fn note_on(&mut self, leader: State, time: u64) -> bool {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
@@ -302,8 +334,8 @@ impl Event {
         self.slices.as_mut().is_some_and(|slices| slices.end(count))
     }
 
-    /// Lets the next overflow come after `overflow_in` further counts.
-    pub fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+    /// Lets the next overflow come after `overflow_in` further counts. Returns the count.
+    pub fn arm(&mut self, overflow_in: u64) -> Result<u64, PmuError> {
         let raw = self.raw();
         if let Source::Driver(driver) = &mut self.source
             && self.state == State::Active
@@ -313,7 +345,7 @@ impl Event {
             self.sampling.disarm_at(raw);
         }
         self.sampling.set_left(overflow_in, raw);
-        Ok(())
+        Ok(raw.wrapping_sub(self.base))
     }
 
     /// Changes the period, or the frequency. A new period begins at once; of the old one nothing is lost: an
