@@ -1,6 +1,6 @@
 #!/bin/bash
-# source.sh VERSION OUTPUT: the source archive: what is committed, with the bare-metal guests compiled, so that building it needs no C
-# compiler. The same commit and compiler give the same bytes.
+# source.sh VERSION OUTPUT: the source archive, compressed as OUTPUT's name says: what is committed, with the bare-metal guests compiled, so
+# that building it needs no C compiler. The same commit and compiler give the same bytes.
 set -euo pipefail
 version=$1 output=$(realpath -m "$2")
 root=$(realpath "$(dirname "$0")/..")
@@ -24,6 +24,6 @@ install -m 0644 "$work"/out/*.elf "$work/out/sources.fnv1a" "$work/$name/guest-i
 { "${GUEST_CC:-gcc}" --version | head -n 1; "${GUEST_LD:-ld}" --version | head -n 1; } >"$work/$name/guest-images/prebuilt/compiled-by"
 
 mkdir -p "$(dirname "$output")"
-tar -C "$work" --format=gnu --owner=0 --group=0 --numeric-owner --sort=name --mtime="@$(git -C "$root" show -s --format=%ct "$commit")" \
-	-cf "$work/archive.tar" "$name"
-xz -T1 -6 -c "$work/archive.tar" >"$output"
+# One thread: several would put blocks into the archive.
+XZ_OPT="-T1 -6" tar -C "$work" --format=gnu --owner=0 --group=0 --numeric-owner --sort=name \
+	--mtime="@$(git -C "$root" show -s --format=%ct "$commit")" -caf "$output" "$name"

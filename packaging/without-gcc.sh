@@ -46,7 +46,7 @@ chmod +x "$work/bin/cc"
 
 # Hidden: all that compiles, assembles or links.
 hidden=0
-for tool in /usr/bin/*gcc* /usr/bin/*g++* /usr/bin/*clang* /usr/bin/{cc,c++,cpp,c89,c99,as,ld,tcc} /usr/bin/ld.* /usr/bin/*linux-gnu-{as,ld,cpp}* \
+for tool in /usr/bin/*gcc* /usr/bin/*g++* /usr/bin/*clang* /usr/bin/{cc,c++,cpp,c89,c99,as,ld,tcc} /usr/bin/ld.{bfd,gold,lld*} /usr/bin/*linux-gnu-{as,ld,cpp}* \
 	/usr/bin/{cmake,nasm,yasm,pkg-config}; do
 	tool=$(realpath -e "$tool" 2>/dev/null) || continue
 	[ ! -f "$tool" ] || { mount --bind /dev/null "$tool"; hidden=$((hidden + 1)); }

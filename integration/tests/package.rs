@@ -100,7 +100,7 @@ fn no_crate_of_the_program_has_c_to_compile() {
 #[test]
 fn the_source_archive_needs_no_compiler_for_its_guests() {
     let dir = tempfile::tempdir().unwrap();
-    let archives = ["a", "b"].map(|name| dir.path().join(name));
+    let archives = ["a.tar", "b.tar"].map(|name| dir.path().join(name));
     for archive in &archives {
         let said = Command::new(artefacts::workspace().join("packaging/source.sh"))
             .arg("0")
