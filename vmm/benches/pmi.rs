@@ -1,6 +1,6 @@
 //! What a PMI costs beside what its driver asks for: a guest that a counter of its PMU interrupts all the
-//! time, and the same guest under a VMM that answers each access with a constant and sends an NMI as often, by
-//! turns.
+//! time, and the same guest under a VMM that answers each access with a constant and sends an NMI as often,
+//! by turns.
 //!
 //! The guest counts down, and its handler of NMIs makes the accesses of Linux's driver (6.1) for one counter,
 //! with RDMSR in the place of RDPMC. Times are of CPU, so what other processes do meanwhile is not in them,
