@@ -183,7 +183,7 @@ pub use crate::error_line::error_line;
 pub use crate::model::failure::{Failure, FailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs};
 pub use crate::model::software::{Level, SoftwareId};
-pub use crate::model::state::State;
+pub use crate::model::state::{State, TickNeed};
 pub use crate::notify::Poll;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;

@@ -466,20 +466,36 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning: a VMM that
-/// looks rarely otherwise would leave it throttled for as long.
+/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning, and every one of
+/// them once it is throttled: a VMM that looks rarely otherwise would leave it throttled for as long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
-    let m = Machine::new(4);
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 2500;
+        c.tick_hz = 250;
+    });
     let v = m.vcpu(0);
     let guests = counter(&m, 1 << 20, 1);
     guests.arm(100).unwrap();
     assert!(!m.core.needs_tick());
-    let operators = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 100), None);
-    assert!(m.core.needs_tick());
+    let operators = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 5), None);
+    operators.map(1, true).unwrap();
+    assert_eq!((m.core.needs_tick(), m.core.tick_need()), (true, TickNeed::Watch));
+    for _ in 0..30 {
+        m.run(0, 5);
+        serve(&v);
+    }
+    assert_eq!((v.stats().throttles, m.core.tick_need()), (1, TickNeed::Work));
+    m.core.tick();
+    assert_eq!(m.core.tick_need(), TickNeed::Watch);
     operators.disable(Scope::Event).unwrap();
     assert!(!m.core.needs_tick());
-    drop(v);
+    let by_frequency = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 100)
+    };
+    let _follows = m.open_vcpu(by_frequency, None);
+    assert_eq!(m.core.tick_need(), TickNeed::Work);
 }
 
 /// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the

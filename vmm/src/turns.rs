@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perf_core::{Core, error_line};
+use perf_core::{Core, TickNeed, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
@@ -70,16 +70,25 @@ impl FromStr for MuxChoice {
 /// do not ring more often than a few.
 const LEAST: Duration = Duration::from_micros(150);
 
-/// Time between ticks while events take turns or sample.
+/// Time between ticks while events take turns, or sample by a frequency that their period follows.
 const TICK: Duration = Duration::from_millis(4);
+/// Time between ticks while events sample at a fixed period, of which one may come to be throttled. Each is
+/// a wake-up of the main thread, which a VM that shares its processor with many others pays for as often, and
+/// has the less of the processor.
+const WATCH: Duration = Duration::from_millis(32);
 /// Time between looks whether ticks are needed, while they are not.
 const IDLE_TICK: Duration = Duration::from_millis(100);
+/// Ticks that still come every [`TICK`] after the last that was needed: who is throttled once is throttled
+/// again, and is to wait for a tick then.
+const LINGER: u32 = 250;
 
 /// Rings every 4 ms while the core needs it, else rarely.
 #[derive(Debug)]
 pub struct Ticks {
     timer: TimerFd,
     pace: Duration,
+    /// How many more come at [`TICK`] although none is needed.
+    linger: u32,
 }
 
 impl Ticks {
@@ -91,22 +100,43 @@ impl Ticks {
         let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
         let mut timer = TimerFd::new().map_err(os)?;
         timer.reset(TICK, Some(TICK)).map_err(os)?;
-        Ok(Self { timer, pace: TICK })
+        Ok(Self {
+            timer,
+            pace: TICK,
+            linger: 0,
+        })
     }
 
     /// It rang: the core's tick, after which it may ring less often.
     pub fn rang(&mut self, core: &Core) {
         let _ = self.timer.wait();
+        // A tick itself may leave nothing to do: it lifts throttles.
+        let before = core.tick_need();
         core.tick();
-        self.keep(if core.needs_tick() { TICK } else { IDLE_TICK });
+        let need = core.tick_need();
+        self.linger = match before.max(need) {
+            TickNeed::Work => LINGER,
+            TickNeed::Watch => self.linger.saturating_sub(1),
+            TickNeed::None => 0,
+        };
+        self.keep(self.pace_for(need));
     }
 
     /// After whatever may have opened or enabled events: if ticks are needed now, the next one does not wait
     /// for the rare look. It never slows down, or who opens and closes all the time would keep ticks
     /// away.
     pub fn hurry(&mut self, core: &Core) {
-        if self.pace == IDLE_TICK && core.needs_tick() {
-            self.keep(TICK);
+        if self.pace > TICK {
+            self.keep(self.pace_for(core.tick_need()).min(self.pace));
+        }
+    }
+
+    fn pace_for(&self, need: TickNeed) -> Duration {
+        match need {
+            TickNeed::Work => TICK,
+            TickNeed::Watch if self.linger > 0 => TICK,
+            TickNeed::Watch => WATCH,
+            TickNeed::None => IDLE_TICK,
         }
     }
 
@@ -184,9 +214,24 @@ mod tests {
     use perf_core::attr::{Attr, EventType};
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{CoreConfig, Handle, OpenFlags, OpenTarget, Role, Scope, Session, VcpuContext};
+    use perf_core::{
+        CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Scope, Session, VcpuContext,
+    };
 
     use super::*;
+
+    /// Registers of a vCPU that has none.
+    struct Nowhere;
+
+    impl SampleRegs for Nowhere {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestKernel
+        }
+
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
 
     struct Rig {
         core: Core,
@@ -257,6 +302,45 @@ mod tests {
         ticks.rang(&rig.core);
         ticks.rang(&rig.core);
         assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
+    }
+
+    /// A recording at a fixed period needs a look now and then. Once it was throttled, each tick is to lift
+    /// that for a while.
+    #[test]
+    fn ticks_are_rare_beside_a_recording_until_it_is_throttled() {
+        let pmu = Arc::new(SimPmu::with_slots(2));
+        let core = Core::new(CoreConfig {
+            sample_rate_hz: 1000,
+            ..CoreConfig::default()
+        });
+        core.register(pmu.clone());
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let attr = Attr::sampling(EventType::SIM, 1, 10);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let flags = OpenFlags {
+            cookie: Some(1),
+            ..OpenFlags::default()
+        };
+        let recorded = core.open(&session, attr, target, None, flags).unwrap();
+        vcpu.sched_in();
+        let mut ticks = Ticks::new().unwrap();
+        ticks.rang(&core);
+        assert_eq!(ticks.pace, WATCH);
+        while core.tick_need() != TickNeed::Work {
+            pmu.advance(VcpuId(0), |_| 10);
+            vcpu.service_overflows(&mut Nowhere, &mut |_| ());
+        }
+        ticks.rang(&core);
+        assert_eq!((ticks.pace, core.tick_need()), (TICK, TickNeed::Watch));
+        for _ in 0..LINGER {
+            assert_eq!(ticks.pace, TICK);
+            ticks.rang(&core);
+        }
+        assert_eq!(ticks.pace, WATCH);
+        drop(recorded);
+        ticks.rang(&core);
+        assert_eq!(ticks.pace, IDLE_TICK);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use crate::context::ContextStats;
+use crate::model::state::TickNeed;
 use crate::pmu::{Pmu, VcpuId};
 use crate::schedule::SharePolicy;
 use crate::service::core::{Core, Driver, VcpuContext};
@@ -52,18 +53,21 @@ impl Core {
             .any(|v| v.errors() != v.seen_errors.load(Ordering::Relaxed))
     }
 
-    /// Whether [`Core::tick`] has anything to do. While not, the VMM may stop its timer and ask again after
-    /// each call that opens or enables.
+    /// Whether [`Core::tick`] has anything to do, or may come to have. While not, the VMM may stop its timer
+    /// and ask again after each call that opens or enables.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
+        self.tick_need() != TickNeed::None
+    }
+
+    /// What [`Core::tick`] has to do, for timers that ring less often where it is little.
+    #[must_use]
+    pub fn tick_need(&self) -> TickNeed {
         // Each lock is let go before the next is taken.
-        let vm = self.inner.vm.lock().needs_tick();
-        vm || self
-            .inner
-            .vcpus
-            .load()
-            .iter()
-            .any(|v| v.cell.load().lock().needs_tick())
+        let vm = self.inner.vm.lock().tick_need();
+        let vcpus = self.inner.vcpus.load();
+        let needs = vcpus.iter().map(|v| v.cell.load().lock().tick_need());
+        needs.max().unwrap_or_default().max(vm)
     }
 
     /// The time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots.

@@ -10,7 +10,7 @@ use crate::model::failure::FailureCause;
 use crate::model::keys::{EventKey, GroupKey, PoolId};
 use crate::model::lists::List;
 use crate::model::slices::Slices;
-use crate::model::state::{Owner, State};
+use crate::model::state::{Owner, State, TickNeed};
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
@@ -136,18 +136,23 @@ impl Context {
         self.pools.iter().filter_map(Pool::next_turn_ns).min()
     }
 
-    /// Whether a periodic tick has anything to do here. Whatever an operator samples may come to be
-    /// throttled, and a tick lifts that; a guest's counters, which are armed one overflow at a time, are
-    /// not.
-    pub fn needs_tick(&self) -> bool {
-        self.clock.is_active()
-            && (self.pools.iter().any(Pool::is_contended)
-                || !self.refused.is_empty()
-                || self.lists.of(List::Armed).iter().any(|k| {
-                    let event = &self.events[*k];
-                    let sampling = &event.sampling;
-                    sampling.throttled || (sampling.period != 0 && event.shared.owner != Owner::Guest)
-                }))
+    /// What a periodic tick has to do here. Whatever an operator samples may come to be throttled, and a tick
+    /// lifts that; a guest's counters, which are armed one overflow at a time, are not.
+    pub fn tick_need(&self) -> TickNeed {
+        if !self.clock.is_active() {
+            return TickNeed::None;
+        }
+        let waits = self.pools.iter().any(Pool::is_contended) || !self.refused.is_empty();
+        let has = |list| !self.lists.of(list).is_empty();
+        if waits || has(List::Throttled) || has(List::Frequency) {
+            return TickNeed::Work;
+        }
+        let mut armed = self.lists.of(List::Armed).iter().map(|k| &self.events[*k]);
+        if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
+            TickNeed::Watch
+        } else {
+            TickNeed::None
+        }
     }
 
     // Groups and events, on and off.

@@ -13,6 +13,19 @@ pub enum State {
     Active,
 }
 
+/// What [`crate::Core::tick`] has to do, from nothing to much.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum TickNeed {
+    /// Nothing.
+    #[default]
+    None,
+    /// Nothing yet: events sample at a fixed period, so that one may come to be throttled. Who looks now and
+    /// then lifts that late, once.
+    Watch,
+    /// Groups take turns or try again, periods follow frequencies, or a throttle is to be lifted: each tick.
+    Work,
+}
+
 /// Whom the event counts for; decides who gets slots first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
