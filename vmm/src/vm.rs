@@ -1,5 +1,6 @@
 //! A virtual machine: made from a configuration, run until it ends.
 
+mod begun;
 mod config;
 mod error;
 mod plan;
@@ -17,7 +18,7 @@ use crate::boot::{self, Loaded};
 use crate::devices::Bus;
 use crate::kvm::chips::Chips;
 use crate::kvm::cpuid::{self};
-use crate::kvm::host::{self, Kvm};
+use crate::kvm::host::Kvm;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
@@ -28,6 +29,7 @@ use crate::vcpu::control::{OnReset, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::roster::Roster;
+pub use begun::Begun;
 pub use config::{DebuggerWanted, HaltPolling, NotHaltPolling, VmConfig};
 pub use error::VmError;
 use plan::{Plan, VcpuParts, needs_full_kvm};
@@ -61,16 +63,22 @@ impl Vm {
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
-        host::while_it_is_probed(kvm, || Self::build(kvm, config, devices, probe, console))
+        Self::from_begun(Begun::now(), kvm, config, devices, probe, console)
     }
 
-    fn build(
+    /// [`Vm::new`] of what was begun before. Its threads have ended when this returns.
+    ///
+    /// # Errors
+    /// [`VmError`].
+    pub fn from_begun(
+        begun: Begun,
         kvm: &Kvm,
         config: &VmConfig,
         devices: Vec<Box<dyn VirtioDevice>>,
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
+        let mut begun = begun;
         let plan = Plan::new(kvm, config)?;
         config.pins.check(config.cpus.max())?;
         let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
@@ -81,7 +89,7 @@ impl Vm {
         // That takes a while, so not for a guest that does not run here.
         ram.fill()?;
 
-        let fd = plan.make_vm(kvm)?;
+        let fd = plan.take_vm(kvm, &mut begun)?;
         let slots = ram.register(&fd)?;
         let supported = cpuid::supported(kvm)?;
         let mut model = config.pmu.model;

@@ -178,14 +178,13 @@ fn parse(
         return Err(StatsError::Malformed("number of statistics"));
     }
     let stride = DESC_LEN + name_len as usize;
-    let mut table = Vec::with_capacity(count as usize);
-    let mut bytes = vec![0; stride];
-    for i in 0..u64::from(count) {
-        let at = u64::from(desc_at) + i * stride as u64;
-        read_at(&mut bytes, at).map_err(StatsError::Read)?;
-        table.push(parse_descriptor(&bytes, data_at)?);
-    }
-    Ok(table)
+    // All at once: there are some fifty, and two such files at the start of each VM.
+    let mut bytes = vec![0; stride * count as usize];
+    read_at(&mut bytes, u64::from(desc_at)).map_err(StatsError::Read)?;
+    bytes
+        .chunks_exact(stride)
+        .map(|descriptor| parse_descriptor(descriptor, data_at))
+        .collect()
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the field has four bits")]

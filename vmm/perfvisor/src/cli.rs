@@ -74,12 +74,20 @@ Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A.";
 #[derive(Clone, Debug, Parser)]
 #[command(name = "perfvisor", version, about, disable_help_subcommand = true)]
 pub struct Cli {
-    /// More messages: -v info, -vv debug, -vvv trace.
-    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
-    pub verbose: u8,
+    /// What every command takes.
+    #[command(flatten)]
+    pub global: Global,
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// Options of every command.
+#[derive(Clone, Debug, Args)]
+pub struct Global {
+    /// More messages: -v info, -vv debug, -vvv trace.
+    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
+    pub verbose: u8,
 }
 
 /// The commands.
@@ -396,9 +404,33 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    parse_run(&args).map_or_else(|| parse_any(args), Ok)
+}
+
+/// A right command line of `run` alone, without a file of options: a guest is to run soon, and to describe all
+/// commands takes longer than to make a VM. `None`: anything else, and whatever is wrong.
+fn parse_run(args: &[OsString]) -> Option<Cli> {
+    let mut words = args.iter().skip(1).map(|arg| arg.to_str());
+    let verbose = |word: &&str| word.starts_with("-v") || *word == "--verbose";
+    let first = words.find(|word| !word.as_ref().is_some_and(verbose))?;
+    let of_a_file = |word: Option<&str>| {
+        word.is_some_and(|word| word.starts_with("--config") || word.starts_with("--dump-config"))
+    };
+    if first != Some("run") || words.any(of_a_file) {
+        return None;
+    }
+    let command = Global::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
+        .subcommand(RunArgs::augment_args(clap::Command::new("run")));
+    let command = with_negative_numbers(perf_options::taken(command));
+    let matches = command.try_get_matches_from(args).ok()?;
+    Cli::from_arg_matches(&matches).ok()
+}
+
+fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     let command = command();
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
-    let mut args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let mut args = args;
     // "help record", as many programs have it, is "record --help".
     if args.get(1).is_some_and(|word| word == "help") {
         args.remove(1);

@@ -83,7 +83,7 @@ fn main() -> ExitCode {
         Command::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
         _ => (None, false),
     };
-    let log_file = match init_log(cli.verbose, log_file, own_guest) {
+    let log_file = match init_log(cli.global.verbose, log_file, own_guest) {
         Ok(log_file) => log_file,
         Err(error) => return bad_input(&error_line(&error)),
     };

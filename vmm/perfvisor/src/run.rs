@@ -53,7 +53,7 @@ use perfvisor_vmm::vcpu::control::{OnReset, RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
-use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
+use perfvisor_vmm::vm::{Begun, RunningVm, Vm, VmConfig};
 
 /// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
 const DESCRIPTORS: u64 = 64;
@@ -131,6 +131,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     ignore_sigio().map_err(RunError::start("sigaction failed"))?;
 
     let kvm = host::open()?;
+    // A jail is for a process of one thread.
+    let begun = args.jail.is_none().then(Begun::now);
     let probe = HostProbe::run();
     let mut config = machine::asked_for(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
@@ -140,13 +142,15 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     config.pmu.core_config().check()?;
     let (name, ends) = Ends::open(args)?;
     let mut devices = devices::wanted(args, &name, log)?;
-    // What is of the host's network and of other processes is open, and there is no thread yet.
+    // What is of the host's network and of other processes is open, and a process to be jailed has no thread yet.
     let jail = jail::separate(args, &config)?;
+    let begun = begun.unwrap_or_else(Begun::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     // Last: the others stay where guests know them.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
-    let mut vm = Vm::new(&kvm, &config, devices, &probe, consoles.serial().writer())?;
+    let console = consoles.serial().writer();
+    let mut vm = Vm::from_begun(begun, &kvm, &config, devices, &probe, console)?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.tell_of_first_entry()));
     let terminal = if consoles.has_terminal() {

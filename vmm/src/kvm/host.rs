@@ -5,7 +5,6 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 
 use kvm_bindings::{
     KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
@@ -23,9 +22,6 @@ use super::vm_fd::VmFd;
 pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
 /// What KVM keeps of its routing table for the I/O APIC that would be in user space.
 const IOAPIC_PINS: u64 = 24;
-
-/// The stack of the thread that probes beside other work.
-const PROBE_STACK: usize = 256 << 10;
 
 /// Why KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -250,19 +246,6 @@ pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
     Ok(interprets)
 }
 
-/// Does `work` while a thread of its own finds out [`interprets_kernels`]: most of that is KVM's waiting, and
-/// so is most of making a VM. The thread has ended when this returns.
-pub(crate) fn while_it_is_probed<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> T {
-    thread::scope(|scope| {
-        let probe = thread::Builder::new()
-            .name("probe".to_owned())
-            .stack_size(PROBE_STACK);
-        // What fails here fails again, and is told, where the answer is needed.
-        let _ = probe.spawn_scoped(scope, || interprets_kernels(kvm));
-        work()
-    })
-}
-
 /// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault
 /// is the end.
 fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
@@ -304,17 +287,6 @@ mod tests {
         };
         assert!(goes_on_behind(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
         assert!(!goes_on_behind(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
-    }
-
-    /// A machine is made while KVM is probed, and asks for the answer in the middle of that.
-    #[test]
-    fn who_asks_while_it_is_probed_gets_the_answer() {
-        let Ok(kvm) = open() else {
-            eprintln!("SKIP: there is no KVM here");
-            return;
-        };
-        let meanwhile = while_it_is_probed(&kvm, || interprets_kernels(&kvm)).unwrap();
-        assert_eq!(meanwhile, interprets_kernels(&kvm).unwrap());
     }
 
     /// What the self-description says of a host comes from one probe.

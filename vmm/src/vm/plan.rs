@@ -11,6 +11,7 @@ use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::Machine;
 use vpmu::{BackingPolicy, Generation, Model};
 
+use super::begun::Begun;
 use super::config::VmConfig;
 use super::error::VmError;
 use crate::boot::{self, BootError, BootRequest, KernelKind, Loaded, layout};
@@ -189,12 +190,11 @@ impl<'a> Plan<'a> {
     }
 
     /// A VM with KVM's devices.
-    pub(super) fn make_vm(&self, kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
-        let fd = Arc::new(VmFd::new(kvm)?);
+    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut Begun) -> Result<Arc<VmFd>, VmError> {
+        let fd = Arc::new(begun.take_vm(kvm)?);
         if self.config.own_pmu.is_none() && !host::disable_own_pmu(kvm, &fd)? {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
         }
-        fd.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS)?;
         Ok(fd)
     }
 

@@ -32,6 +32,33 @@ fn defaults_run_the_built_in_guest() {
     );
 }
 
+/// A right `run` is understood without a description of the other commands, and as with one.
+#[test]
+fn run_alone_is_understood_as_among_all_commands() {
+    let words = |line: &str| -> Vec<OsString> { line.split(' ').map(Into::into).collect() };
+    for line in [
+        "perfvisor run",
+        "perfvisor -vv run --memory 64M --cmdline quiet -v",
+        "perfvisor --verbose run --cpus 2 --disk path=a,ro --pmu intel-v4",
+    ] {
+        let short = parse_run(&words(line)).unwrap_or_else(|| panic!("{line}: not understood"));
+        let long = parse_any(words(line)).unwrap();
+        assert_eq!(format!("{short:?}"), format!("{long:?}"), "{line}");
+    }
+    for line in [
+        "perfvisor ps",
+        "perfvisor run --help",
+        "perfvisor run --memory 1",
+        "perfvisor run --config a.toml",
+        "perfvisor run --config=a.toml",
+        "perfvisor run --dump-config",
+        "perfvisor run --no-such-option",
+        "perfvisor -x run",
+    ] {
+        assert!(parse_run(&words(line)).is_none(), "{line}");
+    }
+}
+
 #[test]
 fn values_are_understood() {
     let args = run(&[
@@ -92,7 +119,7 @@ fn values_are_understood() {
     );
     assert_eq!(run(&["--memory", "3g"]).unwrap().memory, 3 << 30);
     let cli = parse(["perfvisor", "check", "--json", "-vv"]).unwrap();
-    assert_eq!(cli.verbose, 2);
+    assert_eq!(cli.global.verbose, 2);
 }
 
 #[test]
