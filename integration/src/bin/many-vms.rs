@@ -4,7 +4,8 @@
 //! Every guest does the same piece of work. Its price is the CPU time of its VM's threads, from the first
 //! line of the work to its last, over what the guest had of it by its own count: the clock behind its
 //! counters leaves out what is done for it outside. So it does not matter how long it waited for a processor,
-//! nor how fast that was just then. The numbers of VMs take turns.
+//! nor how fast that was just then. The numbers of VMs take turns, each with an operator and with none: what a
+//! guest among many costs without anybody who looks is the host's, and the VM's own.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -267,6 +268,16 @@ fn over_and_beyond(
     Ok((median(over_own), median(beyond)))
 }
 
+/// So many VMs work at once, and nobody looks: CPU time of a guest's work over the guest's own, the median of
+/// all.
+fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, Failure> {
+    let (guests, tsc_hz) = guests(options, vms, place)?;
+    let began = Instant::now();
+    let (guest_s, mut guests) = all_at_once(guests, |g| g.say(""), |g| g.hear("done").map(drop))?;
+    let passed = began.elapsed().as_secs_f64() * vms as f64;
+    Ok(over_and_beyond(&mut guests, &guest_s, tsc_hz, passed)?.0)
+}
+
 /// One measurement: so many VMs work at once, while all are scraped and recorded.
 fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
@@ -325,30 +336,34 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
 fn measure(options: &Options) -> Result<bool, Failure> {
     let place = tempfile::tempdir()?;
     let mut turns: Vec<Vec<Turn>> = vec![Vec::new(); options.vms.len()];
+    let mut unobserved: Vec<Vec<f64>> = vec![Vec::new(); options.vms.len()];
     for round in 0..options.rounds {
         for (n, &vms) in options.vms.iter().enumerate() {
             eprintln!("round {} of {}: {vms} VMs", round + 1, options.rounds);
             turns[n].push(turn(options, vms.into(), place.path())?);
+            unobserved[n].push(turn_unobserved(options, vms.into(), place.path())?);
         }
     }
     let of = |n: usize, what: fn(&Turn) -> f64| median(turns[n].iter().map(what).collect());
     println!(
-        "VMs  CPU s a guest  over its own time  beyond it, of a CPU  exporter, of a CPU for a VM  record --all, the same  scrapes"
+        "VMs  CPU s a guest  over its own time  with no operator  beyond it, of a CPU  exporter, of a CPU for a VM  record --all, the same  scrapes"
     );
     let mut rows = Vec::new();
     for (n, &vms) in options.vms.iter().enumerate() {
         let ratio = of(n, |t| t.over_own);
         let (guest_s, exporter, recorder) =
             (of(n, |t| t.guest_s), of(n, |t| t.exporter), of(n, |t| t.recorder));
+        let alone = median(unobserved[n].clone());
         let scrapes: u64 = turns[n].iter().map(|t| t.scrapes).sum();
         println!(
-            "{vms:3}  {guest_s:13.2}  {ratio:17.3}  {:18.2} %  {:24.3} %  {:18.3} %  {scrapes:7}",
+            "{vms:3}  {guest_s:13.2}  {ratio:17.3}  {alone:16.3}  {:18.2} %  {:24.3} %  {:18.3} %  {scrapes:7}",
             100.0 * of(n, |t| t.beyond),
             100.0 * exporter,
             100.0 * recorder
         );
         rows.push(serde_json::json!({
-            "vms": vms, "guest_cpu_s": guest_s, "over_own_time": ratio, "beyond_own_time_per_s": of(n, |t| t.beyond),
+            "vms": vms, "guest_cpu_s": guest_s, "over_own_time": ratio, "unobserved_over_own_time": alone,
+            "beyond_own_time_per_s": of(n, |t| t.beyond),
             "exporter_cpu_per_vm": exporter, "recorder_cpu_per_vm": recorder, "scrapes": scrapes,
         }));
     }
@@ -361,10 +376,14 @@ fn measure(options: &Options) -> Result<bool, Failure> {
         options.vms[0],
         if met { "met" } else { "MISSED" }
     );
+    let more_unobserved = median(unobserved[last].clone()) / median(unobserved[0].clone());
+    println!("the same with no operator: {more_unobserved:.3}");
     if let Some(path) = &options.json {
         fs::write(
             path,
-            serde_json::to_string_pretty(&serde_json::json!({ "rows": rows, "more": more }))?,
+            serde_json::to_string_pretty(
+                &serde_json::json!({ "rows": rows, "more": more, "more_unobserved": more_unobserved }),
+            )?,
         )?;
     }
     Ok(met)
