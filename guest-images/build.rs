@@ -6,12 +6,18 @@
 //! 2. the sources, if `GUEST_CC` or `GUEST_LD` names a tool for them;
 //! 3. `prebuilt/`, which `make source` puts into the source archive, unless the sources have changed since;
 //! 4. the sources.
+//!
+//! Each is there compressed, too: the program has them so, which are less than half as large then.
 
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
 
 /// This file: the options of compiler and linker are in it.
 const BUILD_SCRIPT: &[u8] = include_bytes!("build.rs");
@@ -51,9 +57,28 @@ const CFLAGS: [&str; 23] = [
 ];
 
 fn main() {
+    let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    make(&out_dir);
+    for kernel in KERNELS {
+        pack(&out_dir.join(format!("{kernel}.elf")));
+    }
+}
+
+/// Writes `FILE.gz` beside a file.
+fn pack(file: &Path) {
+    let image = fs::read(file).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", file.display())));
+    let packed = file.with_extension("elf.gz");
+    let mut gzip = GzEncoder::new(Vec::new(), Compression::best());
+    let written = gzip.write_all(&image).and_then(|()| gzip.finish());
+    written
+        .and_then(|bytes| fs::write(&packed, bytes))
+        .unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", packed.display())));
+}
+
+/// Compiles the guests, or takes them as they were compiled before.
+fn make(out_dir: &Path) {
     let manifest_dir =
         PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
-    let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let source_dir = manifest_dir.join("bare-metal");
     println!("cargo:rerun-if-changed={}", source_dir.display());
     println!("cargo:rerun-if-changed=build.rs");
@@ -68,20 +93,20 @@ fn main() {
 
     let fingerprint = format!("{:016x}\n", fingerprint(&source_dir));
     if let Some(dir) = env::var_os("GUEST_ELF_DIR") {
-        return take(Path::new(&dir), &out_dir);
+        return take(Path::new(&dir), out_dir);
     }
     let tools_named = ["GUEST_CC", "GUEST_LD"]
         .iter()
         .any(|name| env::var_os(name).is_some());
     if !tools_named && let Ok(made_of) = fs::read_to_string(prebuilt.join(FINGERPRINT)) {
         if made_of == fingerprint {
-            return take(&prebuilt, &out_dir);
+            return take(&prebuilt, out_dir);
         }
         println!(
             "cargo::warning=the sources of the guests are not those of guest-images/prebuilt: compiling them"
         );
     }
-    compile(&source_dir, &out_dir);
+    compile(&source_dir, out_dir);
     let file = out_dir.join(FINGERPRINT);
     fs::write(&file, fingerprint).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", file.display())));
 }

@@ -3,10 +3,10 @@
 //! They run on every KVM, the software-only one included, and under plain QEMU. Sources and the way to write
 //! a new test are in `guest-images/bare-metal/`, their use is in `docs/guide/bare-metal-guests.md`.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// The guest that `perfvisor run` starts when it is given no kernel.
+/// The image of the first of [`GUESTS`], which `perfvisor run` starts when it is given no kernel.
 pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
 
 /// One bare-metal guest.
@@ -16,8 +16,30 @@ pub struct Guest {
     pub name: &'static str,
     /// What it is for, in one line.
     pub purpose: &'static str,
+    /// [`Guest::image`], compressed with gzip.
+    pub packed: &'static [u8],
+}
+
+impl Guest {
     /// The ELF64 image with a multiboot 1 header in its first 8 KiB.
-    pub image: &'static [u8],
+    ///
+    /// # Panics
+    /// If the build script has packed it wrong.
+    #[must_use]
+    pub fn image(&self) -> Vec<u8> {
+        let mut image = Vec::new();
+        flate2::read::GzDecoder::new(self.packed)
+            .read_to_end(&mut image)
+            .expect("the build script packs it");
+        image
+    }
+}
+
+/// The guest of this name in [`GUESTS`], as the build script has packed it.
+macro_rules! packed {
+    ($name:literal) => {
+        include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf.gz"))
+    };
 }
 
 /// The test kernel that asserts the virtual PMU's rules from inside and prints TAP.
@@ -37,27 +59,27 @@ pub static GUESTS: [Guest; 5] = [
     Guest {
         name: "selftest",
         purpose: "the built-in guest: counts known work and shows it",
-        image: BUILTIN,
+        packed: packed!("selftest"),
     },
     Guest {
         name: "vpmu",
         purpose: "tests of the virtual PMU from inside, in TAP",
-        image: VPMU_TESTS,
+        packed: packed!("vpmu"),
     },
     Guest {
         name: "exact",
         purpose: "hand-counted code for exact counting, in TAP",
-        image: EXACT_TESTS,
+        packed: packed!("exact"),
     },
     Guest {
         name: "rdpmc",
         purpose: "RDPMC that no search of the file finds, in TAP",
-        image: RDPMC_TESTS,
+        packed: packed!("rdpmc"),
     },
     Guest {
         name: "validate",
         purpose: "measures what perfvisor validate asks for",
-        image: VALIDATE,
+        packed: packed!("validate"),
     },
 ];
 
@@ -72,7 +94,7 @@ pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
     std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
     let write = |guest: &Guest| {
         let path = dir.join(format!("{}.elf", guest.name));
-        std::fs::write(&path, guest.image).map_err(|e| named(&path, e))?;
+        std::fs::write(&path, guest.image()).map_err(|e| named(&path, e))?;
         Ok(path)
     };
     GUESTS.iter().map(write).collect()
@@ -108,9 +130,9 @@ mod tests {
     #[test]
     fn every_guest_is_an_elf64_executable_for_x86_64() {
         for guest in &GUESTS {
-            assert_eq!(&guest.image[..6], b"\x7fELF\x02\x01", "{}", guest.name);
+            assert_eq!(&guest.image()[..6], b"\x7fELF\x02\x01", "{}", guest.name);
             assert_eq!(
-                (u16_at(guest.image, 16), u16_at(guest.image, 18)),
+                (u16_at(&guest.image(), 16), u16_at(&guest.image(), 18)),
                 (2, 62),
                 "{}",
                 guest.name
@@ -121,7 +143,7 @@ mod tests {
     #[test]
     fn address_fields_and_program_headers_load_the_same_bytes() {
         for guest in &GUESTS {
-            let image = guest.image;
+            let image = &guest.image();
             let header = multiboot_header(image);
             let field = |i: usize| u64::from(u32_at(image, header + 4 * i));
             assert_ne!(
@@ -169,7 +191,7 @@ mod tests {
     #[test]
     fn a_guest_fits_into_the_smallest_machine() {
         for guest in &GUESTS {
-            let bss_end = u32_at(guest.image, multiboot_header(guest.image) + 24);
+            let bss_end = u32_at(&guest.image(), multiboot_header(&guest.image()) + 24);
             assert!(bss_end < 8 << 20, "{} ends at {bss_end:#x}", guest.name);
         }
     }
@@ -179,7 +201,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("bare-metal-guests-{}", std::process::id()));
         let paths = write_all(&dir).unwrap();
         for (guest, path) in GUESTS.iter().zip(&paths) {
-            assert_eq!(std::fs::read(path).unwrap(), guest.image);
+            assert_eq!(std::fs::read(path).unwrap(), guest.image());
         }
         std::fs::remove_dir_all(&dir).unwrap();
         let file = dir.with_extension("file");

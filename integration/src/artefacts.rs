@@ -108,7 +108,8 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
         let directory = log_dir()?.join("bare-metal");
         // Files that are right are not written again: another process may be reading them.
         let current = guest_images::bare_metal::GUESTS.iter().all(|guest| {
-            std::fs::read(directory.join(format!("{}.elf", guest.name))).is_ok_and(|data| data == guest.image)
+            std::fs::read(directory.join(format!("{}.elf", guest.name)))
+                .is_ok_and(|data| data == guest.image())
         });
         if !current {
             guest_images::bare_metal::write_all(&directory)

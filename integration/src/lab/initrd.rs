@@ -38,7 +38,7 @@ pub(super) fn write_initrd(
     add(&mut archive, "guest/bzImage", 0o644, &guest.bz_image)?;
     add(&mut archive, "guest/initrd", 0o644, &guest.initrd)?;
     for kernel in &guest_images::bare_metal::GUESTS {
-        archive.file(&format!("guest/{}.elf", kernel.name), 0o644, kernel.image)?;
+        archive.file(&format!("guest/{}.elf", kernel.name), 0o644, &kernel.image())?;
     }
     for (name, file) in &options.files {
         let others = options.files.iter().map(|(other, _)| other.as_str());

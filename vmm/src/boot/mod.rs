@@ -23,6 +23,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use flate2::read::GzDecoder;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use acpi::SCI_IRQ;
@@ -51,13 +52,15 @@ pub enum KernelSource {
     File(PathBuf),
     /// An image that is part of the program.
     Builtin(&'static [u8]),
+    /// The same, compressed with gzip.
+    Packed(&'static [u8]),
 }
 
 impl KernelSource {
     fn name(&self) -> String {
         match self {
             KernelSource::File(path) => path.display().to_string(),
-            KernelSource::Builtin(_) => "(built-in guest)".into(),
+            KernelSource::Builtin(_) | KernelSource::Packed(_) => "(built-in guest)".into(),
         }
     }
 
@@ -65,7 +68,7 @@ impl KernelSource {
     fn program_name(&self) -> Option<String> {
         match self {
             KernelSource::File(path) => Some(path.file_name()?.to_string_lossy().into_owned()),
-            KernelSource::Builtin(_) => Some("perfvisor-guest".into()),
+            KernelSource::Builtin(_) | KernelSource::Packed(_) => Some("perfvisor-guest".into()),
         }
     }
 }
@@ -193,6 +196,17 @@ impl Loaded {
     }
 }
 
+fn unpacked(packed: &[u8]) -> Result<Vec<u8>, BootError> {
+    let mut image = Vec::new();
+    let read = GzDecoder::new(packed).read_to_end(&mut image);
+    read.map_err(|source| BootError::Read {
+        what: "kernel",
+        path: "(built-in guest)".into(),
+        source,
+    })?;
+    Ok(image)
+}
+
 /// Loads a guest into `ram`.
 pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootError> {
     let name = request.kernel.name();
@@ -203,6 +217,10 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
             &file
         }
         KernelSource::Builtin(data) => data,
+        KernelSource::Packed(data) => {
+            file = unpacked(data)?;
+            &file
+        }
     };
     if request.protocol != BootProtocol::Pvh
         && let Some(header) = multiboot::find_header(data)

@@ -73,9 +73,10 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     Ok(VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
-            None => KernelSource::Builtin(
+            None => KernelSource::Packed(
                 args.builtin
-                    .map_or(guest_images::bare_metal::BUILTIN, |guest| guest.image),
+                    .unwrap_or(&guest_images::bare_metal::GUESTS[0])
+                    .packed,
             ),
         },
         boot_protocol: args.boot_protocol,

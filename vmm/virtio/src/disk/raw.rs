@@ -11,8 +11,8 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// Most pieces of guest memory in one call (`UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
-/// Zeros that are written where the file system cannot make them.
-static ZEROS: [u8; 65_536] = [0; 65_536];
+/// Bytes of zeros that are written at once where the file system cannot make them.
+const ZEROS_AT_ONCE: u64 = 65_536;
 
 /// A piece of guest memory: address and bytes.
 pub type Piece = (GuestAddress, usize);
@@ -133,10 +133,11 @@ impl Raw {
         match self.allocate(mode, at, bytes) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                 use std::os::unix::fs::FileExt;
+                let zeros = vec![0; usize::try_from(bytes.min(ZEROS_AT_ONCE)).map_err(io::Error::other)?];
                 let (mut at, mut left) = (at, bytes);
                 while left > 0 {
-                    let count = usize::try_from(left).map_or(ZEROS.len(), |left| left.min(ZEROS.len()));
-                    self.file.write_all_at(&ZEROS[..count], at)?;
+                    let count = usize::try_from(left).map_or(zeros.len(), |left| left.min(zeros.len()));
+                    self.file.write_all_at(&zeros[..count], at)?;
                     at += count as u64;
                     left -= count as u64;
                 }
