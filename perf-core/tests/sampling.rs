@@ -466,8 +466,8 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning, and every one of
-/// them once it is throttled: a VMM that looks rarely otherwise would leave it throttled for as long.
+/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning, and every one
+/// of them once it is throttled: a VMM that looks rarely otherwise would leave it throttled for as long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     let m = Machine::with(4, |c| {

@@ -4,8 +4,8 @@
 //! Every guest does the same piece of work. Its price is the CPU time of its VM's threads, from the first
 //! line of the work to its last, over what the guest had of it by its own count: the clock behind its
 //! counters leaves out what is done for it outside. So it does not matter how long it waited for a processor,
-//! nor how fast that was just then. The numbers of VMs take turns, each with an operator and with none: what a
-//! guest among many costs without anybody who looks is the host's, and the VM's own.
+//! nor how fast that was just then. The numbers of VMs take turns, each with an operator and with none: what
+//! a guest among many costs without anybody who looks is the host's, and the VM's own.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

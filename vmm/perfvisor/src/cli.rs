@@ -408,8 +408,8 @@ where
     parse_run(&args).map_or_else(|| parse_any(args), Ok)
 }
 
-/// A right command line of `run` alone, without a file of options: a guest is to run soon, and to describe all
-/// commands takes longer than to make a VM. `None`: anything else, and whatever is wrong.
+/// A right command line of `run` alone, without a file of options: a guest is to run soon, and the
+/// description of all commands takes a while. `None`: anything else, and whatever is wrong.
 fn parse_run(args: &[OsString]) -> Option<Cli> {
     let mut words = args.iter().skip(1).map(|arg| arg.to_str());
     let verbose = |word: &&str| word.starts_with("-v") || *word == "--verbose";

@@ -142,7 +142,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     config.pmu.core_config().check()?;
     let (name, ends) = Ends::open(args)?;
     let mut devices = devices::wanted(args, &name, log)?;
-    // What is of the host's network and of other processes is open, and a process to be jailed has no thread yet.
+    // What is of the host's network and of other processes is open. A process to be jailed has no thread yet.
     let jail = jail::separate(args, &config)?;
     let begun = begun.unwrap_or_else(Begun::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
