@@ -8,6 +8,7 @@
 //! notification comes first.
 
 mod paused;
+mod places;
 mod pmi;
 mod view;
 
@@ -258,9 +259,12 @@ impl Vpmu {
                         self.stop(counter, events);
                     }
                     self.registers.selectors[counter.slot()] = value;
-                    self.changed(counter.mask());
                     if !same_event {
                         self.reprogrammed(counter.mask());
+                    } else if differing & selector::INT != 0 {
+                        self.changed(counter.mask());
+                    } else if !self.rests(counter) {
+                        self.dirty |= counter.mask();
                     }
                 }
             }
@@ -385,51 +389,6 @@ impl Vpmu {
             }
         }
         self.passed(events);
-    }
-
-    /// Counters whose event has lost its place are not counted since then.
-    #[cold]
-    fn look_for_losses(&mut self, events: &mut dyn CounterEvents) {
-        for counter in counters_in(self.running | self.paused.counters) {
-            let Some(loss) = events.lost(counter) else {
-                continue;
-            };
-            if self.running & counter.mask() == 0 {
-                self.end_pause(counter, events);
-                continue;
-            }
-            self.stop(counter, events);
-            let now_ns = events.now_ns();
-            self.lost.begin(counter, loss.since_ns, now_ns);
-            log::debug!("counter {counter}: {}", loss.cause);
-            // It may have another place at once, or somebody else to count for it.
-            self.dirty |= counter.mask();
-        }
-    }
-
-    /// Time in which at least one counter that the guest has enabled was not counted, in ns of the vCPU's
-    /// event time.
-    #[inline]
-    pub fn uncounted_ns(&mut self, events: &mut dyn CounterEvents) -> u64 {
-        self.lost.total_ns(|| events.now_ns())
-    }
-
-    /// Whether some counter that the guest has enabled is not counted now.
-    pub fn has_uncounted(&self) -> bool {
-        self.lost.any_uncounted()
-    }
-
-    /// How often a counter lost its place, or was enabled and found none.
-    pub fn places_lost(&self) -> u64 {
-        self.lost.times()
-    }
-
-    /// In how many nanoseconds of event time [`Self::reconcile`] is wanted for a counter that waits for a
-    /// place; `None` while none does.
-    #[inline]
-    pub fn retry_in_ns(&self, events: &mut dyn CounterEvents) -> Option<u64> {
-        let next_ns = self.lost.is_retrying().then(|| self.lost.next_try_ns())??;
-        Some(next_ns.saturating_sub(events.now_ns()))
     }
 
     /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed:

@@ -75,6 +75,14 @@ fn one_selectors_enable_bit_pauses_too() {
     guest.run(1);
     assert_eq!(guest.read(PERF_CTR0), 11);
     assert_eq!(guest.events.enables, enables);
+    let calls = guest.events.calls;
+    guest.write(PERF_CTL0, 0x13_00C0);
+    guest.write(PERF_CTL0, 0x53_00C0);
+    assert_eq!(
+        guest.events.calls - calls,
+        2,
+        "two readings: it is armed as it was"
+    );
     guest.write(PERF_CTL0, 0x53_00C1);
     assert_eq!(
         guest.events.enables,

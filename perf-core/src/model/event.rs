@@ -273,7 +273,7 @@ impl Event {
         if let Source::Driver(driver) = &mut self.source
             && self.sampling.is_on()
         {
-            let _ = driver.take_overflows();
+            driver.forget_overflows();
             self.sampling.disarm_at(self.raw);
         }
         count
@@ -340,7 +340,7 @@ impl Event {
         if let Source::Driver(driver) = &mut self.source
             && self.state == State::Active
         {
-            let _ = driver.take_overflows();
+            driver.forget_overflows();
             driver.rearm(raw, overflow_in)?;
             self.sampling.disarm_at(raw);
         }

@@ -344,6 +344,8 @@ impl PmuEvent for FedEvent {
         }
     }
 
+    fn forget_overflows(&mut self) {}
+
     fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let n = overflow_in.max(1);
         self.armed_at = Some(count.saturating_add(n));

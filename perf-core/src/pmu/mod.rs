@@ -200,6 +200,13 @@ pub trait PmuEvent: Send {
     /// then re-arm for the rest themselves).
     fn take_overflows(&mut self) -> u32;
 
+    /// What was armed before and has overflowed unnoticed is not to be reported: it is armed anew next, or
+    /// was stopped. A driver whose [`PmuEvent::rearm`] and [`PmuEvent::stop`] leave nothing of it has nothing
+    /// to do.
+    fn forget_overflows(&mut self) {
+        let _ = self.take_overflows();
+    }
+
     /// [`PmuEvent::take_overflows`] and, if there was one, [`PmuEvent::read`] in one go: the count when the
     /// armed overflow was noticed, `None` if there was none. This is the hot path; a driver that learns the
     /// count together with the overflow answers both without a system call.

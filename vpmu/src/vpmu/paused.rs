@@ -73,6 +73,11 @@ impl Vpmu {
         }
     }
 
+    /// Whether the counter pauses and stays where it is: a pass has nothing to do for it.
+    pub(super) fn rests(&self, counter: CounterIndex) -> bool {
+        self.paused.counters & counter.mask() != 0 && !self.is_enabled(counter)
+    }
+
     /// Ends the pause of a counter, if it has one, because it counts again what it counted before.
     #[inline]
     pub(super) fn resume(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {

@@ -3,13 +3,17 @@
 use std::sync::Arc;
 
 use super::alarm::Place;
-use super::cpl::Level;
+use super::cpl::{Level, TICK_PERIOD_NS};
 use super::timer::MIN_TIMER_NS;
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
 
 /// The longest a timer is set to for the sake of a slow VMM, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
+
+/// The shortest time, ns, that a timer of an event of one level is set to again. What such an event counts is
+/// known from look to look, so before the next look there is nothing to find.
+const NEXT_LOOK_NS: u64 = TICK_PERIOD_NS / 8;
 
 /// The most that is added to a timer's time for what the guest is likely to miss of it: this part of it.
 const MOST_SLACK: u64 = 16;
@@ -73,8 +77,9 @@ pub(super) struct ClockEvent {
     span_start_ns: Option<u64>,
     /// Time of all finished spans.
     spans_ns: u64,
-    /// The last count handed out.
+    /// The last count handed out, and the time it was made of: out of the guest that stays the same.
     last_count: u64,
+    last_ns: u64,
     /// The count at which an overflow is due.
     armed_at: Option<u64>,
     /// The count when the alarm was armed last.
@@ -98,6 +103,7 @@ impl ClockEvent {
             span_start_ns: None,
             spans_ns: 0,
             last_count: 0,
+            last_ns: 0,
             armed_at: None,
             set_at: 0,
             wait_ns: MIN_TIMER_NS,
@@ -116,11 +122,17 @@ impl ClockEvent {
         }
     }
 
-    fn counts(&self, ns: u64) -> u64 {
-        match self.unit {
-            Unit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
-            Unit::Nanoseconds => ns,
+    /// The count after `ns` in all.
+    fn count_at(&mut self, ns: u64) -> u64 {
+        // A reading that had to settle for the finished intervals may be behind the one before it.
+        if ns > self.last_ns {
+            self.last_ns = ns;
+            self.last_count = match self.unit {
+                Unit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
+                Unit::Nanoseconds => ns,
+            };
         }
+        self.last_count
     }
 
     /// After an early ring, how long the timer is to wait for the last `rest` counts.
@@ -131,10 +143,14 @@ impl ClockEvent {
     /// wait.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
+        let least_ns = match self.share {
+            Share::One(_) => NEXT_LOOK_NS,
+            Share::All | Share::Nothing => MIN_TIMER_NS,
+        };
         let at_least_ns = if had_ns >= self.wait_ns / 8 {
-            MIN_TIMER_NS
+            least_ns
         } else {
-            (self.wait_ns * 2).min(MOST_PATIENCE_NS)
+            (self.wait_ns * 2).clamp(least_ns, MOST_PATIENCE_NS)
         };
         self.ns_for(rest).max(at_least_ns)
     }
@@ -218,9 +234,7 @@ impl PmuEvent for ClockEvent {
         let span = self
             .span_start_ns
             .map_or(0, |start| self.clock_ns().saturating_sub(start));
-        // A reading that had to settle for the finished intervals may be behind the one before it.
-        self.last_count = self.last_count.max(self.counts(self.spans_ns + span));
-        self.last_count
+        self.count_at(self.spans_ns + span)
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
@@ -232,6 +246,8 @@ impl PmuEvent for ClockEvent {
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then_some(self.last_count)
     }
+
+    fn forget_overflows(&mut self) {}
 
     fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let Some(signal) = self.signal else {
@@ -354,6 +370,26 @@ mod tests {
         assert_eq!(early(&|_| NEED_NS), 1000);
         // What was is forgotten.
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
+    }
+
+    /// Its count stands still between two looks: a ring before the next one finds nothing.
+    #[test]
+    fn an_event_of_one_level_is_not_rung_for_before_the_next_look() {
+        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let mut one = ClockEvent::new(clock.clone(), None, Share::One(Level::User), Unit::Nanoseconds);
+        let mut all = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        let rings = |event: &mut ClockEvent| {
+            let mut waited_ns = 0;
+            (0..)
+                .take_while(|_| {
+                    let before_ns = waited_ns;
+                    event.wait_ns = event.wait_for_rest(0, 1);
+                    waited_ns += event.wait_ns;
+                    before_ns < TICK_PERIOD_NS
+                })
+                .count()
+        };
+        assert_eq!((rings(&mut one), rings(&mut all)), (4, 6));
     }
 
     #[test]
