@@ -109,9 +109,7 @@ impl Vpmu {
         let held = &mut self.counters[counter.slot()];
         held.left_out += count.saturating_sub(held.base);
         held.base = count;
-        let Some(programmed) = held.programmed else {
-            return None;
-        };
+        let programmed = held.programmed?;
         if super::misses_exits(programmed) {
             self.misses_exits |= mask;
         }
