@@ -109,12 +109,16 @@ impl Way {
     /// [`GuestError`].
     pub fn ask(&self, job: Job) -> Result<UnixStream, GuestError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
+        let mut before = None;
         let stream = loop {
             // Whatever lacks may come: the VM itself, its sockets, the guest's kernel, the agent.
             match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
-                (Err(_), Some(until)) if Instant::now() < until => std::thread::sleep(10 * NAP),
-                (Err(error), _) => return Err(error),
+                (Err(error), Some(until)) if Instant::now() < until => {
+                    before = Some(error);
+                    std::thread::sleep(10 * NAP);
+                }
+                (Err(error), _) => return Err(last(before, error)),
             }
         };
         let version = VERSION;
@@ -204,6 +208,15 @@ impl Way {
     }
 }
 
+/// Which of the last two errors is told. The user's time may end before an answer to the last try; a guest
+/// that has refused one before has booted and has its driver.
+fn last(before: Option<GuestError>, error: GuestError) -> GuestError {
+    match (before, error) {
+        (Some(refused @ GuestError::NoAgent(_)), GuestError::NoAnswer(_)) => refused,
+        (_, error) => error,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
@@ -290,5 +303,19 @@ mod tests {
         assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
         drop(ours);
         drips.join().unwrap();
+    }
+
+    /// A guest without an agent was said to have no driver when the last try began just before the time was
+    /// over.
+    #[test]
+    fn a_guest_that_has_refused_is_not_said_to_be_silent() {
+        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
+        assert!(matches!(last(Some(refused), silent), GuestError::NoAgent(_)));
+        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
+        assert!(matches!(last(None, silent), GuestError::NoAnswer(_)));
+        assert!(matches!(
+            last(Some(GuestError::NoAnswer("g".into())), refused),
+            GuestError::NoAgent(_)
+        ));
     }
 }
