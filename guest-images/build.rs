@@ -1,6 +1,6 @@
 //! The bare-metal guests of `bare-metal/`, as one ELF64 multiboot kernel each in `OUT_DIR`: compiled with the
-//! host's C compiler and linker, each directory of [`KERNELS`] together with `bare-metal/lib`, or taken as
-//! they were compiled before. They come from
+//! host's C compiler and linker, each directory of [`guests::KERNELS`] together with `bare-metal/lib`, or
+//! taken as they were compiled before. They come from
 //!
 //! 1. the directory that `GUEST_ELF_DIR` names;
 //! 2. the sources, if `GUEST_CC` or `GUEST_LD` names a tool for them;
@@ -9,249 +9,32 @@
 //!
 //! Each is there compressed, too: the program has them so, which are less than half as large then.
 
-use std::env;
-use std::ffi::OsStr;
+#[path = "build/guests.rs"]
+mod guests;
+
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Command, exit};
+use std::path::Path;
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-/// This file: the options of compiler and linker are in it.
-const BUILD_SCRIPT: &[u8] = include_bytes!("build.rs");
-/// In a directory of guests: the fingerprint of the sources that they were compiled from.
-const FINGERPRINT: &str = "sources.fnv1a";
-
-/// The kernels: directory under `bare-metal/` and name of the file made.
-const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
-
-/// Freestanding code for the privileged levels: no SSE registers, no red zone, no position independence, no
-/// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for
-/// call chains.
-const CFLAGS: [&str; 23] = [
-    "-std=gnu11",
-    "-O2",
-    "-g",
-    "-Wall",
-    "-Wextra",
-    "-Wno-sign-compare",
-    "-Wno-format-zero-length",
-    "-m64",
-    "-march=x86-64",
-    "-mgeneral-regs-only",
-    "-mno-sse",
-    "-mno-red-zone",
-    "-ffreestanding",
-    "-nostdlib",
-    "-static",
-    "-fno-pic",
-    "-no-pie",
-    "-fno-stack-protector",
-    "-fcf-protection=none",
-    "-fno-asynchronous-unwind-tables",
-    "-fno-omit-frame-pointer",
-    "-fno-strict-aliasing",
-    "-fno-toplevel-reorder",
-];
-
 fn main() {
-    let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    make(&out_dir);
-    for kernel in KERNELS {
+    let out_dir = guests::out_dir();
+    guests::make(&out_dir);
+    for kernel in guests::KERNELS {
         pack(&out_dir.join(format!("{kernel}.elf")));
     }
 }
 
 /// Writes `FILE.gz` beside a file.
 fn pack(file: &Path) {
-    let image = fs::read(file).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", file.display())));
+    let image =
+        fs::read(file).unwrap_or_else(|e| guests::fail(&format!("cannot read {}: {e}", file.display())));
     let packed = file.with_extension("elf.gz");
     let mut gzip = GzEncoder::new(Vec::new(), Compression::best());
     let written = gzip.write_all(&image).and_then(|()| gzip.finish());
     written
         .and_then(|bytes| fs::write(&packed, bytes))
-        .unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", packed.display())));
-}
-
-/// Compiles the guests, or takes them as they were compiled before.
-fn make(out_dir: &Path) {
-    let manifest_dir =
-        PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
-    let source_dir = manifest_dir.join("bare-metal");
-    println!("cargo:rerun-if-changed={}", source_dir.display());
-    println!("cargo:rerun-if-changed=build.rs");
-    let prebuilt = manifest_dir.join("prebuilt");
-    // Of a file that is not there cargo thinks that it has changed.
-    if prebuilt.exists() {
-        println!("cargo:rerun-if-changed={}", prebuilt.display());
-    }
-    for variable in ["GUEST_CC", "GUEST_LD", "GUEST_ELF_DIR"] {
-        println!("cargo:rerun-if-env-changed={variable}");
-    }
-
-    let fingerprint = format!("{:016x}\n", fingerprint(&source_dir));
-    if let Some(dir) = env::var_os("GUEST_ELF_DIR") {
-        return take(Path::new(&dir), out_dir);
-    }
-    let tools_named = ["GUEST_CC", "GUEST_LD"]
-        .iter()
-        .any(|name| env::var_os(name).is_some());
-    if !tools_named && let Ok(made_of) = fs::read_to_string(prebuilt.join(FINGERPRINT)) {
-        if made_of == fingerprint {
-            return take(&prebuilt, out_dir);
-        }
-        println!(
-            "cargo::warning=the sources of the guests are not those of guest-images/prebuilt: compiling them"
-        );
-    }
-    compile(&source_dir, out_dir);
-    let file = out_dir.join(FINGERPRINT);
-    fs::write(&file, fingerprint).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", file.display())));
-}
-
-/// Copies guests that were compiled before.
-fn take(from: &Path, out_dir: &Path) {
-    for kernel in KERNELS {
-        let file = from.join(format!("{kernel}.elf"));
-        println!("cargo:rerun-if-changed={}", file.display());
-        let image = fs::read(&file).unwrap_or_else(|e| {
-            fail(&format!(
-                "cannot read the guest {}: {e}; GUEST_ELF_DIR names a directory of {}",
-                file.display(),
-                KERNELS.map(|kernel| format!("{kernel}.elf")).join(", ")
-            ))
-        });
-        if !image.starts_with(b"\x7fELF") {
-            fail(&format!("{} is no guest: it is no ELF file", file.display()));
-        }
-        let to = out_dir.join(format!("{kernel}.elf"));
-        fs::write(&to, image).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", to.display())));
-    }
-}
-
-/// FNV-1a, 64 bits, of all that the guests are made of but the compiler: every file's path and text, and this
-/// one's. It tells sources that somebody has changed; it is no guard against those who mean no good.
-fn fingerprint(source_dir: &Path) -> u64 {
-    let mut files = Vec::new();
-    list(source_dir, &mut files);
-    files.sort();
-    let mut hash = 0xCBF2_9CE4_8422_2325;
-    let mut add = |bytes: &[u8]| {
-        for &byte in bytes.iter().chain(&[0]) {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
-        }
-    };
-    add(BUILD_SCRIPT);
-    for file in files {
-        let name = file.strip_prefix(source_dir).unwrap_or(&file);
-        add(name.as_os_str().as_encoded_bytes());
-        add(&fs::read(&file).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", file.display()))));
-    }
-    hash
-}
-
-/// All files below `dir`.
-fn list(dir: &Path, files: &mut Vec<PathBuf>) {
-    for entry in entries(dir) {
-        if entry.is_dir() {
-            list(&entry, files);
-        } else {
-            files.push(entry);
-        }
-    }
-}
-
-/// What a directory has.
-fn entries(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", dir.display())));
-    entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
-}
-
-/// Compiles and links all of them.
-fn compile(source_dir: &Path, out_dir: &Path) {
-    let cc = env::var("GUEST_CC").unwrap_or_else(|_| "gcc".to_owned());
-    let ld = env::var("GUEST_LD").unwrap_or_else(|_| "ld".to_owned());
-    // What a debugger needs of the guests is two thirds of them, and they are all in the program.
-    let release = env::var_os("PROFILE").is_some_and(|profile| profile == "release");
-    let without_debugging: &[&str] = if release { &["--strip-debug"] } else { &[] };
-    let library = compile_dir(&cc, source_dir, "lib", out_dir);
-    for kernel in KERNELS {
-        let mut objects = compile_dir(&cc, source_dir, kernel, out_dir);
-        objects.extend(library.iter().cloned());
-        let mut link = Command::new(&ld);
-        link.args([
-            "-nostdlib",
-            "-static",
-            "-z",
-            "noexecstack",
-            "-z",
-            "max-page-size=4096",
-        ])
-        .args(["--build-id=none", "-T"])
-        .arg(source_dir.join("link.ld"))
-        .args(without_debugging)
-        .arg("-o")
-        .arg(out_dir.join(format!("{kernel}.elf")))
-        .args(&objects);
-        run(link, "GUEST_LD");
-    }
-}
-
-/// Compiles every `.c` and `.S` file of one directory and returns the objects, in the order of their names.
-fn compile_dir(cc: &str, source_dir: &Path, name: &str, out_dir: &Path) -> Vec<PathBuf> {
-    let mut sources: Vec<PathBuf> = entries(&source_dir.join(name))
-        .into_iter()
-        .filter(|path| matches!(path.extension().and_then(OsStr::to_str), Some("c" | "S")))
-        .collect();
-    sources.sort();
-    let object_dir = out_dir.join(name);
-    fs::create_dir_all(&object_dir)
-        .unwrap_or_else(|e| fail(&format!("cannot create {}: {e}", object_dir.display())));
-    // Two source trees at different places must give the same bytes.
-    let prefix_map = format!("-ffile-prefix-map={}=bare-metal", source_dir.display());
-    let compile = |source: &PathBuf| {
-        let file_name = source
-            .file_name()
-            .expect("a directory entry has a name")
-            .to_string_lossy();
-        let object = object_dir.join(format!("{file_name}.o"));
-        let mut compile = Command::new(cc);
-        compile
-            .args(CFLAGS)
-            .arg(&prefix_map)
-            .arg("-I")
-            .arg(source_dir.join("lib"));
-        compile.arg("-c").arg(source).arg("-o").arg(&object);
-        run(compile, "GUEST_CC");
-        object
-    };
-    sources.iter().map(compile).collect()
-}
-
-/// Runs a tool and ends the build with one line if that fails.
-fn run(mut command: Command, variable: &str) {
-    let tool = command.get_program().to_string_lossy().into_owned();
-    match command.output() {
-        Ok(output) if output.status.success() => {}
-        Ok(output) => {
-            eprint!("{}", String::from_utf8_lossy(&output.stderr));
-            fail(&format!(
-                "`{tool}` failed while building the bare-metal guests ({})",
-                output.status
-            ));
-        }
-        Err(e) => fail(&format!(
-            "cannot run `{tool}`, needed to build the bare-metal guests: {e}; install gcc and binutils for x86-64 \
-             (Debian: apt-get install gcc binutils), name another in {variable}, or build the archive that \
-             `make source` makes, which has them compiled"
-        )),
-    }
-}
-
-/// Ends the build with one clear line.
-fn fail(message: &str) -> ! {
-    println!("cargo::error={message}");
-    exit(1);
+        .unwrap_or_else(|e| guests::fail(&format!("cannot write {}: {e}", packed.display())));
 }

@@ -15,9 +15,9 @@ fi
 [ -z "$(git -C "$root" status --porcelain --untracked-files=no)" ] || echo "source: without changes that are not committed"
 git -C "$root" archive --prefix="$name/" "$commit" | tar -C "$work" -x
 
-# The build script is what compiles them in any build, and it is a program like another.
+# This part of the build script is what compiles them in any build, and it is a program of its own.
 mkdir "$work/out"
-rustc --edition 2024 -o "$work/build-guests" "$work/$name/guest-images/build.rs"
+rustc --edition 2024 -o "$work/build-guests" "$work/$name/guest-images/build/guests.rs"
 CARGO_MANIFEST_DIR=$work/$name/guest-images OUT_DIR=$work/out PROFILE=release "$work/build-guests" >"$work/said" || { cat "$work/said"; exit 1; }
 install -d "$work/$name/guest-images/prebuilt"
 install -m 0644 "$work"/out/*.elf "$work/out/sources.fnv1a" "$work/$name/guest-images/prebuilt/"

@@ -130,7 +130,7 @@ fn the_source_archive_needs_no_compiler_for_its_guests() {
     assert!(unpacked);
     let guests = dir.path().join("perfvisor-0/guest-images");
     let program = dir.path().join("build");
-    let script = guests.join("build.rs");
+    let script = guests.join("build/guests.rs");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let (built, _) = run(Command::new(rustc)
         .args(["--edition", "2024", "-o"])

@@ -260,6 +260,10 @@ impl Watch {
             out += &format!(" KVM's exits are not counted by its statistics: {why}\n");
         }
         match trace {
+            Ok(trace) if total.traced.is_empty() => {
+                out += " KVM's exits are not timed: this KVM's tracepoints showed none.\n";
+                out += &trace.remarks();
+            }
             Ok(trace) => {
                 out +=
                     " Times of KVM's exits are until it enters the guest again, Perfvisor's part included.\n";
