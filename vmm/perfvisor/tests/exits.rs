@@ -74,8 +74,8 @@ fn exits_are_counted_and_timed_while_watched() {
     assert!(count(total, "kvm", "statistic", "exits") >= kicks, "{text}");
 }
 
-/// KVM's exits have times where the user may trace and this KVM has tracepoints that it uses; elsewhere a line
-/// says why they have none.
+/// KVM's exits have times where the user may trace and this KVM has tracepoints that it uses; elsewhere a
+/// line says why they have none.
 fn says_whether_kvms_exits_are_timed(text: &str) -> bool {
     text.contains("\n KVM's exits   ") != text.contains("KVM's exits are not timed: ")
 }
