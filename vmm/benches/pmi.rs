@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use figures::{Figure, Target};
+use figures::{Figure, Target, median};
 use kvm_bindings::kvm_segment;
 use perf_core::SharePolicy;
 use perf_core::mux::MuxPolicy;
@@ -507,11 +507,6 @@ fn cpu_time() -> Duration {
         u64::try_from(time.tv_sec).unwrap_or(0),
         u32::try_from(time.tv_nsec).unwrap_or(0),
     )
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

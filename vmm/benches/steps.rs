@@ -9,7 +9,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use figures::{Figure, Target};
+use figures::{Figure, Target, median};
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
@@ -129,11 +129,6 @@ fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Bo
     (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
     vcpu.set_regs(&regs)?;
     Ok((ArmedVcpu::new(vcpu), memory, (ram, slots)))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -13,7 +13,7 @@ mod tiny_vmm;
 use std::error::Error;
 use std::time::Instant;
 
-use figures::{Figure, Target};
+use figures::{Figure, Target, median};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use tiny_vmm::{CODE, Pmu, machine, trap_msrs};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
@@ -157,11 +157,6 @@ fn exits(vcpu: &mut VcpuFd, way: Way<'_>) -> Result<f64, Box<dyn Error>> {
         }
     }
     Ok(began.elapsed().as_nanos() as f64 / f64::from(EXITS))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -50,6 +50,13 @@ pub fn only_tried() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
 
+/// The one in the middle.
+#[allow(dead_code, reason = "each program uses its part")]
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
 /// Prints the figures and, unless the run was a partial one, writes them, with `more`, to `NAME-ratios.json`.
 pub fn report(
     name: &str,
