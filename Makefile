@@ -5,6 +5,14 @@ CARGO ?= cargo
 # Which Debian kernel the guest gets: cloud, generic, newest, or a package name.
 KERNEL ?= cloud
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+# The release build: one static binary for the host, the lab, the packages and the benchmarks. Flags for
+# a named target do not apply to build scripts and procedural macros.
+TRIPLE := x86_64-unknown-linux-gnu
+RELEASE = RUSTFLAGS="-C target-feature=+crt-static" $(CARGO)
+RELEASE_FLAGS := --release --target $(TRIPLE)
+RELEASE_DIR := $(TARGET_DIR)/$(TRIPLE)/release
+# The binary that is shipped: without symbols, which are in perfvisor.debug beside it.
+BUILT := $(TARGET_DIR)/release/perfvisor
 
 .DEFAULT_GOAL := help
 
@@ -17,7 +25,7 @@ help:
 ## demo: a Linux guest whose perf counts and samples, in the lab where KVM cannot run Linux (PMU=intel|amd)
 .PHONY: demo
 demo: lab-files
-	$(CARGO) run -q -p integration --bin demo -- $(PMU)
+	$(CARGO) run -q --bin demo -- $(PMU)
 
 # Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
 # measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
@@ -148,35 +156,17 @@ bench-baseline:
 figures:
 	PERFVISOR_FIGURES=write $(CARGO) test -q --workspace --test figures
 
-# A binary that needs nothing of the host but its kernel, and what is made of it: for any distribution, and for Debian's. It is built with
-# names for backtraces and without line tables, which would triple it. What is shipped has the names in a file beside it. Relocations are
-# packed where the C library's start code knows of that (glibc 2.36), a fifth of a megabyte.
-VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
-WITH_NAMES = $(TARGET_DIR)/static/$(LAB_TARGET)/release/perfvisor
-STATIC = $(TARGET_DIR)/static/perfvisor
-PACKED_RELOCATIONS = $(shell printf '%s\n' 2.36 "$$(getconf GNU_LIBC_VERSION 2>/dev/null | sed 's/.* //')" | sort -CV && \
-	echo "-C link-arg=-Wl,-z,pack-relative-relocs")
-## static: target/static/perfvisor, which needs no library; its names are in perfvisor.debug beside it
-.PHONY: static
-static:
-	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) rustc --release --target $(LAB_TARGET) \
-		--target-dir $(TARGET_DIR)/static -p perfvisor --bin perfvisor --config profile.release.debug=false -- $(PACKED_RELOCATIONS)
-	objcopy --only-keep-debug $(WITH_NAMES) $(STATIC).debug
-	strip -o $(STATIC) $(WITH_NAMES)
-	objcopy --add-gnu-debuglink=$(STATIC).debug $(STATIC)
-	@echo "static: $(STATIC), $$(stat -c %s $(STATIC)) bytes"
-
-## deb: a Debian package of a static binary, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
+## deb: a Debian package of the release build, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
 .PHONY: deb
-deb: $(if $(BINARY),,static)
-	packaging/deb.sh $(or $(BINARY),$(STATIC)) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
+deb: $(if $(BINARY),,build)
+	packaging/deb.sh $(or $(BINARY),$(BUILT)) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
 	@echo "deb: $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb; install it with dpkg -i"
 
 ## tarball: the same as a compressed archive to be unpacked at / (BINARY=FILE: of that one)
 .PHONY: tarball
-tarball: $(if $(BINARY),,static)
+tarball: $(if $(BINARY),,build)
 	rm -rf $(TARGET_DIR)/tarball
-	packaging/stage.sh $(or $(BINARY),$(STATIC)) $(TARGET_DIR)/tarball
+	packaging/stage.sh $(or $(BINARY),$(BUILT)) $(TARGET_DIR)/tarball
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 
@@ -194,7 +184,7 @@ source-check: source
 ## package-check: package and archive, installed and tried in a copy of this machine (BINARY=FILE: of that one; needs root)
 .PHONY: package-check
 package-check: deb tarball
-	packaging/try.sh $(or $(BINARY),$(STATIC)) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb \
+	packaging/try.sh $(or $(BINARY),$(BUILT)) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb \
 		$(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz
 
 ## tools-check: perf annotate, samply and a program of Go with recordings of guests; says which of them is missing (minutes)
@@ -221,47 +211,45 @@ unit-check:
 .PHONY: bench
 bench:
 	$(CARGO) bench --workspace --bench '*'
-	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
+	$(CARGO) run -q --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
 ## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000 WAYS=bcde; LAB=1: in the lab)
 OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(if $(WAYS),--ways $(WAYS))
 .PHONY: overhead
-overhead: $(if $(LAB),overhead-in-lab,setup)
+overhead: $(if $(LAB),overhead-in-lab,build)
 ifndef LAB
-	$(CARGO) build --release -p perfvisor -p integration --bin perfvisor --bin overhead
-	$(TARGET_DIR)/release/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
+	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin overhead
+	$(RELEASE_DIR)/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
 endif
 
 # The lab has nothing but static programs, and its commands end after ten minutes unless told.
-LAB_TARGET := x86_64-unknown-linux-gnu
 .PHONY: overhead-in-lab
 overhead-in-lab: lab-files
-	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --release --target $(LAB_TARGET) \
-		--target-dir $(TARGET_DIR)/static -p integration --bin overhead
-	$(CARGO) run -q -p integration --bin lab -- --file bin/overhead=$(TARGET_DIR)/static/$(LAB_TARGET)/release/overhead \
+	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin overhead
+	$(CARGO) run -q --bin lab -- --file bin/overhead=$(RELEASE_DIR)/overhead \
 		env PATH=/bin:/sbin:/usr/bin overhead $(OVERHEAD_OPTIONS)
 
 ## many-vms: what a guest costs among 1, 2, 10 and 50 with four counters each, under the exporter and record --all (ROUNDS=3)
 .PHONY: many-vms
-many-vms: setup
-	$(CARGO) build --release -p perfvisor -p integration --bin perfvisor --bin many-vms
+many-vms: build
+	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin many-vms
 	mkdir -p $(TARGET_DIR)/bench
-	$(TARGET_DIR)/release/many-vms $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/bench/many-vms.json
+	$(RELEASE_DIR)/many-vms $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/bench/many-vms.json
 
 ## compare: Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab (ROUNDS=1; a quarter of an hour and more)
 .PHONY: compare
 compare: lab-files
-	$(CARGO) run -q -p integration --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	$(CARGO) run -q --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 ALSO="--halt-poll-ns host")
 .PHONY: compare-disk
 compare-disk: lab-files debian
-	$(CARGO) run -q -p integration --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
+	$(CARGO) run -q --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
 
 ## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
 .PHONY: compare-start
 compare-start: lab-files
-	PERFVISOR_PLACE=lab $(CARGO) run -q -p integration --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	PERFVISOR_PLACE=lab $(CARGO) run -q --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
@@ -296,35 +284,32 @@ fuzz-check:
 			$(CARGO) check --locked $(FUZZ_PROFILE) --manifest-path $$crate/fuzz/Cargo.toml || exit 1; \
 	done
 
-## build: the perfvisor binary, target/release/perfvisor
+## build: target/release/perfvisor, a static binary; its symbols are in perfvisor.debug beside it
 .PHONY: build
 build: setup
-	$(CARGO) build --release -p perfvisor
+	$(RELEASE) build $(RELEASE_FLAGS) -p perfvisor -p guest-agent
+	@mkdir -p $(dir $(BUILT)); if [ $(RELEASE_DIR)/perfvisor -nt $(BUILT) ]; then \
+		objcopy --only-keep-debug $(RELEASE_DIR)/perfvisor $(BUILT).debug && \
+		strip -o $(BUILT) $(RELEASE_DIR)/perfvisor && \
+		objcopy --add-gnu-debuglink=$(BUILT).debug $(BUILT); \
+	fi
+	@echo "build: $(BUILT), $$(stat -c %s $(BUILT)) bytes"
 
 ## guest: the Linux guest and the lab host from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1)
 .PHONY: guest
 guest: setup
-	$(CARGO) run -q -p guest-images --features builder --bin guest-images -- \
+	$(CARGO) run -q --features guest-images/builder --bin guest-images -- \
 		--target-dir $(TARGET_DIR) $(if $(REFRESH),--refresh) $(KERNEL)
-
-# The agent of perfvisor exec and cp, static, so that it runs in any guest.
-AGENT := $(TARGET_DIR)/static/x86_64-unknown-linux-gnu/release/perfvisor-agent
-.PHONY: agent
-## agent: the static agent for guests of perfvisor exec and cp
-agent: setup
-	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build -q --release --target x86_64-unknown-linux-gnu \
-		--target-dir $(TARGET_DIR)/static --config profile.release.debug=false -p guest-agent --bin perfvisor-agent
-	@echo $(AGENT)
 
 ## debian: a Debian disk image with perf, sshd and the agent, in target/debian (REFRESH=1: newer packages)
 .PHONY: debian
-debian: agent
-	guest-images/debian/build $(AGENT) $(TARGET_DIR)/debian
+debian: build
+	guest-images/debian/build $(RELEASE_DIR)/perfvisor-agent $(TARGET_DIR)/debian
 
 ## demo-disk: the Debian image boots to a login, its perf counts and samples, and perf.data comes out over vsock
 .PHONY: demo-disk
 demo-disk: lab-files debian
-	$(CARGO) run -q -p integration --bin demo-disk
+	$(CARGO) run -q --bin demo-disk
 
 ## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes; MODELS=intel,amd)
 .PHONY: debian-test
@@ -346,7 +331,7 @@ soak-hostile:
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files
-	$(CARGO) run -q -p integration --bin lab
+	$(CARGO) run -q --bin lab
 
 # Guest images and static binaries. Tests would build them too, but silently.
 .PHONY: lab-files

@@ -6,7 +6,7 @@ binary=$1 root=$2
 here=$(dirname "$0")
 share=$root/usr/share
 if readelf -lW "$binary" | grep -q INTERP; then
-	echo "stage: $binary needs libraries, which a package of it does not name; make static builds one that needs none"
+	echo "stage: $binary needs libraries, which a package of it does not name; make build builds one that needs none"
 	exit 1
 fi
 install -D -m 0755 "$binary" "$root/usr/bin/perfvisor"

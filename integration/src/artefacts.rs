@@ -133,8 +133,8 @@ pub struct Binaries {
 
 /// Builds the static binaries, or finds that they are up to date.
 ///
-/// They have a target directory of their own, so that the different flags do not make Cargo
-/// rebuild everything each time. `PERFVISOR_STATIC_DIR` names a directory with ready binaries.
+/// They are the release build: what `make build` has built is not built again.
+/// `PERFVISOR_STATIC_DIR` names a directory with ready binaries.
 ///
 /// # Errors
 /// When the build fails.
@@ -156,26 +156,10 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
         return Ok(in_directory(Path::new(&directory)));
     }
     Progress::new("lab").step("building static binaries (a few minutes the first time)");
-    build_static(&[
-        "build",
-        "-p",
-        "perfvisor",
-        "-p",
-        "guest-agent",
-        "-p",
-        "integration",
-        "--bin",
-        "perfvisor",
-        "--bin",
-        "lab-agent",
-        "--bin",
-        "perfvisor-agent",
-        // Line tables would triple what has to be unpacked at each boot of the lab.
-        "--config",
-        "profile.release.debug=false",
-    ])?;
-    let target_dir = target_dir().join("static");
-    Ok(in_directory(&target_dir.join(STATIC_TARGET).join("release")))
+    // As `make build` has it: a package more would change features, and with them the product.
+    build_static(&["build", "-p", "perfvisor", "-p", "guest-agent"])?;
+    build_static(&["build", "-p", "integration", "--bin", "lab-agent"])?;
+    Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
 }
 
 /// Runs `cargo` with `arguments` so that what it builds is static, and returns what it prints.
@@ -188,7 +172,7 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
         .args(["--quiet", "--release", "--target", STATIC_TARGET])
         .args(rest)
         .arg("--target-dir")
-        .arg(target_dir().join("static"))
+        .arg(target_dir())
         // Flags of the surrounding build, such as sanitizers, are not for the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
@@ -211,14 +195,6 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
 pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
     Progress::new("lab").step("building test programs for the guest");
     let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
-    // They are run a few times only: the optimisation across crates takes longer than it saves.
-    for setting in [
-        "profile.release.debug=false",
-        "profile.release.lto=false",
-        "profile.release.codegen-units=16",
-    ] {
-        arguments.extend(["--config", setting]);
-    }
     for name in names {
         arguments.extend(["--test", name]);
     }

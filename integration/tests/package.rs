@@ -1,5 +1,5 @@
 //! The Debian package and the archive, as `make package-check` installs and tries them: here of the lab's
-//! static program, which `make static` builds in the same way.
+//! static program, which `make build` builds in the same way.
 
 use std::process::Command;
 
@@ -41,7 +41,7 @@ fn package_and_archive_install_a_program_that_needs_nothing_else() {
 fn a_program_that_needs_libraries_is_not_packed() {
     let program = std::env::current_exe().unwrap();
     let (done, said) = make(&["deb", &format!("BINARY={}", program.display())]);
-    assert!(!done && said.contains("make static"), "{said}");
+    assert!(!done && said.contains("make build"), "{said}");
 }
 
 /// `make deb` took the binary from where no build puts it, and CI did not see it, as it packs one by

@@ -181,6 +181,7 @@ impl Handle {
     /// # Errors
     /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the
     /// event then stays armed as it was), [`ControlError::Closed`].
+    #[inline]
     pub fn arm(&self, overflow_in: u64) -> Result<u64, ControlError> {
         if !is_armable(overflow_in) || self.is_family() {
             return Err(ControlError::Invalid(NOT_ARMABLE));

@@ -57,6 +57,7 @@ impl Held<'_> {
     ///
     /// # Errors
     /// As there, and [`ControlError::Invalid`] for an event of another vCPU.
+    #[inline]
     pub fn count(&mut self, handle: &Handle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
         let event = &mut self.context.events[key];
@@ -74,6 +75,7 @@ impl Held<'_> {
     ///
     /// # Errors
     /// As [`Held::count`].
+    #[inline]
     pub fn pause(&mut self, handle: &Handle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
         Ok(self.context.pause(key))

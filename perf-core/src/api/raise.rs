@@ -10,6 +10,7 @@ impl VcpuContext {
     /// `n` events `id` happened to this vCPU. With `regs` they can sample; without they only count.
     ///
     /// Reports of events opened with a cookie go to `sink`, which is called with no lock held.
+    #[inline]
     pub fn software_event(
         &self,
         id: SoftwareId,
@@ -22,6 +23,7 @@ impl VcpuContext {
 
     /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is
     /// serving that level.
+    #[inline]
     pub fn software_event_at(
         &self,
         level: Level,
@@ -30,6 +32,10 @@ impl VcpuContext {
         regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(Overflowed),
     ) -> bool {
+        // Checked here, so that an event that nobody counts costs its caller no call.
+        if !self.gates.is_open(id) {
+            return true;
+        }
         self.raise(Raised { level, id, n }, regs, sink)
     }
 }

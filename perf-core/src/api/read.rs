@@ -170,6 +170,7 @@ impl Handle {
     ///
     /// # Errors
     /// [`ControlError::Closed`].
+    #[inline]
     pub fn count(&self) -> Result<u64, ControlError> {
         if self.is_family() {
             return self.read().map(|r| r.value);

@@ -75,10 +75,12 @@ impl ContextCell {
         }
     }
 
+    #[inline]
     pub fn now_ns(&self) -> u64 {
         self.clock.now_ns()
     }
 
+    #[inline]
     pub fn lock(&self) -> LockGuard<'_, Context> {
         let mut context = self.inner.lock();
         context.take_deferred(&self.deferred);

@@ -57,6 +57,7 @@ impl Context {
 
     /// Takes an event off whose driver has found that the host took its counter. To be called after a read;
     /// cheap when all is well.
+    #[inline]
     pub fn notice(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         let Source::Driver(driver) = &event.source else {

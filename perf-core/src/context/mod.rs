@@ -166,6 +166,7 @@ impl Context {
             .filter(|e| Arc::ptr_eq(&e.shared, shared))
     }
 
+    #[inline]
     pub fn leader_state(&self, key: EventKey) -> State {
         self.events[self.groups[self.events[key].group].leader()].state
     }

@@ -18,6 +18,7 @@ use crate::time::Times;
 
 impl Context {
     /// The event's own count and times, refreshed first, so that the two belong together.
+    #[inline]
     pub fn totals(&mut self, key: EventKey, now_ns: u64) -> Totals {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);

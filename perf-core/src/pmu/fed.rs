@@ -167,6 +167,7 @@ impl FedCounts {
     }
 
     /// Sets, moves or (with [`NEVER`]) removes the overflow of the event at `place`.
+    #[inline]
     fn set_armed(&self, place: usize, at: u64) {
         let mut armed = self.armed();
         let Armed { selector, levels, .. } = armed.list[place];
@@ -346,6 +347,7 @@ impl PmuEvent for FedEvent {
 
     fn forget_overflows(&mut self) {}
 
+    #[inline]
     fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let n = overflow_in.max(1);
         self.armed_at = Some(count.saturating_add(n));

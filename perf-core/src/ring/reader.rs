@@ -361,6 +361,7 @@ impl RingReader {
     }
 
     /// Looks for new records; gives back the space of the old ones if there are none.
+    #[inline]
     fn refill(&mut self) -> Result<bool, ReadError> {
         self.release();
         // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb before it
@@ -428,6 +429,7 @@ impl RingReader {
         clippy::cast_possible_truncation,
         reason = "records have at most 65,535 bytes, which was checked"
     )]
+    #[inline]
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
         // Both lengths are those of the parts of the scratch buffer that are filled.
         let (first, rest) = self.scratch[..size].split_at_mut(self.mask + 1 - offset);
@@ -446,6 +448,7 @@ impl RingReader {
         clippy::cast_possible_truncation,
         reason = "an offset is taken modulo the size of the ring"
     )]
+    #[inline]
     fn next_copied(&mut self) -> Result<RawRecord<'_>, ReadError> {
         let position = self.tail;
         let size = match self.size_at(position) {

@@ -110,7 +110,7 @@ impl VcpuContext {
         mut regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(Overflowed),
     ) -> bool {
-        if !self.gates.is_open(id) || self.gone.load(Ordering::Relaxed) {
+        if self.gone.load(Ordering::Relaxed) {
             return true;
         }
         let Some(core) = self.core.upgrade() else {
