@@ -32,7 +32,10 @@ demo: lab-files
 TESTS_TOGETHER := nested exact kexec devices lab kernels models hotplug network user_rdpmc machine vsock profile_unwound share disks late_ack
 TESTS_ALONE := profile_guest validate
 GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
-QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))
+# A test program is a file in tests/, or a folder with a main.rs.
+TEST_PROGRAMS := $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
+	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs))
+QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(TEST_PROGRAMS))))
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 .PHONY: test
@@ -112,7 +115,7 @@ loom:
 # Where the sanitizers' own builds go, and what both run: rings and their control pages, in threads, signals, processes.
 SANITIZE = CARGO_TARGET_DIR=$(TARGET_DIR)/sanitize-$(1) \
 	RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
-	$(CARGO) +nightly test --target x86_64-unknown-linux-gnu -p perf-core --test ring_threads --test ring_signals
+	$(CARGO) +nightly test --target x86_64-unknown-linux-gnu -p perf-core --test it --test ring -- ring_threads:: ring_signals::
 
 ## sanitize: rings and control pages under the thread and address sanitizers (needs a nightly toolchain; says so without)
 .PHONY: sanitize
@@ -127,11 +130,13 @@ sanitize:
 sanitize-thread:
 	TSAN_OPTIONS=suppressions=$(CURDIR)/perf-core/tests/tsan.supp $(call SANITIZE,thread)
 sanitize-address:
-	$(call SANITIZE,address) --test ring_process
+	$(call SANITIZE,address) ring_process::
 
 # Files of perf-core, and the tests that are to notice. Line counts of what is generated for Debug and Display say nothing.
 MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule/mod.rs src/schedule/seats.rs src/schedule/group.rs src/time.rs src/context/overflow.rs
-MUTANT_TESTS := --lib $(addprefix --test=,oracle sampling scheduling placement losing output software properties invariants ring_invariants)
+MUTANT_TESTS := --lib --test=it
+# Modules of the program "it" that take long or measure time: they are left out.
+MUTANT_SKIP := clock_driver clock_kvm examples host_cpu kernel_parity kvm_driver mux_quality ring_kernel ring_threads stress
 ## mutants: perf-core changed in hundreds of ways; each must make a test fail (hours; MUTANTS=src/time.rs: one file)
 .PHONY: mutants
 mutants:
@@ -139,7 +144,8 @@ mutants:
 		echo "mutants: skipped: no cargo-mutants; type: $(CARGO) install cargo-mutants"; exit 0; fi; \
 	CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 PERF_CORE_ORACLE_CASES=1000 PROPTEST_CASES=64 \
 		$(CARGO) mutants -p perf-core -j1 --no-shuffle --exclude-re 'impl (fmt::)?(Debug|Display)' \
-		$(MUTANTS:%=-f perf-core/%) $(MUTANT_TESTS:%=-C=%) -o $(TARGET_DIR)
+		$(MUTANTS:%=-f perf-core/%) $(MUTANT_TESTS:%=-C=%) -o $(TARGET_DIR) \
+		-- -- $(MUTANT_SKIP:%=--skip %::)
 
 ## bench-check: instructions of each hot path beside the committed baseline; more than 3 % more fails (a minute)
 .PHONY: bench-check

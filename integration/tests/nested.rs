@@ -16,15 +16,17 @@ use integration::place::{Place, PlaceError};
 /// For a machine that does other things too: half a minute to a minute where it does not.
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// perf-core's tests that need a kernel with a hardware PMU, and those of its driver for any kernel.
-const DRIVER_TESTS: [&str; 2] = ["host_hardware", "host_driver"];
+/// The test program of perf-core's host driver.
+const DRIVER_TESTS: &str = "host_pmu";
+/// Its modules: the tests that need a kernel with a hardware PMU, and those for any kernel.
+const DRIVER_MODULES: [&str; 2] = ["host_hardware", "host_driver"];
 
-/// Runs each test of a program by itself, once.
+/// Runs each test of one module of a program by itself, once.
 const EACH: &str = r#"
 export PERFVISOR_EXPECT_PMU=guest RUST_BACKTRACE=1
 each() {
 	status=0
-	for test in $("$1" --list | sed -n 's/: test$//p'); do
+	for test in $("$1" --list "$2::" | sed -n 's/: test$//p'); do
 		"$1" --exact "$test" --nocapture || status=1
 	done
 	return $status
@@ -33,7 +35,7 @@ each() {
 
 /// The guest's kernel does not let programs execute RDPMC: nobody tries.
 const USER_READS_REFUSED: &str = "sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc && PERFVISOR_EXPECT_USER_READ=no \
-    /tests/host_hardware --exact user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere --nocapture'";
+    /tests/host_pmu --exact host_hardware::user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere --nocapture'";
 
 fn read(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -64,7 +66,7 @@ fn results(text: &str) -> Vec<(&str, &str)> {
 
 fn the_driver_tests_pass_in_the_guest(pmu: &str) {
     let programs =
-        artefacts::static_tests("perf-core", &DRIVER_TESTS).unwrap_or_else(|error| panic!("{error}"));
+        artefacts::static_tests("perf-core", &[DRIVER_TESTS]).unwrap_or_else(|error| panic!("{error}"));
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let faults = place
         .check("/kvm/Ok/rdpmc_faults")
@@ -72,11 +74,12 @@ fn the_driver_tests_pass_in_the_guest(pmu: &str) {
     // Where this host's KVM answers the guest's RDPMC itself, it is offered and reads something else.
     let works = if faults { "yes" } else { "no" };
     let mut script = format!("export PERFVISOR_EXPECT_USER_READ={works}\n{EACH}");
-    let mut guest = LinuxGuest::new(format!("driver-tests-{pmu}"), pmu).limit(LIMIT);
-    for (name, program) in DRIVER_TESTS.iter().zip(&programs) {
-        guest = guest.file(&format!("tests/{name}"), 0o755, read(program));
+    let guest = LinuxGuest::new(format!("driver-tests-{pmu}"), pmu)
+        .limit(LIMIT)
+        .file(&format!("tests/{DRIVER_TESTS}"), 0o755, read(&programs[0]));
+    for module in DRIVER_MODULES {
         // One at a time: they count the CPU they share.
-        script.push_str(&format!("section {name} each /tests/{name}\n"));
+        script.push_str(&format!("section {module} each /tests/{DRIVER_TESTS} {module}\n"));
     }
     script.push_str(&format!("section user-reads-refused {USER_READS_REFUSED}\n"));
     let run = guest
@@ -84,7 +87,7 @@ fn the_driver_tests_pass_in_the_guest(pmu: &str) {
         .args(["--stats"])
         .run(&place)
         .unwrap_or_else(|error| panic!("{error}"));
-    for name in DRIVER_TESTS {
+    for name in DRIVER_MODULES {
         let text = run.section(name);
         let results = results(text);
         eprintln!("{pmu}, {name}: {} tests passed in the guest", results.len());

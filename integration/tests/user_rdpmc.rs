@@ -188,13 +188,13 @@ fn programs_of_a_linux_guest_read_their_counters() {
 fn the_host_driver_reads_counters_in_a_guest() {
     let Some(place) = newest() else { return };
     let programs =
-        artefacts::static_tests("perf-core", &["host_hardware"]).unwrap_or_else(|error| panic!("{error}"));
+        artefacts::static_tests("perf-core", &["host_pmu"]).unwrap_or_else(|error| panic!("{error}"));
     let program = std::fs::read(&programs[0]).unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new("user-reads", "intel")
-        .file("tests/host_hardware", 0o755, program)
+        .file("tests/host_pmu", 0o755, program)
         .script(
-            "section test sh -c 'PERFVISOR_EXPECT_PMU=guest PERFVISOR_EXPECT_USER_READ=yes /tests/host_hardware --exact \
-             user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere'\n",
+            "section test sh -c 'PERFVISOR_EXPECT_PMU=guest PERFVISOR_EXPECT_USER_READ=yes /tests/host_pmu --exact \
+             host_hardware::user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere'\n",
         )
         .limit(LIMIT)
         .run(place)

@@ -7,7 +7,7 @@
 
 mod figures;
 mod nothing;
-#[path = "../tests/machine/steps.rs"]
+#[path = "../tests/hot_paths/steps.rs"]
 mod steps;
 
 use std::hint::black_box;

@@ -10,14 +10,10 @@
 //! said.
 //!
 //! `--only NAME` does one of them 20,000 times and counts nothing: for `valgrind --tool=callgrind`.
-#![expect(
-    unsafe_code,
-    reason = "the counting of instructions makes calls of the system"
-)]
 
 #[path = "../../perf-core/benches/nothing/mod.rs"]
 mod nothing;
-#[path = "../../perf-core/tests/machine/steps.rs"]
+#[path = "../../perf-core/tests/hot_paths/steps.rs"]
 mod steps;
 
 use std::collections::BTreeMap;

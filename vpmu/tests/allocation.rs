@@ -1,4 +1,6 @@
 //! Nothing a guest can do makes the PMU allocate.
+//!
+//! A program of its own, because it has the counting allocator of `allocation_counter`.
 
 use std::sync::Arc;
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use fastrand::Rng;
 
-use crate::traces::{MS, STEP_NS, TICK_NS, Trace};
+use super::traces::{MS, STEP_NS, TICK_NS, Trace};
 
 /// Seeds for the figures.
 pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;

@@ -10,7 +10,7 @@
 
 use fastrand::Rng;
 
-use crate::traces::{TICK_NS, Trace};
+use super::traces::{TICK_NS, Trace};
 
 /// Errors for one gap, in units of the rate's deviation and a period.
 #[derive(Clone, Copy, Debug)]

@@ -10,7 +10,7 @@ use perf_core::pmu::sim::SimPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
-use crate::traces::{SEEDS, TICK_NS, Trace};
+use super::traces::{SEEDS, TICK_NS, Trace};
 
 /// One run.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,0 +1,452 @@
+//! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware
+//! events where there is a PMU.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
+use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
+
+const TASK_CLOCK: u64 = 1;
+const PAGE_FAULTS: u64 = 2;
+const CONTEXT_SWITCHES: u64 = 3;
+
+fn here() -> Target {
+    Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: this_tid(),
+    }
+}
+
+fn software(config: u64) -> Attr {
+    Attr {
+        ty: EventType::SOFTWARE,
+        config,
+        exclude_host: true,
+        ..Attr::default()
+    }
+}
+
+fn hardware(config: u64) -> Attr {
+    Attr {
+        ty: EventType::HARDWARE,
+        ..software(config)
+    }
+}
+
+/// Touches `n` fresh pages: exactly so many page faults.
+fn fault(n: usize) {
+    const PAGE: usize = 4096;
+    // SAFETY: a private anonymous mapping of our own, written within its bounds and unmapped once.
+    unsafe {
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            n * PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        assert_ne!(at, libc::MAP_FAILED);
+        libc::madvise(at, n * PAGE, libc::MADV_NOHUGEPAGE);
+        for i in 0..n {
+            at.cast::<u8>().add(i * PAGE).write_volatile(1);
+        }
+        libc::munmap(at, n * PAGE);
+    }
+}
+
+#[test]
+fn page_faults_count_while_started_only() {
+    let pmu = HostPmu::software(None);
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    fault(50);
+    assert_eq!(ev.read(), 0);
+    ev.start(None).unwrap();
+    fault(100);
+    ev.stop();
+    let counted = ev.read();
+    // A few of the test's own beside the hundred.
+    assert!((100..150).contains(&counted), "{counted} faults");
+    fault(50);
+    assert_eq!(ev.read(), counted);
+    ev.start(None).unwrap();
+    fault(100);
+    assert!(ev.read() >= counted + 100);
+}
+
+/// `arm(n)` means n further counts from now, also while the event runs and was armed for something else.
+#[test]
+fn a_new_period_takes_effect_at_once() {
+    let signal = catch_signals();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    ev.start(Some(1_000_000)).unwrap();
+    let before = signals_of_this_thread();
+    fault(100);
+    assert_eq!(signals_of_this_thread(), before);
+    assert_eq!(ev.take_overflows(), 0);
+
+    ev.arm(40).unwrap();
+    let armed_at = ev.read();
+    fault(100);
+    assert!(signals_of_this_thread() > before, "no overflow signal");
+    assert!(ev.read() >= armed_at + 40);
+    assert_eq!(ev.take_overflows(), 1);
+    assert_eq!(ev.take_overflows(), 0);
+
+    // Not re-armed, and parked by the call above: quiet.
+    let before = signals_of_this_thread();
+    fault(200);
+    assert_eq!(signals_of_this_thread(), before);
+
+    // A longer period after a shorter one does not fire at the shorter one's end.
+    ev.arm(20).unwrap();
+    ev.arm(10_000).unwrap();
+    fault(100);
+    assert_eq!(signals_of_this_thread(), before);
+    assert_eq!(ev.take_overflows(), 0);
+}
+
+struct Regs;
+
+impl SampleRegs for Regs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestUser
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// Samples of real page faults, with a period that changes while they happen, while the event is off and
+/// while its vCPU is out: what they stand for adds up to the count, but for what of the last period is not
+/// over.
+#[test]
+fn periods_of_real_samples_add_up_to_the_count() {
+    let core = Core::new(CoreConfig::default());
+    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+    vcpu.sched_in();
+    let session = core.session(0, Role::Admin);
+    let attr = Attr {
+        sample_period: 50,
+        sample_type: SampleType::PERIOD,
+        ..software(PAGE_FAULTS)
+    };
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let event = core
+        .open(&session, attr, target, None, OpenFlags::default())
+        .unwrap();
+    let ring = event.map(4, true).unwrap();
+    let serve = || vcpu.service_overflows(&mut Regs, &mut |_| {});
+    let work = |faults: usize| {
+        for _ in 0..faults / 20 {
+            fault(20);
+            serve();
+        }
+    };
+    work(120);
+    event.set_period(1000).unwrap();
+    work(500);
+    event.set_period(7).unwrap();
+    work(100);
+    event.disable(Scope::Event).unwrap();
+    event.set_period(90).unwrap();
+    work(100);
+    event.enable(Scope::Event).unwrap();
+    work(200);
+    vcpu.sched_out();
+    event.set_period(3).unwrap();
+    vcpu.sched_in();
+    work(60);
+    vcpu.sched_out();
+    serve();
+    let format = Format {
+        sample_type: SampleType::PERIOD,
+        read_format: ReadFormat::empty(),
+        ..Format::default()
+    };
+    let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
+    while let Some(raw) = reader.next_record().unwrap() {
+        let Record::Sample(sample) = Record::decode(raw, format).unwrap() else {
+            panic!("only samples are expected")
+        };
+        stood_for += sample.period;
+        samples += 1;
+    }
+    let counted = event.read().unwrap().value;
+    assert!(counted >= 980, "{counted} page faults");
+    assert!(samples > 10, "{samples} samples");
+    assert!(
+        stood_for <= counted && counted - stood_for < 3,
+        "{stood_for} of {counted} in {samples} samples"
+    );
+}
+
+/// An overflow is the business of the thread it is counted for, not of the one that opened and armed it.
+#[test]
+fn the_signal_goes_to_the_target_thread_only() {
+    let signal = catch_signals();
+    let (send, receive) = mpsc::channel();
+    let (go, wait) = mpsc::channel();
+    let vcpu = thread::spawn(move || {
+        send.send(this_tid()).unwrap();
+        wait.recv().unwrap();
+        // However long a slow machine's kernel takes to send it: of CPU time a minute.
+        for _ in 0..12_000 {
+            burn(5_000_000);
+            if signals_of_this_thread() > 0 {
+                break;
+            }
+        }
+        signals_of_this_thread()
+    });
+    let tid = receive.recv().unwrap();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu
+        .open(&software(TASK_CLOCK), Target::Vcpu { vcpu: VcpuId(0), tid })
+        .unwrap();
+    ev.start(Some(500_000)).unwrap();
+    go.send(()).unwrap();
+    let theirs = vcpu.join().unwrap();
+    assert!(theirs > 0, "no signal on the target thread");
+    assert_eq!(signals_of_this_thread(), 0, "a signal on the wrong thread");
+    assert_eq!(ev.take_overflows(), 1);
+}
+
+/// The signal ends a system call that the thread is in, with EINTR, as it must end `KVM_RUN`.
+#[test]
+fn the_signal_interrupts_a_blocking_call() {
+    let signal = catch_signals();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu.open(&software(CONTEXT_SWITCHES), here()).unwrap();
+    let mut pipe = [0; 2];
+    // SAFETY: `pipe` has room for two descriptors.
+    assert_eq!(unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
+    // Going to sleep in read(2) is the context switch that overflows; nobody ever writes to the pipe.
+    ev.start(Some(1)).unwrap();
+    let mut byte = 0u8;
+    // SAFETY: one byte of room for one byte.
+    let n = unsafe { libc::read(pipe[0], (&raw mut byte).cast(), 1) };
+    let error = std::io::Error::last_os_error();
+    assert_eq!((n, error.raw_os_error()), (-1, Some(libc::EINTR)));
+    assert!(ev.take_overflows() == 1);
+    // SAFETY: both descriptors are ours and open.
+    unsafe {
+        libc::close(pipe[0]);
+        libc::close(pipe[1]);
+    }
+}
+
+#[test]
+fn what_a_host_event_cannot_do_is_refused() {
+    let pmu = HostPmu::software(None);
+    assert!(matches!(
+        pmu.open(&software(PAGE_FAULTS), Target::Vm),
+        Err(PmuError::Unsupported(_))
+    ));
+    let user_only = Attr {
+        exclude_kernel: true,
+        ..software(PAGE_FAULTS)
+    };
+    assert!(matches!(
+        pmu.open(&user_only, here()),
+        Err(PmuError::Unsupported(_))
+    ));
+    assert!(matches!(
+        pmu.open(&hardware(0), here()),
+        Err(PmuError::NoSuchEvent)
+    ));
+    assert!(matches!(
+        pmu.open(&software(9_999), here()),
+        Err(PmuError::NoSuchEvent | PmuError::Unsupported(_))
+    ));
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    assert!(matches!(ev.start(Some(5)), Err(PmuError::Unsupported(_))));
+}
+
+/// The thread a software event counts for has ended: the last count stays readable.
+#[test]
+fn a_count_outlives_its_thread() {
+    let (send, receive) = mpsc::channel();
+    let (go, wait) = mpsc::channel::<()>();
+    let vcpu = thread::spawn(move || {
+        send.send(this_tid()).unwrap();
+        wait.recv().unwrap();
+        fault(30);
+    });
+    let tid = receive.recv().unwrap();
+    let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+    let pmu = HostPmu::software(None);
+    let mut ev = pmu.open(&software(PAGE_FAULTS), target).unwrap();
+    ev.start(None).unwrap();
+    go.send(()).unwrap();
+    vcpu.join().unwrap();
+    let last = ev.read();
+    assert!(last >= 30);
+    ev.stop();
+    assert_eq!(ev.read(), last);
+    assert!(
+        pmu.open(&software(PAGE_FAULTS), target).is_err(),
+        "a dead thread takes no new event"
+    );
+}
+
+/// What the probe promised is on at once: an event on each general counter, and that of each free fixed one
+/// beside them. On a host with no PMU, opening says there is no such event.
+#[test]
+fn hardware_events_fit_the_slots_that_were_probed() {
+    let probe = HostProbe::run();
+    let pmu = HostPmu::hardware(None, &probe);
+    assert_eq!(pmu.capacity(), Capacity::Counters(probe.counters.mask()));
+    if !probe.hardware_pmu {
+        assert_eq!(probe.slots(), 0);
+        assert!(probe.no_slots_because.is_some());
+        assert!(pmu.open(&hardware(4), here()).is_err());
+        return;
+    }
+    // Branches rather than what sits on a fixed counter, where there are any: a virtual PMU may count cycles
+    // only.
+    let branches = [4, 2, 1, 0]
+        .map(hardware)
+        .into_iter()
+        .find(|attr| pmu.open(attr, here()).is_ok())
+        .unwrap();
+    let fixed = probe.counters.fixed.iter().filter(|f| f.free);
+    let fixed = fixed.map(|f| hardware(f.config));
+    let mut events: Vec<_> = std::iter::repeat_n(branches, probe.counters.general)
+        .chain(fixed)
+        .map(|attr| pmu.open(&attr, here()).unwrap())
+        .collect();
+    assert_eq!(events.len(), probe.slots());
+    for ev in &mut events {
+        ev.start(None).unwrap();
+    }
+}
+
+/// A disposition the process has chosen for SIGIO is left alone; the default, which kills, is replaced.
+#[test]
+fn sigio_does_not_kill() {
+    ignore_sigio().unwrap();
+    ignore_sigio().unwrap();
+    // SAFETY: raising a signal that is ignored.
+    assert_eq!(unsafe { libc::raise(libc::SIGIO) }, 0);
+}
+
+/// A clock's period may be shorter than the host's kernel needs for one interrupt. The thread must still get
+/// on: its clocks ring once in [`MIN_CLOCK_PERIOD_NS`] at most, all of them together. Who opens them watches
+/// from another CPU, and takes them away if the thread does not come back.
+#[test]
+fn a_clock_with_a_short_period_leaves_its_thread_time() {
+    let signal = catch_signals();
+    for clocks in [1, 4] {
+        let (send, receive) = mpsc::channel();
+        let (go, wait) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            send.send(u64::try_from(this_tid()).unwrap()).unwrap();
+            wait.recv().unwrap();
+            burn(20_000_000);
+            send.send(signals_of_this_thread()).unwrap();
+        });
+        let tid = i32::try_from(receive.recv().unwrap()).unwrap();
+        let pmu = HostPmu::software(Some(signal));
+        let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+        let mut events: Vec<_> = (0..clocks)
+            .map(|clock| pmu.open(&software(clock % 2), target).unwrap())
+            .collect();
+        for event in &mut events {
+            event.start(Some(1)).unwrap();
+        }
+        // Those that rang alone a moment ago hear that they no longer do.
+        for event in &mut events {
+            event.arm(1).unwrap();
+        }
+        go.send(()).unwrap();
+        let signals = receive.recv_timeout(std::time::Duration::from_secs(300));
+        for event in &mut events {
+            event.stop();
+        }
+        let signals = signals.expect("the thread gets on");
+        thread.join().unwrap();
+        let counted = events.iter_mut().map(|event| event.read()).max().unwrap();
+        // The kernel counts a clock by another than it times it with.
+        let most = (counted + counted / 4) / MIN_CLOCK_PERIOD_NS + clocks;
+        assert!(
+            signals > 0 && signals <= most,
+            "{signals} signals, {most} at most"
+        );
+    }
+}
+
+/// Periods of the samples of `attr` while this thread uses 5 ms, and the count.
+fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
+    let core = Core::new(CoreConfig::default());
+    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+    vcpu.sched_in();
+    let session = core.session(0, Role::Admin);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let event = core
+        .open(&session, attr.clone(), target, None, OpenFlags::default())
+        .unwrap();
+    let ring = event.map(16, true).unwrap();
+    while event.read().unwrap().value < 5_000_000 {
+        burn(20_000);
+        vcpu.service_overflows(&mut Regs, &mut |_| {});
+    }
+    vcpu.sched_out();
+    vcpu.service_overflows(&mut Regs, &mut |_| {});
+    let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
+    while let Some(raw) = reader.next_record().unwrap() {
+        let Record::Sample(sample) = Record::decode(raw, Format::from(&attr)).unwrap() else {
+            panic!("only samples are expected")
+        };
+        periods.push(sample.period);
+    }
+    (periods, event.read().unwrap().value)
+}
+
+/// Where the kernel was given a longer period than was asked for, each sample says what it stands for.
+#[test]
+fn samples_of_a_short_clock_stand_for_all_it_counted() {
+    let (periods, counted) = clock_samples(Attr {
+        sample_period: 1000,
+        sample_type: SampleType::PERIOD,
+        ..software(TASK_CLOCK)
+    });
+    let stood_for: u64 = periods.iter().sum();
+    assert!(
+        stood_for <= counted && counted - stood_for < 1000,
+        "{stood_for} of {counted}"
+    );
+    assert!(periods.iter().all(|period| period % 1000 == 0), "{periods:?}");
+    // How many there are goes by how long the host takes for an interrupt: one may be all.
+    assert!(!periods.is_empty(), "{counted} ns were counted");
+}
+
+/// A clock's frequency is a period, from the first sample on.
+#[test]
+fn a_clocks_frequency_is_its_period() {
+    let (periods, counted) = clock_samples(Attr {
+        sample_period: 1000,
+        freq: true,
+        sample_type: SampleType::PERIOD,
+        ..software(TASK_CLOCK)
+    });
+    let stood_for: u64 = periods.iter().sum();
+    assert!(
+        stood_for <= counted && counted - stood_for < 1_000_000,
+        "{stood_for} of {counted}"
+    );
+    assert!(
+        periods.iter().all(|period| period % 1_000_000 == 0),
+        "{periods:?}"
+    );
+}

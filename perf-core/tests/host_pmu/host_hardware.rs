@@ -1,0 +1,743 @@
+//! The `host` driver and the core above it on real hardware events of the kernel that runs this test. Where
+//! that kernel has no PMU the tests say so and pass; they are also run inside a Linux guest, whose PMU is
+//! ours.
+//!
+//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts
+//! them, also one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other
+//! things besides.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::fs;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::Duration;
+
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target};
+use perf_core::time::Clock;
+use perf_core::*;
+
+use crate::common::skip;
+use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
+
+const CYCLES: u64 = 0;
+const MS: u64 = 1_000_000;
+/// CPU time after which something that has not happened never will, ns: for the slowest machine.
+const PATIENCE_NS: u64 = 120_000 * MS;
+
+/// What the kernel offers; `None`, with a message, where there is no hardware PMU.
+fn pmu() -> Option<&'static HostProbe> {
+    static PROBE: OnceLock<HostProbe> = OnceLock::new();
+    let probe = PROBE.get_or_init(|| {
+        log::set_logger(&Said).unwrap();
+        log::set_max_level(log::LevelFilter::Debug);
+        let probe = HostProbe::run();
+        eprintln!("{probe:?}");
+        probe
+    });
+    if probe.slots() == 0 {
+        let why = probe.no_slots_because.as_deref().unwrap_or_default();
+        assert!(
+            std::env::var_os("PERFVISOR_EXPECT_PMU").is_none(),
+            "a PMU was expected: {why}"
+        );
+        skip::skipped(why, false);
+        return None;
+    }
+    Some(probe)
+}
+
+fn cycles() -> Attr {
+    Attr::counting(EventType::HARDWARE, CYCLES)
+}
+
+fn here() -> Target {
+    Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: this_tid(),
+    }
+}
+
+/// A core whose only vCPU is this thread, with the hardware driver.
+struct Thread {
+    core: Core,
+    session: Session,
+    vcpu: Arc<VcpuContext>,
+    signal: i32,
+}
+
+/// A thread's CPU time, readable from any thread: what the thread does not run is neither enabled nor running
+/// time then, as for the kernel's own times of its events.
+struct CpuTime(libc::clockid_t);
+
+impl CpuTime {
+    fn of_this_thread() -> Self {
+        let mut id = 0;
+        // SAFETY: the calling thread exists, and `id` is writable.
+        let rc = unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &mut id) };
+        assert_eq!(rc, 0);
+        Self(id)
+    }
+}
+
+impl Clock for CpuTime {
+    fn now_ns(&self) -> u64 {
+        let mut ts = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the timespec is writable.
+        assert_eq!(unsafe { libc::clock_gettime(self.0, &mut ts) }, 0);
+        ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+    }
+}
+
+/// What the driver and the core have to say belongs into the test's output.
+struct Said;
+
+impl log::Log for Said {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::Level::Debug
+    }
+
+    fn log(&self, record: &log::Record) {
+        eprintln!("{}: {}", record.level(), record.args());
+    }
+
+    fn flush(&self) {}
+}
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+impl Thread {
+    fn new(probe: &HostProbe) -> Self {
+        Self::with(
+            probe,
+            CoreConfig {
+                clock: Arc::new(CpuTime::of_this_thread()),
+                ..CoreConfig::default()
+            },
+        )
+    }
+
+    fn with(probe: &HostProbe, config: CoreConfig) -> Self {
+        let signal = catch_signals();
+        let core = Core::new(config);
+        core.register(Arc::new(HostPmu::hardware(Some(signal), probe)));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        Self {
+            core,
+            session,
+            vcpu,
+            signal,
+        }
+    }
+
+    fn try_open(&self, attr: Attr, group: Option<&Handle>, cookie: Option<u64>) -> Result<Handle, OpenError> {
+        let flags = OpenFlags {
+            cookie,
+            ..OpenFlags::default()
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        self.core.open(&self.session, attr, target, group, flags)
+    }
+
+    fn open(&self, attr: Attr) -> Handle {
+        self.try_open(attr, None, None).unwrap()
+    }
+
+    /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more
+    /// at the end. Adds how many periods passed under each cookie.
+    fn serve(&self, ns: u64, passed: &mut [u64; 4]) {
+        let mut serve = || {
+            self.vcpu.service_overflows(&mut NoRegs, &mut |o| {
+                passed[o.cookie as usize] += u64::from(o.times);
+            });
+        };
+        let mut seen = signals_of_this_thread();
+        let end = thread_cpu_ns() + ns;
+        while thread_cpu_ns() < end {
+            for _ in 0..1000 {
+                std::hint::spin_loop();
+            }
+            let now = signals_of_this_thread();
+            if now != std::mem::replace(&mut seen, now) {
+                serve();
+            }
+        }
+        serve();
+    }
+
+    /// Serves until so many counts of `event` are there.
+    fn serve_counts(&self, event: &Handle, counts: u64, passed: &mut [u64; 4]) {
+        let end = thread_cpu_ns() + PATIENCE_NS;
+        while event.read().unwrap().value < counts && thread_cpu_ns() < end {
+            self.serve(20 * MS, passed);
+        }
+    }
+
+    /// Serves until the periods of all these counts are reported but for the last: an overflow is reported
+    /// when its signal has come, which on a busy machine is some time after it.
+    fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
+        let end = thread_cpu_ns() + PATIENCE_NS;
+        while passed[cookie] + 1 < due && thread_cpu_ns() < end {
+            self.serve(20 * MS, passed);
+        }
+    }
+}
+
+/// Cycles in a nanosecond of this thread's time, by one event alone.
+fn rate(probe: &HostProbe) -> f64 {
+    let mut ev = HostPmu::hardware(None, probe).open(&cycles(), here()).unwrap();
+    let from = thread_cpu_ns();
+    ev.start(None).unwrap();
+    burn(50 * MS);
+    ev.stop();
+    ev.read() as f64 / (thread_cpu_ns() - from) as f64
+}
+
+/// The descriptors of all perf events that this process holds and that can be read with times.
+fn kernel_events() -> Vec<RawFd> {
+    fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .flatten()
+        .filter(|entry| {
+            fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == "anon_inode:[perf_event]")
+        })
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+/// Count, time enabled and time running of a kernel event; `None` for one in the error state.
+fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
+    let mut words = [0u64; 3];
+    // SAFETY: 24 writable bytes.
+    let n = unsafe { libc::read(fd, words.as_mut_ptr().cast(), 24) };
+    match n {
+        24 => Some(words),
+        0 => None,
+        _ => panic!("reading a perf event: {}", std::io::Error::last_os_error()),
+    }
+}
+
+/// Two events on two counters see the same cycles, only while they are started, and never run backwards.
+#[test]
+fn hardware_events_count_while_started_only() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut pair = [0, 1].map(|_| driver.open(&cycles(), here()).unwrap());
+    burn(5 * MS);
+    assert_eq!(pair[0].read(), 0, "counted before it was started");
+    for ev in &mut pair {
+        ev.start(None).unwrap();
+    }
+    let mut last = 0;
+    let end = thread_cpu_ns() + 100 * MS;
+    while thread_cpu_ns() < end {
+        let now = pair[0].read();
+        assert!(now >= last, "{now} after {last}");
+        last = now;
+    }
+    for ev in &mut pair {
+        ev.stop();
+    }
+    let [a, b] = [pair[0].read(), pair[1].read()];
+    burn(20 * MS);
+    assert_eq!([pair[0].read(), pair[1].read()], [a, b], "counted while stopped");
+    let ratio = a as f64 / b as f64;
+    eprintln!("{a} and {b} cycles in 100 ms");
+    // The second is started and stopped a system call later.
+    assert!((0.8..1.25).contains(&ratio), "{a} and {b}");
+    // 10 MHz to 10 GHz.
+    assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
+}
+
+/// How many events that count cycles can be on at once: on the general counters, and on their fixed one if
+/// there is.
+fn slots(probe: &HostProbe) -> usize {
+    probe.counters.at_once(&cycles())
+}
+
+/// All slots that were probed can be on at once; one more is refused, stays stopped, and goes on when a slot
+/// is free.
+#[test]
+fn one_event_more_than_slots_is_refused_until_one_is_free() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut events: Vec<Box<dyn PmuEvent>> = Vec::new();
+    while events.len() < 64 {
+        let mut ev = driver.open(&cycles(), here()).unwrap();
+        match ev.start(None) {
+            Ok(()) => events.push(ev),
+            Err(PmuError::Busy) => {
+                // One more where the watchdog's counter is left out though it is not on this CPU.
+                let spare = usize::from(probe.nmi_watchdog);
+                let promised = slots(probe);
+                assert!(
+                    (promised..=promised + spare).contains(&events.len()),
+                    "{} of {promised}",
+                    events.len()
+                );
+                burn(5 * MS);
+                assert_eq!(ev.read(), 0);
+                events[0].stop();
+                ev.start(None).unwrap();
+                burn(5 * MS);
+                assert!(ev.read() > 0);
+                return;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    panic!("64 events are on at once");
+}
+
+/// Events that a fixed counter holds take none of the general ones: with those full of events that fit
+/// nowhere else, each is on beside them, whatever went on first.
+#[test]
+fn fixed_counters_leave_the_general_ones_alone() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let pinned = |ty, config| Attr {
+        pinned: true,
+        ..Attr::counting(ty, config)
+    };
+    let fixed = probe.counters.fixed.iter().filter(|f| f.free);
+    let mut held: Vec<Handle> = fixed
+        .map(|f| t.open(pinned(EventType::HARDWARE, f.config)))
+        .collect();
+    // Event select C4H: no fixed counter holds it, and it takes a counter also where it counts nothing.
+    let general = || t.open(pinned(EventType::RAW, 0xC4));
+    held.extend((0..probe.counters.general).map(|_| general()));
+    assert_eq!(held.len(), probe.slots());
+    let late = general();
+    assert_eq!(late.state(), State::Error, "the general ones are full");
+    burn(20 * MS);
+    for event in &held {
+        let reading = event.read().unwrap();
+        assert_eq!(event.state(), State::Active);
+        assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
+    }
+}
+
+#[test]
+fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let leader = t.open(Attr {
+        disabled: true,
+        ..cycles()
+    });
+    let mut members = Vec::new();
+    for _ in 1..slots(probe) {
+        members.push(t.try_open(cycles(), Some(&leader), None).unwrap());
+    }
+    let refused = t.try_open(cycles(), Some(&leader), None).unwrap_err();
+    assert!(
+        matches!(refused, OpenError::GroupTooLarge { needed, slots: there } if needed == there + 1 && there == slots(probe)),
+        "{refused}"
+    );
+    assert_eq!(refused.errno(), libc::EINVAL);
+    leader.enable(Scope::Event).unwrap();
+    burn(200 * MS);
+    leader.disable(Scope::Event).unwrap();
+    let readings = leader.read_group().unwrap();
+    assert_eq!(readings.len(), slots(probe));
+    for reading in &readings {
+        assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
+        // They are started one after the other.
+        let ratio = reading.value as f64 / readings[0].value as f64;
+        assert!((0.75..1.33).contains(&ratio), "{readings:?}");
+    }
+}
+
+#[test]
+fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let pinned = || Attr {
+        pinned: true,
+        ..cycles()
+    };
+    let mut held: Vec<_> = (0..slots(probe)).map(|_| t.open(pinned())).collect();
+    assert!(held.iter().all(|e| e.state() == State::Active));
+    let late = t.open(pinned());
+    assert_eq!(late.state(), State::Error);
+    burn(5 * MS);
+    let mut bytes = [0; 64];
+    assert_eq!(
+        late.read_bytes(&mut bytes).unwrap(),
+        0,
+        "end of file, not a count"
+    );
+    held.pop();
+    assert_eq!(late.state(), State::Error, "it does not come back by itself");
+    late.enable(Scope::Event).unwrap();
+    assert_eq!(late.state(), State::Active);
+    burn(5 * MS);
+    assert!(late.read().unwrap().value > 0);
+}
+
+#[test]
+fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let alone = t.open(Attr {
+        exclusive: true,
+        ..cycles()
+    });
+    let other = t.open(cycles());
+    for _ in 0..200 {
+        burn(MS);
+        t.core.rotate();
+        assert!(
+            !(alone.state() == State::Active && other.state() == State::Active),
+            "both are on"
+        );
+    }
+    for event in [&alone, &other] {
+        let reading = event.read().unwrap();
+        assert!(
+            reading.value > 0 && reading.time_running_ns < reading.time_enabled_ns,
+            "{reading:?}"
+        );
+    }
+}
+
+/// However often the period changes, and however an overflow falls among reads, the count goes on at the rate
+/// of the counter. A kernel that brings an event up to date from a counter that does not move as it should is
+/// off by half the counter's range or all of it.
+#[test]
+fn a_count_never_jumps_when_its_period_changes() {
+    const JUMP: u64 = 1 << 46;
+    let Some(probe) = pmu() else { return };
+    let signal = catch_signals();
+    let mut ev = HostPmu::hardware(Some(signal), probe)
+        .open(&cycles(), here())
+        .unwrap();
+    let periods = [
+        20_000_000,
+        5_000_000,
+        1 << 50,
+        3_000_000,
+        1 << 47,
+        (1 << 47) - 1,
+        8_000_000,
+        4_000_000,
+    ];
+    ev.start(None).unwrap();
+    let mut last = ev.read();
+    for n in 0..400 {
+        let period = periods[n % periods.len()];
+        ev.arm(period).unwrap();
+        // Many reads, so that some of them meet the overflow.
+        for _ in 0..8 * (n % 7) {
+            let now = ev.read();
+            assert!(now >= last, "{now} after {last}");
+            let signals = signals_of_this_thread();
+            assert!(
+                now - last < JUMP,
+                "from {last} to {now}, round {n}, period {period}, {signals} signals"
+            );
+            last = now;
+        }
+        if n % 3 == 0 {
+            // Parks it, if the overflow is reported.
+            ev.take_overflows();
+            ev.take_overflows();
+        }
+        if n % 11 == 0 {
+            ev.stop();
+            ev.start((n % 2 == 0).then_some(period)).unwrap();
+        }
+    }
+}
+
+/// `passed` periods were reported, all of those by `counted` and none after `later`.
+fn agree(passed: u64, counted: u64, later: u64, period: u64) {
+    let expected = counted / period..=later / period;
+    eprintln!("period {period}: {passed} reported, count / period = {expected:?}");
+    assert!(*expected.start() >= 5, "only {counted} counts of {period}");
+    assert!(
+        passed + 1 >= *expected.start() && passed <= expected.end() + 1,
+        "{passed}, {expected:?}"
+    );
+}
+
+/// Overflows are reported where the period says, by a signal to this thread, and a new period takes effect
+/// while the event runs.
+#[test]
+fn overflows_follow_the_period_also_after_it_changed() {
+    let Some(probe) = pmu() else { return };
+    let period = (rate(probe) * 60.0 * MS as f64) as u64;
+    let t = Thread::new(probe);
+    let attr = Attr::sampling(EventType::HARDWARE, CYCLES, period);
+    let event = t.try_open(attr, None, Some(1)).unwrap();
+    let before = signals_of_this_thread();
+    let mut slow = [0; 4];
+    t.serve_counts(&event, 11 * period, &mut slow);
+    let counted = event.read().unwrap().value;
+    t.serve_reports(1, counted / period, &mut slow);
+    agree(slow[1], counted, event.read().unwrap().value, period);
+    let signals = signals_of_this_thread() - before;
+    assert!(
+        signals > 0,
+        "signal {} never came for {slow:?} overflows",
+        t.signal
+    );
+
+    event.set_period(period / 3).unwrap();
+    // What is left of the old one is reported first: that far, nothing is asserted.
+    t.serve(70 * MS, &mut [0; 4]);
+    let from = event.read().unwrap().value;
+    let mut fast = [0; 4];
+    t.serve_counts(&event, from + 11 * period, &mut fast);
+    let counted = event.read().unwrap().value;
+    t.serve_reports(1, (counted - from) / (period / 3), &mut fast);
+    // What was due at the start may be reported behind it.
+    let later = event.read().unwrap().value;
+    agree(fast[1], counted - from, later - from + 2 * period, period / 3);
+
+    // Armed by hand, later and sooner than the period.
+    event.arm(u64::from(u32::MAX) << 10).unwrap();
+    // What passed before is reported first.
+    t.serve(20 * MS, &mut [0; 4]);
+    let mut armed = [0; 4];
+    t.serve(70 * MS, &mut armed);
+    assert_eq!(armed, [0; 4], "armed for later, it came at once");
+    event.arm(1000).unwrap();
+    t.serve_reports(1, 2, &mut armed);
+    assert!(armed[1] > 0, "armed for now, it did not come");
+}
+
+/// Two sampling events and a counting one do not take each other's overflows.
+#[test]
+fn each_event_gets_its_own_overflows() {
+    let Some(probe) = pmu() else { return };
+    if slots(probe) < 3 {
+        skip::skipped(&format!("{} slots", slots(probe)), false);
+        return;
+    }
+    let period = (rate(probe) * 60.0 * MS as f64) as u64;
+    let t = Thread::new(probe);
+    let sampling = |period, cookie| {
+        let attr = Attr {
+            pinned: true,
+            ..Attr::sampling(EventType::HARDWARE, CYCLES, period)
+        };
+        t.try_open(attr, None, Some(cookie)).unwrap()
+    };
+    let _counting = t.open(cycles());
+    let slow = sampling(period, 1);
+    let fast = sampling(period / 3, 2);
+    let mut passed = [0; 4];
+    t.serve_counts(&slow, 11 * period, &mut passed);
+    let counted = [&slow, &fast].map(|event| event.read().unwrap().value);
+    t.serve_reports(1, counted[0] / period, &mut passed);
+    t.serve_reports(2, counted[1] / (period / 3), &mut passed);
+    let later = [&slow, &fast].map(|event| event.read().unwrap().value);
+    agree(passed[1], counted[0], later[0], period);
+    agree(passed[2], counted[1], later[1], period / 3);
+}
+
+/// Where the kernel does not offer user-space reads, or offers them and RDPMC faults or reads something else,
+/// nobody tries: reads go through read(2), and the process lives. `PERFVISOR_EXPECT_USER_READ` says `yes` or
+/// `no` where that is known.
+#[test]
+fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut ev = driver.open(&cycles(), here()).unwrap();
+    ev.start(None).unwrap();
+    let mut last = ev.read();
+    for _ in 0..1000 {
+        let now = ev.read();
+        assert!(now >= last);
+        last = now;
+    }
+    assert!(last > 0);
+    if !probe.user_read {
+        assert_eq!(ev.user_index(), 0, "an index offered that cannot be read");
+    }
+    if let Ok(expected) = std::env::var("PERFVISOR_EXPECT_USER_READ") {
+        assert_eq!(probe.user_read, expected == "yes", "RDPMC at CPL 3");
+    }
+}
+
+/// More events than counters: the core shares the slots over time, and says so in its times. The kernel below
+/// never takes a counter away from an event we started: its own times of each of them are equal.
+#[test]
+fn multiplexing_is_the_cores_and_never_the_kernels() {
+    let Some(probe) = pmu() else { return };
+    if slots(probe) < 2 {
+        skip::skipped(&format!("{} slots", slots(probe)), false);
+        return;
+    }
+    let before = kernel_events();
+    let t = Thread::new(probe);
+    let reference = t.open(Attr {
+        pinned: true,
+        ..cycles()
+    });
+    let shared: Vec<_> = (0..2 * slots(probe) + 1).map(|_| t.open(cycles())).collect();
+    let opened = || -> Vec<_> {
+        let all = kernel_events().into_iter();
+        all.filter(|fd| !before.contains(fd)).collect()
+    };
+    // One that is in the error state counts no more: that is judged below.
+    let has_counted = |fd| kernel_times(fd).is_none_or(|[count, _, running]| count > 0 && running > 0);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                thread::sleep(Duration::from_millis(4));
+                t.core.rotate();
+            }
+        });
+        // Every event needs turns, which take as long as this machine takes for them.
+        let end = thread_cpu_ns() + PATIENCE_NS;
+        while !opened().iter().all(|&fd| has_counted(fd)) && thread_cpu_ns() < end {
+            burn(20 * MS);
+        }
+        burn(1000 * MS);
+        stop.store(true, Ordering::Relaxed);
+    });
+    let opened = opened();
+    assert_eq!(
+        opened.len(),
+        shared.len() + 1,
+        "one kernel event for each of ours"
+    );
+    for &fd in &opened {
+        let [count, enabled, running] = kernel_times(fd).expect("a kernel event in the error state");
+        assert_eq!(
+            enabled, running,
+            "the kernel multiplexed an event ({count} counts)"
+        );
+        assert!(count > 0 && running > 0);
+    }
+    let all = reference.read().unwrap();
+    assert_eq!(all.time_enabled_ns, all.time_running_ns, "pinned");
+    let mut sum = 0.0;
+    for event in &shared {
+        let reading = event.read().unwrap();
+        assert!(reading.time_running_ns < reading.time_enabled_ns, "{reading:?}");
+        let ratio = reading.estimate().unwrap() as f64 / all.value as f64;
+        eprintln!(
+            "on for {:.0} % of the time, estimate {ratio:.3} of the true count",
+            100.0 * reading.time_running_ns as f64 / reading.time_enabled_ns as f64
+        );
+        sum += ratio;
+    }
+    // On a busy machine slices are of very different lengths, so no single estimate is held to anything.
+    let mean = sum / shared.len() as f64;
+    assert!((0.4..2.5).contains(&mean), "{mean}");
+    assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
+}
+
+/// Takes every counter of this thread's CPU away, by pinned events of the CPU as a whole: the kernel puts
+/// those on before any thread's. The thread stays on that CPU.
+fn take_all_counters() -> Vec<OwnedFd> {
+    // SAFETY: sched_getcpu takes nothing; the set is a plain bit mask that lives until the call returns.
+    let cpu = unsafe {
+        let cpu = libc::sched_getcpu();
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(usize::try_from(cpu).unwrap(), &mut set);
+        assert_eq!(libc::sched_setaffinity(0, size_of_val(&set), &set), 0);
+        cpu
+    };
+    let mut held = Vec::new();
+    for _ in 0..64 {
+        // A `perf_event_attr` of version 1 (64 bytes): type hardware, its size, config cycles, and the flag
+        // `pinned`.
+        let mut attr = [0u64; 8];
+        attr[0] = 64 << 32;
+        attr[5] = 1 << 2;
+        // SAFETY: the attribute is 64 bytes, as its size says.
+        let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, attr.as_ptr(), -1, cpu, -1, 0) };
+        let fd = RawFd::try_from(fd).unwrap();
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: it was just opened, and nobody else has it.
+        held.push(unsafe { OwnedFd::from_raw_fd(fd) });
+        let mut count = 0u64;
+        // SAFETY: eight writable bytes.
+        if unsafe { libc::read(fd, (&raw mut count).cast(), 8) } == 0 {
+            // This one found none any more.
+            return held;
+        }
+    }
+    panic!("64 events are on at once");
+}
+
+/// The kernel takes the counter of a running event away and tells nobody: a look finds out, says since when,
+/// loses nothing of what was counted, and the event goes on when the counters are back.
+#[test]
+fn counters_taken_by_the_kernel_are_missed_and_got_back() {
+    let Some(probe) = pmu() else { return };
+    // The core's own clock, in which the driver says when a counter was taken: a thread's CPU time leaves
+    // interrupts out.
+    let t = Thread::with(probe, CoreConfig::default());
+    let pinned = t.open(Attr {
+        pinned: true,
+        ..cycles()
+    });
+    let flexible = t.open(cycles());
+    burn(20 * MS);
+    let before_ns = t.vcpu.time_ns();
+    t.vcpu.look();
+    assert_eq!(
+        (t.vcpu.errors(), pinned.state(), flexible.state()),
+        (0, State::Active, State::Active)
+    );
+    burn(30 * MS);
+    let counted = pinned.count().unwrap();
+    let hogs = take_all_counters();
+    let taken_ns = t.vcpu.time_ns();
+    burn(1200 * MS);
+    t.vcpu.look();
+    assert_eq!((t.vcpu.errors(), pinned.state()), (1, State::Error));
+    assert_eq!(flexible.state(), State::Inactive, "it waits for its turn");
+    let failure = pinned.failure().unwrap();
+    assert_eq!(failure.cause, FailureCause::Taken);
+    let now_ns = t.vcpu.time_ns();
+    let uncounted_ns = now_ns - failure.since_ns;
+    // One of the hogs took it after the look that found it counting.
+    let (least_ns, most_ns) = (now_ns - taken_ns, now_ns - before_ns);
+    eprintln!("uncounted for {uncounted_ns} ns, truly for {least_ns} to {most_ns} ns");
+    assert!(uncounted_ns >= least_ns - least_ns / 20 && uncounted_ns <= most_ns + most_ns / 20);
+    let stands = pinned.count().unwrap();
+    assert!(stands >= counted, "{stands} after {counted}");
+    burn(10 * MS);
+    assert_eq!(pinned.count().unwrap(), stands);
+    pinned.enable(Scope::Event).unwrap();
+    assert_eq!(
+        (pinned.state(), pinned.failure().unwrap().cause),
+        (State::Error, FailureCause::Busy)
+    );
+    drop(hogs);
+    pinned.enable(Scope::Event).unwrap();
+    t.core.tick();
+    assert_eq!((pinned.state(), flexible.state()), (State::Active, State::Active));
+    burn(20 * MS);
+    assert!(pinned.count().unwrap() > stands);
+    let reading = flexible.read().unwrap();
+    assert!(
+        reading.time_running_ns + 90 * MS < reading.time_enabled_ns,
+        "{reading:?}"
+    );
+}

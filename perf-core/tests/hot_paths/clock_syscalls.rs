@@ -1,0 +1,219 @@
+//! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left
+//! out: they are none where the kernel's clock can be read without, and the vCPU's exit and entry have
+//! theirs.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::Arc;
+
+use perf_core::Attr;
+use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
+use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+
+use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
+use crate::steps;
+
+const SET: u64 = libc::SYS_timer_settime as u64;
+
+/// This thread as a vCPU with one event.
+struct Scene {
+    clock: Arc<VcpuClock>,
+    event: Box<dyn PmuEvent>,
+}
+
+impl Scene {
+    fn armed(overflow_in: u64) -> Self {
+        Self::of(&clock_attr(GUEST_NS), Some(overflow_in))
+    }
+
+    fn of(attr: &Attr, overflow_in: Option<u64>) -> Self {
+        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let pmu = ClockPmu::new(Some(catch_signals()));
+        pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+        let target = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: this_tid(),
+        };
+        let mut event = pmu.open(attr, target).unwrap();
+        event.start(overflow_in).unwrap();
+        Self { clock, event }
+    }
+
+    /// One whose overflow has passed.
+    fn overflowed() -> Self {
+        let before = signals_of_this_thread();
+        let scene = Self::armed(100_000);
+        scene.clock.guest_enter();
+        while signals_of_this_thread() == before {
+            burn(200_000);
+        }
+        scene.clock.guest_exit();
+        scene
+    }
+}
+
+/// Ends the child, so that its parent notices, unless `holds`.
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+fn calls(setup: impl FnOnce() -> Scene, work: impl FnOnce(&mut Scene)) -> Vec<u64> {
+    let mut calls = steps::system_calls(setup, work).expect("processes may be traced, and `must` holds");
+    calls.retain(|&call| call != libc::SYS_clock_gettime as u64);
+    calls
+}
+
+/// The guest is entered and left again.
+fn turn(scene: &Scene) {
+    scene.clock.guest_enter();
+    scene.clock.guest_exit();
+}
+
+#[test]
+fn an_overflow_sets_its_timer_once() {
+    let calls = calls(Scene::overflowed, |scene| {
+        let count = scene.event.overflowed();
+        must(count.is_some());
+        must(scene.event.rearm(count.unwrap_or(0), 1_000_000).is_ok());
+        turn(scene);
+        turn(scene);
+    });
+    assert_eq!(calls, [SET]);
+}
+
+/// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops
+/// it and starts it again, with an exit for each.
+#[test]
+fn a_guests_interrupt_sets_the_timer_once() {
+    let calls = calls(Scene::overflowed, |scene| {
+        let count = scene.event.overflowed();
+        must(count.is_some());
+        must(scene.event.rearm(count.unwrap_or(0), 1 << 47).is_ok());
+        turn(scene);
+        scene.event.stop();
+        turn(scene);
+        must(scene.event.start(Some(1_000_000)).is_ok());
+        turn(scene);
+    });
+    assert_eq!(calls, [SET]);
+}
+
+/// As a guest does that switches between its programs all the time.
+#[test]
+fn many_starts_set_the_timer_twice_at_most() {
+    let calls = calls(
+        || Scene::armed(1 << 40),
+        |scene| {
+            for _ in 0..20 {
+                turn(scene);
+                scene.event.stop();
+                burn(20_000);
+                must(scene.event.start(Some(1 << 40)).is_ok());
+            }
+        },
+    );
+    assert_eq!(calls, [SET, SET]);
+}
+
+#[test]
+fn a_timer_that_rang_early_is_set_once_more() {
+    let setup = || {
+        let before = signals_of_this_thread();
+        let scene = Scene::armed(100_000);
+        turn(&scene);
+        // Not in the guest.
+        while signals_of_this_thread() == before {
+            burn(1_000);
+        }
+        scene
+    };
+    let calls = calls(setup, |scene| {
+        must(scene.event.overflowed().is_none());
+        turn(scene);
+    });
+    assert_eq!(calls, [SET]);
+}
+
+/// The signal was another event's.
+#[test]
+fn looking_for_an_overflow_makes_no_system_call() {
+    let setup = || {
+        let scene = Scene::armed(1 << 47);
+        turn(&scene);
+        scene
+    };
+    let calls = calls(setup, |scene| {
+        must(scene.event.overflowed().is_none());
+        turn(scene);
+    });
+    assert_eq!(calls, []);
+}
+
+/// The timer of an event that is gone is not stopped at once, as the next event may want it. It rings, and
+/// once more.
+#[test]
+fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
+    let calls = calls(
+        || Scene::armed(100_000),
+        |scene| {
+            turn(scene);
+            scene.event.stop();
+            for _ in 0..2 {
+                let before = signals_of_this_thread();
+                while signals_of_this_thread() == before {
+                    burn(1_000);
+                }
+                scene.clock.after_signal();
+                turn(scene);
+            }
+            scene.clock.after_signal();
+        },
+    );
+    assert_eq!(calls, [SET, SET]);
+}
+
+/// The timer that asks for the level goes on meanwhile. It is set anew if it was off for long, as here it may
+/// have been on a busy machine.
+#[test]
+fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
+    let mut attr = clock_attr(GUEST_NS);
+    attr.exclude_kernel = true;
+    let mut calls = calls(
+        || {
+            let scene = Scene::of(&attr, None);
+            turn(&scene);
+            scene
+        },
+        |scene| {
+            scene.event.stop();
+            turn(scene);
+            must(scene.event.start(None).is_ok());
+            turn(scene);
+        },
+    );
+    // A host whose samples may show the level has them stopped and started, too.
+    calls.retain(|&call| call != libc::SYS_ioctl as u64);
+    assert!(calls.is_empty() || calls == [SET], "{calls:?}");
+}
+
+/// While the vCPU is paused nothing rings.
+#[test]
+fn a_vcpu_that_rests_has_its_timer_stopped() {
+    let calls = calls(
+        || {
+            let scene = Scene::armed(1 << 40);
+            turn(&scene);
+            scene
+        },
+        |scene| {
+            scene.event.stop();
+            scene.clock.rest();
+            scene.clock.rest();
+            must(scene.event.start(Some(1 << 40)).is_ok());
+            turn(scene);
+        },
+    );
+    assert_eq!(calls, [SET, SET]);
+}

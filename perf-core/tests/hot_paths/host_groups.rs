@@ -1,0 +1,419 @@
+//! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace,
+//! and right whatever becomes of their members.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::Arc;
+
+use perf_core::pmu::host::HostPmu;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+use crate::common::thread::{catch_signals, this_tid};
+use crate::steps;
+
+const PAGE_FAULTS: u64 = 2;
+/// Those for which nothing is read from a disk, as for all of these tests.
+const MINOR_FAULTS: u64 = 5;
+const PAGE: usize = 4096;
+const PAGES: usize = 20_000;
+
+/// This thread as a vCPU, with a group of `events` that count its page faults, and memory whose pages were
+/// never touched.
+struct Scene {
+    core: Core,
+    session: Session,
+    vcpu: Arc<VcpuContext>,
+    group: Vec<Handle>,
+    fresh: *mut u8,
+}
+
+impl Scene {
+    fn new(events: usize) -> Self {
+        let mut scene = Self::empty(None);
+        for _ in 0..events {
+            scene.join();
+        }
+        scene.vcpu.sched_in();
+        scene
+    }
+
+    /// A vCPU that is out, without events. `signal` tells of overflows.
+    fn empty(signal: Option<i32>) -> Self {
+        let core = Core::new(CoreConfig::default());
+        core.register(Arc::new(HostPmu::software(signal)));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        let session = core.session(0, Role::Admin);
+        // SAFETY: a fresh private mapping of our own.
+        let fresh = unsafe {
+            let at = libc::mmap(
+                std::ptr::null_mut(),
+                PAGES * PAGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(at, libc::MAP_FAILED);
+            libc::madvise(at, PAGES * PAGE, libc::MADV_NOHUGEPAGE);
+            at.cast::<u8>()
+        };
+        Self {
+            core,
+            session,
+            vcpu,
+            group: Vec::new(),
+            fresh,
+        }
+    }
+
+    /// One member more; the first leads.
+    fn join(&mut self) {
+        self.join_as(Attr::counting(EventType::SOFTWARE, PAGE_FAULTS));
+    }
+
+    fn join_as(&mut self, attr: Attr) {
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let opened = self.core.open(
+            &self.session,
+            attr,
+            target,
+            self.group.first(),
+            OpenFlags::default(),
+        );
+        self.group.push(opened.unwrap());
+    }
+
+    /// `n` page faults, without a system call.
+    fn fault(&mut self, n: usize) {
+        for _ in 0..n {
+            // SAFETY: within the mapping, of which no test touches all.
+            unsafe {
+                self.fresh.write_volatile(1);
+                self.fresh = self.fresh.add(PAGE);
+            }
+        }
+    }
+
+    fn counts(&self) -> Vec<u64> {
+        self.group.iter().map(|e| e.read().unwrap().value).collect()
+    }
+
+    /// By how much the counts grow over `n` faults, at least; others may come.
+    fn grown(&mut self, n: usize) -> Vec<u64> {
+        let before = self.counts();
+        self.fault(n);
+        let after = self.counts();
+        after.iter().zip(before).map(|(a, b)| a - b).collect()
+    }
+}
+
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+/// What a turn does: one member goes off, and with it all; what they counted is read; all go on again.
+#[test]
+fn a_turn_is_one_call_off_one_read_and_one_call_on() {
+    for members in [2, 4, 12] {
+        let calls = steps::system_calls(
+            || Scene::new(members),
+            |scene| {
+                must(scene.group[0].disable(Scope::Event).is_ok());
+                for event in &scene.group {
+                    must(event.read().is_ok());
+                }
+                must(scene.group[0].enable(Scope::Event).is_ok());
+            },
+        );
+        assert_eq!(
+            calls.expect("processes may be traced"),
+            [
+                libc::SYS_ioctl as u64,
+                libc::SYS_read as u64,
+                libc::SYS_ioctl as u64
+            ],
+            "{members} members"
+        );
+    }
+}
+
+/// The vCPU stops and goes on: the whole context goes off and on.
+#[test]
+fn going_out_and_in_is_one_call_each() {
+    let calls = steps::system_calls(
+        || Scene::new(6),
+        |scene| {
+            scene.vcpu.sched_out();
+            scene.vcpu.sched_in();
+        },
+    );
+    assert_eq!(
+        calls.expect("processes may be traced"),
+        [libc::SYS_ioctl as u64, libc::SYS_ioctl as u64]
+    );
+}
+
+/// All count the same, whatever they went through together.
+#[test]
+fn members_count_alike() {
+    let mut scene = Scene::new(5);
+    scene.fault(100);
+    for _ in 0..10 {
+        scene.group[0].disable(Scope::Event).unwrap();
+        scene.fault(50);
+        scene.group[0].enable(Scope::Event).unwrap();
+        scene.fault(20);
+    }
+    scene.group[0].disable(Scope::Event).unwrap();
+    let counts = scene.counts();
+    assert!(
+        counts[0] >= 300 && counts.iter().all(|c| *c == counts[0]),
+        "{counts:?}"
+    );
+}
+
+/// No member counts longer than another, whatever turns the group takes, and of whatever kind they are.
+#[test]
+fn members_do_not_drift_apart_over_random_turns() {
+    let mut rng = fastrand::Rng::with_seed(11);
+    let mut scene = Scene::empty(None);
+    for config in [PAGE_FAULTS, MINOR_FAULTS, PAGE_FAULTS, MINOR_FAULTS, MINOR_FAULTS] {
+        scene.join_as(Attr::counting(EventType::SOFTWARE, config));
+    }
+    let (mut inside, mut on, mut counted) = (false, true, 0);
+    for _ in 0..400 {
+        match rng.u8(..4) {
+            0 => {
+                if inside {
+                    scene.vcpu.sched_out();
+                } else {
+                    scene.vcpu.sched_in();
+                }
+                inside = !inside;
+            }
+            1 => {
+                let leader = &scene.group[0];
+                let done = if on {
+                    leader.disable(Scope::Event)
+                } else {
+                    leader.enable(Scope::Event)
+                };
+                done.unwrap();
+                on = !on;
+            }
+            2 => {
+                scene.group[rng.usize(..5)].read().unwrap();
+            }
+            _ => {
+                let faults = rng.usize(..40);
+                scene.fault(faults);
+                counted += if inside && on { faults as u64 } else { 0 };
+            }
+        }
+    }
+    scene.vcpu.sched_out();
+    let counts = scene.counts();
+    assert!(counted > 300, "{counted} faults");
+    assert!(counts.iter().all(|c| *c == counts[0]), "{counts:?}");
+    assert!(
+        (counted..counted + 500).contains(&counts[0]),
+        "{counts:?} of {counted}"
+    );
+}
+
+/// A member that comes to a group that is on counts from then on, whatever the leader is; and so it does
+/// after its period was changed. The kernel puts a fault counter beside a clock on only when the thread is
+/// next scheduled, which here may be long after.
+#[test]
+fn who_joins_a_group_that_is_on_counts_at_once() {
+    const TASK_CLOCK: u64 = 1;
+    for (round, config) in [TASK_CLOCK, PAGE_FAULTS].iter().cycle().take(20).enumerate() {
+        let mut scene = Scene::empty(Some(catch_signals()));
+        scene.vcpu.sched_in();
+        scene.join_as(Attr::counting(EventType::SOFTWARE, *config));
+        scene.join();
+        scene.join_as(Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 1_000));
+        let grown = scene.grown(50);
+        assert!(
+            grown[1] >= 50 && grown[2] >= 50,
+            "round {round}, leader {config}: {grown:?}"
+        );
+        scene.group[2].set_period(2_000).unwrap();
+        let grown = scene.grown(50);
+        assert!(
+            grown[1] >= 50 && grown[2] >= 50,
+            "round {round}, leader {config}, after a change: {grown:?}"
+        );
+        scene.group[1].disable(Scope::Event).unwrap();
+        scene.group[1].enable(Scope::Event).unwrap();
+        assert!(
+            scene.grown(50)[1] >= 50,
+            "round {round}, leader {config}: on again"
+        );
+    }
+}
+
+struct Nowhere;
+
+impl SampleRegs for Nowhere {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::Unknown
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// A member that samples is in the kernel's group like the others: it counts what they count, and its samples
+/// stand for all of that, over turns of the group and of the vCPU. The leader may be the one, too.
+#[test]
+fn a_sampling_member_samples_and_counts_with_its_group() {
+    for place in 0..3 {
+        let mut scene = Scene::empty(Some(catch_signals()));
+        let sampling = Attr {
+            sample_type: SampleType::PERIOD,
+            ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 7)
+        };
+        for n in 0..3 {
+            if n == place {
+                scene.join_as(sampling.clone());
+            } else {
+                scene.join();
+            }
+        }
+        let ring = scene.group[place].map(64, true).unwrap();
+        scene.vcpu.sched_in();
+        let serve = |scene: &Scene| scene.vcpu.service_overflows(&mut Nowhere, &mut |_| {});
+        let rounds = |scene: &mut Scene| {
+            for round in 0..12 {
+                for _ in 0..5 {
+                    scene.fault(10);
+                    serve(scene);
+                }
+                match round % 3 {
+                    0 => {
+                        scene.group[0].disable(Scope::Event).unwrap();
+                        scene.fault(30);
+                        scene.group[0].enable(Scope::Event).unwrap();
+                    }
+                    1 => {
+                        scene.vcpu.sched_out();
+                        scene.fault(30);
+                        scene.vcpu.sched_in();
+                    }
+                    _ => {}
+                }
+            }
+        };
+        // Once for what is touched the first time on the way.
+        rounds(&mut scene);
+        scene.vcpu.sched_out();
+        let before = scene.counts();
+        scene.vcpu.sched_in();
+        rounds(&mut scene);
+        scene.vcpu.sched_out();
+        serve(&scene);
+        let counts = scene.counts();
+        let grown: Vec<_> = counts.iter().zip(&before).map(|(a, b)| a - b).collect();
+        assert!(
+            grown[0] >= 600 && grown.iter().all(|g| *g == grown[0]),
+            "the event at {place} samples: {grown:?}"
+        );
+
+        let (mut reader, mut samples, mut stood_for) = (RingReader::of(ring), 0, 0);
+        while let Some(raw) = reader.next_record().unwrap() {
+            let Record::Sample(sample) = Record::decode(raw, Format::from(&sampling)).unwrap() else {
+                panic!("only samples are expected");
+            };
+            samples += 1;
+            stood_for += sample.period;
+        }
+        // Ten faults are one overflow or two, which are noticed together.
+        assert!(samples >= 100, "{samples} samples");
+        let counted = counts[place];
+        assert!(
+            stood_for <= counted && counted - stood_for < 7,
+            "{stood_for} of {counted} in {samples} samples"
+        );
+    }
+}
+
+#[test]
+fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
+    let mut scene = Scene::new(4);
+    scene.group[2].disable(Scope::Event).unwrap();
+    let grown = scene.grown(100);
+    assert!(grown[2] == 0 && grown[3] >= 100 && grown[0] >= 100, "{grown:?}");
+    scene.group[0].disable(Scope::Event).unwrap();
+    assert_eq!(scene.grown(100), [0; 4]);
+    scene.group[0].enable(Scope::Event).unwrap();
+    let grown = scene.grown(100);
+    assert!(grown[2] == 0 && grown[3] >= 100, "{grown:?}");
+    // And on while the group is off.
+    scene.group[0].disable(Scope::Event).unwrap();
+    scene.group[2].enable(Scope::Event).unwrap();
+    assert_eq!(scene.grown(100), [0; 4]);
+    scene.group[0].enable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}
+
+/// Those that are left go on by themselves, and keep what they have.
+#[test]
+fn siblings_outlive_their_leader() {
+    for running in [true, false] {
+        let mut scene = Scene::new(4);
+        scene.fault(100);
+        if !running {
+            scene.vcpu.sched_out();
+        }
+        let before = scene.counts();
+        drop(scene.group.remove(0));
+        if !running {
+            scene.fault(1_000);
+            scene.vcpu.sched_in();
+        }
+        let after = scene.counts();
+        assert!(
+            after
+                .iter()
+                .zip(&before[1..])
+                .all(|(a, b)| (*b..b + 500).contains(a)),
+            "{before:?} {after:?}"
+        );
+        assert!(scene.grown(100).iter().all(|g| (100..500).contains(g)));
+        // They are no group any more.
+        scene.group[0].disable(Scope::Event).unwrap();
+        let grown = scene.grown(100);
+        assert!(grown[0] == 0 && grown[1] >= 100 && grown[2] >= 100, "{grown:?}");
+    }
+}
+
+/// The one through which the group is read is as good as any to go.
+#[test]
+fn a_group_outlives_its_siblings() {
+    let mut scene = Scene::new(4);
+    while scene.group.len() > 1 {
+        drop(scene.group.remove(1));
+        assert!(scene.grown(100).iter().all(|g| *g >= 100));
+        scene.group[0].disable(Scope::Event).unwrap();
+        assert!(scene.grown(100).iter().all(|g| *g == 0));
+        scene.group[0].enable(Scope::Event).unwrap();
+    }
+    scene.join();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}
+
+/// Those that find no place in the kernel's group are members all the same.
+#[test]
+fn more_members_than_the_kernel_s_group_takes() {
+    let mut scene = Scene::new(24);
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+    scene.group[0].disable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g == 0));
+    scene.group[0].enable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}

@@ -1,0 +1,171 @@
+//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow makes none while the
+//! period stays the same, and one when it changes; a read makes one where counters cannot be read from user
+//! space.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::Arc;
+
+use perf_core::pmu::host::HostPmu;
+use perf_core::*;
+
+use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
+use crate::steps;
+
+const TASK_CLOCK: u64 = 1;
+const PAGE_FAULTS: u64 = 2;
+const PAGE: usize = 4096;
+
+struct Regs;
+
+impl SampleRegs for Regs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestUser
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// This thread as a vCPU with one event of the guest's, and memory whose pages were never touched.
+struct Scene {
+    _core: Core,
+    _session: Session,
+    vcpu: Arc<VcpuContext>,
+    event: Handle,
+    fresh: *mut u8,
+}
+
+impl Scene {
+    fn new(config: u64, period: u64) -> Self {
+        let core = Core::new(CoreConfig::default());
+        core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        let session = core.session(0, Role::Guest);
+        let attr = Attr {
+            exclude_host: true,
+            ..Attr::sampling(EventType::SOFTWARE, config, period)
+        };
+        let flags = OpenFlags {
+            cookie: Some(1),
+            ..OpenFlags::default()
+        };
+        let event = core
+            .open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+            .unwrap();
+        // SAFETY: a fresh private mapping of our own.
+        let fresh = unsafe {
+            let at = libc::mmap(
+                std::ptr::null_mut(),
+                10_000 * PAGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(at, libc::MAP_FAILED);
+            libc::madvise(at, 10_000 * PAGE, libc::MADV_NOHUGEPAGE);
+            at.cast::<u8>()
+        };
+        vcpu.sched_in();
+        let mut scene = Self {
+            _core: core,
+            _session: session,
+            vcpu,
+            event,
+            fresh,
+        };
+        // The first overflow, so that everything that happens once has happened.
+        match config {
+            PAGE_FAULTS => scene.fault(2 * period as usize),
+            _ => burn(2 * period),
+        }
+        assert!(scene.serve() > 0);
+        scene
+    }
+
+    /// `n` page faults, without a system call.
+    fn fault(&mut self, n: usize) {
+        for _ in 0..n {
+            // SAFETY: within the mapping, of which no test touches all.
+            unsafe {
+                self.fresh.write_volatile(1);
+                self.fresh = self.fresh.add(PAGE);
+            }
+        }
+    }
+
+    fn serve(&self) -> u32 {
+        let mut times = 0;
+        self.vcpu.service_overflows(&mut Regs, &mut |o| times += o.times);
+        times
+    }
+}
+
+/// Ends the child, so that its parent notices, unless `holds`.
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+#[test]
+fn the_calls_are_counted() {
+    let calls = steps::system_calls(
+        || (),
+        |_| {
+            // SAFETY: takes no pointers.
+            unsafe { libc::getppid() };
+        },
+    );
+    assert_eq!(
+        calls.expect("processes may be traced"),
+        [libc::SYS_getppid as u64]
+    );
+}
+
+#[test]
+fn an_overflow_with_the_same_period_makes_no_system_call() {
+    let calls = steps::system_calls(
+        || Scene::new(PAGE_FAULTS, 100),
+        |scene| {
+            for _ in 0..20 {
+                let before = signals_of_this_thread();
+                scene.fault(100);
+                must(signals_of_this_thread() > before);
+                must(scene.serve() == 1);
+            }
+        },
+    );
+    assert_eq!(calls.expect("processes may be traced"), []);
+}
+
+/// Also when nothing has overflowed: a kick for another reason.
+#[test]
+fn looking_for_an_overflow_makes_no_system_call() {
+    let calls = steps::system_calls(|| Scene::new(PAGE_FAULTS, 100), |scene| must(scene.serve() == 0));
+    assert_eq!(calls.expect("processes may be traced"), []);
+}
+
+/// What a guest does in its PMI handler: it writes the counter, so the next overflow is at another distance.
+/// The count is read and the period set.
+#[test]
+fn a_clock_armed_anew_reads_once_and_sets_the_period_once() {
+    let calls = steps::system_calls(
+        || Scene::new(TASK_CLOCK, 1_000_000),
+        |scene| must(scene.event.arm(3_000_000).is_ok()),
+    );
+    assert_eq!(
+        calls.expect("processes may be traced"),
+        [libc::SYS_read as u64, libc::SYS_ioctl as u64]
+    );
+}
+
+#[test]
+fn a_read_makes_one_system_call() {
+    let calls = steps::system_calls(
+        || Scene::new(PAGE_FAULTS, 100),
+        |scene| must(scene.event.read().is_ok_and(|r| r.value > 0)),
+    );
+    assert_eq!(calls.expect("processes may be traced"), [libc::SYS_read as u64]);
+}

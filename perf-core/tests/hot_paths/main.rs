@@ -1,0 +1,21 @@
+//! The cost of the hot paths: allocations, system calls and instructions.
+//!
+//! A program of its own, because it has the counting allocator of `allocation_counter`, and because
+//! system calls and instructions are counted in forked copies of the process. Each fork makes all
+//! pages copy-on-write; the page faults that follow would disturb tests that count page faults.
+
+#[allow(dead_code, reason = "each program uses its part")]
+#[path = "../it/common/mod.rs"]
+mod common;
+mod steps;
+
+#[cfg(feature = "clock")]
+mod clock_syscalls;
+#[cfg(feature = "host")]
+mod host_groups;
+#[cfg(feature = "host")]
+mod host_syscalls;
+mod mux_allocation;
+mod ring_allocation;
+#[cfg(feature = "sim")]
+mod ticks;

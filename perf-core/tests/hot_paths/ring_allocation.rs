@@ -1,0 +1,111 @@
+//! Writing and reading allocate nothing.
+
+use std::sync::Arc;
+
+use perf_core::attr::{ReadFormat, SampleType, Wakeup};
+use perf_core::record::{Comm, Encode, Entries, Format, Lost, MapName, Misc, Mmap, ReadEntry, ReadValues};
+use perf_core::record::{Record, Sample, SampleId, Words};
+use perf_core::ring::{Counter, Ring, RingMode, RingReader};
+
+fn allocations(work: impl FnOnce()) -> u64 {
+    allocation_counter::measure(work).count_total
+}
+
+#[test]
+fn the_counter_counts() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
+}
+
+#[test]
+fn no_allocation_on_write_loss_wakeup_and_read() {
+    for mode in [RingMode::Writable, RingMode::Overwrite] {
+        let ring = Arc::new(Ring::new(4, mode).expect("a ring"));
+        ring.set_wakeup(Wakeup::Events(2));
+        let mut own = RingReader::of(Arc::clone(&ring));
+        let entry = |value, id| ReadEntry { value, id, lost: 0 };
+        let entries = [entry(1, 2), entry(3, 4)];
+        let format = Format {
+            sample_type: SampleType::all(),
+            read_format: ReadFormat::all(),
+            sample_id_all: true,
+        };
+        let sample = Sample {
+            read: ReadValues {
+                time_enabled_ns: 5,
+                time_running_ns: 4,
+                entries: Entries::List(&entries),
+            },
+            callchain: Words::List(&[1, 2, 3]),
+            raw: b"payload",
+            ..Sample::default()
+        };
+        let (mut written, mut refused, mut read, mut sum) = (0, 0, 0, 0u64);
+        let count = allocations(|| {
+            for round in 0..200 {
+                for _ in 0..3 {
+                    match sample.write(format, &ring) {
+                        Ok(()) => written += 1,
+                        Err(_) => refused += 1,
+                    }
+                }
+                let _ = Comm {
+                    pid: 1,
+                    tid: 2,
+                    name: b"vcpu0",
+                    sample_id: SampleId::default(),
+                }
+                .write(format, &ring);
+                let lost = |lost| Lost {
+                    id: 1,
+                    lost,
+                    sample_id: SampleId::default(),
+                };
+                let _ = lost(2).write(format, &ring);
+                let several = (0..3).map(lost);
+                let _ = Lost::write_all(several, format, &ring);
+                let map = Mmap {
+                    misc: Misc(4),
+                    pid: 1,
+                    tid: 1,
+                    start: 0,
+                    len: 1,
+                    pgoff: 0,
+                    name: MapName::Anonymous,
+                    sample_id: SampleId::default(),
+                };
+                let _ = map.write(format, &ring);
+                ring.control()
+                    .update(Counter {
+                        offset: round,
+                        ..Counter::default()
+                    })
+                    .expect("the only updater");
+                let _ = ring.take_poll();
+                // The ring runs full for a while, which is no reason to allocate either.
+                if round % 100 > 50 {
+                    continue;
+                }
+                loop {
+                    match own.next_record() {
+                        Ok(Some(raw)) => {
+                            if let Ok(Record::Sample(sample)) = Record::decode(raw, format) {
+                                sum += sample.callchain.iter().sum::<u64>();
+                                sum += sample.read.entries.iter().map(|entry| entry.value).sum::<u64>();
+                                read += 1;
+                            }
+                        }
+                        Ok(None) => break,
+                        Err(error) => assert_eq!(mode, RingMode::Overwrite, "{error}"),
+                    }
+                }
+            }
+        });
+        assert_eq!(count, 0, "{mode:?}");
+        assert!(read > 0 && sum == read * 10 && written > 0);
+        assert_eq!(
+            refused > 0,
+            mode == RingMode::Writable,
+            "the full ring was part of it"
+        );
+    }
+}

@@ -1,0 +1,139 @@
+//! Instructions and system calls a piece of code takes, counted exactly and without a PMU: a copy of this
+//! process runs it under ptrace.
+#![allow(dead_code, reason = "each program uses its part")]
+#![expect(unsafe_code, reason = "fork and ptrace")]
+
+use std::io;
+
+/// User-space instructions of `work`, run once in a forked copy of the process. `work` must not allocate or
+/// take a lock that another thread might hold, since other threads do not exist in the copy.
+///
+/// `None` where processes may not be traced.
+pub fn instructions(work: impl FnOnce()) -> Option<u64> {
+    trace(|| (), |_| work(), step)
+}
+
+/// Numbers of the system calls of `work`, run once in a forked copy of the process after `setup`, which may
+/// make as many as it likes. Returning from a signal is left out: it belongs to whoever handles the signal.
+///
+/// `None` where processes may not be traced.
+pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
+    trace(setup, work, calls)
+}
+
+fn trace<T, R>(
+    setup: impl FnOnce() -> T,
+    work: impl FnOnce(&mut T),
+    count: impl FnOnce(i32) -> io::Result<R>,
+) -> Option<R> {
+    // SAFETY: the child runs `setup` and `work`, which by contract do what is allowed after a fork, raises
+    // signals and exits without returning to the caller.
+    let child = unsafe { libc::fork() };
+    match child {
+        -1 => None,
+        0 => {
+            let mut made = setup();
+            // SAFETY: as above; ptrace with TRACEME takes no pointers.
+            unsafe {
+                if libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) != 0 {
+                    libc::_exit(1);
+                }
+                libc::raise(libc::SIGSTOP);
+                work(&mut made);
+                libc::raise(libc::SIGSTOP);
+                libc::_exit(0)
+            }
+        }
+        child => {
+            let counted = count(child);
+            // SAFETY: the child is ours and nobody else waits for it.
+            unsafe {
+                libc::kill(child, libc::SIGKILL);
+                libc::waitpid(child, std::ptr::null_mut(), 0);
+            }
+            counted.ok()
+        }
+    }
+}
+
+/// Steps from the child's first stop to its second.
+fn step(child: i32) -> io::Result<u64> {
+    wait(child, libc::SIGSTOP)?;
+    let mut steps = 0;
+    loop {
+        // SAFETY: single-stepping takes no pointers.
+        if unsafe { libc::ptrace(libc::PTRACE_SINGLESTEP, child, 0, 0) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if wait(child, libc::SIGTRAP)? == libc::SIGSTOP {
+            return Ok(steps);
+        }
+        steps += 1;
+    }
+}
+
+/// The system calls from the child's first stop to its second, without those that stop it.
+fn calls(child: i32) -> io::Result<Vec<u64>> {
+    wait(child, libc::SIGSTOP)?;
+    // SAFETY: the option is passed by value.
+    unsafe { libc::ptrace(libc::PTRACE_SETOPTIONS, child, 0, libc::PTRACE_O_TRACESYSGOOD) };
+    let (mut calls, mut entering, mut signal) = (Vec::new(), true, 0);
+    loop {
+        // SAFETY: the signal to deliver is passed by value.
+        if unsafe { libc::ptrace(libc::PTRACE_SYSCALL, child, 0, signal) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut status = 0;
+        // SAFETY: the pointer is valid for the time of the call.
+        if unsafe { libc::waitpid(child, &raw mut status, 0) } != child || !libc::WIFSTOPPED(status) {
+            return Err(io::Error::other("the child ended"));
+        }
+        signal = 0;
+        match libc::WSTOPSIG(status) {
+            libc::SIGSTOP => {
+                // The first raise returns and the second is made in this stretch as well.
+                let raising = [
+                    libc::SYS_rt_sigprocmask,
+                    libc::SYS_gettid,
+                    libc::SYS_getpid,
+                    libc::SYS_tgkill,
+                ];
+                calls.retain(|n| !raising.contains(&(*n as i64)) && *n != libc::SYS_rt_sigreturn as u64);
+                return Ok(calls);
+            }
+            s if s == libc::SIGTRAP | 0x80 => {
+                if entering {
+                    calls.push(call_number(child)?);
+                }
+                // Returning from a signal, and the raise that was under way at the start, have no stop of
+                // their own at the end.
+                entering = !entering;
+            }
+            other => signal = other,
+        }
+    }
+}
+
+fn call_number(child: i32) -> io::Result<u64> {
+    // SAFETY: zeroed registers are valid, and the kernel fills them in.
+    unsafe {
+        let mut regs: libc::user_regs_struct = std::mem::zeroed();
+        if libc::ptrace(libc::PTRACE_GETREGS, child, 0, &raw mut regs) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(regs.orig_rax)
+    }
+}
+
+/// Waits for the child to stop by `signal` or SIGSTOP.
+fn wait(child: i32, signal: i32) -> io::Result<i32> {
+    let mut status = 0;
+    // SAFETY: the pointer is valid for the time of the call.
+    if unsafe { libc::waitpid(child, &raw mut status, 0) } != child {
+        return Err(io::Error::last_os_error());
+    }
+    if libc::WIFSTOPPED(status) && [signal, libc::SIGSTOP].contains(&libc::WSTOPSIG(status)) {
+        return Ok(libc::WSTOPSIG(status));
+    }
+    Err(io::Error::other("the child ended"))
+}

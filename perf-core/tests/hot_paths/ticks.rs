@@ -1,0 +1,153 @@
+//! The hot paths allocate nothing, and a tick's driver calls do not grow with the number of groups.
+
+use perf_core::*;
+
+use crate::common::machine::*;
+use crate::common::skip;
+use crate::steps;
+
+fn allocations(work: impl FnOnce()) -> u64 {
+    allocation_counter::measure(work).count_total
+}
+
+#[test]
+fn the_counter_counts() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
+}
+
+#[test]
+fn tick_read_overflow_and_raise_allocate_nothing() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let wide = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let flexible: Vec<_> = (0..20).map(|_| m.open_vcpu(hw(), None)).collect();
+    let group = m.open_vcpu(soft(), None);
+    let _siblings: Vec<_> = (0..7).map(|_| m.open_vcpu(soft(), Some(&group))).collect();
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let attr = Attr {
+        pinned: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let counter = m
+        .core
+        .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let sampling = |ty, config| Attr {
+        sample_type: SampleType::all(),
+        read_format: ReadFormat::GROUP,
+        ..Attr::sampling(ty, config, 10)
+    };
+    let sampled = m.open_vcpu(sampling(SOFT, 1), None);
+    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareId::Exits as u64), None);
+    let _rings = [&sampled, &raised].map(|e| e.map(16, false).unwrap());
+    let mut buf = [0; 64];
+    let mut served = 0;
+    let n = allocations(|| {
+        for _ in 0..200 {
+            m.run(0, 25);
+            m.core.tick();
+            v.tick();
+            let _ = m.core.needs_tick();
+            v.service_overflows(&mut NoRegs, &mut |o| served += o.times);
+            v.software_event(SoftwareId::Exits, 25, Some(&mut NoRegs), &mut |_| {});
+            counter.read().unwrap();
+            counter.count().unwrap();
+            counter.arm(7).unwrap();
+            flexible[3].read_bytes(&mut buf).unwrap();
+            assert_eq!(group.read_group().unwrap().len(), 8);
+            wide.read().unwrap();
+            v.sched_out();
+            v.sched_in();
+            counter.disable(Scope::Event).unwrap();
+            counter.enable(Scope::Event).unwrap();
+        }
+    });
+    assert!(served > 0);
+    assert_eq!(n, 0);
+}
+
+#[test]
+fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
+    for n in [10, 1000] {
+        let m = Machine::new(4);
+        let _v = m.vcpu(0);
+        let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let before = m.hw.starts();
+        for _ in 0..100 {
+            m.run(0, 1);
+            m.core.tick();
+        }
+        assert_eq!(m.hw.starts() - before, 100, "one start for each tick, {n} groups");
+    }
+}
+
+/// Counted instruction by instruction.
+#[test]
+fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
+    let of = |n: usize| {
+        let m = Machine::new(4);
+        let v = m.vcpu(0);
+        let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let ticks = |n: u64| {
+            for _ in 0..n {
+                perf_core::time::ManualClock::advance(&m.clock, 10);
+                v.tick();
+            }
+        };
+        // The first time a group is on costs less, because no slice ends.
+        ticks(n as u64 + 10);
+        steps::instructions(|| ticks(16))
+    };
+    let (Some(few), Some(many)) = (of(10), of(2000)) else {
+        skip::skipped("processes may not be traced here", false);
+        return;
+    };
+    assert!(few > 1000, "{few} instructions for 16 ticks");
+    assert!(
+        many.abs_diff(few) * 10 <= few,
+        "{few} instructions with 10 groups, {many} with 2000"
+    );
+}
+
+/// The same for events that sample and need no slot: with a fixed period, which a tick has nothing to do
+/// with, and by frequency, of which a tick looks at some.
+#[test]
+fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_sample() {
+    for freq in [false, true] {
+        let of = |n: usize| {
+            let m = Machine::new(4);
+            let v = m.vcpu(0);
+            let attr = Attr {
+                freq,
+                ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+            };
+            let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(attr.clone(), None)).collect();
+            let ticks = |n: u64| {
+                for _ in 0..n {
+                    perf_core::time::ManualClock::advance(&m.clock, 10);
+                    v.tick();
+                }
+            };
+            ticks(4);
+            steps::instructions(|| ticks(4))
+        };
+        let (Some(few), Some(many)) = (of(100), of(4000)) else {
+            return skip::skipped("processes may not be traced here", false);
+        };
+        assert!(few > 200, "{few} instructions for 4 ticks");
+        assert!(
+            many.abs_diff(few) * 10 <= few,
+            "{few} instructions with 100 events, {many} with 4000; by frequency: {freq}"
+        );
+    }
+}

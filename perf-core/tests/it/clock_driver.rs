@@ -1,0 +1,541 @@
+//! The `clock` driver on real threads of this machine. No test here depends on how fast the machine is: what
+//! is compared is measured by another clock at the same time, or must hold at any speed.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use perf_core::attr::Attr;
+use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuClock};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+use crate::common::thread::{
+    burn, catch, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns,
+};
+
+const MHZ: u32 = 1_000;
+/// 2 GHz: two cycles per nanosecond.
+const TSC_KHZ: u32 = 2_000 * MHZ;
+
+fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuClock>, ClockPmu) {
+    let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+    let pmu = ClockPmu::new(signal);
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    (clock, pmu)
+}
+
+fn target(tid: i32) -> Target {
+    Target::Vcpu { vcpu: VcpuId(0), tid }
+}
+
+fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
+    pmu.open(&clock_attr(config), target(this_tid())).unwrap()
+}
+
+/// Uses CPU time until this thread has had another signal than the first `handled`.
+fn wait_for_signal(handled: u64) {
+    let began = Instant::now();
+    while signals_of_this_thread() == handled {
+        assert!(
+            began.elapsed() < Duration::from_secs(600),
+            "no signal within a minute"
+        );
+        burn(1_000);
+    }
+}
+
+/// Guest time is the thread's CPU time inside the bracket, and nothing else: not the VMM's own work before
+/// and after it, not a halt inside it.
+#[test]
+fn only_time_in_the_guest_counts() {
+    let (clock, pmu) = one_vcpu(None);
+    let mut ns = open(&pmu, GUEST_NS);
+    let mut cycles = open(&pmu, CYCLES);
+    ns.start(None).unwrap();
+    cycles.start(None).unwrap();
+
+    let (mut outer, mut inner) = (0, 0);
+    for _ in 0..5 {
+        let t0 = thread_cpu_ns();
+        clock.guest_enter();
+        let t1 = thread_cpu_ns();
+        burn(2_000_000);
+        thread::sleep(Duration::from_millis(5));
+        let t2 = thread_cpu_ns();
+        clock.guest_exit();
+        let t3 = thread_cpu_ns();
+        burn(10_000_000);
+        inner += t2 - t1;
+        outer += t3 - t0;
+    }
+    let (ns, cycles) = (ns.read(), cycles.read());
+    assert!(
+        (inner..=outer).contains(&ns),
+        "{ns} ns, between {inner} and {outer} expected"
+    );
+    assert!(
+        (2 * inner..=2 * outer).contains(&cycles),
+        "{cycles} cycles for {ns} ns at 2 GHz"
+    );
+}
+
+/// Exits so short that the thread's time is read at the exit only: what lies between two brackets is still
+/// not counted, and all the rest is.
+#[test]
+fn short_exits_do_not_count_and_what_is_between_them_does() {
+    const SHORT: Duration = Duration::from_micros(4);
+    let (clock, pmu) = one_vcpu(None);
+    let mut ns = open(&pmu, GUEST_NS);
+    ns.start(None).unwrap();
+
+    let (mut in_short_exits, mut in_exits) = (Duration::ZERO, Duration::ZERO);
+    let before = thread_cpu_ns();
+    clock.guest_enter();
+    let first = thread_cpu_ns();
+    for _ in 0..2_000 {
+        burn(20_000);
+        let exit = Instant::now();
+        clock.guest_exit();
+        let left = Instant::now();
+        while left.elapsed() < SHORT {
+            std::hint::spin_loop();
+        }
+        let out = left.elapsed();
+        clock.guest_enter();
+        in_exits += exit.elapsed();
+        // In a longer one somebody else may have had the CPU, for which no thread time passes.
+        if out < 2 * SHORT {
+            in_short_exits += out;
+        }
+    }
+    let last = thread_cpu_ns();
+    clock.guest_exit();
+    let after = thread_cpu_ns();
+
+    let counted = ns.read();
+    let least = (last - first).saturating_sub(in_exits.as_nanos() as u64);
+    let most = after - before - in_short_exits.as_nanos() as u64;
+    assert!(
+        (least..=most).contains(&counted),
+        "{counted} ns, between {least} and {most} expected"
+    );
+}
+
+#[test]
+fn a_stopped_event_stands_still_and_goes_on_where_it_was() {
+    let (clock, pmu) = one_vcpu(None);
+    let mut ev = open(&pmu, GUEST_NS);
+    clock.guest_enter();
+    burn(1_000_000);
+    clock.guest_exit();
+    assert_eq!(ev.read(), 0, "never started");
+
+    ev.start(None).unwrap();
+    clock.guest_enter();
+    burn(1_000_000);
+    clock.guest_exit();
+    ev.stop();
+    let stopped = ev.read();
+    assert!(stopped >= 1_000_000);
+
+    clock.guest_enter();
+    burn(1_000_000);
+    clock.guest_exit();
+    assert_eq!(ev.read(), stopped);
+
+    ev.start(None).unwrap();
+    assert_eq!(ev.read(), stopped);
+    clock.guest_enter();
+    burn(1_000_000);
+    clock.guest_exit();
+    assert!(ev.read() >= stopped + 1_000_000);
+}
+
+/// An operator's thread may start an event while the guest already runs, and read it while it goes on
+/// running: the count moves at once, never goes back, and never exceeds the vCPU thread's CPU time.
+#[test]
+fn another_thread_starts_and_reads_while_the_guest_runs() {
+    let stop = Arc::new(AtomicBool::new(false));
+    let (send, receive) = mpsc::channel();
+    let vcpu = {
+        let stop = Arc::clone(&stop);
+        thread::spawn(move || {
+            let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+            clock.guest_enter();
+            send.send(Arc::clone(&clock)).unwrap();
+            while !stop.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+            clock.guest_exit();
+            thread_cpu_ns()
+        })
+    };
+    let clock = receive.recv().unwrap();
+    let pmu = ClockPmu::new(None);
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let mut ev = pmu.open(&clock_attr(GUEST_NS), target(clock.tid())).unwrap();
+    ev.start(None).unwrap();
+    let (mut last, mut moved) = (0, 0);
+    while moved < 300 {
+        let now = ev.read();
+        assert!(now >= last, "{now} after {last}");
+        moved += u32::from(now > last);
+        last = now;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let cpu_ns = vcpu.join().unwrap();
+    assert!(ev.read() <= cpu_ns);
+    assert!(ev.read() >= last);
+}
+
+/// Many short stays in the guest, read from another thread all the time: still monotonic, and in the end
+/// exactly what the vCPU's own thread reads.
+#[test]
+fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
+    let (send, receive) = mpsc::channel();
+    let stop = Arc::new(AtomicBool::new(false));
+    let vcpu = {
+        let stop = Arc::clone(&stop);
+        thread::spawn(move || {
+            let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+            send.send(Arc::clone(&clock)).unwrap();
+            while !stop.load(Ordering::Relaxed) {
+                clock.guest_enter();
+                burn(500);
+                clock.guest_exit();
+            }
+        })
+    };
+    let clock = receive.recv().unwrap();
+    let pmu = ClockPmu::new(None);
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let attr = clock_attr(GUEST_NS);
+    let mut events: Vec<_> = (0..3)
+        .map(|_| pmu.open(&attr, target(clock.tid())).unwrap())
+        .collect();
+    let mut last = [0; 3];
+    for round in 0..3_000 {
+        for (ev, last) in events.iter_mut().zip(&mut last) {
+            match round % 100 {
+                0 => ev.start(None).unwrap(),
+                90 => ev.stop(),
+                _ => {}
+            }
+            let now = ev.read();
+            assert!(now >= *last);
+            *last = now;
+        }
+    }
+    stop.store(true, Ordering::Relaxed);
+    vcpu.join().unwrap();
+}
+
+/// The overflow's signal comes to the vCPU's thread, not before its count is reached as far as
+/// `take_overflows` is concerned, although the VMM's own time makes the timer ring early each time.
+#[test]
+fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    const PERIOD: u64 = 3_000_000;
+    let mut handled = signals_of_this_thread();
+    ev.start(Some(PERIOD)).unwrap();
+    let mut due = PERIOD;
+    let mut early = 0;
+    for _ in 0..4 {
+        loop {
+            // The timer goes on in the VMM's own time, and must ring early.
+            clock.guest_enter();
+            clock.guest_exit();
+            burn(1_500_000);
+            clock.guest_enter();
+            wait_for_signal(handled);
+            clock.guest_exit();
+            // Before the timer is set again: if this thread loses its CPU right after that, the next signal
+            // comes before anything else does.
+            handled = signals_of_this_thread();
+            let count = ev.read();
+            match ev.take_overflows() {
+                0 => {
+                    assert!(ev.read() >= count && count < due);
+                    early += 1;
+                }
+                n => {
+                    assert_eq!(n, 1);
+                    assert!(ev.read() >= due);
+                    assert_eq!(ev.take_overflows(), 0, "the same overflow, twice");
+                    break;
+                }
+            }
+        }
+        due = ev.read() + PERIOD;
+        ev.arm(PERIOD).unwrap();
+    }
+    assert!(early > 0, "the timer never rang early");
+}
+
+/// Several events of a vCPU share its timer: each overflow is reported when it is reached, in the order of
+/// their deadlines, whoever is stopped, armed again or closed meanwhile.
+#[test]
+fn events_with_different_deadlines_share_the_timer() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let periods = [3_000_000, 1_000_000, 2_000_000, 700_000, 900_000];
+    let mut events: Vec<_> = periods.iter().map(|_| open(&pmu, GUEST_NS)).collect();
+    let mut handled = signals_of_this_thread();
+    for (event, &period) in events.iter_mut().zip(&periods) {
+        event.start(Some(period)).unwrap();
+    }
+    // The two that would be first.
+    drop(events.pop());
+    events[3].stop();
+    let mut order = Vec::new();
+    while order.len() < 3 {
+        clock.guest_enter();
+        wait_for_signal(handled);
+        clock.guest_exit();
+        handled = signals_of_this_thread();
+        for (at, event) in events.iter_mut().enumerate() {
+            if event.take_overflows() == 1 {
+                assert!(event.read() >= periods[at]);
+                order.push(at);
+            }
+        }
+    }
+    assert_eq!(order, [1, 2, 0]);
+    // The one that was stopped is as good as the others.
+    let before = events[3].read();
+    events[3].start(Some(500_000)).unwrap();
+    events[0].arm(1 << 40).unwrap();
+    while events[3].take_overflows() == 0 {
+        clock.guest_enter();
+        wait_for_signal(handled);
+        clock.guest_exit();
+        handled = signals_of_this_thread();
+    }
+    assert!(events[3].read() >= before + 500_000);
+    assert_eq!(events[0].take_overflows(), 0);
+}
+
+/// Another thread arms an event while the guest runs: nobody else could set the timer.
+#[test]
+fn another_thread_arms_while_the_guest_runs() {
+    let signal = catch_signals();
+    let (send, receive) = mpsc::channel();
+    let vcpu = thread::spawn(move || {
+        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        clock.guest_enter();
+        send.send(Arc::clone(&clock)).unwrap();
+        wait_for_signal(0);
+        clock.guest_exit();
+    });
+    let clock = receive.recv().unwrap();
+    let pmu = ClockPmu::new(Some(signal));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let mut event = pmu.open(&clock_attr(GUEST_NS), target(clock.tid())).unwrap();
+    event.start(Some(200_000)).unwrap();
+    vcpu.join().unwrap();
+    assert!(event.read() > 0);
+}
+
+/// With the vCPU the timer ends, also while events are armed; they keep their counts.
+#[test]
+fn a_vcpu_that_goes_takes_its_timer_along() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut event = open(&pmu, GUEST_NS);
+    event.start(Some(1_000_000)).unwrap();
+    clock.guest_enter();
+    clock.guest_exit();
+    let quiet = signals_of_this_thread();
+    pmu.remove_vcpu(VcpuId(0));
+    let count = event.read();
+    clock.guest_enter();
+    burn(3_000_000);
+    clock.guest_exit();
+    assert_eq!(
+        signals_of_this_thread(),
+        quiet,
+        "it rings for a vCPU that is gone"
+    );
+    assert!(event.read() > count);
+    // On the vCPU's new thread it has a new clock.
+    let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
+    let mut event = open(&pmu, GUEST_NS);
+    event.start(Some(1_000_000)).unwrap();
+    again.guest_enter();
+    wait_for_signal(quiet);
+    again.guest_exit();
+}
+
+/// An event nobody re-arms goes quiet, and so does a stopped one.
+#[test]
+fn no_signals_without_an_armed_event() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    clock.guest_enter();
+    clock.guest_exit();
+    ev.start(Some(100_000)).unwrap();
+    clock.guest_enter();
+    burn(1_000_000);
+    clock.guest_exit();
+    assert_eq!(ev.take_overflows(), 1);
+    assert_eq!(ev.take_overflows(), 0);
+    // The vCPU's one timer rings now and then until it is stopped; it is set anew for what is armed.
+    clock.rest();
+    let quiet = signals_of_this_thread();
+    clock.guest_enter();
+    burn(2_000_000);
+    clock.guest_exit();
+    assert_eq!(signals_of_this_thread(), quiet, "left armed after its overflow");
+
+    ev.arm(100_000).unwrap();
+    ev.stop();
+    clock.rest();
+    let quiet = signals_of_this_thread();
+    clock.guest_enter();
+    burn(2_000_000);
+    clock.guest_exit();
+    assert_eq!(signals_of_this_thread(), quiet, "stopped, yet armed");
+    assert_eq!(ev.take_overflows(), 0);
+}
+
+/// A VMM that needs longer to get back into the guest than is left until the overflow is not rung out again
+/// and again without the guest ever running.
+#[test]
+fn a_slow_vmm_gets_to_its_overflow() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    let mut handled = signals_of_this_thread();
+    ev.start(Some(200_000)).unwrap();
+    for round in 0.. {
+        assert!(round < 1_000, "rung out a thousand times without an overflow");
+        burn(100_000);
+        // As with `immediate_exit`: a signal before the entry means that the guest does not run at all.
+        if signals_of_this_thread() == handled {
+            clock.guest_enter();
+            wait_for_signal(handled);
+            clock.guest_exit();
+        }
+        handled = signals_of_this_thread();
+        if ev.take_overflows() == 1 {
+            break;
+        }
+    }
+    assert!(ev.read() >= 200_000);
+}
+
+/// A thread that blocks the signal for long does not pile up signals, which would fill a queue that all
+/// processes of the user share; and the timer works on afterwards.
+#[test]
+fn blocked_signals_do_not_pile_up() {
+    let signal = catch(libc::SIGRTMIN() + 3);
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    let mask = |how| {
+        // SAFETY: the set is initialised by sigemptyset before it is used; only this thread's mask changes.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            libc::sigaddset(&mut set, signal);
+            assert_eq!(libc::pthread_sigmask(how, &set, std::ptr::null_mut()), 0);
+        }
+    };
+    let mut overflows = 0;
+    for _ in 0..5 {
+        let before = signals_of_this_thread();
+        mask(libc::SIG_BLOCK);
+        ev.start(Some(10_000)).unwrap();
+        clock.guest_enter();
+        burn(5_000_000);
+        clock.guest_exit();
+        mask(libc::SIG_UNBLOCK);
+        let came = signals_of_this_thread() - before;
+        // Five hundred would be due. When the queue is full already, there may be none.
+        assert!(came <= 40, "{came} signals");
+        overflows += ev.take_overflows();
+        ev.stop();
+    }
+    assert_eq!(overflows, 5);
+}
+
+#[test]
+fn an_event_cannot_be_armed_without_a_signal() {
+    let (_clock, pmu) = one_vcpu(None);
+    let mut ev = open(&pmu, CYCLES);
+    assert!(matches!(ev.start(Some(1_000)), Err(PmuError::Unsupported(_))));
+    ev.start(None).unwrap();
+}
+
+#[test]
+fn what_the_clock_cannot_count_is_refused() {
+    let (_clock, pmu) = one_vcpu(None);
+    let here = target(this_tid());
+    assert!(matches!(
+        pmu.open(&clock_attr(3), here),
+        Err(PmuError::NoSuchEvent)
+    ));
+    assert!(matches!(
+        pmu.open(&clock_attr(CYCLES), Target::Vm),
+        Err(PmuError::Unsupported(_))
+    ));
+    let host_only = Attr {
+        exclude_guest: true,
+        ..clock_attr(CYCLES)
+    };
+    assert!(matches!(
+        pmu.open(&host_only, here),
+        Err(PmuError::Unsupported(_))
+    ));
+    let stranger = Target::Vcpu {
+        vcpu: VcpuId(7),
+        tid: 0,
+    };
+    assert!(matches!(
+        pmu.open(&clock_attr(CYCLES), stranger),
+        Err(PmuError::Os { .. })
+    ));
+}
+
+/// With an event per privilege level the two never go back, never exceed the whole, and an event that
+/// excludes both counts nothing. That one level is an estimate can be asked.
+#[test]
+fn one_privilege_level_is_a_part_of_the_whole() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let here = target(this_tid());
+    let level = |exclude_user, exclude_kernel| Attr {
+        exclude_user,
+        exclude_kernel,
+        ..clock_attr(GUEST_NS)
+    };
+    assert!(ClockPmu::is_estimate(&level(true, false)));
+    assert!(!ClockPmu::is_estimate(&level(false, false)));
+    let mut all = pmu.open(&level(false, false), here).unwrap();
+    let mut user = pmu.open(&level(false, true), here).unwrap();
+    let mut kernel = pmu.open(&level(true, false), here).unwrap();
+    let mut nothing = pmu.open(&level(true, true), here).unwrap();
+    for ev in [&mut all, &mut user, &mut kernel, &mut nothing] {
+        ev.start(None).unwrap();
+    }
+    let mut last = (0, 0);
+    for i in 0..40 {
+        clock.guest_enter();
+        burn(500_000);
+        clock.guest_exit();
+        if clock.wants_ticks() {
+            clock.tick(Some(if i % 2 == 0 { 0 } else { 3 }));
+        }
+        let now = (user.read(), kernel.read());
+        assert!(now.0 >= last.0 && now.1 >= last.1);
+        assert!(now.0 + now.1 <= all.read());
+        last = now;
+    }
+    assert_eq!(nothing.read(), 0);
+}

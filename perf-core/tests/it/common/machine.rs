@@ -1,0 +1,268 @@
+//! A deterministic driver and a small machine to drive it with.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::time::{Clock, ManualClock};
+use perf_core::*;
+
+/// What one event of the driver did and does.
+#[derive(Debug, Default)]
+pub struct Counter {
+    pub count: u64,
+    pub on: bool,
+    pub armed_at: Option<u64>,
+    pub overflows: u32,
+    pub starts: u64,
+    pub rate: u64,
+}
+
+#[derive(Debug, Default)]
+pub struct World {
+    /// Per vCPU (`u32::MAX`: the VM).
+    counters: Mutex<HashMap<u32, Vec<Arc<Mutex<Counter>>>>>,
+    /// The total of a package count.
+    pub package: Mutex<u64>,
+    /// How old it is.
+    pub package_age_ns: Mutex<u64>,
+    /// Refuse every start from now on.
+    pub refuse: Mutex<bool>,
+}
+
+impl World {
+    /// The vCPU does `n` units of work: every event that is on counts `n` times its rate.
+    pub fn work(&self, vcpu: u32, n: u64) {
+        for counter in self.counters.lock().unwrap().get(&vcpu).into_iter().flatten() {
+            let mut c = counter.lock().unwrap();
+            if c.on {
+                c.count += n * c.rate;
+                if c.armed_at.is_some_and(|at| c.count >= at) {
+                    c.armed_at = None;
+                    c.overflows += 1;
+                }
+            }
+        }
+    }
+
+    /// Starts of all events there are.
+    pub fn starts(&self) -> u64 {
+        self.counters
+            .lock()
+            .unwrap()
+            .values()
+            .flatten()
+            .map(|c| c.lock().unwrap().starts)
+            .sum()
+    }
+
+    pub fn on(&self, vcpu: u32) -> usize {
+        let counters = self.counters.lock().unwrap();
+        counters
+            .get(&vcpu)
+            .map_or(0, |c| c.iter().filter(|c| c.lock().unwrap().on).count())
+    }
+}
+
+/// A hardware class driver with `slots` counters per vCPU. Config 0 cannot exist, 1 counts work, n counts n
+/// times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
+#[derive(Debug)]
+pub struct TestPmu {
+    pub world: Arc<World>,
+    pub slots: usize,
+}
+
+pub const PACKAGE: u64 = 1000;
+/// Type of the software class twin.
+pub const SOFT: EventType = EventType(0x1ff);
+
+#[derive(Debug)]
+struct TestEvent {
+    counter: Arc<Mutex<Counter>>,
+    world: Arc<World>,
+    package: bool,
+}
+
+impl Pmu for TestPmu {
+    fn name(&self) -> &'static str {
+        "test"
+    }
+    fn serves(&self, ty: EventType) -> bool {
+        if self.slots == 0 {
+            ty == SOFT
+        } else {
+            ty == EventType::SIM
+        }
+    }
+    fn capacity(&self) -> Capacity {
+        if self.slots == 0 {
+            Capacity::Unlimited
+        } else {
+            Capacity::counters(self.slots)
+        }
+    }
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let package = attr.config == PACKAGE;
+        let vcpu = match target {
+            Target::Vcpu { vcpu, .. } => vcpu.0,
+            Target::Vm if package => u32::MAX,
+            Target::Vm | Target::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
+        };
+        if attr.config == 0 {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let counter = Arc::new(Mutex::new(Counter {
+            rate: attr.config,
+            ..Counter::default()
+        }));
+        self.world
+            .counters
+            .lock()
+            .unwrap()
+            .entry(vcpu)
+            .or_default()
+            .push(Arc::clone(&counter));
+        Ok(Box::new(TestEvent {
+            counter,
+            world: Arc::clone(&self.world),
+            package,
+        }))
+    }
+}
+
+impl PmuEvent for TestEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if *self.world.refuse.lock().unwrap() {
+            return Err(PmuError::Busy);
+        }
+        let mut c = self.counter.lock().unwrap();
+        assert!(!c.on, "started twice");
+        c.on = true;
+        c.starts += 1;
+        c.armed_at = overflow_in.map(|n| c.count + n);
+        Ok(())
+    }
+    fn stop(&mut self) {
+        let mut c = self.counter.lock().unwrap();
+        assert!(c.on, "stopped twice");
+        c.on = false;
+    }
+    fn read(&mut self) -> u64 {
+        self.counter.lock().unwrap().count
+    }
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let mut c = self.counter.lock().unwrap();
+        assert!(c.on);
+        c.armed_at = Some(c.count + overflow_in);
+        Ok(())
+    }
+    fn take_overflows(&mut self) -> u32 {
+        std::mem::take(&mut self.counter.lock().unwrap().overflows)
+    }
+    fn count(&mut self) -> Option<u64> {
+        self.package.then(|| *self.world.package.lock().unwrap())
+    }
+    fn count_age_ns(&mut self) -> u64 {
+        *self.world.package_age_ns.lock().unwrap()
+    }
+}
+
+impl Drop for TestEvent {
+    fn drop(&mut self) {
+        let counters = self.world.counters.lock();
+        if let Ok(mut counters) = counters {
+            for list in counters.values_mut() {
+                list.retain(|c| !Arc::ptr_eq(c, &self.counter));
+            }
+        }
+    }
+}
+
+/// A core with a manual clock, a hardware and a software driver.
+pub struct Machine {
+    pub core: Core,
+    pub clock: Arc<ManualClock>,
+    pub hw: Arc<World>,
+    pub sw: Arc<World>,
+    pub admin: Session,
+    pub guest: Session,
+}
+
+impl Machine {
+    pub fn new(slots: usize) -> Self {
+        Self::with(slots, |_| {})
+    }
+
+    pub fn with(slots: usize, tweak: impl FnOnce(&mut CoreConfig)) -> Self {
+        let clock = Arc::new(ManualClock::new());
+        let mut config = CoreConfig {
+            clock: Arc::clone(&clock) as Arc<dyn Clock>,
+            ..CoreConfig::default()
+        };
+        tweak(&mut config);
+        let core = Core::new(config);
+        let (hw, sw) = (Arc::new(World::default()), Arc::new(World::default()));
+        core.register(Arc::new(TestPmu {
+            world: Arc::clone(&hw),
+            slots,
+        }));
+        core.register(Arc::new(TestPmu {
+            world: Arc::clone(&sw),
+            slots: 0,
+        }));
+        let admin = core.session(0, Role::Admin);
+        let guest = core.session(0, Role::Guest);
+        Self {
+            core,
+            clock,
+            hw,
+            sw,
+            admin,
+            guest,
+        }
+    }
+
+    /// Adds vCPU `n` and starts it.
+    pub fn vcpu(&self, n: u32) -> Arc<VcpuContext> {
+        let vcpu = self.core.add_vcpu(VcpuId(n), 1000 + n as i32).unwrap();
+        vcpu.sched_in();
+        vcpu
+    }
+
+    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&Handle>) -> Handle {
+        self.core
+            .open(&self.admin, attr, target, leader, OpenFlags::default())
+            .unwrap()
+    }
+
+    pub fn open_vcpu(&self, attr: Attr, leader: Option<&Handle>) -> Handle {
+        self.open(attr, OpenTarget::Vcpu(VcpuId(0)), leader)
+    }
+
+    /// Time passes on vCPU `n`: 1 ns and one unit of work each.
+    pub fn run(&self, vcpu: u32, n: u64) {
+        self.clock.advance(n);
+        self.hw.work(vcpu, n);
+        self.sw.work(vcpu, n);
+    }
+}
+
+pub fn hw() -> Attr {
+    Attr::counting(EventType::SIM, 1)
+}
+
+pub fn soft() -> Attr {
+    Attr::counting(SOFT, 1)
+}
+
+/// Registers of nowhere in particular.
+pub struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        0x1000
+    }
+}

@@ -1,0 +1,11 @@
+//! Helpers for the integration tests. The other test programs include this file by its path.
+
+#[cfg(feature = "host")]
+pub mod guest;
+#[cfg(feature = "sim")]
+pub mod machine;
+pub mod ring;
+#[path = "../../common/skip.rs"]
+pub mod skip;
+#[cfg(feature = "host")]
+pub mod thread;

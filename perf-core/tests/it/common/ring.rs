@@ -1,0 +1,139 @@
+//! What the tests of the ring share: records that show whose they are, and access to the shared page as
+//! another process has it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use std::os::fd::AsRawFd;
+
+use perf_core::record::{Encode, Format, Record, Sink};
+use perf_core::ring::{RawRecord, Ring, RingError};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+/// Byte offset of `data_head` in the control page.
+pub const DATA_HEAD: u64 = 1024;
+/// Byte offset of `data_tail`.
+pub const DATA_TAIL: u64 = 1032;
+/// A record type of nobody's.
+pub const TAGGED: u32 = 77;
+
+/// Writes a record of `size` bytes (at least 24) that holds who wrote it, its number, and a pattern made of
+/// both.
+pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), RingError> {
+    let mut record = ring.begin(size, true)?;
+    record.put_u64(u64::from(TAGGED));
+    record.put_u64(writer);
+    record.put_u64(number);
+    for n in 3..size as u64 / 8 {
+        record.put_u64(pattern(writer, number, n));
+    }
+    Ok(())
+}
+
+fn pattern(writer: u64, number: u64, n: u64) -> u64 {
+    (writer << 48 ^ number << 16 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// The same record as a value, to be written with others.
+#[derive(Clone, Copy, Debug)]
+pub struct Numbered {
+    words: usize,
+    writer: u64,
+    number: u64,
+}
+
+impl Numbered {
+    /// A record of so many words, at least 3.
+    pub fn new(words: usize, writer: u64, number: u64) -> Self {
+        Self {
+            words,
+            writer,
+            number,
+        }
+    }
+}
+
+impl Encode for Numbered {
+    const IS_SAMPLE: bool = true;
+
+    fn size(&self, _: Format) -> usize {
+        8 * self.words
+    }
+
+    fn encode(&self, _: Format, out: &mut impl Sink) {
+        let Self {
+            words,
+            writer,
+            number,
+        } = *self;
+        let begin = [u64::from(TAGGED) | (8 * words as u64) << 48, writer, number];
+        let rest = (3..words as u64).map(|n| pattern(writer, number, n));
+        begin
+            .into_iter()
+            .chain(rest)
+            .for_each(|word| out.put(&word.to_ne_bytes()));
+    }
+}
+
+/// What a record says.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// Whose record, and its number.
+    Tagged(u64, u64),
+    /// So many were lost.
+    Lost(u64),
+}
+
+/// Checks every byte of a record.
+pub fn check(raw: RawRecord<'_>) -> Seen {
+    if let Ok(Record::Lost(lost)) = Record::decode(raw, Format::default()) {
+        return Seen::Lost(lost.lost);
+    }
+    assert_eq!(raw.ty(), TAGGED);
+    let (words, rest) = raw.body().as_chunks();
+    assert!(rest.is_empty());
+    let word = |n: usize| u64::from_ne_bytes(words[n]);
+    let (writer, number) = (word(0), word(1));
+    for n in 2..words.len() {
+        assert_eq!(
+            word(n),
+            pattern(writer, number, n as u64 + 1),
+            "writer {writer}, record {number}, word {n}"
+        );
+    }
+    Seen::Tagged(writer, number)
+}
+
+/// The memory of the ring as another process has it.
+pub fn foreign(ring: &Ring) -> File {
+    File::from(ring.memfd().try_clone_to_owned().expect("descriptors are left"))
+}
+
+/// Writes a word of the shared memory as another process may.
+pub fn poke(file: &File, offset: u64, value: u64) {
+    file.write_all_at(&value.to_ne_bytes(), offset)
+        .expect("the memfd can be written");
+}
+
+/// Reads a word of the shared memory.
+pub fn peek(file: &File, offset: u64) -> u64 {
+    let mut word = [0; 8];
+    file.read_exact_at(&mut word, offset)
+        .expect("the memfd can be read");
+    u64::from_ne_bytes(word)
+}
+
+/// Waits for the ring's notification. False if there was none in a minute, which is for ever.
+pub fn wait(ring: &Ring) -> bool {
+    let epoll = Epoll::new().expect("descriptors are left");
+    let fd = ring.wakeup_fd().as_raw_fd();
+    epoll
+        .ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, 0))
+        .expect("an eventfd can be polled");
+    loop {
+        match epoll.wait(60_000, &mut [EpollEvent::default()]) {
+            Ok(events) => return events == 1,
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::Interrupted),
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The calling thread as a vCPU: its CPU time, work of a known size, and a per-thread count of signals.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::cell::Cell;
+use std::ptr;
+
+use perf_core::attr::{Attr, EventType};
+
+thread_local! {
+    static SIGNALS: Cell<u64> = const { Cell::new(0) };
+    static FLAG: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
+}
+
+extern "C" fn on_signal(_: libc::c_int) {
+    SIGNALS.with(|n| n.set(n.get() + 1));
+    let flag = FLAG.with(Cell::get);
+    if !flag.is_null() {
+        // SAFETY: `raise_on_signals` was promised that it stays writable.
+        unsafe { flag.write_volatile(1) };
+    }
+}
+
+/// Signals of this thread set `flag` to 1 from now on: `immediate_exit`, so that none gets lost just before
+/// `KVM_RUN`.
+///
+/// # Safety
+/// The byte stays writable while this thread gets signals, or until the next call.
+pub unsafe fn raise_on_signals(flag: *mut u8) {
+    FLAG.with(|f| f.set(flag));
+}
+
+/// Counts `signal` from now on, per thread. System calls it interrupts are not restarted.
+pub fn catch(signal: i32) -> i32 {
+    perf_core::pmu::host::ignore_sigio().unwrap();
+    // SAFETY: a zeroed sigaction is valid; the handler only touches a constant-initialised thread local.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
+        assert_eq!(libc::sigaction(signal, &action, std::ptr::null_mut()), 0);
+    }
+    signal
+}
+
+/// Counts the signal most tests use: a standard one, which is delivered whatever else goes on on the machine.
+pub fn catch_signals() -> i32 {
+    catch(libc::SIGUSR2)
+}
+
+/// Overflow signals this thread has received.
+pub fn signals_of_this_thread() -> u64 {
+    SIGNALS.with(Cell::get)
+}
+
+/// CPU time of this thread, ns.
+pub fn thread_cpu_ns() -> u64 {
+    // SAFETY: the timespec is writable.
+    unsafe {
+        let mut ts: libc::timespec = std::mem::zeroed();
+        assert_eq!(libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut ts), 0);
+        ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+    }
+}
+
+/// Uses `ns` of this thread's CPU time.
+pub fn burn(ns: u64) {
+    let end = thread_cpu_ns() + ns;
+    while thread_cpu_ns() < end {
+        for _ in 0..100 {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// This thread's id.
+pub fn this_tid() -> i32 {
+    // SAFETY: gettid cannot fail.
+    unsafe { libc::syscall(libc::SYS_gettid) as i32 }
+}
+
+/// A counting event of the clock driver.
+pub fn clock_attr(config: u64) -> Attr {
+    Attr {
+        ty: EventType::CLOCK,
+        config,
+        exclude_host: true,
+        ..Attr::default()
+    }
+}

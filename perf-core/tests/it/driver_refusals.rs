@@ -1,0 +1,152 @@
+//! Drivers that refuse what they took before: nothing is on in name only, and what may be on later is tried
+//! again.
+
+use perf_core::*;
+
+use crate::common::machine::*;
+
+fn sampling(ty: EventType, pinned: bool) -> Attr {
+    Attr {
+        pinned,
+        sample_type: SampleType::IP,
+        ..Attr::sampling(ty, 1, 10)
+    }
+}
+
+/// A machine where two overflows in a tick throttle.
+fn quickly_throttled() -> Machine {
+    Machine::with(2, |c| {
+        c.tick_hz = 1;
+        c.sample_rate_hz = 1;
+    })
+}
+
+fn overflow_twice(m: &Machine, v: &VcpuContext) {
+    for _ in 0..2 {
+        m.run(0, 10);
+        v.service_overflows(&mut NoRegs, &mut |_| {});
+    }
+}
+
+fn refuse(m: &Machine, refuse: bool) {
+    for world in [&m.hw, &m.sw] {
+        *world.refuse.lock().unwrap() = refuse;
+    }
+}
+
+/// Switching an overflow off and on again is a stop and a start. A start may fail, and then the event does
+/// not count.
+#[test]
+fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
+    for (ty, lifting, pinned) in [
+        (EventType::SIM, false, false),
+        (EventType::SIM, false, true),
+        (EventType::SIM, true, false),
+        (EventType::SIM, true, true),
+        (SOFT, false, false),
+        (SOFT, true, false),
+    ] {
+        let m = quickly_throttled();
+        let v = m.vcpu(0);
+        let e = m.open_vcpu(sampling(ty, pinned), None);
+        let sibling = m.open_vcpu(Attr::counting(ty, 1), Some(&e));
+        let case = format!("{ty:?}, lifting: {lifting}, pinned: {pinned}");
+        let counted = if lifting {
+            overflow_twice(&m, &v);
+            assert_eq!(v.stats().throttles, 1, "{case}");
+            refuse(&m, true);
+            m.core.tick();
+            20
+        } else {
+            m.run(0, 10);
+            v.service_overflows(&mut NoRegs, &mut |_| {});
+            refuse(&m, true);
+            m.run(0, 10);
+            v.service_overflows(&mut NoRegs, &mut |_| {});
+            20
+        };
+        let expected = if pinned { State::Error } else { State::Inactive };
+        assert_eq!(
+            (e.state(), sibling.state()),
+            (expected, State::Inactive),
+            "{case}"
+        );
+        assert_eq!((v.stats().active, m.hw.on(0) + m.sw.on(0)), (0, 0), "{case}");
+        if pinned {
+            assert_eq!(e.failure().unwrap().cause, FailureCause::Busy, "{case}");
+        }
+        m.run(0, 100);
+        let r = e.read().unwrap();
+        assert_eq!((r.value, r.time_running_ns), (counted, counted), "{case}");
+        refuse(&m, false);
+        if pinned {
+            e.enable(Scope::Event).unwrap();
+        } else {
+            assert!(m.core.needs_tick(), "who would put it on again? {case}");
+            m.core.tick();
+        }
+        assert_eq!(
+            (e.state(), sibling.state()),
+            (State::Active, State::Active),
+            "{case}"
+        );
+        m.run(0, 5);
+        assert_eq!(e.read().unwrap().value, counted + 5, "{case}");
+    }
+}
+
+/// Ticks put a group on that needs no slot and that its driver refused, a few at a time.
+#[test]
+fn a_software_group_whose_driver_refused_is_tried_again() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    refuse(&m, true);
+    let events: Vec<_> = (0..20).map(|_| m.open_vcpu(soft(), None)).collect();
+    let closed = m.open_vcpu(soft(), None);
+    m.core.tick();
+    assert!(events.iter().all(|e| e.state() == State::Inactive));
+    assert!(m.core.needs_tick());
+    drop(closed);
+    events[3].disable(Scope::Event).unwrap();
+    refuse(&m, false);
+    for _ in 0..3 {
+        m.core.tick();
+    }
+    let on = events.iter().filter(|e| e.state() == State::Active).count();
+    assert_eq!((on, m.sw.on(0)), (19, 19));
+    assert!(!m.core.needs_tick());
+    // A vCPU that comes back tries all of them.
+    v.sched_out();
+    refuse(&m, true);
+    v.sched_in();
+    v.sched_out();
+    assert!(!m.core.needs_tick());
+    refuse(&m, false);
+    v.sched_in();
+    assert_eq!(m.sw.on(0), 19);
+    assert!(!m.core.needs_tick());
+}
+
+/// A family counts nothing itself: who led it may go, and its siblings stand for their children as before.
+#[test]
+fn a_familys_sibling_that_comes_to_lead_is_not_on_itself() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let wide = || Attr {
+        inherit: true,
+        ..hw()
+    };
+    let leader = m.open(wide(), OpenTarget::Vm, None);
+    let sibling = m.open(wide(), OpenTarget::Vm, Some(&leader));
+    m.run(0, 5);
+    assert_eq!(sibling.state(), State::Inactive);
+    leader.close();
+    assert_eq!(sibling.state(), State::Inactive);
+    assert_eq!(m.core.vm_stats().active, 0);
+    m.run(0, 5);
+    assert_eq!(sibling.read().unwrap().value, 10);
+    sibling.disable(Scope::Event).unwrap();
+    sibling.enable(Scope::Event).unwrap();
+    m.run(0, 5);
+    assert_eq!((sibling.read().unwrap().value, m.core.vm_stats().active), (15, 0));
+}

@@ -1,0 +1,155 @@
+//! CPUs of the host as targets.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use perf_core::pmu::host::HostPmu;
+use perf_core::pmu::sim::SimPmu;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+use crate::common::skip;
+
+/// `PERF_COUNT_SW_CPU_CLOCK`.
+const CPU_CLOCK: u64 = 0;
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::Unknown
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+fn core() -> Core {
+    let signal = Some(libc::SIGURG);
+    let core = Core::builder().driver(Arc::new(HostPmu::software(signal)));
+    core.driver(Arc::new(SimPmu::with_slots(4))).build().unwrap()
+}
+
+/// Opens `attr` on `cpu`, unless this user may not.
+fn open(core: &Core, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<Handle> {
+    match core.open(
+        session,
+        attr,
+        OpenTarget::Vcpu(cpu.id()),
+        None,
+        OpenFlags::default(),
+    ) {
+        Ok(event) => Some(event),
+        Err(error) if [libc::EACCES, libc::EPERM].contains(&error.errno()) => {
+            assert!(error.to_string().contains("CAP_PERFMON"), "{error}");
+            skip::skipped("this user may not count whole CPUs", false);
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The clock of a CPU passes as the time does, whatever runs there, and its samples name the CPU.
+#[test]
+fn a_cpus_clock_is_counted_and_sampled() {
+    let core = core();
+    let cpu = core.add_cpu(0).unwrap();
+    let session = core.session(0, Role::Admin);
+    let sample_type = SampleType::TID | SampleType::CPU | SampleType::PERIOD;
+    let attr = Attr {
+        sample_type,
+        ..Attr::sampling(EventType::SOFTWARE, CPU_CLOCK, 1_000_000)
+    };
+    let before = Instant::now();
+    let Some(clock) = open(&core, &session, attr, &cpu) else {
+        return;
+    };
+    let mut ring = RingReader::of(clock.map(4, true).unwrap());
+    let counts = Instant::now();
+    while counts.elapsed() < Duration::from_millis(20) {
+        std::thread::sleep(Duration::from_millis(1));
+        cpu.service_overflows(&mut NoRegs, &mut |_| {});
+    }
+    let least_ns = counts.elapsed().as_nanos() as u64;
+    let reading = clock.read().unwrap();
+    let most_ns = before.elapsed().as_nanos() as u64;
+    // The two clocks need not go equally fast.
+    let slack_ns = most_ns / 50;
+    assert!(reading.value + slack_ns >= least_ns, "{reading:?}, {least_ns} ns");
+    assert!(reading.value <= most_ns + slack_ns, "{reading:?}, {most_ns} ns");
+    assert_eq!(reading.time_enabled_ns, reading.time_running_ns);
+    let format = Format {
+        sample_type,
+        ..Format::default()
+    };
+    let (mut samples, mut stand_for_ns) = (0, 0);
+    while let Some(raw) = ring.next_record().unwrap() {
+        if let Record::Sample(sample) = Record::decode(raw, format).unwrap() {
+            assert_eq!((sample.pid, sample.tid, sample.cpu), (u32::MAX, u32::MAX, 0));
+            samples += 1;
+            stand_for_ns += sample.period;
+        }
+    }
+    assert!(samples > 0);
+    assert!(stand_for_ns <= clock.read().unwrap().value);
+}
+
+/// A CPU's context is no vCPU: nothing of the VM counts on it, and it comes and goes without a word.
+#[test]
+fn vm_wide_events_do_not_count_on_a_cpu() {
+    let core = core();
+    let session = core.session(0, Role::Admin);
+    let attr = Attr {
+        inherit: true,
+        ..Attr::counting(EventType::SIM, 1)
+    };
+    core.add_vcpu(VcpuId(0), 1).unwrap();
+    core.add_cpu(1).unwrap();
+    let open = |attr| core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default());
+    let first = open(attr).unwrap();
+    assert_eq!(first.children(), 1, "the vCPU's");
+    core.add_cpu(2).unwrap();
+    assert_eq!(first.children(), 1);
+    core.add_vcpu(VcpuId(1), 1).unwrap();
+    assert_eq!(first.children(), 2);
+    let cpu = VcpuId(Core::FIRST_CPU.0 + 2);
+    core.remove_vcpu(cpu).unwrap();
+    assert!(core.vcpu(cpu).is_none());
+}
+
+#[test]
+fn who_may_not_and_what_is_not_there_is_refused() {
+    let core = core();
+    let [operator, admin] = [Role::Operator, Role::Admin].map(|role| core.session(0, role));
+    let cpu = core.add_cpu(0).unwrap();
+    assert!(matches!(core.add_cpu(0), Err(OpenError::VcpuExists(_))));
+    assert!(matches!(
+        core.add_cpu(u32::MAX >> 2),
+        Err(OpenError::NoSuchCpu(_))
+    ));
+    assert!(matches!(core.add_cpu(u32::MAX), Err(OpenError::NoSuchCpu(_))));
+    let attr = || Attr {
+        exclude_kernel: false,
+        ..Attr::counting(EventType::SOFTWARE, CPU_CLOCK)
+    };
+    let open = |session, cpu: &VcpuContext, attr| {
+        core.open(
+            session,
+            attr,
+            OpenTarget::Vcpu(cpu.id()),
+            None,
+            OpenFlags::default(),
+        )
+    };
+    let error = open(&operator, &cpu, attr()).unwrap_err();
+    assert!(matches!(error, OpenError::CpuDenied), "{error}");
+    assert_eq!(error.errno(), libc::EACCES);
+    // Drivers that count vCPUs say so.
+    let error = open(&admin, &cpu, Attr::counting(EventType::SIM, 1)).unwrap_err();
+    assert_eq!(error.errno(), libc::EINVAL);
+    let none = core.add_cpu(1_000_000).unwrap();
+    let error = open(&admin, &none, attr()).unwrap_err();
+    let refused = [libc::EACCES, libc::EPERM].contains(&error.errno());
+    assert!(refused || error.to_string().contains("does not have"), "{error}");
+}

@@ -1,0 +1,506 @@
+//! VM-wide events over vCPUs that come and go.
+
+use perf_core::attr::EventType;
+use perf_core::*;
+use proptest::prelude::*;
+
+use crate::common::machine::*;
+
+fn wide() -> Attr {
+    Attr {
+        inherit: true,
+        ..hw()
+    }
+}
+
+#[test]
+fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 5);
+    let _v1 = m.vcpu(1);
+    m.run(0, 2);
+    m.run(1, 10);
+    assert_eq!(e.read().unwrap().value, 17, "live children are counted in reads");
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    assert_eq!(e.read().unwrap().value, 17, "an exited one stays counted, once");
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    assert_eq!(e.read().unwrap().value, 17);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(
+        e.read().unwrap().value,
+        0,
+        "a reset clears what exited children left"
+    );
+}
+
+#[test]
+fn without_inherit_it_covers_those_present_only() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(hw(), OpenTarget::Vm, None);
+    let _v1 = m.vcpu(1);
+    m.run(0, 3);
+    m.run(1, 100);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn p15_times_are_summed_over_live_and_exited_children() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let v1 = m.vcpu(1);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 10); // both run 10 ns
+    v1.sched_out();
+    m.run(0, 5);
+    let r = e.read().unwrap();
+    assert_eq!((r.time_enabled_ns, r.time_running_ns), (25, 25));
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    let r = e.read().unwrap();
+    assert_eq!((r.time_enabled_ns, r.time_running_ns, r.value), (25, 25, 15));
+    assert_eq!(r.estimate(), Some(15));
+}
+
+#[test]
+fn a_child_takes_its_parents_present_state_not_the_one_it_was_opened_with() {
+    let m = Machine::new(4);
+    let e = m.open(
+        Attr {
+            disabled: true,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let _v0 = m.vcpu(0);
+    m.run(0, 5);
+    assert_eq!(e.read().unwrap().value, 0);
+    e.enable(Scope::Event).unwrap();
+    let _v1 = m.vcpu(1);
+    m.run(0, 1);
+    m.run(1, 2);
+    assert_eq!(e.read().unwrap().value, 3);
+    e.disable(Scope::Event).unwrap();
+    let _v2 = m.vcpu(2);
+    m.run(0, 100);
+    m.run(2, 100);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn groups_are_inherited_whole_and_read_as_sums() {
+    let m = Machine::new(4);
+    let v0 = m.vcpu(0);
+    let format = ReadFormat::GROUP | ReadFormat::ID;
+    let leader = m.open(
+        Attr {
+            read_format: format,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    // Its own mark does not matter: the leader's decides.
+    let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
+    let v1 = m.vcpu(1);
+    assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
+    m.run(0, 10);
+    m.run(1, 7);
+    let r = twice.read_group().unwrap();
+    assert_eq!(
+        r.iter().map(|r| (r.id, r.value)).collect::<Vec<_>>(),
+        [(leader.id(), 17), (twice.id(), 34)]
+    );
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    leader.disable(Scope::Group).unwrap();
+    m.run(1, 1000);
+    let r = leader.read_group().unwrap();
+    assert_eq!((r[0].value, r[1].value), (17, 34));
+    let mut buf = [0; 40];
+    assert_eq!(leader.read_bytes(&mut buf).unwrap(), 40);
+    assert_eq!(
+        u64::from_ne_bytes(buf[..8].try_into().unwrap()),
+        2,
+        "number of members first"
+    );
+}
+
+/// A member goes where its leader goes. So it opens on a machine without vCPUs if its leader does, whatever
+/// its own mark.
+#[test]
+fn members_of_an_inherited_group_open_before_there_are_vcpus() {
+    let m = Machine::new(4);
+    let leader = m.open(wide(), OpenTarget::Vm, None);
+    let member = m.open(hw(), OpenTarget::Vm, Some(&leader));
+    let _v = m.vcpu(0);
+    m.run(0, 6);
+    assert_eq!(
+        (leader.read().unwrap().value, member.read().unwrap().value),
+        (6, 6)
+    );
+    let alone = m
+        .core
+        .open(&m.admin, hw(), OpenTarget::Vm, None, OpenFlags::default());
+    assert!(alone.is_ok(), "it covers the vCPU there is");
+}
+
+#[test]
+fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
+    let m = Machine::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    for n in 0..4 {
+        m.vcpu(n);
+    }
+    assert_eq!(e.children(), 4);
+    for n in 0..4 {
+        m.core.remove_vcpu(VcpuId(n)).unwrap();
+    }
+    assert_eq!(e.children(), 0);
+    let v = m.vcpu(9);
+    drop(e);
+    assert_eq!(v.stats().events, 0, "closing takes the children along");
+    assert_eq!(m.core.vm_stats().events, 0);
+}
+
+#[test]
+fn a_failed_hot_add_leaves_nothing_behind() {
+    let m = Machine::new(4);
+    let ok = m.open(wide(), OpenTarget::Vm, None);
+    // It does not exist; with no vCPU to try it on it is taken at its word.
+    let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
+    let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
+    assert_eq!(error.errno(), libc::ENOENT);
+    assert!(m.core.vcpu(VcpuId(0)).is_none());
+    assert_eq!((ok.children(), ok.read().unwrap().value), (0, 0));
+}
+
+#[test]
+fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(hw(), None);
+    m.run(0, 12);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    let last = e.read().unwrap();
+    assert_eq!((last.value, last.time_running_ns), (12, 12));
+    m.run(0, 5);
+    e.disable(Scope::Event).unwrap();
+    e.enable(Scope::Event).unwrap();
+    v.sched_in();
+    m.run(0, 5);
+    assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
+    assert!(e.poll().contains(Poll::HUP));
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let error = m
+        .core
+        .open(&m.admin, hw(), target, None, OpenFlags::default())
+        .unwrap_err();
+    assert_eq!(error.errno(), libc::ESRCH);
+    assert_eq!(m.core.remove_vcpu(VcpuId(0)).unwrap_err().errno(), libc::ESRCH);
+}
+
+#[test]
+fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
+    let m = Machine::new(4);
+    for n in 0..3 {
+        m.vcpu(n);
+    }
+    let e = m.open(
+        Attr {
+            config: PACKAGE,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    assert_eq!(
+        e.children(),
+        0,
+        "one event, or three vCPUs would count the package three times"
+    );
+    *m.hw.package.lock().unwrap() = 1234;
+    *m.hw.package_age_ns.lock().unwrap() = 77;
+    assert_eq!(e.read().unwrap().value, 1234);
+    assert_eq!(e.count_age_ns().unwrap(), Some(77), "and says how old it is");
+    let fresh = m.open(Attr { config: 3, ..wide() }, OpenTarget::Vm, None);
+    assert_eq!(fresh.count_age_ns().unwrap(), None);
+    m.vcpu(3);
+    m.run(0, 50);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(e.read().unwrap().value, 1234);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    assert_eq!(e.read().unwrap().value, 1234);
+    let on_vcpu = m.open(
+        Attr {
+            config: PACKAGE,
+            ..hw()
+        },
+        OpenTarget::Vcpu(VcpuId(1)),
+        None,
+    );
+    assert_eq!(on_vcpu.read().unwrap().value, 1234);
+}
+
+#[test]
+fn a_session_that_ends_closes_its_events_and_nothing_else() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let mine = m.open_vcpu(hw(), None);
+    let other = m.core.session(0, Role::Admin);
+    let theirs = m
+        .core
+        .open(&other, wide(), OpenTarget::Vm, None, OpenFlags::default())
+        .unwrap();
+    other.disable_all();
+    m.run(0, 3);
+    other.enable_all();
+    m.run(0, 4);
+    assert_eq!((mine.read().unwrap().value, theirs.read().unwrap().value), (7, 4));
+    drop(other);
+    assert_eq!(theirs.read().unwrap_err().errno(), libc::EBADF);
+    assert_eq!(v.stats().events, 1);
+    assert_eq!(mine.read().unwrap().value, 7);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// P14: whatever comes, runs, is read and goes, nothing is lost and nothing counted twice.
+    #[test]
+    fn p14_the_parent_is_the_sum_of_all_work(ops in prop::collection::vec((0u8..6, 0u32..4, 1u64..100), 1..80)) {
+        let m = Machine::new(2);
+        let e = m.open(wide(), OpenTarget::Vm, None);
+        let mut there = [false; 4];
+        let (mut work, mut last) = (0, Reading::default());
+        for (op, n, amount) in ops {
+            match op {
+                0 if !there[n as usize] => { m.vcpu(n); there[n as usize] = true; }
+                1 if there[n as usize] => { m.core.remove_vcpu(VcpuId(n)).unwrap(); there[n as usize] = false; }
+                2 => m.core.tick(),
+                _ => {
+                    m.run(n, amount);
+                    work += if there[n as usize] { amount } else { 0 };
+                }
+            }
+            let r = e.read().unwrap();
+            prop_assert_eq!(r.value, work);
+            prop_assert!(r.time_enabled_ns >= last.time_enabled_ns && r.time_running_ns >= last.time_running_ns);
+            prop_assert_eq!(r.time_enabled_ns, r.time_running_ns);
+            prop_assert_eq!(e.children(), there.iter().filter(|t| **t).count());
+            last = r;
+        }
+    }
+}
+
+/// P14 with threads: readers see the sum grow and never shrink while vCPUs come and go.
+#[test]
+fn p14_concurrent_readers_see_a_monotonic_sum() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let m = Machine::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        for _ in 0..2 {
+            s.spawn(|| {
+                let mut last = 0;
+                while !done.load(Ordering::Relaxed) {
+                    let now = e.read().unwrap().value;
+                    assert!(now >= last, "{now} after {last}");
+                    last = now;
+                    std::thread::yield_now();
+                }
+            });
+        }
+        let workers: Vec<_> = (0..3)
+            .map(|n| {
+                let m = &m;
+                s.spawn(move || {
+                    for _ in 0..100 {
+                        m.vcpu(n);
+                        m.run(n, 10);
+                        m.core.tick();
+                        m.core.remove_vcpu(VcpuId(n)).unwrap();
+                    }
+                })
+            })
+            .collect();
+        for worker in workers {
+            worker.join().unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(e.read().unwrap().value, 3 * 100 * 10);
+}
+
+#[test]
+fn software_events_of_the_vmm_are_inherited_too() {
+    let m = Machine::new(1);
+    let v0 = m.vcpu(0);
+    let e = m.open(
+        Attr {
+            inherit: true,
+            ..Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let v1 = m.vcpu(1);
+    for (v, n) in [(&v0, 3), (&v1, 4)] {
+        v.software_event(SoftwareId::Exits, n, None, &mut |_| {});
+        v.software_event(SoftwareId::Halts, n, None, &mut |_| {});
+    }
+    assert_eq!(e.read().unwrap().value, 7);
+}
+
+/// What each vCPU counted is told apart, and nothing is lost or counted twice when vCPUs come and go.
+#[test]
+fn the_parts_of_vcpus_add_up_to_the_whole() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    let parts = |e: &Handle| -> Vec<(u32, u64)> {
+        let parts = e.read_by_vcpu().unwrap();
+        let (sum, whole) = (parts.iter().map(|p| p.reading.value).sum(), e.read().unwrap());
+        assert_eq!((sum, whole.id), (whole.value, e.id()));
+        assert!(
+            parts
+                .iter()
+                .all(|p| p.estimate.map(|e| e.value) == Some(p.reading.value))
+        );
+        parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
+    };
+    m.run(0, 5);
+    let _v1 = m.vcpu(1);
+    m.run(1, 10);
+    assert_eq!(parts(&e), [(0, 5), (1, 10)]);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    m.run(0, 1);
+    assert_eq!(parts(&e), [(0, 6), (1, 10)]);
+    // The vCPU comes again, and goes again.
+    let _v1 = m.vcpu(1);
+    m.run(1, 3);
+    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
+}
+
+/// A sum without a vCPU on which the event waited all the time would be short.
+#[test]
+fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
+    let m = Machine::new(1);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let pinned = Attr { pinned: true, ..hw() };
+    let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 5);
+    m.run(1, 7);
+    assert_eq!(rival.read().unwrap().value, 7);
+    assert_eq!(e.read().unwrap().value, 5);
+    assert_eq!(e.estimate().unwrap(), None);
+    let parts = e.read_by_vcpu().unwrap();
+    assert_eq!(parts[0].estimate.map(|e| e.value), Some(5));
+    assert_eq!(parts[1].estimate, None);
+    assert!(!e.has_failed());
+    drop(rival);
+    m.run(1, 2);
+    assert!(e.estimate().unwrap().is_some(), "it has a place everywhere now");
+}
+
+/// A pinned family without a place on one vCPU has failed, although it counts on another.
+#[test]
+fn a_family_has_failed_if_a_child_has() {
+    let m = Machine::new(1);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let pinned = |inherit| Attr {
+        pinned: true,
+        inherit,
+        ..hw()
+    };
+    let guest = m.core.session(0, Role::Guest);
+    let on_1 = OpenTarget::Vcpu(VcpuId(1));
+    let rival = m
+        .core
+        .open(&guest, pinned(false), on_1, None, OpenFlags::default())
+        .unwrap();
+    let e = m.open(pinned(true), OpenTarget::Vm, None);
+    m.run(0, 5);
+    m.run(1, 5);
+    assert!(!rival.has_failed(), "the guest's goes first");
+    assert_ne!(e.state(), State::Error, "the family itself is not on any PMU");
+    assert!(e.has_failed());
+    assert_eq!(
+        e.read_by_vcpu().unwrap()[0].reading.value,
+        5,
+        "it counts on vCPU 0"
+    );
+}
+
+/// What opening refuses hot-add refuses: groups that could never be on, and more than there is room for where
+/// sharing is off.
+#[test]
+fn a_hot_add_checks_what_opening_checks() {
+    let errno = |m: &Machine, leader: Option<&Handle>| {
+        m.core
+            .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
+            .map_err(|e| e.errno())
+    };
+    // With no vCPU there yet.
+    let m = Machine::new(2);
+    let leader = errno(&m, None).unwrap();
+    let _second = errno(&m, Some(&leader)).unwrap();
+    assert_eq!(
+        errno(&m, Some(&leader)).unwrap_err(),
+        libc::EINVAL,
+        "3 on 2 slots"
+    );
+    let _alone = errno(&m, None).unwrap();
+    assert_eq!(m.vcpu(0).stats().events, 3);
+
+    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let _both = [errno(&m, None).unwrap(), errno(&m, None).unwrap()];
+    assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
+    assert_eq!(m.vcpu(0).stats().active, 2);
+
+    // Let in while sharing was on.
+    let m = Machine::new(2);
+    let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
+    m.core.set_share(SharePolicy::Strict);
+    let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
+    assert_eq!(error.errno(), libc::EBUSY, "{error}");
+    assert!(events.iter().all(|e| e.children() == 0), "nothing is left behind");
+    events.pop();
+    assert_eq!(m.vcpu(0).stats().active, 2);
+}
+
+/// Opening for the VM as a whole is for all vCPUs or for none: where the second refuses, the first keeps
+/// nothing.
+#[test]
+fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
+    let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
+    let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());
+    let refused = m
+        .core
+        .open(&m.admin, wide(), OpenTarget::Vm, None, OpenFlags::default())
+        .unwrap_err();
+    assert!(
+        matches!(refused, OpenError::Overcommitted { vcpu: VcpuId(1), .. }),
+        "{refused}"
+    );
+    assert_eq!(
+        (v0.stats(), v1.stats(), m.core.vm_stats()),
+        (before.0, before.1, before.2)
+    );
+    assert_eq!((m.hw.on(0), m.hw.on(1)), (0, 1));
+    // What is freed is free: both vCPUs take it now.
+    own.close();
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 3);
+    m.run(1, 4);
+    assert_eq!((e.children(), e.read().unwrap().value), (2, 7));
+}

@@ -1,0 +1,232 @@
+//! The `kvm` driver on this machine's KVM. Needs /dev/kvm with binary statistics; passes without, saying so.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use kvm_ioctls::VcpuFd;
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::kvm::{KvmPmu, StatsError, StatsFile, VM_SCOPE};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+use crate::common::guest::Guest;
+use crate::common::skip;
+
+/// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
+const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
+
+/// `out 0x10, al` for ever: every run ends at once.
+const OUT_FOR_EVER: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
+
+struct Counted {
+    pmu: KvmPmu,
+    guest: Guest,
+    /// A statistic that each run of a vCPU raises. Which ones do depends on the KVM.
+    rising: u64,
+}
+
+fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
+    // SAFETY: the ioctl takes no argument and returns a new descriptor.
+    let rc = unsafe { libc::ioctl(fd.as_raw_fd(), KVM_GET_STATS_FD, 0) };
+    if rc < 0 {
+        return None;
+    }
+    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(rc) };
+    Some(StatsFile::new(fd).unwrap())
+}
+
+fn guest() -> Option<Counted> {
+    let mut guest = Guest::new(2, &OUT_FOR_EVER)?;
+    let pmu = KvmPmu::new(Some(stats_of(&guest.vm)?));
+    for (i, vcpu) in guest.vcpus.iter().enumerate() {
+        pmu.add_vcpu(VcpuId(i as u32), stats_of(vcpu)?);
+    }
+    let rising = ["exits", "io_exits", "insn_emulation"]
+        .iter()
+        .filter_map(|name| pmu.config(name))
+        .find(|&config| {
+            let mut ev = started(&pmu, config, on(0));
+            let mut grows = || {
+                let before = ev.read();
+                run(&mut guest.vcpus[0]);
+                ev.read() > before
+            };
+            grows() && grows() && grows()
+        })
+        .expect("no statistic of this KVM counts runs");
+    Some(Counted { pmu, guest, rising })
+}
+
+macro_rules! guest_or_skip {
+    () => {
+        match guest() {
+            Some(guest) => guest,
+            None => {
+                skip::skipped("no /dev/kvm with binary statistics", false);
+                return;
+            }
+        }
+    };
+}
+
+fn attr(config: u64) -> Attr {
+    Attr {
+        ty: EventType::KVM,
+        config,
+        ..Attr::default()
+    }
+}
+
+fn on(vcpu: u32) -> Target {
+    Target::Vcpu {
+        vcpu: VcpuId(vcpu),
+        tid: 0,
+    }
+}
+
+fn started(pmu: &KvmPmu, config: u64, target: Target) -> Box<dyn PmuEvent> {
+    let mut ev = pmu.open(&attr(config), target).unwrap();
+    ev.start(None).unwrap();
+    ev
+}
+
+/// Runs a vCPU until KVM gives it back; how does not matter here.
+fn run(vcpu: &mut VcpuFd) {
+    let _any_exit = vcpu.run();
+}
+
+#[test]
+fn a_vcpus_counts_are_its_own() {
+    let mut g = guest_or_skip!();
+    let exits = g.rising;
+    let mut first = started(&g.pmu, exits, on(0));
+    let mut second = started(&g.pmu, exits, on(1));
+    assert_eq!(first.read(), 0);
+    run(&mut g.guest.vcpus[0]);
+    let counted = first.read();
+    assert!(counted > 0);
+    assert_eq!(second.read(), 0);
+    assert_eq!(first.count(), None, "not a package count");
+    first.stop();
+    run(&mut g.guest.vcpus[0]);
+    assert_eq!(first.read(), counted, "stopped, yet counting");
+    first.start(None).unwrap();
+    run(&mut g.guest.vcpus[0]);
+    assert!(first.read() > counted);
+}
+
+/// One number for the whole VM, the same on every target it is opened for, and the sum of its vCPUs.
+#[test]
+fn the_vms_total_is_a_package_count() {
+    let mut g = guest_or_skip!();
+    let exits = g.rising;
+    let mut total = started(&g.pmu, exits, Target::Vm);
+    let mut each = [0, 1].map(|v| started(&g.pmu, exits, on(v)));
+    for _ in 0..3 {
+        run(&mut g.guest.vcpus[0]);
+    }
+    run(&mut g.guest.vcpus[1]);
+    let sum: u64 = each.iter_mut().map(|ev| ev.read()).sum();
+    assert!(sum > 0);
+    assert_eq!(total.count(), Some(sum));
+
+    // A vCPU that leaves takes nothing of the total with it.
+    g.pmu.remove_vcpu(VcpuId(1));
+    assert_eq!(total.count(), Some(sum));
+    run(&mut g.guest.vcpus[0]);
+    assert!(total.count() > Some(sum));
+}
+
+#[test]
+fn a_statistic_of_the_vm_is_the_same_on_every_target() {
+    let g = guest_or_skip!();
+    let Some(event) = g.pmu.events().into_iter().find(|e| e.config & VM_SCOPE != 0) else {
+        skip::skipped("this KVM counts nothing per VM", false);
+        return;
+    };
+    assert!(event.name.starts_with("vm:"));
+    assert_eq!(g.pmu.config(&event.name), Some(event.config));
+    let mut all: Vec<_> = [Target::Vm, on(0), on(1)]
+        .into_iter()
+        .map(|t| started(&g.pmu, event.config, t))
+        .collect();
+    let counts: Vec<_> = all.iter_mut().map(|ev| ev.count()).collect();
+    assert!(counts[0].is_some());
+    assert!(counts.iter().all(|c| *c == counts[0]), "{counts:?}");
+}
+
+#[test]
+fn what_kvm_does_not_count_is_refused() {
+    let g = guest_or_skip!();
+    let exits = g.rising;
+    assert_eq!(g.pmu.config("no_such_statistic"), None);
+    assert_eq!(g.pmu.config("vm:no_such_statistic"), None);
+    for config in [u64::from(u32::MAX), VM_SCOPE | 0xffff, 1 << 40, u64::MAX] {
+        assert!(matches!(
+            g.pmu.open(&attr(config), on(0)),
+            Err(PmuError::NoSuchEvent)
+        ));
+    }
+    assert!(matches!(
+        g.pmu.open(&attr(exits), on(9)),
+        Err(PmuError::Os { .. })
+    ));
+    let user_only = Attr {
+        exclude_kernel: true,
+        ..attr(exits)
+    };
+    assert!(matches!(
+        g.pmu.open(&user_only, on(0)),
+        Err(PmuError::Unsupported(_))
+    ));
+    let sampling = Attr {
+        sample_period: 10,
+        ..attr(exits)
+    };
+    assert!(matches!(
+        g.pmu.open(&sampling, on(0)),
+        Err(PmuError::Unsupported(_))
+    ));
+    let mut ev = started(&g.pmu, exits, on(0));
+    assert!(ev.arm(5).is_err());
+    assert_eq!(ev.take_overflows(), 0);
+}
+
+/// Statistics that are not counts are listed, and cannot be opened.
+#[test]
+fn a_momentary_value_is_no_event() {
+    let g = guest_or_skip!();
+    let stats = stats_of(&g.guest.vcpus[0]).unwrap();
+    let Some(index) = stats.descriptors().iter().position(|d| !d.countable()) else {
+        skip::skipped("this KVM has counts only", false);
+        return;
+    };
+    assert!(matches!(
+        g.pmu.open(&attr(index as u64), on(0)),
+        Err(PmuError::Unsupported(_))
+    ));
+}
+
+/// A descriptor of something else, or of nothing, is an error and no panic.
+#[test]
+fn a_foreign_descriptor_is_refused() {
+    // SAFETY: memfd_create takes a NUL-terminated name and returns a new descriptor.
+    let memfd = |bytes: &[u8]| unsafe {
+        let fd = libc::memfd_create(c"stats".as_ptr(), libc::MFD_CLOEXEC);
+        assert!(fd >= 0);
+        let mut file = File::from_raw_fd(fd);
+        file.write_all(bytes).unwrap();
+        OwnedFd::from(file)
+    };
+    assert!(matches!(StatsFile::new(memfd(b"")), Err(StatsError::Read(_))));
+    assert!(matches!(
+        StatsFile::new(memfd(&[0xff; 100])),
+        Err(StatsError::Malformed(_))
+    ));
+    assert!(matches!(
+        StatsFile::new(memfd(&[0; 100])),
+        Err(StatsError::Malformed(_))
+    ));
+}

@@ -1,0 +1,374 @@
+//! What a sample stands for: its period is what the event counted since the sample before it, whatever was
+//! changed meanwhile, so that the periods add up to the count.
+
+use perf_core::record::{Format, Record};
+use perf_core::ring::{Ring, RingReader};
+use perf_core::*;
+use proptest::prelude::*;
+
+use crate::common::machine::*;
+
+fn sampling(period: u64) -> Attr {
+    Attr {
+        sample_type: SampleType::CPU | SampleType::PERIOD,
+        ..Attr::sampling(EventType::SIM, 1, period)
+    }
+}
+
+fn by_frequency(hz: u64) -> Attr {
+    Attr {
+        freq: true,
+        ..sampling(hz)
+    }
+}
+
+fn raised(period: u64) -> Attr {
+    Attr {
+        config: SoftwareId::Exits as u64,
+        ty: EventType::VMM,
+        ..sampling(period)
+    }
+}
+
+fn run(m: &Machine, v: &VcpuContext, n: u64) {
+    m.run(v.id().0, n);
+    v.service_overflows(&mut NoRegs, &mut |_| {});
+}
+
+fn raise(v: &VcpuContext, n: u64) {
+    v.software_event(SoftwareId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+}
+
+/// The vCPU and the period of each sample not read before.
+fn samples(ring: &Ring) -> Vec<(u32, u64)> {
+    let format = Format {
+        sample_type: SampleType::CPU | SampleType::PERIOD,
+        read_format: ReadFormat::empty(),
+        ..Format::default()
+    };
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut out = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        if let Record::Sample(s) = Record::decode(raw, format).unwrap() {
+            out.push((s.cpu, s.period));
+        }
+    }
+    out
+}
+
+fn periods(ring: &Ring) -> Vec<u64> {
+    samples(ring).into_iter().map(|(_, period)| period).collect()
+}
+
+#[test]
+fn a_new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(sampling(1000), None);
+    let ring = e.map(8, true).unwrap();
+    run(&m, &v, 1000);
+    run(&m, &v, 40);
+    e.set_period(10).unwrap();
+    run(&m, &v, 9);
+    assert_eq!(periods(&ring), [1000], "a whole new period has to pass");
+    run(&m, &v, 1);
+    run(&m, &v, 10);
+    assert_eq!(periods(&ring), [50, 10]);
+    run(&m, &v, 3);
+    e.set_period(1000).unwrap();
+    run(&m, &v, 999);
+    assert_eq!(periods(&ring), []);
+    run(&m, &v, 1);
+    assert_eq!(periods(&ring), [1003]);
+}
+
+#[test]
+fn an_overflow_that_passed_before_the_change_keeps_its_own_period() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(sampling(100), None);
+    let ring = e.map(8, true).unwrap();
+    m.run(0, 250); // passed twice, not served yet
+    e.set_period(10).unwrap();
+    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(periods(&ring), [200]);
+    run(&m, &v, 10);
+    assert_eq!(periods(&ring), [60]);
+}
+
+#[test]
+fn changed_while_off_the_period_begins_when_it_is_on_again() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(sampling(100), None);
+    let ring = e.map(8, true).unwrap();
+    run(&m, &v, 30);
+    e.disable(Scope::Event).unwrap();
+    e.set_period(20).unwrap();
+    run(&m, &v, 500);
+    e.enable(Scope::Event).unwrap();
+    run(&m, &v, 19);
+    assert_eq!(periods(&ring), []);
+    run(&m, &v, 1);
+    assert_eq!(periods(&ring), [50]);
+    run(&m, &v, 5);
+    v.sched_out();
+    e.set_period(7).unwrap();
+    v.sched_in();
+    run(&m, &v, 6);
+    assert_eq!(periods(&ring), []);
+    run(&m, &v, 1);
+    assert_eq!(periods(&ring), [12]);
+    assert_eq!(e.read().unwrap().value, 62);
+}
+
+#[test]
+fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid() {
+    // 10 overflows in a tick are fine, the eleventh throttles.
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 100;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(sampling(5), None);
+    let ring = e.map(8, true).unwrap();
+    for _ in 0..11 {
+        run(&m, &v, 5);
+    }
+    assert_eq!(periods(&ring), [5; 11]);
+    e.set_period(3).unwrap();
+    for _ in 0..20 {
+        run(&m, &v, 5);
+    }
+    assert_eq!(periods(&ring), [], "the limit holds until the tick");
+    m.core.tick();
+    run(&m, &v, 2);
+    assert_eq!(periods(&ring), [], "then a whole new period");
+    run(&m, &v, 1);
+    assert_eq!(periods(&ring), [103]);
+    assert_eq!(e.read().unwrap().value, 55 + 103);
+}
+
+#[test]
+fn a_vm_wide_event_changes_its_period_on_every_vcpu_and_on_those_to_come() {
+    let m = Machine::new(4);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    let wide = Attr {
+        inherit: true,
+        ..sampling(1000)
+    };
+    let e = m.open(wide, OpenTarget::Vm, None);
+    let ring = e.map(8, true).unwrap();
+    run(&m, &v0, 30);
+    e.set_period(10).unwrap();
+    let v2 = m.vcpu(2);
+    run(&m, &v0, 10);
+    run(&m, &v1, 10);
+    run(&m, &v2, 9);
+    assert_eq!(samples(&ring), [(0, 40), (1, 10)]);
+    run(&m, &v2, 1);
+    assert_eq!(samples(&ring), [(2, 10)]);
+}
+
+#[test]
+fn a_vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
+    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let wide = Attr {
+        inherit: true,
+        ..by_frequency(1000)
+    };
+    let e = m.open(wide, OpenTarget::Vm, None);
+    let ring = e.map(256, true).unwrap();
+    let v0 = m.vcpu(0);
+    e.set_period(10_000).unwrap();
+    // One count per nanosecond: the ideal period is 100,000.
+    let second = |v: &VcpuContext| {
+        for step in 0..100_000u64 {
+            run(&m, v, 10_000);
+            if step % 100 == 99 {
+                m.core.tick();
+            }
+        }
+        samples(&ring)
+    };
+    second(&v0);
+    let v1 = m.vcpu(1);
+    run(&m, &v1, 50_000);
+    assert_eq!(samples(&ring), [], "it begins with the period the other found");
+    let n = second(&v1).len();
+    assert!((9_000..=11_000).contains(&n), "{n} samples in a second");
+}
+
+#[test]
+fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
+    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(by_frequency(10_000), None);
+    let ring = e.map(64, true).unwrap();
+    let (mut at, mut seen) = (0, 0);
+    for step in 1..=100_000u64 {
+        run(&m, &v, 2000);
+        for period in periods(&ring) {
+            at += period;
+            // Overflows are served every 2000 counts, so the last one was due less than that ago.
+            let now = 2000 * step;
+            assert!(
+                now - at < 2000,
+                "a sample of {period} ends at {at}, served at {now}"
+            );
+            seen += 1;
+        }
+        if step % 500 == 0 {
+            m.core.tick();
+        }
+        if step == 50_000 {
+            e.set_period(20_000).unwrap();
+        }
+    }
+    assert!(seen > 1000, "{seen} samples");
+}
+
+#[test]
+fn what_has_no_registers_is_counted_by_the_next_sample_but_brings_it_no_nearer() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(raised(10), None);
+    let ring = e.map(8, true).unwrap();
+    raise(&v, 4);
+    v.software_event(SoftwareId::Exits, 100, None, &mut |_| {});
+    raise(&v, 5);
+    assert_eq!(periods(&ring), []);
+    raise(&v, 11);
+    assert_eq!(periods(&ring), [110, 10]);
+    raise(&v, 3);
+    e.set_period(2).unwrap();
+    raise(&v, 1);
+    assert_eq!(periods(&ring), []);
+    raise(&v, 5);
+    assert_eq!(periods(&ring), [5, 2, 2]);
+    assert_eq!(e.read().unwrap().value, 129);
+}
+
+#[test]
+fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
+    // 400 overflows a second, 10 ticks a second: 40 in a tick are fine, the one after throttles.
+    let m = Machine::with(1, |c| {
+        c.sample_rate_hz = 400;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(raised(10), None);
+    let ring = e.map(8, true).unwrap();
+    raise(&v, 7);
+    // More than are kept to be written together, and the first stands for what was before.
+    raise(&v, 10 * 39 + 5);
+    assert_eq!(samples(&ring), [(0, 10); 40]);
+    raise(&v, 60);
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut types = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        types.push(raw.ty());
+    }
+    drop(reader);
+    assert_eq!(
+        types,
+        [9, 5, 9],
+        "the first of a burst throttles nothing; THROTTLE, and the sample that was too many"
+    );
+    m.core.tick();
+    e.disable(Scope::Event).unwrap();
+    samples(&ring);
+    e.refresh(20).unwrap();
+    ring.take_poll();
+    raise(&v, 1000);
+    assert_eq!(
+        samples(&ring).len(),
+        20,
+        "all of them are there once the event is exhausted"
+    );
+    assert!(ring.take_poll().hang_up);
+    assert_eq!(e.state(), State::Off);
+    assert_eq!(v.stats().samples, 40 + 2 + 20);
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Work(u64),
+    Serve,
+    Period(u64),
+    OutAndIn,
+    OffAndOn,
+    Tick,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (1u64..300).prop_map(Step::Work),
+        4 => Just(Step::Serve),
+        2 => (10u64..200).prop_map(Step::Period),
+        1 => Just(Step::OutAndIn),
+        1 => Just(Step::OffAndOn),
+        1 => Just(Step::Tick),
+    ]
+}
+
+proptest! {
+    /// Whatever happens to an event, the periods of its samples add up to its count: by period or by
+    /// frequency, a counter or raised, throttled or not.
+    #[test]
+    fn the_periods_of_samples_add_up_to_the_count(
+        period in 10u64..200,
+        freq: bool,
+        software: bool,
+        sample_rate in prop_oneof![Just(100u64), Just(100_000)],
+        steps in prop::collection::vec(step(), 1..80),
+    ) {
+        let m = Machine::with(1, |c| {
+            c.sample_rate_hz = sample_rate;
+            c.tick_hz = 10;
+        });
+        let v = m.vcpu(0);
+        let attr = Attr {
+            freq,
+            ..if software { raised(period.min(sample_rate)) } else { sampling(period.min(sample_rate)) }
+        };
+        let e = m.open_vcpu(attr, None);
+        let ring = e.map(64, true).unwrap();
+        let mut stood_for = 0;
+        let serve = || { v.service_overflows(&mut NoRegs, &mut |_| {}); };
+        let work = |n| if software { m.clock.advance(n); raise(&v, n) } else { m.run(0, n) };
+        for s in steps {
+            match s {
+                Step::Work(n) => work(n),
+                Step::Serve => serve(),
+                Step::Period(p) => e.set_period(p.min(sample_rate)).unwrap(),
+                Step::OutAndIn => { v.sched_out(); v.sched_in(); }
+                Step::OffAndOn => { e.disable(Scope::Event).unwrap(); e.enable(Scope::Event).unwrap(); }
+                Step::Tick => m.core.tick(),
+            }
+            stood_for += periods(&ring).iter().sum::<u64>();
+            prop_assert!(stood_for <= e.read().unwrap().value);
+        }
+        // What passed is served, a throttle lifted, and a period that is followed by ticks without overflows
+        // short again.
+        serve();
+        for _ in 0..if freq { 400 } else { 1 } {
+            m.core.tick();
+        }
+        if !freq {
+            e.set_period(14).unwrap();
+        }
+        stood_for += periods(&ring).iter().sum::<u64>();
+        // The next overflow then finds all that was counted until it.
+        let mut last = Vec::new();
+        for _ in 0..14 {
+            if last.is_empty() {
+                work(1);
+                serve();
+                last = periods(&ring);
+            }
+        }
+        prop_assert!(!last.is_empty());
+        prop_assert_eq!(stood_for + last.iter().sum::<u64>(), e.read().unwrap().value);
+    }
+}

@@ -1,0 +1,140 @@
+//! What happens on another thread while an event is opened or a vCPU goes: nothing is counted that has no
+//! record, and no record comes after the last.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::time::Clock;
+use perf_core::*;
+
+use crate::common::machine::*;
+
+fn raised(vm: bool) -> Attr {
+    Attr {
+        sample_type: SampleType::TID | SampleType::ID,
+        inherit: vm,
+        task: true,
+        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1)
+    }
+}
+
+/// The records of a ring, as decoded by `each`.
+fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'_>)) {
+    let format = Format::from(attr);
+    while let Some(raw) = reader.next_record().unwrap() {
+        each(&Record::decode(raw, format).unwrap());
+    }
+}
+
+/// An event that is opened to write to another's ring has it from its first count on.
+#[test]
+fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
+    let m = Machine::with(1, |c| c.sample_rate_hz = 1 << 40);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        task: false,
+        ..raised(false)
+    };
+    let target = m.open_vcpu(hw(), None);
+    let ring = target.map(256, true).unwrap();
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let stop = AtomicBool::new(false);
+    let flags = OpenFlags {
+        output: true,
+        no_group: true,
+        ..OpenFlags::default()
+    };
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+            }
+        });
+        // Until enough of them were opened while the other thread raised the event.
+        let mut met = 0;
+        while met < 300 {
+            let e = m
+                .core
+                .open(
+                    &m.admin,
+                    attr.clone(),
+                    OpenTarget::Vcpu(VcpuId(0)),
+                    Some(&target),
+                    flags,
+                )
+                .unwrap();
+            e.disable(Scope::Event).unwrap();
+            let count = e.read().unwrap().value;
+            let (mut samples, mut lost) = (0, 0);
+            for_each(&mut reader, &attr, |record| match record {
+                Record::Sample(s) if s.id == e.id() => samples += 1,
+                Record::Lost(l) => lost += l.lost,
+                _ => {}
+            });
+            if lost > 0 || count > 1000 {
+                // The thread was away for long: the ring may have been full.
+                continue;
+            }
+            if samples != count {
+                stop.store(true, Ordering::Relaxed);
+            }
+            assert_eq!(samples, count, "after {met} that were right");
+            met += u32::from(count > 0);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// A clock that does something else first when it is read the next time.
+#[derive(Default)]
+struct Interrupted(Mutex<Option<Hook>>);
+
+impl Clock for Interrupted {
+    fn now_ns(&self) -> u64 {
+        let hook = self.0.lock().unwrap().take();
+        if let Some(hook) = hook {
+            hook();
+        }
+        1
+    }
+}
+
+/// A vCPU that goes while an event of it is raised: the EXIT record is the last that a VM-wide ring says of
+/// it.
+#[test]
+fn no_sample_of_a_vcpu_follows_its_exit() {
+    let clock = Arc::new(Interrupted::default());
+    let m = Arc::new(Machine::with(1, |c| c.clock = clock.clone()));
+    let v = m.vcpu(0);
+    let attr = Attr {
+        inherit: false,
+        ..raised(false)
+    };
+    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let ring = e.map(8, true).unwrap();
+    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    // Between the look whether the vCPU is there and the lock of the VM's context.
+    let other = Arc::clone(&m);
+    *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
+    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    assert!(clock.0.lock().unwrap().is_none(), "the vCPU went meanwhile");
+    let mut kinds = Vec::new();
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    for_each(&mut reader, &attr, |record| {
+        kinds.push(match record {
+            Record::Sample(_) => "sample",
+            Record::Exit(_) => "exit",
+            _ => "other",
+        });
+    });
+    assert_eq!(
+        kinds.iter().filter(|kind| **kind == "sample").count(),
+        1,
+        "{kinds:?}"
+    );
+    assert_eq!(kinds.last(), Some(&"exit"), "{kinds:?}");
+}

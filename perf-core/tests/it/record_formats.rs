@@ -1,0 +1,282 @@
+//! Formats of records and readings, seen by others: `linux-perf-data` finds event, vCPU and time of every
+//! record in a ring that events of several formats share.
+
+use std::io::Cursor;
+use std::sync::Arc;
+
+use linux_perf_data::linux_perf_event_reader::RecordType;
+use linux_perf_data::{PerfFileReader, PerfFileRecord};
+use perf_core::attr::ATTR_SIZE_VER1;
+use perf_core::record::{Format, MapName, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+use crate::common::machine::*;
+
+/// A perf.data file: its events, each with its id, and the records as they were in the ring.
+fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
+    const HEADER: u64 = 104;
+    let attr_size = u64::from(ATTR_SIZE_VER1);
+    // Behind each attribute where its ids are.
+    let ids_at = HEADER + (attr_size + 16) * events.len() as u64;
+    let records_at = ids_at + 8 * events.len() as u64;
+    let mut file = b"PERFILE2".to_vec();
+    let section = |at: u64, size: u64| [at, size];
+    let words = [
+        &[HEADER, attr_size][..],
+        &section(HEADER, ids_at - HEADER), // attributes
+        &section(records_at, records.len() as u64),
+        &section(HEADER, ids_at - HEADER), // attributes with their ids
+        &[0; 4],
+    ]
+    .concat();
+    file.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+    for (i, (attr, _)) in events.iter().enumerate() {
+        file.extend(attr.to_bytes());
+        file.extend(
+            section(ids_at + 8 * i as u64, 8)
+                .iter()
+                .flat_map(|w| w.to_ne_bytes()),
+        );
+    }
+    file.extend(events.iter().flat_map(|(_, id)| id.to_ne_bytes()));
+    file.extend(records);
+    file
+}
+
+fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
+    m.run(v.id().0, n);
+    v.service_overflows(&mut NoRegs, &mut |_| {});
+}
+
+#[test]
+fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 20;
+        c.tick_hz = 10;
+        c.pid = 77;
+    });
+    let v0 = m.vcpu(0);
+    let a = Attr {
+        inherit: true,
+        inherit_stat: true,
+        task: true,
+        comm: true,
+        mmap: true,
+        sample_id_all: true,
+        sample_type: SampleType::IP
+            | SampleType::TID
+            | SampleType::TIME
+            | SampleType::CPU
+            | SampleType::IDENTIFIER,
+        read_format: ReadFormat::ID | ReadFormat::LOST,
+        ..Attr::sampling(EventType::SIM, 1, 5)
+    };
+    // Its id is at other places, but for the identifier.
+    let b = Attr {
+        sample_id_all: true,
+        sample_type: SampleType::all() - SampleType::READ,
+        ..Attr::sampling(EventType::SIM, 2, 2000)
+    };
+    let event_a = m.open(a.clone(), OpenTarget::Vm, None);
+    let ring = event_a.map(1, true).unwrap();
+    let event_b = m.open_vcpu(b.clone(), None);
+    event_b.set_output(Some(&event_a)).unwrap();
+
+    let v1 = m.vcpu(1);
+    m.core.mmap_record(&GuestMapping {
+        start: 0x1000,
+        len: 0x2000,
+        pgoff: 0,
+        name: MapName::Path(b"/boot/vmlinux"),
+        kernel: true,
+    });
+    for _ in 0..3 {
+        overflow(&m, &v1, 5);
+    }
+    m.core.tick();
+    event_a.disable(Scope::Event).unwrap();
+    overflow(&m, &v0, 1000);
+    event_b.pause_output(true).unwrap();
+    overflow(&m, &v0, 1000);
+    event_b.pause_output(false).unwrap();
+    overflow(&m, &v0, 1000);
+    event_a.enable(Scope::Event).unwrap();
+    m.clock.advance(1);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    let mut records = Vec::new();
+    while let Some(record) = reader.next_record().unwrap() {
+        records.extend_from_slice(record.bytes());
+    }
+    let file = perf_file(&[(&a, event_a.id()), (&b, event_b.id())], &records);
+    let PerfFileReader {
+        mut perf_file,
+        mut record_iter,
+    } = PerfFileReader::parse_file(Cursor::new(&file)).unwrap();
+    let mut seen = Vec::new();
+    while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
+        let PerfFileRecord::EventRecord { attr_index, record } = record else {
+            panic!("not of ours");
+        };
+        let said = record.common_data().unwrap();
+        assert_eq!(said.pid, Some(77), "{record:?}");
+        assert_eq!(said.id, Some([&event_a, &event_b][attr_index].id()));
+        let (tid, cpu) = (said.tid.unwrap(), said.cpu.unwrap());
+        seen.push((record.record_type, attr_index, tid, cpu, said.timestamp.unwrap()));
+    }
+    // Two interrupts a tick are the limit. Memory is mapped by no vCPU.
+    let (r0, r1) = ((1000, 0), (1001, 1));
+    let row = |ty, event, (tid, cpu), time| (ty, event, tid, cpu, time);
+    assert_eq!(
+        seen,
+        [
+            row(RecordType::FORK, 0, r1, 0),
+            row(RecordType::COMM, 0, r1, 0),
+            row(RecordType::MMAP, 0, (77, u32::MAX), 0),
+            row(RecordType::SAMPLE, 0, r1, 5),
+            row(RecordType::SAMPLE, 0, r1, 10),
+            row(RecordType::THROTTLE, 0, r1, 15),
+            row(RecordType::SAMPLE, 0, r1, 15),
+            row(RecordType::UNTHROTTLE, 0, r1, 15),
+            row(RecordType::SAMPLE, 1, r0, 1015),
+            row(RecordType::LOST, 1, r0, 3015),
+            row(RecordType::THROTTLE, 1, r0, 3015),
+            row(RecordType::SAMPLE, 1, r0, 3015),
+            row(RecordType::EXIT, 0, r1, 3016),
+            row(RecordType::READ, 0, r1, 3016),
+        ]
+    );
+}
+
+/// Words of what `event` reads.
+fn words(event: &Handle) -> Vec<u64> {
+    let mut bytes = vec![0; event.read_size().unwrap()];
+    assert_eq!(event.read_bytes(&mut bytes).unwrap(), bytes.len());
+    bytes
+        .as_chunks()
+        .0
+        .iter()
+        .map(|&w| u64::from_ne_bytes(w))
+        .collect()
+}
+
+/// Each event of a group has what it lost of its own, in readings and in samples, although they share a ring.
+#[test]
+fn what_each_event_lost_is_in_its_reading() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = |period| Attr {
+        sample_type: SampleType::READ,
+        read_format: ReadFormat::GROUP | ReadFormat::LOST,
+        ..Attr::sampling(EventType::SIM, 1, period)
+    };
+    let leader = m.open_vcpu(attr(10), None);
+    let sibling = m.open_vcpu(
+        Attr {
+            read_format: ReadFormat::ID | ReadFormat::LOST,
+            sample_type: SampleType::IP,
+            ..attr(20)
+        },
+        Some(&leader),
+    );
+    assert_eq!(words(&leader), [2, 0, 0, 0, 0], "no ring: nothing can be lost");
+    let ring = leader.map(1, true).unwrap();
+    sibling.set_output(Some(&leader)).unwrap();
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    // 48 bytes at 10, and 16 more at 20: more than the page holds.
+    for _ in 0..100 {
+        overflow(&m, &v, 10);
+    }
+    let (a, b) = (leader.lost_records(), sibling.lost_records());
+    assert!(a > 0 && b > 0 && a + b == ring.pending_lost(), "{a} and {b}");
+    assert_eq!(words(&leader), [2, 1000, a, 1000, b]);
+    assert_eq!(words(&sibling), [1000, sibling.id(), b]);
+    while reader.next_record().unwrap().is_some() {}
+    for event in [&leader, &sibling] {
+        event.reset(Scope::Event).unwrap();
+    }
+    overflow(&m, &v, 10);
+    let format = Format::from(leader.attr());
+    let Record::Lost(lost) = Record::decode(reader.next_record().unwrap().unwrap(), format).unwrap() else {
+        panic!("what was lost is told first");
+    };
+    assert_eq!(lost.lost, a + b);
+    let Record::Sample(sample) = Record::decode(reader.next_record().unwrap().unwrap(), format).unwrap()
+    else {
+        panic!("a sample");
+    };
+    let members: Vec<_> = sample.read.entries.iter().map(|e| (e.value, e.lost)).collect();
+    assert_eq!(members, [(10, a), (10, b)], "a reset is one of the count");
+}
+
+#[test]
+fn what_children_lose_their_family_has_lost() {
+    let m = Machine::new(4);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    let attr = Attr {
+        inherit: true,
+        sample_type: SampleType::IP,
+        read_format: ReadFormat::LOST,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let event = m.open(attr, OpenTarget::Vm, None);
+    event.map(1, true).unwrap();
+    event.pause_output(true).unwrap();
+    overflow(&m, &v0, 10);
+    for _ in 0..2 {
+        overflow(&m, &v1, 10);
+    }
+    assert_eq!(words(&event), [30, 3]);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    assert_eq!(words(&event), [30, 3], "also of those that have gone");
+}
+
+/// The largest record has room in an empty ring with the largest LOST record before it.
+#[test]
+fn the_largest_record_fits_behind_a_lost_record_with_a_trailer() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    /// Raw data of a length.
+    struct Raw(Vec<u8>);
+    impl SampleRegs for Raw {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestUser
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+        fn raw(&mut self) -> &[u8] {
+            &self.0
+        }
+    }
+    let attr = Attr {
+        sample_type: SampleType::all() - SampleType::READ - SampleType::CALLCHAIN,
+        sample_id_all: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let event = m.open_vcpu(attr, None);
+    let ring = event.map(1, true).unwrap();
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    // Header, nine fields, the length of the raw data, that there is no program and no stack of it; and LOST
+    // with header, two fields, six of trailer.
+    let (fixed, lost) = (8 + 9 * 8 + 4 + 16, 24 + 48);
+    let largest = 4096 - 8 - lost - fixed;
+    let mut sample = |len: usize| {
+        m.run(0, 10);
+        v.service_overflows(&mut Raw(vec![0; len]), &mut |_| {});
+        let mut sizes = Vec::new();
+        while let Some(record) = reader.next_record().unwrap() {
+            sizes.push(record.bytes().len());
+        }
+        sizes
+    };
+    assert_eq!(sample(largest), [largest + fixed]);
+    assert_eq!(sample(largest + 8), [0; 0], "it could never fit behind a loss");
+    event.pause_output(true).unwrap();
+    assert_eq!(sample(8), [0; 0]);
+    event.pause_output(false).unwrap();
+    assert_eq!(sample(largest), [lost, largest + fixed]);
+    assert_eq!(event.lost_records(), 1, "what could never be written is no loss");
+}

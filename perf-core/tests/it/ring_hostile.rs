@@ -1,0 +1,387 @@
+//! What a reader says of a ring that somebody wrote to who should not: each kind of nonsense has its name and
+//! its place, everything up to the head is skipped, and reading goes on. And which descriptors are rings at
+//! all.
+
+#![expect(unsafe_code, reason = "system calls")]
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+use std::sync::Arc;
+
+use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReader};
+
+use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, write};
+
+/// Byte offset of `data_offset` in the control page.
+const DATA_OFFSET: u64 = 1040;
+/// Byte offset of `data_size`.
+const DATA_SIZE: u64 = 1048;
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Puts the header of a record that says it has `size` bytes at a position.
+fn header(ring: &File, position: u64, size: u64) {
+    poke(ring, PAGE + position % PAGE, u64::from(TAGGED) | size << 48);
+}
+
+/// Where it is corrupt, and what is wrong there.
+fn corrupt(error: ReadError) -> (u64, &'static str) {
+    match error {
+        ReadError::Corrupt { position, what } => (position, what),
+        other => panic!("{other}"),
+    }
+}
+
+const SMALL: &str = "the record is smaller than its header";
+const ODD: &str = "the size of the record is not a multiple of 8";
+const BEYOND: &str = "the record ends beyond the head";
+const HEAD: &str = "the head is behind the tail or beyond the ring";
+
+/// A record of 16 bytes, and behind it one that says it has `size`; the head says that it has `there`.
+fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let memory = foreign(&ring);
+    header(&memory, 0, 16);
+    header(&memory, 16, size);
+    poke(&memory, DATA_HEAD, 16 + there);
+    (ring, memory)
+}
+
+const BAD: [(u64, u64, &str); 6] = [
+    (0, 24, SMALL),
+    (7, 24, SMALL),
+    (9, 24, ODD),
+    (12, 24, ODD),
+    (32, 24, BEYOND),
+    (0xfff8, 24, BEYOND),
+];
+
+#[test]
+fn each_bad_record_is_named_and_skipped() {
+    for (size, there, what) in BAD {
+        let (ring, memory) = one_good_one_bad(size, there);
+        let mut reader = RingReader::map(ring.memfd()).expect("maps");
+        let record = reader.next_record().expect("sound").expect("one");
+        assert_eq!((record.ty(), record.bytes().len()), (TAGGED, 16));
+        let error = reader.next_record().expect_err("nonsense");
+        assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
+        // The writer has its space back, and what it writes then is read.
+        assert_eq!(peek(&memory, DATA_TAIL), 16 + there);
+        assert!(reader.next_record().expect("nothing").is_none());
+        header(&memory, 16 + there, 24);
+        poke(&memory, DATA_HEAD, 16 + there + 24);
+        assert_eq!(
+            reader.next_record().expect("sound").expect("one").bytes().len(),
+            24
+        );
+    }
+}
+
+#[test]
+fn a_batch_ends_before_a_bad_record_and_the_next_names_it() {
+    for (size, there, what) in BAD {
+        let (ring, memory) = one_good_one_bad(size, there);
+        let mut reader = RingReader::map(ring.memfd()).expect("maps");
+        let sizes: Vec<_> = reader.batch().expect("sound").map(|r| r.bytes().len()).collect();
+        assert_eq!(sizes, [16], "{size} bytes of {there}");
+        let error = reader.batch().err().expect("nonsense");
+        assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
+        assert_eq!(peek(&memory, DATA_TAIL), 16 + there);
+        assert_eq!(reader.batch().expect("nothing").count(), 0);
+    }
+}
+
+/// The smallest record there is, and one that ends at the head to the byte, are sound.
+#[test]
+fn records_at_the_bounds_are_sound() {
+    for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {
+        let (ring, _) = one_good_one_bad(size, there);
+        let mut reader = RingReader::map(ring.memfd()).expect("maps");
+        let sizes: Vec<_> = reader
+            .batch()
+            .expect("sound")
+            .map(|r| r.bytes().len() as u64)
+            .collect();
+        assert_eq!(sizes, [16, size]);
+        drop(reader);
+        let (ring, _) = one_good_one_bad(size, there);
+        let mut reader = RingReader::map(ring.memfd()).expect("maps");
+        for expected in [16, size] {
+            assert_eq!(
+                reader.next_record().expect("sound").expect("one").bytes().len() as u64,
+                expected
+            );
+        }
+        assert!(reader.next_record().expect("nothing").is_none());
+    }
+}
+
+#[test]
+fn a_head_beyond_the_ring_or_behind_the_tail_is_named() {
+    for (tail, head, sound) in [
+        (0, PAGE, true),
+        (0, PAGE + 8, false),
+        (64, 64 + PAGE, true),
+        (64, 72 + PAGE, false),
+        (64, 56, false),
+        (64, 1 << 63, false),
+        (u64::MAX - 7, 8, true),
+        // Only whole units are looked at.
+        (0, PAGE + 7, true),
+    ] {
+        let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+        let memory = foreign(&ring);
+        poke(&memory, DATA_TAIL, tail);
+        let mut reader = RingReader::map(ring.memfd()).expect("maps");
+        header(&memory, tail, 8);
+        poke(&memory, DATA_HEAD, head);
+        match reader.next_record() {
+            Ok(record) => assert!(sound && record.is_some(), "{tail} {head}"),
+            Err(error) => {
+                assert!(!sound, "{tail} {head}: {error}");
+                assert_eq!(corrupt(error), (tail, HEAD));
+                assert!(reader.next_record().expect("skipped").is_none());
+                assert_eq!(peek(&memory, DATA_TAIL), head);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_ring_without_data_has_no_head() {
+    let ring = Ring::new(0, RingMode::Writable).expect("a ring");
+    let mut reader = RingReader::map(ring.memfd()).expect("maps");
+    assert!(reader.next_record().expect("nothing").is_none());
+    poke(&foreign(&ring), DATA_HEAD, 8);
+    assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
+}
+
+/// Who maps an overwrite ring reads from its beginning for just as long as one who was there before can read
+/// on from it.
+#[test]
+fn a_late_observer_trusts_as_much_as_an_early_one() {
+    let mut early_least = None;
+    for records in 1..=PAGE / 24 + 1 {
+        let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
+        let mut early = RingReader::of(Arc::clone(&ring));
+        for n in 0..records {
+            write(&ring, 24, 0, n).expect("overwrites");
+        }
+        let mut late = RingReader::map(ring.memfd()).expect("maps");
+        let read = |reader: &mut RingReader| {
+            let mut read = 0;
+            while reader.next_record()?.is_some() {
+                read += 1;
+            }
+            Ok::<u64, ReadError>(read)
+        };
+        let late = read(&mut late).expect("sound");
+        match read(&mut early) {
+            Ok(all) => {
+                assert_eq!((all, late), (records, records));
+                assert_eq!(early_least, None, "more was there before");
+            }
+            Err(ReadError::Overrun { bytes }) => {
+                assert_eq!((bytes, late), (24 * records, 0), "{records} records");
+                early_least.get_or_insert(records);
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    // A quarter of the ring may be in the hands of writers.
+    let least = early_least.expect("a full ring has overwritten something");
+    assert_eq!(least, PAGE * 3 / 4 / 24 + 1);
+}
+
+/// Records of an overwrite ring can be trusted one at a time only.
+#[test]
+fn an_overwrite_ring_gives_no_batch() {
+    let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    write(&ring, 24, 0, 0).expect("room");
+    assert_eq!(reader.batch().expect("sound").count(), 0);
+    assert!(reader.next_record().expect("sound").is_some());
+}
+
+/// A head that goes back has overtaken nobody, in an overwrite ring either.
+#[test]
+fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
+    for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
+        // Nothing but zeros; whoever has it mapped already may write there.
+        let file = memfd(2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE);
+        poke(&file, DATA_HEAD, 2 * PAGE);
+        let page = shared(&file);
+        // SAFETY: plain system call on an open descriptor.
+        let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+        assert_eq!(sealed, 0);
+        let mut reader = RingReader::map(file.as_fd()).expect("a ring");
+        assert_eq!(reader.mode(), RingMode::Overwrite);
+        // SAFETY: the mapping is there until the end of this turn, and the head is an aligned word of it.
+        unsafe { page.byte_add(DATA_HEAD as usize).write_volatile(2 * PAGE - back) };
+        match reader.next_record() {
+            Ok(record) => assert!(sound && record.is_none(), "{back}"),
+            Err(error) => {
+                assert!(!sound, "{back}: {error}");
+                assert_eq!(corrupt(error), (2 * PAGE, HEAD));
+                assert!(reader.next_record().expect("skipped").is_none());
+            }
+        }
+        // SAFETY: mapped by `shared` with this length, and not used again.
+        unsafe { libc::munmap(page.cast(), PAGE_SIZE) };
+    }
+}
+
+/// The first page of `file`, to be written by whoever seals it afterwards.
+fn shared(file: &File) -> *mut u64 {
+    // SAFETY: a new mapping of the file's first page; the result is checked.
+    let page = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            PAGE_SIZE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    assert_ne!(page, libc::MAP_FAILED);
+    page.cast()
+}
+
+/// Space goes back by the quarter of the ring, and when there is nothing more.
+#[test]
+fn space_goes_back_by_the_quarter() {
+    let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
+    let memory = foreign(&ring);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    for n in 0..100 {
+        write(&ring, 32, 0, n).expect("room");
+    }
+    let mut tails = Vec::new();
+    for n in 1..=100u64 {
+        assert!(reader.next_record().expect("sound").is_some());
+        let tail = peek(&memory, DATA_TAIL);
+        if tails.last() != Some(&(n, tail)) && tails.last().is_none_or(|(_, last)| *last != tail) {
+            tails.push((n, tail));
+        }
+    }
+    // A quarter is 32 records: the 33rd gives the first 32 back, itself it still holds.
+    assert_eq!(tails, [(1, 0), (33, 1024), (65, 2048), (97, 3072)]);
+    assert!(reader.next_record().expect("nothing").is_none());
+    assert_eq!(peek(&memory, DATA_TAIL), 3200);
+}
+
+/// A memfd of `len` bytes with `seals`, whose control page describes `data_size` bytes behind `data_offset`.
+fn memfd(len: u64, seals: libc::c_int, data_offset: u64, data_size: u64) -> File {
+    // SAFETY: the name is a valid C string; the result is checked.
+    let fd = unsafe { libc::memfd_create(c"test".as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
+    assert!(fd >= 0);
+    // SAFETY: the descriptor is new and nobody else's.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len).expect("sparse");
+    if len >= PAGE {
+        poke(&file, DATA_OFFSET, data_offset);
+        poke(&file, DATA_SIZE, data_size);
+    }
+    // SAFETY: plain system call on an open descriptor.
+    let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+    assert_eq!(sealed, 0);
+    file
+}
+
+#[test]
+fn what_is_no_ring_is_refused_with_the_reason() {
+    let sealed = libc::F_SEAL_SHRINK;
+    for (len, seals, data_offset, data_size, why) in [
+        (2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE, "not sealed"),
+        (2 * PAGE + 1, sealed, PAGE, PAGE + 1, "1 + 2^n pages"),
+        (4 * PAGE, sealed, PAGE, 3 * PAGE, "1 + 2^n pages"),
+        (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
+        (0, sealed, PAGE, 0, "1 + 2^n pages"),
+        // More than any ring has, in a file that takes no memory.
+        (
+            PAGE + (1 << 17) * PAGE,
+            sealed,
+            PAGE,
+            (1 << 17) * PAGE,
+            "1 + 2^n pages",
+        ),
+        (2 * PAGE, sealed, 2 * PAGE, PAGE, "control page"),
+        (2 * PAGE, sealed, PAGE, 2 * PAGE, "control page"),
+    ] {
+        let file = memfd(len, seals, data_offset, data_size);
+        let error = RingReader::map(file.as_fd()).expect_err(why).to_string();
+        assert!(error.contains(why), "{len} bytes, seals {seals:#x}: {error}");
+    }
+}
+
+/// What a reader made for the kernel's rings finds: which fields are there, and that bit 0 of the
+/// capabilities, which older kernels used for two things, says neither.
+#[test]
+fn the_control_page_says_what_it_has() {
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let memory = foreign(&ring);
+    let (version, capabilities, size) = (peek(&memory, 0), peek(&memory, 40), peek(&memory, 72));
+    assert_eq!((version, capabilities, size), (0, 1 << 1, 96));
+    assert_eq!(
+        (peek(&memory, DATA_OFFSET), peek(&memory, DATA_SIZE)),
+        (PAGE, PAGE)
+    );
+}
+
+/// The largest ring of the kernel's is asked for; what is no power of two, or more, is not.
+#[test]
+fn a_kernels_ring_has_at_most_so_many_pages() {
+    let no_event = File::open("/dev/null").expect("there is one");
+    for (pages, asked) in [
+        (0, false),
+        (1, true),
+        (3, false),
+        (1 << 16, true),
+        (1 << 17, false),
+    ] {
+        let error = RingReader::map_perf(no_event.as_fd(), pages).expect_err("no event");
+        assert_eq!(
+            matches!(error, ReadError::Os { .. }),
+            asked,
+            "{pages} pages: {error}"
+        );
+    }
+}
+
+/// Whoever may not write the data may not write the tail either: such a ring overwrites.
+#[test]
+fn seals_say_which_kind_of_ring_it_is() {
+    let size = libc::F_SEAL_SHRINK;
+    for (seals, data_size, mode) in [
+        (size, PAGE, RingMode::Writable),
+        (size | libc::F_SEAL_GROW, PAGE, RingMode::Writable),
+        (size | libc::F_SEAL_FUTURE_WRITE, PAGE, RingMode::Overwrite),
+        (size | libc::F_SEAL_WRITE, PAGE, RingMode::Overwrite),
+        (size, 0, RingMode::Writable),
+    ] {
+        let file = memfd(PAGE + data_size, seals, PAGE, data_size);
+        let reader = RingReader::map(file.as_fd()).expect("a ring");
+        assert_eq!(reader.mode(), mode, "seals {seals:#x}");
+    }
+}
+
+#[test]
+fn a_count_of_the_eventfd_is_notifications_and_a_hang_up() {
+    let state = |count| {
+        let state = PollState::from_count(count);
+        (state.readable, state.hang_up)
+    };
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    ring.hang_up();
+    let mut count = [0; 8];
+    // SAFETY: the buffer has the 8 bytes that reading an eventfd fills.
+    let n = unsafe { libc::read(ring.wakeup_fd().as_raw_fd(), count.as_mut_ptr().cast(), 8) };
+    assert_eq!(n, 8);
+    let hang_up = u64::from_ne_bytes(count);
+    assert_eq!(state(0), (false, false));
+    assert_eq!(state(1), (true, false));
+    assert_eq!(state(hang_up - 1), (true, false));
+    assert_eq!(state(hang_up), (false, true));
+    assert_eq!(state(hang_up + 1), (true, true));
+}

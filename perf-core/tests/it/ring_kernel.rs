@@ -1,0 +1,356 @@
+//! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol
+//! really are the kernel's.
+
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use perf_core::attr::{Attr, EventType, ReadFormat, SampleType};
+use perf_core::record::{Encode, Format, Record};
+use perf_core::ring::{Ring, RingMode, RingReader};
+use perf_event::events::Software;
+use perf_event::{Builder, SampleFlag};
+
+use crate::common::skip;
+
+/// All that the bytes of an attribute can ask for here.
+const ALL: SampleType = SampleType::all()
+    .difference(SampleType::REGS_USER)
+    .difference(SampleType::STACK_USER);
+
+const PAGE: usize = 4096;
+
+/// Takes `pages` page faults.
+fn fault(pages: usize) {
+    let len = pages * PAGE;
+    // SAFETY: memory of its own, used within its bounds, one page at a time, and unmapped at the end.
+    unsafe {
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        let memory = libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0);
+        assert_ne!(memory, libc::MAP_FAILED);
+        libc::madvise(memory, len, libc::MADV_NOHUGEPAGE);
+        for page in 0..pages {
+            memory.cast::<u8>().add(page * PAGE).write_volatile(1);
+        }
+        libc::munmap(memory, len);
+    }
+}
+
+#[test]
+fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
+    let format = Format {
+        sample_type: SampleType::IP
+            | SampleType::TID
+            | SampleType::TIME
+            | SampleType::ADDR
+            | SampleType::PERIOD,
+        read_format: ReadFormat::empty(),
+        ..Format::default()
+    };
+    let flags = SampleFlag::IP | SampleFlag::TID | SampleFlag::TIME | SampleFlag::ADDR | SampleFlag::PERIOD;
+    let mut counter = match Builder::new(Software::PAGE_FAULTS)
+        .sample_period(1)
+        .sample(flags)
+        .build()
+    {
+        Ok(counter) => counter,
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            skip::skipped(&format!("this user may not open perf events ({error})"), false);
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let fd = borrow(&counter);
+    let mut reader = RingReader::map_perf(fd, 1).expect("a ring of one page");
+    let (mut samples, mut last_time, mut bytes) = (0, 0, 0);
+    // A record is 56 bytes, and 4096 is no multiple of that: records wrap.
+    for round in 0..50 {
+        counter.enable().expect("can be enabled");
+        fault(40);
+        counter.disable().expect("can be disabled");
+        let mut check = |record: Record<'_>| match record {
+            Record::Sample(sample) => {
+                assert_eq!(sample.pid, std::process::id());
+                assert!(sample.time_ns >= last_time, "in order");
+                assert_eq!(sample.period, 1);
+                assert!(sample.ip != 0 && sample.addr != 0);
+                last_time = sample.time_ns;
+                samples += 1;
+            }
+            Record::Throttle(_) | Record::Unthrottle(_) | Record::Lost(_) => {}
+            other => panic!("{other:?}"),
+        };
+        if round % 2 == 0 {
+            while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {
+                bytes += raw.bytes().len();
+                check(Record::decode(raw, format).expect("the kernel's records are whole"));
+            }
+        } else {
+            for raw in reader.batch().expect("the kernel's rings are sound") {
+                bytes += raw.bytes().len();
+                check(Record::decode(raw, format).expect("the kernel's records are whole"));
+            }
+        }
+    }
+    assert!(bytes > 4 * PAGE, "{bytes} bytes: it wrapped");
+    let counted = counter.read().expect("can be read");
+    assert!(
+        samples <= counted && samples >= counted / 2,
+        "{samples} samples of {counted} faults"
+    );
+    let now = reader
+        .counter()
+        .expect("the kernel is not in the middle of an update");
+    assert!(now.time_enabled_ns >= now.time_running_ns);
+}
+
+fn borrow(counter: &perf_event::Counter) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open as long as the counter it is borrowed from.
+    unsafe { BorrowedFd::borrow_raw(counter.as_raw_fd()) }
+}
+
+#[test]
+fn rings_that_cannot_be_mapped_are_refused() {
+    let ring = perf_core::ring::Ring::new(1, perf_core::ring::RingMode::Writable).expect("a ring");
+    for pages in [0, 3, 1 << 20] {
+        assert!(
+            RingReader::map_perf(ring.memfd(), pages).is_err(),
+            "{pages} pages"
+        );
+    }
+}
+
+/// An event of the kernel with the attributes that ours would have. `None` where this user may not open it.
+fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
+    kernel_event_on(attr, -1, group)
+}
+
+/// [`kernel_event`] for this thread while it is on a CPU; -1: on any.
+fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
+    let bytes = attr.to_bytes();
+    // SAFETY: the attribute is readable for the size it says.
+    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, cpu, group, 0) };
+    if fd < 0 {
+        let error = std::io::Error::last_os_error();
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
+        skip::skipped(&format!("this user may not open perf events ({error})"), false);
+        return None;
+    }
+    // SAFETY: a descriptor of our own.
+    Some(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Every record in the kernel's ring, by its type; each is decoded and written anew into a ring of ours,
+/// which must hold the same bytes then.
+fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u32, u32> {
+    let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
+    let mut ours = RingReader::of(Arc::clone(&ring));
+    let mut types = BTreeMap::new();
+    while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {
+        match Record::decode(raw, format).expect("the kernel's records are whole") {
+            Record::Sample(r) => r.write(format, &ring),
+            Record::Fork(r) | Record::Exit(r) => r.write(format, &ring),
+            Record::Comm(r) => r.write(format, &ring),
+            Record::Mmap(r) => r.write(format, &ring),
+            Record::Lost(r) => r.write(format, &ring),
+            Record::Throttle(r) | Record::Unthrottle(r) => r.write(format, &ring),
+            Record::Read(r) => r.write(format, &ring),
+            other => panic!("{other:?}"),
+        }
+        .expect("there is room for one");
+        let again = ours.next_record().unwrap().expect("it was written");
+        assert_eq!(again.bytes(), raw.bytes(), "{format:?}");
+        *types.entry(raw.ty()).or_insert(0) += 1;
+    }
+    types
+}
+
+const MMAP: u32 = 1;
+const LOST: u32 = 2;
+const COMM: u32 = 3;
+const EXIT: u32 = 4;
+const FORK: u32 = 7;
+const SAMPLE: u32 = 9;
+
+/// Read formats that this host's kernel knows: before Linux 6.0 not LOST.
+fn read_formats() -> u64 {
+    let attr = Attr {
+        sample_period: 0,
+        ..faults(SampleType::empty(), ReadFormat::LOST)
+    };
+    let bytes = attr.to_bytes();
+    // SAFETY: the attribute is readable for the size it says.
+    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, -1, 0) };
+    if fd < 0 {
+        return 16;
+    }
+    // SAFETY: a descriptor of our own.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+    32
+}
+
+/// Page faults of this thread in user mode, a sample for each.
+fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
+    Attr {
+        sample_type,
+        read_format,
+        exclude_kernel: true,
+        disabled: true,
+        ..Attr::sampling(EventType::SOFTWARE, 2, 1)
+    }
+}
+
+fn enable(fd: &OwnedFd, on: bool) {
+    const ENABLE: u64 = 0x2400;
+    // SAFETY: the call takes a number.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), ENABLE + u64::from(!on), 0) };
+    assert_eq!(result, 0);
+}
+
+/// Each field alone, all together, and any of them; single readings and those of a group, in every format.
+#[test]
+fn samples_are_what_the_kernel_would_write() {
+    let mut rng = fastrand::Rng::with_seed(7);
+    let all = ALL.bits();
+    let masks = (0..11).chain([16]).map(|bit| 1 << bit).chain([0, all]);
+    let drawn: Vec<u64> = (0..40).map(|_| rng.u64(..) & all).collect();
+    for (n, mask) in masks.chain(drawn).enumerate() {
+        let read_format = ReadFormat::from_bits_truncate(n as u64 * 3 % read_formats());
+        let attr = faults(SampleType::from_bits_truncate(mask), read_format);
+        let Some(leader) = kernel_event(&attr, -1) else {
+            return;
+        };
+        let counting = Attr {
+            sample_period: 0,
+            disabled: false,
+            ..attr.clone()
+        };
+        let _members: Vec<_> = (0..n % 3)
+            .map(|_| kernel_event(&counting, leader.as_raw_fd()))
+            .collect();
+        let mut reader = RingReader::map_perf(leader.as_fd(), 8).expect("a ring");
+        enable(&leader, true);
+        fault(20);
+        enable(&leader, false);
+        let format = Format {
+            sample_type: attr.sample_type,
+            read_format,
+            ..Format::default()
+        };
+        let types = same_when_written_anew(&mut reader, format);
+        assert!(types[&SAMPLE] >= 20, "{types:?}");
+    }
+}
+
+#[test]
+fn side_band_records_are_what_the_kernel_would_write() {
+    // Few samples fill the ring, fewer than the kernel would throttle.
+    let all = ALL - SampleType::CALLCHAIN - SampleType::READ;
+    for (sample_type, sample_id_all) in [
+        (all, false),
+        (all, true),
+        (all - SampleType::IDENTIFIER - SampleType::TIME, true),
+        (SampleType::ADDR | SampleType::RAW | SampleType::IDENTIFIER, true),
+        (SampleType::ADDR | SampleType::RAW, true),
+    ] {
+        let attr = Attr {
+            task: true,
+            comm: true,
+            mmap: true,
+            sample_id_all,
+            ..faults(sample_type, ReadFormat::empty())
+        };
+        let Some(event) = kernel_event(&attr, -1) else {
+            return;
+        };
+        let mut reader = RingReader::map_perf(event.as_fd(), 1).expect("a ring");
+        let format = Format::from(&attr);
+        enable(&event, true);
+        std::thread::spawn(|| ()).join().unwrap();
+        for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
+            // SAFETY: a name with its terminator, for this thread.
+            assert_eq!(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) }, 0);
+        }
+        // SAFETY: new memory that nobody uses, and that is unmapped at once.
+        unsafe {
+            let (prot, flags) = (
+                libc::PROT_READ | libc::PROT_EXEC,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            );
+            let memory = libc::mmap(std::ptr::null_mut(), PAGE, prot, flags, -1, 0);
+            assert_ne!(memory, libc::MAP_FAILED);
+            libc::munmap(memory, PAGE);
+        }
+        // More samples than the ring has room for: the next record there is room for says so.
+        fault(200);
+        let mut types = same_when_written_anew(&mut reader, format);
+        fault(4);
+        enable(&event, false);
+        for (ty, n) in same_when_written_anew(&mut reader, format) {
+            *types.entry(ty).or_insert(0) += n;
+        }
+        for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 30)] {
+            assert!(
+                types.get(&ty).is_some_and(|n| *n >= least),
+                "type {ty}: {types:?}"
+            );
+        }
+    }
+}
+
+/// An event that threads inherit, with what it writes when one of them ends. Linux writes no READ record any
+/// more: when it gets there, the thread has no context left.
+#[test]
+fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
+    // SAFETY: takes nothing.
+    let cpu = unsafe { libc::sched_getcpu() };
+    // SAFETY: an empty set is valid, and the CPU is one of this machine.
+    let result = unsafe {
+        let mut set = std::mem::zeroed();
+        libc::CPU_SET(cpu as usize, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &raw const set)
+    };
+    assert_eq!(result, 0);
+    for sample_type in [
+        SampleType::TID | SampleType::TIME | SampleType::ID,
+        SampleType::CPU | SampleType::STREAM_ID | SampleType::IDENTIFIER,
+        ALL - SampleType::CALLCHAIN - SampleType::READ,
+    ] {
+        let attr = Attr {
+            inherit: true,
+            task: true,
+            sample_id_all: true,
+            ..faults(sample_type, ReadFormat::empty())
+        };
+        let Some(event) = kernel_event_on(&attr, cpu, -1) else {
+            return;
+        };
+        let mut reader = RingReader::map_perf(event.as_fd(), 64).expect("a ring");
+        let format = Format::from(&attr);
+        enable(&event, true);
+        let task = std::thread::spawn(|| {
+            fault(3);
+            // SAFETY: takes nothing.
+            unsafe { libc::gettid() }
+        })
+        .join()
+        .unwrap();
+        // Its end is told a moment after who waits for it hears.
+        while std::path::Path::new(&format!("/proc/self/task/{task}")).exists() {
+            std::thread::yield_now();
+        }
+        enable(&event, false);
+        let types = same_when_written_anew(&mut reader, format);
+        for (ty, least) in [(FORK, 1), (EXIT, 1), (SAMPLE, 3)] {
+            assert!(
+                types.get(&ty).is_some_and(|n| *n >= least),
+                "type {ty}: {types:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Registers are read and stacks are walked while no lock of the core is held, and once for a moment.
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use perf_core::record::{Format, Record};
+use perf_core::ring::{Ring, RingReader};
+use perf_core::*;
+
+use crate::common::machine::*;
+
+/// What a sample can want of registers, and its period.
+fn wants() -> SampleType {
+    SampleType::IP | SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW | SampleType::PERIOD
+}
+
+fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
+    Attr {
+        sample_type: wants(),
+        ..Attr::sampling(ty, config, period)
+    }
+}
+
+/// Registers that are read slowly: `during` is done meanwhile, and each look is counted.
+struct Slow<'a> {
+    during: &'a mut dyn FnMut(),
+    looks: [u32; 4],
+}
+
+impl<'a> Slow<'a> {
+    fn new(during: &'a mut dyn FnMut()) -> Self {
+        Self {
+            during,
+            looks: [0; 4],
+        }
+    }
+}
+
+impl SampleRegs for Slow<'_> {
+    fn mode(&mut self) -> CpuMode {
+        self.looks[0] += 1;
+        (self.during)();
+        CpuMode::GuestUser
+    }
+    fn ip(&mut self) -> u64 {
+        self.looks[1] += 1;
+        (self.during)();
+        0x1234
+    }
+    fn addr(&mut self) -> u64 {
+        self.looks[2] += 1;
+        (self.during)();
+        0x5678
+    }
+    fn callchain(&mut self, out: &mut [u64]) -> usize {
+        self.looks[3] += 1;
+        (self.during)();
+        out[..3].copy_from_slice(&[1, 2, 3]);
+        3
+    }
+    fn raw(&mut self) -> &[u8] {
+        (self.during)();
+        b"raw!"
+    }
+}
+
+/// Instruction pointer, address, chain, raw data and period of a sample.
+type Told = (u64, u64, Vec<u64>, Vec<u8>, u64);
+
+fn samples(ring: &Arc<Ring>) -> Vec<Told> {
+    let mut reader = RingReader::of(Arc::clone(ring));
+    let format = Format {
+        sample_type: wants(),
+        ..Format::default()
+    };
+    let mut out = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        if let Record::Sample(s) = Record::decode(raw, format).unwrap() {
+            out.push((
+                s.ip,
+                s.addr,
+                s.callchain.iter().collect(),
+                s.raw.to_vec(),
+                s.period,
+            ));
+        }
+    }
+    out
+}
+
+fn sample(period: u64) -> Told {
+    (0x1234, 0x5678, vec![1, 2, 3], b"raw!".to_vec(), period)
+}
+
+/// While the registers are read another thread reads the event, enables it, and ticks: none of that waits for
+/// the stack walk.
+#[test]
+fn the_contexts_lock_is_free_while_a_stack_is_walked() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let driven = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
+    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareId::Exits as u64, 5), None);
+    let attr = sampling(EventType::VMM, SoftwareId::Halts as u64, 5);
+    let vm_wide = m.open(attr, OpenTarget::Vm, None);
+    let rings = [&driven, &raised, &vm_wide].map(|e| e.map(4, true).unwrap());
+    let (ask, asked) = mpsc::channel::<()>();
+    let (answer, answered) = mpsc::channel();
+    let (mut looks, mut free) = (0, 0);
+    thread::scope(|scope| {
+        let (core, events) = (&m.core, [&driven, &raised, &vm_wide]);
+        scope.spawn(move || {
+            while asked.recv().is_ok() {
+                for event in events {
+                    event.read().unwrap();
+                    event.enable(Scope::Event).unwrap();
+                }
+                core.tick();
+                answer.send(()).unwrap();
+            }
+        });
+        let mut during = || {
+            looks += 1;
+            ask.send(()).unwrap();
+            // A thread that waits for the lock would never answer.
+            free += u32::from(answered.recv_timeout(Duration::from_secs(300)).is_ok());
+            assert_eq!(looks, free, "a lock is held while registers are read");
+        };
+        m.run(0, 10);
+        assert_eq!(v.service_overflows(&mut Slow::new(&mut during), &mut |_| {}), 1);
+        for id in [SoftwareId::Exits, SoftwareId::Halts] {
+            v.software_event(id, 5, Some(&mut Slow::new(&mut during)), &mut |_| {});
+        }
+        drop(ask);
+    });
+    assert!(looks >= 15, "{looks} looks: five for each of three moments");
+    assert_eq!(samples(&rings[0]), [sample(10)]);
+    for ring in &rings[1..] {
+        assert_eq!(samples(ring), [sample(5)]);
+    }
+}
+
+/// Several events overflow at one moment: each has its sample, and the stack is walked once. What no sample
+/// wants is not read.
+#[test]
+fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
+    let m = Machine::new(8);
+    let v = m.vcpu(0);
+    // More than are served in one go.
+    let events: Vec<_> = (0..20)
+        .map(|_| m.open_vcpu(sampling(SOFT, 1, 10), None))
+        .collect();
+    let rings: Vec<_> = events.iter().map(|e| e.map(1, true).unwrap()).collect();
+    m.run(0, 30);
+    let mut nothing = || {};
+    let mut regs = Slow::new(&mut nothing);
+    assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 20);
+    assert_eq!(regs.looks, [1, 1, 1, 1]);
+    for ring in &rings {
+        assert_eq!(samples(ring), [sample(30)]);
+    }
+    drop(events);
+    let guests = Attr {
+        pinned: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let _counter = m
+        .core
+        .open(&m.guest, guests, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    m.run(0, 10);
+    let mut regs = Slow::new(&mut nothing);
+    let mut seen = 0;
+    assert_eq!(v.service_overflows(&mut regs, &mut |o| seen += o.times), 1);
+    assert_eq!(
+        (seen, regs.looks),
+        (1, [0; 4]),
+        "a guest's counter wants no registers"
+    );
+}
+
+/// What happens to an event while its registers are read counts: a closed one has no sample, one that is
+/// switched off has the sample of what passed before, and after EXIT there is none.
+#[test]
+fn what_happens_meanwhile_counts() {
+    for what in ["close", "disable", "remove"] {
+        let m = Machine::new(4);
+        let v = m.vcpu(0);
+        let event = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
+        let ring = event.map(4, true).unwrap();
+        m.run(0, 10);
+        let mut during = || match what {
+            "close" => event.close(),
+            "disable" => event.disable(Scope::Event).unwrap(),
+            _ => drop(m.core.remove_vcpu(VcpuId(0))),
+        };
+        let served = v.service_overflows(&mut Slow::new(&mut during), &mut |_| {});
+        let expected = if what == "disable" {
+            vec![sample(10)]
+        } else {
+            Vec::new()
+        };
+        assert_eq!(samples(&ring), expected, "{what}");
+        assert_eq!(served, u32::from(what == "disable"), "{what}");
+        // Another event may have the place of one that was closed.
+        let next = m.core.add_vcpu(VcpuId(9), 1).unwrap();
+        assert_eq!(next.service_overflows(&mut NoRegs, &mut |_| {}), 0);
+    }
+}

@@ -1,0 +1,667 @@
+//! Groups, slots, rotation and states.
+
+use perf_core::*;
+use proptest::prelude::*;
+
+use crate::common::machine::*;
+
+fn pinned() -> Attr {
+    Attr { pinned: true, ..hw() }
+}
+
+#[test]
+fn p8_equal_groups_get_equal_shares() {
+    for (slots, n) in [(1, 5), (4, 10), (3, 4), (2, 7)] {
+        let m = Machine::new(slots);
+        let _v = m.vcpu(0);
+        let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let ticks = 1000;
+        for _ in 0..ticks {
+            m.run(0, 100);
+            m.core.tick();
+        }
+        for event in &events {
+            let r = event.read().unwrap();
+            assert_eq!(r.time_enabled_ns, ticks * 100);
+            let fair = ticks * 100 * slots as u64 / n as u64;
+            assert!(
+                r.time_running_ns.abs_diff(fair) <= 100 * slots as u64,
+                "{slots} {n} {r:?}"
+            );
+            assert_eq!(
+                r.value, r.time_running_ns,
+                "it counts while it runs, and only then"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_tick_stops_one_and_starts_one() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let events: Vec<_> = (0..10).map(|_| m.open_vcpu(hw(), None)).collect();
+    let on = |events: &[Handle]| {
+        events
+            .iter()
+            .map(|e| e.state() == State::Active)
+            .collect::<Vec<_>>()
+    };
+    let before = on(&events);
+    m.core.tick();
+    let after = on(&events);
+    assert_eq!(before.iter().zip(&after).filter(|(a, b)| a != b).count(), 2);
+    assert_eq!(m.hw.on(0), 4);
+}
+
+#[test]
+fn the_timer_is_needed_only_while_someone_waits() {
+    let m = Machine::new(2);
+    let v = m.vcpu(0);
+    let _a = m.open_vcpu(hw(), None);
+    let _b = m.open_vcpu(hw(), None);
+    assert!(!m.core.needs_tick());
+    let c = m.open_vcpu(hw(), None);
+    assert!(m.core.needs_tick());
+    v.sched_out();
+    assert!(!m.core.needs_tick(), "nothing rotates on a vCPU that is out");
+    v.sched_in();
+    drop(c);
+    assert!(!m.core.needs_tick());
+}
+
+#[test]
+fn all_pinned_go_before_any_flexible() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let vm = |attr| {
+        m.open(
+            Attr {
+                inherit: true,
+                ..attr
+            },
+            OpenTarget::Vm,
+            None,
+        )
+    };
+    let flexible_vcpu = m.open_vcpu(hw(), None);
+    let flexible_vm: Vec<_> = (0..2).map(|_| vm(hw())).collect();
+    let pinned_vcpu = m.open_vcpu(pinned(), None);
+    let pinned_vm = vm(pinned());
+    assert_eq!(pinned_vcpu.state(), State::Active);
+    // Pinned VM, pinned vCPU and both flexible VM events fill the slots.
+    assert_eq!(flexible_vcpu.state(), State::Inactive);
+    m.run(0, 10);
+    assert_eq!(pinned_vm.read().unwrap().value, 10);
+    assert!(flexible_vm.iter().all(|e| e.read().unwrap().value == 10));
+    assert_eq!(flexible_vcpu.read().unwrap().time_running_ns, 0);
+    assert_eq!(
+        flexible_vcpu.read().unwrap().estimate(),
+        None,
+        "not counted is no number"
+    );
+}
+
+#[test]
+fn a_pinned_event_without_a_slot_is_in_error_until_enabled() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let first = m.open_vcpu(pinned(), None);
+    let errors = v.errors();
+    let second = m.open_vcpu(pinned(), None);
+    assert_eq!((first.state(), second.state()), (State::Active, State::Error));
+    assert_eq!(v.errors(), errors + 1);
+    assert_eq!(second.read_bytes(&mut [0; 64]).unwrap(), 0, "end of file");
+    drop(first);
+    assert_eq!(second.state(), State::Error, "it does not heal by itself");
+    second.enable(Scope::Event).unwrap();
+    assert_eq!(second.state(), State::Active);
+}
+
+#[test]
+fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
+    for (share, guest_state) in [
+        (SharePolicy::GuestFirst, State::Active),
+        (SharePolicy::OperatorFirst, State::Error),
+    ] {
+        let m = Machine::with(1, |c| c.share = share);
+        let _v = m.vcpu(0);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let guest = m
+            .core
+            .open(&m.guest, pinned(), target, None, OpenFlags::default())
+            .unwrap();
+        let operator = m.open_vcpu(hw(), None);
+        assert_eq!(guest.state(), guest_state);
+        let expected = if guest_state == State::Active {
+            State::Inactive
+        } else {
+            State::Active
+        };
+        assert_eq!(operator.state(), expected);
+    }
+}
+
+/// The policy can change while the core runs: the plan follows at once, and strict sharing concerns new
+/// events only.
+#[test]
+fn the_policy_can_change_while_events_are_open() {
+    let m = Machine::new(1);
+    let _v = m.vcpu(0);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let guest = m
+        .core
+        .open(&m.guest, pinned(), target, None, OpenFlags::default())
+        .unwrap();
+    let operator = m.open_vcpu(hw(), None);
+    assert_eq!(
+        (guest.state(), operator.state()),
+        (State::Active, State::Inactive)
+    );
+    m.core.set_share(SharePolicy::OperatorFirst);
+    assert_eq!(operator.state(), State::Active);
+    m.core.set_share(SharePolicy::Strict);
+    assert_eq!(m.core.share(), SharePolicy::Strict);
+    let refused = m.core.open(&m.admin, hw(), target, None, OpenFlags::default());
+    assert_eq!(refused.unwrap_err().errno(), libc::EBUSY);
+}
+
+#[test]
+fn strict_sharing_refuses_what_does_not_fit() {
+    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let _v = m.vcpu(0);
+    let _a = m.open_vcpu(hw(), None);
+    let b = m.open_vcpu(hw(), None);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let error = m
+        .core
+        .open(&m.admin, hw(), target, None, OpenFlags::default())
+        .unwrap_err();
+    assert_eq!(error.errno(), libc::EBUSY);
+    let _soft = m.open_vcpu(soft(), None);
+    drop(b);
+    let _c = m.open_vcpu(hw(), None);
+}
+
+/// A vCPU that comes late has no place for all events of the whole VM: under strict sharing it cannot come,
+/// and nothing of it stays; with a place for each it can.
+#[test]
+fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
+    let m = Machine::new(2);
+    let _v = m.vcpu(0);
+    let inherited = || {
+        m.open(
+            Attr {
+                inherit: true,
+                ..hw()
+            },
+            OpenTarget::Vm,
+            None,
+        )
+    };
+    let events = [inherited(), inherited(), inherited()];
+    m.core.set_share(SharePolicy::Strict);
+    let refused = m.core.add_vcpu(VcpuId(1), 2).unwrap_err();
+    assert_eq!(refused.errno(), libc::EBUSY, "{refused}");
+    assert!(refused.to_string().contains("vCPU 1"), "{refused}");
+    assert!(m.core.remove_vcpu(VcpuId(1)).is_err(), "it is not there");
+    let [_first, _second, third] = events;
+    drop(third);
+    let _late = m.core.add_vcpu(VcpuId(1), 2).unwrap();
+}
+
+#[test]
+fn reserved_slots_are_for_vm_wide_events() {
+    let m = Machine::with(2, |c| c.reserved_slots = 1);
+    let _v = m.vcpu(0);
+    let a = m.open_vcpu(pinned(), None);
+    let b = m.open_vcpu(pinned(), None);
+    assert_eq!((a.state(), b.state()), (State::Active, State::Error));
+    let vm = m.open(
+        Attr {
+            inherit: true,
+            ..pinned()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    m.run(0, 7);
+    assert_eq!(vm.read().unwrap().value, 7);
+}
+
+#[test]
+fn p5_an_exclusive_group_is_alone_on_the_pmu() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let a = m.open_vcpu(hw(), None);
+    let x = m.open_vcpu(
+        Attr {
+            exclusive: true,
+            ..hw()
+        },
+        None,
+    );
+    let s = m.open_vcpu(soft(), None);
+    let mut seen = 0;
+    for _ in 0..10 {
+        let (a, x) = (a.state() == State::Active, x.state() == State::Active);
+        assert!(!(a && x));
+        assert!(a || x);
+        seen |= u32::from(a) | u32::from(x) << 1;
+        assert_eq!(s.state(), State::Active);
+        assert_eq!(v.stats().active_hardware, 1);
+        m.core.tick();
+    }
+    assert_eq!(seen, 3, "both get their turn");
+}
+
+#[test]
+fn p12_a_leader_takes_its_group_along() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let leader = m.open_vcpu(hw(), None);
+    let on = m.open_vcpu(hw(), Some(&leader));
+    let off = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..hw()
+        },
+        Some(&leader),
+    );
+    let states = || [leader.state(), on.state(), off.state()];
+    assert_eq!(states(), [State::Active, State::Active, State::Off]);
+    leader.disable(Scope::Event).unwrap();
+    assert_eq!(states(), [State::Off, State::Inactive, State::Off]);
+    m.run(0, 50);
+    assert_eq!(
+        on.read().unwrap().time_enabled_ns,
+        0,
+        "time stands still under a leader that is off"
+    );
+    leader.enable(Scope::Event).unwrap();
+    assert_eq!(states(), [State::Active, State::Active, State::Off]);
+    leader.disable(Scope::Group).unwrap();
+    assert_eq!(states(), [State::Off, State::Off, State::Off]);
+    off.enable(Scope::Group).unwrap();
+    assert_eq!(states(), [State::Active; 3]);
+}
+
+#[test]
+fn p13_closing_a_leader_leaves_its_siblings_running() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let leader = m.open_vcpu(hw(), None);
+    let siblings: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), Some(&leader))).collect();
+    m.run(0, 5);
+    leader.close();
+    assert_eq!(v.stats().events, 3);
+    leader.close();
+    assert_eq!(v.stats().events, 3, "closed twice is closed once");
+    m.run(0, 5);
+    for sibling in &siblings {
+        assert_eq!(
+            sibling.read().unwrap(),
+            Reading {
+                value: 10,
+                time_enabled_ns: 10,
+                time_running_ns: 10,
+                id: sibling.id()
+            }
+        );
+        assert_eq!(sibling.read_group().unwrap().len(), 1);
+    }
+    assert_eq!(leader.read().unwrap_err().errno(), libc::EBADF);
+}
+
+#[test]
+fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    *m.hw.refuse.lock().unwrap() = true;
+    let flexible = m.open_vcpu(hw(), None);
+    let p = m.open_vcpu(pinned(), None);
+    assert_eq!((flexible.state(), p.state()), (State::Inactive, State::Error));
+    *m.hw.refuse.lock().unwrap() = false;
+    m.core.tick();
+    assert_eq!(flexible.state(), State::Active);
+}
+
+/// The second member finds no place, so the first one is taken off again, and others get the slot.
+#[test]
+fn a_group_that_fits_only_in_part_is_off_as_a_whole() {
+    use perf_core::pmu::sim::{SimConfig, SimPmu};
+    let core = Core::new(CoreConfig::default());
+    let pmu = SimPmu::new(SimConfig {
+        slots: Some(2),
+        // Both want slot 0, which the core is not told.
+        allowed_slots: [(1, 1), (2, 1)].into(),
+        untold: true,
+        ..SimConfig::default()
+    });
+    core.register(std::sync::Arc::new(pmu.clone()));
+    let v = core.add_vcpu(VcpuId(0), 1).unwrap();
+    v.sched_in();
+    let session = core.session(0, Role::Admin);
+    let open = |config, leader: Option<&Handle>| {
+        let attr = Attr::counting(EventType::SIM, config);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        core.open(&session, attr, target, leader, OpenFlags::default())
+            .unwrap()
+    };
+    let leader = open(1, None);
+    assert_eq!(leader.state(), State::Active);
+    let sibling = open(2, Some(&leader));
+    let free = open(3, None);
+    for _ in 0..6 {
+        assert_eq!(leader.state() == State::Active, sibling.state() == State::Active);
+        pmu.advance(VcpuId(0), |_| 1);
+        v.tick();
+    }
+    assert_eq!(
+        (leader.state(), sibling.state()),
+        (State::Inactive, State::Inactive)
+    );
+    assert_eq!(
+        (sibling.read().unwrap().value, v.stats().active),
+        (0, pmu.on(VcpuId(0)))
+    );
+    assert!(free.read().unwrap().value > 0);
+    sibling.close();
+    v.tick();
+    assert_eq!(pmu.on(VcpuId(0)), 2, "alone it fits");
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Open {
+        leader: Option<prop::sample::Index>,
+        pinned: bool,
+        exclusive: bool,
+        soft: bool,
+        off: bool,
+    },
+    Close(prop::sample::Index),
+    Enable(prop::sample::Index, bool),
+    Disable(prop::sample::Index, bool),
+    Reset(prop::sample::Index),
+    In,
+    Out,
+    Tick,
+    Run(u16),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    use prop::sample::Index;
+    let index = || any::<Index>();
+    prop_oneof![
+        4 => (prop::option::of(index()), prop::bool::weighted(0.2), prop::bool::weighted(0.1), any::<bool>(), prop::bool::weighted(0.2))
+            .prop_map(|(leader, pinned, exclusive, soft, off)| Op::Open { leader, pinned, exclusive, soft, off }),
+        1 => index().prop_map(Op::Close),
+        2 => (index(), any::<bool>()).prop_map(|(i, g)| Op::Enable(i, g)),
+        2 => (index(), any::<bool>()).prop_map(|(i, g)| Op::Disable(i, g)),
+        1 => index().prop_map(Op::Reset),
+        1 => Just(Op::In),
+        1 => Just(Op::Out),
+        3 => Just(Op::Tick),
+        4 => (1u16..500).prop_map(Op::Run),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// P1 to P7 and P11 hold after every step of any history.
+    #[test]
+    fn p1_p7_invariants_hold_in_any_history(slots in 1usize..5, ops in prop::collection::vec(op(), 1..80)) {
+        let m = Machine::new(slots);
+        let v = m.vcpu(0);
+        let mut inside = true;
+        struct Tracked { handle: Handle, soft: bool, pinned: bool, exclusive: bool, last: Reading, last_state: State, work: u64 }
+        let mut events: Vec<Tracked> = Vec::new();
+        for op in ops {
+            let was_inside = inside;
+            match op {
+                Op::Open { leader, pinned, exclusive, soft: is_soft, off } => {
+                    let leader = leader.filter(|_| !events.is_empty()).map(|i| &i.get(&events).handle);
+                    let (pinned, exclusive) = if leader.is_some() { (false, false) } else { (pinned, exclusive) };
+                    let base = if is_soft { soft() } else { hw() };
+                    let attr = Attr { pinned, exclusive, disabled: off, ..base };
+                    match m.core.open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), leader, OpenFlags::default()) {
+                        Ok(handle) => {
+                            let last = handle.read().unwrap();
+                            let last_state = handle.state();
+                            events.push(Tracked { handle, soft: is_soft, pinned, exclusive, last, last_state, work: 0 });
+                        }
+                        Err(e) => prop_assert!(matches!(e, OpenError::Group(_) | OpenError::GroupTooLarge { .. }), "{e}"),
+                    }
+                }
+                Op::Close(i) if !events.is_empty() => {
+                    let i = i.index(events.len());
+                    let before = v.stats().events;
+                    events.swap_remove(i);
+                    prop_assert_eq!(v.stats().events, before - 1);
+                }
+                Op::Enable(i, group) if !events.is_empty() => {
+                    let scope = if group { Scope::Group } else { Scope::Event };
+                    i.get(&events).handle.enable(scope).unwrap();
+                }
+                Op::Disable(i, group) if !events.is_empty() => {
+                    let scope = if group { Scope::Group } else { Scope::Event };
+                    let t = i.get(&events);
+                    t.handle.disable(scope).unwrap();
+                    let before = t.handle.read().unwrap();
+                    // P11: disabling and enabling again changes nothing at that instant.
+                    if !group && t.handle.state() == State::Off && !t.pinned {
+                        t.handle.enable(Scope::Event).unwrap();
+                        prop_assert_eq!(t.handle.read().unwrap(), before);
+                        t.handle.disable(Scope::Event).unwrap();
+                    }
+                }
+                Op::Reset(i) if !events.is_empty() => {
+                    let i = i.index(events.len());
+                    events[i].handle.reset(Scope::Event).unwrap();
+                    events[i].work = 0;
+                    events[i].last.value = 0;
+                }
+                Op::In => { v.sched_in(); inside = true; }
+                Op::Out => { v.sched_out(); inside = false; }
+                Op::Tick => m.core.tick(),
+                Op::Run(n) => {
+                    let on: Vec<bool> = events.iter().map(|t| t.handle.state() == State::Active).collect();
+                    m.run(0, u64::from(n));
+                    for (t, on) in events.iter_mut().zip(on) {
+                        t.work += if on { u64::from(n) } else { 0 };
+                    }
+                }
+                _ => {}
+            }
+            let stats = v.stats();
+            let mut active = (0, 0);
+            for t in &mut events {
+                let (r, state) = (t.handle.read().unwrap(), t.handle.state());
+                prop_assert!(r.time_running_ns <= r.time_enabled_ns, "P1 {:?}", r);
+                prop_assert!(r.time_enabled_ns >= t.last.time_enabled_ns && r.time_running_ns >= t.last.time_running_ns, "P2");
+                let off = state < State::Inactive && t.last_state < State::Inactive;
+                if off || !(inside || was_inside) {
+                    prop_assert!(state != State::Active);
+                    prop_assert_eq!(r.times(), t.last.times(), "P2: time stands still while off and while the vCPU is out");
+                }
+                t.last_state = state;
+                prop_assert_eq!(r.value, t.work, "a count is the work done while on");
+                active.0 += usize::from(state == State::Active);
+                active.1 += usize::from(state == State::Active && !t.soft);
+                t.last = r;
+            }
+            prop_assert_eq!((stats.active, stats.active_hardware), active, "P4");
+            prop_assert!(stats.active_hardware <= slots, "never more on than slots");
+            prop_assert_eq!(m.hw.on(0), active.1);
+            for t in &events {
+                let group = t.handle.read_group().unwrap();
+                let members: Vec<_> = group.iter().map(|r| events.iter().find(|e| e.handle.id() == r.id).unwrap()).collect();
+                let leader_id = members[0].handle.id();
+                prop_assert_eq!(group[0].id, leader_id, "P21");
+                let leader_on = members[0].handle.state() == State::Active;
+                for member in &members {
+                    let state = member.handle.state();
+                    if state >= State::Inactive {
+                        prop_assert_eq!(state == State::Active, leader_on, "P3: all on or all off");
+                    }
+                }
+                let hardware_on = members.iter().filter(|e| !e.soft && e.handle.state() == State::Active).count();
+                if members[0].exclusive && hardware_on > 0 {
+                    prop_assert_eq!(hardware_on, active.1, "P5: alone on the PMU");
+                }
+                let software = members.iter().all(|e| e.soft);
+                if software && inside && members[0].handle.state() > State::Off {
+                    prop_assert!(leader_on, "P6");
+                }
+                if inside && members[0].pinned {
+                    prop_assert!(members[0].handle.state() != State::Inactive, "P7");
+                }
+            }
+        }
+    }
+}
+
+/// P10: after as many turns as there are groups everyone has been on once, and it begins anew in the same
+/// order.
+#[test]
+fn p10_a_round_of_turns_is_the_identity() {
+    for n in 2..9 {
+        let m = Machine::new(1);
+        let _v = m.vcpu(0);
+        let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let mut order = Vec::new();
+        for _ in 0..3 * n {
+            order.push(events.iter().position(|e| e.state() == State::Active).unwrap());
+            m.run(0, 10);
+            m.core.tick();
+        }
+        assert_eq!(order, (0..n).cycle().take(3 * n).collect::<Vec<_>>());
+    }
+}
+
+/// A ramp: the rate grows all the time, so the mean of the slices is not the mean of the whole.
+#[test]
+fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let events: Vec<_> = (0..4).map(|_| m.open_vcpu(hw(), None)).collect();
+    assert_eq!(events[3].estimate().unwrap(), None, "never on: not counted");
+    let mut truth = 0;
+    for step in 0..40 {
+        m.clock.advance(100);
+        m.hw.work(0, step * 100);
+        truth += step * 100;
+        if step % 7 == 3 {
+            // A pause of the vCPU is no gap.
+            v.sched_out();
+            m.clock.advance(1_000_000);
+            v.sched_in();
+        }
+        m.core.tick();
+    }
+    for event in &events {
+        let r = event.read().unwrap();
+        assert_eq!(r.time_enabled_ns, 4000);
+        let e = event.estimate().unwrap().unwrap();
+        let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
+        // With one slot a slice is one turn long, and nobody looks into it: a rhythm in step could hide.
+        assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
+        assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
+    }
+    drop(events);
+    let alone = m.open_vcpu(hw(), None);
+    m.run(0, 10);
+    let e = alone.estimate().unwrap().unwrap();
+    assert_eq!((e.value, e.exact, e.standard_error), (10, true, Some(0.0)));
+    alone.reset(Scope::Event).unwrap();
+    let _other = m.open_vcpu(hw(), None);
+    for _ in 0..100 {
+        m.run(0, 10);
+        m.core.tick();
+    }
+    let e = alone.estimate().unwrap().unwrap();
+    assert_eq!(
+        (e.value, e.exact),
+        (1000, false),
+        "a steady rate is estimated exactly, from the reset on"
+    );
+}
+
+#[test]
+fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
+    let m = Machine::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
+    let _v = m.vcpu(0);
+    let events: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None)).collect();
+    let mut gaps = std::collections::BTreeMap::<u64, u32>::new();
+    for _ in 0..500 {
+        let now = perf_core::time::Clock::now_ns(&*m.clock);
+        let due = m.core.next_turn_ns().unwrap();
+        *gaps.entry(due - now).or_default() += 1;
+        m.run(0, due - now);
+        m.core.rotate();
+    }
+    // Turns of one length, and a few longer ones that shift the rhythm once the steady rates are known. (The
+    // first is due at once: it only sets the time of the next.)
+    gaps.remove(&0);
+    let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
+        panic!("two lengths of turns");
+    };
+    assert!(long > short && long < 2 * short && often > 10 * seldom);
+    for event in &events {
+        let r = event.read().unwrap();
+        assert_eq!(r.value, r.time_running_ns);
+        assert!(r.time_running_ns * 6 > r.time_enabled_ns, "{r:?}");
+    }
+}
+
+/// A group that does not fit beside what is pinned would be first in line for ever.
+#[test]
+fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
+    let m = Machine::new(2);
+    let v = m.vcpu(0);
+    let p = m.open_vcpu(pinned(), None);
+    let mut hopeless = Vec::new();
+    for _ in 0..20 {
+        let leader = m.open_vcpu(hw(), None);
+        let sibling = m.open_vcpu(hw(), Some(&leader));
+        hopeless.push((leader, sibling));
+    }
+    let alone = m.open_vcpu(
+        Attr {
+            exclusive: true,
+            ..hw()
+        },
+        None,
+    );
+    let fits: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), None)).collect();
+    for _ in 0..600 {
+        m.run(0, 1);
+        m.core.tick();
+    }
+    for event in &fits {
+        let on = event.read().unwrap().time_running_ns;
+        assert!((180..=220).contains(&on), "{on} of 600");
+    }
+    assert!(
+        hopeless
+            .iter()
+            .all(|(leader, _)| leader.read().unwrap().estimate().is_none())
+    );
+    assert_eq!(alone.read().unwrap().estimate(), None);
+    assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
+    // One member less, and it fits.
+    hopeless[7].1.disable(Scope::Event).unwrap();
+    p.close();
+    for _ in 0..200 {
+        m.run(0, 1);
+        m.core.tick();
+    }
+    assert!(
+        hopeless
+            .iter()
+            .all(|(leader, _)| leader.read().unwrap().value > 0)
+    );
+    assert!(alone.read().unwrap().value > 0);
+}

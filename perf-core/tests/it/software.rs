@@ -1,0 +1,389 @@
+//! Events the VMM raises.
+
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+use proptest::prelude::*;
+
+use crate::common::machine::*;
+
+fn exits() -> Attr {
+    Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+}
+
+fn raise(v: &VcpuContext, n: u64) {
+    v.software_event(SoftwareId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+}
+
+#[test]
+fn only_matching_events_count() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let all = m.open_vcpu(exits(), None);
+    let user = m.open_vcpu(
+        Attr {
+            exclude_kernel: true,
+            ..exits()
+        },
+        None,
+    );
+    let kernel = m.open_vcpu(
+        Attr {
+            exclude_user: true,
+            ..exits()
+        },
+        None,
+    );
+    let off = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..exits()
+        },
+        None,
+    );
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    raise(&v, 3); // the registers say CPL0
+    v.software_event(SoftwareId::Exits, 2, None, &mut |_| {});
+    let counts = [&all, &user, &kernel, &off, &halts].map(|e| e.read().unwrap().value);
+    assert_eq!(counts, [5, 2, 5, 0, 0]);
+}
+
+#[test]
+fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareId::Migrations as u64),
+        None,
+    );
+    v.sched_out();
+    v.software_event(SoftwareId::Migrations, 1, None, &mut |_| {});
+    assert_eq!(e.read().unwrap().value, 1);
+}
+
+/// What a thread raises while it serves what it raised before is dropped, and says so; what nobody counts is
+/// not, there is nothing to drop.
+#[test]
+fn what_nobody_counts_is_not_dropped() {
+    struct Nested(std::sync::Arc<VcpuContext>, Vec<bool>);
+    impl SampleRegs for Nested {
+        fn mode(&mut self) -> CpuMode {
+            let raised = self
+                .0
+                .software_event_at(Level::Thread, SoftwareId::Halts, 1, None, &mut |_| {});
+            self.1.push(raised);
+            CpuMode::GuestKernel
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let _exits = m.open_vcpu(exits(), None);
+    let nested = |v| {
+        let mut regs = Nested(std::sync::Arc::clone(v), Vec::new());
+        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        regs.1
+    };
+    assert_eq!(nested(&v), [true]);
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    assert_eq!(nested(&v), [false]);
+    assert_eq!(halts.read().unwrap().value, 0);
+}
+
+#[test]
+fn the_vm_context_hears_of_every_vcpu() {
+    let m = Machine::new(1);
+    let e = m.open(exits(), OpenTarget::Vm, None);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    raise(&v0, 1);
+    raise(&v1, 2);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn the_vm_context_hears_first() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let open = |target, cookie| {
+        let attr = Attr {
+            sample_period: 1,
+            ..exits()
+        };
+        let flags = OpenFlags {
+            cookie: Some(cookie),
+            ..OpenFlags::default()
+        };
+        m.core.open(&m.admin, attr, target, None, flags).unwrap()
+    };
+    let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
+    let _vm = open(OpenTarget::Vm, 1);
+    let mut seen = Vec::new();
+    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |o| {
+        seen.push(o.cookie)
+    });
+    assert_eq!(seen, [1, 2]);
+}
+
+#[test]
+fn an_unknown_event_is_refused() {
+    let m = Machine::new(1);
+    let _v = m.vcpu(0);
+    for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
+        let attr = Attr::counting(EventType::VMM, SoftwareId::ALL.len() as u64);
+        let error = m
+            .core
+            .open(&m.admin, attr, target, None, OpenFlags::default())
+            .unwrap_err();
+        assert_eq!(error.errno(), libc::EINVAL);
+    }
+    for (i, id) in SoftwareId::ALL.iter().enumerate() {
+        assert_eq!((*id as usize, SoftwareId::from_config(i as u64)), (i, Some(*id)));
+    }
+}
+
+/// Registers whose evaluation raises events itself.
+struct Nested<'a> {
+    v: &'a VcpuContext,
+    level: Level,
+    delivered: Option<bool>,
+}
+
+impl SampleRegs for Nested<'_> {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        let v = self.v;
+        self.delivered = Some(v.software_event_at(self.level, SoftwareId::Halts, 1, None, &mut |_| {}));
+        0
+    }
+}
+
+#[test]
+fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let sampled = m.open_vcpu(
+        Attr {
+            sample_period: 1,
+            sample_type: SampleType::IP,
+            ..exits()
+        },
+        None,
+    );
+    let _ring = sampled.map(1, true).unwrap();
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    for (level, delivered, count) in [
+        (Level::Thread, false, 0),
+        (Level::Signal, true, 1),
+        (Level::Nmi, true, 2),
+    ] {
+        let mut regs = Nested {
+            v: &v,
+            level,
+            delivered: None,
+        };
+        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        assert_eq!(regs.delivered, Some(delivered), "{level:?}");
+        assert_eq!(halts.read().unwrap().value, count);
+    }
+    // The levels are free again.
+    v.software_event(SoftwareId::Halts, 1, None, &mut |_| {});
+    assert_eq!(halts.read().unwrap().value, 3);
+}
+
+#[test]
+fn a_sink_may_raise_events_itself() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let flags = OpenFlags {
+        cookie: Some(5),
+        ..OpenFlags::default()
+    };
+    let counter = Attr {
+        pinned: true,
+        sample_period: 2,
+        ..exits()
+    };
+    let _c = m
+        .core
+        .open(&m.guest, counter, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let pmis = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Pmis as u64), None);
+    let mut seen = Vec::new();
+    v.software_event(SoftwareId::Exits, 5, None, &mut |o| {
+        v.software_event(SoftwareId::Pmis, 1, None, &mut |_| {});
+        seen.push(o);
+    });
+    assert_eq!(seen, [Overflowed { cookie: 5, times: 2 }]);
+    assert_eq!(pmis.read().unwrap().value, 1);
+}
+
+proptest! {
+    /// P23: the period is kept whatever the steps, and each period gives a sample or, when throttled, none.
+    #[test]
+    fn p23_samples_are_the_count_divided_by_the_period(period in 1u64..50, steps in prop::collection::vec(1u64..60, 1..40)) {
+        let m = Machine::with(1, |c| c.sample_rate_hz = 1_000_000_000);
+        let v = m.vcpu(0);
+        let attr = Attr { sample_period: period, sample_type: SampleType::IP, ..exits() };
+        let e = m.open_vcpu(attr.clone(), None);
+        let ring = e.map(64, true).unwrap();
+        for n in &steps {
+            raise(&v, *n);
+        }
+        // What has no registers counts but never samples.
+        v.software_event(SoftwareId::Exits, 1000, None, &mut |_| {});
+        let format = Format::from(&attr);
+        let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
+        while let Some(raw) = reader.next_record().unwrap() {
+            let sample = matches!(Record::decode(raw, format).unwrap(), Record::Sample(_));
+            prop_assert!(sample);
+            samples += 1;
+        }
+        let total: u64 = steps.iter().sum();
+        prop_assert_eq!(samples, total / period);
+        prop_assert_eq!(e.read().unwrap().value, total + 1000);
+    }
+}
+
+/// While its vCPU is out an event counts what is raised only if its group would be on were the vCPU in.
+#[test]
+fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let leader = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..exits()
+        },
+        None,
+    );
+    let member = m.open_vcpu(exits(), Some(&leader));
+    v.sched_out();
+    v.software_event(SoftwareId::Exits, 5, None, &mut |_| {});
+    assert_eq!(member.read().unwrap().value, 0);
+    leader.enable(Scope::Event).unwrap();
+    v.software_event(SoftwareId::Exits, 7, None, &mut |_| {});
+    assert_eq!(member.read().unwrap().value, 7);
+}
+
+/// The records in `ring` that were not read before: kinds, and what samples stand for.
+fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut kinds = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        kinds.push(match Record::decode(raw, Format::from(attr)).unwrap() {
+            Record::Sample(sample) => format!("sample of {}", sample.period),
+            Record::Throttle(_) => "throttle".into(),
+            Record::Unthrottle(_) => "unthrottle".into(),
+            other => panic!("{other:?}"),
+        });
+    }
+    kinds
+}
+
+/// As in the kernel, the first overflow of what is raised at once does not throttle: only a burst does, from
+/// its second overflow on. The burst's samples end there, and its counts do not.
+#[test]
+fn a_burst_throttles_and_single_overflows_do_not() {
+    let limited = || {
+        Machine::with(1, |c| {
+            c.sample_rate_hz = 20;
+            c.tick_hz = 10;
+        })
+    };
+    let attr = Attr {
+        sample_period: 10,
+        sample_type: SampleType::PERIOD,
+        ..exits()
+    };
+    let m = limited();
+    let v = m.vcpu(0);
+    let event = m.open_vcpu(attr.clone(), None);
+    let ring = event.map(8, true).unwrap();
+    for _ in 0..5 {
+        raise(&v, 10);
+    }
+    assert_eq!(
+        kinds(&ring, &attr),
+        ["sample of 10"; 5],
+        "two in a tick are the limit"
+    );
+    assert_eq!(v.stats().throttles, 0);
+
+    let m = limited();
+    let v = m.vcpu(0);
+    let event = m.open_vcpu(attr.clone(), None);
+    let ring = event.map(8, true).unwrap();
+    raise(&v, 50);
+    raise(&v, 50);
+    assert_eq!(
+        kinds(&ring, &attr),
+        ["sample of 10", "sample of 10", "throttle", "sample of 10"]
+    );
+    assert_eq!((event.read().unwrap().value, v.stats().throttles), (100, 1));
+    m.core.tick();
+    raise(&v, 50);
+    // The first stands for what was not sampled, too.
+    assert_eq!(
+        kinds(&ring, &attr),
+        [
+            "unthrottle",
+            "sample of 80",
+            "sample of 10",
+            "throttle",
+            "sample of 10"
+        ]
+    );
+    assert_eq!((event.read().unwrap().value, v.stats().throttles), (150, 2));
+}
+
+/// A tick looks at 64 of the events that follow frequencies, and the next one at the next: none of many is
+/// left at the period it began with.
+#[test]
+fn each_of_many_frequencies_is_looked_after() {
+    const EVENTS: u64 = 100;
+    let m = Machine::with(1, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+    };
+    let open = |cookie| {
+        let flags = OpenFlags {
+            cookie: Some(cookie),
+            ..OpenFlags::default()
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        m.core.open(&m.admin, attr.clone(), target, None, flags).unwrap()
+    };
+    let _events: Vec<_> = (0..EVENTS).map(open).collect();
+    let mut overflows = vec![0u32; EVENTS as usize];
+    let mut run = |ms: u32, counts: u64| {
+        overflows.fill(0);
+        for _ in 0..ms {
+            m.clock.advance(1_000_000);
+            v.software_event(
+                SoftwareId::Exits,
+                counts,
+                Some(&mut NoRegs),
+                &mut |o: Overflowed| {
+                    overflows[o.cookie as usize] += o.times;
+                },
+            );
+            m.core.tick();
+        }
+        overflows.clone()
+    };
+    run(1000, 100_000);
+    let busy = run(1000, 100_000);
+    assert!(
+        busy.iter().all(|n| (500..=2000).contains(n)),
+        "a thousand in a second: {busy:?}"
+    );
+    // Periods of a hundred thousand counts, and ten in a tick from now on.
+    let calm = run(1000, 10);
+    assert!(calm.iter().all(|n| *n > 0), "some wait for ever: {calm:?}");
+}

@@ -1,0 +1,281 @@
+//! The ring between processes: this test binary starts itself as the reader (or the vandal) on the other
+//! side.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use perf_core::attr::Wakeup;
+use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReader};
+
+use crate::common::ring::{DATA_HEAD, DATA_TAIL, Seen, check, foreign, poke, write};
+
+/// Descriptors as the child finds them.
+const MEMFD: i32 = 100;
+const WAKEUP: i32 = 101;
+const ROLE: &str = "PERF_RING_TEST_ROLE";
+
+/// Starts this binary once more, in a role, with the ring's descriptors.
+fn start(role: &str, ring: &Ring) -> Child {
+    let (memfd, wakeup) = (ring.memfd().as_raw_fd(), ring.wakeup_fd().as_raw_fd());
+    let mut command = Command::new(std::env::current_exe().expect("this test"));
+    command
+        .args([
+            "--exact",
+            "ring_process::other_process",
+            "--ignored",
+            "--nocapture",
+        ])
+        .env(ROLE, role);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    // SAFETY: dup2 may be called between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            for (from, to) in [(memfd, MEMFD), (wakeup, WAKEUP)] {
+                if libc::dup2(from, to) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        });
+    }
+    command.spawn().expect("this binary runs")
+}
+
+/// Waits for a line that begins with `what`, and returns the rest of it.
+fn expect(child: &mut Child, what: &str) -> String {
+    let mut out = BufReader::new(child.stdout.as_mut().expect("piped"));
+    let mut line = String::new();
+    while out.read_line(&mut line).expect("readable") != 0 {
+        // The test harness of the child prints before and after.
+        if let Some(at) = line.find(what) {
+            return line[at + what.len()..].trim().to_owned();
+        }
+        line.clear();
+    }
+    panic!("the other process ended without saying {what}");
+}
+
+/// Not a test but the other process; the tests below start it.
+#[test]
+#[ignore = "started by the other tests of this file"]
+fn other_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    // SAFETY: the parent has placed these descriptors for this process.
+    let (memfd, wakeup) = unsafe { (OwnedFd::from_raw_fd(MEMFD), OwnedFd::from_raw_fd(WAKEUP)) };
+    let say = |line: &str| println!("{line}");
+    match role.as_str() {
+        "reader" => {
+            use std::os::fd::AsFd;
+            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            say("ready: ");
+            let (mut records, mut lost) = (0, 0);
+            loop {
+                let mut poll = libc::pollfd {
+                    fd: wakeup.as_raw_fd(),
+                    events: libc::POLLIN,
+                    revents: 0,
+                };
+                // SAFETY: one pollfd, as said.
+                assert_eq!(unsafe { libc::poll(&mut poll, 1, 60_000) }, 1, "woken");
+                let mut count = 0u64;
+                // SAFETY: reads 8 bytes into 8 bytes.
+                let read = unsafe { libc::read(wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
+                assert_eq!(read, 8);
+                while let Some(record) = reader.next_record().expect("sound") {
+                    match check(record) {
+                        Seen::Lost(n) => lost += n,
+                        Seen::Tagged(writer, number) => {
+                            assert_eq!((writer, number), (7, records));
+                            records += 1;
+                        }
+                    }
+                }
+                if PollState::from_count(count).hang_up {
+                    break;
+                }
+            }
+            say(&format!("seen: {records} {lost}"));
+        }
+        "dies" => {
+            use std::os::fd::AsFd;
+            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            let _ = reader.next_record();
+            say("ready: ");
+            // Until it is killed, with a record borrowed.
+            std::thread::sleep(std::time::Duration::from_secs(60));
+        }
+        "vandal" => {
+            say("ready: ");
+            let file = std::fs::File::from(memfd);
+            let mut random = 0x2545_f491_4f6c_dd1d_u64;
+            for round in 0..4000u64 {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                let value = if round % 3 == 0 { random } else { random % 20_000 };
+                match round % 4 {
+                    0 => poke(&file, DATA_TAIL, value),
+                    1 => poke(&file, DATA_HEAD, value),
+                    2 => poke(&file, PAGE_SIZE as u64 + random % 4000, value),
+                    _ => poke(&file, 8 * (random % 512), value),
+                }
+            }
+            assert!(file.set_len(0).is_err(), "the size is sealed");
+            say("done: ");
+        }
+        "observer" => {
+            use std::os::fd::AsFd;
+            use std::os::unix::fs::FileExt;
+            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            assert_eq!(reader.mode(), RingMode::Overwrite);
+            // SAFETY: maps one page at an address of the kernel's choice, if it did.
+            let writable = unsafe {
+                libc::mmap(
+                    std::ptr::null_mut(),
+                    PAGE_SIZE,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_SHARED,
+                    memfd.as_raw_fd(),
+                    0,
+                )
+            };
+            assert_eq!(writable, libc::MAP_FAILED, "cannot be mapped writable");
+            let first = reader
+                .next_record()
+                .expect("nothing is overwritten yet")
+                .expect("the parent's first");
+            assert_eq!(check(first), Seen::Tagged(7, 0));
+            say("ready: ");
+            let (mut records, mut overruns, mut last) = (1u64, 0u64, Some(0));
+            // As long as the parent writes, which it tells by closing the pipe.
+            let stop = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
+            while !stop.is_finished() {
+                match reader.next_record() {
+                    Ok(Some(record)) => {
+                        let Seen::Tagged(7, number) = check(record) else {
+                            panic!("not the parent's")
+                        };
+                        assert!(last.is_none_or(|last| number > last), "in order");
+                        last = Some(number);
+                        records += 1;
+                    }
+                    Ok(None) => {}
+                    Err(ReadError::Overrun { .. }) => overruns += 1,
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            let file = std::fs::File::from(memfd);
+            assert!(file.write_all_at(&[1], DATA_HEAD).is_err(), "cannot be written");
+            say(&format!("seen: {records} {overruns}"));
+        }
+        other => panic!("no role {other}"),
+    }
+}
+
+#[test]
+fn another_process_reads_everything_and_is_told_the_end() {
+    let ring = Ring::new(4, RingMode::Writable).expect("a ring");
+    ring.set_wakeup(Wakeup::Events(16));
+    let mut child = start("reader", &ring);
+    expect(&mut child, "ready:");
+    let (mut number, mut refused) = (0, 0);
+    while number < 10_000 {
+        match write(&ring, 24 + 8 * (number as usize % 30), 7, number) {
+            Ok(()) => number += 1,
+            Err(_) => {
+                refused += 1;
+                std::thread::yield_now();
+            }
+        }
+    }
+    ring.hang_up();
+    let seen = expect(&mut child, "seen:");
+    assert_eq!(seen, format!("10000 {}", refused - ring.pending_lost()));
+    assert!(child.wait().expect("ended").success());
+}
+
+#[test]
+fn a_reader_that_is_killed_costs_records_but_nothing_else() {
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    for number in 0..10 {
+        write(&ring, 40, 7, number).expect("room");
+    }
+    let mut child = start("dies", &ring);
+    expect(&mut child, "ready:");
+    child.kill().expect("it is ours");
+    child.wait().expect("ended");
+    let written = (0..1000)
+        .filter(|&number| write(&ring, 40, 7, number).is_ok())
+        .count() as u64;
+    assert_eq!(written, (4096 - 8) / 40 - 10);
+    assert_eq!(ring.pending_lost(), 1000 - written);
+    // A new client takes over where the dead one stopped: it had given nothing back.
+    let mut reader = RingReader::map(ring.memfd()).expect("maps");
+    assert_eq!(
+        check(reader.next_record().expect("sound").expect("one")),
+        Seen::Tagged(7, 0)
+    );
+}
+
+#[test]
+fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let mut child = start("vandal", &ring);
+    expect(&mut child, "ready:");
+    let (mut attempts, mut written) = (0u64, 0u64);
+    // At least once: on a busy machine the child may have ended by now.
+    loop {
+        let outer = ring.begin(40, true);
+        written += u64::from(write(&ring, 24 + 8 * (attempts as usize % 60), 7, attempts).is_ok());
+        written += u64::from(outer.is_ok());
+        drop(outer);
+        attempts += 2;
+        if child.try_wait().expect("ours").is_some() {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    assert!(child.wait().expect("ended").success());
+    assert!(written + ring.pending_lost() <= attempts);
+    // With a sound control page everything works again, whatever state it was left in.
+    let page = foreign(&ring);
+    let position = ring.published();
+    poke(&page, DATA_HEAD, position);
+    poke(&page, DATA_TAIL, position);
+    poke(&page, 1040, PAGE_SIZE as u64);
+    poke(&page, 1048, PAGE_SIZE as u64);
+    write(&ring, 40, 7, 1).expect("room");
+    let mut reader = RingReader::map(ring.memfd()).expect("maps");
+    let mut seen = Vec::new();
+    while let Some(record) = reader.next_record().expect("sound again") {
+        seen.push(check(record));
+    }
+    assert_eq!(seen.last(), Some(&Seen::Tagged(7, 1)));
+}
+
+#[test]
+fn an_observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
+    let ring = Ring::new(4, RingMode::Overwrite).expect("a ring");
+    write(&ring, 24, 7, 0).expect("room");
+    let mut child = start("observer", &ring);
+    expect(&mut child, "ready:");
+    for number in 1..50_000u64 {
+        write(&ring, 24 + 8 * (number as usize % 30), 7, number).expect("never full");
+        if number % 512 == 0 {
+            std::thread::yield_now();
+        }
+    }
+    // Ends the other process's loop.
+    child
+        .stdin
+        .take()
+        .expect("piped")
+        .flush()
+        .expect("nothing to flush");
+    let seen = expect(&mut child, "seen:");
+    assert!(child.wait().expect("ended").success(), "{seen}");
+    assert_eq!(ring.pending_lost(), 0);
+}

@@ -1,0 +1,116 @@
+//! Writers inside writers: a signal handler that writes to the ring its thread is writing to, itself
+//! interrupted by another that does the same.
+#![expect(unsafe_code, reason = "calls of the system")]
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+
+use perf_core::ring::{Reservation, Ring, RingMode, RingReader};
+
+use crate::common::ring::{Seen, TAGGED, check, write};
+
+static RING: OnceLock<Arc<Ring>> = OnceLock::new();
+static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
+/// Numbers of the records of each level; level 0 is the thread.
+static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
+
+fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
+    ATTEMPTS.fetch_add(1, Relaxed);
+    let Ok(record) = ring.begin(32, true) else {
+        in_between();
+        return;
+    };
+    // Numbered once there is room, so that the numbers of what is published have no gaps.
+    let number = NUMBERS[level].fetch_add(1, Relaxed);
+    fill(record, level, number, in_between);
+}
+
+fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl FnOnce()) {
+    record.put_u64(u64::from(TAGGED));
+    record.put_u64(level as u64);
+    in_between();
+    record.put_u64(number);
+    record.put_u64(((level as u64) << 48 ^ number << 16 ^ 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+}
+
+/// Two records in one reservation, interrupted in the first, between them and after the second.
+fn attempt_together(ring: &Ring) {
+    let Ok(mut run) = ring.begin_run(64, 2) else {
+        return;
+    };
+    ATTEMPTS.fetch_add(2, Relaxed);
+    for _ in 0..2 {
+        let number = NUMBERS[0].fetch_add(1, Relaxed);
+        let record = run.begin(32).expect("it was reserved");
+        fill(record, 0, number, || raise(libc::SIGUSR2));
+        raise(libc::SIGUSR1);
+    }
+}
+
+/// Runs the signal's handler in this thread, before it returns.
+fn raise(signal: libc::c_int) {
+    // SAFETY: raising a signal is allowed anywhere, in a handler too.
+    assert_eq!(unsafe { libc::raise(signal) }, 0);
+}
+
+extern "C" fn overflow(signal: libc::c_int) {
+    let Some(ring) = RING.get() else { return };
+    if signal == libc::SIGUSR1 {
+        attempt(ring, 1, || raise(libc::SIGUSR2));
+    } else {
+        attempt(ring, 2, || {});
+    }
+}
+
+#[test]
+fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
+    let ring = RING.get_or_init(|| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
+    for signal in [libc::SIGUSR1, libc::SIGUSR2] {
+        // SAFETY: the handler does only what is allowed in one: atomics, copies, and system calls (none are
+        // due, because nothing wakes by count and writes below the watermark do not; and errno is not looked
+        // at here).
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = overflow as *const () as usize;
+            assert_eq!(libc::sigaction(signal, &action, std::ptr::null_mut()), 0);
+        }
+    }
+    let mut reader = RingReader::of(Arc::clone(ring));
+    let mut last = [0; 4];
+    let (mut records, mut lost) = (0, 0);
+    for round in 0..3000u64 {
+        // Alone, with a handler inside, and with a handler inside a handler.
+        attempt(ring, 0, || match round % 3 {
+            0 => {}
+            1 => raise(libc::SIGUSR2),
+            _ => raise(libc::SIGUSR1),
+        });
+        // And two records at once, with handlers inside.
+        if round % 7 == 0 {
+            attempt_together(ring);
+        }
+        assert!(write(ring, 24, 3, round + 1).is_ok() || ring.pending_lost() > 0);
+        ATTEMPTS.fetch_add(1, Relaxed);
+        // Now and then the ring is left to run full.
+        if round % 500 < 400 {
+            while let Some(record) = reader.next_record().expect("sound at every moment") {
+                match check(record) {
+                    Seen::Lost(n) => lost += n,
+                    Seen::Tagged(level, number) => {
+                        assert!(number > last[level as usize], "in order");
+                        last[level as usize] = number;
+                        records += 1;
+                    }
+                }
+            }
+        }
+    }
+    while let Some(record) = reader.next_record().expect("sound") {
+        match check(record) {
+            Seen::Lost(n) => lost += n,
+            Seen::Tagged(..) => records += 1,
+        }
+    }
+    assert!(lost > 0, "the ring did run full");
+    assert_eq!(records + lost + ring.pending_lost(), ATTEMPTS.load(Relaxed));
+}

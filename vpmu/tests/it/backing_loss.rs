@@ -1,0 +1,450 @@
+//! Counters whose place on the host is taken away and given back while the guest counts: no gap is silent.
+//!
+//! A tick of the simulation is a nanosecond of the vCPU's event time.
+
+use std::sync::Arc;
+
+use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::sim::SimPmu;
+use perf_core::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::time::ManualClock;
+use perf_core::{Attr, Core, CoreConfig, EventType, SharePolicy, VcpuContext};
+use vpmu::registers::*;
+use vpmu::*;
+
+use crate::common::Guest;
+
+const MS: u64 = 1_000_000;
+/// Cycles, instructions, any level, enabled.
+const CYCLES: u64 = 0x43_003C;
+const INSTRUCTIONS: u64 = 0x43_00C0;
+const COUNTERS: u64 = 3;
+
+/// A guest that counts instructions and cycles on general counters 0 and 1.
+fn counting() -> Guest {
+    let mut guest = Guest::of("intel", Some("4+3"));
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
+    guest.write(IA32_PERFEVTSEL0 + 1, CYCLES);
+    guest.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+    guest
+}
+
+impl Guest {
+    /// Runs in steps, with an exit after each.
+    fn run_with_exits(&mut self, ticks: u64, step: u64) {
+        for _ in 0..ticks / step {
+            self.run(step);
+        }
+    }
+
+    fn uncounted_ns(&mut self) -> u64 {
+        self.vpmu.uncounted_ns(&mut self.events)
+    }
+
+    fn view(&mut self, n: usize) -> CounterView {
+        self.vpmu.counters_view(&mut self.events).swap_remove(n)
+    }
+}
+
+#[test]
+fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
+    let mut guest = counting();
+    guest.run(5 * MS);
+    assert_eq!((guest.uncounted_ns(), guest.vpmu.places_lost()), (0, 0));
+    guest.events.set_places(Some(1));
+    // The loss is found at an exit 3 ms later, and was when it was.
+    guest.run(3 * MS);
+    assert_eq!(guest.uncounted_ns(), 3 * MS);
+    guest.run_with_exits(97 * MS, MS);
+    assert_eq!(guest.uncounted_ns(), 100 * MS);
+    let (kept, lost) = (guest.view(0), guest.view(1));
+    assert!(kept.counting && kept.uncounted_ns == 0 && kept.counted == 105 * MS);
+    assert!(lost.enabled && !lost.counting && !lost.fallback);
+    assert_eq!(
+        (lost.counted, lost.value, lost.uncounted_ns),
+        (5 * MS, 5 * MS, 100 * MS)
+    );
+    assert_eq!(
+        (lost.times.time_enabled_ns, lost.times.time_running_ns),
+        (105 * MS, 5 * MS)
+    );
+    guest.events.set_places(None);
+    // The longest wait for a try is 256 ms.
+    guest.run_with_exits(300 * MS, MS);
+    let back = guest.view(1);
+    assert!(back.counting && back.counted > 40 * MS, "{back:?}");
+    assert_eq!(
+        back.counted + guest.uncounted_ns(),
+        405 * MS,
+        "counted or known not to be"
+    );
+    assert_eq!(guest.vpmu.places_lost(), 1);
+}
+
+/// An event that was refused counts from its own beginning when its place comes, whatever the event before it
+/// had counted.
+#[test]
+fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
+    let mut guest = counting();
+    guest.run(50 * MS);
+    guest.events.set_places(Some(0));
+    guest.run(1);
+    guest.write(IA32_PERFEVTSEL0, CYCLES);
+    guest.run(1);
+    assert!(!guest.view(0).counting);
+    guest.events.set_places(None);
+    guest.run_with_exits(300 * MS, MS);
+    let value = guest.view(0).value;
+    guest.run(7 * MS);
+    let after = guest.view(0);
+    assert!(after.counting);
+    assert_eq!(after.value - value, 7 * MS);
+    assert_eq!(after.counted, after.times.time_running_ns);
+}
+
+/// The times of tries follow from the clock alone: a vCPU that does not exit is kicked for them.
+#[test]
+fn tries_are_far_between_and_a_kick_is_asked_for_each() {
+    let mut guest = counting();
+    guest.events.lack = Lack::Refused(libc::EMFILE);
+    guest.events.set_places(Some(1));
+    guest.run(1);
+    let mut tries = 0;
+    let mut ran_ns = 0;
+    while ran_ns < 5_000 * MS {
+        let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
+        guest.events.calls = 0;
+        // An exit before that time tries nothing.
+        guest.run(wait_ns - 1);
+        assert_eq!(guest.events.calls, 0);
+        guest.run(1);
+        assert!(guest.events.calls > 0);
+        (tries, ran_ns) = (tries + 1, ran_ns + wait_ns);
+    }
+    assert!((20..40).contains(&tries), "{tries} tries in 5 s");
+    guest.events.set_places(None);
+    let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
+    guest.run(wait_ns);
+    assert_eq!(guest.vpmu.retry_in_ns(&mut guest.events), None);
+    assert!(guest.view(1).counting);
+}
+
+/// A guest without a place that stops and starts its counter, or programs it anew, at each exit does not have
+/// the host asked at each.
+#[test]
+fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
+    for reprograms in [false, true] {
+        let mut guest = counting();
+        guest.run(MS);
+        guest.events.set_places(Some(0));
+        guest.run(1);
+        let mut tries = 0;
+        for n in 0..10_000u64 {
+            let asked = guest.events.enables;
+            guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+            if reprograms {
+                guest.write(IA32_PERFEVTSEL0, [INSTRUCTIONS, CYCLES][n as usize % 2]);
+            }
+            guest.write(IA32_PERF_GLOBAL_CTRL, 1);
+            guest.run(MS / 100);
+            tries += guest.events.enables - asked;
+        }
+        assert!((90..=101).contains(&tries), "{tries} tries in 100 ms");
+        // Nothing of it is silent.
+        assert_eq!(
+            guest.view(0).counted + guest.view(1).counted,
+            if reprograms { MS } else { 2 * MS }
+        );
+        assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
+        // And it has its place again soon.
+        guest.events.set_places(None);
+        guest.run(MS);
+        assert!(guest.view(0).counting);
+    }
+}
+
+#[test]
+fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
+    let mut guest = counting();
+    guest.events.clock = true;
+    let counter = CounterIndex::from_bit(1).unwrap();
+    guest.run(10 * MS);
+    let mut ran = 10 * MS;
+    for round in 0..3 {
+        guest.events.set_places(Some(1));
+        guest.notice();
+        let before = guest.read(IA32_PMC0 + 1);
+        guest.run_with_exits(20 * MS, MS);
+        ran += 20 * MS;
+        assert!(guest.events.is_on_clock(counter));
+        let view = guest.view(1);
+        assert_eq!(
+            (view.backing, view.fallback, view.counting),
+            (Some(Backing::Clock), true, true)
+        );
+        assert_eq!(guest.read(IA32_PMC0 + 1), before + 20 * MS);
+        guest.events.set_places(None);
+        guest.run_with_exits(300 * MS, MS);
+        ran += 300 * MS;
+        let view = guest.view(1);
+        assert_eq!((view.backing, view.fallback), (Some(Backing::Hardware), false));
+        assert_eq!(
+            (view.value, view.counted, guest.uncounted_ns()),
+            (ran, ran, 0),
+            "round {round}"
+        );
+    }
+}
+
+/// Sampled counters overflow where they would have, on whatever counts.
+#[test]
+fn a_period_goes_on_over_a_fallback() {
+    let mut guest = Guest::of("intel", Some("4+3"));
+    guest.events.clock = true;
+    guest.write(IA32_PERFEVTSEL0, 0x53_003C);
+    guest.write(IA32_A_PMC0, (1 << 48) - 100);
+    guest.run(60);
+    guest.events.set_places(Some(0));
+    guest.notice();
+    guest.run(39);
+    assert!(!guest.vpmu.pmi_pending());
+    guest.run(1);
+    assert!(guest.vpmu.pmi_pending());
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS) & 1, 1);
+}
+
+#[test]
+fn events_that_nobody_counts_and_events_that_are_filtered_are_uncounted() {
+    let mut guest = counting();
+    guest.events.backing_of = |request| match request.event {
+        GuestEvent::Raw => Backing::None,
+        _ => Backing::Hardware,
+    };
+    guest.write(IA32_PERFEVTSEL0, 0x43_01D1);
+    guest.run(7 * MS);
+    assert_eq!(
+        (guest.uncounted_ns(), guest.view(0).uncounted_ns),
+        (7 * MS, 7 * MS)
+    );
+    assert_eq!(
+        guest.vpmu.retry_in_ns(&mut guest.events),
+        None,
+        "nothing to try again"
+    );
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.run(MS);
+    assert_eq!(
+        guest.uncounted_ns(),
+        7 * MS,
+        "disabled counters are none of its business"
+    );
+    guest.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
+    guest.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+    guest.run(MS);
+    assert_eq!(guest.uncounted_ns(), 7 * MS);
+    let none = EventFilter::from_toml("action = \"allow\"\nevents = []\n").unwrap();
+    guest.vpmu.set_filter(Arc::new(none));
+    guest.notice();
+    guest.run(2 * MS);
+    assert_eq!(guest.uncounted_ns(), 9 * MS);
+}
+
+/// Serves the hardware types with simulated slots.
+#[derive(Debug)]
+struct Hardware(SimPmu);
+
+impl Pmu for Hardware {
+    fn name(&self) -> &'static str {
+        "hardware"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        [EventType::HARDWARE, EventType::RAW].contains(&ty)
+    }
+
+    fn capacity(&self) -> Capacity {
+        self.0.capacity()
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        self.0.open(attr, target)
+    }
+}
+
+const VCPU: VcpuId = VcpuId(0);
+
+/// A vCPU's PMU on perf-core, with a host PMU whose slots can be taken.
+struct OnCore {
+    core: Core,
+    clock: Arc<ManualClock>,
+    pmu: SimPmu,
+    context: Arc<VcpuContext>,
+    guest_clock: Arc<VcpuClock>,
+    vpmu: Vpmu,
+    events: PerfCoreEvents,
+}
+
+impl OnCore {
+    fn new(slots: usize, policy: BackingPolicy) -> Self {
+        let clock = Arc::new(ManualClock::new());
+        let core = Core::new(CoreConfig {
+            clock: clock.clone(),
+            ..CoreConfig::default()
+        });
+        let pmu = SimPmu::with_slots(slots);
+        core.register(Arc::new(Hardware(pmu.clone())));
+        let clock_pmu = ClockPmu::new(None);
+        let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        clock_pmu.add_vcpu(VCPU, guest_clock.clone());
+        core.register(Arc::new(clock_pmu));
+        let fed = FedPmu::new();
+        fed.add_vcpu(VCPU, Arc::new(FedCounts::new(vpmu::fed::SELECTORS)));
+        core.register(Arc::new(fed));
+        let context = core.add_vcpu(VCPU, guest_clock.tid()).unwrap();
+        context.sched_in();
+        let sources = Sources::new(policy, Some(Vendor::Intel), |_| None);
+        let events = PerfCoreEvents::new(core.clone(), VCPU, sources);
+        let name = "intel".parse().unwrap();
+        let counters = Some("4+3".parse().unwrap());
+        let model = Model::resolve(name, counters, None, &mut |_, _| CpuidRegs::default()).unwrap();
+        let mut rig = Self {
+            core,
+            clock,
+            pmu,
+            context,
+            guest_clock,
+            vpmu: Vpmu::new(model),
+            events,
+        };
+        rig.write(IA32_PERF_GLOBAL_CTRL, 0);
+        rig.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
+        rig.write(IA32_PERFEVTSEL0 + 1, CYCLES);
+        rig.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+        rig
+    }
+
+    fn write(&mut self, msr: u32, value: u64) {
+        let written = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
+        assert_eq!(written, MsrWrite::Done);
+        self.vpmu.reconcile(&mut self.events);
+    }
+
+    fn read(&mut self, n: u32) -> u64 {
+        match self.vpmu.read_msr(MsrAddress(IA32_PMC0 + n), &mut self.events) {
+            MsrRead::Value(value) => value,
+            MsrRead::InjectGp => panic!("counter {n} is not there"),
+        }
+    }
+
+    /// The guest runs with an exit each millisecond; hardware counts nanoseconds.
+    fn run(&mut self, ms: u64) {
+        for _ in 0..ms {
+            self.guest_clock.guest_enter();
+            self.clock.advance(MS);
+            self.pmu.advance(VCPU, |_| MS);
+            self.guest_clock.guest_exit();
+            self.core.tick();
+            self.vpmu.reconcile(&mut self.events);
+        }
+    }
+
+    fn view(&mut self, n: usize) -> CounterView {
+        self.vpmu.counters_view(&mut self.events).swap_remove(n)
+    }
+}
+
+#[test]
+fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
+    let mut rig = OnCore::new(2, BackingPolicy::Hardware);
+    rig.run(40);
+    rig.pmu.take_slots(2);
+    rig.run(100);
+    rig.vpmu.reconcile(&mut rig.events);
+    for n in 0..2 {
+        let view = rig.view(n);
+        assert!(
+            !view.counting && view.enabled && view.backing == Some(Backing::Hardware),
+            "{view:?}"
+        );
+        assert_eq!(view.counted, 40 * MS);
+        // Ticks look each 20 ms; the simulation cannot tell when exactly it was.
+        assert!((80 * MS..=100 * MS).contains(&view.uncounted_ns), "{view:?}");
+    }
+    let uncounted_ns = rig.vpmu.uncounted_ns(&mut rig.events);
+    assert!((80 * MS..=100 * MS).contains(&uncounted_ns), "{uncounted_ns}");
+    rig.pmu.take_slots(0);
+    rig.run(300);
+    assert!(rig.view(0).counting && rig.view(1).counting);
+    assert!(rig.read(0) > 60 * MS, "{}", rig.read(0));
+    assert!(!rig.core.has_unseen_errors());
+}
+
+/// An operator who takes all the slots takes them from the guest's running counters; when the events are
+/// closed the guest counts again without doing anything.
+#[test]
+fn slots_that_the_operator_takes_and_gives_back() {
+    let mut rig = OnCore::new(2, BackingPolicy::Hardware);
+    rig.run(10);
+    rig.core.set_share(SharePolicy::OperatorFirst);
+    let admin = rig.core.session(0, perf_core::Role::Admin);
+    let open = || {
+        let target = perf_core::OpenTarget::Vcpu(VCPU);
+        let attr = Attr::counting(EventType::HARDWARE, 4);
+        rig.core
+            .open(&admin, attr, target, None, perf_core::OpenFlags::default())
+            .unwrap()
+    };
+    let operators = [open(), open()];
+    rig.run(50);
+    assert_eq!(
+        rig.vpmu.uncounted_ns(&mut rig.events),
+        50 * MS,
+        "known to the moment"
+    );
+    assert_eq!((rig.read(0), rig.read(1)), (10 * MS, 10 * MS));
+    drop(operators);
+    rig.run(300);
+    let missed = rig.vpmu.uncounted_ns(&mut rig.events);
+    assert_eq!(rig.view(0).counted.max(rig.view(1).counted) + missed, 360 * MS);
+    assert!(missed < 200 * MS, "{missed}");
+}
+
+/// The pause is no time of the vCPU: it is neither counted nor uncounted.
+#[test]
+fn a_paused_vcpu_is_not_uncounted() {
+    let mut rig = OnCore::new(1, BackingPolicy::Hardware);
+    rig.run(30);
+    let before = rig.vpmu.uncounted_ns(&mut rig.events);
+    assert_eq!(before, 30 * MS, "two counters on one slot");
+    rig.context.sched_out();
+    rig.clock.advance(1000 * MS);
+    rig.context.sched_in();
+    rig.run(10);
+    assert_eq!(rig.vpmu.uncounted_ns(&mut rig.events), 40 * MS);
+}
+
+#[test]
+fn through_perf_core_cycles_fall_back_to_the_clock() {
+    let mut rig = OnCore::new(2, BackingPolicy::Auto);
+    rig.run(30);
+    rig.pmu.take_slots(2);
+    rig.run(100);
+    let (instructions, cycles) = (rig.view(0), rig.view(1));
+    assert!(
+        !instructions.counting && cycles.counting && cycles.fallback,
+        "{cycles:?}"
+    );
+    assert_eq!(
+        (instructions.backing, cycles.backing),
+        (Some(Backing::Hardware), Some(Backing::Clock))
+    );
+    assert!(cycles.value >= 30 * MS, "never backwards");
+    let before = rig.read(1);
+    rig.pmu.take_slots(0);
+    rig.run(300);
+    let cycles = rig.view(1);
+    assert!(!cycles.fallback && cycles.backing == Some(Backing::Hardware));
+    assert!(cycles.value > before + 40 * MS);
+}

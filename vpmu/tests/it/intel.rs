@@ -1,0 +1,577 @@
+//! Intel's registers, rule by rule. SDM vol. 3, "Architectural Performance Monitoring".
+
+use vpmu::registers::*;
+use vpmu::*;
+
+use crate::common::Guest;
+
+const ENABLED: u64 = 0x43_003C; // cycles at every level
+
+fn versions() -> impl Iterator<Item = (u32, Guest)> {
+    (1..=5).map(|version| (version, Guest::of(&format!("intel-v{version}"), None)))
+}
+
+#[test]
+fn registers_appear_with_the_version_that_brought_them() {
+    for (version, mut guest) in versions() {
+        for (msr, since) in [
+            (IA32_PMC0, 1),
+            (IA32_PERFEVTSEL0 + 3, 1),
+            (IA32_FIXED_CTR0, 2),
+            (IA32_FIXED_CTR_CTRL, 2),
+            (IA32_PERF_GLOBAL_STATUS, 2),
+            (IA32_PERF_GLOBAL_CTRL, 2),
+            (IA32_PERF_GLOBAL_STATUS_RESET, 2),
+            (IA32_PERF_CAPABILITIES, 2),
+            (IA32_DEBUGCTL, 2),
+            (IA32_A_PMC0, 2),
+            (IA32_PERF_GLOBAL_STATUS_SET, 4),
+            (IA32_PERF_GLOBAL_INUSE, 4),
+        ] {
+            assert_eq!(
+                guest.try_read(msr).is_some(),
+                version >= since,
+                "version {version}, MSR {msr:#x}"
+            );
+        }
+    }
+}
+
+#[test]
+fn counters_that_do_not_exist_fault_on_both_accesses() {
+    let mut guest = Guest::of("intel-v2", Some("2+1"));
+    for msr in [
+        IA32_PMC0 + 2,
+        IA32_A_PMC0 + 2,
+        IA32_PERFEVTSEL0 + 2,
+        IA32_FIXED_CTR0 + 1,
+        0xC8,
+        0x30C,
+        0xC001_0000,
+    ] {
+        assert!(
+            guest.try_read(msr).is_none() && !guest.try_write(msr, 0),
+            "{msr:#x}"
+        );
+    }
+}
+
+#[test]
+fn with_the_pmu_off_the_two_p6_counters_read_zero_and_drop_writes() {
+    let mut guest = Guest::new(Model::off(Vendor::Intel));
+    for msr in [0xC1, 0xC2] {
+        guest.write(msr, 5);
+        assert_eq!(guest.read(msr), 0);
+    }
+    assert!(guest.try_read(0xC3).is_none() && guest.try_read(0x186).is_none() && guest.rdpmc(0).is_none());
+}
+
+#[test]
+fn global_control_has_a_one_for_each_general_counter_at_reset() {
+    let mut guest = Guest::of("intel-v3", Some("5+2"));
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0x1F);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_0001);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.run(10);
+    guest.vpmu.reset(&mut guest.events);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0x1F);
+    assert_eq!((guest.read(IA32_PERFEVTSEL0), guest.read(IA32_PMC0)), (0, 0));
+}
+
+#[test]
+fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
+    let mut guest = Guest::of("intel", None);
+    for (written, stored) in [
+        (0x7FFF_FFFFu64, 0x7FFF_FFFFu64),
+        (0x8000_0000, 0xFFFF_8000_0000),
+        (0xFFFF_FFFF_0000_0001, 1),
+        (0xFFFF_FFFF, 0xFFFF_FFFF_FFFF),
+    ] {
+        guest.write(IA32_PMC0, written);
+        assert_eq!((guest.read(IA32_PMC0), guest.read(IA32_A_PMC0)), (stored, stored));
+    }
+    guest.write(IA32_A_PMC0, 0xFF01_2345_6789);
+    assert_eq!(guest.read(IA32_PMC0), 0xFF01_2345_6789);
+    assert!(!guest.try_write(IA32_A_PMC0, 1 << 48));
+    assert!(!guest.try_write(IA32_FIXED_CTR0, 1 << 48));
+    assert_eq!(
+        guest.read(IA32_PMC0),
+        0xFF01_2345_6789,
+        "a write that faults changes nothing"
+    );
+}
+
+#[test]
+fn each_reserved_bit_faults_and_each_other_one_is_kept() {
+    for (version, mut guest) in versions() {
+        // SDM vol. 4, 390H and 391H: the uncore's bit with version 3; frozen LBRs and counters and ASCI with
+        // version 4.
+        let clearable: u64 = match version {
+            1 | 2 => 0xC000_0007_0000_000F,
+            3 => 0xE000_0007_0000_000F,
+            _ => 0xFC00_0007_0000_000F,
+        };
+        for (msr, writable) in [
+            (IA32_PERFEVTSEL0, 0xFFDF_FFFF),
+            (IA32_FIXED_CTR_CTRL, 0xBBB),
+            (IA32_PERF_GLOBAL_CTRL, 0x7_0000_000F),
+            (IA32_PERF_GLOBAL_STATUS_RESET, clearable),
+            (IA32_PERF_GLOBAL_STATUS_SET, 0x7C00_0007_0000_000F),
+            (IA32_DEBUGCTL, 0x1000),
+            (IA32_PERF_GLOBAL_STATUS, 0),
+            (IA32_PERF_CAPABILITIES, 0),
+        ] {
+            if guest.try_read(msr).is_none() {
+                continue;
+            }
+            for bit in 0..64 {
+                let expected = writable >> bit & 1 != 0;
+                assert_eq!(
+                    guest.try_write(msr, 1 << bit),
+                    expected,
+                    "version {version}, MSR {msr:#x}, bit {bit}"
+                );
+                match msr {
+                    IA32_PERF_GLOBAL_STATUS_RESET => {}
+                    IA32_PERF_GLOBAL_STATUS_SET if expected => {
+                        assert_eq!(
+                            guest.read(IA32_PERF_GLOBAL_STATUS),
+                            1 << bit,
+                            "bit {bit} is shown"
+                        );
+                        guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1 << bit);
+                        assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 0, "bit {bit} is cleared");
+                    }
+                    _ if expected => assert_eq!(guest.read(msr), 1 << bit),
+                    _ => {}
+                }
+            }
+        }
+        for read_only in [
+            IA32_PERF_GLOBAL_STATUS,
+            IA32_PERF_CAPABILITIES,
+            IA32_PERF_GLOBAL_INUSE,
+        ] {
+            assert!(
+                !guest.try_write(read_only, 0),
+                "version {version}, {read_only:#x}: even zero faults"
+            );
+        }
+    }
+}
+
+#[test]
+fn rdpmc_knows_two_forms_and_needs_cr4_pce_outside_cpl_0() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_A_PMC0 + 2, 77);
+    guest.write(IA32_FIXED_CTR0 + 1, 88);
+    assert_eq!((guest.rdpmc(2), guest.rdpmc(1 << 30 | 1)), (Some(77), Some(88)));
+    for ecx in [4, 1 << 30 | 3, 1 << 31, 1 << 31 | 1, 1 << 29, 1 << 16, u32::MAX] {
+        assert_eq!(guest.rdpmc(ecx), None, "{ecx:#x}");
+    }
+    for (cpl, pce, allowed) in [
+        (0, false, true),
+        (3, false, false),
+        (3, true, true),
+        (1, false, false),
+    ] {
+        let outcome = guest.vpmu.rdpmc(RdpmcIndex(2), Cpl(cpl), pce, &mut guest.events);
+        assert_eq!(outcome == MsrRead::Value(77), allowed, "CPL {cpl}, CR4.PCE {pce}");
+    }
+}
+
+#[test]
+fn a_counter_counts_when_its_own_control_and_the_global_one_say_so() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x3);
+    guest.run(5);
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_FIXED_CTR0)),
+        (5, 0),
+        "fixed counters are globally off"
+    );
+    guest.write(IA32_PERF_GLOBAL_CTRL, 1 << 32);
+    guest.run(5);
+    assert_eq!((guest.read(IA32_PMC0), guest.read(IA32_FIXED_CTR0)), (5, 5));
+    // Without a level, or without EN, nothing counts.
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    for selector in [ENABLED & !(3 << 16), ENABLED & !(1 << 22)] {
+        guest.write(IA32_PERFEVTSEL0, selector);
+        guest.run(5);
+        assert_eq!(guest.read(IA32_PMC0), 5);
+    }
+}
+
+#[test]
+fn version_one_has_no_global_control_and_needs_none() {
+    let mut guest = Guest::of("intel-v1", None);
+    guest.write(IA32_PERFEVTSEL0 + 1, ENABLED);
+    guest.run(9);
+    assert_eq!(guest.read(IA32_PMC0 + 1), 9);
+}
+
+#[test]
+fn in_use_tells_which_controls_are_set() {
+    let mut guest = Guest::of("intel-v4", None);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 0);
+    guest.write(IA32_PERFEVTSEL0 + 1, 0x3C);
+    guest.write(IA32_PERFEVTSEL0 + 2, 0x0100); // event select 0
+    guest.write(IA32_FIXED_CTR_CTRL, 0x020);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 1 << 33 | 0b10);
+    guest.write(IA32_PERFEVTSEL0 + 2, 1 << 20);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 1 << 63 | 1 << 33 | 0b10);
+}
+
+#[test]
+fn status_bits_are_set_and_cleared_by_their_registers_and_software_makes_no_pmi() {
+    let mut guest = Guest::of("intel-v4", None);
+    guest.write(IA32_PERF_GLOBAL_STATUS_SET, 1 << 32 | 0b101);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 32 | 0b101);
+    assert!(!guest.vpmu.pmi_pending());
+    guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 0b001);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 32 | 0b100);
+    assert_eq!(
+        (
+            guest.read(IA32_PERF_GLOBAL_STATUS_SET),
+            guest.read(IA32_PERF_GLOBAL_STATUS_RESET)
+        ),
+        (0, 0)
+    );
+}
+
+/// Version 2 and 3 clear the control register; from version 4 a status bit holds the counters.
+#[test]
+fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
+    for (version, mut guest) in versions().skip(1) {
+        guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+        guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
+        guest.write(IA32_PERFEVTSEL0 + 1, ENABLED);
+        guest.write(IA32_A_PMC0, (1 << 48) - 10);
+        guest.run(100);
+        assert_eq!(
+            (guest.read(IA32_PMC0), guest.read(IA32_PMC0 + 1)),
+            (0, 10),
+            "version {version}"
+        );
+        assert!(guest.vpmu.pmi_pending());
+        if version < 4 {
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0);
+            guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+        } else {
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0xF);
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), STATUS_CTR_FRZ | 1);
+            guest.write(IA32_PERF_GLOBAL_STATUS_RESET, STATUS_CTR_FRZ | 1);
+        }
+        guest.run(5);
+        assert_eq!(guest.read(IA32_PMC0 + 1), 15, "version {version}");
+    }
+}
+
+/// The host may tell late. What the guest writes to the control register meanwhile comes after the freeze.
+#[test]
+fn a_control_write_that_overtakes_a_late_overflow_is_not_undone_by_its_freeze() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+    guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
+    guest.write(IA32_A_PMC0, (1 << 48) - 10);
+    guest.events.run_through(20);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0b11);
+    guest.notice();
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0b11);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1);
+    assert!(guest.vpmu.pmi_pending());
+}
+
+#[test]
+fn narrow_counters_wrap_at_their_width() {
+    let model = Model::new(Generation::Intel(2), None, Some(36)).unwrap();
+    let mut guest = Guest::new(model);
+    guest.write(IA32_PMC0, -3i64 as u64);
+    assert_eq!(guest.read(IA32_PMC0), (1 << 36) - 3);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.run(5);
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_PERF_GLOBAL_STATUS)),
+        (2, 1)
+    );
+    assert!(!guest.try_write(IA32_A_PMC0, 1 << 36));
+}
+
+#[test]
+fn fixed_counters_exist_by_bitmap_in_version_five() {
+    // A host that has only fixed counters 1 and 3.
+    let mut host = |leaf: u32, _| match leaf {
+        0 => CpuidRegs {
+            eax: 0xA,
+            ebx: 0x756E_6547,
+            edx: 0x4965_6E69,
+            ecx: 0x6C65_746E,
+        },
+        0xA => CpuidRegs {
+            eax: 0x0830_0405,
+            ebx: 0,
+            ecx: 0b1010,
+            edx: 48 << 5,
+        },
+        _ => CpuidRegs::default(),
+    };
+    let mut guest = Guest::new(Model::host(&mut host).unwrap());
+    for n in 0..4 {
+        assert_eq!(guest.try_read(IA32_FIXED_CTR0 + n).is_some(), n % 2 == 1);
+        assert_eq!(guest.rdpmc(1 << 30 | n).is_some(), n % 2 == 1);
+        assert_eq!(guest.try_write(IA32_FIXED_CTR_CTRL, 0xB << (4 * n)), n % 2 == 1);
+        assert_eq!(guest.try_write(IA32_PERF_GLOBAL_CTRL, 1 << (32 + n)), n % 2 == 1);
+    }
+}
+
+/// What the models lack must not be left to a hypervisor, which may answer with zeros of its own: branch
+/// records of each kind, debug store, the registers of version 6 and AMD's alike come to us, and fault.
+#[test]
+fn registers_no_model_has_are_trapped_and_fault() {
+    let absent = [
+        0x40,
+        0x60,
+        0x1A6,
+        0x1C8,
+        0x1C9,
+        0x329,
+        0x3F1,
+        0x3F2,
+        0x3F6,
+        0x3F7,
+        0x600,
+        0x680,
+        0x69F,
+        0x6C0,
+        0x6DF,
+        0xDC0,
+        0xDDF,
+        0x1200,
+        0x121F,
+        0x14CE,
+        0x14CF,
+        0x1500,
+        0x151F,
+        0x1600,
+        0x161F,
+        0x1900,
+        0x1903,
+        0x1980,
+        0x1984,
+        0xC000_0105,
+        0xC000_010E,
+        0xC000_010F,
+        0xC001_0230,
+        0xC001_0247,
+        0xC001_025F,
+        0xC001_0280,
+        0xC001_0300,
+        0xC001_031F,
+        0xC001_0800,
+        0xC001_1030,
+        0xC001_103D,
+    ];
+    for name in ["intel-v1", "intel-v2", "intel-v5", "amd-k7", "amd", "amd-v2"] {
+        let mut guest = Guest::of(name, None);
+        let trapped = guest.vpmu.model().trapped_msrs();
+        for msr in absent {
+            assert!(
+                trapped.iter().any(|range| range.contains(&msr)),
+                "{name}: {msr:#x}"
+            );
+            assert!(
+                guest.try_read(msr).is_none() && !guest.try_write(msr, 0),
+                "{name}: {msr:#x}"
+            );
+        }
+        for pair in trapped.windows(2) {
+            assert!(pair[0].end() < pair[1].start(), "{name}: {pair:x?} overlap");
+        }
+    }
+}
+
+/// SDM vol. 3, "Intel TSX and Performance Monitoring": IN_TX in each selector, IN_TXCP in that of counter 2,
+/// both only where the processor has transactions.
+#[test]
+fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
+    for (model, in_tx) in [(Model::INTEL, false), (Model::INTEL.with_transactions(), true)] {
+        let mut guest = Guest::new(model);
+        for n in 0..4 {
+            assert_eq!(
+                guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 32),
+                in_tx,
+                "IN_TX of {n}"
+            );
+            let checkpointed = in_tx && n == 2;
+            assert_eq!(
+                guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 33),
+                checkpointed,
+                "IN_TXCP of {n}"
+            );
+            assert!(!guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 34));
+        }
+        if in_tx {
+            let request = |guest: &Guest, n| guest.events.request(CounterIndex::general(n).unwrap()).unwrap();
+            assert!(request(&guest, 0).in_transaction && !request(&guest, 0).checkpointed);
+            assert!(!request(&guest, 2).in_transaction && request(&guest, 2).checkpointed);
+            let saved = guest.vpmu.save(&mut guest.events);
+            assert!(Vpmu::new(model).restore(&saved, &mut guest.events).is_ok());
+            assert!(
+                Vpmu::new(Model::INTEL)
+                    .restore(&saved, &mut guest.events)
+                    .is_err()
+            );
+        }
+    }
+    assert_eq!(Model::AMD.with_transactions(), Model::AMD);
+}
+
+/// KVM, too, keeps the two apart: fixed counter 2 runs at the TSC's frequency, 3CH/01H at a clock of the
+/// processor's choice.
+#[test]
+fn event_3c_01_is_not_what_fixed_counter_2_counts() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x43_013C);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x300);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 1 << 34 | 1);
+    let event = |counter: Option<CounterIndex>| guest.events.request(counter.unwrap()).unwrap().event;
+    assert_eq!(
+        event(CounterIndex::general(0)),
+        GuestEvent::Architectural(ArchEvent::BusCycles)
+    );
+    assert_eq!(
+        event(CounterIndex::fixed(2)),
+        GuestEvent::Architectural(ArchEvent::RefCycles)
+    );
+    // CPUID speaks of 3CH/01H in bit 2, whatever fixed counter 2 can do.
+    let mut leaf = CpuidRegs::default();
+    let all_but_bus = ArchEvent::ALL
+        .into_iter()
+        .filter(|&event| event != ArchEvent::BusCycles);
+    Model::INTEL.adjust_cpuid(0xA, 0, &mut leaf, all_but_bus.collect());
+    assert_eq!(leaf.ebx, 1 << 2);
+}
+
+/// CPUID has no other way to say that fixed counter 3 counts nothing than to leave it out.
+#[test]
+fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
+    let four = Model::new(
+        Generation::Intel(5),
+        Some(CounterNumbers {
+            general: 8,
+            fixed: Some(4),
+        }),
+        None,
+    )
+    .unwrap();
+    assert_eq!(
+        four.without_uncountable_slots(Backability::EXACT).fixed_bitmap(),
+        0b111
+    );
+    let slots = Backability::NONE.with(ArchEvent::TopdownSlots);
+    assert_eq!(four.without_uncountable_slots(slots), four);
+    let mut leaf = CpuidRegs::default();
+    four.without_uncountable_slots(Backability::CLOCK)
+        .adjust_cpuid(0xA, 0, &mut leaf, Backability::CLOCK);
+    assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
+}
+
+/// An OUT, an RDMSR and the like leave guest mode before they retire; a guest that counts instructions must
+/// not miss them. Those at the other privilege level are not its, and branches there are none.
+#[test]
+fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
+    let mut guest = Guest::of("intel", None);
+    for (n, selector) in [0x43_00C0u64, 0x41_00C0, 0x42_00C0, 0x43_00C4]
+        .into_iter()
+        .enumerate()
+    {
+        guest.write(IA32_PERFEVTSEL0 + n as u32, selector);
+    }
+    guest.write(IA32_FIXED_CTR_CTRL, 0x033);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_000F);
+    guest.run(100);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.retired_outside(Cpl(3), &mut guest.events);
+    let general: Vec<u64> = (0..4).map(|n| guest.read(IA32_PMC0 + n)).collect();
+    assert_eq!(general, [103, 101, 102, 100]);
+    assert_eq!(
+        (guest.read(IA32_FIXED_CTR0), guest.read(IA32_FIXED_CTR0 + 1)),
+        (103, 100)
+    );
+    // Who counts by itself what leaves guest mode is told nothing.
+    for backing in [Backing::Exact, Backing::Clock, Backing::None] {
+        let mut guest = Guest::of("amd", None);
+        guest.events.backing_of = match backing {
+            Backing::Exact => |_| Backing::Exact,
+            Backing::Clock => |_| Backing::Clock,
+            _ => |_| Backing::None,
+        };
+        guest.write(PERF_CTL0, 0x43_00C0);
+        assert_eq!(guest.vpmu.wants_retired_outside(), (false, false));
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        assert_eq!(guest.read(PERF_CTR0), 0, "{backing:?}");
+    }
+}
+
+/// The WRMSR that enables a counter retires when it counts, the one that disables it when it does not any
+/// more.
+#[test]
+fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x43_00C0);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    for control in [1, 0] {
+        guest.write(IA32_PERF_GLOBAL_CTRL, control);
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.run(10);
+    }
+    assert_eq!(guest.read(IA32_PMC0), 11);
+}
+
+/// Such an instruction may be the one that overflows the counter, and it brings the PMI nearer for the host's
+/// event, too.
+#[test]
+fn an_overflow_outside_guest_mode_is_an_overflow() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 3);
+    guest.run(1);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.reconcile(&mut guest.events);
+    assert!(!guest.vpmu.pmi_pending());
+    guest.run(1);
+    assert!(guest.vpmu.pmi_pending(), "two in guest mode and one outside");
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_PERF_GLOBAL_STATUS)),
+        (0, 1)
+    );
+    guest.vpmu.pmi_delivered(0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 1);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    assert!(guest.vpmu.pmi_pending());
+    assert_eq!(guest.read(IA32_PMC0), 0);
+}
+
+/// Far from the overflow the host's event is armed anew once in a while, not at each exit.
+#[test]
+fn exits_far_from_an_overflow_arm_nothing() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 100_000);
+    let before = guest.events.calls;
+    for _ in 0..1000 {
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.vpmu.reconcile(&mut guest.events);
+    }
+    assert!(
+        guest.events.calls - before <= 10,
+        "{} calls",
+        guest.events.calls - before
+    );
+    // And the PMI is late by less than a part of the way.
+    guest.run(99_000 + 400);
+    assert!(guest.vpmu.pmi_pending());
+}

@@ -1,0 +1,167 @@
+//! How Linux's AMD driver brings sampling events up to date, and what a PMI at the wrong place does to it.
+//!
+//! `Linux` follows the driver's order of register accesses, for two events with different periods: a count is
+//! the sum of differences between readings, each taken as last value, RDPMC, compare-and-exchange of that
+//! last value; the handler restarts the period of every counter that has passed zero. Between any two
+//! instructions the guest may run on for a while and, where the VMM lets it, take its PMI.
+
+use proptest::prelude::*;
+use vpmu::registers::*;
+
+use crate::common::Guest;
+
+const BITS: u32 = 48;
+const MASK: u64 = (1 << BITS) - 1;
+
+/// `hw_perf_event` of a sampling event.
+#[derive(Clone, Copy, Debug)]
+struct Event {
+    period: i64,
+    left: i64,
+    previous: u64,
+    count: u64,
+    /// What the counter was told to begin at, added up, for what it must have counted.
+    worst: u64,
+}
+
+struct Linux {
+    guest: Guest,
+    events: [Event; 2],
+    /// What the guest runs for at each turn.
+    turns: Vec<u64>,
+    turn: usize,
+    ran: u64,
+    handling: bool,
+}
+
+impl Linux {
+    fn new(periods: [i64; 2], turns: Vec<u64>) -> Self {
+        let event = |period| Event {
+            period,
+            left: 0,
+            previous: 0,
+            count: 0,
+            worst: 0,
+        };
+        let mut linux = Self {
+            guest: Guest::of("amd", None),
+            events: periods.map(event),
+            turns,
+            turn: 0,
+            ran: 0,
+            handling: false,
+        };
+        for n in 0..2 {
+            linux.set_period(n);
+            linux.guest.write(PERF_CTL0 + 2 * n as u32, 0x53_0076);
+        }
+        linux
+    }
+
+    /// Guest code runs on; no PMI is taken.
+    fn go_on(&mut self) {
+        let ticks = self.turns[self.turn % self.turns.len()];
+        self.turn += 1;
+        self.guest.run(ticks);
+        self.ran += ticks;
+    }
+
+    /// A place where the VMM may deliver a PMI.
+    fn may_be_interrupted(&mut self) {
+        if self.guest.vpmu.pmi_pending() && !self.handling {
+            self.guest.vpmu.pmi_delivered(self.ran);
+            self.handle();
+        }
+    }
+
+    /// Last value, RDPMC, compare-and-exchange. `behind`: a PMI may come behind the RDPMC.
+    fn update(&mut self, n: usize, behind: bool) -> u64 {
+        // Linux throttles an event that interrupts it at every try.
+        for attempt in 0.. {
+            let previous = self.events[n].previous;
+            if attempt < 3 {
+                self.go_on();
+                if !behind {
+                    self.may_be_interrupted();
+                }
+            }
+            let now = self.guest.rdpmc(n as u32).unwrap();
+            if behind && attempt < 3 {
+                self.may_be_interrupted();
+            }
+            let event = &mut self.events[n];
+            if event.previous != previous {
+                continue;
+            }
+            event.previous = now;
+            let delta = now.wrapping_sub(previous) & MASK;
+            event.worst = event.worst.max(delta);
+            event.count = event.count.wrapping_add(delta);
+            event.left = event.left.wrapping_sub(delta as i64);
+            return now;
+        }
+        unreachable!("an update that never ends")
+    }
+
+    fn set_period(&mut self, n: usize) {
+        let event = &mut self.events[n];
+        if event.left <= -event.period {
+            event.left = event.period;
+        } else if event.left <= 0 {
+            event.left += event.period;
+        }
+        let start = (event.left.max(2) as u64).wrapping_neg() & MASK;
+        event.previous = start;
+        self.guest.write(PERF_CTR0 + 2 * n as u32, start);
+    }
+
+    fn handle(&mut self) {
+        self.handling = true;
+        for n in 0..2 {
+            if self.update(n, false) >> (BITS - 1) == 0 {
+                self.set_period(n);
+            }
+        }
+        self.handling = false;
+    }
+
+    /// Reads both events often, and says how far the furthest step was.
+    fn read_often(mut self, behind: bool) -> u64 {
+        for _ in 0..50 {
+            for n in 0..2 {
+                self.update(n, behind);
+            }
+        }
+        // Between a handler's reading and the new start the counter goes on unseen: Linux counts less, never
+        // more.
+        for event in &self.events {
+            assert!(behind || event.count <= self.ran, "{event:?} of {}", self.ran);
+        }
+        self.events.iter().map(|event| event.worst).max().unwrap_or(0)
+    }
+}
+
+proptest! {
+    /// Where a PMI never comes between an RDPMC and what is done with its value, no count jumps: neither with
+    /// periods so short that each is over when it is restarted, nor with two counters that overflow in each
+    /// other's handler.
+    #[test]
+    fn no_count_jumps_when_pmis_come_before_the_read(
+        periods in [2i64..2_000, 2i64..2_000],
+        turns in prop::collection::vec(1u64..3_000, 1..40),
+    ) {
+        let most = turns.iter().max().unwrap() * 40;
+        let worst = Linux::new(periods, turns).read_often(false);
+        prop_assert!(worst <= most.max(4_000), "a step of {worst}");
+    }
+}
+
+/// A PMI behind the read makes the same code jump by 2^48: short periods restart at the value they began
+/// with, so the exchange finds what it expects. This is what the VMM's order of things prevents.
+#[test]
+fn a_pmi_behind_the_read_makes_a_count_jump() {
+    let mut turns = vec![10; 1000];
+    turns[..3].copy_from_slice(&[250, 1, 1]);
+    let worst = Linux::new([100, 1 << 40], turns).read_often(true);
+    assert!(worst > 1 << 47, "{worst}");
+}

@@ -1,0 +1,23 @@
+//! Integration tests of vpmu in one program, with one module per subject.
+//!
+//! `cargo test --workspace --test it pmi::` runs one module. `allocation` is a program of its own,
+//! for the reason in its header.
+
+mod common;
+#[path = "../../testing/mod.rs"]
+mod testing;
+
+mod amd;
+mod backing_loss;
+mod documentation;
+mod exact_on_kvm;
+mod exact_steps;
+mod examples;
+mod intel;
+mod linux_driver;
+mod linux_update;
+mod pauses;
+mod perf_core_backing;
+mod pmi;
+mod reference_model;
+mod reference_model_on_perf_core;

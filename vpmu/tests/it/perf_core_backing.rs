@@ -1,0 +1,356 @@
+//! The register file on real perf-core events: fed counts, the clock of this thread, host software events.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::host::HostPmu;
+use perf_core::{Core, CoreConfig, SampleRegs, VcpuContext};
+use proptest::prelude::*;
+use vpmu::registers::*;
+use vpmu::*;
+
+use crate::common::Guest;
+
+const VCPU: VcpuId = VcpuId(0);
+const TSC_KHZ: u32 = 1_000_000;
+
+struct Machine {
+    vpmu: Vpmu,
+    events: PerfCoreEvents,
+    context: Arc<VcpuContext>,
+    fed: Arc<FedCounts>,
+    clock: Arc<VcpuClock>,
+}
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> perf_core::CpuMode {
+        perf_core::CpuMode::GuestKernel
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+impl Machine {
+    fn new(model: Model, policy: BackingPolicy) -> Self {
+        let core = Core::new(CoreConfig::default());
+        let fed = Arc::new(FedCounts::new(fed::SELECTORS));
+        let fed_pmu = FedPmu::new();
+        fed_pmu.add_vcpu(VCPU, fed.clone());
+        core.register(Arc::new(fed_pmu));
+        core.register(Arc::new(HostPmu::software(None)));
+        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        let clock_pmu = ClockPmu::new(None);
+        clock_pmu.add_vcpu(VCPU, clock.clone());
+        core.register(Arc::new(clock_pmu));
+        let context = core.add_vcpu(VCPU, clock.tid()).unwrap();
+        context.sched_in();
+        let events = PerfCoreEvents::new(core, VCPU, Sources::new(policy, None, |_| None));
+        Self {
+            vpmu: Vpmu::new(model),
+            events,
+            context,
+            fed,
+            clock,
+        }
+    }
+
+    fn write(&mut self, msr: u32, value: u64) {
+        assert_eq!(
+            self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events),
+            MsrWrite::Done
+        );
+        self.vpmu.reconcile(&mut self.events);
+    }
+
+    fn read(&mut self, msr: u32) -> u64 {
+        match self.vpmu.read_msr(MsrAddress(msr), &mut self.events) {
+            MsrRead::Value(value) => value,
+            MsrRead::InjectGp => panic!("RDMSR {msr:#x} faults"),
+        }
+    }
+
+    /// The guest retires `n` instructions one by one; overflows are noticed at once.
+    fn retire(&mut self, cpl: u8, n: u64) {
+        for _ in 0..n {
+            if self.fed.add(fed::exact(ArchEvent::Instructions).unwrap(), cpl, 1) {
+                self.notice();
+            }
+        }
+    }
+
+    fn notice(&mut self) {
+        let mut counters = Vec::new();
+        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
+            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+        });
+        for counter in counters {
+            self.vpmu.overflowed(counter, &mut self.events);
+        }
+        self.vpmu.reconcile(&mut self.events);
+    }
+
+    fn run_for(&mut self, time: Duration) {
+        self.clock.guest_enter();
+        let start = Instant::now();
+        while start.elapsed() < time {
+            std::hint::spin_loop();
+        }
+        self.clock.guest_exit();
+    }
+}
+
+#[test]
+fn exact_counts_follow_the_levels_of_the_selector_and_stop_with_it() {
+    let mut m = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    m.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
+    m.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
+    m.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // both, as cycles
+    assert!(m.events.needs_stepping());
+    m.retire(0, 100);
+    m.retire(3, 30);
+    assert_eq!(
+        [m.read(IA32_PMC0), m.read(IA32_PMC0 + 1), m.read(IA32_PMC0 + 2)],
+        [30, 100, 130]
+    );
+    m.write(IA32_PERF_GLOBAL_CTRL, 0b100);
+    m.retire(3, 5);
+    assert_eq!(
+        [m.read(IA32_PMC0), m.read(IA32_PMC0 + 1), m.read(IA32_PMC0 + 2)],
+        [30, 100, 135]
+    );
+    m.write(IA32_PERFEVTSEL0 + 2, 0);
+    assert!(!m.events.needs_stepping());
+}
+
+#[test]
+fn each_overflow_of_a_fed_event_is_noticed_at_its_count_and_gives_one_pmi() {
+    for model in [Model::INTEL, Model::AMD] {
+        let (select, counter) = if model == Model::INTEL {
+            (IA32_PERFEVTSEL0, IA32_A_PMC0)
+        } else {
+            (PERF_CTL0, PERF_CTR0)
+        };
+        let mut m = Machine::new(model, BackingPolicy::Exact);
+        m.write(counter, (1 << 48) - 7);
+        m.write(select, 0x53_00C0);
+        for round in 0..50u64 {
+            m.retire(0, 6);
+            assert!(!m.vpmu.pmi_pending(), "{model}, round {round}");
+            m.retire(0, 1);
+            assert!(m.vpmu.pmi_pending(), "{model}, round {round}");
+            m.vpmu.pmi_delivered(0);
+            assert_eq!(m.read(counter), 0);
+            m.write(counter, (1 << 48) - 7);
+        }
+        assert_eq!(m.vpmu.pmi_counts().delivered, 50);
+    }
+}
+
+#[test]
+fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
+    let mut m = Machine::new(Model::AMD, BackingPolicy::Auto);
+    m.write(PERF_CTL0, 0x43_0076);
+    // Other work of the host may take the CPU away for all of a run.
+    let (start, mut counted) = (Instant::now(), 0);
+    while counted < 5_000_000 {
+        assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
+        m.run_for(Duration::from_millis(5));
+        counted = m.read(PERF_CTR0);
+    }
+    // At 1 GHz; the two clocks need not go equally fast.
+    let most = u64::try_from(start.elapsed().as_nanos()).unwrap();
+    assert!(counted <= most + most / 50, "{counted} of {most}");
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(5) {}
+    assert_eq!(m.read(PERF_CTR0), counted, "time in the VMM is not the guest's");
+    m.write(PERF_CTL0, 0);
+    m.run_for(Duration::from_millis(5));
+    assert_eq!(m.read(PERF_CTR0), counted);
+    // A threshold cannot be compared with a clock.
+    m.write(PERF_CTL0 + 2, 0x0143_0076);
+    m.run_for(Duration::from_millis(5));
+    assert_eq!(m.read(PERF_CTR0 + 2), 0);
+    let view = m.vpmu.counters_view(&mut m.events);
+    assert_eq!(view[0].backing, Some(Backing::Clock));
+    assert_eq!(view[1].backing, Some(Backing::None));
+}
+
+#[test]
+fn what_nothing_can_count_stands_still() {
+    for policy in [BackingPolicy::None, BackingPolicy::Hardware, BackingPolicy::Clock] {
+        let mut m = Machine::new(Model::INTEL, policy);
+        m.write(IA32_PERFEVTSEL0, 0x43_00C0);
+        m.retire(0, 50);
+        m.run_for(Duration::from_millis(1));
+        assert_eq!(m.read(IA32_PMC0), 0, "{policy:?}");
+    }
+}
+
+#[test]
+fn paravirtual_events_count_with_every_policy() {
+    for policy in [
+        BackingPolicy::None,
+        BackingPolicy::Clock,
+        BackingPolicy::Exact,
+        BackingPolicy::Auto,
+    ] {
+        let mut m = Machine::new(Model::INTEL, policy);
+        m.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
+        m.write(IA32_PERFEVTSEL0 + 1, 0x43_0AFF); // MSR exits
+        let before = m.read(IA32_PMC0);
+        // Touching new memory faults, at least once for each 2 MiB. So large a block is never a used one.
+        let mut memory = vec![0u8; 64 << 20];
+        memory.iter_mut().step_by(1 << 12).for_each(|byte| *byte = 1);
+        assert!(std::hint::black_box(memory)[0] == 1);
+        m.fed.add(fed::paravirtual(ParavirtualEvent::MsrExits), 0, 3);
+        assert!(m.read(IA32_PMC0) >= before + 16, "{policy:?}");
+        assert_eq!(m.read(IA32_PMC0 + 1), 3, "{policy:?}");
+    }
+}
+
+#[test]
+fn a_guest_that_rotates_its_events_over_a_counter_keeps_few_and_opens_no_more() {
+    let mut m = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    let selectors = [0x43_00C0, 0x41_00C0, 0x43_00C4, 0x42_81D0];
+    for selector in selectors {
+        m.write(IA32_PERFEVTSEL0, selector);
+    }
+    assert_eq!(m.context.stats().events, 4);
+    for n in 0..1000 {
+        m.write(IA32_PERFEVTSEL0, selectors[n % 4]);
+    }
+    assert_eq!(m.context.stats().events, 4);
+    // However many different ones it tries, a bounded number stays open.
+    for umask in 1..=12 {
+        for levels in [0x41_00FF, 0x42_00FF, 0x43_00FF] {
+            m.write(IA32_PERFEVTSEL0, levels | umask << 8);
+        }
+    }
+    assert_eq!(m.context.stats().events, 4);
+    m.vpmu.reset(&mut m.events);
+    assert_eq!(m.context.stats().events, 0);
+}
+
+#[test]
+fn moved_counters_go_on_where_they_were() {
+    let mut here = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    here.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    here.write(IA32_A_PMC0, (1 << 48) - 10);
+    here.retire(0, 4);
+    let bytes = here.vpmu.save(&mut here.events);
+    let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    there.vpmu.restore(&bytes, &mut there.events).unwrap();
+    there.vpmu.reconcile(&mut there.events);
+    there.retire(0, 5);
+    assert!(!there.vpmu.pmi_pending());
+    there.retire(0, 1);
+    assert!(there.vpmu.pmi_pending());
+    assert_eq!(there.read(IA32_PMC0), 0);
+}
+
+#[test]
+fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
+    let mut here = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    here.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    here.write(IA32_A_PMC0, (1 << 48) - 10);
+    here.retire(0, 4);
+    // The thread that comes next has a context and events of its own.
+    here.vpmu.detach(&mut here.events);
+    assert_eq!(here.context.stats().events, 0);
+    let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    there.vpmu = here.vpmu;
+    there.vpmu.reconcile(&mut there.events);
+    there.retire(0, 5);
+    assert!(!there.vpmu.pmi_pending());
+    there.retire(0, 1);
+    assert!(there.vpmu.pmi_pending());
+    assert_eq!(there.read(IA32_PMC0), 0);
+}
+
+/// What a guest does to four counters of instructions.
+#[derive(Clone, Debug)]
+enum Access {
+    Global(u64),
+    Select(u32, u64),
+    Set(u32, u64),
+    Read(u32),
+    ClearStatus(u64),
+    Run(u64),
+}
+
+fn accesses() -> impl Strategy<Value = Vec<Access>> {
+    // Off, of one level, of both, with and without an interrupt, and another event.
+    let selector = prop_oneof![
+        3 => Just(0x53_00C0u64),
+        3 => Just(0x13_00C0),
+        1 => Just(0x43_00C0),
+        1 => Just(0x03_00C0),
+        1 => Just(0x53_00C4),
+        1 => Just(0),
+    ];
+    let near = (1u64..40).prop_map(|left| (1 << 48) - left);
+    let one = prop_oneof![
+        4 => (0u64..16).prop_map(Access::Global),
+        3 => (0u32..4, selector).prop_map(|(n, value)| Access::Select(n, value)),
+        3 => (0u32..4, near).prop_map(|(n, value)| Access::Set(n, value)),
+        2 => (0u32..4).prop_map(Access::Read),
+        1 => (0u64..16).prop_map(Access::ClearStatus),
+        6 => (0u64..30).prop_map(Access::Run),
+        1 => (60u64..80).prop_map(Access::Run),
+    ];
+    proptest::collection::vec(one, 0..200)
+}
+
+proptest! {
+    /// Whether an event stops for a pause, as a fed one does, or counts on, as one of the host's, a guest
+    /// sees the same.
+    #[test]
+    fn events_that_stop_for_a_pause_and_events_that_count_on_show_the_same(accesses in accesses(), freeze in any::<bool>()) {
+        let mut fed = Machine::new(Model::INTEL, BackingPolicy::Exact);
+        let mut host = Guest::new(Model::INTEL);
+        if freeze {
+            fed.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+            host.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+        }
+        for access in accesses {
+            let (msr, value) = match access {
+                Access::Global(value) => (IA32_PERF_GLOBAL_CTRL, value),
+                Access::Select(n, value) => (IA32_PERFEVTSEL0 + n, value),
+                Access::Set(n, value) => (IA32_A_PMC0 + n, value),
+                Access::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
+                Access::Read(n) => {
+                    prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
+                    continue;
+                }
+                Access::Run(n) => {
+                    // Each retires instructions and branches.
+                    for _ in 0..n {
+                        fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);
+                        fed.retire(0, 1);
+                        fed.notice();
+                        host.run(1);
+                    }
+                    prop_assert_eq!(fed.vpmu.pmi_pending(), host.vpmu.pmi_pending());
+                    if fed.vpmu.pmi_pending() {
+                        fed.vpmu.pmi_delivered(0);
+                        host.vpmu.pmi_delivered(0);
+                    }
+                    continue;
+                }
+            };
+            fed.write(msr, value);
+            host.write(msr, value);
+            prop_assert_eq!(fed.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
+        }
+        for n in 0..4 {
+            prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! The PMU never disagrees with a slow one written from the manuals, whatever guest and host do.
+
+use proptest::prelude::*;
+use vpmu::sim::SimEvents;
+
+use crate::testing;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1024, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_stream_of_operations_gives_what_the_manuals_say(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
+        testing::stream::run::<SimEvents>(&bytes);
+    }
+}

@@ -1,0 +1,227 @@
+//! The same streams as `reference_model.rs`, with everything that counts on a real vPMU below the
+//! registers: perf-core, its events and its overflow reports. Only the driver is a test's: it ticks when
+//! told.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use perf_core::pmu::{Capacity, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::{Attr, Core, CoreConfig, CpuMode, EventType, Pmu, SampleRegs, VcpuContext};
+use proptest::prelude::*;
+use vpmu::*;
+
+use crate::testing::reference::{UNCOUNTABLE_SELECT, select_of};
+use crate::testing::stream::{Host, run};
+
+const VCPU: VcpuId = VcpuId(0);
+
+#[derive(Debug, Default)]
+struct Tick {
+    on: bool,
+    count: u64,
+    armed: Option<u64>,
+    overflows: u32,
+}
+
+#[derive(Debug)]
+struct TickEvent(Arc<Mutex<Tick>>);
+
+impl PmuEvent for TickEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        let mut tick = self.0.lock().unwrap();
+        tick.on = true;
+        tick.armed = overflow_in;
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        let mut tick = self.0.lock().unwrap();
+        tick.on = false;
+        tick.armed = None;
+    }
+
+    fn read(&mut self) -> u64 {
+        self.0.lock().unwrap().count
+    }
+
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        self.0.lock().unwrap().armed = Some(overflow_in);
+        Ok(())
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        std::mem::take(&mut self.0.lock().unwrap().overflows)
+    }
+}
+
+/// Serves hardware, raw and KVM events.
+#[derive(Debug, Default)]
+struct TickPmu(Mutex<Vec<Weak<Mutex<Tick>>>>);
+
+impl Pmu for TickPmu {
+    fn name(&self) -> &'static str {
+        "tick"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        [
+            EventType::HARDWARE,
+            EventType::RAW,
+            EventType::KVM,
+            EventType::SOFTWARE,
+            EventType::FED,
+        ]
+        .contains(&ty)
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::Unlimited
+    }
+
+    fn open(&self, attr: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        if attr.ty == EventType::RAW && attr.config & 0xF_0000_00FF == UNCOUNTABLE_SELECT {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let tick = Arc::new(Mutex::new(Tick::default()));
+        self.0.lock().unwrap().push(Arc::downgrade(&tick));
+        Ok(Box::new(TickEvent(tick)))
+    }
+}
+
+/// A vCPU on perf-core.
+struct Machine {
+    driver: Arc<TickPmu>,
+    context: Arc<VcpuContext>,
+    events: PerfCoreEvents,
+}
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+impl Host for Machine {
+    fn new(vendor: Vendor) -> Self {
+        let core = Core::new(CoreConfig::default());
+        let driver = Arc::new(TickPmu::default());
+        core.register(driver.clone());
+        let context = core.add_vcpu(VCPU, 0).unwrap();
+        context.sched_in();
+        let sources = Sources::new(BackingPolicy::Hardware, Some(vendor), |_| Some(0));
+        Self {
+            driver,
+            context,
+            events: PerfCoreEvents::new(core, VCPU, sources),
+        }
+    }
+
+    fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool {
+        let Some(selector) = selector else {
+            return fixed == 3;
+        };
+        let select = select_of(amd, selector);
+        let umask = selector >> 8 & 0xFF;
+        let paravirtual = select == if amd { 0xFFF } else { 0xFF } && (1..=12).contains(&umask);
+        let modified = selector & 0xFF84_0000 != 0;
+        select == UNCOUNTABLE_SELECT || paravirtual && modified
+    }
+
+    fn run(&mut self, ticks: u64) -> u64 {
+        let mut list = self.driver.0.lock().unwrap();
+        list.retain(|event| event.strong_count() > 0);
+        let live: Vec<_> = list.iter().filter_map(Weak::upgrade).collect();
+        let on = || {
+            live.iter()
+                .map(|event| event.lock().unwrap())
+                .filter(|tick| tick.on)
+        };
+        let passed = on().filter_map(|tick| tick.armed).fold(ticks, u64::min);
+        on().for_each(|mut tick| {
+            tick.count += passed;
+            tick.armed = tick.armed.map(|left| left - passed);
+            if tick.armed == Some(0) {
+                tick.armed = None;
+                tick.overflows += 1;
+            }
+        });
+        passed
+    }
+
+    fn take_notified(&mut self) -> Vec<CounterIndex> {
+        let mut counters = Vec::new();
+        self.context.service_overflows(&mut NoRegs, &mut |report| {
+            counters.extend(PerfCoreEvents::counter_of(report.cookie));
+        });
+        counters
+    }
+}
+
+impl CounterEvents for Machine {
+    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
+        self.events.program(counter, request)
+    }
+
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
+        self.events.enable(counter, overflow_in)
+    }
+
+    fn disable(&mut self, counter: CounterIndex) -> u64 {
+        self.events.disable(counter)
+    }
+
+    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
+        self.events.pause(counters, each);
+    }
+
+    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        self.events.go_on(counters, each)
+    }
+
+    fn count(&mut self, counter: CounterIndex) -> u64 {
+        self.events.count(counter)
+    }
+
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64 {
+        self.events.arm(counter, overflow_in)
+    }
+
+    fn may_have_lost(&mut self) -> bool {
+        self.events.may_have_lost()
+    }
+
+    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+        self.events.lost(counter)
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        self.events.now_ns()
+    }
+
+    fn times(&mut self, counter: CounterIndex) -> CounterTimes {
+        self.events.times(counter)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn perf_core_changes_nothing_that_a_guest_can_see(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
+        run::<Machine>(&bytes);
+    }
+}
+
+/// A VMM may move them to the thread that runs the vCPU.
+#[test]
+fn the_parts_of_a_vcpu_can_go_to_its_thread() {
+    fn sendable<T: Send>() {}
+    sendable::<Vpmu>();
+    sendable::<PerfCoreEvents>();
+    sendable::<vpmu::exact::StepMeter>();
+}
