@@ -2,15 +2,13 @@
 //! address fields instead of the ELF headers and has no PMU. Skipped where QEMU is not installed; with `CI`
 //! set that is a failure.
 
-#[path = "../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::skip;
 use guest_images::bare_metal::{GUESTS, write_all};
 
 /// Far more than the second that a run takes, so that only a hang reaches it.

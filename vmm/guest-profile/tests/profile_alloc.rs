@@ -1,4 +1,6 @@
 //! A chain is walked at every sample on a vCPU's thread: it must not allocate.
+//!
+//! A program of its own, because `allocation-counter` replaces the global allocator.
 
 use allocation_counter::measure;
 use guest_profile::unwind::{KernelUnwind, Limits, walk};

@@ -1,15 +1,13 @@
 //! Loaded kernels really start: on this machine's KVM, whatever kind it is.
 
-mod common;
-
-#[path = "../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY, Seg};
+use crate::common::kernels::{
+    self, EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY, Seg,
+};
+use crate::common::skip;
 use kernel_images::rdpmc;
 use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, Loaded, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
@@ -117,13 +115,13 @@ fn a_multiboot_elf32_kernel_gets_its_command_line_and_its_rdpmc_traps() {
     let dir = tempfile::tempdir().unwrap();
     let mut bytes = MULTIBOOT_CODE.to_vec();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes.extend(common::multiboot_header(3, None));
+    bytes.extend(kernels::multiboot_header(3, None));
     let segment = Seg {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: 0x2000,
     };
-    let kernel = common::file(dir.path(), "k", &common::elf32(EM_386, 0x10_0000, &[segment]));
+    let kernel = kernels::file(dir.path(), "k", &kernels::elf32(EM_386, 0x10_0000, &[segment]));
     let Some(run) = run(kernel, None, "hello multiboot") else {
         return;
     };
@@ -139,10 +137,10 @@ fn a_flat_multiboot_image_starts_by_its_address_fields() {
     let dir = tempfile::tempdir().unwrap();
     let load = 0x20_0000;
     let mut bytes = vec![0u8; 32];
-    let header = common::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x8000, load + 32]));
+    let header = kernels::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x8000, load + 32]));
     bytes[..32].copy_from_slice(&header);
     bytes.extend_from_slice(MULTIBOOT_CODE);
-    let Some(run) = run(common::file(dir.path(), "k", &bytes), None, "flat") else {
+    let Some(run) = run(kernels::file(dir.path(), "k", &bytes), None, "flat") else {
         return;
     };
     assert_eq!(run.console, "k flat");
@@ -155,11 +153,11 @@ fn a_multiboot_image_below_1_mib_starts_with_its_command_line_beside_it() {
     let dir = tempfile::tempdir().unwrap();
     let load = 0x1000u32;
     let mut bytes = vec![0u8; 32];
-    let header = common::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x3_0000, load + 32]));
+    let header = kernels::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x3_0000, load + 32]));
     bytes[..32].copy_from_slice(&header);
     bytes.extend_from_slice(MULTIBOOT_CODE);
-    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
-    let Some(run) = run(common::file(dir.path(), "low", &bytes), Some(&initrd), "words") else {
+    let initrd = kernels::file(dir.path(), "initrd", &[0x21; 5000]);
+    let Some(run) = run(kernels::file(dir.path(), "low", &bytes), Some(&initrd), "words") else {
         return;
     };
     assert_eq!(run.console, "low words");
@@ -173,13 +171,13 @@ fn a_multiboot_elf64_kernel_starts_in_32_bit_mode_too() {
     let dir = tempfile::tempdir().unwrap();
     let mut bytes = MULTIBOOT_CODE.to_vec();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes.extend(common::multiboot_header(0, None));
+    bytes.extend(kernels::multiboot_header(0, None));
     let segment = Seg {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: bytes.len() as u64,
     };
-    let kernel = common::file(dir.path(), "k", &common::elf64(EM_X86_64, 0x10_0000, &[segment]));
+    let kernel = kernels::file(dir.path(), "k", &kernels::elf64(EM_X86_64, 0x10_0000, &[segment]));
     let Some(run) = run(kernel, None, "elf64") else {
         return;
     };
@@ -194,10 +192,10 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
         bytes: LINUX_CODE,
         mem_bytes: 0x4000,
     };
-    let elf = common::elf64(EM_X86_64, 0x100_0000, &[segment]);
-    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
-    for (name, image) in [("vmlinux", elf.clone()), ("bzImage", common::bzimage(&elf))] {
-        let kernel = common::file(dir.path(), name, &image);
+    let elf = kernels::elf64(EM_X86_64, 0x100_0000, &[segment]);
+    let initrd = kernels::file(dir.path(), "initrd", &[0x21; 5000]);
+    for (name, image) in [("vmlinux", elf.clone()), ("bzImage", kernels::bzimage(&elf))] {
+        let kernel = kernels::file(dir.path(), name, &image);
         let Some(run) = run(kernel, Some(&initrd), "console=ttyS0 quiet") else {
             return;
         };
@@ -214,19 +212,19 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
 #[test]
 fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();
-    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
+    let initrd = kernels::file(dir.path(), "initrd", &[0x21; 5000]);
     let segment = || Seg {
         phys: 0x10_0000,
         bytes: PVH_CODE,
         mem_bytes: 0x4000,
     };
-    let note = common::note(b"Xen\0", 18, &(0x10_0000 + PVH_ENTRY).to_le_bytes());
+    let note = kernels::note(b"Xen\0", 18, &(0x10_0000 + PVH_ENTRY).to_le_bytes());
     let images = [
-        common::with_notes(common::elf32(EM_386, 0x10_0000, &[segment()]), &note),
-        common::with_notes(common::elf64(EM_X86_64, 0x10_0000, &[segment()]), &note),
+        kernels::with_notes(kernels::elf32(EM_386, 0x10_0000, &[segment()]), &note),
+        kernels::with_notes(kernels::elf64(EM_X86_64, 0x10_0000, &[segment()]), &note),
     ];
     for image in images {
-        let kernel = common::file(dir.path(), "k", &image);
+        let kernel = kernels::file(dir.path(), "k", &image);
         let Some(run) = run(kernel, Some(&initrd), "hello pvh") else {
             return;
         };
@@ -253,16 +251,16 @@ fn linux_takes_the_pvh_entry_only_when_asked() {
         bytes: &code,
         mem_bytes: 0x4000,
     };
-    let mut notes = common::note(b"Linux\0", 0x100, b"salt");
-    notes.extend(common::note(
+    let mut notes = kernels::note(b"Linux\0", 0x100, b"salt");
+    notes.extend(kernels::note(
         b"Xen\0",
         18,
         &(0x100_0100 + u64::from(PVH_ENTRY)).to_le_bytes(),
     ));
-    let elf = common::with_notes(common::elf64(EM_X86_64, 0x100_0000, &[segment]), &notes);
-    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
-    for image in [elf.clone(), common::bzimage(&elf)] {
-        let kernel = common::file(dir.path(), "k", &image);
+    let elf = kernels::with_notes(kernels::elf64(EM_X86_64, 0x100_0000, &[segment]), &notes);
+    let initrd = kernels::file(dir.path(), "initrd", &[0x21; 5000]);
+    for image in [elf.clone(), kernels::bzimage(&elf)] {
+        let kernel = kernels::file(dir.path(), "k", &image);
         for protocol in [BootProtocol::Auto, BootProtocol::Pvh] {
             let Some(run) = run_by(protocol, kernel.clone(), Some(&initrd), "both") else {
                 return;

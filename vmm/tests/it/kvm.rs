@@ -3,12 +3,10 @@
 //!
 //! The guests are a few instructions in 32-bit mode, without paging and without a table of interrupts.
 
-#[path = "../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::error::Error;
 use std::sync::Arc;
 
+use crate::common::skip;
 use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_segment};
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
 use perfvisor_vmm::kvm::memslot::MemorySlots;
@@ -29,7 +27,7 @@ const HLT: u8 = 0xF4;
 
 /// What a guest did at an exit, in words that outlive it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Did {
+enum GuestAction {
     /// Port, width of an access, bytes.
     Out(u16, usize, Vec<u8>),
     /// Port, bytes wanted.
@@ -109,7 +107,7 @@ impl Guest {
     }
 
     /// Up to the next exit.
-    fn step(&mut self) -> Did {
+    fn step(&mut self) -> GuestAction {
         let answer = self.answer;
         let exit = self.vcpu.run();
         let width = exit.io_width;
@@ -119,38 +117,38 @@ impl Guest {
             }
         };
         match exit.why {
-            Ok(VcpuExit::IoOut(port, bytes)) => Did::Out(port, width, bytes.to_vec()),
+            Ok(VcpuExit::IoOut(port, bytes)) => GuestAction::Out(port, width, bytes.to_vec()),
             Ok(VcpuExit::IoIn(port, bytes)) => {
                 fill(bytes);
-                Did::In(port, bytes.len())
+                GuestAction::In(port, bytes.len())
             }
-            Ok(VcpuExit::MmioWrite(address, bytes)) => Did::Write(address, bytes.to_vec()),
+            Ok(VcpuExit::MmioWrite(address, bytes)) => GuestAction::Write(address, bytes.to_vec()),
             Ok(VcpuExit::MmioRead(address, bytes)) => {
                 fill(bytes);
-                Did::Read(address, bytes.len())
+                GuestAction::Read(address, bytes.len())
             }
             Ok(VcpuExit::X86Rdmsr(read)) => {
                 *read.error = answer.is_none().into();
                 *read.data = answer.unwrap_or(0);
-                Did::Rdmsr(read.index)
+                GuestAction::Rdmsr(read.index)
             }
             Ok(VcpuExit::X86Wrmsr(write)) => {
                 *write.error = answer.is_none().into();
-                Did::Wrmsr(write.index, write.data)
+                GuestAction::Wrmsr(write.index, write.data)
             }
-            Ok(VcpuExit::Hlt) => Did::Halt,
-            Ok(VcpuExit::Shutdown) => Did::Shutdown,
-            Ok(VcpuExit::InternalError) => Did::Internal,
-            Ok(other) => Did::Other(format!("{other:?}")),
-            Err(e) if e.errno() == libc::EINTR => Did::Interrupted,
-            Err(e) => Did::Other(e.to_string()),
+            Ok(VcpuExit::Hlt) => GuestAction::Halt,
+            Ok(VcpuExit::Shutdown) => GuestAction::Shutdown,
+            Ok(VcpuExit::InternalError) => GuestAction::Internal,
+            Ok(other) => GuestAction::Other(format!("{other:?}")),
+            Err(e) if e.errno() == libc::EINTR => GuestAction::Interrupted,
+            Err(e) => GuestAction::Other(e.to_string()),
         }
     }
 
     /// All it does until it halts. Guests here do a few things; a bound makes a wrong one fail.
-    fn all(&mut self) -> Vec<Did> {
+    fn all(&mut self) -> Vec<GuestAction> {
         let mut did = Vec::new();
-        while did.last() != Some(&Did::Halt) {
+        while did.last() != Some(&GuestAction::Halt) {
             did.push(self.step());
             assert!(did.len() < 100, "{did:?}");
         }
@@ -183,12 +181,12 @@ fn a_port_access_has_its_width_and_its_bytes() {
     assert_eq!(
         guest.all(),
         [
-            Did::Out(0x10, 1, whole[..1].to_vec()),
-            Did::Out(0x11, 2, whole[..2].to_vec()),
-            Did::Out(0x12, 4, whole.to_vec()),
-            Did::In(0x30, 1),
-            Did::In(0x31, 2),
-            Did::In(0x32, 4),
+            GuestAction::Out(0x10, 1, whole[..1].to_vec()),
+            GuestAction::Out(0x11, 2, whole[..2].to_vec()),
+            GuestAction::Out(0x12, 4, whole.to_vec()),
+            GuestAction::In(0x30, 1),
+            GuestAction::In(0x31, 2),
+            GuestAction::In(0x32, 4),
         ]
     );
 }
@@ -214,7 +212,7 @@ fn a_string_of_port_writes_can_be_taken_apart() {
     guest.ram.memory().write_slice(text, GuestAddress(DATA)).unwrap();
     let mut written = Vec::new();
     for did in guest.all() {
-        let Did::Out(0x13, width, bytes) = did else {
+        let GuestAction::Out(0x13, width, bytes) = did else {
             panic!("{did:?}");
         };
         let right = if written.len() < 5 { 1 } else { 2 };
@@ -239,13 +237,13 @@ fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
         return;
     };
     guest.answer = Some(0x7766_5544_3322_1100);
-    let out = |value: u32| Did::Out(0x10, 4, value.to_le_bytes().to_vec());
+    let out = |value: u32| GuestAction::Out(0x10, 4, value.to_le_bytes().to_vec());
     assert_eq!(
         guest.all(),
         [
-            Did::In(0x30, 1),
+            GuestAction::In(0x30, 1),
             out(0xAABB_CC00),
-            Did::In(0x30, 2),
+            GuestAction::In(0x30, 2),
             out(0xAABB_1100)
         ]
     );
@@ -275,9 +273,9 @@ fn ram_ends_where_it_was_said_to_end() {
     assert_eq!(
         guest.all(),
         [
-            Did::Write(RAM, bytes.clone()),
-            Did::Write(MMIO_HOLE_START + 0x10, bytes),
-            Did::Read(0xE000_0001, 1)
+            GuestAction::Write(RAM, bytes.clone()),
+            GuestAction::Write(MMIO_HOLE_START + 0x10, bytes),
+            GuestAction::Read(0xE000_0001, 1)
         ]
     );
     assert_eq!(
@@ -301,12 +299,12 @@ fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
     let Some(mut guest) = Guest::new(&code) else {
         return;
     };
-    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![0x44]));
+    assert_eq!(guest.step(), GuestAction::Out(0x10, 1, vec![0x44]));
     assert_eq!(guest.word(DATA), 0x1122_3344);
     guest.ram.clear().unwrap();
     assert_eq!((guest.word(DATA), guest.word(CODE)), (0, 0));
     guest.ram.memory().write_slice(&code, GuestAddress(CODE)).unwrap();
-    assert_eq!(guest.all(), [Did::Out(0x11, 4, vec![0; 4])]);
+    assert_eq!(guest.all(), [GuestAction::Out(0x11, 4, vec![0; 4])]);
 }
 
 /// Whoever asks a vCPU to leave before it enters has it back before its first instruction; and it goes on as
@@ -320,13 +318,13 @@ fn a_request_to_leave_comes_before_the_first_instruction() {
     for _ in 0..3 {
         assert_eq!(
             guest.step(),
-            Did::Interrupted,
+            GuestAction::Interrupted,
             "the request stays until it is cleared"
         );
         assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE);
     }
     guest.vcpu.clear_exit_request();
-    assert_eq!(guest.all(), [Did::Out(0x10, 1, vec![7])]);
+    assert_eq!(guest.all(), [GuestAction::Out(0x10, 1, vec![7])]);
 }
 
 /// A write that is being handled is completed once, and the instruction behind it has not run: what reads or
@@ -343,19 +341,19 @@ fn completing_an_exit_stops_between_two_instructions() {
     let Some(mut guest) = Guest::new(&code) else {
         return;
     };
-    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![1]));
+    assert_eq!(guest.step(), GuestAction::Out(0x10, 1, vec![1]));
     guest.vcpu.complete_exit().unwrap();
     let regs = guest.vcpu.get_regs().unwrap();
     assert_eq!((regs.rip, regs.rax), (CODE + 7, 1));
     assert_eq!(
         guest.step(),
-        Did::Interrupted,
+        GuestAction::Interrupted,
         "the request to leave is still there"
     );
     guest.vcpu.clear_exit_request();
     // Between the two, the host may have the guest do something else.
     guest.vcpu.set_regs(&kvm_regs { rax: 40, ..regs }).unwrap();
-    assert_eq!(guest.all(), [Did::Out(0x11, 1, vec![41])]);
+    assert_eq!(guest.all(), [GuestAction::Out(0x11, 1, vec![41])]);
 }
 
 /// A filtered register's access is an exit with its number and value, and the answer is what the guest reads.
@@ -380,14 +378,14 @@ fn a_filtered_register_is_the_hosts() {
         return;
     };
     guest.answer = Some(0x0000_1122_0000_3344);
-    let out = |port, value: u32| Did::Out(port, 4, value.to_le_bytes().to_vec());
+    let out = |port, value: u32| GuestAction::Out(port, 4, value.to_le_bytes().to_vec());
     assert_eq!(
         guest.all(),
         [
-            Did::Rdmsr(0xC1),
+            GuestAction::Rdmsr(0xC1),
             out(0x10, 0x3344),
             out(0x11, 0x1122),
-            Did::Wrmsr(0xC1, 0x0000_3344_0000_1122),
+            GuestAction::Wrmsr(0xC1, 0x0000_3344_0000_1122),
             // IA32_SYSENTER_CS.
             out(0x12, 0x1122),
         ]
@@ -407,10 +405,14 @@ fn a_refused_register_is_a_fault() {
         guest.answer = None;
         let first = guest.step();
         assert!(
-            matches!(first, Did::Rdmsr(0xC2) | Did::Wrmsr(0xC2, _)),
+            matches!(first, GuestAction::Rdmsr(0xC2) | GuestAction::Wrmsr(0xC2, _)),
             "{first:?}"
         );
-        assert_eq!(guest.step(), Did::Shutdown, "the write behind it has not run");
+        assert_eq!(
+            guest.step(),
+            GuestAction::Shutdown,
+            "the write behind it has not run"
+        );
     }
 }
 
@@ -431,14 +433,18 @@ fn a_range_of_registers_has_both_its_ends() {
     let Some(unfiltered) = first(0x175, &[]) else {
         return;
     };
-    assert_eq!(unfiltered, Did::Halt);
+    assert_eq!(unfiltered, GuestAction::Halt);
     for (msr, exits) in [(0x174, false), (0x175, true), (0x176, true)] {
-        let right = if exits { Did::Rdmsr(msr) } else { Did::Halt };
+        let right = if exits {
+            GuestAction::Rdmsr(msr)
+        } else {
+            GuestAction::Halt
+        };
         assert_eq!(first(msr, &[0x175..=0x176]), Some(right), "{msr:#x}");
     }
     assert_eq!(
         first(0xC000_0081, &[0x175..=0x176, 0xC000_0081..=0xC000_0081]),
-        Some(Did::Rdmsr(0xC000_0081))
+        Some(GuestAction::Rdmsr(0xC000_0081))
     );
 }
 
@@ -470,7 +476,7 @@ fn a_guest_that_faults_without_handlers_ends() {
         };
         let did = guest.step();
         assert!(
-            matches!(did, Did::Shutdown | Did::Internal),
+            matches!(did, GuestAction::Shutdown | GuestAction::Internal),
             "{fault:x?}: {did:?}"
         );
     }
@@ -490,11 +496,11 @@ fn code_where_no_memory_is_ends_with_an_internal_error() {
         .write_slice(&far, GuestAddress(CODE + 0xF0_0000))
         .unwrap();
     match guest.step() {
-        Did::Internal => {
+        GuestAction::Internal => {
             let internal = guest.vcpu.internal_exit();
             assert!(internal.bytes().len() <= 15, "{internal:?}");
         }
-        Did::Shutdown => {}
+        GuestAction::Shutdown => {}
         other => panic!("{other:?}"),
     }
     assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 0x2F0_0000);
@@ -513,7 +519,7 @@ fn registers_come_with_exits_and_go_with_entries() {
         return;
     }
     guest.vcpu.sync_at_exit(SyncReg::Register, true);
-    assert_eq!(guest.step(), Did::Out(0x10, 1, vec![5]));
+    assert_eq!(guest.step(), GuestAction::Out(0x10, 1, vec![5]));
     guest.vcpu.complete_exit().unwrap();
     guest.vcpu.clear_exit_request();
     let asked = guest.vcpu.get_regs().unwrap();
@@ -526,13 +532,13 @@ fn registers_come_with_exits_and_go_with_entries() {
     guest.vcpu.sync_at_entry(SyncReg::Register, true);
     assert_eq!(
         guest.step(),
-        Did::Out(0x11, 4, 0xAABB_CCDDu32.to_le_bytes().to_vec())
+        GuestAction::Out(0x11, 4, 0xAABB_CCDDu32.to_le_bytes().to_vec())
     );
     // Without a word about them they stay as they are.
     guest.vcpu.sync_at_exit(SyncReg::Register, false);
     guest.vcpu.sync_at_entry(SyncReg::Register, false);
     guest.vcpu.sync_regs_mut().regs.rip = 0;
-    assert_eq!(guest.step(), Did::Halt);
+    assert_eq!(guest.step(), GuestAction::Halt);
 }
 
 /// Calls in an order that KVM does not take fail with the call's name and its errno, and not later.
@@ -699,7 +705,7 @@ fn an_nmi_waits_until_it_is_delivered() {
     };
     guest.vcpu.nmi().unwrap();
     assert_eq!(guest.vcpu.get_vcpu_events().unwrap().nmi.pending, 1);
-    assert_eq!(guest.step(), Did::Shutdown);
+    assert_eq!(guest.step(), GuestAction::Shutdown);
 }
 
 proptest! {
@@ -724,8 +730,8 @@ proptest! {
         };
         guest.vcpu.set_regs(&regs).unwrap();
         prop_assert_eq!(guest.vcpu.get_regs().unwrap(), regs);
-        prop_assert_eq!(guest.step(), Did::Out(0x10, 4, (rax as u32).to_le_bytes().to_vec()));
-        prop_assert_eq!(guest.step(), Did::Halt);
+        prop_assert_eq!(guest.step(), GuestAction::Out(0x10, 4, (rax as u32).to_le_bytes().to_vec()));
+        prop_assert_eq!(guest.step(), GuestAction::Halt);
         let after = guest.vcpu.get_regs().unwrap();
         prop_assert_eq!((after.rax, after.r8, after.r14, after.rbx), (rax, r8, r14, rbx), "the guest touched none");
         prop_assert_eq!(after.rip, CODE + 3);

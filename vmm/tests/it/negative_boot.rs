@@ -1,11 +1,9 @@
 //! What is wrong with a kernel, an initrd, a command line or a size is said in one line that names it,
 //! and never by a panic.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{EM_386, EM_X86_64, LINUX_CODE, Seg};
+use crate::common::kernels::{self, EM_386, EM_X86_64, LINUX_CODE, Seg};
 use perfvisor_vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::numbers::VcpuNumbers;
@@ -50,11 +48,11 @@ fn line(error: BootError) -> String {
 
 fn kernel_error(bytes: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
-    line(attempt(&common::file(dir.path(), "k", bytes), None, "", 1).unwrap_err())
+    line(attempt(&kernels::file(dir.path(), "k", bytes), None, "", 1).unwrap_err())
 }
 
 fn linux(phys: u64, mem_bytes: u64) -> Vec<u8> {
-    common::elf64(
+    kernels::elf64(
         EM_X86_64,
         phys,
         &[Seg {
@@ -66,7 +64,7 @@ fn linux(phys: u64, mem_bytes: u64) -> Vec<u8> {
 }
 
 fn good_kernel(dir: &Path) -> PathBuf {
-    common::file(dir, "good", &linux(0x10_0000, 0x10_0000))
+    kernels::file(dir, "good", &linux(0x10_0000, 0x10_0000))
 }
 
 #[test]
@@ -87,7 +85,7 @@ fn files_that_cannot_be_read_are_named() {
     assert!(text.contains("initrd") && text.contains("No such file"), "{text}");
     let text = line(attempt(&good, Some(dir.path()), "", 1).unwrap_err());
     assert!(text.contains("directory"), "{text}");
-    let empty = common::file(dir.path(), "empty", b"");
+    let empty = kernels::file(dir.path(), "empty", b"");
     assert!(line(attempt(&empty, None, "", 1).unwrap_err()).contains("empty"));
     assert!(line(attempt(&good, Some(&empty), "", 1).unwrap_err()).contains("initrd"));
 }
@@ -106,7 +104,7 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
         let text = kernel_error(bytes);
         assert!(text.contains("not a kernel") && text.contains(word), "{text}");
     }
-    let arm = common::elf64(
+    let arm = kernels::elf64(
         183,
         0x10_0000,
         &[Seg {
@@ -116,7 +114,7 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
         }],
     );
     assert!(kernel_error(&arm).contains("another processor"));
-    let plain32 = common::elf32(
+    let plain32 = kernels::elf32(
         EM_386,
         0x10_0000,
         &[Seg {
@@ -152,12 +150,12 @@ fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
 #[test]
 fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
     let image = |load: u32, bytes: u32| {
-        let mut image = common::multiboot_header(0x1_0003, Some([load, load, 0, load + bytes, load]));
+        let mut image = kernels::multiboot_header(0x1_0003, Some([load, load, 0, load + bytes, load]));
         image.resize(bytes as usize, 0x90);
         image
     };
     let dir = tempfile::tempdir().unwrap();
-    let fits = common::file(dir.path(), "fits", &image(0x1000, 0x9_0000));
+    let fits = kernels::file(dir.path(), "fits", &image(0x1000, 0x9_0000));
     attempt(&fits, None, "", 1).unwrap();
     for (load, bytes) in [
         (0x500, 0x1000),
@@ -180,7 +178,7 @@ fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
 /// They look like kernels and are sound, but nothing would ever happen.
 #[test]
 fn programs_for_a_bios_are_told_what_they_are() {
-    let mut memtest = common::bzimage(&linux(0x10_0000, 0x1000));
+    let mut memtest = kernels::bzimage(&linux(0x10_0000, 0x1000));
     memtest[0x248..0x250].fill(0);
     let text = kernel_error(&memtest);
     assert!(
@@ -192,7 +190,7 @@ fn programs_for_a_bios_are_told_what_they_are() {
     // Where the first sector of Debian's core image has its messages.
     let messages = b"loading\0.\0\r\n\0Geom\0Read\0 Error\0";
     core[283..][..messages.len()].copy_from_slice(messages);
-    core.extend(common::multiboot_header(
+    core.extend(kernels::multiboot_header(
         0x1_0000,
         Some([0x10_0200, 0x10_0000, 0, 0, 0x10_0200]),
     ));
@@ -216,10 +214,10 @@ fn truncated_and_inconsistent_images_are_refused() {
     let mut bad = good.clone();
     bad[24..32].copy_from_slice(&0x7000_0000u64.to_le_bytes());
     assert!(kernel_error(&bad).contains("entry point"));
-    let none = common::elf64(EM_X86_64, 0x10_0000, &[]);
+    let none = kernels::elf64(EM_X86_64, 0x10_0000, &[]);
     assert!(kernel_error(&none).contains("no loadable segment"));
 
-    let image = common::bzimage(&good);
+    let image = kernels::bzimage(&good);
     assert!(kernel_error(&image[..0x240]).contains("truncated"));
     assert!(kernel_error(&image[..image.len() - 1]).contains("compressed kernel"));
     let mut bad = image.clone();
@@ -228,8 +226,8 @@ fn truncated_and_inconsistent_images_are_refused() {
     let mut old = image.clone();
     old[0x206..0x208].copy_from_slice(&0x0203u16.to_le_bytes());
     assert!(kernel_error(&old).contains("2.08"));
-    assert!(kernel_error(&common::bzimage_of(b"BZh91AY&SY and more")).contains("bzip2"));
-    assert!(kernel_error(&common::bzimage(b"no ELF at all in here")).contains("not an ELF"));
+    assert!(kernel_error(&kernels::bzimage_of(b"BZh91AY&SY and more")).contains("bzip2"));
+    assert!(kernel_error(&kernels::bzimage(b"no ELF at all in here")).contains("not an ELF"));
 }
 
 #[test]
@@ -240,7 +238,7 @@ fn a_payload_that_unpacks_without_end_is_cut_off() {
     for _ in 0..513 {
         gz.write_all(&[0; 1 << 20]).unwrap();
     }
-    let text = kernel_error(&common::bzimage_of(&gz.finish().unwrap()));
+    let text = kernel_error(&kernels::bzimage_of(&gz.finish().unwrap()));
     assert!(text.contains("more than"), "{text}");
 }
 
@@ -297,7 +295,7 @@ fn command_lines_and_vcpu_counts_have_limits() {
 #[test]
 fn multiboot_headers_that_make_no_sense_are_refused() {
     let flat = |flags, fields| {
-        let mut f = common::multiboot_header(flags, Some(fields));
+        let mut f = kernels::multiboot_header(flags, Some(fields));
         f.resize(256, 0x90);
         f
     };
@@ -321,9 +319,9 @@ proptest! {
         let elf = linux(0x10_0000, 0x1000);
         let mut image = match which {
             0 => elf,
-            1 => common::bzimage(&elf),
+            1 => kernels::bzimage(&elf),
             _ => {
-                let mut code = common::multiboot_header(0x1_0000, Some([0x10_0000, 0x10_0000, 0, 0, 0x10_0020]));
+                let mut code = kernels::multiboot_header(0x1_0000, Some([0x10_0000, 0x10_0000, 0, 0, 0x10_0020]));
                 code.extend_from_slice(LINUX_CODE);
                 code
             }
@@ -333,7 +331,7 @@ proptest! {
             *slot = *byte;
         }
         let dir = tempfile::tempdir().unwrap();
-        if let Err(e) = attempt(&common::file(dir.path(), "k", &image), None, "a", 2) {
+        if let Err(e) = attempt(&kernels::file(dir.path(), "k", &image), None, "a", 2) {
             line(e);
         }
     }
@@ -345,19 +343,19 @@ fn a_pvh_entry_that_is_missing_or_outside_is_refused() {
     let image = |notes: &[u8]| {
         let segment = Seg {
             phys: 0x10_0000,
-            bytes: common::PVH_CODE,
+            bytes: kernels::PVH_CODE,
             mem_bytes: 0x1000,
         };
-        let elf = common::elf64(EM_X86_64, 0x10_0000, &[segment]);
-        common::file(dir.path(), "k", &common::with_notes(elf, notes))
+        let elf = kernels::elf64(EM_X86_64, 0x10_0000, &[segment]);
+        kernels::file(dir.path(), "k", &kernels::with_notes(elf, notes))
     };
-    let entry = |at: u32| common::note(b"Xen\0", 18, &at.to_le_bytes());
+    let entry = |at: u32| kernels::note(b"Xen\0", 18, &at.to_le_bytes());
     let refused = |notes: &[u8]| line(attempt_by(BootProtocol::Pvh, &image(notes), None, "", 1).unwrap_err());
     // No note; one without its address; one whose name is another; one that is cut off.
     for notes in [
         vec![],
-        common::note(b"Xen\0", 18, &[]),
-        common::note(b"Xem\0", 18, &[0; 4]),
+        kernels::note(b"Xen\0", 18, &[]),
+        kernels::note(b"Xem\0", 18, &[0; 4]),
         entry(0x10_0008)[..15].to_vec(),
     ] {
         let said = refused(&notes);

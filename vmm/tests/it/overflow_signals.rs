@@ -1,12 +1,10 @@
 //! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
 #![expect(unsafe_code, reason = "signals to a thread")]
 
-#[path = "../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::common::skip;
 use perfvisor_vmm::kvm::armed::ArmedVcpu;
 use perfvisor_vmm::kvm::host;
 use perfvisor_vmm::kvm::memslot::MemorySlots;
@@ -22,14 +20,14 @@ const COUNTER: u64 = 0x2000;
 const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
 
 /// A vCPU in an endless loop that counts its turns, run by this thread.
-struct Looping {
+struct LoopingVcpu {
     vcpu: ArmedVcpu,
     signals: OverflowSignals,
     ram: GuestRam,
     _slots: MemorySlots,
 }
 
-impl Looping {
+impl LoopingVcpu {
     fn new() -> Option<Self> {
         let Ok(kvm) = host::open() else {
             skip::skipped("no usable /dev/kvm here", false);
@@ -117,7 +115,9 @@ fn raise(signal: i32) {
 /// Nothing is lost between the look and the entry: the guest is not even entered.
 #[test]
 fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
-    let Some(mut guest) = Looping::new() else { return };
+    let Some(mut guest) = LoopingVcpu::new() else {
+        return;
+    };
     assert!(!guest.look());
     raise(overflow_signal());
     assert!(!guest.enter());
@@ -127,7 +127,9 @@ fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
 
 #[test]
 fn a_held_signal_ends_kvm_run_and_is_announced_once() {
-    let Some(mut guest) = Looping::new() else { return };
+    let Some(mut guest) = LoopingVcpu::new() else {
+        return;
+    };
     guest.hold();
     for _ in 0..3 {
         raise(overflow_signal());
@@ -144,7 +146,9 @@ fn a_held_signal_ends_kvm_run_and_is_announced_once() {
 /// Both kinds end KVM_RUN while one of them is held, and are not taken for each other.
 #[test]
 fn kicks_come_through_while_overflow_signals_are_held() {
-    let Some(mut guest) = Looping::new() else { return };
+    let Some(mut guest) = LoopingVcpu::new() else {
+        return;
+    };
     guest.hold();
     guest.enter_until(kick_signal());
     assert!(!guest.look());
@@ -156,7 +160,9 @@ fn kicks_come_through_while_overflow_signals_are_held() {
 /// A signal that waits when they are handled again is neither lost nor late.
 #[test]
 fn after_many_exits_without_one_they_are_handled_again() {
-    let Some(mut guest) = Looping::new() else { return };
+    let Some(mut guest) = LoopingVcpu::new() else {
+        return;
+    };
     guest.hold();
     raise(overflow_signal());
     for exit in 0..33 {

@@ -4,11 +4,9 @@
 //! The kernel is taken from `PERFVISOR_TEST_KERNEL`, else from what `make guest` left in `target/`,
 //! else from /boot. Without one the tests say so and pass.
 
-#[path = "../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::path::{Path, PathBuf};
 
+use crate::common::skip;
 use kernel_images::rdpmc;
 use kernel_images::symbols::KernelSymbols;
 use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelKind, KernelSource, Loaded};

@@ -1,11 +1,9 @@
 //! The files we write, read by `perf` itself, by linux-perf-data and by ourselves.
 
-#[path = "../../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::io::Cursor;
 use std::process::Command;
 
+use crate::skip;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;

@@ -4,12 +4,10 @@
 //! boots the stock Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these
 //! tests are skipped; with `CI` set they fail if QEMU is there.
 
-#[path = "../../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use crate::skip;
 use guest_profile::locate::{self, Anchors};
 use guest_profile::programs::GuestMount;
 use guest_profile::task::{TaskLayout, TaskReader};

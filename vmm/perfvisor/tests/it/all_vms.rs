@@ -1,11 +1,9 @@
 //! `stat --all` and `record --all`: each VM of the host at once.
 
-mod common;
-
 use std::process::{Command, Output, Stdio};
 
-use common::host::Host;
-use common::vm::PROGRAM;
+use crate::common::host::Host;
+use crate::common::vm::PROGRAM;
 use serde_json::Value;
 
 fn command(host: &Host, args: &[&str]) -> Command {
@@ -98,7 +96,7 @@ fn record_writes_a_file_for_each_vm() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    common::vm::eventually("all are recorded", || {
+    crate::common::vm::eventually("all are recorded", || {
         file("p.a.old").exists() && file("p.b.old").exists() && file("p.c").exists()
     });
     let pid = recorder.id().to_string();

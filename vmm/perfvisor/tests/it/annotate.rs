@@ -1,11 +1,9 @@
 //! `perfvisor annotate` and `perfvisor diff`: code and changes of recordings of a running VM.
 
-mod common;
-
 use std::path::PathBuf;
 use std::process::Output;
 
-use common::operator::TestVm;
+use crate::common::operator::TestVm;
 
 /// Records the spinning VM; where.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {

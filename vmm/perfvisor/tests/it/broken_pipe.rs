@@ -4,9 +4,8 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-use common::vm::SpinningVm;
-
-mod common;
+use crate::common::vm::PROGRAM;
+use crate::common::vm::SpinningVm;
 
 /// The writing end of a pipe that nobody reads.
 fn without_reader() -> Stdio {
@@ -28,7 +27,7 @@ fn output_that_nobody_reads_is_no_failure() {
         (&["fly"], 2),
         (&["run", "--cpus", "0"], 2),
     ] {
-        let ended = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
+        let ended = Command::new(PROGRAM)
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(without_reader())
@@ -44,7 +43,7 @@ fn output_that_nobody_reads_is_no_failure() {
 fn output_that_cannot_be_written_is_a_failure() {
     for arguments in [&["--help"][..], &["check"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-        let output = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
+        let output = Command::new(PROGRAM)
             .args(arguments)
             .stdout(full)
             .stderr(Stdio::piped())

@@ -1,15 +1,13 @@
 //! The host's clock is set, forwards and back by a day, while a VM runs, is counted and recorded. A library
 //! that is loaded before libc does it for these programs alone.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::machine::Machine;
-use common::skip::skipped;
-use common::vm::eventually;
+use crate::common::machine::Machine;
+use crate::common::skip::skipped;
+use crate::common::vm::eventually;
 
 /// What time of day programs are told: a day ahead and a day behind by turns. It counts, in a file, how often
 /// it was asked. It makes no system call that libc would not make.

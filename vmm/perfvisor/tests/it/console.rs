@@ -1,38 +1,35 @@
 //! `run --console` and `--virtio-console`: the built-in guest's output reaches each place, and the operator
 //! can find it.
-#![allow(missing_docs, reason = "a test program")]
-
-mod common;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use common::skip;
-use common::vm::{PROGRAM, eventually, with_answers};
+use crate::common::test_lock::{self, SharedLock};
+use crate::common::vm::{PROGRAM, eventually, has_kvm, with_answers};
 use tempfile::TempDir;
 
 /// The last line but a few of a guest that spins.
 const SPINNING: &str = "spinning";
 
-struct Vm {
+struct ConsoleVm {
     child: Child,
     dir: TempDir,
+    _lock: SharedLock,
 }
 
-impl Vm {
+impl ConsoleVm {
     /// A VM that spins, with its console at `place`; `None` where there is no KVM.
     fn start(dir: TempDir, place: &str) -> Option<Self> {
         Self::start_with(dir, place, &[])
     }
 
     fn start_with(dir: TempDir, place: &str, more: &[&str]) -> Option<Self> {
-        if !Path::new("/dev/kvm").exists() {
-            skip::skipped("no /dev/kvm here", false);
+        if !has_kvm() {
             return None;
         }
+        let lock = test_lock::shared();
         let child = Command::new(PROGRAM)
             .args(["run", "--name", "c", "--memory", "32M", "--cmdline", "loop"])
             .args(["--console", place])
@@ -44,7 +41,11 @@ impl Vm {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        Some(Self { child, dir })
+        Some(Self {
+            child,
+            dir,
+            _lock: lock,
+        })
     }
 
     /// What `ps` says when the VM has answered.
@@ -79,7 +80,7 @@ impl Vm {
     }
 }
 
-impl Drop for Vm {
+impl Drop for ConsoleVm {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -90,7 +91,7 @@ impl Drop for Vm {
 fn a_file_gets_all_and_the_terminal_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
-    let Some(vm) = Vm::start(dir, &format!("file={}", path.display())) else {
+    let Some(vm) = ConsoleVm::start(dir, &format!("file={}", path.display())) else {
         return;
     };
     let text = || std::fs::read_to_string(&path).unwrap_or_default();
@@ -103,7 +104,7 @@ fn a_file_gets_all_and_the_terminal_nothing() {
 fn a_client_of_the_socket_gets_what_came_before_it() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("console");
-    let Some(vm) = Vm::start(dir, &format!("socket={}", path.display())) else {
+    let Some(vm) = ConsoleVm::start(dir, &format!("socket={}", path.display())) else {
         return;
     };
     let mut client = None;
@@ -124,7 +125,7 @@ fn a_client_of_the_socket_gets_what_came_before_it() {
 
 #[test]
 fn a_pseudo_terminal_is_named_at_the_start_and_in_the_status() {
-    let Some(mut vm) = Vm::start(tempfile::tempdir().unwrap(), "pty") else {
+    let Some(mut vm) = ConsoleVm::start(tempfile::tempdir().unwrap(), "pty") else {
         return;
     };
     let mut lines = BufReader::new(vm.child.stderr.take().unwrap())
@@ -148,7 +149,7 @@ fn a_pseudo_terminal_is_named_at_the_start_and_in_the_status() {
 
 #[test]
 fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
-    let Some(vm) = Vm::start(tempfile::tempdir().unwrap(), "none") else {
+    let Some(vm) = ConsoleVm::start(tempfile::tempdir().unwrap(), "none") else {
         return;
     };
     assert_eq!(vm.stop(), "");
@@ -187,7 +188,7 @@ fn the_status_says_where_the_virtio_console_is() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let place = format!("file={}", path.display());
-    let Some(vm) = Vm::start_with(dir, "none", &["--virtio-console", &place]) else {
+    let Some(vm) = ConsoleVm::start_with(dir, "none", &["--virtio-console", &place]) else {
         return;
     };
     eventually("the VM can be controlled", || {

@@ -1,14 +1,12 @@
 //! Who comes to the control socket first, and who comes when all places are taken.
 
-mod common;
-
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
-use common::operator::{TestVm, value_of};
-use common::skip::skipped;
-use common::vm::{PROGRAM, eventually};
+use crate::common::operator::{TestVm, value_of};
+use crate::common::test_lock;
+use crate::common::vm::{PROGRAM, eventually, has_kvm};
 use control_api::client::Client;
 use control_api::protocol::Opened;
 use control_api::request;
@@ -20,9 +18,10 @@ const ROOM: usize = 32;
 /// missing because its thread has yet to begin.
 #[test]
 fn the_first_client_counts_every_vcpu() {
-    if !std::path::Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
+    let _lock = test_lock::shared();
     let runtime = tempfile::tempdir().unwrap();
     let mut vm = Command::new(PROGRAM)
         .args([

@@ -1,24 +1,23 @@
 //! A thousand clients at once at the control socket, who connect, stall, stop reading and die: the VM runs
 //! on, its operator is served, and nothing is left of them.
 
-mod common;
-
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::operator::{TestVm, value_of};
-use common::vm::eventually;
+use crate::common::operator::{TestVm, value_of};
+use crate::common::test_lock;
+use crate::common::vm::eventually;
 use control_api::client::Client;
 use control_api::protocol::{Opened, VmState};
 use control_api::request;
 
 /// Clients that are there at the same time.
-const CROWD: usize = 1000;
+const CLIENTS: usize = 1000;
 /// Threads that bring them.
-const BRINGERS: usize = 10;
+const CONNECTORS: usize = 10;
 const HELLO: &[u8] = b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
 
 /// What client `n` does before it stands there. Whatever the VM closes in its face is no fault.
@@ -43,26 +42,28 @@ fn behave(n: usize, stream: &mut UnixStream) {
 
 #[test]
 fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
+    // A thousand clients load all CPUs.
+    let _lock = test_lock::exclusive();
     let Some(vm) = TestVm::spinning(2) else { return };
     let most = perfvisor_vmm::privileges::raise_descriptor_limit();
-    if most.is_some_and(|most| most < 2 * CROWD as u64) {
+    if most.is_some_and(|most| most < 2 * CLIENTS as u64) {
         return eprintln!("SKIP: this test may have {most:?} descriptors only");
     }
     let path = vm.sockets().join("test.sock");
     // Its first buffers come with its first clients.
     vm.ps();
     let (before, ran) = (vm.descriptors(), vm.cpu_time());
-    let crowd: Mutex<Vec<UnixStream>> = Mutex::default();
+    let clients: Mutex<Vec<UnixStream>> = Mutex::default();
     let (here, done) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        let bringers: Vec<_> = (0..BRINGERS)
-            .map(|bringer| {
-                let (path, crowd) = (&path, &crowd);
+        let connectors: Vec<_> = (0..CONNECTORS)
+            .map(|connector| {
+                let (path, clients) = (&path, &clients);
                 scope.spawn(move || {
-                    for n in (bringer..CROWD).step_by(BRINGERS) {
+                    for n in (connector..CLIENTS).step_by(CONNECTORS) {
                         let mut stream = UnixStream::connect(path).unwrap();
-                        behave(n / BRINGERS, &mut stream);
-                        crowd.lock().unwrap().push(stream);
+                        behave(n / CONNECTORS, &mut stream);
+                        clients.lock().unwrap().push(stream);
                     }
                 })
             })
@@ -83,8 +84,8 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
             }
         });
         scope.spawn(|| {
-            for bringer in bringers {
-                bringer.join().unwrap();
+            for connector in connectors {
+                connector.join().unwrap();
             }
             here.store(true, Ordering::Relaxed);
         });
@@ -116,8 +117,8 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
         }
         done.store(true, Ordering::Relaxed);
     });
-    assert_eq!(crowd.lock().unwrap().len(), CROWD);
-    crowd.lock().unwrap().clear();
+    assert_eq!(clients.lock().unwrap().len(), CLIENTS);
+    clients.lock().unwrap().clear();
     eventually("nothing is left of them", || vm.descriptors() <= before);
     assert!(vm.cpu_time() > ran, "the guest ran");
     let said = vm.vm.said();

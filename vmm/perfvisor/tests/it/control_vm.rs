@@ -1,14 +1,12 @@
 //! A running VM as its operator sees it: the commands and the socket, against the real program and KVM.
 
-mod common;
-
-use common::operator::{TestVm, value_of};
+use crate::common::operator::{TestVm, value_of};
 
 use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::vm::{SpinningVm, eventually, with_answers};
+use crate::common::vm::{SpinningVm, eventually, with_answers};
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -706,7 +704,7 @@ fn events_of_the_whole_vm_are_counted_once() {
         .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
         .unwrap();
     if each[0].unsupported.is_some() {
-        return common::skip::skipped("in part: this KVM keeps no remote_tlb_flush of a VM", false);
+        return crate::common::skip::skipped("in part: this KVM keeps no remote_tlb_flush of a VM", false);
     }
     let places: Vec<_> = each.iter().map(|o| (o.index, o.vcpu)).collect();
     assert_eq!(places, [(0, None), (1, Some(0)), (1, Some(1))]);

@@ -1,15 +1,11 @@
 //! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that
 //! repeat.
 
-#[path = "../../tests/common/mod.rs"]
-mod common;
-
-#[path = "../../../perf-core/tests/common/skip.rs"]
-mod skip;
-
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use crate::common::vm::PROGRAM;
+use crate::common::{kernels, skip, test_lock};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
 
 /// What this host can step; `None`: no KVM here.
@@ -33,14 +29,17 @@ fn guest(name: &str, image: &[u8]) -> PathBuf {
 }
 
 fn perfvisor(arguments: &[&str]) -> Output {
-    command(arguments).output().unwrap()
+    output_of(command(arguments))
+}
+
+fn output_of(mut command: Command) -> Output {
+    let _lock = test_lock::shared();
+    command.output().unwrap()
 }
 
 fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
-    command
-        .args(["60", env!("CARGO_BIN_EXE_perfvisor"), "run"])
-        .args(arguments);
+    command.args(["60", PROGRAM, "run"]).args(arguments);
     command
 }
 
@@ -97,7 +96,7 @@ fn straight_runs_are_counted_as_steps_are() {
             if !runs {
                 command.env("PERFVISOR_EXACT_WITHOUT_RUNS", "1");
             }
-            let run = command.output().unwrap();
+            let run = output_of(command);
             let (out, err) = (text(&run.stdout), text(&run.stderr));
             assert!(
                 run.status.success() && !out.contains("not ok"),
@@ -174,10 +173,7 @@ fn a_host_that_cannot_step_user_code_is_told_of() {
         .find(|line| line.contains("instructions.cpl3"))
         .unwrap();
     assert_eq!(user.ends_with("unsupported"), !host.user, "{out}");
-    let check = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
-        .arg("check")
-        .output()
-        .unwrap();
+    let check = Command::new(PROGRAM).arg("check").output().unwrap();
     let line = text(&check.stdout)
         .lines()
         .find(|line| line.contains("--backing exact"))
@@ -230,13 +226,13 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     ];
     let mut bytes = [&start[..], &selector.to_le_bytes(), &end].concat();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes.extend(common::multiboot_header(3, None));
-    let segment = common::Seg {
+    bytes.extend(kernels::multiboot_header(3, None));
+    let segment = kernels::Seg {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: 0x2000,
     };
-    common::elf32(common::EM_386, 0x10_0000, &[segment])
+    kernels::elf32(kernels::EM_386, 0x10_0000, &[segment])
 }
 
 /// RDPMC by breakpoint reads what RDPMC by trap reads, also in the middle of stepped code, where it is one

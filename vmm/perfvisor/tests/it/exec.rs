@@ -1,14 +1,12 @@
 //! `perfvisor exec` beside a guest that does not do its part: whoever started it gets away.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use common::vm::PROGRAM;
+use crate::common::vm::PROGRAM;
 use guest_agent::wire::{Kind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {

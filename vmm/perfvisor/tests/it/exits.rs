@@ -1,11 +1,9 @@
 //! `perfvisor exits`: what a running VM's vCPUs leave their guest for.
 
-mod common;
-
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 
-use common::operator::TestVm;
+use crate::common::operator::TestVm;
 use serde_json::Value;
 
 fn lines(text: &str) -> Vec<Value> {
@@ -69,7 +67,7 @@ fn exits_are_counted_and_timed_while_watched() {
     }
     let of_kvm = total["kvm"].as_array().unwrap();
     if of_kvm.is_empty() {
-        return common::skip::skipped("this KVM has no binary statistics", false);
+        return crate::common::skip::skipped("this KVM has no binary statistics", false);
     }
     assert!(count(total, "kvm", "statistic", "exits") >= kicks, "{text}");
 }
@@ -100,7 +98,7 @@ fn the_tables_say_what_was_not_timed() {
         "{without}"
     );
     // One whose guest has no PMU is watched all the same.
-    let Some(vm) = common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {
+    let Some(vm) = crate::common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {
         return;
     };
     let out = vm.operator(&["exits", "bare", "-d", "0.2"]).output().unwrap();
@@ -120,7 +118,7 @@ fn the_tables_say_what_was_not_timed() {
 #[test]
 fn bad_intervals_are_refused_in_one_line() {
     for value in ["-1", "0", "x"] {
-        let mut command = Command::new(common::vm::PROGRAM);
+        let mut command = Command::new(crate::common::vm::PROGRAM);
         let out = command.args(["exits", "vm", "-i", value]).output().unwrap();
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{stderr}");

@@ -1,8 +1,6 @@
 //! The exporter over several real VMs, as Prometheus and Pyroscope ask it, and with clients and VMs that mean
 //! no good.
 
-mod common;
-
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -10,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::time::Duration;
 
-use common::host::{Host, get, reply};
-use common::vm::{PROGRAM, eventually};
+use crate::common::host::{Host, get, reply};
+use crate::common::vm::{PROGRAM, eventually};
 
 /// All VMs are in one text, whose families are each in one piece. One that is stopped, dies, comes or goes
 /// changes nothing for the others.

@@ -1,8 +1,5 @@
 //! `run --gdb`: Debian's own gdb debugs the built-in guest, and clients that are no debuggers leave the VM
 //! well.
-#![allow(missing_docs, reason = "a test program")]
-
-mod common;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,24 +8,27 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use common::skip;
-use common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::skip;
+use crate::common::test_lock::{self, SharedLock};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use guest_images::bare_metal::BUILTIN;
 use tempfile::TempDir;
 
 /// A VM whose guest waits for a debugger.
-struct Waiting {
+struct WaitingVm {
     child: Child,
     dir: TempDir,
+    _lock: SharedLock,
 }
 
-impl Waiting {
+impl WaitingVm {
     fn start() -> Option<Self> {
         let gdb = Command::new("gdb").arg("--version").output();
         if !Path::new("/dev/kvm").exists() || !gdb.is_ok_and(|out| out.status.success()) {
             skip::skipped("no /dev/kvm or no gdb here", false);
             return None;
         }
+        let lock = test_lock::shared();
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("gdb");
         let child = Command::new(PROGRAM)
@@ -56,7 +56,11 @@ impl Waiting {
         eventually("the socket is there", || {
             fs::metadata(&socket).is_ok_and(|file| file.permissions().mode() & 0o777 == 0o600)
         });
-        Some(Self { child, dir })
+        Some(Self {
+            child,
+            dir,
+            _lock: lock,
+        })
     }
 
     fn socket(&self) -> PathBuf {
@@ -75,7 +79,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitingVm {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -120,7 +124,7 @@ fn value(said: &str, word: &str) -> u64 {
 /// would have been.
 #[test]
 fn gdb_stops_steps_looks_and_changes_and_leaves_nothing_behind() {
-    let Some(vm) = Waiting::start() else { return };
+    let Some(vm) = WaitingVm::start() else { return };
     let said = vm.gdb(
         r#"
 printf "entry=%#lx\n", $rip
@@ -183,7 +187,7 @@ detach
 /// debugger, the VM ends in order.
 #[test]
 fn ctrl_c_stops_the_guest_and_its_counters() {
-    let Some(mut vm) = Waiting::start() else { return };
+    let Some(mut vm) = WaitingVm::start() else { return };
     let count = |name: &str| {
         let dir = vm.dir.path().display();
         format!("shell XDG_RUNTIME_DIR={dir} {PROGRAM} stat g -j -e cycles -d 0.2 >{dir}/{name}\n")
@@ -228,7 +232,7 @@ fn ctrl_c_stops_the_guest_and_its_counters() {
 /// Hardware breakpoints and watchpoints, where they fire.
 #[test]
 fn gdb_uses_the_processors_breakpoints() {
-    let Some(vm) = Waiting::start() else { return };
+    let Some(vm) = WaitingVm::start() else { return };
     let check = Command::new(PROGRAM).args(["check", "--json"]).output().unwrap();
     let check = String::from_utf8(check.stdout).unwrap();
     if !check.replace(' ', "").contains("\"breakpoints\":true") {

@@ -4,16 +4,15 @@
 //!
 //! `make soak-hostile SECONDS=600` takes its time and shows the table; a test takes some seconds.
 
-mod common;
-
 use std::fs;
 use std::hint::black_box;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::machine::Machine;
-use common::vm::eventually;
+use crate::common::machine::Machine;
+use crate::common::test_lock;
+use crate::common::vm::eventually;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// How long the soak is, in seconds.
@@ -61,14 +60,14 @@ const COMMANDS: [&[&str]; 9] = [
 
 /// What the process of the VM holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Holds {
+struct ResourceUse {
     rss_kib: u64,
     descriptors: usize,
     events: usize,
     threads: usize,
 }
 
-impl Holds {
+impl ResourceUse {
     fn of(pid: u32) -> Self {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         let field = |name: &str| {
@@ -169,6 +168,8 @@ fn length() -> Duration {
 
 #[test]
 fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
+    // The guest and the commands load all CPUs.
+    let _lock = test_lock::exclusive();
     let pmus = ["intel", "amd"];
     let each = length() / 2 / u32::try_from(pmus.len()).unwrap();
     println!("| vPMU | phase | commands killed | resident KiB | descriptors | perf events | threads |");
@@ -179,7 +180,7 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
             return;
         };
         let (pid, mut random) = (vm.child.id(), 0x9e37_79b9_7f4a_7c15 ^ seed);
-        let row = |phase: &str, killed: u64, holds: Holds| {
+        let row = |phase: &str, killed: u64, holds: ResourceUse| {
             println!(
                 "| {pmu} | {phase} | {killed} | {} | {} | {} | {} |",
                 holds.rss_kib, holds.descriptors, holds.events, holds.threads
@@ -189,13 +190,13 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
         // Buffers and tables come with the first of each kind.
         let first = commands_that_die(&vm, each / 4, &mut random);
         std::thread::sleep(Duration::from_millis(300));
-        let before = Holds::most_of(pid, 30);
+        let before = ResourceUse::most_of(pid, 30);
         row("at first", first, before);
         let killed = commands_that_die(&vm, each - each / 4, &mut random);
         eventually("nothing is left of the clients", || {
-            Holds::of(pid).is_within(before)
+            ResourceUse::of(pid).is_within(before)
         });
-        let after = Holds::most_of(pid, 30);
+        let after = ResourceUse::most_of(pid, 30);
         row("at last", killed, after);
         assert!(
             after.rss_kib <= before.rss_kib + GROWTH_KIB,
@@ -234,6 +235,8 @@ fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
 /// and is not judged: what else the host does decides it, too. The VM stands the storm.
 #[test]
 fn what_a_storming_guest_takes_from_a_neighbour_is_little_and_shown() {
+    // Loads two CPUs, and shows what one of them is left.
+    let _lock = test_lock::exclusive();
     let cpus = sched_getaffinity(None).unwrap();
     let mut free = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu));
     let (Some(ours), Some(its)) = (free.next(), free.next()) else {

@@ -1,16 +1,15 @@
 //! Files that an operator names may be anything. What cannot be used is refused in one line with exit status
 //! 2, and nobody is waited for who may never come.
 
-mod common;
-
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use common::operator::TestVm;
-use common::skip::skipped;
-use common::vm::PROGRAM;
+use crate::common::operator::TestVm;
+use crate::common::skip::skipped;
+use crate::common::test_lock;
+use crate::common::vm::{PROGRAM, has_kvm};
 
 /// A pipe in `dir` that nobody has open.
 fn pipe(dir: &Path) -> PathBuf {
@@ -134,9 +133,10 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
     if !places.iter().any(|place| Path::new(place).exists()) {
         return skipped("virtiofsd is not installed", false);
     }
-    if !Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
+    let _lock = test_lock::shared();
     let dir = tempfile::tempdir().unwrap();
     let (shared, log) = (dir.path().join("shared"), dir.path().join("log"));
     std::fs::create_dir(&shared).unwrap();
@@ -175,8 +175,8 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
 /// has to look for them.
 #[test]
 fn a_pipe_that_is_waited_for_can_be_given_up() {
-    if !Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
@@ -207,8 +207,8 @@ fn a_pipe_that_is_waited_for_can_be_given_up() {
 /// Of a filter that cannot be read the file was named twice.
 #[test]
 fn a_filter_that_cannot_be_used_is_named_once() {
-    if !Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
     let dir = tempfile::tempdir().unwrap();
     let bad = dir.path().join("bad.toml");
@@ -242,8 +242,8 @@ fn blocks_interrupt(pid: u32) -> bool {
 
 #[test]
 fn a_directory_for_sockets_that_is_not_there_names_its_variable() {
-    if !Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
     let args = ["run", "--name", "x", "--memory", "32M"];
     let out = perfvisor(&args)

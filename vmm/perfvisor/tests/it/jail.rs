@@ -6,12 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::machine::Machine;
-use common::nobody::{NOBODY, Nobody};
-use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm, eventually};
-
-mod common;
+use crate::common::machine::Machine;
+use crate::common::skip::skipped;
+use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually, said};
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
@@ -19,12 +17,6 @@ fn is_root() -> bool {
         skipped("only root has a jail without a user namespace", false);
     }
     own
-}
-
-fn said(command: &mut Command) -> (Option<i32>, String) {
-    let out = command.stdin(Stdio::null()).output().unwrap();
-    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
-    (out.status.code(), text)
 }
 
 fn names(dir: &str) -> Vec<String> {
@@ -142,7 +134,7 @@ fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
 #[test]
 fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
     // He has none by his user either.
-    let Some(nobody) = Nobody::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
+    let Some(nobody) = UnprivilegedUser::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
         return;
     };
     let run = |args: &[&str]| nobody.perfvisor(&[&["run"], args].concat());
@@ -260,16 +252,16 @@ fn control_groups() -> Option<PathBuf> {
 }
 
 /// A control group that goes when the test ends.
-struct Group(PathBuf);
+struct ControlGroup(PathBuf);
 
-impl Group {
+impl ControlGroup {
     fn new(name: &str) -> Option<Self> {
         let dir = control_groups()?.join(format!("perfvisor-{name}-{}", std::process::id()));
         fs::create_dir(&dir).ok().map(|()| Self(dir))
     }
 }
 
-impl Drop for Group {
+impl Drop for ControlGroup {
     fn drop(&mut self) {
         // Its processes leave it in their own time.
         while fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)) {
@@ -303,7 +295,7 @@ fn a_jailed_vm_joins_its_control_group() {
     if !is_root() {
         return;
     }
-    let Some(group) = Group::new("joined") else {
+    let Some(group) = ControlGroup::new("joined") else {
         return skipped("no cgroup v2 in which this user can make groups", false);
     };
     let jail = format!("uid={NOBODY},cgroup={}", group.0.display());
@@ -346,7 +338,7 @@ fn what_is_no_control_group_to_join_is_refused_in_a_line() {
     {
         refused(first, "version 1");
     }
-    let Some(group) = Group::new("shares") else {
+    let Some(group) = ControlGroup::new("shares") else {
         return skipped("no cgroup v2 in which this user can make groups", false);
     };
     // Beside a group of threads only such groups are of use.

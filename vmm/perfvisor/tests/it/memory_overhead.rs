@@ -1,8 +1,7 @@
 //! What a VM takes of its host's memory beside the guest's: pages that nobody else has.
 
-mod common;
-
-use common::operator::TestVm;
+use crate::common::operator::TestVm;
+use crate::common::test_lock;
 
 /// The most for a VM of one vCPU, and for each further vCPU, KiB. Both are well above what was measured
 /// (docs/measurements/guests.md), so that a build, a C library or a kernel of another kind does not matter.
@@ -31,6 +30,8 @@ fn own_kib(vm: &TestVm) -> u64 {
 
 #[test]
 fn a_vm_takes_few_pages_of_its_own_and_few_more_for_each_vcpu() {
+    // The memory that a VM takes depends on the order in which its threads start.
+    let _lock = test_lock::exclusive();
     // What a VM has of the heap depends on the order in which its threads begin: the least of three is what
     // it needs.
     let least = |vcpus| {

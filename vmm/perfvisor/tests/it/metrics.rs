@@ -1,7 +1,5 @@
 //! The metrics of a running VM, scraped as Prometheus would, and by clients that mean no good.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -10,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
 /// Metrics at a port that is free.
 const SERVED: [&str; 2] = ["--metrics", "127.0.0.1:0"];

@@ -1,11 +1,12 @@
 //! `run --net`: a tap device that cannot be had is one line with the remedy.
-#![allow(missing_docs, reason = "a test program")]
 
 use std::process::Command;
 
+use crate::common::vm::{PROGRAM, has_kvm};
+
 /// The line on standard error of a VM that must not start.
 fn refused(nets: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_perfvisor"));
+    let mut command = Command::new(PROGRAM);
     command.arg("run").env_remove("RUST_LOG");
     for net in nets {
         command.args(["--net", net]);
@@ -31,8 +32,7 @@ fn mistakes_in_the_option_are_named() {
 
 #[test]
 fn a_tap_device_that_is_missing_is_not_made() {
-    if !std::path::Path::new("/dev/kvm").exists() {
-        println!("SKIP: no /dev/kvm here");
+    if !has_kvm() {
         return;
     }
     let line = refused(&["tap=pv-no-such-tap"]);

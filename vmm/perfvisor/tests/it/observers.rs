@@ -1,22 +1,14 @@
 //! Observers of a VM (`--observers`): they count, and change nothing.
 
-mod common;
-
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use common::host::Host;
-use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm, put_program};
+use crate::common::host::Host;
+use crate::common::skip::skipped;
+use crate::common::vm::{PROGRAM, SpinningVm, has_kvm, put_program, said};
 use control_api::client::{Client, REPLY_TIMEOUT};
-
-fn said(command: &mut Command) -> (Option<i32>, String) {
-    let out = command.stdin(Stdio::null()).output().unwrap();
-    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
-    (out.status.code(), text)
-}
 
 /// A VM with observers, whose directory anybody may go through, and their socket.
 fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, String)> {
@@ -92,7 +84,7 @@ fn observers_do_not_keep_operators_out() {
         assert_eq!(status, Some(0), "{text}");
     }
     drop(observers);
-    common::vm::eventually("there is room again", || come().is_ok());
+    crate::common::vm::eventually("there is room again", || come().is_ok());
 }
 
 #[test]
@@ -130,8 +122,8 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     if !able.is_ok_and(|able| able.status.success()) {
         return skipped("only root can be another user", false);
     }
-    if !Path::new("/dev/kvm").exists() {
-        return skipped("no /dev/kvm here", false);
+    if !has_kvm() {
+        return;
     }
     let place = tempfile::tempdir().unwrap();
     let mode = |path: &Path, mode| fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();

@@ -1,21 +1,18 @@
 //! A thread that panics, a fault's signal, and an instruction that KVM cannot execute end the whole VM with
 //! one line, and leave no terminal raw and no vCPU behind.
 
-use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::machine::Machine;
-use common::skip::skipped;
-use common::vm::{PROGRAM, SpinningVm, eventually};
-
-mod common;
+use crate::common::machine::Machine;
+use crate::common::test_lock;
+use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm};
 
 /// A VM in which a thread of this kind panics when it begins: its exit status and what it said.
 fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
-    if !Path::new("/dev/kvm").exists() {
-        skipped("no /dev/kvm here", false);
+    if !has_kvm() {
         return None;
     }
+    let _lock = test_lock::shared();
     let runtime = tempfile::tempdir().unwrap();
     let out = Command::new(PROGRAM)
         .args([

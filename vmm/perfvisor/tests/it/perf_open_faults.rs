@@ -2,12 +2,10 @@
 //! an operator asks for is refused in a line, the guest's counters do without, and all is as before when the
 //! kernel is willing again.
 
-mod common;
-
 use std::path::PathBuf;
 
-use common::operator::TestVm;
-use common::vm::{SpinningVm, eventually};
+use crate::common::operator::TestVm;
+use crate::common::vm::{SpinningVm, eventually};
 use control_api::client::Client;
 use control_api::protocol::{EventReading, Opened, VmState};
 use control_api::request;
@@ -24,13 +22,13 @@ const REFUSALS: [(i32, &str, &str); 7] = [
 ];
 
 /// A VM, and the file that says what `perf_event_open(2)` fails with in it.
-struct Refused {
+struct FaultyVm {
     vm: TestVm,
     file: PathBuf,
     _dir: tempfile::TempDir,
 }
 
-impl Refused {
+impl FaultyVm {
     /// `None` where there is no KVM, and in a release, which has no faults.
     fn start(args: &[&str]) -> Option<Self> {
         if !cfg!(debug_assertions) {
@@ -86,7 +84,7 @@ fn counts(client: &mut Client, handle: u32) -> bool {
 
 #[test]
 fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
-    let Some(refused) = Refused::start(&[]) else {
+    let Some(refused) = FaultyVm::start(&[]) else {
         return;
     };
     let vm = &refused.vm;
@@ -113,7 +111,7 @@ fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
 /// The kernel takes locks that a signal interrupts, and a vCPU is sent signals all the time.
 #[test]
 fn an_open_that_a_signal_interrupts_is_tried_again() {
-    let Some(refused) = Refused::start(&[]) else {
+    let Some(refused) = FaultyVm::start(&[]) else {
         return;
     };
     let mut client = refused.vm.client();
@@ -137,7 +135,7 @@ fn a_guest_s_counters_do_without_and_the_guest_goes_on() {
     std::fs::write(&file, "").unwrap();
     for pmu in ["intel", "amd"] {
         let args = ["--cmdline", "hostile=7", "--pmu", pmu];
-        let machine = common::machine::Machine::start_with(&args, ("PERFVISOR_TEST_PERF_OPEN", &file));
+        let machine = crate::common::machine::Machine::start_with(&args, ("PERFVISOR_TEST_PERF_OPEN", &file));
         let Some(mut vm) = machine else { return };
         vm.new_line_with("hostile: round");
         for (error, name, _) in REFUSALS {

@@ -5,14 +5,12 @@ use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::machine::Machine;
-use common::nobody::Nobody;
-use common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::machine::Machine;
+use crate::common::unprivileged::UnprivilegedUser;
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use control_api::client::Client;
 use control_api::protocol::KernelState;
 use control_api::request;
-
-mod common;
 
 /// `CAP_PERFMON` (capabilities(7)).
 const PERFMON: u64 = 1 << 38;
@@ -137,7 +135,7 @@ fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
 
 /// A kernel that is entered by PVH and halts: `record` would look for what is in it, unlike in the built-in
 /// guest. It is a seed of the fuzz target of such files, behind one byte for that.
-const HALTS: &[u8] = include_bytes!("../../fuzz/seeds/boot/pvh");
+const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
 /// A VM that runs cannot start the process again that starts those which read the guest's kernel. It goes on
 /// without, says so once, and so hears who asks.
@@ -184,7 +182,7 @@ fn filters_are_left_out_if_the_operator_says_so() {
 #[test]
 fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
     let rights = &["--inh-caps", "+perfmon", "--ambient-caps", "+perfmon"];
-    let Some(nobody) = Nobody::with(rights, &["true"]) else {
+    let Some(nobody) = UnprivilegedUser::with(rights, &["true"]) else {
         return;
     };
 

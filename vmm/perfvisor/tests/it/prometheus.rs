@@ -1,13 +1,12 @@
 //! The exporter under the real Prometheus and the real `go tool pprof`, where they are installed.
 
-mod common;
-
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::host::{Host, get};
-use common::vm::{PROGRAM, eventually};
+use crate::common::host::{Host, get};
+use crate::common::test_lock;
+use crate::common::vm::{PROGRAM, eventually};
 use serde_json::Value;
 
 /// How many VMs Prometheus scrapes.
@@ -21,7 +20,7 @@ fn is_installed(program: &str, argument: &str) -> bool {
         .status();
     let found = found.is_ok_and(|status| status.success());
     if !found {
-        common::skip::skipped(&format!("{program} is not installed"), false);
+        crate::common::skip::skipped(&format!("{program} is not installed"), false);
     }
     found
 }
@@ -78,6 +77,8 @@ fn prometheus_scrapes_twenty_vms() {
     if !is_installed("prometheus", "--version") {
         return;
     }
+    // Prometheus waits for a scrape no longer than five seconds.
+    let _lock = test_lock::exclusive();
     let Some(mut host) = Host::start(&[]) else { return };
     for n in 0..VMS {
         let name = format!("vm{n}");

@@ -1,12 +1,10 @@
 //! What is left of a recording that could not go on: the recorder is killed, or its disk is full.
 
-mod common;
-
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::machine::Machine;
-use common::vm::{PROGRAM, eventually};
+use crate::common::machine::Machine;
+use crate::common::vm::{PROGRAM, eventually};
 
 /// A guest that computes until it is stopped.
 const BUSY: [&str; 2] = ["--cmdline", "reset=cf9 key"];
@@ -68,7 +66,7 @@ fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
         .unwrap();
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     if said.contains("permission denied") || said.contains("Operation not permitted") {
-        return common::skip::skipped("mounting a small disk takes root", false);
+        return crate::common::skip::skipped("mounting a small disk takes root", false);
     }
     assert_eq!(out.status.code(), Some(1), "{said}");
     assert_eq!(said.trim().lines().count(), 1, "{said}");

@@ -1,13 +1,11 @@
 //! What an operator records of a running VM, with the real program and KVM.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::operator::TestVm;
-use common::vm::{PROGRAM, eventually};
+use crate::common::operator::TestVm;
+use crate::common::vm::{PROGRAM, eventually};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};

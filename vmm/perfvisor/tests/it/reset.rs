@@ -1,11 +1,9 @@
 //! A guest that resets the machine: it ends, or starts again with nothing left of the time before.
 
-mod common;
-
 use std::io::BufRead;
 
-use common::machine::Machine;
-use common::vm::eventually;
+use crate::common::machine::Machine;
+use crate::common::vm::eventually;
 
 /// What the guest says of a machine that is new.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";

@@ -1,31 +1,21 @@
 //! A VM as a service: its power button, signals, the background, a service manager, CPUs of its own.
-#![expect(unsafe_code, reason = "sends signals, and opens a terminal of its own")]
-
-mod common;
+#![expect(unsafe_code, reason = "sends signals, and leads a session in a child")]
 
 use std::fs::File;
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::machine::Machine;
-use common::vm::{PROGRAM, eventually};
+use crate::common::machine::Machine;
+use crate::common::pty::pseudo_terminal;
+use crate::common::test_lock;
+use crate::common::vm::{PROGRAM, eventually, has_kvm};
 
 fn signal(vm: &Machine, signal: libc::c_int) {
     let pid = i32::try_from(vm.child.id()).unwrap();
     // SAFETY: it is our child, which has not been waited for.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-}
-
-fn has_kvm() -> bool {
-    let has = Path::new("/dev/kvm").exists();
-    if !has {
-        common::skip::skipped("no /dev/kvm here", false);
-    }
-    has
 }
 
 /// A guest that listens powers off: 0. By the operator's button, and by SIGTERM.
@@ -99,6 +89,7 @@ fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
     if !has_kvm() {
         return;
     }
+    let _lock = test_lock::shared();
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
     let perfvisor = |args: &[&str]| {
@@ -165,6 +156,7 @@ fn a_service_manager_is_told() {
     if !has_kvm() {
         return;
     }
+    let _lock = test_lock::shared();
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("notify");
     let socket = UnixDatagram::bind(&place).unwrap();
@@ -195,19 +187,9 @@ fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
     if !has_kvm() {
         return;
     }
+    let _lock = test_lock::shared();
     let dir = tempfile::tempdir().unwrap();
-    let (mut master, mut slave) = (-1, -1);
-    let null = std::ptr::null_mut();
-    // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
-    let opened = unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
-    assert_eq!(opened, 0);
-    // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
-    let (master, slave) = unsafe {
-        (
-            OwnedFd::from_raw_fd(master),
-            File::from(OwnedFd::from_raw_fd(slave)),
-        )
-    };
+    let (master, slave) = pseudo_terminal();
     let out = dir.path().join("out");
     let script = format!(
         "set -m; stty tostop; {PROGRAM} run --memory 32M --cmdline 'reset=cf9' & wait $!; echo status=$? >{}",

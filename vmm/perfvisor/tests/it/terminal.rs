@@ -2,42 +2,21 @@
 //!
 //! The test starts itself as a child on a pseudo-terminal; the child enters raw mode and leaves in the
 //! way it is told.
-#![expect(unsafe_code, reason = "opens a terminal of its own")]
+#![expect(unsafe_code, reason = "sends signals, and ends its process by a fault")]
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::common::pty::{Settings, pseudo_terminal, settings};
 use perfvisor_vmm::console::RawTerminal;
 
 const WAY_OUT: &str = "PERFVISOR_TEST_WAY_OUT";
 
-/// The master and the slave of a new pseudo-terminal.
-fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
-    let (mut master, mut slave) = (-1, -1);
-    let null = std::ptr::null_mut();
-    // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
-    let result = unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
-    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
-    unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) }
-}
-
-/// The settings that raw mode changes.
-fn settings(terminal: &OwnedFd) -> (u32, u32, u32, u32) {
-    // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
-    let mut t: libc::termios = unsafe { std::mem::zeroed() };
-    // SAFETY: `t` is a valid, writable termios for the length of the call.
-    assert_eq!(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut t) }, 0);
-    (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
-}
-
 /// Runs the child until it is raw, sends it `signal` if there is one, and waits for its end.
 /// Returns the settings before, while raw and after.
-type Settings = (u32, u32, u32, u32);
 fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Settings, ExitStatus) {
     let (master, slave) = pseudo_terminal();
     let before = settings(&slave);
@@ -45,7 +24,7 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
     command
         .args([
             "--exact",
-            "child_leaves_raw_mode",
+            "terminal::child_leaves_raw_mode",
             "--nocapture",
             "--test-threads=1",
         ])

@@ -1,17 +1,16 @@
 //! `perfvisor top` against a running guest: as text, and on a terminal that must be as it was afterwards.
-#![expect(unsafe_code, reason = "opens a terminal of its own")]
-
-mod common;
+#![expect(unsafe_code, reason = "sends signals")]
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::host::Host;
-use common::vm::{PROGRAM, SpinningVm};
+use crate::common::host::Host;
+use crate::common::pty::{Settings, pseudo_terminal, set_window_size, settings};
+use crate::common::vm::{PROGRAM, SpinningVm};
 
 struct TestVm(SpinningVm);
 
@@ -101,41 +100,6 @@ fn one_screen_as_text_has_all_there_is() {
     }
 }
 
-/// The master and the slave of a new pseudo-terminal of 100 by 20.
-fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
-    let (mut master, mut slave) = (-1, -1);
-    let size = libc::winsize {
-        ws_row: 20,
-        ws_col: 100,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    let null = std::ptr::null_mut::<libc::c_char>();
-    // SAFETY: both integers are writable, the size is a live local, name and termios may be null
-    // (openpty(3)).
-    let result = unsafe {
-        libc::openpty(
-            &mut master,
-            &mut slave,
-            null,
-            std::ptr::null_mut(),
-            &raw const size as *mut _,
-        )
-    };
-    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
-    unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) }
-}
-
-/// The settings that raw mode changes.
-fn settings(terminal: &OwnedFd) -> (u32, u32, u32, u32) {
-    // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
-    let mut t: libc::termios = unsafe { std::mem::zeroed() };
-    // SAFETY: `t` is a valid, writable termios for the length of the call.
-    assert_eq!(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut t) }, 0);
-    (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
-}
-
 /// The lines of a terminal of 100 by 20 that got all of `text`: only what is drawn changes, so the words of a
 /// screen do not come in one piece.
 fn on_screen(text: &str) -> Vec<String> {
@@ -179,7 +143,7 @@ struct OnTerminal {
     child: Child,
     slave: OwnedFd,
     keys: File,
-    before: (u32, u32, u32, u32),
+    before: Settings,
     shown: Arc<Mutex<String>>,
     reader: std::thread::JoinHandle<()>,
 }
@@ -187,6 +151,7 @@ struct OnTerminal {
 impl OnTerminal {
     fn start(command: &mut Command) -> Self {
         let (master, slave) = pseudo_terminal();
+        set_window_size(&slave, 20, 100);
         let before = settings(&slave);
         let stdio = || Stdio::from(File::from(slave.try_clone().unwrap()));
         let child = command
@@ -219,7 +184,7 @@ impl OnTerminal {
 
     /// Waits until all of `words` are on the screen.
     fn shows(&self, words: &[&str]) {
-        common::vm::eventually(&format!("{words:?} are shown"), || {
+        crate::common::vm::eventually(&format!("{words:?} are shown"), || {
             let screen = on_screen(&self.shown.lock().unwrap());
             words
                 .iter()
@@ -303,7 +268,7 @@ fn all_vms_of_the_host_are_one_screen() {
     };
     host.signal("c", "-STOP");
     let mut text = String::new();
-    common::vm::eventually("both guests ran meanwhile", || {
+    crate::common::vm::eventually("both guests ran meanwhile", || {
         let out = top(&["top", "--all", "--once", "-d", "0.5"]).output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr);
         text = String::from_utf8(out.stdout).unwrap();

@@ -1,11 +1,9 @@
 //! VMs are found whatever the environment says: by `ps --all`, and by their sockets.
 
-mod common;
-
 use std::process::Output;
 
-use common::operator::{TestVm, value_of};
-use common::vm::eventually;
+use crate::common::operator::{TestVm, value_of};
+use crate::common::vm::eventually;
 
 /// A command of somebody with another runtime directory.
 fn elsewhere(vm: &TestVm, args: &[&str]) -> Output {

@@ -1,16 +1,8 @@
 //! A guest without a PMU (`--pmu off`) is counted and sampled from the host as any other.
 
-mod common;
+use std::process::Command;
 
-use std::process::{Command, Stdio};
-
-use common::vm::{PROGRAM, SpinningVm};
-
-fn said(command: &mut Command) -> (Option<i32>, String) {
-    let out = command.stdin(Stdio::null()).output().unwrap();
-    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
-    (out.status.code(), text)
-}
+use crate::common::vm::{PROGRAM, SpinningVm, said};
 
 #[test]
 fn an_operator_counts_and_samples_it() {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::thread::Builder;
 
+use crate::common::memory_file::memory_file;
 use sandbox::{Files, ThreadKind};
 
 /// Runs `test` on a thread that can open what is below `read`, and remove what is below `remove`. `false`:
@@ -138,14 +139,4 @@ fn version() -> i64 {
             LANDLOCK_CREATE_RULESET_VERSION,
         )
     }
-}
-
-#[expect(unsafe_code, reason = "memfd_create has no wrapper here")]
-fn memory_file() -> File {
-    use std::os::fd::FromRawFd;
-    // SAFETY: the name is a string with its end, and the call has no other conditions.
-    let fd = unsafe { libc::memfd_create(c"test".as_ptr(), libc::MFD_CLOEXEC) };
-    assert!(fd >= 0, "{}", io::Error::last_os_error());
-    // SAFETY: the descriptor was just made, and nothing else owns it.
-    unsafe { File::from_raw_fd(fd) }
 }

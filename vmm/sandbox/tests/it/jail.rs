@@ -4,11 +4,12 @@
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::common::memory_file::memory_file;
 use sandbox::{Inside, JailError};
 
 /// Runs `test` on a thread that is in a jail with what is `inside`. `false`: this user may have none.
@@ -132,16 +133,6 @@ fn a_thread_sees_no_process_but_its_own() {
         let file = memory_file();
         File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
     });
-}
-
-/// As rings and texts for operators are.
-#[expect(unsafe_code, reason = "a memory file")]
-fn memory_file() -> File {
-    // SAFETY: the name is a string that ends with 0.
-    let fd = unsafe { libc::memfd_create(c"jail".as_ptr(), 0) };
-    assert!(fd >= 0, "{}", io::Error::last_os_error());
-    // SAFETY: the call made this descriptor, and nobody else owns it.
-    unsafe { File::from_raw_fd(fd) }
 }
 
 #[test]

@@ -2,9 +2,6 @@
 //! its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
-#[path = "common/child.rs"]
-mod child;
-
 use std::fs::File;
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
@@ -13,6 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
+use crate::common::child::child_command;
 use sandbox::{LastWill, Mode, ThreadKind};
 
 /// What the child is to do: a mode, a kind, a try.
@@ -26,7 +24,7 @@ static RESTORED: AtomicBool = AtomicBool::new(false);
 
 /// What a thread tries.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Try {
+enum Attempt {
     /// What any thread does.
     Ordinary,
     NewFile,
@@ -47,7 +45,7 @@ enum Try {
 /// An image that was opened before the filters.
 static IMAGE: OnceLock<File> = OnceLock::new();
 
-impl Try {
+impl Attempt {
     /// What no thread may.
     const FORBIDDEN: [(Self, &str); 9] = [
         (Self::NewFile, "openat"),
@@ -166,8 +164,10 @@ fn as_a_child() {
         .find(|known| known.name() == kind)
         .unwrap();
     let name = next();
-    let tries = Try::FORBIDDEN.map(|(what, _)| what);
-    let tried = tries.into_iter().chain([Try::Ordinary, Try::Refused, Try::Image]);
+    let tries = Attempt::FORBIDDEN.map(|(what, _)| what);
+    let tried = tries
+        .into_iter()
+        .chain([Attempt::Ordinary, Attempt::Refused, Attempt::Image]);
     let tried = tried
         .into_iter()
         .find(|known| format!("{known:?}") == name)
@@ -182,7 +182,7 @@ fn as_a_child() {
     let done = move || {
         tried.run();
         // Those that are confined before there is a starter start nobody.
-        if tried == Try::Ordinary && !matches!(kind, ThreadKind::Console | ThreadKind::Signals) {
+        if tried == Attempt::Ordinary && !matches!(kind, ThreadKind::Console | ThreadKind::Signals) {
             start_another();
         }
         println!("{DONE}");
@@ -216,8 +216,8 @@ fn as_a_child() {
     std::process::exit(0);
 }
 
-fn child(mode: Mode, kind: ThreadKind, tried: Try) -> Output {
-    child::as_a_child(TASK, format!("{mode} {kind} {tried:?}"))
+fn child(mode: Mode, kind: ThreadKind, tried: Attempt) -> Output {
+    child_command(module_path!(), TASK, format!("{mode} {kind} {tried:?}"))
         .output()
         .unwrap()
 }
@@ -225,7 +225,7 @@ fn child(mode: Mode, kind: ThreadKind, tried: Try) -> Output {
 #[test]
 fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line() {
     for kind in ThreadKind::ALL {
-        for (tried, call) in Try::FORBIDDEN {
+        for (tried, call) in Attempt::FORBIDDEN {
             let out = child(Mode::On, kind, tried);
             let said = String::from_utf8_lossy(&out.stderr);
             let lines: Vec<&str> = said
@@ -248,7 +248,7 @@ fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line(
 fn a_thread_of_any_kind_does_what_threads_do() {
     for mode in [Mode::On, Mode::Log, Mode::Off] {
         for kind in ThreadKind::ALL {
-            let out = child(mode, kind, Try::Ordinary);
+            let out = child(mode, kind, Attempt::Ordinary);
             let (said, err) = (
                 String::from_utf8_lossy(&out.stdout),
                 String::from_utf8_lossy(&out.stderr),
@@ -262,7 +262,7 @@ fn a_thread_of_any_kind_does_what_threads_do() {
 #[test]
 fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
     for kind in ThreadKind::ALL {
-        let out = child(Mode::On, kind, Try::Refused);
+        let out = child(Mode::On, kind, Attempt::Refused);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
             String::from_utf8_lossy(&out.stdout).contains(DONE),
@@ -276,7 +276,7 @@ fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
 #[test]
 fn who_resets_a_disk_writes_its_image_back() {
     for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
-        let out = child(Mode::On, kind, Try::Image);
+        let out = child(Mode::On, kind, Attempt::Image);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
             String::from_utf8_lossy(&out.stdout).contains(DONE),
@@ -289,7 +289,10 @@ fn who_resets_a_disk_writes_its_image_back() {
 #[test]
 fn a_mode_that_lets_pass_lets_pass() {
     for mode in [Mode::Log, Mode::Off] {
-        for (tried, _) in Try::FORBIDDEN.iter().filter(|(tried, _)| *tried != Try::Fork) {
+        for (tried, _) in Attempt::FORBIDDEN
+            .iter()
+            .filter(|(tried, _)| *tried != Attempt::Fork)
+        {
             let out = child(mode, ThreadKind::Vcpu, *tried);
             let said = String::from_utf8_lossy(&out.stdout);
             assert!(said.contains(DONE), "{mode} {tried:?}: {said}");

@@ -2,9 +2,6 @@
 //! The process that has them is one of its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
-#[path = "common/child.rs"]
-mod child;
-
 use std::ffi::c_long;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,6 +10,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+use crate::common::child::child_command;
 use sandbox::{BeginError, Confinement, Ended, Limits, Mode, Worker, Workers};
 
 /// What the process is to do.
@@ -288,7 +286,7 @@ fn does(task: &str) {
         status,
         stdout,
         stderr,
-    } = child::as_a_child(TASK, task).output().unwrap();
+    } = child_command(module_path!(), TASK, task).output().unwrap();
     let said = String::from_utf8_lossy(&stdout);
     let err = String::from_utf8_lossy(&stderr);
     assert!(status.success() && said.contains(DONE), "{said}{err}");
@@ -322,7 +320,7 @@ fn parent(pid: u32) -> u32 {
 /// are gone with the VM.
 #[test]
 fn a_worker_has_one_socket_and_ends_with_its_vm() {
-    let mut vm = child::as_a_child(TASK, "shown")
+    let mut vm = child_command(module_path!(), TASK, "shown")
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();

@@ -1,5 +1,4 @@
 //! Small kernels made in memory.
-#![allow(dead_code, missing_docs, reason = "each program uses its part")]
 
 use std::path::{Path, PathBuf};
 

@@ -3,9 +3,6 @@
 //! found, and gets the queues where the first left them. The VM is a process of its own: this test program,
 //! started again for one test. The back end is the test.
 
-#[path = "../../sandbox/tests/common/child.rs"]
-mod child;
-
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,6 +10,7 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::child::child_command;
 use sandbox::{Files, Inside, JailError, LastWill, Mode};
 use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
 use virtio_devices::share::Share;
@@ -184,7 +182,7 @@ fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("back-end.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    let mut vm = child::as_a_child(SOCKET, &socket)
+    let mut vm = child_command(module_path!(), SOCKET, &socket)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

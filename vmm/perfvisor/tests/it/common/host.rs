@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::vm::{PROGRAM, eventually};
+use super::test_lock::{self, SharedLock};
+use super::vm::{PROGRAM, StderrLines, eventually, has_kvm};
 
 /// It only makes a failure end.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -19,14 +19,14 @@ pub struct Host {
     pub vms: BTreeMap<String, Child>,
     exporter: Child,
     pub port: u16,
-    said: Arc<Mutex<Vec<String>>>,
+    stderr: StderrLines,
+    _lock: SharedLock,
 }
 
 impl Host {
     /// `None` where there is no KVM.
     pub fn start(vms: &[(&str, &[&str])]) -> Option<Self> {
-        if !Path::new("/dev/kvm").exists() {
-            super::skip::skipped("no /dev/kvm here", false);
+        if !has_kvm() {
             return None;
         }
         let mut host = Self::with_exporter(Command::new(PROGRAM), &[]);
@@ -38,6 +38,7 @@ impl Host {
 
     /// No VM yet, and an exporter that `program` is, or starts.
     pub fn with_exporter(mut program: Command, args: &[&str]) -> Self {
+        let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
         let mut exporter = program
             .args(["-v", "exporter", "--listen", "127.0.0.1:0"])
@@ -49,25 +50,17 @@ impl Host {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = Arc::new(Mutex::new(Vec::new()));
-        let (lines, list) = (
-            BufReader::new(exporter.stderr.take().unwrap()).lines(),
-            said.clone(),
-        );
-        std::thread::spawn(move || {
-            lines
-                .map_while(Result::ok)
-                .for_each(|line| list.lock().unwrap().push(line));
-        });
+        let stderr = StderrLines::collect(&mut exporter);
         let mut host = Self {
             runtime,
             vms: BTreeMap::new(),
             exporter,
             port: 0,
-            said,
+            stderr,
+            _lock: lock,
         };
         eventually("the exporter says where it serves", || {
-            let said = host.said.lock().unwrap();
+            let said = host.stderr.so_far();
             let port = |line: &String| line.split_once("serving at 127.0.0.1:")?.1.trim().parse().ok();
             host.port = said.iter().find_map(port).unwrap_or(0);
             host.port != 0

@@ -1,10 +1,14 @@
-//! What tests of the program share.
-#![allow(dead_code, missing_docs, reason = "each test program uses its part")]
+//! Helpers that several modules use.
 
 pub mod host;
+#[allow(dead_code, reason = "the tests of the machine use the rest")]
+#[path = "../../../../tests/it/common/kernels.rs"]
+pub mod kernels;
 pub mod machine;
-pub mod nobody;
 pub mod operator;
-#[path = "../../../../perf-core/tests/common/skip.rs"]
+pub mod pty;
+#[path = "../../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;
+pub mod test_lock;
+pub mod unprivileged;
 pub mod vm;

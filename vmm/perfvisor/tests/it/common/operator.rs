@@ -67,22 +67,18 @@ impl TestVm {
     }
 
     pub fn run(&self, args: &[&str]) -> Output {
-        self.vm.operator(args).output().unwrap()
+        self.vm.command(args).output().unwrap()
     }
 
     /// Standard output of a command that must succeed.
+    #[track_caller]
     pub fn say(&self, args: &[&str]) -> String {
-        let out = self.run(args);
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(0), "{args:?}: {stderr}");
-        String::from_utf8(out.stdout).unwrap()
+        super::vm::stdout_of(&mut self.vm.command(args))
     }
 
     /// Descriptors the VM has open.
     pub fn descriptors(&self) -> usize {
-        std::fs::read_dir(format!("/proc/{}/fd", self.vm.child.id()))
-            .unwrap()
-            .count()
+        self.vm.descriptors()
     }
 
     /// What `ps` lists, when the VM has answered.

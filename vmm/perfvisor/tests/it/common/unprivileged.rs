@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
+use super::test_lock::{self, SharedLock};
 use super::vm::put_program;
 
 /// A user without rights.
@@ -22,20 +23,22 @@ const AS_NOBODY: &str = r#"
 
 /// That user, with a directory of its own in which the program is too: where it is built, he need not be able
 /// to go.
-pub struct Nobody {
+pub struct UnprivilegedUser {
     dir: TempDir,
     kvm: u64,
     rights: &'static [&'static str],
     program: String,
+    _lock: SharedLock,
 }
 
-impl Nobody {
+impl UnprivilegedUser {
     /// `rights`: words for setpriv(1). `None` where there is no KVM, or `first`, a command, cannot be run so.
     pub fn with(rights: &'static [&'static str], first: &[&str]) -> Option<Self> {
         let Ok(kvm) = fs::metadata("/dev/kvm") else {
             super::skip::skipped("no /dev/kvm here", false);
             return None;
         };
+        let lock = test_lock::shared();
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("program");
         put_program(&program);
@@ -44,6 +47,7 @@ impl Nobody {
             dir,
             kvm: kvm.rdev(),
             rights,
+            _lock: lock,
         };
         let able = chown(nobody.dir(), Some(NOBODY), Some(NOBODY)).is_ok()
             && nobody

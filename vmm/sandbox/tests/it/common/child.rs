@@ -1,15 +1,20 @@
-//! A process of its own for a test that shuts its process in: the test program, started again for one test.
+//! Runs an ignored test of this program in a process of its own.
 
 use std::ffi::OsStr;
 use std::process::Command;
 
-/// The test program again, to run its test `as_a_child` alone, which others leave out (`#[ignore]`) and which
-/// finds by `variable` what it is to do.
-pub fn as_a_child(variable: &str, value: impl AsRef<OsStr>) -> Command {
+/// Returns a command that runs the ignored test `as_a_child` of `module` in a new process of this test
+/// program, with the environment variable `variable` set to `value`. `module` is `module_path!()`.
+///
+/// # Panics
+/// When `module` is the root of the program.
+pub fn child_command(module: &str, variable: &str, value: impl AsRef<OsStr>) -> Command {
+    // Names of tests begin after the name of the program.
+    let (_, module) = module.split_once("::").unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "as_a_child", "--ignored", "--nocapture"])
-        .args(["--test-threads", "1"])
+        .args(["--exact", &format!("{module}::as_a_child")])
+        .args(["--ignored", "--nocapture", "--test-threads", "1"])
         .env(variable, value);
     command
 }

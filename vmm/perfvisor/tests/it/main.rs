@@ -1,0 +1,38 @@
+//! Integration tests of the program: one program, with a module for each subject.
+//!
+//! Most tests start VMs with [`common::vm`], which lets them run side by side. A test that loads the host, or
+//! that measures what another load would change, takes [`common::test_lock::exclusive`] first.
+
+mod all_vms;
+mod annotate;
+mod broken_pipe;
+mod clock_jumps;
+mod common;
+mod console;
+mod control_connections;
+mod control_stress;
+mod control_vm;
+mod exact;
+mod exec;
+mod exits;
+mod exporter;
+mod gdb;
+mod hostile;
+mod input_files;
+mod jail;
+mod memory_overhead;
+mod metrics;
+mod net;
+mod observers;
+mod panics;
+mod perf_open_faults;
+mod privileges;
+mod prometheus;
+mod record_faults;
+mod recordings;
+mod reset;
+mod service;
+mod terminal;
+mod top;
+mod vm_lookup;
+mod without_pmu;

@@ -1,0 +1,4 @@
+//! Helpers that several modules use.
+
+pub mod child;
+pub mod memory_file;

@@ -1,0 +1,8 @@
+//! Integration tests of the machine: one program, with a module for each subject.
+
+mod boot_kvm;
+mod common;
+mod kvm;
+mod negative_boot;
+mod overflow_signals;
+mod real_kernel;
