@@ -332,7 +332,7 @@ soak: lab-files debian
 .PHONY: soak-hostile
 soak-hostile:
 	PERFVISOR_HOSTILE_SECONDS=$(or $(SECONDS),600) \
-		$(CARGO) test --workspace --test hostile -- --nocapture --test-threads 1
+		$(CARGO) test --workspace --test it hostile:: -- --nocapture --test-threads 1
 
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab

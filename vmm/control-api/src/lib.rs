@@ -12,7 +12,7 @@
 //! | [`events`] | lists of events in perf's syntax, and numbers as perf prints them |
 //!
 //! Start with [`client::Client`] and [`request`]. The VM's end, the server, is in the machine crate. The
-//! protocol is documented for other programs in docs/reference/control.md, and `tests/protocol_1.rs` pins
+//! protocol is documented for other programs in docs/reference/control.md, and `tests/it/protocol_1.rs` pins
 //! each of its lines. `docs/reference/control-schema.json` is its JSON Schema, which [`schema()`] makes.
 //!
 //! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an

@@ -1,7 +1,7 @@
 //! Requests as types: each names what it is answered with.
 //!
 //! [`crate::protocol::Call`] is the same as it is sent. A new request is a variant there, a line here, and
-//! one in `tests/protocol_1.rs`.
+//! one in `tests/it/protocol_1.rs`.
 
 use perf_core::SharePolicy;
 use schemars::{Schema, SchemaGenerator};

@@ -1,5 +1,5 @@
 //! What the kernel answers to a call of a thread of each kind: the filters' own programs, run here as the
-//! kernel runs them. What a real thread gets for a few of these calls is in `tests/threads.rs`.
+//! kernel runs them. What a real thread gets for a few of these calls is in `tests/it/threads.rs`.
 
 use std::collections::BTreeSet;
 
