@@ -27,39 +27,26 @@ help:
 demo: lab-files
 	$(CARGO) run -q --bin demo -- $(PMU)
 
-# Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
-# measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
-TESTS_TOGETHER := nested exact kexec devices lab kernels models hotplug network user_rdpmc machine vsock profile_unwound share disks late_ack
-TESTS_ALONE := profile_guest validate
-GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
-# A test program is a file in tests/, or a folder with a main.rs.
-TEST_PROGRAMS := $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
-	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs))
-QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(TEST_PROGRAMS))))
+# The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
+# of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
+QUICK_MODULES := bare_metal cli linux_guest
+LAB_TESTS = $(CARGO) test --workspace --test lab
+IN_LABS = --test-threads 32
+# All other test programs, new ones too.
+QUICK_TESTS := $(filter-out lab,$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
+	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs)))))
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 .PHONY: test
 test: lab-files
 	$(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
+	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 
-## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate (JOBS=2)
-JOBS ?= 2
+## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate
 .PHONY: test-guests
 test-guests: lab-files
-	$(CARGO) test --workspace --no-run $(GUEST_TESTS:%=--test %)
-	@failed=0; \
-	$(MAKE) --no-print-directory -k -j $(JOBS) $(TESTS_TOGETHER:%=guest-test-%) || failed=1; \
-	$(MAKE) --no-print-directory -k -j 1 $(TESTS_ALONE:%=guest-test-%) || failed=1; \
-	exit $$failed
-
-# One of them. What it prints is shown when it ends, and is in target/integration/test-NAME.log before.
-guest-test-%:
-	@log=$(TARGET_DIR)/integration/test-$*.log; mkdir -p $${log%/*}; began=$$(date +%s); status=0; \
-	echo "test-guests: $* begins"; \
-	$(CARGO) test --workspace --test $* >$$log 2>&1 || status=$$?; \
-	{ cat $$log; echo "test-guests: $* took $$(($$(date +%s) - began)) s, status $$status"; } | flock $${log%/*} cat; \
-	exit $$status
+	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=--skip %::)
 
 ## test-all: every test (longer matrices by hand: kernels, validate-lab)
 .PHONY: test-all
@@ -68,28 +55,27 @@ test-all: test test-guests
 ## kernels: the whole matrix of guest kernels, images, KASLR and vCPUs; a table in target/integration/kernels.md
 .PHONY: kernels
 kernels: lab-files
-	PERFVISOR_KERNELS=all $(CARGO) test --workspace --test kernels -- --nocapture
+	PERFVISOR_KERNELS=all $(LAB_TESTS) kernels:: -- --nocapture
 
 ## exact: hand-counted code on every PMU model in the lab, Linux guests of both vendors, stepped (minutes)
 .PHONY: exact
 exact: lab-files
-	PERFVISOR_EXACT=all $(CARGO) test --workspace --test exact -- --include-ignored --nocapture --test-threads 1
+	PERFVISOR_EXACT=all $(LAB_TESTS) exact:: -- --include-ignored --nocapture --test-threads 1
 
 ## late-ack: an Intel guest that acknowledges late, two events sampled beside the watchdog (SECONDS=600, of the guest's time)
 .PHONY: late-ack
 late-ack: lab-files
-	PERFVISOR_LATE_ACK_SECONDS=$(or $(SECONDS),600) \
-		$(CARGO) test --workspace --test late_ack -- --ignored --nocapture
+	PERFVISOR_LATE_ACK_SECONDS=$(or $(SECONDS),600) $(LAB_TESTS) late_ack:: -- --ignored --nocapture
 
 ## validate-lab: perfvisor validate with a Linux guest in the lab, Intel and AMD models (minutes, and a quiet machine)
 .PHONY: validate-lab
 validate-lab: lab-files
-	$(CARGO) test --workspace --test validate -- --ignored --nocapture --test-threads 1
+	$(LAB_TESTS) validate:: -- --ignored --nocapture --test-threads 1
 
 ## validate-nested: perfvisor validate with KVM's own vPMU, in a guest of a guest in the lab (9 minutes, and a quiet machine)
 .PHONY: validate-nested
 validate-nested: lab-files
-	$(CARGO) test --workspace --test nested -- --ignored --nocapture --test-threads 1
+	$(LAB_TESTS) nested:: -- --ignored --nocapture --test-threads 1
 
 ## check: format, clippy, docs, licences and links, without a warning
 .PHONY: check
@@ -101,7 +87,7 @@ check:
 		echo "check: perf-core with features '$$features' alone"; \
 		$(CARGO) clippy -q -p perf-core --lib --no-default-features --features "$$features" -- -D warnings || exit 1; \
 	done
-	$(CARGO) test -q --workspace --test licences --test links
+	$(CARGO) test -q --workspace --test host -- licences:: links::
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 
@@ -160,7 +146,7 @@ bench-baseline:
 ## figures: docs/measurements/figures.md anew, from figures.json beside it
 .PHONY: figures
 figures:
-	PERFVISOR_FIGURES=write $(CARGO) test -q --workspace --test figures
+	PERFVISOR_FIGURES=write $(CARGO) test -q --workspace --test host figures::
 
 ## deb: a Debian package of the release build, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
 .PHONY: deb
@@ -199,8 +185,7 @@ tools-check: lab-files
 	@for tool in perf objdump samply go; do \
 		command -v $$tool >/dev/null || echo "tools-check: no $$tool here: its part is skipped"; \
 	done
-	$(CARGO) test --workspace --test profile_guest the_host_sees -- --nocapture
-	$(CARGO) test --workspace --test profile_unwound of_go -- --nocapture
+	$(LAB_TESTS) -- --nocapture profile_guest::the_host_sees profile_unwound::a_program_of_go
 
 ## unit-check: what systemd says of the units, where there is a systemd
 .PHONY: unit-check
@@ -320,13 +305,12 @@ demo-disk: lab-files debian
 ## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes; MODELS=intel,amd)
 .PHONY: debian-test
 debian-test: lab-files debian
-	PERFVISOR_DEBIAN_MODELS=$(MODELS) $(CARGO) test --workspace --test debian -- --ignored --nocapture --test-threads 1
+	PERFVISOR_DEBIAN_MODELS=$(MODELS) $(LAB_TESTS) debian:: -- --ignored --nocapture --test-threads 1
 
 ## soak: a VM with two disks and four vCPUs under load, perf in it and recordings of it (SECONDS=1800)
 .PHONY: soak
 soak: lab-files debian
-	PERFVISOR_SOAK_SECONDS=$(or $(SECONDS),1800) \
-		$(CARGO) test --workspace --test soak -- --ignored --nocapture
+	PERFVISOR_SOAK_SECONDS=$(or $(SECONDS),1800) $(LAB_TESTS) soak:: -- --ignored --nocapture
 
 ## soak-hostile: guests and clients that mean no good: storms, guesses, loops, commands that die; a table (SECONDS=600)
 .PHONY: soak-hostile

@@ -15,6 +15,7 @@ use crate::limit::Limit;
 use crate::parse::judge_kernel_log;
 use crate::place::{Place, PlaceError};
 use crate::process::{Command, Output, ProcessError, last_lines};
+use crate::report;
 
 /// The section that the guest's init writes behind the script: what its kernel may have complained of.
 const KERNEL_LOG: &str = "kernel-log";
@@ -211,6 +212,7 @@ impl LinuxGuest {
             Some(max) => format!("{},max={max}", self.cpus),
             None => self.cpus.to_string(),
         };
+        report::guest_started();
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
             .args(["--kernel", &kernel])

@@ -3,13 +3,20 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::artefacts::{self, ArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
+use crate::lease::{self, Admission};
 use crate::limit::Limit;
+use crate::pool::PoolError;
 use crate::process::{Command, Output, Process, ProcessError};
+use crate::report;
+
+pub use crate::lease::{LeaseError, PlaceLease};
+pub use crate::pool::Access;
 
 /// Why a scenario could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +30,9 @@ pub enum PlaceError {
     /// A process could not be run to its end.
     #[error(transparent)]
     Process(#[from] ProcessError),
+    /// The pool of labs does not admit a request.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
     /// A file here could not be read or written.
     #[error("{path}: {message}")]
     File {
@@ -46,11 +56,6 @@ pub enum PlaceError {
     #[error("PERFVISOR_PLACE={0}: must be \"direct\", \"lab\" or unset")]
     Choice(String),
 }
-
-/// The place that all tests share could not be prepared, for the first who asked and all who ask later.
-#[derive(Debug, Clone, Copy, thiserror::Error)]
-#[error("{}", artefacts::describe(.0))]
-pub struct NoSharedPlace(&'static PlaceError);
 
 /// Where Linux guests can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,27 +87,58 @@ pub fn probe_kvm() -> Kvm {
 
 /// Somewhere to run scenarios.
 pub enum Place {
-    /// This machine; the directory is for files of scenarios.
-    Direct(PathBuf),
+    /// This machine, with a directory for files of scenarios.
+    Direct(ScratchDirectory),
     /// The lab host.
     Lab(LabHost),
+}
+
+/// A directory that is removed when this is dropped.
+pub struct ScratchDirectory(PathBuf);
+
+impl ScratchDirectory {
+    fn new() -> Result<Self, PlaceError> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = artefacts::log_dir()?.join(format!("files-{}-{number}", std::process::id()));
+        fs::create_dir_all(&directory).map_err(|error| file_error(&directory, &error))?;
+        Ok(Self(directory))
+    }
+}
+
+impl Drop for ScratchDirectory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
 }
 
 /// A lab, and for later tests another one like it should it die. The test it died under has failed.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
+    /// Its part of the pool's limit, where no lease has it. Dropped after the lab has been switched off.
+    _admission: Option<Admission>,
 }
 
 impl LabHost {
-    /// Boots the first.
+    /// Waits until the pool has room for another lab, and boots one.
     ///
     /// # Errors
-    /// As [`Lab::boot`].
-    pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
+    /// Returns an error if the calling thread holds a lease, or as [`Lab::boot`].
+    pub fn boot(options: &LabOptions) -> Result<Self, PlaceError> {
+        let admission = lease::admit_one_lab(options)?;
+        let mut host = Self::boot_admitted(options)?;
+        admission.runs_in(&host.name());
+        host._admission = Some(admission);
+        Ok(host)
+    }
+
+    /// Boots a lab in a part of the pool's limit that the caller has.
+    pub(crate) fn boot_admitted(options: &LabOptions) -> Result<Self, LabError> {
         Ok(Self {
             options: options.clone(),
-            lab: Mutex::new(Arc::new(Lab::boot(options)?)),
+            lab: Mutex::new(Arc::new(boot(options)?)),
+            _admission: None,
         })
     }
 
@@ -114,9 +150,16 @@ impl LabHost {
         let mut lab = self.lab.lock().unwrap_or_else(PoisonError::into_inner);
         if lab.is_gone() {
             eprintln!("the lab host is gone; booting another one");
-            *lab = Arc::new(Lab::boot(&self.options)?);
+            *lab = Arc::new(boot(&self.options)?);
         }
         Ok(Arc::clone(&lab))
+    }
+
+    /// The name of the lab's console file, without its extension.
+    pub(crate) fn name(&self) -> String {
+        let lab = self.last();
+        let stem = lab.log().file_stem().unwrap_or_default();
+        stem.to_string_lossy().into_owned()
     }
 
     /// Ends a lab that does not answer, so that the next use boots another.
@@ -138,49 +181,72 @@ impl LabHost {
 }
 
 impl Place {
-    /// The place for Linux guests, shared by all tests of this process; the lab is booted
-    /// once. Only one test at a time holds it, because timings suffer when two
-    /// guests share the processor.
+    /// Leases a place for Linux guests from the pool, beside which other tests run.
     ///
-    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice.
+    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the place.
     ///
     /// # Errors
-    /// When the place cannot be prepared.
-    pub fn shared() -> Result<MutexGuard<'static, Place>, NoSharedPlace> {
-        static PLACE: OnceLock<Result<Mutex<Place>, PlaceError>> = OnceLock::new();
-        match PLACE.get_or_init(|| Self::choose(&LabOptions::default()).map(Mutex::new)) {
-            // A test that failed while it held the place did not harm the place.
-            Ok(place) => Ok(place.lock().unwrap_or_else(PoisonError::into_inner)),
-            Err(error) => Err(NoSharedPlace(error)),
-        }
+    /// Returns an error if the place cannot be prepared, or the calling thread holds a lease.
+    pub fn shared() -> Result<PlaceLease, LeaseError> {
+        Self::lease(&LabOptions::default(), Access::Shared)
     }
 
-    /// The place for bare-metal guests: this machine when it has any usable KVM, else the lab.
+    /// Leases a place for Linux guests that are compared with the clock: no other test has a place meanwhile.
     ///
     /// # Errors
-    /// When the place cannot be prepared.
-    pub fn for_bare_metal() -> Result<Place, PlaceError> {
-        match probe_kvm() {
-            Kvm::None => Ok(Place::Lab(LabHost::boot(&LabOptions::default())?)),
-            Kvm::Hardware | Kvm::SoftwareOnly => Self::direct(),
-        }
+    /// As [`Place::shared`].
+    pub fn alone() -> Result<PlaceLease, LeaseError> {
+        Self::lease(&LabOptions::default(), Access::Exclusive)
     }
 
-    /// A place of one's own, chosen like the shared one.
+    /// Leases a place, which is a lab with these options if it is a lab. Tests with equal options use the
+    /// same labs, one after the other.
     ///
     /// # Errors
-    /// When the place cannot be prepared.
+    /// As [`Place::shared`].
+    pub fn lease(options: &LabOptions, access: Access) -> Result<PlaceLease, LeaseError> {
+        PlaceLease::new((!Self::is_direct()?).then_some(options), access)
+    }
+
+    /// Leases a lab, also where Linux guests run on this machine.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn lab(access: Access) -> Result<PlaceLease, LeaseError> {
+        PlaceLease::new(Some(&LabOptions::default()), access)
+    }
+
+    /// Leases the place for bare-metal guests: this machine when it has any usable KVM, else a lab.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn for_bare_metal(access: Access) -> Result<PlaceLease, LeaseError> {
+        let options = LabOptions::default();
+        PlaceLease::new((probe_kvm() == Kvm::None).then_some(&options), access)
+    }
+
+    /// Prepares a place like the leased ones that no other test uses later.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
     pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
-        let direct = match std::env::var("PERFVISOR_PLACE").as_deref() {
-            Ok("direct") => true,
-            Ok("lab") => false,
-            Ok("") | Err(_) => probe_kvm() == Kvm::Hardware,
-            Ok(other) => return Err(PlaceError::Choice(other.to_owned())),
-        };
-        if direct {
+        if Self::is_direct()? {
             Self::direct()
         } else {
             Ok(Place::Lab(LabHost::boot(options)?))
+        }
+    }
+
+    /// Whether places for Linux guests are this machine and not labs.
+    ///
+    /// # Errors
+    /// Returns [`PlaceError::Choice`] if `PERFVISOR_PLACE` has another value.
+    pub fn is_direct() -> Result<bool, PlaceError> {
+        match std::env::var("PERFVISOR_PLACE").as_deref() {
+            Ok("direct") => Ok(true),
+            Ok("lab") => Ok(false),
+            Ok("") | Err(_) => Ok(probe_kvm() == Kvm::Hardware),
+            Ok(other) => Err(PlaceError::Choice(other.to_owned())),
         }
     }
 
@@ -189,9 +255,7 @@ impl Place {
     /// # Errors
     /// When there is no place for files.
     pub fn direct() -> Result<Place, PlaceError> {
-        let directory = artefacts::log_dir()?.join(format!("files-{}", std::process::id()));
-        fs::create_dir_all(&directory).map_err(|error| file_error(&directory, &error))?;
-        Ok(Place::Direct(directory))
+        Ok(Place::Direct(ScratchDirectory::new()?))
     }
 
     /// One line that says where this is.
@@ -243,10 +307,10 @@ impl Place {
         })
     }
 
-    /// Path there for a scratch file of this name.
+    /// Path there for a scratch file of this name. It is removed at the end of a lease.
     pub fn scratch(&self, name: &str) -> String {
         match self {
-            Place::Direct(directory) => text(&directory.join(name)),
+            Place::Direct(directory) => text(&directory.0.join(name)),
             Place::Lab(_) => format!("/tmp/{name}"),
         }
     }
@@ -327,12 +391,11 @@ impl Place {
     }
 }
 
-impl Drop for Place {
-    fn drop(&mut self) {
-        if let Place::Direct(directory) = self {
-            let _ = fs::remove_dir_all(directory);
-        }
-    }
+/// Boots a lab and counts it.
+fn boot(options: &LabOptions) -> Result<Lab, LabError> {
+    let lab = Lab::boot(options)?;
+    report::lab_booted(lab.boot_time());
+    Ok(lab)
 }
 
 fn text(path: &Path) -> String {

@@ -58,7 +58,7 @@ fn unshare_mounts() {
     mount(&["--make-rprivate"], Path::new("/"));
 }
 
-/// The root of an initramfs, which cannot be left, is in the lab (`integration/tests/machine.rs`).
+/// The root of an initramfs, which cannot be left, is in the lab (`integration/tests/lab/machine.rs`).
 #[test]
 fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
     if !jailed(Inside::default(), || {}) {

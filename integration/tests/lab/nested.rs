@@ -2,31 +2,78 @@
 //! the virtual PMU is one. perf-core's driver tests run there, and then a second Perfvisor, whose guest's
 //! counters are events of the first guest's kernel.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
-use std::sync::{MutexGuard, OnceLock};
+use std::sync::OnceLock;
 
 use integration::artefacts;
 use integration::guest::{Console, GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
-use integration::place::{Place, PlaceError};
+use integration::place::{Place, PlaceError, PlaceLease};
+
+use crate::shared_guests::{self, Part};
 
 /// For a machine that does other things too: half a minute to a minute where it does not.
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// The test program of perf-core's host driver.
-const DRIVER_TESTS: &str = "host_pmu";
-/// Its modules: the tests that need a kernel with a hardware PMU, and those for any kernel.
-const DRIVER_MODULES: [&str; 2] = ["host_hardware", "host_driver"];
+/// Tests of perf-core that guests run: a test program, and what the names of its tests begin with.
+pub struct GuestTests {
+    name: &'static str,
+    pub program: &'static str,
+    pub prefix: &'static str,
+}
 
-/// Runs each test of one module of a program by itself, once.
+impl GuestTests {
+    /// The program, built for guests.
+    pub fn build(&self) -> Vec<u8> {
+        let programs =
+            artefacts::static_tests("perf-core", &[self.program]).unwrap_or_else(|error| panic!("{error}"));
+        read(&programs[0])
+    }
+}
+
+/// Tests that need a kernel with a hardware PMU.
+pub const HARDWARE: GuestTests = GuestTests {
+    name: "host_hardware",
+    program: "host_pmu",
+    prefix: "host_hardware::",
+};
+
+/// Tests of the driver for any kernel.
+const DRIVER: GuestTests = GuestTests {
+    name: "host_driver",
+    program: "host_pmu",
+    prefix: "host_driver::",
+};
+
+const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
+
+/// One of [`HARDWARE`]: a program reads its counters by RDPMC where that works.
+pub const USER_READS: &str = "user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere";
+
+/// The programs of [`DRIVER_TESTS`], by their names.
+fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
+    static PROGRAMS: OnceLock<BTreeMap<&'static str, Vec<u8>>> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
+        let names: BTreeSet<&str> = DRIVER_TESTS.iter().map(|tests| tests.program).collect();
+        let names: Vec<&str> = names.into_iter().collect();
+        let files = artefacts::static_tests("perf-core", &names).unwrap_or_else(|error| panic!("{error}"));
+        names
+            .into_iter()
+            .zip(files.iter().map(|file| read(file)))
+            .collect()
+    })
+}
+
+/// Runs each test of a program whose name has the second argument by itself, once.
 const EACH: &str = r#"
 export PERFVISOR_EXPECT_PMU=guest RUST_BACKTRACE=1
 each() {
 	status=0
-	for test in $("$1" --list "$2::" | sed -n 's/: test$//p'); do
+	for test in $("$1" --list "$2" | sed -n 's/: test$//p'); do
 		"$1" --exact "$test" --nocapture || status=1
 	done
 	return $status
@@ -34,8 +81,13 @@ each() {
 "#;
 
 /// The guest's kernel does not let programs execute RDPMC: nobody tries.
-const USER_READS_REFUSED: &str = "sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc && PERFVISOR_EXPECT_USER_READ=no \
-    /tests/host_pmu --exact host_hardware::user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere --nocapture'";
+fn user_reads_refused() -> String {
+    let GuestTests { program, prefix, .. } = HARDWARE;
+    format!(
+        "sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc && PERFVISOR_EXPECT_USER_READ=no \
+         /tests/{program} --exact {prefix}{USER_READS} --nocapture'"
+    )
+}
 
 fn read(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -64,30 +116,40 @@ fn results(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-fn the_driver_tests_pass_in_the_guest(pmu: &str) {
-    let programs =
-        artefacts::static_tests("perf-core", &[DRIVER_TESTS]).unwrap_or_else(|error| panic!("{error}"));
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let faults = place
-        .check("/kvm/Ok/rdpmc_faults")
-        .unwrap_or_else(|error| panic!("{error}"));
+/// Adds the driver's tests to a guest, and returns the script that runs them.
+fn driver_tests(place: &Place, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), PlaceError> {
     // Where this host's KVM answers the guest's RDPMC itself, it is offered and reads something else.
-    let works = if faults { "yes" } else { "no" };
+    let works = if place.check("/kvm/Ok/rdpmc_faults")? {
+        "yes"
+    } else {
+        "no"
+    };
     let mut script = format!("export PERFVISOR_EXPECT_USER_READ={works}\n{EACH}");
-    let guest = LinuxGuest::new(format!("driver-tests-{pmu}"), pmu)
-        .limit(LIMIT)
-        .file(&format!("tests/{DRIVER_TESTS}"), 0o755, read(&programs[0]));
-    for module in DRIVER_MODULES {
-        // One at a time: they count the CPU they share.
-        script.push_str(&format!("section {module} each /tests/{DRIVER_TESTS} {module}\n"));
+    for (name, program) in driver_programs() {
+        guest = guest.file(&format!("tests/{name}"), 0o755, program.clone());
     }
-    script.push_str(&format!("section user-reads-refused {USER_READS_REFUSED}\n"));
-    let run = guest
-        .script(script)
-        .args(["--stats"])
-        .run(&place)
-        .unwrap_or_else(|error| panic!("{error}"));
-    for name in DRIVER_MODULES {
+    for GuestTests {
+        name,
+        program,
+        prefix,
+    } in DRIVER_TESTS
+    {
+        // One at a time: they count the CPU they share.
+        script.push_str(&format!("section {name} each /tests/{program} '{prefix}'\n"));
+    }
+    script.push_str(&format!("section user-reads-refused {}\n", user_reads_refused()));
+    Ok((guest, script))
+}
+
+/// The part of the shared guest.
+pub const AMD: Part = Part {
+    tests: &["nested::the_driver_tests_pass_in_an_amd_guest"],
+    prepare: || _ = driver_programs(),
+    add: |place, guest| Ok(driver_tests(place, guest)?),
+};
+
+fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
+    for GuestTests { name, .. } in DRIVER_TESTS {
         let text = run.section(name);
         let results = results(text);
         eprintln!("{pmu}, {name}: {} tests passed in the guest", results.len());
@@ -111,12 +173,18 @@ fn the_driver_tests_pass_in_the_guest(pmu: &str) {
 
 #[test]
 fn the_driver_tests_pass_in_an_intel_guest() {
-    the_driver_tests_pass_in_the_guest("intel");
+    driver_programs();
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let guest = LinuxGuest::new("driver-tests-intel", "intel").limit(LIMIT);
+    let (guest, script) = driver_tests(&place, guest).unwrap_or_else(|error| panic!("{error}"));
+    let guest = guest.script(script).args(["--stats"]);
+    let run = guest.run(&place).unwrap_or_else(|error| panic!("{error}"));
+    the_driver_tests_have_passed("intel", &run);
 }
 
 #[test]
 fn the_driver_tests_pass_in_an_amd_guest() {
-    the_driver_tests_pass_in_the_guest("amd");
+    the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
 /// Parts of the vPMU's test kernel that a second-level guest runs with each counter an event of the first
@@ -412,18 +480,23 @@ fn detail_is_counted(what: &str, inner: &Console, run: &GuestRun) {
     );
 }
 
-/// The lab, where KVM nests; `None`, and it is said, where that is not the place.
-fn lab() -> Option<MutexGuard<'static, Place>> {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    if matches!(*place, Place::Lab(_)) {
-        return Some(place);
+/// A lab, where KVM nests; `None`, and it is said, where guests run on this machine.
+fn lab() -> Option<PlaceLease> {
+    if runs_elsewhere() {
+        return None;
     }
-    let why = format!(
-        "made for the lab's nested AMD-V, and this is {}",
-        place.describe()
-    );
-    skipped(&why, false);
-    None
+    Some(Place::shared().unwrap_or_else(|error| panic!("{error}")))
+}
+
+fn runs_elsewhere() -> bool {
+    let is_direct = Place::is_direct().unwrap_or_else(|error| panic!("{error}"));
+    if is_direct {
+        skipped(
+            "made for the lab's nested AMD-V, and guests run on this machine",
+            false,
+        );
+    }
+    is_direct
 }
 
 /// A Linux guest that can run guests with the same Perfvisor: the lab's initrd has KVM's modules for the same
@@ -442,8 +515,13 @@ fn second_level(name: &str) -> LinuxGuest {
 /// The guest of all tests of the second level: one boot, whose guests come one after the other.
 fn second_levels() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
-    let place = lab()?;
-    let run = RUN.get_or_init(|| run_second_levels(&place).map_err(|error| error.to_string()));
+    if runs_elsewhere() {
+        return None;
+    }
+    let run = RUN.get_or_init(|| {
+        let place = Place::shared().map_err(|error| error.to_string())?;
+        run_second_levels(&place).map_err(|error| error.to_string())
+    });
     Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
 }
 

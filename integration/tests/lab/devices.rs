@@ -1,12 +1,14 @@
 //! Virtio devices beside what else a machine does, under an unmodified Debian kernel: they work again each
 //! time that the guest reboots in place, and while the machine single-steps or traps RDPMC by breakpoints.
 
-use integration::guest::LinuxGuest;
+use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::{Place, PlaceError};
 use integration::process::Command;
+
+use crate::shared_guests::{self, Part};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -113,18 +115,16 @@ done
 section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
 "#;
 
-/// What was counted each time.
-fn counted_with_a_disk(place: &Place, name: &str, way: &[&str], event: &str) -> Vec<f64> {
+/// Makes the disk that [`COUNTED`] reads.
+fn make_counted_disk(place: &Place) -> Result<String, PlaceError> {
     let disk = place.scratch("counted.img");
-    shell(place, &format!("rm -f '{disk}' && truncate -s 4M '{disk}'"));
-    let run = LinuxGuest::new(format!("devices-{name}"), "amd")
-        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
-        .script(COUNTED.replace("EVENT", event))
-        .limit(LIMIT)
-        .args(way.iter().copied())
-        .args(["--disk", &disk])
-        .run(place)
-        .unwrap_or_else(|error| panic!("{error}"));
+    let made = place.run(&Command::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;
+    assert!(made.success(), "{}", made.stderr_text());
+    Ok(disk)
+}
+
+/// What was counted each time.
+fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     run.section("disk");
     run.expect_success();
     let counts = (0..3).map(|n| {
@@ -133,15 +133,27 @@ fn counted_with_a_disk(place: &Place, name: &str, way: &[&str], event: &str) -> 
         stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))
     });
     let counts: Vec<f64> = counts.collect();
-    eprintln!("{name}: {event} of three reads: {counts:?}; {:.1?}", run.elapsed);
+    eprintln!("{event} of three reads: {counts:?}; {:.1?}", run.elapsed);
     counts
 }
+
+/// The part of the shared guest that is stepped.
+pub const STEPPED: Part = Part {
+    tests: &["devices::a_stepped_guest_reads_its_disk_and_its_counts_stay_exact"],
+    prepare: || {},
+    add: |place, guest| {
+        let disk = make_counted_disk(place)?;
+        Ok((
+            guest.args(["--disk", &disk]),
+            COUNTED.replace("EVENT", "branches:u"),
+        ))
+    },
+};
 
 /// The disk's interrupts come between the steps: what is counted is the same each time.
 #[test]
 fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let counts = counted_with_a_disk(&place, "exact", &["--backing", "exact"], "branches:u");
+    let counts = counts_with_a_disk(shared_guests::STEPPED.run(), "branches:u");
     assert!(counts[0] > 1000.0, "{counts:?}");
     assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
 }
@@ -157,7 +169,15 @@ fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
         skipped("hardware breakpoints do not fire in guests of this KVM", false);
         return;
     }
-    let counts = counted_with_a_disk(&place, "hwbp", &["--rdpmc", "hwbp"], "cycles");
+    let disk = make_counted_disk(&place).unwrap();
+    let run = LinuxGuest::new("devices-hwbp", "amd")
+        .cmdline("nowatchdog norandmaps")
+        .script(COUNTED.replace("EVENT", "cycles"))
+        .limit(LIMIT)
+        .args(["--rdpmc", "hwbp", "--disk", &disk])
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let counts = counts_with_a_disk(&run, "cycles");
     assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
 }
 

@@ -2,7 +2,7 @@
 //! fault; where KVM answers it itself with counters that do not count, as on AMD-V in Linux 6.1, the VMM says
 //! so with -v, and `check` does.
 
-use std::sync::{MutexGuard, OnceLock};
+use std::sync::OnceLock;
 
 use guest_images::linux::KernelChoice;
 use integration::artefacts;
@@ -11,8 +11,11 @@ use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
 use integration::process::Command;
+
+use crate::nested::{self, GuestTests};
+use crate::shared_guests::{self, Part, is_selected};
 
 const LIMIT: Limit = Limit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
@@ -22,22 +25,16 @@ const NEWEST: &str = "guest/newest-vmlinux";
 
 /// A lab with the newest kernel, whose KVM lets RDPMC fault; this machine where it has a real KVM. `None`
 /// where Debian's archive, its backports out of reach, has no newer kernel than 6.1.
-fn newest() -> Option<&'static Place> {
-    static PLACE: OnceLock<Result<Place, String>> = OnceLock::new();
-    let place = PLACE
-        .get_or_init(|| {
-            let kernel = KernelChoice::Newest;
-            let images = artefacts::images_of(&kernel).map_err(|error| error.to_string())?;
-            let options = LabOptions {
-                kernel,
-                files: vec![(NEWEST.to_owned(), images.vmlinux)],
-                ..LabOptions::default()
-            };
-            Place::choose(&options).map_err(|error| artefacts::describe(&error))
-        })
-        .as_ref()
-        .unwrap_or_else(|error| panic!("{error}"));
-    if place.describe().contains("Linux 6.1.") && !says(place, RDPMC_FAULTS) {
+fn newest() -> Option<PlaceLease> {
+    let kernel = KernelChoice::Newest;
+    let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
+    let options = LabOptions {
+        kernel,
+        files: vec![(NEWEST.to_owned(), images.vmlinux)],
+        ..LabOptions::default()
+    };
+    let place = Place::lease(&options, Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+    if place.describe().contains("Linux 6.1.") && !says(&place, RDPMC_FAULTS) {
         // The archive may be out of reach; whether it is cannot be told from a release without a newer
         // kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
@@ -46,8 +43,8 @@ fn newest() -> Option<&'static Place> {
     Some(place)
 }
 
-fn shared() -> MutexGuard<'static, Place> {
-    Place::shared().unwrap_or_else(|error| panic!("{error}"))
+fn here() -> PlaceLease {
+    Place::for_bare_metal(Access::Shared).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn says(place: &Place, pointer: &str) -> bool {
@@ -128,7 +125,7 @@ fn code_made_at_run_time_reads_counters_here() {
     if probe_kvm() == Kvm::None {
         return skipped("no KVM here", false);
     }
-    code_made_at_run_time_reads_counters(&Place::direct().unwrap_or_else(|error| panic!("{error}")));
+    code_made_at_run_time_reads_counters(&here());
 }
 
 #[test]
@@ -136,17 +133,18 @@ fn what_is_not_linux_keeps_its_handler_unless_asked() {
     if probe_kvm() == Kvm::None {
         return skipped("no KVM here", false);
     }
-    code_made_at_run_time_is_left_alone_by_default(
-        &Place::direct().unwrap_or_else(|error| panic!("{error}")),
-    );
+    code_made_at_run_time_is_left_alone_by_default(&here());
 }
 
 #[test]
 fn code_made_at_run_time_reads_counters_on_a_real_kvm() {
     if let Some(place) = newest() {
-        code_made_at_run_time_reads_counters(place);
+        code_made_at_run_time_reads_counters(&place);
     }
 }
+
+/// A program that reads its own counters two hundred times.
+const SELFREAD: &str = "section selfread selfread 200\n";
 
 /// The number after `key` in what `selfread` printed.
 #[track_caller]
@@ -162,62 +160,101 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
 /// stands there without SMAP, or with ENDBR64.
 #[test]
 fn programs_of_a_linux_guest_read_their_counters() {
+    let Some(intel) = intel_guest() else { return };
+    the_program_reads_its_counters("intel", intel);
     let Some(place) = newest() else { return };
-    for (pmu, kernel) in [("intel", None), ("amd", None), ("amd-v2", Some(NEWEST))] {
+    for (pmu, kernel) in [("amd", None), ("amd-v2", Some(NEWEST))] {
         let mut guest = LinuxGuest::new(format!("selfread-{pmu}"), pmu)
-            .script("section selfread selfread 200\n")
+            .script(SELFREAD)
             .args(["--stats", "-v"])
             .limit(LIMIT);
-        if let (Some(kernel), Place::Lab(_)) = (kernel, place) {
+        if let (Some(kernel), Place::Lab(_)) = (kernel, &*place) {
             guest = guest.kernel(format!("/{kernel}"));
         }
-        let run = guest.run(place).unwrap_or_else(|error| panic!("{error}"));
-        eprintln!("{pmu}: {}", run.section("selfread").trim());
-        let [reads, in_order, width] =
-            ["reads=", "in_order=", "width="].map(|key| field(&run, "selfread", key));
-        assert_eq!(width, 48, "{run}");
-        // Not all: the event may be off the PMU for a moment.
-        assert!(reads > 190 && in_order == reads, "{run}");
-        run.expect_success();
+        let run = guest.run(&place).unwrap_or_else(|error| panic!("{error}"));
+        the_program_reads_its_counters(pmu, &run);
     }
+}
+
+fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
+    eprintln!("{pmu}: {}", run.section("selfread").trim());
+    let [reads, in_order, width] = ["reads=", "in_order=", "width="].map(|key| field(run, "selfread", key));
+    assert_eq!(width, 48, "{run}");
+    // Not all: the event may be off the PMU for a moment.
+    assert!(reads > 190 && in_order == reads, "{run}");
+    run.expect_success();
 }
 
 /// A Perfvisor in the guest finds that programs can read counters, and does: its host driver takes them for
 /// what the kernel counts.
 #[test]
 fn the_host_driver_reads_counters_in_a_guest() {
-    let Some(place) = newest() else { return };
-    let programs =
-        artefacts::static_tests("perf-core", &["host_pmu"]).unwrap_or_else(|error| panic!("{error}"));
-    let program = std::fs::read(&programs[0]).unwrap_or_else(|error| panic!("{error}"));
-    let run = LinuxGuest::new("user-reads", "intel")
-        .file("tests/host_pmu", 0o755, program)
-        .script(
-            "section test sh -c 'PERFVISOR_EXPECT_PMU=guest PERFVISOR_EXPECT_USER_READ=yes /tests/host_pmu --exact \
-             host_hardware::user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere'\n",
-        )
-        .limit(LIMIT)
-        .run(place)
-        .unwrap_or_else(|error| panic!("{error}"));
+    let Some(run) = intel_guest() else { return };
     assert!(run.section("test").contains("1 passed"), "{run}");
     run.expect_success();
 }
 
+/// The Intel guest of both tests above with what the selected ones of them run. `None` as for [`newest`].
+fn intel_guest() -> Option<&'static GuestRun> {
+    static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
+    let run = RUN.get_or_init(|| {
+        let tests = is_selected("user_rdpmc::the_host_driver_reads_counters_in_a_guest")
+            .then(|| nested::HARDWARE.build());
+        let place = newest()?;
+        let mut guest = LinuxGuest::new("selfread-intel", "intel")
+            .args(["--stats", "-v"])
+            .limit(LIMIT);
+        let mut script = String::new();
+        if is_selected("user_rdpmc::programs_of_a_linux_guest_read_their_counters") {
+            script.push_str(SELFREAD);
+        }
+        if let Some(program) = tests {
+            let GuestTests {
+                program: name,
+                prefix,
+                ..
+            } = nested::HARDWARE;
+            guest = guest.file(&format!("tests/{name}"), 0o755, program);
+            script.push_str(&format!(
+                "section test sh -c 'PERFVISOR_EXPECT_PMU=guest PERFVISOR_EXPECT_USER_READ=yes /tests/{name} \
+                 --exact {prefix}{}'\n",
+                nested::USER_READS
+            ));
+        }
+        Some(
+            guest
+                .script(script)
+                .run(&place)
+                .map_err(|error| error.to_string()),
+        )
+    });
+    let run = run.as_ref()?;
+    Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// The part of the shared guest.
+pub const ANSWERED: Part = Part {
+    tests: &["user_rdpmc::the_vmm_says_where_rdpmc_in_programs_does_not_count"],
+    prepare: || {},
+    add: |place, guest| {
+        let script = format!(
+            "section answered sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc; selfread 20'\n\
+             section faults echo {}\n",
+            place.check(RDPMC_FAULTS)?
+        );
+        Ok((guest, script))
+    },
+};
+
 /// Numbers that nobody counted are announced, and there is a way out.
 #[test]
 fn the_vmm_says_where_rdpmc_in_programs_does_not_count() {
-    let place = shared();
-    let faults = says(&place, RDPMC_FAULTS);
-    let run = LinuxGuest::new("rdpmc-answered", "amd")
-        .script("section selfread sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc; selfread 20'\n")
-        .args(["-v"])
-        .limit(LIMIT)
-        .run(&place)
-        .unwrap_or_else(|error| panic!("{error}"));
+    let run = shared_guests::AMD.run();
+    let faults = run.section("faults").trim() == "true";
     let said = run
         .vmm_log
         .contains("programs of the guest that use RDPMC read counters that do not count");
     assert_eq!(said, !faults, "{run}");
-    assert_eq!(field(&run, "selfread", "reads="), 0, "{run}");
+    assert_eq!(field(run, "answered", "reads="), 0, "{run}");
     run.expect_success();
 }

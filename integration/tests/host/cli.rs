@@ -4,11 +4,12 @@ use std::fs;
 use std::path::Path;
 
 use integration::artefacts;
-use integration::lab::{Lab, LabOptions};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::place::{Kvm, probe_kvm};
 use integration::process::{Command, Output, Process};
+
+use crate::refusal::check_refusal;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -29,22 +30,6 @@ fn run(arguments: &[&str]) -> Output {
 #[track_caller]
 fn refused(arguments: &[&str], words: &[&str]) {
     check_refusal(&run(arguments), &arguments.join(" "), words);
-}
-
-#[track_caller]
-fn check_refusal(output: &Output, what: &str, words: &[&str]) {
-    let stderr = output.stderr_text();
-    assert_eq!(output.code(), Some(2), "{what}: {stderr}");
-    assert_eq!(stderr.lines().count(), 1, "{what}: not one line:\n{stderr}");
-    assert!(
-        output.stdout.is_empty(),
-        "{what}: printed {}",
-        output.stdout_text()
-    );
-    for word in words {
-        assert!(stderr.contains(word), "{what}: no \"{word}\" in {stderr}");
-    }
-    assert!(!stderr.contains("panicked"), "{what}: {stderr}");
 }
 
 #[test]
@@ -174,41 +159,4 @@ fn linux_on_a_kvm_that_cannot_run_it_is_refused_with_the_way_out() {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let kernel = images.vmlinux.to_string_lossy();
     refused(&["run", "--kernel", &kernel], &["lab"]);
-}
-
-/// What depends on the host is tried in the lab, where hosts can be broken at will.
-#[test]
-fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
-    let options = LabOptions {
-        memory_mib: 2048,
-        ..LabOptions::default()
-    };
-    let lab = Lab::boot(&options).unwrap_or_else(|error| panic!("{error}"));
-    let run = |line: &str| {
-        lab.start(&Command::shell(line))
-            .and_then(|process| process.wait(LIMIT))
-            .unwrap_or_else(|error| panic!("{error}"))
-    };
-    let linux = "perfvisor run --kernel /guest/vmlinux";
-
-    let output = run(&format!("{linux} --initrd /guest/initrd --memory 64M"));
-    check_refusal(
-        &output,
-        "initrd larger than memory",
-        &["/guest/initrd", "--memory"],
-    );
-    let output = run(&format!("{linux} --memory 16M"));
-    check_refusal(&output, "kernel larger than memory", &["--memory"]);
-    let output = run(&format!("{linux} --initrd /no/such/initrd"));
-    check_refusal(&output, "no such initrd", &["/no/such/initrd"]);
-    let output = run("perfvisor run --backing hardware");
-    check_refusal(&output, "hardware backing without a PMU", &["hardware"]);
-
-    let output = run(
-        "chmod 600 /dev/kvm; echo 'nobody:x:99:99::/:/bin/sh' >>/etc/passwd; \
-                      exec su -s /bin/sh nobody -c 'perfvisor run'",
-    );
-    check_refusal(&output, "no permission", &["/dev/kvm", "permission"]);
-    let output = run("mv /dev/kvm /dev/away; perfvisor run; s=$?; mv /dev/away /dev/kvm; exit $s");
-    check_refusal(&output, "no /dev/kvm", &["/dev/kvm"]);
 }

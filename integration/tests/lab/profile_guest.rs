@@ -1,8 +1,6 @@
 //! Profiling a Linux guest from outside: kernel found in its memory, tasks named, chains through kernel and
 //! program, names of its functions; and perf itself reading what was recorded.
 
-mod common;
-
 use std::collections::BTreeMap;
 
 use integration::artefacts;
@@ -10,11 +8,11 @@ use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::{Access, Place, PlaceLease};
 use integration::process::{Command, Process};
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
-use common::{LIMIT, loaded, perfvisor, run};
+use crate::common::{LIMIT, loaded, perfvisor, run};
 
 /// Where the profiled guest's metrics are.
 const METRICS: &str = "127.0.0.1:19464";
@@ -24,13 +22,13 @@ const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
-/// A place with perf in it.
-fn place() -> Place {
-    Place::choose(&LabOptions {
+/// A place with perf in it. Costs and shares of time are measured there.
+fn place() -> PlaceLease {
+    let options = LabOptions {
         perf: true,
         ..LabOptions::default()
-    })
-    .unwrap()
+    };
+    Place::lease(&options, Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Shares in percent of a report's last column, which ends in the symbol.

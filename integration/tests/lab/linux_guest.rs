@@ -89,7 +89,7 @@ impl Model {
     }
 
     fn run(&self, cpus: u32, script: &str) -> Result<GuestRun, String> {
-        let place = Place::shared().map_err(|error| error.to_string())?;
+        let place = Place::alone().map_err(|error| error.to_string())?;
         let run = LinuxGuest::new(format!("{}-{cpus}cpu", self.pmu), self.pmu)
             .cpus(cpus)
             .script(script)

@@ -3,13 +3,13 @@
 //! On this machine's KVM of whatever kind first; where that cannot step CPL 3, the rest is done in the lab.
 //! `make exact` takes every model there too.
 
-use std::sync::OnceLock;
-
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{Tap, judge_detail, parse_stat_csv, parse_tap};
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{Access, Kvm, Place, probe_kvm};
 use integration::process::Command;
+
+use crate::shared_guests::{self, Part};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -64,7 +64,7 @@ fn words_here() -> &'static str {
 
 #[test]
 fn hand_counted_code_is_exact_here_on_every_model() {
-    let place = Place::for_bare_metal().unwrap_or_else(|error| panic!("{error}"));
+    let place = Place::for_bare_metal(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
     for model in MODELS {
         let tap = hand_counted_code(&place, model, 1, words_here());
         assert!(tap.passed.len() >= 15, "{model}: {tap:?}");
@@ -105,11 +105,24 @@ const RUNS: usize = 5;
 /// one may fall into any of them: so many calls in the last that a few of these do not decide.
 const CALLS: [u32; 3] = [20, 20, 260];
 
-/// What all tests of a Linux guest look at: one boot for them.
-fn linux_guest() -> &'static GuestRun {
-    static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
-    let run = RUN.get_or_init(|| {
-        let place = Place::shared().map_err(|error| error.to_string())?;
+/// A Linux guest that is stepped while its perf counts.
+pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
+    LinuxGuest::new(name, pmu)
+        // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long
+        // start-up code takes; a minute of single steps without a context switch is a stall to RCU.
+        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
+        .args(["--backing", "exact", "--stats"])
+        .limit(LIMIT)
+}
+
+/// The first part of the shared guest: programs, before it has any driver of a device.
+pub const USER_MODE: Part = Part {
+    tests: &[
+        "exact::user_mode_counts_of_a_linux_guest_are_exact",
+        "exact::perf_stat_shows_no_number_that_nobody_counted",
+    ],
+    prepare: || {},
+    add: |_, guest| {
         let mut script = String::new();
         let mut section = |name: &str, program: &str| {
             script.push_str(&format!(
@@ -119,9 +132,17 @@ fn linux_guest() -> &'static GuestRun {
         section("known", "known 1000");
         (0..RUNS).for_each(|run| section(&format!("run{run}"), "busybox true"));
         script.push_str("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n");
-        // The console that `gate` reads its lines from is a file. Last: the end of the script is not told of
-        // it.
-        script.push_str(
+        Ok((guest, script))
+    },
+};
+
+/// The last part of the shared guest: the console that `gate` reads its lines from becomes a file, of which
+/// the end of the script is not told.
+pub const KERNEL_MODE: Part = Part {
+    tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
+    prepare: || {},
+    add: |_, guest| {
+        let mut script = String::from(
             "mkfifo /tmp/ctl /tmp/ack; { echo; echo; } > /tmp/line; mount --bind /tmp/line /dev/console\n",
         );
         for (run, calls) in CALLS.iter().enumerate() {
@@ -131,24 +152,9 @@ fn linux_guest() -> &'static GuestRun {
                  section calls{run} cat /tmp/stat\n"
             ));
         }
-        let run = LinuxGuest::new("exact-linux", "amd")
-            // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long
-            // start-up code takes; a minute of single steps without a context switch is a stall to RCU.
-            .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
-            .script(script)
-            .args(["--backing", "exact", "--stats"])
-            .limit(LIMIT)
-            .run(&place)
-            .map_err(|error| error.to_string())?;
-        eprintln!(
-            "Linux guest, stepped: {:.1?}; console: {}",
-            run.elapsed,
-            run.log().display()
-        );
-        Ok(run)
-    });
-    run.as_ref().unwrap_or_else(|error| panic!("{error}"))
-}
+        Ok((guest, script))
+    },
+};
 
 /// Two counts that `perf stat` has of a section.
 fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
@@ -162,7 +168,7 @@ fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
 fn user_mode_counts_of_a_linux_guest_are_exact() {
     /// `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D + 2 branches.
     const KNOWN: [f64; 2] = [2036.0, 1010.0];
-    let run = linux_guest();
+    let run = shared_guests::STEPPED.run();
     let counts = |section: &str| two_counts(run, section, ["instructions:u", "branches:u"]);
     let runs: Vec<_> = (0..RUNS).map(|n| counts(&format!("run{n}"))).collect();
     eprintln!("instructions:u and branches:u of five runs: {runs:?}");
@@ -176,7 +182,7 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
 /// supported.
 #[test]
 fn perf_stat_shows_no_number_that_nobody_counted() {
-    let run = linux_guest();
+    let run = shared_guests::STEPPED.run();
     let shown = judge_detail(run.section("stat"), &["cycles", "instructions", "branches"]);
     assert!(shown.is_ok(), "{shown:?}\n{run}");
     eprintln!("{}", run.section("stat"));
@@ -190,7 +196,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount:
     /// docs/measurements/exact.md.
     const REFERENCE: f64 = 384.3;
-    let run = linux_guest();
+    let run = shared_guests::STEPPED.run();
     let runs: Vec<_> = (0..CALLS.len())
         .map(|n| two_counts(run, &format!("calls{n}"), ["instructions:k", "instructions:u"]))
         .collect();
@@ -206,11 +212,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     }
     // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference.
     // One interrupt or page fault in one of the runs is 11 % of eighty calls and 4 % of these.
-    let in_lab = matches!(
-        *Place::shared().unwrap_or_else(|error| panic!("{error}")),
-        Place::Lab(_)
-    );
-    if in_lab {
+    if !Place::is_direct().unwrap_or_else(|error| panic!("{error}")) {
         assert!(
             (each / REFERENCE - 1.0).abs() < 0.1,
             "{each} a call: {runs:?}\n{run}"
@@ -225,11 +227,8 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
 #[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_an_intel_guest_shows_no_number_that_nobody_counted() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let run = LinuxGuest::new("exact-intel", "intel")
-        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
+    let run = stepped("exact-intel", "intel")
         .script("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n")
-        .args(["--backing", "exact", "--stats"])
-        .limit(LIMIT)
         .run(&place)
         .unwrap_or_else(|error| panic!("{error}"));
     eprintln!("{}{:.1?}", run.section("stat"), run.elapsed);

@@ -2,16 +2,13 @@
 //! pointers: its stacks by the unwind tables in the guest's memory, its functions by the names that they
 //! export, and no file of the guest at hand. And one of Go, which has no tables in memory.
 
-mod common;
-
 use integration::artefacts;
 use integration::guest::LinuxGuest;
-use integration::lab::LabOptions;
 use integration::measure::skipped;
 use integration::place::Place;
 use integration::process::Command;
 
-use common::{loaded, perfvisor, run};
+use crate::common::{loaded, perfvisor, run};
 
 /// Compresses perf for ever: by threads that the library makes, and beside that by the program's own thread,
 /// which is always within a function that the library exports.
@@ -35,7 +32,7 @@ fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
 
 #[test]
 fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
-    let place = Place::choose(&LabOptions::default()).unwrap();
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("unwound", "intel-v2")
         .script(SCRIPT)
         .args(["--name", "unwound"]);
@@ -172,7 +169,7 @@ fn a_program_of_go_is_followed_to_its_main_function() {
     let Some(program) = go_program() else {
         return skipped("no Go here (Debian: golang-go)", false);
     };
-    let place = Place::choose(&LabOptions::default()).unwrap();
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let root = place.scratch("go-root");
     run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
     place.put(&format!("{root}/bin/churn"), 0o755, &program).unwrap();

@@ -3,7 +3,7 @@
 
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
 use integration::process::{Command, Output};
 use serde_json::Value;
 
@@ -23,8 +23,8 @@ fn validate(place: &Place, arguments: &[&str]) -> Output {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn here() -> Place {
-    Place::for_bare_metal().unwrap_or_else(|error| panic!("{error}"))
+fn here(access: Access) -> PlaceLease {
+    Place::for_bare_metal(access).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn report(output: &Output) -> Value {
@@ -112,7 +112,7 @@ fn the_built_in_rows_are_right(report: &Value) {
 }
 
 fn here_nothing_fails(pmu: &str) {
-    let output = validate(&here(), &["--no-linux", "--json", "--pmu", pmu]);
+    let output = validate(&here(Access::Exclusive), &["--no-linux", "--json", "--pmu", pmu]);
     let report = report(&output);
     the_built_in_rows_are_right(&report);
     assert!(output.success(), "{:?}", output.ended);
@@ -149,7 +149,8 @@ fn nothing_fails_here_with_an_amd_pmu() {
 /// exit status.
 #[test]
 fn what_is_off_fails() {
-    let output = validate(&here(), &["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"]);
+    let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
+    let output = validate(&here(Access::Shared), &arguments);
     let text = output.stdout_text();
     assert_eq!(output.code(), Some(1), "{text}");
     assert!(text.contains("off the expectation"), "{text}");
@@ -178,7 +179,7 @@ fn bad_input_is_one_line() {
         ),
         (&["--kernel", "k", "--initrd", "i", "--no-linux"], "--no-linux"),
     ] {
-        let output = validate(&here(), arguments);
+        let output = validate(&here(Access::Shared), arguments);
         let stderr = output.stderr_text();
         assert_eq!(output.code(), Some(2), "{arguments:?}: {stderr}");
         assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
@@ -194,7 +195,7 @@ fn a_linux_guest_where_there_can_be_none_is_refused() {
     }
     let file = std::env::current_exe().unwrap();
     let file = file.to_string_lossy();
-    let output = validate(&here(), &["--kernel", &file, "--initrd", &file]);
+    let output = validate(&here(Access::Shared), &["--kernel", &file, "--initrd", &file]);
     assert_eq!(output.code(), Some(2));
     assert!(
         output.stderr_text().contains("make lab"),
@@ -204,7 +205,7 @@ fn a_linux_guest_where_there_can_be_none_is_refused() {
 }
 
 fn a_linux_guest_counts_right(pmu: &str) {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
     let kernel = place.guest_file("vmlinux").unwrap();
     let initrd = place.guest_file("initrd").unwrap();
     let arguments = ["--json", "--pmu", pmu, "--kernel", &kernel, "--initrd", &initrd];

@@ -1,11 +1,9 @@
 //! The guests Perfvisor ships itself, on this machine's KVM of whatever kind and in the lab.
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
 use integration::limit::Limit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
 use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -13,11 +11,8 @@ const LIMIT: Limit = Limit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
 /// This machine when it has any KVM. One guest at a time: they compare counts with the clock.
-fn here() -> MutexGuard<'static, Place> {
-    static HERE: OnceLock<Mutex<Place>> = OnceLock::new();
-    HERE.get_or_init(|| Mutex::new(Place::for_bare_metal().unwrap_or_else(|error| panic!("{error}"))))
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
+fn here() -> PlaceLease {
+    Place::for_bare_metal(Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `perfvisor run` with these arguments.
@@ -134,7 +129,7 @@ fn the_built_in_guest_sees_what_it_expects_on_a_real_kvm() {
     if probe_kvm() == Kvm::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
     the_built_in_guest_sees_what_it_expects(&place);
 }
 
@@ -143,7 +138,7 @@ fn the_vpmu_test_kernel_passes_on_a_real_kvm() {
     if probe_kvm() == Kvm::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
     the_vpmu_test_kernel_passes(&place);
 }
 

@@ -100,8 +100,8 @@ fn each_register_has_a_row() {
 
 #[test]
 fn a_name_that_nothing_has_is_noticed() {
-    let page = "| a | tests |\n|---|---|\n| b | `integration/tests/shown.rs::each_register_has_a_row`, \
-                `integration/tests/shown.rs::rows`, `no/such.c::x`, `guest-images/bare-metal/vpmu/pmi.c::pmi_nm` |\n";
+    let page = "| a | tests |\n|---|---|\n| b | `integration/tests/host/shown.rs::each_register_has_a_row`, \
+                `integration/tests/host/shown.rs::rows`, `no/such.c::x`, `guest-images/bare-metal/vpmu/pmi.c::pmi_nm` |\n";
     let wrong = missing(page);
     assert_eq!(wrong.len(), 3, "{wrong:?}");
     assert!(

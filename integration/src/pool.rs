@@ -1,0 +1,489 @@
+//! The labs of one process: how many exist at once, and which test uses which.
+//!
+//! A [`Pool`] admits requests until its limit of labs or of memory is reached. A [`Grant`] is an admitted
+//! request; dropping it makes room for the next one. Labs that tests share stay in the pool between two
+//! grants, by their options.
+//!
+//! The order of admission is in [`State::next`]. Requests that find their lab booted come first, those for
+//! which another lab has to be switched off come later, and exclusive ones come last, so that a run switches
+//! between these phases once. A request that others have passed [`MAX_PASSED`] times is next, whatever it
+//! needs.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+/// Environment variable with the maximum number of labs.
+const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
+/// Maximum number of labs unless the variable says otherwise. A lab keeps about one processor busy.
+const DEFAULT_LIMIT: usize = 2;
+/// What QEMU takes beside the lab's memory, most of it for translated code, in MiB.
+const OVERHEAD_MIB: u64 = 1024;
+/// What stays free for the rest of the machine, in MiB.
+const RESERVE_MIB: u64 = 1024;
+/// Number of later requests that may be admitted before a waiting one.
+const MAX_PASSED: u32 = 64;
+
+/// Modules of tests that run longest, the longest first. Their requests are admitted before others.
+const LONGEST_FIRST: [&str; 8] = [
+    "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
+];
+
+/// Whether other requests may run beside one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Up to the pool's limit of requests run at once.
+    Shared,
+    /// Nothing else runs: for measurements of time.
+    Exclusive,
+}
+
+/// The lab that a request needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LabNeed {
+    /// What labs that may be used instead of each other have in common; `None` for a lab that is not kept.
+    pub(crate) key: Option<String>,
+    /// The lab's memory in MiB.
+    pub(crate) memory_mib: u64,
+}
+
+/// Why a request is not admitted.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum PoolError {
+    /// The thread holds a grant already. Two such threads could wait for each other for ever.
+    #[error("this thread holds a place already; drop it before another one is requested")]
+    AlreadyHeld,
+    /// The environment variable is wrong.
+    #[error("{LIMIT_VARIABLE}={0}: must be a number from 1")]
+    Limit(String),
+}
+
+/// A request that waits.
+#[derive(Debug)]
+struct Request {
+    ticket: u64,
+    thread: ThreadId,
+    access: Access,
+    lab: Option<LabNeed>,
+    /// Position of its module in [`LONGEST_FIRST`].
+    rank: usize,
+    /// Number of later requests that were admitted since it came.
+    passed: u32,
+}
+
+/// A request that was admitted.
+#[derive(Debug)]
+struct Running {
+    ticket: u64,
+    thread: ThreadId,
+    access: Access,
+    lab_mib: Option<u64>,
+}
+
+/// A booted lab that nobody uses.
+#[derive(Debug)]
+struct Idle<L> {
+    key: String,
+    memory_mib: u64,
+    lab: L,
+}
+
+/// What is known of all requests and labs.
+#[derive(Debug)]
+struct State<L> {
+    limit: usize,
+    /// Memory for labs, in MiB.
+    memory_mib: u64,
+    tickets: u64,
+    waiting: Vec<Request>,
+    running: Vec<Running>,
+    /// The least recently used first.
+    idle: Vec<Idle<L>>,
+}
+
+impl<L> State<L> {
+    /// The request to be admitted now.
+    fn next(&self) -> Option<&Request> {
+        if self
+            .running
+            .iter()
+            .any(|running| running.access == Access::Exclusive)
+        {
+            return None;
+        }
+        let overdue = self.waiting.iter().filter(|request| request.passed >= MAX_PASSED);
+        if let Some(request) = overdue.min_by_key(|request| request.ticket) {
+            return self.fits(request).then_some(request);
+        }
+        let is_shared = |request: &&Request| request.access == Access::Shared;
+        let any_shared = self.waiting.iter().any(|request| is_shared(&request));
+        self.waiting
+            .iter()
+            .filter(|request| !any_shared || is_shared(request))
+            .filter(|request| self.fits(request))
+            .min_by_key(|request| (self.evictions(request) > 0, request.rank, request.ticket))
+    }
+
+    /// Whether a request can be admitted beside those that run.
+    fn fits(&self, request: &Request) -> bool {
+        if self.running.is_empty() {
+            return true;
+        }
+        let used: u64 = self.running.iter().filter_map(|running| running.lab_mib).sum();
+        let has_memory = cost_mib(request.lab.as_ref()).is_none_or(|need| used + need <= self.memory_mib);
+        request.access == Access::Shared && self.running.len() < self.limit && has_memory
+    }
+
+    /// Number of idle labs that have to be switched off before a request has its lab.
+    fn evictions(&self, request: &Request) -> usize {
+        let Some(need) = cost_mib(request.lab.as_ref()) else {
+            return 0;
+        };
+        if self.warm(request).is_some() {
+            return 0;
+        }
+        let labs: Vec<u64> = self
+            .running
+            .iter()
+            .filter_map(|running| running.lab_mib)
+            .collect();
+        let idle: Vec<u64> = self
+            .idle
+            .iter()
+            .map(|idle| idle.memory_mib + OVERHEAD_MIB)
+            .collect();
+        let fits = |evicted: &usize| {
+            let kept = &idle[*evicted..];
+            labs.len() + kept.len() < self.limit
+                && labs.iter().chain(kept).sum::<u64>() + need <= self.memory_mib
+        };
+        (0..idle.len()).find(fits).unwrap_or(idle.len())
+    }
+
+    /// The idle lab that a request can use.
+    fn warm(&self, request: &Request) -> Option<usize> {
+        let key = request.lab.as_ref()?.key.as_ref()?;
+        self.idle.iter().position(|idle| idle.key == *key)
+    }
+
+    /// Admits a request: the lab it gets, if one is booted, and those that must be switched off before.
+    fn admit(&mut self, ticket: u64) -> (Option<L>, Vec<L>) {
+        let Some(at) = self.waiting.iter().position(|request| request.ticket == ticket) else {
+            return (None, Vec::new());
+        };
+        let request = self.waiting.remove(at);
+        for earlier in self.waiting.iter_mut().filter(|other| other.ticket < ticket) {
+            earlier.passed += 1;
+        }
+        let warm = self.warm(&request);
+        let evictions = self.evictions(&request);
+        let warm = warm.map(|at| self.idle.remove(at).lab);
+        let evicted = self.idle.drain(..evictions).map(|idle| idle.lab).collect();
+        self.running.push(Running {
+            ticket,
+            thread: request.thread,
+            access: request.access,
+            lab_mib: cost_mib(request.lab.as_ref()),
+        });
+        (warm, evicted)
+    }
+}
+
+/// Memory that a lab takes with its emulator, in MiB.
+fn cost_mib(lab: Option<&LabNeed>) -> Option<u64> {
+    lab.map(|lab| lab.memory_mib + OVERHEAD_MIB)
+}
+
+/// Labs of type `L`, and who uses them.
+pub(crate) struct Pool<L> {
+    state: Mutex<State<L>>,
+    changed: Condvar,
+}
+
+impl<L> Pool<L> {
+    /// A pool with the limits of this machine and of the environment.
+    pub(crate) fn of_this_machine() -> Result<Self, PoolError> {
+        let limit = match std::env::var(LIMIT_VARIABLE) {
+            Ok(text) if !text.is_empty() => match text.parse() {
+                Ok(limit) if limit > 0 => limit,
+                _ => return Err(PoolError::Limit(text)),
+            },
+            _ => DEFAULT_LIMIT,
+        };
+        let available = available_mib().unwrap_or(u64::MAX);
+        Ok(Self::new(limit, available.saturating_sub(RESERVE_MIB)))
+    }
+
+    fn new(limit: usize, memory_mib: u64) -> Self {
+        Self {
+            state: Mutex::new(State {
+                limit,
+                memory_mib,
+                tickets: 0,
+                waiting: Vec::new(),
+                running: Vec::new(),
+                idle: Vec::new(),
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<L>> {
+        // Each change is made as a whole; a test that panicked has not left half of one.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a request is admitted. `None` for `lab` is a request that needs no lab and counts as one
+    /// all the same.
+    ///
+    /// # Errors
+    /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
+    pub(crate) fn acquire(
+        self: &Arc<Self>,
+        access: Access,
+        lab: Option<LabNeed>,
+    ) -> Result<(Grant<L>, Option<L>), PoolError> {
+        let thread = thread::current();
+        let mut state = self.lock();
+        if state.running.iter().any(|running| running.thread == thread.id()) {
+            return Err(PoolError::AlreadyHeld);
+        }
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.waiting.push(Request {
+            ticket,
+            thread: thread.id(),
+            access,
+            lab,
+            rank: rank(thread.name().unwrap_or_default()),
+            passed: 0,
+        });
+        while state.next().is_none_or(|request| request.ticket != ticket) {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let (warm, evicted) = state.admit(ticket);
+        drop(state);
+        // Another request may fit beside this one.
+        self.changed.notify_all();
+        drop(evicted);
+        let pool = Arc::clone(self);
+        Ok((Grant { pool, ticket }, warm))
+    }
+
+    fn release(&self, ticket: u64, idle: Option<Idle<L>>) {
+        let mut state = self.lock();
+        state.running.retain(|running| running.ticket != ticket);
+        state.idle.extend(idle);
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// An admitted request.
+pub(crate) struct Grant<L> {
+    pool: Arc<Pool<L>>,
+    ticket: u64,
+}
+
+impl<L> Grant<L> {
+    /// Ends the grant and leaves its lab to the next request with the same key.
+    pub(crate) fn return_lab(self, key: String, memory_mib: u64, lab: L) {
+        let idle = Idle { key, memory_mib, lab };
+        self.pool.release(self.ticket, Some(idle));
+    }
+}
+
+impl<L> Drop for Grant<L> {
+    fn drop(&mut self) {
+        self.pool.release(self.ticket, None);
+    }
+}
+
+/// Position of a test's module in [`LONGEST_FIRST`], or behind it.
+fn rank(test: &str) -> usize {
+    let module = test.split("::").next().unwrap_or_default();
+    let known = LONGEST_FIRST.iter().position(|name| *name == module);
+    known.unwrap_or(LONGEST_FIRST.len())
+}
+
+/// Memory that programs can have without swapping, in MiB.
+fn available_mib() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? >> 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use super::*;
+
+    const MIB: u64 = 3072;
+
+    fn need(key: &str) -> Option<LabNeed> {
+        Some(LabNeed {
+            key: (!key.is_empty()).then(|| key.to_owned()),
+            memory_mib: MIB,
+        })
+    }
+
+    /// A state with room for two labs.
+    fn state() -> State<u32> {
+        State {
+            limit: 2,
+            memory_mib: 2 * (MIB + OVERHEAD_MIB),
+            tickets: 0,
+            waiting: Vec::new(),
+            running: Vec::new(),
+            idle: Vec::new(),
+        }
+    }
+
+    fn ask(state: &mut State<u32>, test: &str, access: Access, lab: Option<LabNeed>) -> u64 {
+        state.tickets += 1;
+        state.waiting.push(Request {
+            ticket: state.tickets,
+            thread: thread::current().id(),
+            access,
+            lab,
+            rank: rank(test),
+            passed: 0,
+        });
+        state.tickets
+    }
+
+    fn next(state: &State<u32>) -> Option<u64> {
+        state.next().map(|request| request.ticket)
+    }
+
+    fn end(state: &mut State<u32>, ticket: u64, idle: Option<(&str, u32)>) {
+        state.running.retain(|running| running.ticket != ticket);
+        state.idle.extend(idle.map(|(key, lab)| Idle {
+            key: key.to_owned(),
+            memory_mib: MIB,
+            lab,
+        }));
+    }
+
+    #[test]
+    fn shared_requests_run_up_to_the_limit_and_the_longest_module_first() {
+        let mut state = state();
+        let quick = ask(&mut state, "vsock::x", Access::Shared, need("a"));
+        let long = ask(&mut state, "nested::x", Access::Shared, need("a"));
+        let last = ask(&mut state, "share::x", Access::Shared, need("a"));
+        assert_eq!(next(&state), Some(long));
+        state.admit(long);
+        assert_eq!(next(&state), Some(quick));
+        state.admit(quick);
+        assert_eq!(next(&state), None);
+        end(&mut state, long, Some(("a", 7)));
+        assert_eq!(next(&state), Some(last));
+        assert_eq!(state.admit(last), (Some(7), vec![]));
+    }
+
+    #[test]
+    fn exclusive_requests_run_after_the_shared_ones_and_by_themselves() {
+        let mut state = state();
+        let alone = ask(&mut state, "a::x", Access::Exclusive, None);
+        let shared = ask(&mut state, "b::x", Access::Shared, need("a"));
+        assert_eq!(next(&state), Some(shared));
+        state.admit(shared);
+        assert_eq!(next(&state), None);
+        end(&mut state, shared, None);
+        assert_eq!(next(&state), Some(alone));
+        state.admit(alone);
+        ask(&mut state, "c::x", Access::Shared, None);
+        assert_eq!(next(&state), None);
+    }
+
+    #[test]
+    fn a_request_that_was_passed_often_is_next() {
+        let mut state = state();
+        let alone = ask(&mut state, "a::x", Access::Exclusive, None);
+        for _ in 0..MAX_PASSED {
+            let shared = ask(&mut state, "b::x", Access::Shared, None);
+            assert_eq!(next(&state), Some(shared));
+            state.admit(shared);
+            end(&mut state, shared, None);
+        }
+        ask(&mut state, "b::x", Access::Shared, None);
+        assert_eq!(next(&state), Some(alone));
+    }
+
+    #[test]
+    fn other_labs_are_switched_off_only_where_the_limit_is_reached() {
+        let mut state = state();
+        let first = ask(&mut state, "a::x", Access::Shared, need("a"));
+        state.admit(first);
+        end(&mut state, first, Some(("a", 1)));
+        // Room for one more.
+        let second = ask(&mut state, "b::x", Access::Shared, need(""));
+        assert_eq!(state.admit(second), (None, vec![]));
+        let third = ask(&mut state, "c::x", Access::Shared, need("c"));
+        let fourth = ask(&mut state, "d::x", Access::Shared, need("a"));
+        assert_eq!(next(&state), Some(fourth), "its lab is booted");
+        assert_eq!(state.admit(fourth), (Some(1), vec![]));
+        end(&mut state, fourth, Some(("a", 1)));
+        assert_eq!(state.admit(third), (None, vec![1]));
+    }
+
+    #[test]
+    fn memory_limits_the_number_of_labs_but_never_below_one() {
+        let mut state = state();
+        state.memory_mib = 100;
+        let first = ask(&mut state, "a::x", Access::Shared, need("a"));
+        assert_eq!(next(&state), Some(first));
+        state.admit(first);
+        ask(&mut state, "b::x", Access::Shared, need("a"));
+        assert_eq!(next(&state), None);
+        // This machine takes no memory for a lab.
+        let here = ask(&mut state, "c::x", Access::Shared, None);
+        assert_eq!(next(&state), Some(here));
+    }
+
+    /// Many threads, some of which panic: every request is admitted, and exclusive ones are alone.
+    #[test]
+    fn every_request_of_many_threads_is_admitted() {
+        let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
+        let running = Arc::new(AtomicUsize::new(0));
+        let threads = (0..24).map(|n| {
+            let (pool, running) = (Arc::clone(&pool), Arc::clone(&running));
+            thread::spawn(move || {
+                let (access, most) = match n % 3 {
+                    0 => (Access::Exclusive, 1),
+                    _ => (Access::Shared, 2),
+                };
+                let lab = need(["a", "b", ""][n % 5 % 3]);
+                let (grant, warm) = pool.acquire(access, lab.clone()).unwrap();
+                assert!(running.fetch_add(1, Ordering::SeqCst) < most);
+                thread::sleep(Duration::from_millis(2));
+                running.fetch_sub(1, Ordering::SeqCst);
+                assert_ne!(n % 4, 3, "planned");
+                if let Some(key) = lab.and_then(|lab| lab.key) {
+                    grant.return_lab(key, MIB, warm.unwrap_or(0));
+                }
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let failed = threads
+            .into_iter()
+            .filter_map(|thread| thread.join().err())
+            .count();
+        assert_eq!(failed, 6);
+        let state = pool.lock();
+        assert!(state.running.is_empty() && state.waiting.is_empty() && state.idle.len() <= 2);
+    }
+
+    #[test]
+    fn a_second_grant_of_a_thread_is_refused() {
+        let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
+        let first = pool.acquire(Access::Shared, None).unwrap();
+        assert!(matches!(
+            pool.acquire(Access::Shared, None),
+            Err(PoolError::AlreadyHeld)
+        ));
+        drop(first);
+        assert!(pool.acquire(Access::Exclusive, None).is_ok());
+    }
+}

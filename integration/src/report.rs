@@ -1,0 +1,254 @@
+//! What the tests of a process do: progress while they run, how long each of them used a place, and totals.
+//!
+//! The test harness shows the output of a test when the test has ended, and none of one that passes. What
+//! this module prints goes to standard error directly. Times are kept in `target/integration/times.tsv`, the
+//! last ones of each test.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::artefacts;
+
+/// How often progress is printed.
+const PERIOD: Duration = Duration::from_secs(10);
+/// First line of the file of times.
+const HEADING: &str = "# test\tseconds\tseconds waited\tplace";
+
+static LABS: AtomicU32 = AtomicU32::new(0);
+static LABS_MS: AtomicU64 = AtomicU64::new(0);
+static GUESTS: AtomicU32 = AtomicU32::new(0);
+
+/// Counts a lab that was booted.
+pub(crate) fn lab_booted(time: Duration) {
+    LABS.fetch_add(1, Ordering::Relaxed);
+    let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    LABS_MS.fetch_add(ms, Ordering::Relaxed);
+}
+
+/// Counts a Linux guest that was started.
+pub(crate) fn guest_started() {
+    GUESTS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// What a test with a place does.
+#[derive(Debug, Clone)]
+struct Activity {
+    test: String,
+    since: Instant,
+    /// Where it runs and how long it had waited; `None` while it waits.
+    place: Option<(String, Duration)>,
+}
+
+/// Seconds with a place and seconds before it, and which place.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Times {
+    seconds: f64,
+    waited: f64,
+    place: String,
+}
+
+#[derive(Default)]
+struct Report {
+    next: u64,
+    activities: BTreeMap<u64, Activity>,
+    /// Of this process.
+    times: BTreeMap<String, Times>,
+}
+
+static REPORT: Mutex<Report> = Mutex::new(Report {
+    next: 0,
+    activities: BTreeMap::new(),
+    times: BTreeMap::new(),
+});
+
+fn report() -> MutexGuard<'static, Report> {
+    REPORT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The use of a place by a test, from its request to its end.
+#[derive(Debug)]
+pub(crate) struct Watch(u64);
+
+impl Watch {
+    /// Begins with the request of the calling thread's test.
+    pub(crate) fn begin() -> Self {
+        static ONCE: Once = Once::new();
+        let thread = thread::current();
+        // The harness names the threads of tests after them. Programs that are no tests print for themselves.
+        if let Some(name) = thread.name().filter(|name| *name != "main") {
+            ONCE.call_once(start);
+            let mut report = report();
+            report.next += 1;
+            let id = report.next;
+            let activity = Activity {
+                test: name.to_owned(),
+                since: Instant::now(),
+                place: None,
+            };
+            report.activities.insert(id, activity);
+            return Self(id);
+        }
+        Self(0)
+    }
+
+    /// The test has its place.
+    pub(crate) fn runs_in(&self, place: &str) {
+        if let Some(activity) = report().activities.get_mut(&self.0) {
+            activity.place = Some((place.to_owned(), activity.since.elapsed()));
+            activity.since = Instant::now();
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let mut report = report();
+        let Some(activity) = report.activities.remove(&self.0) else {
+            return;
+        };
+        let Some((place, waited)) = activity.place else {
+            return;
+        };
+        let times = report.times.entry(activity.test).or_default();
+        times.seconds += activity.since.elapsed().as_secs_f64();
+        times.waited += waited.as_secs_f64();
+        times.place = place;
+        keep(&report.times);
+    }
+}
+
+/// Prints a line that the harness does not capture.
+fn say(line: &str) {
+    // Nobody may read standard error any more.
+    _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Starts the thread that prints progress, and has the totals printed at the end of the process.
+fn start() {
+    sum_up_at_exit();
+    if io::stderr().is_terminal() {
+        return;
+    }
+    let began = Instant::now();
+    thread::spawn(move || {
+        loop {
+            thread::sleep(PERIOD);
+            let activities: Vec<Activity> = report().activities.values().cloned().collect();
+            if let Some(line) = progress(&activities) {
+                say(&format!("{:.0?}: {line}", began.elapsed()));
+            }
+        }
+    });
+}
+
+/// One line for all activities; `None` where there is none.
+fn progress(activities: &[Activity]) -> Option<String> {
+    let mut line = String::new();
+    for activity in activities {
+        if let Some((place, _)) = &activity.place {
+            let separator = if line.is_empty() { "" } else { ", " };
+            let seconds = activity.since.elapsed().as_secs();
+            _ = write!(line, "{separator}{} for {seconds} s in {place}", activity.test);
+        }
+    }
+    let waiting = activities
+        .iter()
+        .filter(|activity| activity.place.is_none())
+        .count();
+    if waiting > 0 {
+        _ = write!(
+            line,
+            "{}{waiting} waiting",
+            if line.is_empty() { "" } else { "; " }
+        );
+    }
+    (!line.is_empty()).then_some(line)
+}
+
+#[expect(unsafe_code, reason = "registers a function with the C library")]
+fn sum_up_at_exit() {
+    extern "C" fn sum_up() {
+        let seconds = Duration::from_millis(LABS_MS.load(Ordering::Relaxed)).as_secs_f64();
+        say(&format!(
+            "{} labs booted in {seconds:.1} s, {} Linux guests started; times of tests: times.tsv in target/integration",
+            LABS.load(Ordering::Relaxed),
+            GUESTS.load(Ordering::Relaxed),
+        ));
+    }
+    // SAFETY: `sum_up` has the signature that atexit(3) asks for, uses nothing but statics, which are never
+    // destroyed, and does not unwind: it ignores errors of writing.
+    unsafe { libc::atexit(sum_up) };
+}
+
+fn times_file() -> Option<PathBuf> {
+    Some(artefacts::log_dir().ok()?.join("times.tsv"))
+}
+
+/// Writes times over those of the same tests. They are only information: a failure to keep them is ignored.
+fn keep(times: &BTreeMap<String, Times>) {
+    let Some(file) = times_file() else { return };
+    let mut all = read(&fs::read_to_string(&file).unwrap_or_default());
+    all.extend(times.clone());
+    let mut text = format!("{HEADING}\n");
+    for (test, times) in &all {
+        _ = writeln!(
+            text,
+            "{test}\t{:.1}\t{:.1}\t{}",
+            times.seconds, times.waited, times.place
+        );
+    }
+    // Whole at each moment, for another process that reads it.
+    let new = file.with_extension(format!("tsv-{}", std::process::id()));
+    if fs::write(&new, text).is_ok() {
+        _ = fs::rename(&new, &file);
+    }
+}
+
+/// The rows of a file of times; others are left out.
+fn read(text: &str) -> BTreeMap<String, Times> {
+    let row = |line: &str| {
+        let mut columns = line.split('\t');
+        let test = columns.next()?.to_owned();
+        let times = Times {
+            seconds: columns.next()?.parse().ok()?,
+            waited: columns.next()?.parse().ok()?,
+            place: columns.next()?.to_owned(),
+        };
+        Some((test, times))
+    };
+    text.lines().filter_map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_names_tests_with_a_place_and_counts_those_that_wait() {
+        let activity = |test: &str, place: Option<&str>| Activity {
+            test: test.to_owned(),
+            since: Instant::now(),
+            place: place.map(|place| (place.to_owned(), Duration::ZERO)),
+        };
+        assert_eq!(progress(&[]), None);
+        let waits = activity("b::c", None);
+        assert_eq!(progress(std::slice::from_ref(&waits)).unwrap(), "1 waiting");
+        let line = progress(&[activity("a::b", Some("lab-1")), waits]).unwrap();
+        assert_eq!(line, "a::b for 0 s in lab-1; 1 waiting");
+    }
+
+    #[test]
+    fn times_are_read_back_and_damaged_rows_left_out() {
+        let text = format!("{HEADING}\na::b\t1.5\t0.0\tlab-1\nc::d\tx\t0.0\tlab-1\ne::f\t1.0\n");
+        let times = read(&text);
+        assert_eq!(times.len(), 1);
+        assert_eq!(times["a::b"].seconds, 1.5);
+    }
+}

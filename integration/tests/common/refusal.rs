@@ -1,0 +1,20 @@
+//! The form of a refusal: one line on standard error, exit status 2, and nothing on standard output.
+
+use integration::process::Output;
+
+/// Checks that `output`, of what `what` describes, is a refusal that contains all of `words`.
+#[track_caller]
+pub fn check_refusal(output: &Output, what: &str, words: &[&str]) {
+    let stderr = output.stderr_text();
+    assert_eq!(output.code(), Some(2), "{what}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{what}: not one line:\n{stderr}");
+    assert!(
+        output.stdout.is_empty(),
+        "{what}: printed {}",
+        output.stdout_text()
+    );
+    for word in words {
+        assert!(stderr.contains(word), "{what}: no \"{word}\" in {stderr}");
+    }
+    assert!(!stderr.contains("panicked"), "{what}: {stderr}");
+}

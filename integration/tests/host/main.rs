@@ -1,0 +1,14 @@
+//! Tests that boot no guest: of the command line, of packages, of the documents and of the tree itself.
+
+mod cli;
+mod comments;
+mod figures;
+mod layers;
+mod licences;
+mod links;
+mod package;
+mod rooms;
+mod shown;
+
+#[path = "../common/refusal.rs"]
+mod refusal;

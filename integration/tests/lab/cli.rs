@@ -1,0 +1,43 @@
+//! Invalid input and unusable hosts as the command line reports them, where that takes a host that can be
+//! broken. `integration/tests/host/cli.rs` has the rest.
+
+use integration::limit::Limit;
+use integration::place::{Access, Place};
+use integration::process::Command;
+
+use crate::refusal::check_refusal;
+
+const LIMIT: Limit = Limit::GENEROUS;
+
+/// A lab is a host that can be broken at will. It is repaired for the tests after this one.
+#[test]
+fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
+    let place = Place::lab(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let run = |line: &str| {
+        place
+            .run(&Command::shell(line), LIMIT)
+            .unwrap_or_else(|error| panic!("{error}"))
+    };
+    let linux = "perfvisor run --kernel /guest/vmlinux";
+
+    let output = run(&format!("{linux} --initrd /guest/initrd --memory 64M"));
+    check_refusal(
+        &output,
+        "initrd larger than memory",
+        &["/guest/initrd", "--memory"],
+    );
+    let output = run(&format!("{linux} --memory 16M"));
+    check_refusal(&output, "kernel larger than memory", &["--memory"]);
+    let output = run(&format!("{linux} --initrd /no/such/initrd"));
+    check_refusal(&output, "no such initrd", &["/no/such/initrd"]);
+    let output = run("perfvisor run --backing hardware");
+    check_refusal(&output, "hardware backing without a PMU", &["hardware"]);
+
+    let output = run(
+        "mode=$(stat -c %a /dev/kvm); chmod 600 /dev/kvm; echo 'nobody:x:99:99::/:/bin/sh' >>/etc/passwd; \
+         su -s /bin/sh nobody -c 'perfvisor run'; s=$?; chmod $mode /dev/kvm; sed -i /^nobody:/d /etc/passwd; exit $s",
+    );
+    check_refusal(&output, "no permission", &["/dev/kvm", "permission"]);
+    let output = run("mv /dev/kvm /dev/away; perfvisor run; s=$?; mv /dev/away /dev/kvm; exit $s");
+    check_refusal(&output, "no /dev/kvm", &["/dev/kvm"]);
+}

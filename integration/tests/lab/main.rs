@@ -1,0 +1,34 @@
+//! Tests that boot guests, most of them in the lab. One process, so that they share labs and guests.
+//!
+//! A test leases a place: [`Place::shared`](integration::place::Place::shared) if others may run beside it,
+//! [`Place::alone`](integration::place::Place::alone) if it measures time. Select modules by filters of the
+//! test harness: `cargo test --workspace --test lab nested::`. No test here needs a process of its own.
+
+mod bare_metal;
+mod cli;
+mod common;
+mod debian;
+mod devices;
+mod disks;
+mod exact;
+mod hotplug;
+mod kernels;
+mod kexec;
+mod lab;
+mod late_ack;
+mod linux_guest;
+mod machine;
+mod models;
+mod nested;
+mod network;
+mod profile_guest;
+mod profile_unwound;
+mod share;
+mod shared_guests;
+mod soak;
+mod user_rdpmc;
+mod validate;
+mod vsock;
+
+#[path = "../common/refusal.rs"]
+mod refusal;

@@ -1,0 +1,148 @@
+//! Linux guests that tests of several modules look at: one boot runs the scripts of all of them.
+//!
+//! A test adds a [`Part`] to a guest whose configuration it wants, and looks at its own sections. Only parts
+//! of tests that the command line selects run, so that one module's tests alone take no longer than before.
+
+use std::error::Error;
+use std::sync::OnceLock;
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::limit::Limit;
+use integration::place::Place;
+
+use crate::{devices, exact, models, nested, user_rdpmc};
+
+/// What some tests add to a guest.
+pub struct Part {
+    /// The tests, by their names in this program.
+    pub tests: &'static [&'static str],
+    /// Prepares what takes long and needs no place.
+    pub prepare: fn(),
+    /// Adds files and arguments to the guest, and returns the script.
+    pub add: fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>,
+}
+
+/// A guest and its run, made when a test first looks at it.
+pub struct SharedGuest {
+    guest: fn() -> LinuxGuest,
+    parts: &'static [&'static Part],
+    run: OnceLock<Result<GuestRun, String>>,
+}
+
+/// One vCPU, model `amd`, and nothing else that differs from the defaults.
+pub static AMD: SharedGuest = SharedGuest::new(
+    || LinuxGuest::new("shared-amd", "amd").args(["--stats", "-v"]),
+    &[&models::AMD, &nested::AMD, &user_rdpmc::ANSWERED],
+);
+
+/// The guest of [`AMD`], single-stepped.
+pub static STEPPED: SharedGuest = SharedGuest::new(
+    || exact::stepped("exact-linux", "amd"),
+    &[&exact::USER_MODE, &devices::STEPPED, &exact::KERNEL_MODE],
+);
+
+impl SharedGuest {
+    const fn new(guest: fn() -> LinuxGuest, parts: &'static [&'static Part]) -> Self {
+        Self {
+            guest,
+            parts,
+            run: OnceLock::new(),
+        }
+    }
+
+    /// The guest's run with the parts of all selected tests.
+    #[track_caller]
+    pub fn run(&self) -> &GuestRun {
+        let run = self
+            .run
+            .get_or_init(|| self.boot().map_err(|error| error.to_string()));
+        run.as_ref().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn boot(&self) -> Result<GuestRun, Box<dyn Error>> {
+        let is_needed = |part: &&&Part| part.tests.iter().any(|test| is_selected(test));
+        let parts: Vec<&Part> = self.parts.iter().filter(is_needed).copied().collect();
+        parts.iter().for_each(|part| (part.prepare)());
+        let place = Place::shared()?;
+        let mut guest = (self.guest)().limit(Limit::GENEROUS);
+        let mut scripts = String::new();
+        for part in &parts {
+            let (with_part, script) = (part.add)(&place, guest)?;
+            guest = with_part;
+            scripts.push_str(&script);
+        }
+        let run = guest.script(scripts).run(&place)?;
+        eprintln!(
+            "shared guest with {} of {} parts: {:.1?}; console: {}",
+            parts.len(),
+            self.parts.len(),
+            run.elapsed,
+            run.log().display()
+        );
+        Ok(run)
+    }
+}
+
+/// Whether the harness runs a test of this name in this process.
+pub fn is_selected(test: &str) -> bool {
+    selects(std::env::args().skip(1), test)
+}
+
+/// Whether a command line of the harness selects a test.
+fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
+    const WITH_VALUE: [&str; 6] = [
+        "--test-threads",
+        "--logfile",
+        "--color",
+        "--format",
+        "--shuffle-seed",
+        "-Z",
+    ];
+    let (mut filters, mut skipped, mut is_exact) = (Vec::new(), Vec::new(), false);
+    while let Some(argument) = arguments.next() {
+        let (name, value) = match argument.split_once('=') {
+            Some((name, value)) if name.starts_with('-') => (name, Some(value.to_owned())),
+            _ => (argument.as_str(), None),
+        };
+        match name {
+            "--skip" => skipped.extend(value.or_else(|| arguments.next())),
+            "--exact" => is_exact = true,
+            _ if WITH_VALUE.contains(&name) => {
+                if value.is_none() {
+                    arguments.next();
+                }
+            }
+            _ if name.starts_with('-') => {}
+            _ => filters.push(argument),
+        }
+    }
+    let matches = |filter: &String| match is_exact {
+        true => test == filter,
+        false => test.contains(filter),
+    };
+    (filters.is_empty() || filters.iter().any(matches)) && !skipped.iter().any(matches)
+}
+
+#[test]
+fn command_lines_select_what_the_harness_selects() {
+    let selects = |line: &str| selects(line.split_whitespace().map(str::to_owned), "models::amd_core");
+    for line in [
+        "",
+        "models::",
+        "nested:: models::",
+        "--test-threads 1 --nocapture core",
+        "--skip nested::",
+        "--exact models::amd_core",
+    ] {
+        assert!(selects(line), "{line}");
+    }
+    for line in [
+        "nested::",
+        "--skip models::",
+        "--skip=amd_core",
+        "--exact models::amd",
+        "--color never nested::",
+    ] {
+        assert!(!selects(line), "{line}");
+    }
+}
