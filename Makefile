@@ -11,6 +11,7 @@ TRIPLE := x86_64-unknown-linux-gnu
 RELEASE = RUSTFLAGS="-C target-feature=+crt-static" $(CARGO)
 RELEASE_FLAGS := --release --target $(TRIPLE)
 RELEASE_DIR := $(TARGET_DIR)/$(TRIPLE)/release
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 # The binary that is shipped: without symbols, which are in perfvisor.debug beside it.
 BUILT := $(TARGET_DIR)/release/perfvisor
 
@@ -142,11 +143,6 @@ bench-check:
 .PHONY: bench-baseline
 bench-baseline:
 	$(CARGO) bench -q -p vpmu --bench instructions -- --keep
-
-## figures: docs/measurements/figures.md anew, from figures.json beside it
-.PHONY: figures
-figures:
-	PERFVISOR_FIGURES=write $(CARGO) test -q --workspace --test host figures::
 
 ## deb: a Debian package of the release build, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
 .PHONY: deb

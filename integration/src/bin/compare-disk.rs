@@ -1,7 +1,7 @@
 //! `make compare-disk`: the Debian image under Perfvisor and under QEMU with KVM, in the same lab, by turns.
 //!
 //! Same kernel, initrd, image (a fresh one each turn), command line, memory, and devices: a root disk, a
-//! second disk, a tap device with vhost-net, entropy. `docs/measurements/devices.md` has the table.
+//! second disk, a tap device with vhost-net, entropy. `docs/measurements.md` has the table.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

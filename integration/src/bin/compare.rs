@@ -3,7 +3,7 @@
 //! KVM's own vPMU needs a host PMU, and a Perfvisor guest has one: ours. So a Linux guest runs in the lab,
 //! and in it, with `--nested`, a second Linux guest: in one turn with `--backing hardware`, in the next with
 //! `--backing kvm`. What is measured there are exits, which are what a vPMU costs, and how right the guest's
-//! perf is. `docs/measurements/compare.md` has the table.
+//! perf is. `docs/measurements.md` has the table.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

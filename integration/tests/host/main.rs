@@ -2,7 +2,6 @@
 
 mod cli;
 mod comments;
-mod figures;
 mod layers;
 mod licences;
 mod links;

@@ -158,7 +158,7 @@ const MOST_VMS: usize = 2;
 /// The program has more code and constants, and no thread has a stack of that size: bytes.
 const LARGE: u64 = 4 << 20;
 
-/// How long a start takes is a matter of the machine (docs/measurements/guests.md); what it does is counted.
+/// How long a start takes is a matter of the machine (docs/measurements.md); what it does is counted.
 #[test]
 fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     let place = here();

@@ -194,7 +194,7 @@ fn perf_stat_shows_no_number_that_nobody_counted() {
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount:
-    /// docs/measurements/exact.md.
+    /// docs/measurements.md.
     const REFERENCE: f64 = 384.3;
     let run = shared_guests::STEPPED.run();
     let runs: Vec<_> = (0..CALLS.len())

@@ -11,7 +11,7 @@ use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_dri
 use integration::place::Place;
 
 /// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in
-/// the lab a millisecond and more, which is its CPU time but not its cycles (docs/measurements/accuracy.md);
+/// the lab a millisecond and more, which is its CPU time but not its cycles (docs/reference/accuracy.md);
 /// with half of this period that was more than a tenth.
 const PERIOD: f64 = 50_000_000.0;
 

@@ -640,7 +640,7 @@ fn validate_runs_with_kvms_own_vpmu() {
     let text = run.section("validate");
     eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
     assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
-    // Other rows are off for what the levels below do (docs/measurements/accuracy.md); what a busy guest
+    // Other rows are off for what the levels below do (docs/reference/accuracy.md); what a busy guest
     // counts is not.
     let passed = |workload: &str| {
         text.lines().any(|line| {

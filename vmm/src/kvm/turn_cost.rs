@@ -21,7 +21,7 @@ use super::tiny::{DATA, TinyGuest};
 
 /// The most of a guest's time that turns may take where their length is for us to choose.
 const MOST: f64 = 0.01;
-/// The shortest turns that are chosen: docs/measurements/multiplexing.md has what they are worth.
+/// The shortest turns that are chosen: docs/measurements.md has what they are worth.
 pub const SHORTEST: Duration = Duration::from_micros(584);
 /// The longest: a guest whose turns are so dear sees a rotation of eight events in less than a second.
 pub const LONGEST: Duration = Duration::from_millis(100);

@@ -4,7 +4,7 @@ use crate::common::operator::TestVm;
 use crate::common::test_lock;
 
 /// The most for a VM of one vCPU, and for each further vCPU, KiB. Both are well above what was measured
-/// (docs/measurements/guests.md), so that a build, a C library or a kernel of another kind does not matter.
+/// (docs/measurements.md), so that a build, a C library or a kernel of another kind does not matter.
 /// A vCPU took 213 before its counters' events were moved by pointers.
 const MOST_KIB: u64 = 8 << 10;
 const MOST_FOR_A_VCPU_KIB: u64 = 160;

@@ -24,7 +24,7 @@ const TOO_MANY: usize = 9;
 /// Rounds of the program of known length.
 const ROUNDS: u64 = 1000;
 const MORE_ROUNDS: u64 = 3000;
-/// Instructions at the two ends of a process that stepping does not see: docs/measurements/accuracy.md.
+/// Instructions at the two ends of a process that stepping does not see: docs/reference/accuracy.md.
 const MISSED: u64 = 2;
 
 const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, times the TSC frequency";
