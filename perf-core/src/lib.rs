@@ -167,6 +167,7 @@ mod service;
 
 pub mod attr;
 pub mod estimate;
+pub mod guest_log;
 pub mod mux;
 pub mod pmu;
 pub mod record;
