@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use perf_core::guest_log;
 
 use super::connection::{Connection, Key};
 use super::packet::{HOST_CID, Header, Op, STREAM};
@@ -66,7 +67,8 @@ pub struct Muxer {
     path: PathBuf,
     watched: HashMap<u32, Watched>,
     connections: BTreeMap<Key, Entry>,
-    /// Who may have a packet; each once.
+    /// Connections that may have a packet for the guest. Each is here at most once, and only as long as it
+    /// exists.
     ready: VecDeque<Key>,
     /// Resets for packets that belong to no connection.
     replies: VecDeque<Header>,
@@ -200,7 +202,7 @@ impl Muxer {
                     self.settle(key);
                 }
                 Err(error) => {
-                    log::debug!("vsock: port {} of the host: {error}", key.host_port);
+                    guest_log!(Debug, "vsock: port {} of the host: {error}", key.host_port);
                     self.refuse(header);
                 }
             }
@@ -270,6 +272,9 @@ impl Muxer {
         };
         if entry.connection.is_over() {
             if let Some(entry) = self.connections.remove(&key) {
+                if entry.queued {
+                    self.ready.retain(|ready| *ready != key);
+                }
                 self.watched.remove(&entry.token);
                 self.watches
                     .push(Watch::Remove(entry.connection.into_stream(), entry.token));
@@ -382,4 +387,41 @@ fn port_of(line: &[u8]) -> Option<u32> {
     port.bytes()
         .all(|b| b.is_ascii_digit())
         .then(|| port.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    const CID: u64 = 3;
+
+    /// A guest that opens and resets connections without receiving any packet costs no memory.
+    #[test]
+    fn connections_that_the_guest_resets_leave_nothing_queued() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("v");
+        let listener = UnixListener::bind(port_path(&path, 9)).unwrap();
+        let mut muxer = Muxer::new(CID, path, 16);
+        for guest_port in 0..1000 {
+            let mut packet = Header {
+                src_cid: CID,
+                dst_cid: HOST_CID,
+                src_port: guest_port,
+                dst_port: 9,
+                kind: STREAM,
+                op: Op::Request as u16,
+                ..Header::default()
+            };
+            muxer.from_guest(&packet, &[], Instant::now());
+            let _program = listener.accept().unwrap();
+            assert_eq!((muxer.connections.len(), muxer.ready.len()), (1, 1));
+            packet.op = Op::Reset as u16;
+            muxer.from_guest(&packet, &[], Instant::now());
+            assert_eq!((muxer.connections.len(), muxer.ready.len()), (0, 0));
+            let _ = muxer.take_watches();
+        }
+        assert!(!muxer.has_packets());
+    }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use virtio_queue::{DescriptorChain, Queue};
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
@@ -17,7 +17,7 @@ use super::chains::{self, Room};
 use super::muxer::{Muxer, Watch};
 use super::packet::{Header, MAX_DATA};
 use crate::device::{ActiveQueue, ConfigChange};
-use crate::serve::tell_of_driver;
+use crate::serve::{QueueError, tell_of_driver};
 
 /// Tokens of the event loop; those of the muxer are above.
 const RX: u32 = 0;
@@ -91,6 +91,12 @@ impl Queues {
             config_change,
             ..self
         }
+    }
+
+    /// Whether the driver has broken a ring, so that nothing is moved any more.
+    #[cfg(test)]
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
     }
 
     /// Moves packets both ways until neither side has any, or the budget is spent.
@@ -230,7 +236,8 @@ impl Queues {
     /// program again at once and without end, so the listener is left alone until the next tick.
     fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
         if !std::mem::replace(&mut self.told, true) {
-            log::warn!(
+            guest_log!(
+                Warn,
                 "vsock: programs of the host have to wait: {error}; raise the limit of open files (ulimit -n)"
             );
         }
@@ -286,22 +293,28 @@ enum Next<'m> {
     /// Nothing, and the driver is to tell when it has.
     None,
     /// Nothing that makes sense: another look would find the same.
-    Broken(virtio_queue::Error),
+    Broken(QueueError),
 }
 
 fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> Next<'m> {
+    let size = queue.size();
     // The driver may add some before it knows that it has to tell: a second look after asking.
     for asked in [false, true] {
         match queue.iter(memory) {
             Ok(mut chains) => {
                 if let Some(chain) = chains.next() {
+                    let head = chain.head_index();
+                    // The queue cannot give such a chain back to the driver.
+                    if head >= size {
+                        return Next::Broken(QueueError::Head { head, size });
+                    }
                     return Next::Chain(chain);
                 }
             }
-            Err(error) => return Next::Broken(error),
+            Err(error) => return Next::Broken(error.into()),
         }
         if !asked && let Err(error) = queue.enable_notification(memory) {
-            return Next::Broken(error);
+            return Next::Broken(error.into());
         }
     }
     Next::None
@@ -318,7 +331,7 @@ impl MutEventSubscriber for Queues {
                 let _ = self.timer.wait();
                 self.muxer.tick(now);
                 if !self.listening && self.listen(ops).is_err() {
-                    log::debug!("vsock: programs of the host have to wait longer");
+                    guest_log!(Debug, "vsock: programs of the host have to wait longer");
                 }
             }
             token => {
@@ -341,7 +354,7 @@ impl MutEventSubscriber for Queues {
         ];
         let added = watched.into_iter().try_for_each(|events| ops.add(events));
         if let Err(error) = added.and_then(|()| self.listen(ops)) {
-            log::error!("vsock: the device does not work: {}", error_line(&error));
+            guest_log!(Error, "vsock: the device does not work: {}", error_line(&error));
             self.config_change.needs_reset();
         }
     }

@@ -292,3 +292,23 @@ fn a_device_starts_stops_and_leaves_no_file() {
     let long = directory.path().join("x".repeat(100));
     assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
 }
+
+/// A chain whose head is not in the queue breaks the queue before anything is added to the used ring, which
+/// could not take it.
+#[test]
+fn a_head_beyond_the_queue_breaks_it() {
+    let memory = memory();
+    for broken_tx in [false, true] {
+        let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+        let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+        put_packet(&memory, BUFFERS, 4);
+        tx.add_desc_chains(&[descriptor(BUFFERS, 48, 0)], 0).unwrap();
+        let broken = if broken_tx { &tx } else { &rx };
+        broken.avail().ring().ref_at(0).unwrap().store(16_u16.to_le());
+        broken.avail().idx().store(1_u16.to_le());
+        let mut driver = driver(&memory, rx.create_queue().unwrap(), tx.create_queue().unwrap());
+        driver.queues.pump(Instant::now());
+        assert!(driver.queues.is_broken(), "tx: {broken_tx}");
+        assert_eq!(broken.used().idx().load(), 0);
+    }
+}
