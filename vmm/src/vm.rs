@@ -18,7 +18,7 @@ use crate::boot::{self, Loaded};
 use crate::devices::Bus;
 use crate::kvm::chips::Chips;
 use crate::kvm::cpuid::{self};
-use crate::kvm::host::Kvm;
+use crate::kvm::host::{self, Kvm};
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
@@ -91,7 +91,10 @@ impl Vm {
 
         let fd = plan.take_vm(kvm, &mut begun)?;
         let slots = ram.register(&fd)?;
-        let supported = cpuid::supported(kvm)?;
+        let mut supported = cpuid::supported(kvm)?;
+        if host::interprets_kernels(kvm)? {
+            cpuid::hide_transactions(&mut supported);
+        }
         let mut model = config.pmu.model;
         if cpuid::has_transactions(&supported) {
             model = model.with_transactions();

@@ -238,6 +238,16 @@ pub fn has_transactions(supported: &CpuId) -> bool {
         .any(|e| (e.function, e.index) == (7, 0) && e.ebx & LEAF7_EBX_TRANSACTIONS != 0)
 }
 
+/// Hides Intel's transactions. A KVM that interprets guest kernels has no XBEGIN at CPL 0, although the
+/// processor that it shows does (RTM), and a kernel that uses it dies of #UD.
+pub fn hide_transactions(supported: &mut CpuId) {
+    for entry in supported.as_mut_slice() {
+        if (entry.function, entry.index) == (7, 0) {
+            entry.ebx &= !LEAF7_EBX_TRANSACTIONS;
+        }
+    }
+}
+
 /// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at
 /// each entry. A guest that enters for each instruction would read for ever.
 fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
@@ -463,6 +473,26 @@ mod tests {
         assert!(!has_virtualisation(hidden.as_slice()));
         let svm = hidden.as_slice().iter().find(|e| e.function == SVM_LEAF).unwrap();
         assert_eq!(svm.eax, 0);
+    }
+
+    #[test]
+    fn transactions_can_be_hidden_and_nothing_else_changes() {
+        let leaf7 = kvm_cpuid_entry2 {
+            function: 7,
+            ebx: u32::MAX,
+            edx: u32::MAX,
+            ..Default::default()
+        };
+        let subleaf = kvm_cpuid_entry2 { index: 1, ..leaf7 };
+        let mut table = CpuId::from_entries(&[leaf7, subleaf]).unwrap();
+        assert!(has_transactions(&table));
+        hide_transactions(&mut table);
+        assert!(!has_transactions(&table));
+        assert_eq!(table.as_slice()[0].ebx, !(1 << 4 | 1 << 11));
+        assert_eq!(
+            (table.as_slice()[0].edx, table.as_slice()[1]),
+            (u32::MAX, subleaf)
+        );
     }
 
     /// A guest that sees the other vendor would execute a hypercall instruction this processor lacks.
