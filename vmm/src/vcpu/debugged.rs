@@ -2,7 +2,9 @@
 //! debugger wants it to.
 
 use kvm_bindings::kvm_debug_exit_arch;
+use perf_core::guest_log;
 
+use super::control::StopReason;
 use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
@@ -116,6 +118,14 @@ impl Running {
             return Ok(Turn::Again);
         }
         let error = InternalError::of(&mut self.fd).map_err(VcpuFailure::Debug)?;
+        if error.is_at_reset_vector() {
+            guest_log!(
+                Error,
+                "vcpu{}: the guest sent it an INIT; without firmware at the reset vector, this resets the machine",
+                self.id
+            );
+            return Ok(Turn::Stop(StopReason::Reset));
+        }
         Err(VcpuFailure::Internal(error))
     }
 

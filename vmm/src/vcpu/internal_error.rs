@@ -12,6 +12,11 @@ use kvm_bindings::{
 use crate::kvm::armed::{ArmedVcpu, InternalExit};
 use crate::kvm::call::CallError;
 
+/// Linear address of the first instruction after INIT or a reset (SDM vol. 3 §9.1.4).
+const RESET_VECTOR: u64 = 0xffff_fff0;
+/// CR0.PE: protected mode (SDM vol. 3 §2.5).
+const CR0_PE: u64 = 1 << 0;
+
 /// An internal error of KVM's, and where the vCPU was.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InternalError {
@@ -20,6 +25,10 @@ pub(super) struct InternalError {
     /// 16, 32 or 64.
     bits: u32,
     cpl: u8,
+    /// The address of the instruction, with the base of CS.
+    linear: u64,
+    /// The processor is in real mode.
+    real_mode: bool,
 }
 
 impl InternalError {
@@ -34,12 +43,21 @@ impl InternalError {
             (0, _) => 32,
             _ => 64,
         };
+        let rip = vcpu.get_regs()?.rip;
         Ok(Self {
-            rip: vcpu.get_regs()?.rip,
+            rip,
+            linear: sregs.cs.base.wrapping_add(rip),
+            real_mode: sregs.cr0 & CR0_PE == 0,
             bits,
             cpl: sregs.ss.dpl,
             exit: vcpu.internal_exit(),
         })
+    }
+
+    /// Returns whether the vCPU is at the reset vector. It gets there when its guest sends it an INIT (SDM
+    /// vol. 3 §9.1.4), and finds no firmware.
+    pub(super) fn is_at_reset_vector(&self) -> bool {
+        self.real_mode && self.linear == RESET_VECTOR
     }
 
     fn name(&self) -> &'static str {
@@ -90,6 +108,8 @@ mod tests {
             rip: 0x10_0000,
             bits: 64,
             cpl: 0,
+            linear: 0x10_0000,
+            real_mode: false,
         }
     }
 
@@ -101,6 +121,18 @@ mod tests {
             "KVM gave up with internal error 1 (it cannot emulate an instruction) at 0x100000, CPL 0: \
              cmpxchg16b (%rax) (bytes 48 0f c7 08)"
         );
+    }
+
+    #[test]
+    fn only_real_mode_code_at_the_reset_vector_is_at_the_reset_vector() {
+        let at = |linear, real_mode| InternalError {
+            linear,
+            real_mode,
+            ..error(1, &[])
+        };
+        assert!(at(RESET_VECTOR, true).is_at_reset_vector());
+        assert!(!at(RESET_VECTOR, false).is_at_reset_vector());
+        assert!(!at(0xfff0, true).is_at_reset_vector());
     }
 
     #[test]
