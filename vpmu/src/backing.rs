@@ -128,7 +128,7 @@ impl Slot {
 
     fn warn(&mut self, counter: CounterIndex, what: std::fmt::Arguments<'_>) {
         if !std::mem::replace(&mut self.warned, true) {
-            log::warn!("counter {counter}: {what}");
+            perf_core::guest_log!(Warn, "counter {counter}: {what}");
         }
     }
 }

@@ -270,7 +270,11 @@ impl Lost {
         } else {
             "it is not counted meanwhile, which the event uncounted-ns shows"
         };
-        log::warn!("counter {counter} ({what}): {lack}; {so}{}{more}", remedy(lack));
+        perf_core::guest_log!(
+            Warn,
+            "counter {counter} ({what}): {lack}; {so}{}{more}",
+            remedy(lack)
+        );
     }
 }
 

@@ -13,6 +13,7 @@
 use std::fmt;
 
 use memchr::memmem;
+use perf_core::guest_log;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
 
@@ -288,7 +289,8 @@ fn is_known(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable)
     } else {
         return true;
     };
-    log::warn!(
+    guest_log!(
+        Warn,
         "what looks like a table of the kernel's events at {:#x} {why}: it is left alone",
         table.virt
     );

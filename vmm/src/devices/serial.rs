@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
+use perf_core::guest_log;
 use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -104,7 +105,7 @@ impl SerialPort {
     pub(super) fn write(&self, offset: u8, value: u8) {
         // Output that cannot be delivered is lost, as on a line without a listener.
         if let Err(e) = lock(&self.uart).write(offset, value) {
-            log::debug!("serial port: {e}");
+            guest_log!(Debug, "serial port: {e}");
         }
         // In loopback mode no input is taken; the modem control register may have ended it.
         if offset == MODEM_CONTROL {

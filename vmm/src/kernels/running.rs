@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
 use super::uncounted::{self, Uncounted};
@@ -216,7 +216,8 @@ impl RunningKernels {
         match found {
             Ok(sites) if !sites.is_empty() => {
                 for site in sites {
-                    log::info!(
+                    guest_log!(
+                        Info,
                         "the guest has started another kernel: RDPMC at {:#x} ({}) replaced, after {:.0?}",
                         site.virt,
                         site.place(),
@@ -224,9 +225,15 @@ impl RunningKernels {
                     );
                 }
             }
-            Ok(_) => log::warn!("the guest has started another kernel; no RDPMC is found in it: {otherwise}"),
+            Ok(_) => {
+                guest_log!(
+                    Warn,
+                    "the guest has started another kernel; no RDPMC is found in it: {otherwise}"
+                );
+            }
             Err(e) => {
-                log::warn!(
+                guest_log!(
+                    Warn,
                     "the guest has started another kernel; RDPMC is not looked for in it ({}): {otherwise}",
                     error_line(&e)
                 );

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use perf_core::guest_log;
 use perf_core::pmu::host::HostProbe;
 use vm_memory::GuestMemoryMmap;
 use vpmu::{Backability, BackingPolicy, EventFilter, Model, Vendor};
@@ -95,13 +96,14 @@ impl Uncounted {
 /// Says what was taken out of which table.
 pub fn tell_hidden(hidden: &[Hidden]) {
     for table in hidden {
-        log::info!(
+        guest_log!(
+            Info,
             "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
             table.virt,
             table.hidden.len(),
             table.left
         );
         let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
-        log::debug!("taken out at {:#x}: {}", table.virt, names.join(", "));
+        guest_log!(Debug, "taken out at {:#x}: {}", table.virt, names.join(", "));
     }
 }

@@ -9,7 +9,7 @@ use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::record::{UserPart, Words};
-use perf_core::{CpuMode, SampleRegs, error_line};
+use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::ThreadKind;
 use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
@@ -190,10 +190,10 @@ impl GuestProbe {
         let result = match found {
             Ok(kernel) => {
                 if let Err(why) = &kernel.tasks {
-                    log::info!("guest tasks have no names: {why}");
+                    guest_log!(Info, "guest tasks have no names: {why}");
                 }
                 let what = kernel.describe();
-                log::info!("guest kernel: {what}");
+                guest_log!(Info, "guest kernel: {what}");
                 self.kernel.store(Some(Arc::new(kernel)));
                 Search::Found(what)
             }
@@ -205,7 +205,7 @@ impl GuestProbe {
                         Search::Over(line)
                     }
                     SearchError::Reader(ReadError::Ended(_)) => {
-                        log::warn!("{line}");
+                        guest_log!(Warn, "{line}");
                         Search::Failed(line, Instant::now())
                     }
                     _ => Search::Failed(line, Instant::now()),

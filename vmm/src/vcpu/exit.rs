@@ -4,7 +4,7 @@
 //! ([`Served`]). An exit whose service needs the vCPU itself is handed to the loop as a [`Next`].
 
 use kvm_bindings::kvm_debug_exit_arch;
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{MsrRead, MsrWrite, ParavirtualEvent};
 
@@ -270,7 +270,11 @@ impl Running {
             ),
             _ => String::new(),
         };
-        log::error!("vcpu{}: the guest shut it down by a triple fault{place}", self.id);
+        guest_log!(
+            Error,
+            "vcpu{}: the guest shut it down by a triple fault{place}",
+            self.id
+        );
     }
 
     /// Says why this vCPU cannot go on, and where it is.

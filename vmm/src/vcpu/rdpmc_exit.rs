@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
+use perf_core::guest_log;
 use vpmu::MsrRead;
 use vpmu::exact::GuestMemory;
 
@@ -202,7 +203,8 @@ impl Running {
             self.seat.stats().gp_injected.inc();
         }
         if gate.enter_handler(at, &mut state).is_none() {
-            log::error!(
+            guest_log!(
+                Error,
                 "vcpu{}: the guest's handler of #GP cannot push at {:#x}",
                 self.id,
                 state.regs.rsp

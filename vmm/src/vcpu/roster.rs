@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use perf_core::guest_log;
 
 use super::control::{RunControl, RunState};
 use super::failure::{BeginError, VcpuError};
@@ -246,7 +247,7 @@ impl Roster {
         if ejected.is_empty() {
             return;
         }
-        log::info!("the guest has ejected {}", named(ejected));
+        guest_log!(Info, "the guest has ejected {}", named(ejected));
         self.dismiss(ejected);
     }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
@@ -139,7 +139,7 @@ impl MutEventSubscriber for Server {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
-            log::error!("rng0 hears no kicks: {}", error_line(&error));
+            guest_log!(Error, "rng0 hears no kicks: {}", error_line(&error));
         }
     }
 }

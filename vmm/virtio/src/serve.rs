@@ -1,10 +1,9 @@
 //! Serving a queue: every chain in it once, and one interrupt for all that were served in a short time.
 
 use std::error::Error;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
@@ -29,15 +28,9 @@ pub enum QueueError {
     },
 }
 
-/// Says what a driver has done to its queues, at most once a second for all devices of the process: a guest
-/// may reset its device and do it again, for ever.
+/// Logs how a driver broke its queues, within the limit of [`perf_core::guest_log`].
 pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
-    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
-    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
-    if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
-        *last = Some(Instant::now());
-        log::warn!("{device}: {what}: {}", error_line(error));
-    }
+    guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
 /// How long chains are served one after the other; one that has begun is finished.

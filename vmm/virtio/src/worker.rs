@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -51,7 +51,11 @@ impl MutEventSubscriber for Stop {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&self.fd, EventSet::IN)) {
-            log::error!("a device's thread cannot be stopped: {}", error_line(&error));
+            guest_log!(
+                Error,
+                "a device's thread cannot be stopped: {}",
+                error_line(&error)
+            );
             self.came = true;
         }
     }
@@ -136,7 +140,8 @@ fn leave_the_vcpu() {
     if let Some(cpus) = CPUS.get()
         && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
     {
-        log::warn!(
+        guest_log!(
+            Warn,
             "a device's thread stays on the CPU of a vCPU: {}",
             error_line(&error)
         );

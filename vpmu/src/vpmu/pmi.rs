@@ -60,7 +60,8 @@ impl Vpmu {
                 .is_none_or(|last| now_ns.saturating_sub(last) >= 1_000_000_000)
             {
                 self.throttle_logged_ns = Some(now_ns);
-                log::warn!(
+                perf_core::guest_log!(
+                    Warn,
                     "the guest asks for more PMIs than the limit allows: {} delivered, {} delayed so far",
                     self.pmi_counts.delivered,
                     self.pmi_counts.throttled

@@ -29,6 +29,7 @@ mod stepper;
 mod system_calls;
 
 use kvm_bindings::kvm_debug_exit_arch;
+use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
 use vpmu::exact::{Ahead, Counts, CpuState, Step};
@@ -184,7 +185,8 @@ impl Stepper {
     fn left_for_user(&mut self, levels: SteppedLevels) {
         if levels.user {
             if self.tally.unstepped == 0 {
-                log::warn!(
+                guest_log!(
+                    Warn,
                     "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
                 );
             }

@@ -16,7 +16,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
@@ -163,7 +163,7 @@ impl MutEventSubscriber for Server {
     fn init(&mut self, ops: &mut EventOps) {
         for events in self.fds() {
             if let Err(error) = ops.add(events) {
-                log::error!("hvc0 hears no kicks: {}", error_line(&error));
+                guest_log!(Error, "hvc0 hears no kicks: {}", error_line(&error));
             }
         }
         // What came before the driver did.

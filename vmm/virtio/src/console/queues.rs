@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::port::Port;
@@ -63,7 +64,7 @@ pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: Chain<
                 return;
             }
             if let Err(e) = sink.write_all(piece) {
-                log::debug!("hvc0: {e}");
+                guest_log!(Debug, "hvc0: {e}");
                 return;
             }
             count -= piece.len();

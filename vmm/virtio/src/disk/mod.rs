@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
@@ -183,7 +183,11 @@ impl VirtioDevice for Block {
             && is_due(&self.said)
         {
             let why = error_line(&error);
-            log::warn!("{}: its image may lack what was written last: {why}", self.name);
+            guest_log!(
+                Warn,
+                "{}: its image may lack what was written last: {why}",
+                self.name
+            );
         }
     }
 }
@@ -214,7 +218,7 @@ impl Server {
             && is_due(&self.said)
         {
             let why = error_line(&error);
-            log::warn!("{}: the guest gets I/O errors: {why}", self.name);
+            guest_log!(Warn, "{}: the guest gets I/O errors: {why}", self.name);
         }
         if let Err(error) = served {
             tell_of_driver(&self.name, "it stops until it is reset", &error);
@@ -244,7 +248,7 @@ impl MutEventSubscriber for Server {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
-            log::error!("{} hears no kicks: {}", self.name, error_line(&error));
+            guest_log!(Error, "{} hears no kicks: {}", self.name, error_line(&error));
         }
     }
 }

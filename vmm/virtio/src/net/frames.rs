@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 
+use perf_core::guest_log;
 use smallvec::SmallVec;
 use thiserror::Error;
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
@@ -144,7 +145,7 @@ impl Sender {
                 && let Some(tap) = tap
                 && let Err(e) = tap.write(&scatter)
             {
-                log::debug!("a frame is lost: {e}");
+                guest_log!(Debug, "a frame is lost: {e}");
             }
             self.queue.add_used(memory, chain.head, 0)?;
         }

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::{
@@ -284,7 +284,12 @@ impl<Q> Lane<Q> {
             }
             Err(e) => {
                 // Once for each time that the driver sets the device up.
-                log::info!("{}: a queue is served no more: {}", link.name, error_line(&e));
+                guest_log!(
+                    Info,
+                    "{}: a queue is served no more: {}",
+                    link.name,
+                    error_line(&e)
+                );
                 self.queue = None;
                 link.needs_reset();
                 Pause::NoBuffer
@@ -331,7 +336,8 @@ impl Lanes {
         };
         match result {
             Ok(()) => self.watching = wanted,
-            Err(e) => log::error!(
+            Err(e) => guest_log!(
+                Error,
                 "{}: the tap device cannot be watched: {}",
                 self.link.name,
                 error_line(&e)
@@ -363,7 +369,12 @@ impl MutEventSubscriber for Lanes {
     fn init(&mut self, ops: &mut EventOps) {
         for kick in [&self.receiver.kick, &self.sender.kick] {
             if let Err(e) = ops.add(Events::new(&**kick, EventSet::IN)) {
-                log::error!("{}: a queue is not served: {}", self.link.name, error_line(&e));
+                guest_log!(
+                    Error,
+                    "{}: a queue is not served: {}",
+                    self.link.name,
+                    error_line(&e)
+                );
             }
         }
         self.send();

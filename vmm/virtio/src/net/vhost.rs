@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, socket};
 use nix::unistd::read;
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use thiserror::Error;
 use vhost::net::VhostNet;
 use vhost::vhost_kern::net::Net as Device;
@@ -188,7 +188,7 @@ impl Kernel {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
             if let Err(e) = self.device.set_backend(n, None) {
-                log::error!("vhost-net does not let go of a queue: {}", error_line(&e));
+                guest_log!(Error, "vhost-net does not let go of a queue: {}", error_line(&e));
             }
         }
     }
@@ -281,7 +281,11 @@ impl MutEventSubscriber for Watcher {
         // Once for each time that the driver sets the device up: it may do it at every kick.
         for broken in &self.watch.broken {
             if events.fd() == broken.as_raw_fd() {
-                log::info!("{}: vhost-net finds a queue broken by the driver", self.link.name);
+                guest_log!(
+                    Info,
+                    "{}: vhost-net finds a queue broken by the driver",
+                    self.link.name
+                );
                 let _ = ops.remove(Events::new(broken, EventSet::IN));
                 self.link.needs_reset();
             }
@@ -295,7 +299,8 @@ impl MutEventSubscriber for Watcher {
             added = added.and(ops.add(Events::new(broken, EventSet::IN)));
         }
         if let Err(e) = added {
-            log::error!(
+            guest_log!(
+                Error,
                 "{}: the end of the tap device will not be seen: {}",
                 self.link.name,
                 error_line(&e)

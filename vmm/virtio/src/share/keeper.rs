@@ -11,6 +11,8 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
+use perf_core::guest_log;
+
 /// Between two looks at the back end and at the VM.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// From the end of a back end to the start of the next, at first and at most.
@@ -218,7 +220,7 @@ impl Says {
 
 fn tell(lines: &[String]) {
     for line in lines {
-        log::warn!("--share-dir: virtiofsd: {line}");
+        guest_log!(Warn, "--share-dir: virtiofsd: {line}");
     }
 }
 

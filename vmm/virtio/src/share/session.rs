@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use virtio_queue::QueueT;
@@ -89,7 +89,8 @@ impl Session {
         self.hand_over(&connection).map_err(BackendError::Protocol)?;
         let events = Events::new(&connection.frontend, EventSet::IN | EventSet::READ_HANG_UP);
         if let Err(e) = ops.add(events) {
-            log::error!(
+            guest_log!(
+                Error,
                 "{}: the end of the back end will not be noticed: {}",
                 self.name,
                 error_line(&e)
@@ -153,7 +154,8 @@ impl Session {
             if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {
                 log::debug!("{}: {}", self.name, error_line(&e));
             }
-            log::warn!(
+            guest_log!(
+                Warn,
                 "{}: the back end has ended; the guest's requests wait for another",
                 self.name
             );
@@ -166,7 +168,7 @@ impl Session {
 
     fn try_later(&mut self) {
         if let Err(e) = self.timer.reset(self.pause, None) {
-            log::error!("{}: no other back end is tried for: {e}", self.name);
+            guest_log!(Error, "{}: no other back end is tried for: {e}", self.name);
         }
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
@@ -181,12 +183,13 @@ impl MutEventSubscriber for Session {
         }
         let _ = self.timer.wait();
         match self.connect(ops) {
-            Ok(()) => log::warn!(
+            Ok(()) => guest_log!(
+                Warn,
                 "{}: another back end is there; the guest has to mount again",
                 self.name
             ),
             Err(e) => {
-                log::info!("{}: no other back end yet: {}", self.name, error_line(&e));
+                guest_log!(Info, "{}: no other back end yet: {}", self.name, error_line(&e));
                 self.try_later();
             }
         }
@@ -194,14 +197,15 @@ impl MutEventSubscriber for Session {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(e) = ops.add(Events::new(&self.timer, EventSet::IN)) {
-            log::error!(
+            guest_log!(
+                Error,
                 "{}: no other back end will be tried for: {}",
                 self.name,
                 error_line(&e)
             );
         }
         if let Err(e) = self.connect(ops) {
-            log::warn!("{}: {}", self.name, error_line(&e));
+            guest_log!(Warn, "{}: {}", self.name, error_line(&e));
             self.try_later();
         }
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::machine::{Machine, Message};
-use perf_core::error_line;
+use perf_core::{error_line, guest_log};
 
 /// Bytes of an entry: address, data, control.
 pub(super) const ENTRY_BYTES: usize = 16;
@@ -172,7 +172,11 @@ impl Msix {
         if entry.connected.take().is_some()
             && let Err(error) = self.machine.disconnect(line, &entry.vector)
         {
-            log::debug!("interrupt {line} was not connected: {}", error_line(&error));
+            guest_log!(
+                Debug,
+                "interrupt {line} was not connected: {}",
+                error_line(&error)
+            );
         }
         let Some(message) = wanted else {
             return;
