@@ -9,11 +9,15 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+
+use crate::budget::{HeldBytes, ReplyLimits};
 use crate::nearest::did_you_mean;
 use crate::peer;
 use crate::place::{self, PlaceError};
 use crate::protocol::{
-    Failure, MAX_PROCESS_MEMORY, PROTOCOL, ProcessMemory, ReplyLine, RequestLine, SymbolsInfo, VmInfo,
+    Failure, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestLine, SymbolsInfo, VmInfo,
 };
 use crate::request::{self, Request};
 
@@ -21,8 +25,11 @@ use crate::request::{self, Request};
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long it may be silent before it is asked whether its process has been stopped.
 const SILENCE: Duration = Duration::from_millis(500);
-/// Longest reply taken.
-const MAX_REPLY: usize = 16 << 20;
+/// Average length of an object or array of a reply, in bytes, below which a client with [`ReplyLimits`]
+/// refuses it: `{}` may stand for a structure of hundreds of bytes.
+const MIN_OBJECT_BYTES: usize = 32;
+/// Objects and arrays that a reply may always have.
+const FREE_OBJECTS: usize = 64;
 /// Most descriptors that are kept.
 const MAX_FILES: usize = 8;
 /// Most bytes of symbols taken.
@@ -117,6 +124,23 @@ struct Line {
     files: VecDeque<File>,
     /// How long it waits for the VM.
     patience: Duration,
+    /// When every request has to be answered, whatever `patience` says.
+    deadline: Option<Instant>,
+    /// Maximum length of a reply, in bytes.
+    max_reply: usize,
+    /// Share of the budget for replies, if there is one.
+    held: Option<HeldBytes>,
+}
+
+/// A reply whose value has the type that the request names.
+#[derive(Deserialize)]
+#[serde(bound = "T: DeserializeOwned")]
+struct TypedReply<T> {
+    id: u64,
+    #[serde(default)]
+    ok: Option<T>,
+    #[serde(default)]
+    error: Option<Failure>,
 }
 
 impl Client {
@@ -136,16 +160,25 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub fn connect_at(path: &Path, owner: Option<u32>, patience: Duration) -> Result<Self, ClientError> {
-        let stream = match place::connect_at(path, owner) {
-            Ok(stream) => stream,
-            // Those that wait are as many as may: nobody takes them in.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(ClientError::Silent(SILENCE)),
-            Err(source) => {
-                let path = path.to_owned();
-                return Err(ClientError::Socket { path, source });
-            }
-        };
-        Self::over_within(stream, patience)
+        Self::over_within(stream_at(path, owner)?, patience)
+    }
+
+    /// Connects to the VM of user `owner` whose socket is at `path`, and takes no more of it than `limits`
+    /// say. All requests have to be answered by `deadline` ([`Client::set_deadline`]).
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn connect_limited(
+        path: &Path,
+        owner: u32,
+        limits: &ReplyLimits,
+        deadline: Instant,
+    ) -> Result<Self, ClientError> {
+        let mut line = Line::new(stream_at(path, Some(owner))?, limits.timeout)?;
+        line.deadline = Some(deadline);
+        line.max_reply = limits.max_bytes;
+        line.held = Some(HeldBytes::none_of(&limits.budget));
+        line.greet()
     }
 
     /// As [`Client::connect`], with the sockets in `dir`.
@@ -204,17 +237,20 @@ impl Client {
     }
 
     fn over_within(stream: UnixStream, patience: Duration) -> Result<Self, ClientError> {
-        stream.set_read_timeout(Some(SILENCE))?;
-        stream.set_write_timeout(Some(patience))?;
-        let mut line = Line {
-            stream,
-            next: 1,
-            incoming: Vec::new(),
-            files: VecDeque::new(),
-            patience,
-        };
-        let info = line.ask(request::Hello { protocol: PROTOCOL })?;
-        Ok(Self { line, info })
+        Line::new(stream, patience)?.greet()
+    }
+
+    /// Sets when all later requests have to be answered.
+    pub fn set_deadline(&mut self, deadline: Instant) {
+        self.line.deadline = Some(deadline);
+    }
+
+    /// Takes the share of the budget that the replies since the last call have. Keep it as long as what came
+    /// of them is kept. `None` without [`ReplyLimits`].
+    pub fn take_held(&mut self) -> Option<HeldBytes> {
+        let held = self.line.held.as_mut()?;
+        let none = held.same_budget();
+        Some(std::mem::replace(held, none))
     }
 
     /// What the VM said of itself at first.
@@ -274,42 +310,88 @@ impl Client {
     }
 }
 
+/// Connects to the socket at `path`; with `owner`, it must be that user's.
+fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError> {
+    match place::connect_at(path, owner) {
+        Ok(stream) => Ok(stream),
+        // Those that wait are as many as may: nobody takes them in.
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(ClientError::Silent(SILENCE)),
+        Err(source) => Err(ClientError::Socket {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Returns whether `reply` has no more objects and arrays than its length explains.
+fn is_dense(reply: &[u8]) -> bool {
+    let opened = memchr::memchr2_iter(b'{', b'[', reply).count();
+    opened <= FREE_OBJECTS + reply.len() / MIN_OBJECT_BYTES
+}
+
 impl Line {
+    fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
+        stream.set_read_timeout(Some(SILENCE))?;
+        stream.set_write_timeout(Some(patience))?;
+        Ok(Self {
+            stream,
+            next: 1,
+            incoming: Vec::new(),
+            files: VecDeque::new(),
+            patience,
+            deadline: None,
+            max_reply: MAX_REPLY,
+            held: None,
+        })
+    }
+
+    fn greet(mut self) -> Result<Client, ClientError> {
+        let info = self.ask(request::Hello { protocol: PROTOCOL })?;
+        Ok(Client { line: self, info })
+    }
+
+    /// Returns an error if the time for a reply to what was asked for at `asked` is over.
+    fn check_time(&self, asked: Instant) -> Result<(), ClientError> {
+        let now = Instant::now();
+        let over = self.deadline.is_some_and(|deadline| now >= deadline);
+        if over || now.saturating_duration_since(asked) >= self.patience {
+            return Err(ClientError::Silent(self.patience));
+        }
+        Ok(())
+    }
+
     /// Nothing has come for a while of what was asked for at `asked`.
     fn may_be_silent(&self, asked: Instant) -> Result<(), ClientError> {
         if let Some(pid) = peer::stopped(&self.stream) {
             return Err(ClientError::Stopped(pid));
         }
-        if asked.elapsed() >= self.patience {
-            return Err(ClientError::Silent(self.patience));
-        }
-        Ok(())
+        self.check_time(asked)
     }
 
     fn ask<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
         let id = self.next;
         self.next += 1;
         let call = request.into();
+        let max_reply = call.max_reply().min(self.max_reply);
         let mut line =
             serde_json::to_vec(&RequestLine { id, call }).map_err(|_| ClientError::Reply("request"))?;
         line.push(b'\n');
         let reply = match self.stream.write_all(&line) {
-            Ok(()) => self.read()?,
+            Ok(()) => self.read(max_reply)?,
             // A VM that turns a connection away says why, and does not wait for a request.
-            Err(closed) if closed.kind() == io::ErrorKind::BrokenPipe => self.read().map_err(|_| closed)?,
+            Err(closed) if closed.kind() == io::ErrorKind::BrokenPipe => {
+                self.read(max_reply).map_err(|_| closed)?
+            }
             Err(e) => return Err(e.into()),
         };
-        let reply: ReplyLine = serde_json::from_slice(&reply).map_err(|_| ClientError::Reply("not JSON"))?;
-        if let Some(failure) = reply.error {
-            return Err(failure.into());
+        if self.held.is_some() && !is_dense(&reply) {
+            return Err(ClientError::Reply("too many parts"));
         }
-        if reply.id != id {
-            return Err(ClientError::Reply("out of order"));
-        }
-        serde_json::from_value(reply.ok.unwrap_or_default()).map_err(|_| ClientError::Reply("fields"))
+        parse_reply(&reply, id)
     }
 
-    fn read(&mut self) -> Result<Vec<u8>, ClientError> {
+    /// Reads a reply of at most `max_reply` bytes.
+    fn read(&mut self, max_reply: usize) -> Result<Vec<u8>, ClientError> {
         let mut seen = 0;
         let asked = Instant::now();
         loop {
@@ -318,7 +400,7 @@ impl Line {
                 return Ok(std::mem::replace(&mut self.incoming, rest));
             }
             seen = self.incoming.len();
-            if seen > MAX_REPLY {
+            if seen > max_reply {
                 return Err(ClientError::Reply("too long"));
             }
             let mut chunk = [0; 64 << 10];
@@ -334,14 +416,43 @@ impl Line {
             // No reply has more than one, and what nobody asked for must not use up the descriptors.
             self.files.extend(file.filter(|_| self.files.len() < MAX_FILES));
             // Who sends a byte now and then holds nobody up either.
-            if asked.elapsed() >= self.patience {
-                return Err(ClientError::Silent(self.patience));
-            }
+            self.check_time(asked)?;
             if n == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the VM closed it").into());
             }
+            if self.held.as_mut().is_some_and(|held| !held.grow(n)) {
+                return Err(ClientError::Reply(
+                    "more than all VMs of this user may send at a time",
+                ));
+            }
             self.incoming.extend_from_slice(&chunk[..n]);
         }
+    }
+}
+
+/// Reads the reply to request `id`, without building anything that its type does not have.
+fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientError> {
+    let reply = serde_json::from_slice::<TypedReply<T>>(line);
+    let wrong_type = reply.as_ref().is_err_and(|e| e.is_data());
+    let (head, value) = match reply {
+        Ok(TypedReply { id, ok, error }) => (TypedReply::<IgnoredAny> { id, ok: None, error }, ok),
+        Err(_) if wrong_type => {
+            let head = serde_json::from_slice(line).map_err(|_| ClientError::Reply("fields"))?;
+            (head, None)
+        }
+        Err(_) => return Err(ClientError::Reply("not JSON")),
+    };
+    if let Some(failure) = head.error {
+        return Err(failure.into());
+    }
+    if head.id != id {
+        return Err(ClientError::Reply("out of order"));
+    }
+    match value {
+        Some(value) => Ok(value),
+        None if wrong_type => Err(ClientError::Reply("fields")),
+        // Replies that say nothing but that it was done.
+        None => serde_json::from_value(serde_json::Value::Null).map_err(|_| ClientError::Reply("fields")),
     }
 }
 

@@ -29,6 +29,7 @@
 // A library prints nothing: what there is to say goes to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod budget;
 pub mod client;
 pub mod counts;
 pub mod events;

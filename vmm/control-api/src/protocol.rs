@@ -201,6 +201,30 @@ fn is_one(n: &u32) -> bool {
     *n == 1
 }
 
+/// Maximum length of a reply of unlimited kind, in bytes.
+pub(crate) const MAX_REPLY: usize = 16 << 20;
+/// Maximum length of a reply that says no more than that a request was done, or describes the VM, in bytes.
+pub(crate) const MAX_SHORT_REPLY: usize = 64 << 10;
+
+impl Call {
+    /// Maximum length of the reply that a client takes, in bytes.
+    pub(crate) fn max_reply(&self) -> usize {
+        match self {
+            Call::Open { .. }
+            | Call::Joined
+            | Call::Read
+            | Call::RingLosses
+            | Call::Counts
+            | Call::GuestViewResult { .. }
+            | Call::Exits
+            | Call::Code { .. }
+            | Call::ProcessMemory { .. }
+            | Call::ProcessCode { .. } => MAX_REPLY,
+            _ => MAX_SHORT_REPLY,
+        }
+    }
+}
+
 /// A reply as it is sent: `ok` or `error`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplyLine {

@@ -1,0 +1,121 @@
+//! How much a client takes of VMs that it does not trust.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Limits of a connection to a VM that may be hostile.
+#[derive(Clone, Debug)]
+pub struct ReplyLimits {
+    /// Maximum time for one reply.
+    pub timeout: Duration,
+    /// Maximum length of any reply, in bytes. Replies that are short by their kind have a lower limit.
+    pub max_bytes: usize,
+    /// What the connection shares with others.
+    pub budget: Arc<ReplyBudget>,
+}
+
+/// Bytes of replies that several connections may hold together.
+#[derive(Debug)]
+pub struct ReplyBudget {
+    max_bytes: usize,
+    used: AtomicUsize,
+    /// A budget that this one is a part of.
+    parent: Option<Arc<ReplyBudget>>,
+}
+
+impl ReplyBudget {
+    /// Creates a budget of `max_bytes`, which are also taken from `parent`.
+    pub fn new(max_bytes: usize, parent: Option<Arc<ReplyBudget>>) -> Self {
+        Self {
+            max_bytes,
+            used: AtomicUsize::new(0),
+            parent,
+        }
+    }
+
+    /// Number of bytes that are held now.
+    pub fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, bytes: usize) -> bool {
+        let fits = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= self.max_bytes);
+        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        if taken.is_err() {
+            return false;
+        }
+        let fits_parent = self.parent.as_ref().is_none_or(|parent| parent.take(bytes));
+        if !fits_parent {
+            self.used.fetch_sub(bytes, Ordering::Relaxed);
+        }
+        fits_parent
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(parent) = &self.parent {
+            parent.give_back(bytes);
+        }
+    }
+}
+
+/// A share of a [`ReplyBudget`], which is given back when this is dropped.
+#[derive(Debug)]
+pub struct HeldBytes {
+    budget: Arc<ReplyBudget>,
+    bytes: usize,
+}
+
+impl HeldBytes {
+    pub(crate) fn none_of(budget: &Arc<ReplyBudget>) -> Self {
+        Self {
+            budget: budget.clone(),
+            bytes: 0,
+        }
+    }
+
+    /// Returns an empty share of the same budget.
+    pub(crate) fn same_budget(&self) -> Self {
+        Self::none_of(&self.budget)
+    }
+
+    /// Takes `bytes` more. Returns whether the budget had them.
+    pub(crate) fn grow(&mut self, bytes: usize) -> bool {
+        let taken = self.budget.take(bytes);
+        if taken {
+            self.bytes += bytes;
+        }
+        taken
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for HeldBytes {
+    fn drop(&mut self) {
+        self.budget.give_back(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_and_its_parent_bound_what_is_held() {
+        let all = Arc::new(ReplyBudget::new(10, None));
+        let [one, two] = [(); 2].map(|()| Arc::new(ReplyBudget::new(7, Some(all.clone()))));
+        let (mut first, mut second) = (HeldBytes::none_of(&one), HeldBytes::none_of(&two));
+        assert!(first.grow(5) && !first.grow(3) && first.grow(2));
+        assert!(!second.grow(4) && second.grow(3));
+        assert_eq!((one.used(), two.used(), all.used()), (7, 3, 10));
+        drop(first);
+        assert_eq!((one.used(), all.used()), (0, 3));
+        assert!(second.grow(4) && !second.grow(usize::MAX));
+        assert_eq!((second.bytes(), all.used()), (7, 7));
+    }
+}
