@@ -17,6 +17,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use super::perfdata::KERNEL_NAME;
@@ -148,9 +149,15 @@ impl BuildIdDir {
     fn file(&self, inside: &Path) -> io::Result<Whole> {
         let path = self.root.join(inside);
         let directory = path.parent().unwrap_or(&self.root);
-        fs::create_dir_all(directory)?;
+        make_directories(directory)?;
         let part = directory.join(format!(".part-{}", std::process::id()));
-        let out = BufWriter::new(File::create(&part)?);
+        let _ = fs::remove_file(&part);
+        let out = File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&part)?;
+        let out = BufWriter::new(out);
         Ok(Whole {
             out,
             part: Some(part),
@@ -161,7 +168,7 @@ impl BuildIdDir {
     /// Has perf find `inside` by its build-id.
     fn link(&self, id: BuildId, inside: &Path) -> io::Result<()> {
         let (directory, link) = self.place_of_link(id);
-        fs::create_dir_all(&directory)?;
+        make_directories(&directory)?;
         let target = target(inside);
         if fs::read_link(&link).is_ok_and(|old| old == target) {
             return Ok(());
@@ -173,6 +180,15 @@ impl BuildIdDir {
             let _ = fs::remove_file(&part);
         })
     }
+}
+
+/// Makes `directory` and those above it that are missing, for this user only: the files hold what a guest
+/// has in its memory.
+fn make_directories(directory: &Path) -> io::Result<()> {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
 }
 
 /// What a build-id's link has in it.
@@ -271,6 +287,37 @@ mod tests {
         // What is there stays, and half of the new is not left.
         assert_eq!(fs::read_to_string(by_id.join("kallsyms")).unwrap(), "new");
         assert_eq!(fs::read_dir(&by_id).unwrap().count(), 1);
+    }
+
+    /// Copies of a guest's programs and names are for the user who recorded them.
+    #[test]
+    fn what_is_made_is_for_this_user_only() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let temp = tempfile::tempdir().unwrap();
+        let root = temp.path().join("debug");
+        let directory = BuildIdDir::new(&root);
+        directory
+            .add_kallsyms(id(), |out| out.write_all(b"names"))
+            .unwrap();
+        let other = BuildId::new(&[0xcd; 20]).unwrap();
+        directory
+            .add_program(other, "/bin/x", || Ok("code".into()))
+            .unwrap();
+        let mut left = vec![root];
+        let mut files = 0;
+        while let Some(path) = left.pop() {
+            let meta = fs::symlink_metadata(&path).unwrap();
+            let mode = meta.permissions().mode() & 0o777;
+            if meta.is_dir() {
+                assert_eq!(mode & 0o077, 0, "{}: {mode:o}", path.display());
+                left.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+            } else if meta.is_file() {
+                assert_eq!(mode, 0o600, "{}: {mode:o}", path.display());
+                files += 1;
+            }
+        }
+        assert_eq!(files, 2);
     }
 
     /// What the text of a kernel that was loaded at `start` says, with a module elsewhere.
