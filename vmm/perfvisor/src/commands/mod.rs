@@ -28,7 +28,7 @@ use perf_core::ring::ReadError;
 
 use crate::signals::StopSignals;
 use crate::vendor::NamedError;
-pub(crate) use output::{DONE, is_unread, written};
+pub(crate) use output::{DONE, create_private, is_unread, written};
 pub use output::{OutputError, one_line, print, say};
 
 /// Why an operator's command did not do what it was asked, whichever command it is.

@@ -1,6 +1,9 @@
 //! What a command prints, and its end.
 
+use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::exit::ExitStatus;
@@ -40,6 +43,21 @@ pub fn print(text: &str) -> Result<(), OutputError> {
 /// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
 pub fn say(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// Creates or truncates a file for samples or for names of a guest, which only this user may read, as perf
+/// does. A file that was there before keeps its permissions.
+///
+/// # Errors
+/// That of `open(2)`.
+pub(crate) fn create_private(path: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
 }
 
 /// `text` with its control characters as spaces, for a message of one line: values come from the user and may

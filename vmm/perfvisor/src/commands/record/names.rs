@@ -1,11 +1,11 @@
 //! Names for the addresses of a recording, kept in its file.
 
 use std::collections::{BTreeMap, HashSet};
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 
 use super::args::RecordArgs;
-use crate::commands::{CommandError, files, one_line};
+use crate::commands::{CommandError, create_private, files, one_line};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
@@ -40,7 +40,9 @@ impl Names {
     pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
         let (info, text) = client.symbols()?;
         if let Some(path) = &args.save_kallsyms {
-            std::fs::write(path, &text).map_err(CommandError::file(path))?;
+            create_private(path)
+                .and_then(|mut file| file.write_all(&text))
+                .map_err(CommandError::file(path))?;
         }
         let args = &args.symbols;
         // A VM may have none to give.

@@ -10,7 +10,7 @@ use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
-use super::super::{CommandError, connect, files, say};
+use super::super::{CommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
 use super::code::{Code, Totals};
 use super::error::RecordError;
@@ -119,13 +119,7 @@ impl Recording {
         };
         keep_old(&args.output)?;
         let of_file = || CommandError::file(&args.output);
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(&args.output)
-            .map_err(CommandError::create(&args.output))?;
+        let file = create_private(&args.output).map_err(CommandError::create(&args.output))?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
