@@ -61,6 +61,27 @@ pub fn give_up() -> Result<(), PrivilegeError> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("prctl(PR_SET_DUMPABLE)"))
 }
 
+/// Lets neither this process nor those that it starts leave a core dump.
+///
+/// The limit is one byte: a file needs at least a page, and for one byte the kernel does not run the program
+/// of a piped `core_pattern` either, which it does for a limit of 0 (Linux, `fs/coredump.c`). The limit stays
+/// across `execve(2)`. A failure is logged.
+pub fn forbid_core_dumps() {
+    // A hard limit of 0 can only be raised with a capability.
+    let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
+    let limit = Rlimit {
+        current: Some(bytes),
+        maximum: Some(bytes),
+    };
+    let limited = setrlimit(Resource::Core, limit);
+    if let Err(e) = limited.and_then(|()| set_dumpable_behavior(DumpableBehavior::NotDumpable)) {
+        log::warn!(
+            "a crash may leave a core dump: {}",
+            error_line(&io::Error::from(e))
+        );
+    }
+}
+
 /// Gives up all capabilities of this thread. If that fails, a warning says so.
 pub fn keep_no_capability() {
     if let Err(e) = keep(CapabilitySet::empty()) {

@@ -88,6 +88,9 @@ pub struct Global {
     /// More messages: -v info, -vv debug, -vvv trace.
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub verbose: u8,
+    /// End when the process with this ID does, which has started this one.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub parent: Option<u32>,
 }
 
 /// The commands.

@@ -66,6 +66,8 @@ use commands::{
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
+use perfvisor_vmm::privileges;
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 fn main() -> ExitCode {
     let start = run::StartTime::now();
@@ -87,6 +89,11 @@ fn main() -> ExitCode {
         Ok(log_file) => log_file,
         Err(error) => return bad_input(&error_line(&error)),
     };
+    if let Some(parent) = cli.global.parent
+        && !ends_with(parent)
+    {
+        return ExitCode::from(ExitStatus::Internal.code());
+    }
     let logs_to_file = log_file.is_some();
     match obey(cli.command, start, log_file.as_ref()) {
         Ok(status) => ExitCode::from(status.code()),
@@ -133,10 +140,20 @@ fn obey(
         Command::Pprof(args) => files::pprof(&args)?,
         Command::Generate(args) => generate::generate(&args, cli::command())?,
         Command::KeepShare(args) => {
+            // virtiofsd maps the guest's memory, and a guest may be able to crash it.
+            privileges::forbid_core_dumps();
             keeper::keep(&args.command)?;
             ExitStatus::PoweredOff
         }
     })
+}
+
+/// Has the kernel kill this process when the thread that started it ends. Returns whether `parent` is there.
+fn ends_with(parent: u32) -> bool {
+    let set = set_parent_process_death_signal(Some(Signal::KILL));
+    // It may have ended before.
+    let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
+    set.is_ok() && current == Some(parent)
 }
 
 fn bad_input(line: &str) -> ExitCode {
@@ -181,6 +198,11 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
     }
     builder
         .filter_level(level)
+        // It logs what a guest does to its queues, without a limit. Our devices log the same within one.
+        .filter_module(
+            "virtio_queue",
+            if verbose < 2 { log::LevelFilter::Off } else { level },
+        )
         // It tells of each packet that it does not know.
         .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
         // Its own table says which events are not supported here.

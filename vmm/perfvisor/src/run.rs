@@ -1,6 +1,7 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
 #![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
 
+mod children;
 mod consoles;
 mod error;
 mod files;
@@ -16,6 +17,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
@@ -126,7 +128,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let descriptors = privileges::raise_descriptor_limit();
     begin_sandbox(args, log_file)?;
     // Before any thread exists, so that all of them inherit the mask.
-    let stop_signals = BlockedSignals::with_window().map_err(RunError::start(STOP_SIGNALS))?;
+    let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
     kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
     ignore_sigio().map_err(RunError::start("sigaction failed"))?;
 
@@ -163,10 +165,14 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = controlled(name, pmu_name, args, &consoles, &running);
-    let (servers, gdb) = ends.serve(args, metrics_events, controlled, &running)?;
+    let (mut servers, gdb) = ends.serve(args, metrics_events, controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
     let resized = stop_signals.resized().map_err(RunError::start("dup failed"))?;
+    let child_ended = stop_signals
+        .child_ended()
+        .map_err(RunError::start("dup failed"))?;
+    servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
     let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus)
         .map_err(RunError::start("timerfd_create failed"))?;
     if let Some(starting) = starting {

@@ -1,5 +1,5 @@
 //! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the
-//! middle; SIGWINCH as another.
+//! middle; SIGWINCH and SIGCHLD as others.
 //!
 //! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal
 //! of the process, in its set or not, and the vCPUs are kicked by signals a thousand times a second.
@@ -44,6 +44,7 @@ pub struct StopSignals {
     came: EventFd,
     last: Arc<AtomicI32>,
     resized: EventFd,
+    child_ended: EventFd,
     /// The first one that comes stays for all who look.
     stays: bool,
 }
@@ -53,13 +54,14 @@ pub struct StopSignals {
 pub struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
-    /// Those that end a VM, and SIGWINCH, which [`StopSignals::resized`] tells of then.
+    /// Blocks the signals that a VM's process handles: those that end it, SIGWINCH
+    /// ([`StopSignals::resized`]) and SIGCHLD ([`StopSignals::child_ended`]).
     ///
     /// # Errors
     /// The system call's error.
-    pub fn with_window() -> io::Result<Self> {
+    pub fn of_vm() -> io::Result<Self> {
         let [a, b, c] = STOP_SIGNALS;
-        Self::all(&[a, b, c, libc::SIGWINCH])
+        Self::all(&[a, b, c, libc::SIGWINCH, libc::SIGCHLD])
     }
 
     fn all(signals: &[libc::c_int]) -> io::Result<Self> {
@@ -86,6 +88,8 @@ impl BlockedSignals {
         let set = self.0;
         let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let resized = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let child_ended = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let tell_child = child_ended.try_clone()?;
         let last = Arc::new(AtomicI32::new(0));
         let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
@@ -95,8 +99,13 @@ impl BlockedSignals {
             // SAFETY: both point to valid values of this thread for the length of the call.
             while unsafe { libc::sigwait(&set, &mut signal) } == 0 {
                 // A counter that is full says what these writes would.
-                if signal == libc::SIGWINCH {
-                    let _ = tell_size.write(1);
+                let tell_other = match signal {
+                    libc::SIGWINCH => Some(&tell_size),
+                    libc::SIGCHLD => Some(&tell_child),
+                    _ => None,
+                };
+                if let Some(tell_other) = tell_other {
+                    let _ = tell_other.write(1);
                     continue;
                 }
                 store.store(signal, Ordering::SeqCst);
@@ -108,6 +117,7 @@ impl BlockedSignals {
             came,
             last,
             resized,
+            child_ended,
             stays: false,
         })
     }
@@ -129,6 +139,15 @@ impl StopSignals {
     /// The host has no descriptor left.
     pub fn resized(&self) -> io::Result<EventFd> {
         self.resized.try_clone()
+    }
+
+    /// Returns a descriptor that is readable when a child process has ended or stopped, if SIGCHLD is
+    /// blocked ([`BlockedSignals::of_vm`]).
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub fn child_ended(&self) -> io::Result<EventFd> {
+        self.child_ended.try_clone()
     }
 
     /// For several threads that all end at the first signal.

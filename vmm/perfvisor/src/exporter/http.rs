@@ -4,6 +4,8 @@
 //! time limit for clients that say nothing, and hyper brings an asynchronous runtime for a handful of
 //! connections.
 
+use std::sync::Arc;
+
 use form_urlencoded::parse as parse_form;
 
 /// Longest head of a request, in bytes.
@@ -20,6 +22,17 @@ pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; char
 /// The media type of what people read.
 pub const TEXT: &str = "text/plain; charset=utf-8";
 
+/// By which name the client knows this server: the `Host` field.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Host {
+    /// The field is missing.
+    Absent,
+    /// The field is there twice, or its value cannot be a host.
+    Invalid,
+    /// The field's value.
+    Named(String),
+}
+
 /// What a client wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
@@ -29,8 +42,10 @@ pub struct Request {
     pub path: String,
     /// What is behind it.
     pub parameters: Vec<(String, String)>,
-    /// By which name the client knows this server, if that can be one.
-    pub host: Option<String>,
+    /// By which name the client knows this server.
+    pub host: Host,
+    /// The token of `Authorization: Bearer TOKEN` (RFC 6750).
+    pub bearer: Option<String>,
 }
 
 impl Request {
@@ -64,10 +79,22 @@ pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
         return Some(Err(Reply::refusal(405, "all that is here is read with GET")));
     }
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let host = request
-        .headers
-        .iter()
-        .find(|field| field.name.eq_ignore_ascii_case("host"));
+    let fields = || request.headers.iter();
+    let bearer = fields()
+        .find(|field| field.name.eq_ignore_ascii_case("authorization"))
+        .and_then(|field| std::str::from_utf8(field.value).ok())
+        .and_then(|value| value.split_once(' '))
+        .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
+        .map(|(_, token)| token.trim().to_owned());
+    let mut hosts = fields().filter(|field| field.name.eq_ignore_ascii_case("host"));
+    let host = match (hosts.next(), hosts.next()) {
+        (None, _) => Host::Absent,
+        (Some(field), None) => match std::str::from_utf8(field.value) {
+            Ok(host) if is_host(host) => Host::Named(host.to_owned()),
+            _ => Host::Invalid,
+        },
+        (Some(_), Some(_)) => Host::Invalid,
+    };
     let parameters = parse_form(query.as_bytes()).take(MAX_PARAMETERS);
     Some(Ok(Request {
         head_only: method == "HEAD",
@@ -75,10 +102,8 @@ pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
         parameters: parameters
             .map(|(key, value)| (key.into_owned(), value.into_owned()))
             .collect(),
-        host: host
-            .and_then(|field| std::str::from_utf8(field.value).ok())
-            .filter(|host| is_host(host))
-            .map(str::to_owned),
+        host,
+        bearer,
     }))
 }
 
@@ -94,15 +119,15 @@ pub struct Reply {
     pub status: u16,
     /// The body's media type.
     pub kind: &'static str,
-    /// The body.
-    pub body: Vec<u8>,
+    /// The body, which replies to several clients may share.
+    pub body: Arc<[u8]>,
     /// When the client may ask again, in seconds.
     pub retry_after: Option<u32>,
 }
 
 impl Reply {
     /// What was asked for.
-    pub fn ok(kind: &'static str, body: impl Into<Vec<u8>>) -> Self {
+    pub fn ok(kind: &'static str, body: impl Into<Arc<[u8]>>) -> Self {
         Self {
             status: 200,
             kind,
@@ -116,7 +141,7 @@ impl Reply {
         Self {
             status,
             kind: TEXT,
-            body: format!("{why}\n").into_bytes(),
+            body: format!("{why}\n").into_bytes().into(),
             retry_after: None,
         }
     }
@@ -128,15 +153,17 @@ impl Reply {
         self
     }
 
-    /// As it is sent.
-    pub fn bytes(&self, head_only: bool) -> Vec<u8> {
+    /// Returns what is sent before the body.
+    pub fn head(&self) -> Vec<u8> {
         let reason = match self.status {
             200 => "OK",
             400 => "Bad Request",
+            401 => "Unauthorized",
             403 => "Forbidden",
             404 => "Not Found",
             405 => "Method Not Allowed",
             408 => "Request Timeout",
+            421 => "Misdirected Request",
             431 => "Request Header Fields Too Large",
             502 => "Bad Gateway",
             503 => "Service Unavailable",
@@ -147,20 +174,19 @@ impl Reply {
         if self.status == 405 {
             more.push_str("Allow: GET, HEAD\r\n");
         }
+        if self.status == 401 {
+            more.push_str("WWW-Authenticate: Bearer\r\n");
+        }
         if let Some(seconds) = self.retry_after {
             more.push_str(&format!("Retry-After: {seconds}\r\n"));
         }
-        let mut out = format!(
+        format!(
             "HTTP/1.1 {} {reason}\r\nContent-Type: {}\r\nContent-Length: {}\r\n{more}Connection: close\r\n\r\n",
             self.status,
             self.kind,
             self.body.len()
         )
-        .into_bytes();
-        if !head_only {
-            out.extend_from_slice(&self.body);
-        }
-        out
+        .into_bytes()
     }
 }
 
@@ -182,7 +208,7 @@ mod tests {
         assert_eq!(request.parameter("seconds"), Some("5"));
         assert_eq!(request.parameter("event"), Some("cycles:u"));
         assert_eq!((request.parameter("x"), request.parameter("y")), (Some(""), None));
-        assert_eq!(request.host.as_deref(), Some("h-1.example:9465"));
+        assert_eq!(request.host, Host::Named("h-1.example:9465".into()));
         assert!(!request.head_only && get("/metrics").parameters.is_empty());
     }
 
@@ -199,20 +225,37 @@ mod tests {
             assert_eq!(status(text), Some(Err(refused)), "{text:?}");
         }
         assert_eq!(status("GET /metrics HTTP/1.1\r\nHo"), None);
-        let odd = "GET / HTTP/1.1\r\nHost: a\"b\r\n\r\n";
-        assert_eq!(parse(odd.as_bytes()).unwrap().unwrap().host, None);
+        let host = |fields: &str| {
+            let text = format!("GET / HTTP/1.1\r\n{fields}\r\n");
+            parse(text.as_bytes()).unwrap().unwrap().host
+        };
+        assert_eq!(host("Host: a\"b\r\n"), Host::Invalid);
+        assert_eq!(host("Host: a\r\nhost: a\r\n"), Host::Invalid);
+        assert_eq!(host(""), Host::Absent);
+    }
+
+    #[test]
+    fn a_bearer_token_is_read() {
+        let bearer = |value: &str| {
+            let text = format!("GET / HTTP/1.1\r\nAuthorization: {value}\r\n\r\n");
+            parse(text.as_bytes()).unwrap().unwrap().bearer
+        };
+        assert_eq!(bearer("Bearer abc.def"), Some("abc.def".into()));
+        assert_eq!(bearer("bearer  abc"), Some("abc".into()));
+        assert_eq!(bearer("Basic abc"), None);
+        assert_eq!(bearer("abc"), None);
     }
 
     #[test]
     fn replies_say_how_long_they_are() {
-        let text = |reply: Reply, head| String::from_utf8(reply.bytes(head)).unwrap();
-        let whole = text(Reply::ok(TEXT, "ok\n"), false);
-        assert!(whole.starts_with("HTTP/1.1 200 OK\r\n") && whole.ends_with("\r\n\r\nok\n"));
-        assert!(whole.contains("Content-Length: 3\r\n"));
-        assert!(text(Reply::ok(TEXT, "ok\n"), true).ends_with("\r\n\r\n"));
-        let busy = text(Reply::refusal(503, "busy").again_in(7), false);
+        let head = |reply: &Reply| String::from_utf8(reply.head()).unwrap();
+        let ok = Reply::ok(TEXT, *b"ok\n");
+        assert!(head(&ok).starts_with("HTTP/1.1 200 OK\r\n") && head(&ok).ends_with("\r\n\r\n"));
+        assert!(head(&ok).contains("Content-Length: 3\r\n") && *ok.body == *b"ok\n");
+        let busy = head(&Reply::refusal(503, "busy").again_in(7));
         assert!(busy.contains("503 Service Unavailable") && busy.contains("Retry-After: 7\r\n"));
-        assert!(text(Reply::refusal(405, "no"), false).contains("Allow: GET"));
+        assert!(head(&Reply::refusal(405, "no")).contains("Allow: GET"));
+        assert!(head(&Reply::refusal(401, "no")).contains("WWW-Authenticate: Bearer"));
     }
 
     proptest! {

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use perfvisor_vmm::metrics::address::bind_unix;
 
+use super::access::Origin;
+
 /// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
 const MAX_PATH: usize = 107;
 /// Permissions of a Unix socket's file: its owner and group.
@@ -140,6 +142,20 @@ pub enum Stream {
 }
 
 impl Stream {
+    /// Returns where the connection comes from.
+    ///
+    /// # Errors
+    /// The client has gone.
+    pub fn origin(&self) -> io::Result<Origin> {
+        Ok(match self {
+            Self::Tcp(stream) => Origin::Tcp {
+                peer: stream.peer_addr()?,
+                local: stream.local_addr()?,
+            },
+            Self::Unix(_) => Origin::Unix,
+        })
+    }
+
     /// The same connection once more.
     ///
     /// # Errors

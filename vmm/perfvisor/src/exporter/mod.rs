@@ -4,18 +4,24 @@
 //! | module | story |
 //! |---|---|
 //! | `listen` | where it listens, and its connections |
+//! | `access` | who may read from it |
 //! | `http` | a request's head, and replies |
 //! | `server` | the connections' bounds, and what is answered |
 //! | `vms` | the VMs there are; each is asked by a thread of its own |
+//! | `standing` | which VMs are asked, and which are waited for |
 //! | `profile` | profiles, each made by a process of its own |
+//! | `directory` | where the files of a profile are while it is made |
 //!
 //! It is one process for a host. It speaks the control sockets of the VMs as any operator does, and has no
 //! capability.
 
+mod access;
+mod directory;
 mod http;
 mod listen;
 mod profile;
 mod server;
+mod standing;
 mod vms;
 
 use std::io;
@@ -33,6 +39,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor::{self, NamedError};
+use access::{Access, AccessError};
 use listen::{Address, Listener};
 use server::Exporter;
 use vms::Vms;
@@ -46,13 +53,28 @@ const END_TIME: Duration = Duration::from_secs(2);
 #[derive(Clone, Debug, Args)]
 pub struct ExporterArgs {
     /// Where to listen: an IP address with a port (0: the host chooses one), or unix:PATH, which the user and
-    /// the group may connect to. Whoever can connect can read all metrics and have profiles made.
+    /// the group may connect to. At a loopback address only this user, root and --allow-user are served; at
+    /// another address whoever can connect, unless --token-file is given.
     #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
     pub listen: Address,
     /// Only the VMs that have a socket for observers in this directory (perfvisor run --observers
     /// DIR/NAME.look), whoever's they are: they are counted, and have no profiles.
     #[arg(long, value_name = "DIR")]
     pub vms: Option<PathBuf>,
+    /// Serve only VMs of these users, each a name or a numeric user ID. Default: VMs of all users.
+    #[arg(long, value_name = "USER", value_delimiter = ',')]
+    pub vm_owner: Vec<String>,
+    /// Serve clients of these users at a loopback address, each a name or a numeric user ID, for example
+    /// prometheus. The exporter's own user and root are always served.
+    #[arg(long, value_name = "USER", value_delimiter = ',')]
+    pub allow_user: Vec<String>,
+    /// Accept these names in the Host field of requests over TCP, for example a name in the DNS. IP addresses,
+    /// localhost and the host's own name are always accepted.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub allow_host: Vec<String>,
+    /// Serve whoever sends the token in this file (Authorization: Bearer TOKEN).
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
     /// Events that are counted for the metrics of each VM, in perf's syntax.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS)]
     pub events: String,
@@ -64,6 +86,9 @@ pub enum ExporterError {
     /// No list of events.
     #[error(transparent)]
     Events(#[from] NamedError),
+    /// Who is served cannot be decided.
+    #[error(transparent)]
+    Access(#[from] AccessError),
     /// It cannot listen there.
     #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
     Listen {
@@ -122,6 +147,9 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     if let Some(dir) = &args.vms {
         look_into(dir)?;
     }
+    let owners = args.vm_owner.iter().map(|user| access::uid_of(user));
+    let owners = owners.collect::<Result<Vec<u32>, _>>()?;
+    let access = Access::new(&args.allow_user, &args.allow_host, args.token_file.as_deref())?;
     let signals = StopSignals::block().map_err(ExporterError::Signals)?;
     let refused = |source| ExporterError::Listen {
         address: args.listen.clone(),
@@ -131,16 +159,21 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     let address = listener.address().map_err(refused)?;
     // It needs none, and its threads and processes get what it has now.
     privileges::keep_no_capability();
+    // Profiles are made of what the guests have in their memory.
+    privileges::forbid_core_dumps();
+    directory::remove_left_behind(&std::env::temp_dir());
     if let Address::Tcp(at) = &address
         && !at.ip().is_loopback()
+        && args.token_file.is_none()
     {
         log::warn!(
-            "--listen {at}: whoever reaches it reads all metrics and has profiles made, without a password; keep others out by a firewall or a proxy"
+            "--listen {at}: whoever reaches it reads all metrics and has profiles made; use --token-file, or keep \
+             others out by a firewall or a proxy"
         );
     }
     log::info!("serving at {address}");
-    let vms = Vms::new(events, args.vms.clone());
-    let exporter = Arc::new(Exporter::new(vms, address.to_string()));
+    let vms = Vms::new(events, args.vms.clone(), owners);
+    let exporter = Arc::new(Exporter::new(vms, access, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {
             tv_sec: 0,

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
+use super::directory::ProfileDirectory;
 use super::http::{Reply, Request};
 use super::listen::Stream;
 use super::vms::Target;
@@ -146,10 +147,7 @@ impl Profiles {
 fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) -> Result<Vec<u8>, Reply> {
     let until = Instant::now() + Duration::from_secs(wanted.seconds) + MORE_TIME;
     let failed = |e: std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
-    let dir = tempfile::Builder::new()
-        .prefix("perfvisor-exporter-")
-        .tempdir()
-        .map_err(failed)?;
+    let dir = ProfileDirectory::create(&std::env::temp_dir()).map_err(failed)?;
     let file = dir.path().join("perf.data");
     let mut command = of_ours("record");
     command
@@ -167,10 +165,12 @@ fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) 
     run(command, stream, stop, until)
 }
 
-/// This program, with another command. It is found even if the file was replaced.
+/// This program, with another command. It is found even if the file was replaced. The process ends with the
+/// calling thread, which waits for it, and so with the exporter, however that ends.
 fn of_ours(command: &str) -> Command {
     let mut program = Command::new(Path::new("/proc/self/exe"));
     program
+        .arg(format!("--parent={}", std::process::id()))
         .arg(command)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -326,8 +326,9 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (stream, stop) = (Stream::Unix(ours), AtomicBool::new(false));
         let far = Instant::now() + Duration::from_secs(600);
-        let of =
-            |script: &str, until| run(shell(script), &stream, &stop, until).map_err(|r| (r.status, r.body));
+        let of = |script: &str, until| {
+            run(shell(script), &stream, &stop, until).map_err(|r| (r.status, r.body.to_vec()))
+        };
         assert_eq!(of("printf abc", far), Ok(b"abc".to_vec()));
         let said = of("echo perfvisor: it has ended >&2; exit 2", far).unwrap_err();
         assert_eq!(said, (502, b"no profile: it has ended\n".to_vec()));

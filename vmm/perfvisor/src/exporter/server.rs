@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use perfvisor_vmm::metrics::snapshot::{self, Families, Labels, Snapshot};
 use serde_json::json;
 
-use super::http::{self, OPENMETRICS, Reply, Request, TEXT};
+use super::access::Access;
+use super::http::{self, Host, OPENMETRICS, Reply, Request, TEXT};
 use super::listen::Stream;
 use super::profile::Profiles;
 use super::vms::{Target, Vms};
@@ -35,6 +36,7 @@ const FRESH: Duration = Duration::from_millis(500);
 /// What all connections share.
 pub struct Exporter {
     vms: Vms,
+    access: Access,
     profiles: Profiles,
     /// Where it listens, for clients that do not say by which name they know it.
     address: String,
@@ -77,10 +79,11 @@ impl Drop for Slot {
 }
 
 impl Exporter {
-    /// For the VMs of this host, known as `address`.
-    pub fn new(vms: Vms, address: String) -> Self {
+    /// Serves the VMs of this host, at `address`, to whom `access` lets in.
+    pub fn new(vms: Vms, access: Access, address: String) -> Self {
         Self {
             vms,
+            access,
             profiles: Profiles::default(),
             address,
             slots: Mutex::default(),
@@ -112,7 +115,7 @@ impl Exporter {
             let busy = Reply::refusal(503, "too many connections").again_in(1);
             // What fits the socket's buffer is sent, and nobody waits for the client.
             let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
-            let _ = stream.write_until(&busy.bytes(false), until);
+            let _ = stream.write_until(&[&busy.head(), &*busy.body].concat(), until);
             stream.shut(Shutdown::Write);
             // What was not read when it is closed would take the reply back.
             let _ = stream.read_until(&mut [0; 4096], until);
@@ -141,22 +144,27 @@ impl Exporter {
     }
 
     fn serve(&self, mut stream: Stream, slot: &Slot) {
-        let Some(parsed) = head(&mut stream) else {
+        let origin = stream.origin();
+        let (Some(parsed), Ok(origin)) = (head(&mut stream), origin) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return;
         };
         slot.is_served();
         let head_only = parsed.as_ref().is_ok_and(|request| request.head_only);
         let reply = match parsed {
-            Ok(request) => self.answer(&request, &stream),
+            Ok(request) => match self.access.check(&request, origin) {
+                Ok(()) => self.answer(&request, &stream),
+                Err(refusal) => refusal,
+            },
             Err(refusal) => refusal,
         };
         if reply.status != 200 {
             self.refused.fetch_add(1, Ordering::Relaxed);
         }
-        let bytes = reply.bytes(head_only);
-        drop(reply);
-        if stream.write_until(&bytes, Instant::now() + REPLY_TIME).is_err() {
+        let until = Instant::now() + REPLY_TIME;
+        let body: &[u8] = if head_only { &[] } else { &reply.body };
+        let sent = stream.write_until(&reply.head(), until);
+        if sent.and_then(|()| stream.write_until(body, until)).is_err() {
             return;
         }
         stream.shut(Shutdown::Write);
@@ -178,12 +186,12 @@ impl Exporter {
                     let why = "the exporter looks on at this VM (--vms), and samples need its control socket: run an exporter of its user";
                     Reply::refusal(403, why)
                 }
-                Ok(_) if request.head_only => Reply::ok(TEXT, ""),
+                Ok(_) if request.head_only => Reply::ok(TEXT, []),
                 Ok(target) => self.profiles.make(request, &target, stream, &self.stop),
                 Err(refusal) => refusal,
             },
             "/sd" => self.discovery(request),
-            "/healthz" => Reply::ok(TEXT, "ok\n"),
+            "/healthz" => Reply::ok(TEXT, *b"ok\n"),
             _ => Reply::refusal(404, "there are /metrics, /debug/pprof/profile, /sd and /healthz"),
         }
     }
@@ -207,7 +215,7 @@ impl Exporter {
     fn metrics(&self, request: &Request) -> Reply {
         if request.parameter("vm").is_some() {
             return match self.one(request) {
-                Ok(target) => Reply::ok(OPENMETRICS, self.text_of(&[target], None)),
+                Ok(target) => Reply::ok(OPENMETRICS, self.text_of(&[target], None).into_bytes()),
                 Err(refusal) => refusal,
             };
         }
@@ -225,7 +233,7 @@ impl Exporter {
             }
         };
         drop(text);
-        Reply::ok(OPENMETRICS, fresh.as_bytes())
+        Reply::ok(OPENMETRICS, fresh)
     }
 
     /// What these VMs count. `closed`: how many directories could not be looked into, if it is all VMs.
@@ -274,13 +282,18 @@ impl Exporter {
             let help = "Profiles that were refused or not made to the end.";
             own.counts("exporter_profiles_failed", help, one(&self.profiles.failed));
         }
-        let snapshots: Vec<Snapshot> = asked.into_iter().filter_map(|a| a.snapshot).collect();
+        // The shares of the budgets are given back when the text is there.
+        let (snapshots, _held): (Vec<_>, Vec<_>) = asked.into_iter().map(|a| (a.snapshot, a.held)).unzip();
+        let snapshots: Vec<Snapshot> = snapshots.into_iter().flatten().collect();
         snapshot::encode(&snapshots, own)
     }
 
     /// The VMs in the form of Prometheus' HTTP service discovery.
     fn discovery(&self, request: &Request) -> Reply {
-        let here = request.host.as_deref().unwrap_or(&self.address);
+        let here = match &request.host {
+            Host::Named(host) => host,
+            Host::Absent | Host::Invalid => &self.address,
+        };
         let (targets, _) = self.vms.targets();
         let list: Vec<_> = targets
             .iter()
@@ -295,7 +308,10 @@ impl Exporter {
                 })
             })
             .collect();
-        Reply::ok("application/json", serde_json::Value::from(list).to_string())
+        Reply::ok(
+            "application/json",
+            serde_json::Value::from(list).to_string().into_bytes(),
+        )
     }
 }
 

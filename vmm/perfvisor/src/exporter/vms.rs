@@ -1,13 +1,15 @@
-//! The VMs of this host, each with a thread that asks it what it counts. One that says nothing holds up
-//! nobody else: its thread waits, and scrapes go on without it.
+//! The VMs of this host, each with a thread that asks it what it counts. A VM that stalls delays no other:
+//! its thread waits, and scrapes go on without it (`standing`). What VMs send is bounded: each reply, what
+//! all VMs of one user send for a scrape, and what all VMs send.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use control_api::budget::{HeldBytes, ReplyBudget, ReplyLimits};
 use control_api::client::{Client, ClientError};
 use control_api::peer;
 use control_api::place::{self, PlaceError, Places};
@@ -16,14 +18,26 @@ use control_api::request;
 use perf_core::error_line;
 use perfvisor_vmm::metrics::snapshot::{self, Snapshot};
 
+use super::standing::{SharedStanding, Users, shown};
+
 /// Most VMs that are asked.
 const MAX_VMS: usize = 1024;
 /// Most VMs of one user in a directory of several (`--vms`).
 const MAX_VMS_OF_USER: usize = 256;
-/// How long a VM may take for one reply.
+/// Maximum time for one reply.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long all of a VM's replies to one scrape may take.
+/// Maximum time for all of a VM's replies to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
+/// How long a scrape goes on for VMs that are not waited for.
+const GRACE: Duration = Duration::from_millis(500);
+/// Maximum length of a VM's reply, in bytes: what 256 vCPUs need.
+const MAX_REPLY: usize = 2 << 20;
+/// Maximum length of the replies that are held of all VMs, of those of the exporter's own user and root, of
+/// all others, and of one other user, in bytes.
+const MAX_REPLIES: usize = 76 << 20;
+const MAX_OWN_REPLIES: usize = 64 << 20;
+const MAX_FOREIGN_REPLIES: usize = 12 << 20;
+const MAX_REPLIES_OF_USER: usize = 4 << 20;
 /// How long vCPUs may take to say what their guests count.
 const VIEW_TIME: Duration = Duration::from_millis(500);
 /// Between two looks whether they have.
@@ -59,6 +73,8 @@ pub struct Asked {
     pub snapshot: Option<Snapshot>,
     /// How long it took.
     pub took: Duration,
+    /// Share of the budgets that `snapshot` has.
+    pub held: Option<HeldBytes>,
 }
 
 /// A scrape's question to the thread of a VM.
@@ -71,14 +87,59 @@ struct Job {
 struct Worker {
     target: Target,
     jobs: SyncSender<Job>,
+    standing: SharedStanding,
+}
+
+/// What the thread of a VM shares with others.
+struct Shared {
+    /// What is counted for the metrics of each VM, in perf's syntax.
+    events: String,
+    users: Users,
+    budgets: Budgets,
+}
+
+/// Budgets for replies.
+struct Budgets {
+    own: Arc<ReplyBudget>,
+    foreign: Arc<ReplyBudget>,
+    users: Mutex<BTreeMap<u32, Arc<ReplyBudget>>>,
+}
+
+impl Budgets {
+    fn new() -> Self {
+        let all = Arc::new(ReplyBudget::new(MAX_REPLIES, None));
+        let part = |bytes| Arc::new(ReplyBudget::new(bytes, Some(all.clone())));
+        Self {
+            own: part(MAX_OWN_REPLIES),
+            foreign: part(MAX_FOREIGN_REPLIES),
+            users: Mutex::default(),
+        }
+    }
+
+    /// Returns the budget of VMs of user `uid`.
+    fn of_user(&self, uid: u32) -> Arc<ReplyBudget> {
+        if is_trusted(uid) {
+            return self.own.clone();
+        }
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        users.retain(|other, budget| *other == uid || Arc::strong_count(budget) > 1);
+        let new = || Arc::new(ReplyBudget::new(MAX_REPLIES_OF_USER, Some(self.foreign.clone())));
+        users.entry(uid).or_insert_with(new).clone()
+    }
+}
+
+/// Returns whether VMs of user `uid` can do the exporter no harm that their user could not do anyhow.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == peer::own_uid()
 }
 
 /// All VMs.
 pub struct Vms {
-    /// What is counted for the metrics of each.
-    events: String,
+    shared: Arc<Shared>,
     /// The directory with sockets for observers, if they are not looked for wherever they are.
     dir: Option<PathBuf>,
+    /// Users whose VMs are served; empty: all.
+    owners: Vec<u32>,
     workers: Mutex<BTreeMap<String, Worker>>,
     /// Directories that were told of: where it may not look, or what was passed by.
     told: Mutex<HashSet<PathBuf>>,
@@ -86,11 +147,17 @@ pub struct Vms {
 
 impl Vms {
     /// The VMs there are, or those that have a socket for observers in `dir`, for each of which `events` will
-    /// be counted.
-    pub fn new(events: String, dir: Option<PathBuf>) -> Self {
-        Self {
+    /// be counted. Unless `owners` is empty, only VMs of these users are served.
+    pub fn new(events: String, dir: Option<PathBuf>, owners: Vec<u32>) -> Self {
+        let shared = Shared {
             events,
+            users: Users::default(),
+            budgets: Budgets::new(),
+        };
+        Self {
+            shared: Arc::new(shared),
             dir,
+            owners,
             workers: Mutex::default(),
             told: Mutex::default(),
         }
@@ -102,6 +169,10 @@ impl Vms {
             Some(dir) => (self.observed(dir), 0),
             None => self.everywhere(),
         }
+    }
+
+    fn is_served(&self, owner: u32) -> bool {
+        self.owners.is_empty() || self.owners.contains(&owner)
     }
 
     /// Those with a socket for observers there. A label says whose VM it is: any user may take any name.
@@ -117,7 +188,8 @@ impl Vms {
             owner: socket.owner,
             observed: true,
         };
-        let mut targets: Vec<_> = found.into_iter().map(target).collect();
+        let found = found.into_iter().filter(|socket| self.is_served(socket.owner));
+        let mut targets: Vec<_> = found.map(target).collect();
         targets.sort_by(|a, b| a.label.cmp(&b.label));
         targets.truncate(MAX_VMS);
         targets
@@ -127,7 +199,7 @@ impl Vms {
         let places = Places::everywhere();
         let own = peer::own_uid();
         let mut targets: BTreeMap<String, Target> = BTreeMap::new();
-        for place in &places.found {
+        for place in places.found.iter().filter(|place| self.is_served(place.owner)) {
             for (name, socket) in self.listed(place.listed()) {
                 let label = labelled(name, place.owner, own);
                 // The first of this user's directories goes before the others.
@@ -164,50 +236,68 @@ impl Vms {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         // Who fills /tmp does not fill the log.
         if told.len() < MAX_VMS && told.insert(dir.to_owned()) {
-            log::warn!("{}: {what}", dir.display());
+            log::warn!("{}: {}", shown(&dir.display().to_string()), shown(what));
         }
     }
 
-    /// Asks these all at once. What has not answered after [`SCRAPE_TIME`] comes without a snapshot.
+    /// Asks these at once. A VM that has not answered after [`SCRAPE_TIME`] comes without a snapshot, and so
+    /// does one that is left alone for a while.
     pub fn ask(&self, targets: &[Target]) -> Vec<Asked> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel();
-        let mut missing: BTreeMap<String, Asked> = BTreeMap::new();
-        {
-            let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
-            for target in targets {
-                let label = target.label.clone();
-                let at_work = workers.get(&label).is_some_and(|w| w.target == *target);
-                if !at_work {
-                    match Worker::start(target.clone(), self.events.clone()) {
-                        Ok(worker) => _ = workers.insert(label.clone(), worker),
-                        Err(e) => log::warn!("{label}: no thread for it: {e}"),
-                    }
-                }
-                let tell = tell.clone();
-                // A thread that is busy with another scrape, and has one waiting, is left alone.
-                let sent = workers.get(&label).map(|w| w.jobs.try_send(Job { until, tell }));
-                if !matches!(sent, Some(Ok(()))) {
-                    log::debug!("{label}: still busy with an earlier scrape");
-                }
-                let none = Asked {
-                    label: label.clone(),
-                    snapshot: None,
-                    took: SCRAPE_TIME,
-                };
-                missing.insert(label, none);
+        // By their labels, and whether they are waited for.
+        let mut missing: BTreeMap<String, bool> = BTreeMap::new();
+        let mut answered = Vec::new();
+        for target in targets {
+            let tell = tell.clone();
+            match self.send_job(target, began, Job { until, tell }) {
+                Some(waited_for) => _ = missing.insert(target.label.clone(), waited_for),
+                None => answered.push(Asked::nothing(&target.label, Duration::ZERO)),
             }
         }
         drop(tell);
-        let mut answered = Vec::new();
-        while let Ok(asked) = told.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        loop {
+            let end = match missing.values().any(|waited_for| *waited_for) {
+                true => until,
+                false => began + GRACE,
+            };
+            let Ok(asked) = told.recv_timeout(end.saturating_duration_since(Instant::now())) else {
+                break;
+            };
             missing.remove(&asked.label);
             answered.push(asked);
         }
-        answered.extend(missing.into_values());
+        let took = began.elapsed();
+        answered.extend(missing.keys().map(|label| Asked::nothing(label, took)));
         answered.sort_by(|a, b| a.label.cmp(&b.label));
         answered
+    }
+
+    /// Gives the thread of a VM a job. Returns whether the scrape waits for the answer, or `None` if the VM is
+    /// not asked.
+    fn send_job(&self, target: &Target, now: Instant, job: Job) -> Option<bool> {
+        let label = &target.label;
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        if workers.get(label).is_none_or(|worker| worker.target != *target) {
+            match Worker::start(target.clone(), self.shared.clone()) {
+                Ok(worker) => _ = workers.insert(label.clone(), worker),
+                Err(e) => {
+                    self.shared
+                        .users
+                        .warn(target.owner, label, &format!("no thread for it: {e}"));
+                    return None;
+                }
+            }
+        }
+        let worker = workers.get(label).filter(|worker| worker.standing.is_due(now))?;
+        // A thread that is busy with another scrape, and has one waiting, is left alone.
+        if worker.jobs.try_send(job).is_err() {
+            log::debug!("{label}: still busy with an earlier scrape");
+            return None;
+        }
+        let by_user = is_trusted(target.owner) || self.shared.users.is_waited_for(target.owner, now);
+        Some(by_user && !worker.standing.has_failed())
     }
 
     /// Ends the threads of VMs that are not there any more.
@@ -226,19 +316,40 @@ fn labelled(name: String, owner: u32, own: u32) -> String {
     }
 }
 
+impl Asked {
+    fn nothing(label: &str, took: Duration) -> Self {
+        Self {
+            label: label.to_owned(),
+            snapshot: None,
+            took,
+            held: None,
+        }
+    }
+}
+
 impl Worker {
-    fn start(target: Target, events: String) -> std::io::Result<Self> {
+    fn start(target: Target, shared: Arc<Shared>) -> std::io::Result<Self> {
         let (jobs, waiting) = sync_channel(1);
-        let its = target.clone();
+        let standing = SharedStanding::default();
+        let (its, its_standing) = (target.clone(), standing.clone());
         thread::Builder::new()
             .name("vm".into())
-            .spawn(move || work(&its, &events, &waiting))?;
-        Ok(Self { target, jobs })
+            .spawn(move || work(&its, &shared, &its_standing, &waiting))?;
+        Ok(Self {
+            target,
+            jobs,
+            standing,
+        })
     }
 }
 
 /// The thread of a VM.
-fn work(target: &Target, events: &str, jobs: &Receiver<Job>) {
+fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Receiver<Job>) {
+    let limits = ReplyLimits {
+        timeout: PATIENCE,
+        max_bytes: MAX_REPLY,
+        budget: shared.budgets.of_user(target.owner),
+    };
     let mut connection = None;
     let mut last_error = String::new();
     for job in jobs {
@@ -246,27 +357,35 @@ fn work(target: &Target, events: &str, jobs: &Receiver<Job>) {
         if began >= job.until {
             continue;
         }
-        let snapshot = match Connection::snapshot(&mut connection, target, events, job.until) {
-            Ok(snapshot) => Some(snapshot),
+        let asked = Connection::snapshot(&mut connection, target, shared, &limits, job.until);
+        let (snapshot, held) = match asked {
+            Ok((snapshot, held)) => {
+                standing.succeeded();
+                last_error.clear();
+                (Some(snapshot), held)
+            }
             Err(e) => {
                 connection = None;
-                let line = error_line(&e);
+                let now = Instant::now();
+                standing.failed(now);
+                if e.is_silence() {
+                    shared.users.stalled(target.owner, now);
+                }
+                let line = shown(&error_line(&e));
                 // Not at each scrape again.
                 if line != last_error {
-                    log::warn!("{}: {line}", target.label);
+                    shared.users.warn(target.owner, &target.label, &line);
                     last_error = line;
                 }
-                None
+                (None, None)
             }
         };
-        if snapshot.is_some() {
-            last_error.clear();
-        }
         // Who asked may have given up.
         let _ = job.tell.send(Asked {
             label: target.label.clone(),
             snapshot,
             took: began.elapsed(),
+            held,
         });
     }
 }
@@ -275,15 +394,22 @@ fn work(target: &Target, events: &str, jobs: &Receiver<Job>) {
 struct Connection {
     client: Client,
     opened: Vec<Opened>,
+    /// Share of the budgets that `opened` has.
+    _held: Option<HeldBytes>,
 }
 
 impl Connection {
-    fn open(target: &Target, events: &str) -> Result<Self, ClientError> {
-        let mut client = Client::connect_at(&target.socket, Some(target.owner), PATIENCE)?;
+    fn open(
+        target: &Target,
+        shared: &Shared,
+        limits: &ReplyLimits,
+        until: Instant,
+    ) -> Result<Self, ClientError> {
+        let mut client = Client::connect_limited(&target.socket, target.owner, limits, until)?;
         let mut opened = Vec::new();
         if client.info().pmu != "off" {
             let call = request::Open {
-                events: snapshot::with_steal(events),
+                events: snapshot::with_steal(&shared.events),
                 vcpus: None,
                 whole: true,
                 sampling: None,
@@ -293,34 +419,45 @@ impl Connection {
                     opened = list;
                     for (name, why) in snapshot::each_once(&mut opened) {
                         log::info!(
-                            "{}: '{name}' cannot be counted and is left out: {why}",
-                            target.label
+                            "{}: '{}' cannot be counted and is left out: {}",
+                            target.label,
+                            shown(&name),
+                            shown(&why)
                         );
                     }
                     let () = client.call(request::Enable)?;
                 }
                 // What the VM counts by itself is worth having.
                 Err(ClientError::Refused(why)) => {
-                    log::warn!("{}: the events are not counted: {why}", target.label);
+                    let what = format!("the events are not counted: {why}");
+                    shared.users.warn(target.owner, &target.label, &what);
                 }
                 Err(e) => return Err(e),
             }
         }
-        Ok(Self { client, opened })
+        opened.truncate(MAX_EVENTS);
+        Ok(Self {
+            _held: client.take_held(),
+            client,
+            opened,
+        })
     }
 
-    /// What the VM counts now, over the connection there is or a new one.
+    /// What the VM counts now, over the connection there is or a new one, and the share of the budgets that
+    /// it has.
     fn snapshot(
         connection: &mut Option<Self>,
         target: &Target,
-        events: &str,
+        shared: &Shared,
+        limits: &ReplyLimits,
         until: Instant,
-    ) -> Result<Snapshot, ClientError> {
+    ) -> Result<(Snapshot, Option<HeldBytes>), ClientError> {
         let there = match connection.take() {
             Some(there) => there,
-            None => Self::open(target, events)?,
+            None => Self::open(target, shared, limits, until)?,
         };
-        let Self { client, opened } = connection.insert(there);
+        let Self { client, opened, .. } = connection.insert(there);
+        client.set_deadline(until);
         let vm = client.call(request::Status)?;
         let vcpus = client.call(request::Counts)?;
         let views = match vm.pmu.as_str() {
@@ -332,7 +469,7 @@ impl Connection {
             false => client.call(request::Read)?,
         };
         let (events, steal_ns) = snapshot::by_vcpu(opened, &readings);
-        Ok(bounded(Snapshot {
+        let snapshot = bounded(Snapshot {
             label: target.label.clone(),
             vm,
             vcpus,
@@ -340,7 +477,8 @@ impl Connection {
             events,
             steal_ns,
             served: None,
-        }))
+        });
+        Ok((snapshot, client.take_held()))
     }
 }
 

@@ -41,7 +41,14 @@ impl Host {
         let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
         let mut exporter = program
-            .args(["-v", "exporter", "--listen", "127.0.0.1:0"])
+            .args([
+                "-v",
+                "exporter",
+                "--listen",
+                "127.0.0.1:0",
+                "--allow-host",
+                "here.example",
+            ])
             .args(args)
             .env("XDG_RUNTIME_DIR", runtime.path())
             .env_remove("RUST_LOG")

@@ -1,0 +1,415 @@
+//! Who may read from the exporter.
+//!
+//! Over a loopback address any user of the host can connect. The kernel says whose socket is at the other end
+//! (`/proc/net/tcp`), and only the exporter's own user, root and those of `--allow-user` are served. With
+//! `--token-file` whoever sends the token is served, at any address, and over other addresses than loopback
+//! nobody else. Permissions of a Unix socket say who may connect there.
+//!
+//! A page in a browser can have a name of its own lead to this host (DNS rebinding), but not choose the
+//! `Host` field: that must be an IP address, `localhost`, the host's name or one of `--allow-host`.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use control_api::peer;
+
+use super::http::{Host, Reply, Request};
+
+/// Tables of TCP sockets of this network namespace (proc(5)).
+const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
+/// States of a socket that a process has: established, FIN-WAIT-1 and -2, CLOSE-WAIT
+/// (`include/net/tcp_states.h`). One in TIME-WAIT is shown as root's.
+const OWNED_STATES: [u8; 4] = [1, 4, 5, 8];
+/// Maximum length of a token, in bytes.
+const MAX_TOKEN: u64 = 4096;
+/// Minimum length of a token, in bytes.
+const MIN_TOKEN: usize = 16;
+
+/// Why access cannot be decided as asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    /// No such user.
+    #[error("user '{0}': not found in /etc/passwd; use the numeric user ID")]
+    User(String),
+    /// The file of the token cannot be read.
+    #[error("--token-file {}: cannot be read", .0.display())]
+    TokenFile(PathBuf, #[source] io::Error),
+    /// The file has no token.
+    #[error(
+        "--token-file {}: must have one line of {MIN_TOKEN} to {MAX_TOKEN} printable ASCII characters without spaces",
+        .0.display()
+    )]
+    Token(PathBuf),
+}
+
+/// Where a request comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A TCP connection.
+    Tcp {
+        /// The client's address.
+        peer: SocketAddr,
+        /// The address that it connected to.
+        local: SocketAddr,
+    },
+    /// A Unix socket, whose permissions decide.
+    Unix,
+}
+
+/// Who is served.
+#[derive(Clone, Debug, Default)]
+pub struct Access {
+    users: Vec<u32>,
+    hosts: Vec<String>,
+    token: Option<String>,
+}
+
+impl Access {
+    /// Serves `users` besides the exporter's own user and root, under the names `hosts` besides those of this
+    /// host, and whoever has the token in `token_file`.
+    ///
+    /// # Errors
+    /// [`AccessError`].
+    pub fn new(users: &[String], hosts: &[String], token_file: Option<&Path>) -> Result<Self, AccessError> {
+        let mut uids = vec![0, peer::own_uid()];
+        for user in users {
+            uids.push(uid_of(user)?);
+        }
+        let mut names: Vec<String> = hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
+        names.push("localhost".to_owned());
+        let own = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let own = own.trim().to_ascii_lowercase();
+        if !own.is_empty() {
+            names.extend(own.split_once('.').map(|(first, _)| first.to_owned()));
+            names.push(own);
+        }
+        Ok(Self {
+            users: uids,
+            hosts: names,
+            token: token_file.map(read_token).transpose()?,
+        })
+    }
+
+    /// Decides whether `request` is served.
+    ///
+    /// # Errors
+    /// The reply that refuses it.
+    pub fn check(&self, request: &Request, origin: Origin) -> Result<(), Reply> {
+        let Origin::Tcp { peer, local } = origin else {
+            return Ok(());
+        };
+        if !self.knows_host(&request.host) {
+            let why = "the Host field names another host; --allow-host serves it under that name";
+            return Err(Reply::refusal(421, why));
+        }
+        if let Some(token) = &self.token {
+            let sent = request.bearer.as_deref().unwrap_or_default();
+            if is_same(sent.as_bytes(), token.as_bytes()) {
+                return Ok(());
+            }
+        }
+        if is_loopback(local) {
+            return match owner_of(peer, local) {
+                Ok(Some(uid)) if self.users.contains(&uid) => Ok(()),
+                Ok(Some(uid)) => {
+                    let why = format!("user {uid} may not read here; --allow-user serves further users");
+                    Err(Reply::refusal(403, &why))
+                }
+                _ => Err(Reply::refusal(403, "the user of this connection is not known")),
+            };
+        }
+        match self.token {
+            None => Ok(()),
+            Some(_) => Err(Reply::refusal(
+                401,
+                "needs the token of --token-file as a bearer token",
+            )),
+        }
+    }
+
+    fn knows_host(&self, host: &Host) -> bool {
+        let name = match host {
+            // No browser leaves it out.
+            Host::Absent => return true,
+            Host::Invalid => return false,
+            Host::Named(host) => host.to_ascii_lowercase(),
+        };
+        let (name, port) = match name.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            Some((address, port)) => return address.parse::<Ipv6Addr>().is_ok() && is_port(port),
+            None => name.split_at(name.find(':').unwrap_or(name.len())),
+        };
+        is_port(port) && (name.parse::<Ipv4Addr>().is_ok() || self.hosts.iter().any(|known| known == name))
+    }
+}
+
+/// Returns whether `text` is what may follow the name of a host: nothing, or a colon and a port.
+fn is_port(text: &str) -> bool {
+    text.is_empty()
+        || text
+            .strip_prefix(':')
+            .is_some_and(|port| port.is_empty() || port.parse::<u16>().is_ok())
+}
+
+fn is_loopback(address: SocketAddr) -> bool {
+    address.ip().to_canonical().is_loopback()
+}
+
+/// Compares without an early end, which would tell how much of a token is right.
+fn is_same(sent: &[u8], token: &[u8]) -> bool {
+    sent.len() == token.len() && sent.iter().zip(token).fold(0, |all, (a, b)| all | (a ^ b)) == 0
+}
+
+/// Returns the user ID of `user`, a number or a name in /etc/passwd.
+///
+/// # Errors
+/// [`AccessError::User`].
+pub fn uid_of(user: &str) -> Result<u32, AccessError> {
+    if let Ok(uid) = user.parse() {
+        return Ok(uid);
+    }
+    let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let uid = passwd.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(user)).then(|| fields.nth(1)?.parse().ok())?
+    });
+    uid.ok_or_else(|| AccessError::User(user.to_owned()))
+}
+
+fn read_token(path: &Path) -> Result<String, AccessError> {
+    let mut text = String::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_TOKEN + 2).read_to_string(&mut text))
+        .map_err(|e| AccessError::TokenFile(path.to_owned(), e))?;
+    let token = text.trim_end();
+    let is_token = token.len() >= MIN_TOKEN
+        && token.len() as u64 <= MAX_TOKEN
+        && token.bytes().all(|b| b.is_ascii_graphic());
+    is_token
+        .then(|| token.to_owned())
+        .ok_or_else(|| AccessError::Token(path.to_owned()))
+}
+
+/// Returns the user of the socket at `address` that is connected to `other`, if it is one of this host.
+///
+/// # Errors
+/// That of reading the kernel's tables.
+fn owner_of(address: SocketAddr, other: SocketAddr) -> io::Result<Option<u32>> {
+    for table in TABLES {
+        let file = match File::open(table) {
+            Ok(file) => BufReader::new(file),
+            // A kernel without IPv6.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            Err(e) => return Err(e),
+        };
+        for line in file.lines() {
+            if let Some(uid) = parse_row(&line?).and_then(|row| row.owner(address, other)) {
+                return Ok(Some(uid));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// A socket in one of the kernel's tables.
+#[derive(Debug, PartialEq, Eq)]
+struct SocketRow {
+    local: SocketAddr,
+    remote: SocketAddr,
+    state: u8,
+    uid: u32,
+    inode: u64,
+}
+
+impl SocketRow {
+    fn owner(&self, address: SocketAddr, other: SocketAddr) -> Option<u32> {
+        let is_it = is_same_address(self.local, address) && is_same_address(self.remote, other);
+        (is_it && self.inode != 0 && OWNED_STATES.contains(&self.state)).then_some(self.uid)
+    }
+}
+
+/// Compares addresses, where an IPv4 address may be mapped into IPv6.
+fn is_same_address(a: SocketAddr, b: SocketAddr) -> bool {
+    (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port())
+}
+
+/// Reads a row: `sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode …`.
+fn parse_row(line: &str) -> Option<SocketRow> {
+    let mut fields = line.split_ascii_whitespace().skip(1);
+    let (local, remote) = (parse_address(fields.next()?)?, parse_address(fields.next()?)?);
+    let state = u8::from_str_radix(fields.next()?, 16).ok()?;
+    let uid = fields.nth(3)?.parse().ok()?;
+    let inode = fields.nth(1)?.parse().ok()?;
+    Some(SocketRow {
+        local,
+        remote,
+        state,
+        uid,
+        inode,
+    })
+}
+
+/// Reads `0100007F:24F9`: words in the host's byte order, and a port.
+fn parse_address(text: &str) -> Option<SocketAddr> {
+    let (address, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let word = |at: usize| {
+        u32::from_str_radix(address.get(at..at + 8)?, 16)
+            .ok()
+            .map(u32::to_ne_bytes)
+    };
+    let ip = match address.len() {
+        8 => IpAddr::from(word(0)?),
+        32 => {
+            let mut bytes = [0; 16];
+            for (n, part) in bytes.chunks_exact_mut(4).enumerate() {
+                part.copy_from_slice(&word(n * 8)?);
+            }
+            IpAddr::from(bytes)
+        }
+        _ => return None,
+    };
+    Some(SocketAddr::new(ip, port))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn request(host: Host, bearer: Option<&str>) -> Request {
+        Request {
+            head_only: false,
+            path: "/metrics".into(),
+            parameters: Vec::new(),
+            host,
+            bearer: bearer.map(str::to_owned),
+        }
+    }
+
+    fn access(token: Option<&str>) -> Access {
+        Access {
+            users: vec![0, peer::own_uid()],
+            hosts: vec!["localhost".into(), "host-1.example".into()],
+            token: token.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn hosts_are_addresses_or_known_names() {
+        let access = access(None);
+        let knows = |host: &str| access.knows_host(&Host::Named(host.into()));
+        for good in [
+            "127.0.0.1:9465",
+            "10.0.0.7",
+            "[::1]:9465",
+            "[fe80::1]",
+            "localhost:9465",
+            "LOCALHOST",
+            "Host-1.example:80",
+        ] {
+            assert!(knows(good), "{good}");
+        }
+        for bad in [
+            "attacker.example",
+            "attacker.example:9465",
+            "localhost.attacker.example",
+            "127.0.0.1.attacker.example",
+            "127.0.0.1:x",
+            "[::1]x",
+            "[attacker.example]",
+            "",
+        ] {
+            assert!(!knows(bad), "{bad}");
+        }
+        assert!(access.knows_host(&Host::Absent) && !access.knows_host(&Host::Invalid));
+    }
+
+    /// The kernel's table has this process's connection, both ways.
+    #[test]
+    fn the_user_of_a_connection_is_found() {
+        for at in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(at) else {
+                eprintln!("SKIP: no {at} here");
+                continue;
+            };
+            let local = listener.local_addr().unwrap();
+            let client = TcpStream::connect(local).unwrap();
+            let (_served, peer) = listener.accept().unwrap();
+            assert_eq!(owner_of(peer, local).unwrap(), Some(peer::own_uid()));
+            let origin = Origin::Tcp { peer, local };
+            let mut access = access(None);
+            access.check(&request(Host::Absent, None), origin).unwrap();
+            access.users = vec![peer::own_uid().wrapping_add(1)];
+            let refused = access.check(&request(Host::Absent, None), origin).unwrap_err();
+            assert_eq!(refused.status, 403);
+            // A token is as good as a user.
+            access.token = Some("0123456789abcdef".into());
+            access
+                .check(&request(Host::Absent, Some("0123456789abcdef")), origin)
+                .unwrap();
+            drop(client);
+        }
+    }
+
+    /// A socket whose process is gone is shown as root's, and is nobody's here.
+    #[test]
+    fn rows_of_sockets_without_an_owner_do_not_count() {
+        let row = |state: &str, inode: u32| {
+            format!(
+                "   3: 0100007F:9C40 0100007F:24F9 {state} 00000000:00000000 00:00000000 00000000     0        0 {inode} 1 0"
+            )
+        };
+        let [a, b] = ["127.0.0.1:40000", "127.0.0.1:9465"].map(|text| text.parse().unwrap());
+        let owner = |line: &str| parse_row(line).unwrap().owner(a, b);
+        assert_eq!(owner(&row("01", 77)), Some(0));
+        assert_eq!(owner(&row("06", 0)), None);
+        assert_eq!(owner(&row("06", 77)), None);
+        assert_eq!(owner(&row("01", 0)), None);
+        assert_eq!(parse_row(&row("01", 77)).unwrap().owner(b, a), None);
+        let mapped = "[::ffff:127.0.0.1]:40000".parse().unwrap();
+        assert_eq!(parse_row(&row("01", 77)).unwrap().owner(mapped, b), Some(0));
+        assert_eq!(parse_row("  sl  local_address rem_address   st"), None);
+    }
+
+    #[test]
+    fn over_other_addresses_a_token_is_needed_if_there_is_one() {
+        let [peer, local] = ["10.0.0.9:40000", "10.0.0.7:9465"].map(|text| text.parse().unwrap());
+        let origin = Origin::Tcp { peer, local };
+        let status = |access: &Access, bearer| {
+            let host = Host::Named("10.0.0.7:9465".into());
+            access
+                .check(&request(host, bearer), origin)
+                .map_err(|reply| reply.status)
+        };
+        assert_eq!(status(&access(None), None), Ok(()));
+        let with = access(Some("0123456789abcdef"));
+        assert_eq!(status(&with, None), Err(401));
+        assert_eq!(status(&with, Some("0123456789abcdeX")), Err(401));
+        assert_eq!(status(&with, Some("0123456789abcdef")), Ok(()));
+    }
+
+    #[test]
+    fn tokens_and_users_are_read_or_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        for (text, good) in [
+            ("0123456789abcdef\n", true),
+            ("short\n", false),
+            ("0123456789 abcdef", false),
+            ("", false),
+        ] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(read_token(&path).is_ok(), good, "{text:?}");
+        }
+        assert!(matches!(
+            read_token(&dir.path().join("none")),
+            Err(AccessError::TokenFile(..))
+        ));
+        assert_eq!(uid_of("1000").unwrap(), 1000);
+        assert_eq!(uid_of("root").unwrap(), 0);
+        assert!(uid_of("no such user").is_err());
+    }
+}

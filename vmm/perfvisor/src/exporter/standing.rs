@@ -1,0 +1,189 @@
+//! Which VMs a scrape asks, and which of them it waits for.
+//!
+//! A VM that fails to answer is left alone for a while, twice as long each time. When it is asked again, the
+//! scrape does not wait for it. After a VM of a user has stalled, scrapes do not wait for the other VMs of
+//! that user either: one who may offer many sockets could have another one stall at each scrape. VMs of the
+//! exporter's own user and of root are exempt from this last rule.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use perf_core::guest_log::LogLimiter;
+
+/// Shortest and longest time for which a VM is left alone after a failure.
+const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Shortest and longest time for which scrapes do not wait for a user's VMs after one of them stalled.
+const IMPATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
+/// Maximum number of users whose standing is kept.
+const MAX_USERS: usize = 4096;
+/// Maximum length of what is logged about a VM, in characters.
+const MAX_LINE: usize = 200;
+
+/// A time that doubles with each failure.
+#[derive(Clone, Copy, Debug, Default)]
+struct BackOff {
+    failures: u32,
+    until: Option<Instant>,
+}
+
+impl BackOff {
+    fn fail(&mut self, now: Instant, (shortest, longest): (Duration, Duration)) {
+        let factor = 1_u32.checked_shl(self.failures).unwrap_or(u32::MAX);
+        self.failures = self.failures.saturating_add(1).min(31);
+        self.until = Some(now + shortest.saturating_mul(factor).min(longest));
+    }
+
+    fn is_over(&self, now: Instant) -> bool {
+        self.until.is_none_or(|until| now >= until)
+    }
+}
+
+/// Whether one VM is asked.
+#[derive(Debug, Default)]
+pub struct VmStanding(Mutex<BackOff>);
+
+impl VmStanding {
+    /// Returns whether the VM may be asked at `now`.
+    pub fn is_due(&self, now: Instant) -> bool {
+        lock(&self.0).is_over(now)
+    }
+
+    /// Returns whether the VM has not answered when it was last asked.
+    pub fn has_failed(&self) -> bool {
+        lock(&self.0).failures > 0
+    }
+
+    /// The VM has answered.
+    pub fn succeeded(&self) {
+        *lock(&self.0) = BackOff::default();
+    }
+
+    /// The VM has not answered, or not as it should.
+    pub fn failed(&self, now: Instant) {
+        lock(&self.0).fail(now, BACK_OFF);
+    }
+}
+
+/// What is kept about one user.
+#[derive(Debug, Default)]
+struct User {
+    impatience: BackOff,
+    log: LogLimiter,
+}
+
+/// The standing of the users whose VMs are served.
+#[derive(Debug, Default)]
+pub struct Users(Mutex<HashMap<u32, User>>);
+
+impl Users {
+    /// A VM of user `uid` has stalled at `now`.
+    pub fn stalled(&self, uid: u32, now: Instant) {
+        let mut users = lock(&self.0);
+        if let Some(user) = entry(&mut users, uid) {
+            // Several VMs that stall in one scrape are one failure.
+            if user.impatience.is_over(now) {
+                user.impatience.fail(now, IMPATIENCE);
+            }
+        }
+    }
+
+    /// Returns whether a scrape at `now` waits for VMs of user `uid`.
+    pub fn is_waited_for(&self, uid: u32, now: Instant) -> bool {
+        lock(&self.0)
+            .get(&uid)
+            .is_none_or(|user| user.impatience.is_over(now))
+    }
+
+    /// Logs what came of a VM of user `uid`: bounded in length, without control characters, and with a limit
+    /// of the rate for each user.
+    pub fn warn(&self, uid: u32, label: &str, what: &str) {
+        let admitted = {
+            let mut users = lock(&self.0);
+            entry(&mut users, uid).and_then(|user| user.log.admit(Instant::now()))
+        };
+        if let Some(admitted) = admitted {
+            let more = match admitted.suppressed {
+                0 => String::new(),
+                lines => format!(" (suppressed {lines} lines about VMs of user {uid})"),
+            };
+            log::warn!("{label}: {}{more}", shown(what));
+        }
+    }
+}
+
+fn entry(users: &mut HashMap<u32, User>, uid: u32) -> Option<&mut User> {
+    if users.len() >= MAX_USERS && !users.contains_key(&uid) {
+        return None;
+    }
+    Some(users.entry(uid).or_default())
+}
+
+/// Returns `text` for a log line: its control characters replaced, and its end left out if it is long.
+pub fn shown(text: &str) -> String {
+    let mut characters = text.chars();
+    let mut shown: String = characters
+        .by_ref()
+        .take(MAX_LINE)
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect();
+    if characters.next().is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A VM's standing that a scrape and the VM's thread share.
+pub type SharedStanding = Arc<VmStanding>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_that_fails_is_left_alone_ever_longer_until_it_answers() {
+        let (vm, now) = (VmStanding::default(), Instant::now());
+        assert!(vm.is_due(now) && !vm.has_failed());
+        for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
+            vm.failed(now);
+            assert!(!vm.is_due(now + Duration::from_secs(seconds) - Duration::from_millis(1)));
+            assert!(vm.is_due(now + Duration::from_secs(seconds)));
+        }
+        for _ in 0..100 {
+            vm.failed(now);
+        }
+        assert!(vm.is_due(now + BACK_OFF.1));
+        assert!(vm.has_failed());
+        vm.succeeded();
+        assert!(vm.is_due(now) && !vm.has_failed());
+        vm.failed(now);
+        assert!(vm.is_due(now + BACK_OFF.0));
+    }
+
+    #[test]
+    fn scrapes_stop_waiting_for_a_user_whose_vms_stall_by_turns() {
+        let (users, begin) = (Users::default(), Instant::now());
+        // A scrape every 15 s for an hour, at each of which another VM of the user stalls if it is waited for.
+        let scrapes = (0..240).map(|n| begin + Duration::from_secs(15 * n));
+        let delayed = scrapes.filter(|now| {
+            let waited = users.is_waited_for(1000, *now);
+            if waited {
+                users.stalled(1000, *now);
+            }
+            waited
+        });
+        assert!(delayed.count() <= 7);
+        assert!(users.is_waited_for(1001, begin));
+    }
+
+    #[test]
+    fn what_a_vm_says_is_short_and_one_line() {
+        assert_eq!(shown("a\nb\u{1b}[31m"), "a b [31m");
+        let long = shown(&"\u{fc}".repeat(15_000_000));
+        assert_eq!(long.chars().count(), MAX_LINE + 1);
+    }
+}

@@ -1,0 +1,147 @@
+//! What a guest and a signal from outside do to a VM and to the processes that it starts.
+
+mod common;
+
+use std::fs;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+
+use common::machine::Machine;
+use common::vm::{PROGRAM, SpinningVm, eventually};
+
+/// A PVH kernel, behind one byte; its code begins at [`CODE`].
+const KERNEL: &[u8] = include_bytes!("../../fuzz/seeds/boot/pvh");
+const CODE: usize = 0xb1;
+/// Writes the interrupt command register of the local APIC: INIT to the processor with APIC ID 0, which is the
+/// one that executes this. Then it halts.
+const SENDS_INIT: [u8; 23] = [
+    0xc7, 0x05, 0x10, 0x03, 0xe0, 0xfe, 0, 0, 0, 0, // movl $0, 0xfee00310
+    0xc7, 0x05, 0x00, 0x03, 0xe0, 0xfe, 0, 0x45, 0, 0, // movl $0x4500, 0xfee00300
+    0xf4, 0xeb, 0xfd, // hlt; jmp
+];
+
+/// The first vCPU gets to the reset vector, where a PC has firmware that resets the machine.
+#[test]
+fn an_init_to_the_first_vcpu_is_a_reset_by_the_guest() {
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    let mut image = KERNEL.to_vec();
+    image[CODE..CODE + SENDS_INIT.len()].copy_from_slice(&SENDS_INIT);
+    fs::write(&kernel, &image[1..]).unwrap();
+    let Some(mut vm) = Machine::start(&["--kernel", kernel.to_str().unwrap()]) else {
+        return;
+    };
+    assert_eq!(vm.status(), Some(4), "{:?}", vm.said());
+    assert_eq!(vm.said_count("the guest sent it an INIT"), 1, "{:?}", vm.said());
+    assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
+}
+
+/// Children of process `pid` and their states.
+fn children(pid: u32) -> Vec<(u32, char)> {
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let child = |number: u32| {
+        let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+        let state = fields.next()?.chars().next()?;
+        (fields.next()?.parse() == Ok(pid)).then_some((number, state))
+    };
+    numbers.filter_map(child).collect()
+}
+
+/// The keeper of kernel readers that somebody kills does not stay a zombie.
+#[test]
+fn a_child_that_is_killed_is_reaped() {
+    let Some(vm) = SpinningVm::start("reaper", &[]) else {
+        return;
+    };
+    let before = children(vm.child.id());
+    assert_eq!(before.len(), 1, "{before:?}");
+    let killed = Command::new("kill")
+        .args(["-9", &before[0].0.to_string()])
+        .status();
+    assert!(killed.unwrap().success());
+    eventually("it is gone", || children(vm.child.id()).is_empty());
+    // The VM goes on.
+    assert!(
+        vm.operator(&["ctl", "reaper", "status"])
+            .output()
+            .unwrap()
+            .status
+            .success()
+    );
+}
+
+/// A back end of a shared directory, which a guest may be able to crash, leaves no core dump: it maps the
+/// guest's memory.
+#[test]
+fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let limits = dir.path().join("limits");
+    let (ours, its) = UnixStream::pair().unwrap();
+    let script = format!(
+        "grep core /proc/self/limits >{0}.part; mv {0}.part {0}; exec sleep 1000",
+        limits.display()
+    );
+    let mut keeper = Command::new("sh")
+        .args(["-c", "ulimit -S -c unlimited 2>/dev/null; exec \"$0\" \"$@\""])
+        .args([PROGRAM, "keep-share", "--", "sh", "-c", &script])
+        .stdin(Stdio::null())
+        .stdout(Stdio::from(OwnedFd::from(its)))
+        .spawn()
+        .unwrap();
+    eventually("the back end has begun", || limits.exists());
+    let text = fs::read_to_string(&limits).unwrap();
+    let words: Vec<&str> = text.split_whitespace().collect();
+    // "Max core file size", the soft limit and the hard one. One byte keeps the kernel from a pipe, too.
+    assert!(
+        ["0", "1"].contains(&words[4]) && words[4] == words[5] && words[6] == "bytes",
+        "{text}"
+    );
+    drop(ours);
+    assert!(keeper.wait().unwrap().success());
+}
+
+/// What `record` writes is for its user only, whatever the umask is.
+#[test]
+fn a_recording_is_for_its_user_only() {
+    let Some(vm) = SpinningVm::start("private", &[]) else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let script = format!(
+        "umask 022; exec {PROGRAM} record private -q --duration 0.5 --buildid-dir {} --save-kallsyms {} -o {}",
+        at("debug").display(),
+        at("kallsyms").display(),
+        at("perf.data").display()
+    );
+    let recorded = Command::new("sh")
+        .args(["-c", &script])
+        .env("XDG_RUNTIME_DIR", vm.runtime.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&recorded.stderr);
+    assert!(recorded.status.success(), "{said}");
+    for name in ["perf.data", "kallsyms"] {
+        let mode = fs::metadata(at(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    if let Ok(debug) = fs::metadata(at("debug")) {
+        assert_eq!(debug.permissions().mode() & 0o077, 0);
+    }
+    // A file that its user has prepared keeps its permissions.
+    let shared = at("shared.data");
+    fs::write(&shared, "").unwrap();
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o640)).unwrap();
+    let mut again = vm.operator(&["record", "private", "-q", "--duration", "0.2", "-o"]);
+    assert!(again.arg(&shared).status().unwrap().success());
+    assert_eq!(fs::metadata(&shared).unwrap().permissions().mode() & 0o777, 0o640);
+    let mut bytes = Vec::new();
+    fs::File::open(&shared).unwrap().read_to_end(&mut bytes).unwrap();
+    assert!(bytes.starts_with(b"PERFILE2"));
+}
