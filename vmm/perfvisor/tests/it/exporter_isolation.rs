@@ -1,8 +1,6 @@
 //! The exporter against users of its host who mean no good: as clients, as owners of VMs' sockets, and with
 //! what an exporter leaves behind that was killed.
 
-mod common;
-
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -12,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::host::reply;
-use common::nobody::NOBODY;
-use common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::host::reply;
+use crate::common::unprivileged::NOBODY;
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
 /// It only makes a failure end.
 const PATIENCE: Duration = Duration::from_secs(300);

@@ -1,7 +1,5 @@
 //! What a guest and a signal from outside do to a VM and to the processes that it starts.
 
-mod common;
-
 use std::fs;
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -9,11 +7,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
-use common::machine::Machine;
-use common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::machine::Machine;
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
 /// A PVH kernel, behind one byte; its code begins at [`CODE`].
-const KERNEL: &[u8] = include_bytes!("../../fuzz/seeds/boot/pvh");
+const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 const CODE: usize = 0xb1;
 /// Writes the interrupt command register of the local APIC: INIT to the processor with APIC ID 0, which is the
 /// one that executes this. Then it halts.
