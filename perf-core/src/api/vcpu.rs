@@ -31,7 +31,8 @@ impl VcpuContext {
         cell.lock().sched_in(now_ns);
     }
 
-    /// The vCPU pauses: its events go off and its time stands still.
+    /// The vCPU pauses: its events go off and its time stands still. Their counts are final, so overflows that
+    /// passed and were not notified yet are known, too: [`VcpuContext::service_overflows`] serves them.
     ///
     /// Raises [`SoftwareId::ContextSwitches`] first, so that events see it while they are on.
     pub fn sched_out(&self) {
@@ -48,7 +49,7 @@ impl VcpuContext {
     /// [`crate::Core::tick`] for this context alone.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
-            core.tick(&self.cell.load());
+            core.tick(&self.cell.load(), 1);
         }
     }
 

@@ -126,6 +126,9 @@ impl Core {
     /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened
     /// on the vCPU itself keep their last value for their handles.
     ///
+    /// Periods that have passed and were not sampled are reported lost, one LOST record for each event. To
+    /// have their samples, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`] before.
+    ///
     /// # Errors
     /// [`OpenError::NoSuchVcpu`].
     pub fn remove_vcpu(&self, vcpu: VcpuId) -> Result<(), OpenError> {
@@ -140,5 +143,117 @@ impl Core {
         context.gone.store(true, Ordering::Relaxed);
         self.inner.exit(&context.cell.load_full());
         Ok(())
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::api::handle::Handle;
+    use crate::api::open::{OpenFlags, OpenTarget};
+    use crate::api::session::Session;
+    use crate::attr::{Attr, EventType, SampleType};
+    use crate::model::regs::SampleRegs;
+    use crate::pmu::sim::SimPmu;
+    use crate::record::{CpuMode, Format, Record};
+    use crate::ring::RingReader;
+    use crate::service::config::{CoreConfig, Role};
+
+    const VCPU: VcpuId = VcpuId(0);
+
+    struct Regs;
+
+    impl SampleRegs for Regs {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestUser
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+
+    fn attr() -> Attr {
+        Attr {
+            sample_type: SampleType::PERIOD,
+            ..Attr::sampling(EventType::SIM, 1, 100)
+        }
+    }
+
+    struct Sampled {
+        core: Core,
+        vcpu: Arc<VcpuContext>,
+        event: Handle,
+        reader: RingReader,
+        _session: Session,
+    }
+
+    /// A vCPU with an event that samples each 100 counts, after 350 counts of which no overflow was served.
+    fn sampled() -> Sampled {
+        let core = Core::new(CoreConfig::default());
+        let pmu = Arc::new(SimPmu::with_slots(2));
+        core.register(Arc::clone(&pmu) as Arc<dyn crate::pmu::Pmu>);
+        let vcpu = core.add_vcpu(VCPU, 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let event = core
+            .open(
+                &session,
+                attr(),
+                OpenTarget::Vcpu(VCPU),
+                None,
+                OpenFlags::default(),
+            )
+            .unwrap();
+        let reader = RingReader::of(event.map(1, true).unwrap());
+        vcpu.sched_in();
+        pmu.advance(VCPU, |_| 350);
+        Sampled {
+            core,
+            vcpu,
+            event,
+            reader,
+            _session: session,
+        }
+    }
+
+    /// The periods of the samples in a ring, and the sum of its LOST records.
+    fn samples_and_lost(reader: &mut RingReader) -> (Vec<u64>, u64) {
+        let (mut periods, mut lost) = (Vec::new(), 0);
+        while let Some(raw) = reader.next_record().unwrap() {
+            match Record::decode(raw, Format::from(&attr())).unwrap() {
+                Record::Sample(sample) => periods.push(sample.period),
+                Record::Lost(record) => lost += record.lost,
+                _ => {}
+            }
+        }
+        (periods, lost)
+    }
+
+    /// The count is final once the vCPU is out, so no period that has passed waits for a notification.
+    #[test]
+    fn periods_that_passed_before_the_end_are_sampled_after_sched_out() {
+        let mut s = sampled();
+        s.vcpu.sched_out();
+        assert_eq!(s.vcpu.service_overflows(&mut Regs, &mut |_| {}), 1);
+        s.core.remove_vcpu(VCPU).unwrap();
+        assert_eq!(samples_and_lost(&mut s.reader), (vec![300], 0));
+        assert_eq!((s.event.count().unwrap(), s.event.lost_records()), (350, 0));
+    }
+
+    #[test]
+    fn periods_that_nobody_sampled_are_reported_lost_when_the_vcpu_goes() {
+        let mut s = sampled();
+        s.core.remove_vcpu(VCPU).unwrap();
+        assert_eq!(samples_and_lost(&mut s.reader), (vec![], 1));
+        assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
+    }
+
+    /// Without room for the LOST record the ring counts it, for the next one: it stands for the same sample.
+    #[test]
+    fn a_lost_sample_counts_once_in_a_full_ring() {
+        let mut s = sampled();
+        s.event.pause_output(true).unwrap();
+        s.core.remove_vcpu(VCPU).unwrap();
+        assert_eq!(samples_and_lost(&mut s.reader), (vec![], 0));
+        assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 }

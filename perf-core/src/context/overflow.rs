@@ -1,5 +1,7 @@
 //! Overflows: accounts, records and reports of what was noticed.
 
+use std::sync::atomic::Ordering;
+
 use smallvec::SmallVec;
 
 use crate::attr::SampleType;
@@ -10,7 +12,7 @@ use crate::model::lists::List;
 use crate::model::regs::{Seen, Wants};
 use crate::model::state::{Owner, State};
 use crate::notify::Poll;
-use crate::record::{Encode, Format, Sample, SampleId, Throttle, Words};
+use crate::record::{Encode, Format, Lost, Sample, SampleId, Throttle, Words, Written};
 use crate::sample::{Moment, Overflowed};
 
 /// Reports taken out of a context in one go.
@@ -199,10 +201,27 @@ impl Context {
     }
 
     /// Overflows that passed and were not served never will be: with their vCPU gone there is nothing to
-    /// sample.
-    pub fn forget_pending(&mut self) {
+    /// sample. Each event that owes a sample for them writes a LOST record in its place, or counts it as one
+    /// that found no room.
+    pub fn lose_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
-            self.events[key].sampling.pending = 0;
+            let event = &mut self.events[key];
+            let times = std::mem::take(&mut event.sampling.pending);
+            let Some(output) = event.output.as_ref().filter(|_| times > 0) else {
+                continue;
+            };
+            let lost = Lost {
+                id: output.owner,
+                lost: 1,
+                sample_id: event.sample_id(by),
+            };
+            let written = Written::from(lost.write(Format::from(&event.shared.attr), &output.ring));
+            event.top().lost.fetch_add(1, Ordering::Relaxed);
+            log::debug!(
+                "event {} owes a sample for {times} periods of a vCPU that is gone: {written:?}",
+                event.shared.id
+            );
+            self.lost_samples += 1;
         }
     }
 
@@ -359,9 +378,8 @@ impl Context {
     /// bound: lifting a throttle costs less than the overflows that led to it, and where many events
     /// follow frequencies each tick looks at some of them.
     ///
-    /// `by` is whose tick it is, for records that it writes.
+    /// `by` is whose tick it is, for records that it writes. [`Context::ticks`] has been advanced.
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
-        self.ticks += 1;
         let tick = self.ticks;
         while let Some(&key) = self.lists.of(List::Throttled).last() {
             self.unlist(List::Throttled, key);

@@ -148,7 +148,7 @@ impl CoreInner {
             let mut context = cell.lock();
             context.sched_out(now_ns);
             context.dead = true;
-            context.forget_pending();
+            context.lose_pending(self.written_by(cell, now_ns));
         }
         // No sample follows it: everything is off, and nothing is left to serve. READ records may.
         if cell.cpu().is_none() {
