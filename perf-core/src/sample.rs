@@ -262,7 +262,8 @@ impl Sampling {
         let mut overflows = std::mem::take(&mut self.overflows);
         if self.throttled {
             // The true number is unknown; it was more than the limit.
-            overflows = overflows.max(2 * sample_rate_hz / tick_hz.max(1));
+            let at_least = ticks.saturating_mul(2 * sample_rate_hz / tick_hz.max(1));
+            overflows = overflows.max(at_least);
         }
         let (mut freq, mut windows) = (tick_hz, ticks);
         // Below one overflow a tick, several ticks make one window.

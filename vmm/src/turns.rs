@@ -107,16 +107,20 @@ impl Ticks {
         })
     }
 
-    /// It rang: the core's tick, after which it may ring less often.
+    /// It rang: the core's tick, after which it may ring less often. Where this thread is late the timer has
+    /// expired several times.
     pub fn rang(&mut self, core: &Core) {
-        let _ = self.timer.wait();
+        let expirations = self.timer.wait().unwrap_or(1);
         // A tick itself may leave nothing to do: it lifts throttles.
         let before = core.tick_need();
-        core.tick();
+        core.tick_after(expirations);
         let need = core.tick_need();
         self.linger = match before.max(need) {
             TickNeed::Work => LINGER,
-            TickNeed::Watch => self.linger.saturating_sub(1),
+            TickNeed::Watch => {
+                let expirations = u32::try_from(expirations).unwrap_or(u32::MAX);
+                self.linger.saturating_sub(expirations)
+            }
             TickNeed::None => 0,
         };
         self.keep(self.pace_for(need));
@@ -214,6 +218,7 @@ mod tests {
     use perf_core::attr::{Attr, EventType};
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
+    use perf_core::time::ManualClock;
     use perf_core::{
         CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Scope, Session, VcpuContext,
     };
@@ -341,6 +346,49 @@ mod tests {
         drop(recorded);
         ticks.rang(&core);
         assert_eq!(ticks.pace, IDLE_TICK);
+    }
+
+    /// The main loop was late for several ticks: what overflowed in them is the rate of all of them, not of one,
+    /// which would make the period that follows a frequency several times as long.
+    #[test]
+    fn late_ticks_count_for_the_time_that_has_passed() {
+        let pmu = Arc::new(SimPmu::with_slots(1));
+        let core = Core::new(CoreConfig {
+            // Stands still, so that only ticks adjust the period.
+            clock: Arc::new(ManualClock::default()),
+            ..CoreConfig::default()
+        });
+        core.register(pmu.clone());
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let attr = Attr {
+            freq: true,
+            // One overflow a tick.
+            ..Attr::sampling(EventType::SIM, 1, 250)
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let flags = OpenFlags {
+            cookie: Some(1),
+            ..OpenFlags::default()
+        };
+        let _recorded = core.open(&session, attr, target, None, flags).unwrap();
+        vcpu.sched_in();
+        let overflows_in = |counts| {
+            pmu.advance(VcpuId(0), |_| counts);
+            let mut times = 0;
+            vcpu.service_overflows(&mut Nowhere, &mut |overflowed| times += overflowed.times);
+            times
+        };
+        let mut ticks = Ticks::new().unwrap();
+        // The first period is 1. The next one is an eighth of the way to what overflowed in a tick.
+        assert_eq!(overflows_in(8_000), 8_000);
+        std::thread::sleep(5 * TICK);
+        ticks.rang(&core);
+        let times = overflows_in(1_000_000);
+        assert!(
+            times > 1_000_000 / 300,
+            "{times} overflows: a period for one tick"
+        );
     }
 
     #[test]

@@ -186,9 +186,11 @@ impl CoreInner {
         }
     }
 
-    pub fn tick(&self, cell: &ContextCell) {
+    /// A tick of one context, after `expirations` of the timer.
+    pub fn tick(&self, cell: &ContextCell, expirations: u64) {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
+        context.ticks = context.ticks.saturating_add(expirations.max(1));
         let (tick_hz, limit_hz) = (self.config.tick_hz, self.limits.sample_rate_hz());
         context.tick_sampling(now_ns, tick_hz, limit_hz, self.written_by(cell, now_ns));
         context.look_now_and_then(now_ns);
