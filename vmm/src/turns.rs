@@ -107,8 +107,8 @@ impl Ticks {
         })
     }
 
-    /// It rang: the core's tick, after which it may ring less often. Where this thread is late the timer has
-    /// expired several times.
+    /// It rang: the core's tick, after which it may ring less often. Where this thread is late the
+    /// timer has expired several times.
     pub fn rang(&mut self, core: &Core) {
         let expirations = self.timer.wait().unwrap_or(1);
         // A tick itself may leave nothing to do: it lifts throttles.
@@ -348,8 +348,9 @@ mod tests {
         assert_eq!(ticks.pace, IDLE_TICK);
     }
 
-    /// The main loop was late for several ticks: what overflowed in them is the rate of all of them, not of one,
-    /// which would make the period that follows a frequency several times as long.
+    /// The main loop was late for several ticks: what overflowed in them is the rate of all of
+    /// them, not of one, which would make the period that follows a frequency several times as
+    /// long.
     #[test]
     fn late_ticks_count_for_the_time_that_has_passed() {
         let pmu = Arc::new(SimPmu::with_slots(1));

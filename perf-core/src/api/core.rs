@@ -40,9 +40,9 @@ impl Core {
         self.tick_after(1);
     }
 
-    /// [`Core::tick`] for a timer that has expired `expirations` times since the last call, because its thread
-    /// was late. Groups rotate once. A frequency is adjusted by the time that has passed: overflows of several
-    /// ticks taken for those of one would make its period too long.
+    /// [`Core::tick`] for a timer that has expired `expirations` times since the last call, because
+    /// its thread was late. Groups rotate once. A frequency is adjusted by the time that has
+    /// passed: overflows of several ticks taken for those of one would make its period too long.
     pub fn tick_after(&self, expirations: u64) {
         self.inner.tick(&self.inner.vm, expirations);
         for vcpu in self.inner.vcpus.load().iter() {

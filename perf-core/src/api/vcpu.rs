@@ -31,8 +31,9 @@ impl VcpuContext {
         cell.lock().sched_in(now_ns);
     }
 
-    /// The vCPU pauses: its events go off and its time stands still. Their counts are final, so overflows that
-    /// passed and were not notified yet are known, too: [`VcpuContext::service_overflows`] serves them.
+    /// The vCPU pauses: its events go off and its time stands still. Their counts are final, so
+    /// overflows that passed and were not notified yet are known, too:
+    /// [`VcpuContext::service_overflows`] serves them.
     ///
     /// Raises [`SoftwareId::ContextSwitches`] first, so that events see it while they are on.
     pub fn sched_out(&self) {

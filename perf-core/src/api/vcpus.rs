@@ -126,8 +126,9 @@ impl Core {
     /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened
     /// on the vCPU itself keep their last value for their handles.
     ///
-    /// Periods that have passed and were not sampled are reported lost, one LOST record for each event. To
-    /// have their samples, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`] before.
+    /// Periods that have passed and were not sampled are reported lost, one LOST record for each
+    /// event. To have their samples, call [`VcpuContext::sched_out`] and
+    /// [`VcpuContext::service_overflows`] before.
     ///
     /// # Errors
     /// [`OpenError::NoSuchVcpu`].
@@ -187,7 +188,8 @@ mod tests {
         _session: Session,
     }
 
-    /// A vCPU with an event that samples each 100 counts, after 350 counts of which no overflow was served.
+    /// A vCPU with an event that samples each 100 counts, after 350 counts of which no overflow was
+    /// served.
     fn sampled() -> Sampled {
         let core = Core::new(CoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
@@ -228,7 +230,8 @@ mod tests {
         (periods, lost)
     }
 
-    /// The count is final once the vCPU is out, so no period that has passed waits for a notification.
+    /// The count is final once the vCPU is out, so no period that has passed waits for a
+    /// notification.
     #[test]
     fn periods_that_passed_before_the_end_are_sampled_after_sched_out() {
         let mut s = sampled();
@@ -247,7 +250,8 @@ mod tests {
         assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 
-    /// Without room for the LOST record the ring counts it, for the next one: it stands for the same sample.
+    /// Without room for the LOST record the ring counts it, for the next one: it stands for the
+    /// same sample.
     #[test]
     fn a_lost_sample_counts_once_in_a_full_ring() {
         let mut s = sampled();

@@ -50,7 +50,8 @@ pub struct ContextStats {
     pub waiting_groups: usize,
     /// Samples written to rings so far.
     pub samples: u64,
-    /// Samples so far that found no room in their ring, or that nobody took before their vCPU was removed.
+    /// Samples so far that found no room in their ring, or that nobody took before their vCPU was
+    /// removed.
     pub lost_samples: u64,
     /// How often an event's overflows were switched off until the next tick because they came too fast.
     pub throttles: u64,

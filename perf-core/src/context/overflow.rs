@@ -200,9 +200,9 @@ impl Context {
         self.report(key, if cookie { all } else { done }, pass.batch);
     }
 
-    /// Overflows that passed and were not served never will be: with their vCPU gone there is nothing to
-    /// sample. Each event that owes a sample for them writes a LOST record in its place, or counts it as one
-    /// that found no room.
+    /// Overflows that passed and were not served never will be: with their vCPU gone there is
+    /// nothing to sample. Each event that owes a sample for them writes a LOST record in its place,
+    /// or counts it as one that found no room.
     pub fn lose_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
             let event = &mut self.events[key];

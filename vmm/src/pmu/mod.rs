@@ -317,11 +317,11 @@ impl VcpuPmu {
         *self = fresh;
     }
 
-    /// The thread is about to end: the vCPU leaves the perf core.
+    /// The thread is about to end: the vCPU leaves the perf core. Samples that it still owes are
+    /// lost.
     pub fn detach(&mut self) {
         if let Some(mut attached) = self.attached.take() {
             self.vpmu.detach(&mut attached.events);
-            attached.context.sched_out();
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
@@ -338,7 +338,9 @@ impl VcpuPmu {
         self.vm.fed.remove_vcpu(vcpu);
     }
 
-    /// The vCPU stops running guest code for a while.
+    /// The vCPU stops running guest code for a while, or for good. Overflows that have passed are
+    /// known exactly from now on, whether their signals have come or not:
+    /// [`VcpuPmu::service_overflows`] is to follow.
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();

@@ -106,24 +106,27 @@ impl Running {
         }
         if self.seat.is_to_leave() {
             self.settle();
-            self.serve_last_overflows();
         }
+        self.stop_counting();
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
         Ok(Ran::ToItsEnd)
     }
 
-    /// What has overflowed on the vCPU's last way out of the guest. No entry follows that would serve it, and
-    /// the recording goes on without this vCPU.
-    fn serve_last_overflows(&mut self) {
+    /// Takes the vCPU's events off and serves the overflows that have passed until now.
+    ///
+    /// Does not wait for their signals. On a busy host a timer is late, the events' timers are
+    /// stopped with them, and the next entry may be far off or never come: a recording would lack
+    /// the last periods, and a guest would not get its PMI.
+    fn stop_counting(&mut self) {
         let Some(pmu) = &mut self.pmu else { return };
-        let signalled = kick::take_overflow();
-        if pmu.take_fed_overflow() || signalled {
-            let synced = self.registers.synced(&mut self.fd);
-            let done = pmu.service_overflows(&self.fd, synced);
-            self.seat.stats().overflows.add(u64::from(done.overflows));
-        }
+        pmu.pause();
+        kick::take_overflow();
+        pmu.take_fed_overflow();
+        let synced = self.registers.synced(&mut self.fd);
+        let done = pmu.service_overflows(&self.fd, synced);
+        self.seat.stats().overflows.add(u64::from(done.overflows));
     }
 
     /// After a reset: out of the guest, with its counters closed, until the machine is made anew. False if
@@ -132,8 +135,8 @@ impl Running {
         self.settle();
         if let Some(pmu) = &mut self.pmu {
             pmu.reset();
-            pmu.pause();
         }
+        self.stop_counting();
         loop {
             let seat = &self.seat;
             let mail = || seat.mailbox().has_mail() || seat.is_to_leave();
@@ -202,9 +205,7 @@ impl Running {
     /// Waits for the end of a pause, or until a debugger lets this vCPU go on, and answers mail meanwhile.
     /// The vCPU's events stay off, and its time stands still.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
-        if let Some(pmu) = &mut self.pmu {
-            pmu.pause();
-        }
+        self.stop_counting();
         self.exit_clock.forget();
         let waited = self.wait_in_pause();
         self.tell_of_pause();
@@ -418,5 +419,122 @@ impl Running {
             pmu.pmi_delivered();
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use perf_core::pmu::VcpuId;
+    use perf_core::pmu::sim::SimPmu;
+    use perf_core::record::{Format, Record};
+    use perf_core::ring::RingReader;
+    use perf_core::{Attr, EventType, Handle, OpenFlags, OpenTarget, Role, SampleType, Session};
+
+    use crate::testing;
+    use crate::vm::RunningVm;
+
+    /// A VM whose vCPU 0 is sampled by events that never notify anybody, as if their timers were
+    /// late.
+    struct SampledVm {
+        vm: RunningVm,
+        pmu: Arc<SimPmu>,
+        event: Handle,
+        reader: RingReader,
+        _session: Session,
+    }
+
+    const PERIOD: u64 = 100;
+
+    fn sampling() -> Attr {
+        Attr {
+            sample_type: SampleType::PERIOD,
+            ..Attr::sampling(EventType::SIM, 1, PERIOD)
+        }
+    }
+
+    impl SampledVm {
+        /// `None`: there is no KVM here.
+        fn start() -> Option<Self> {
+            let vm = testing::halted_vm()?;
+            // Its vCPUs have joined the perf core after this.
+            let _ = testing::controlled(&vm);
+            let core = vm.pmu().core();
+            let pmu = Arc::new(SimPmu::with_slots(1));
+            core.register(pmu.clone());
+            let session = core.session(0, Role::Admin);
+            let target = OpenTarget::Vcpu(VcpuId(0));
+            let event = core
+                .open(&session, sampling(), target, None, OpenFlags::default())
+                .unwrap();
+            let reader = RingReader::of(event.map(1, true).unwrap());
+            Some(Self {
+                vm,
+                pmu,
+                event,
+                reader,
+                _session: session,
+            })
+        }
+
+        /// Pauses the VM and returns when its vCPUs are parked.
+        fn pause(&self) {
+            let control = self.vm.control();
+            assert!(control.set_paused(true));
+            self.vm.kicker().kick();
+            while control.parked() < 2 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+
+        /// Periods of the samples since the last call. Nothing may be lost.
+        fn periods(&mut self) -> Vec<u64> {
+            let mut periods = Vec::new();
+            while let Some(raw) = self.reader.next_record().unwrap() {
+                match Record::decode(raw, Format::from(&sampling())).unwrap() {
+                    Record::Sample(sample) => periods.push(sample.period),
+                    other => panic!("{other:?}"),
+                }
+            }
+            periods
+        }
+    }
+
+    /// What an operator reads of a VM that is paused is whole: no period that has passed waits for
+    /// its signal.
+    #[test]
+    fn periods_before_a_pause_are_sampled_at_the_pause() {
+        let Some(mut sampled) = SampledVm::start() else {
+            return;
+        };
+        sampled.pmu.advance(VcpuId(0), |_| 3 * PERIOD + 50);
+        sampled.pause();
+        assert_eq!(sampled.periods(), [3 * PERIOD]);
+        assert_eq!(sampled.event.count().unwrap(), 3 * PERIOD + 50);
+        // What was left of a period goes on after the pause.
+        assert!(sampled.vm.control().set_paused(false));
+        while sampled.vm.control().parked() > 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        while sampled.pmu.on(VcpuId(0)) == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        sampled.pmu.advance(VcpuId(0), |_| 50);
+        sampled.pause();
+        assert_eq!(sampled.periods(), [PERIOD]);
+    }
+
+    /// A recording of a VM that ends has all of its samples.
+    #[test]
+    fn periods_before_the_end_are_sampled_at_the_end() {
+        let Some(mut sampled) = SampledVm::start() else {
+            return;
+        };
+        sampled.pmu.advance(VcpuId(0), |_| 3 * PERIOD + 50);
+        sampled.vm.stop_and_join();
+        assert_eq!(sampled.periods(), [3 * PERIOD]);
+        assert_eq!(sampled.event.lost_records(), 0);
     }
 }

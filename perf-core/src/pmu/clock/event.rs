@@ -140,14 +140,14 @@ impl ClockEvent {
 
     /// Returns how long to set the timer to for the last `rest` counts, after it has expired early.
     ///
-    /// The timer also runs while the VMM works. A VMM that takes longer than the timer to get back into the
-    /// guest would be interrupted again before the guest has done much, forever. So after two waits in a row
-    /// of which the guest had next to nothing, the next wait is twice as long as the last one. The overflow
-    /// is then late by at most that wait.
+    /// The timer also runs while the VMM works. A VMM that takes longer than the timer to get back
+    /// into the guest would be interrupted again before the guest has done much, forever. So after
+    /// two waits in a row of which the guest had next to nothing, the next wait is twice as long as
+    /// the last one. The overflow is then late by at most that wait.
     ///
-    /// One such wait is no reason to be late: a vCPU thread that loses its CPU for longer than a period has
-    /// it too, and with twice the wait the overflow would be late by a whole period. The guest's driver
-    /// drops a period that it gets so late.
+    /// One such wait is no reason to be late: a vCPU thread that loses its CPU for longer than a
+    /// period has it too, and with twice the wait the overflow would be late by a whole period. The
+    /// guest's driver drops a period that it gets so late.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {
@@ -402,8 +402,9 @@ mod tests {
         assert_eq!((rings(&mut one), rings(&mut all)), (4, 7));
     }
 
-    /// Returns how late the overflows of a guest with a sampling period of `period_ns` are, in guest time. The
-    /// vCPU thread has its CPU for the first number of nanoseconds of each turn, and loses it for the second.
+    /// Returns how late the overflows of a guest with a sampling period of `period_ns` are, in
+    /// guest time. The vCPU thread has its CPU for the first number of nanoseconds of each turn,
+    /// and loses it for the second.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
@@ -439,8 +440,8 @@ mod tests {
     }
 
     proptest! {
-        /// A thread that shares its CPU has nothing of a wait that another thread had the CPU for. That makes
-        /// no overflow late: the guest gets a sample for each period.
+        /// A thread that shares its CPU has nothing of a wait that another thread had the CPU for.
+        /// That makes no overflow late: the guest gets a sample for each period.
         #[test]
         fn overflows_are_in_time_on_a_shared_cpu(
             period_ns in 200_000u64..20_000_000,
@@ -453,7 +454,8 @@ mod tests {
         }
     }
 
-    /// The VMM takes longer than the timer to get back into the guest: the waits grow until the guest gets on.
+    /// The VMM takes longer than the timer to get back into the guest: the waits grow until the
+    /// guest gets on.
     #[test]
     fn waits_grow_while_the_guest_makes_no_headway() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
