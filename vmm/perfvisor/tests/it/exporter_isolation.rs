@@ -103,7 +103,7 @@ fn can_be_nobody() -> bool {
         .output()
         .is_ok_and(|out| out.status.success());
     if !works {
-        common::skip::skipped("commands cannot be run as another user here", false);
+        crate::common::skip::skipped("commands cannot be run as another user here", false);
     }
     works
 }
