@@ -117,10 +117,7 @@ impl Ticks {
         let need = core.tick_need();
         self.linger = match before.max(need) {
             TickNeed::Work => LINGER,
-            TickNeed::Watch => {
-                let expirations = u32::try_from(expirations).unwrap_or(u32::MAX);
-                self.linger.saturating_sub(expirations)
-            }
+            TickNeed::Watch => self.linger.saturating_sub(1),
             TickNeed::None => 0,
         };
         self.keep(self.pace_for(need));
