@@ -8,10 +8,12 @@ use std::thread;
 use crate::artefacts;
 use crate::lab::LabOptions;
 use crate::limit::Limit;
-use crate::place::{LabHost, Place, PlaceError};
-use crate::pool::{Access, Grant, LabNeed, Pool, PoolError};
+use crate::place::{Kvm, LabHost, Place, PlaceError, probe_kvm};
+use crate::pool::{Grant, LabNeed, Pool, PoolError};
 use crate::process::Command;
 use crate::report::Watch;
+
+pub use crate::pool::Access;
 
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
@@ -55,7 +57,7 @@ impl From<PlaceError> for LeaseError {
 }
 
 /// A part of the pool's limit.
-pub(crate) struct Admission {
+struct Admission {
     watch: Watch,
     grant: Grant<LabHost>,
 }
@@ -68,23 +70,81 @@ impl Admission {
         let (grant, warm) = pool.acquire(access, need)?;
         Ok((Self { watch, grant }, warm))
     }
+}
 
-    /// Notes where the test runs.
-    pub(crate) fn runs_in(&self, place: &str) {
-        self.watch.runs_in(place);
+impl LabHost {
+    /// Waits until the pool has room for another lab, and boots one.
+    ///
+    /// # Errors
+    /// Returns an error if the calling thread holds a lease, or as [`Lab::boot`](crate::lab::Lab::boot).
+    pub fn boot(options: &LabOptions) -> Result<Self, PlaceError> {
+        let need = LabNeed {
+            key: None,
+            memory_mib: options.memory_mib.into(),
+        };
+        let (admission, _) = Admission::new(Access::Shared, Some(need))?;
+        let host = Self::boot_first(options)?;
+        admission.watch.runs_in(&host.name());
+        Ok(host.keep(Box::new(admission)))
     }
 }
 
-/// Waits until one more lab with these options may be booted.
-///
-/// # Errors
-/// As [`Pool::acquire`].
-pub(crate) fn admit_one_lab(options: &LabOptions) -> Result<Admission, PoolError> {
-    let need = LabNeed {
-        key: None,
-        memory_mib: options.memory_mib.into(),
-    };
-    Ok(Admission::new(Access::Shared, Some(need))?.0)
+impl Place {
+    /// Leases a place for Linux guests from the pool, beside which other tests run.
+    ///
+    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the place.
+    ///
+    /// # Errors
+    /// Returns an error if the place cannot be prepared, or the calling thread holds a lease.
+    pub fn shared() -> Result<PlaceLease, LeaseError> {
+        Self::lease(&LabOptions::default(), Access::Shared)
+    }
+
+    /// Leases a place for Linux guests that are compared with the clock: no other test has a place meanwhile.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn alone() -> Result<PlaceLease, LeaseError> {
+        Self::lease(&LabOptions::default(), Access::Exclusive)
+    }
+
+    /// Leases a place, which is a lab with these options if it is a lab. Tests with equal options use the
+    /// same labs, one after the other.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn lease(options: &LabOptions, access: Access) -> Result<PlaceLease, LeaseError> {
+        PlaceLease::new((!Self::is_direct()?).then_some(options), access)
+    }
+
+    /// Leases a lab, also where Linux guests run on this machine.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn lab(access: Access) -> Result<PlaceLease, LeaseError> {
+        PlaceLease::new(Some(&LabOptions::default()), access)
+    }
+
+    /// Leases the place for bare-metal guests: this machine when it has any usable KVM, else a lab.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn for_bare_metal(access: Access) -> Result<PlaceLease, LeaseError> {
+        let options = LabOptions::default();
+        PlaceLease::new((probe_kvm() == Kvm::None).then_some(&options), access)
+    }
+
+    /// Prepares a place like the leased ones that no other test uses later.
+    ///
+    /// # Errors
+    /// As [`Place::shared`].
+    pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
+        if Self::is_direct()? {
+            Self::direct()
+        } else {
+            Ok(Place::Lab(LabHost::boot(options)?))
+        }
+    }
 }
 
 /// A place that one test has until this is dropped. A lab is then cleaned and left to the next test, or
@@ -97,7 +157,7 @@ pub struct PlaceLease {
 
 impl PlaceLease {
     /// Leases a lab with these options, or this machine.
-    pub(crate) fn new(lab: Option<&LabOptions>, access: Access) -> Result<Self, LeaseError> {
+    fn new(lab: Option<&LabOptions>, access: Access) -> Result<Self, LeaseError> {
         let need = lab.map(|options| LabNeed {
             key: Some(format!("{options:?}")),
             memory_mib: options.memory_mib.into(),
@@ -108,7 +168,7 @@ impl PlaceLease {
             (Some(_), Some(host)) => Place::Lab(host),
             (Some(options), None) => Place::Lab(boot(options)?),
         };
-        admission.runs_in(&match &place {
+        admission.watch.runs_in(&match &place {
             Place::Direct(_) => "this machine".to_owned(),
             Place::Lab(host) => host.name(),
         });
@@ -126,7 +186,7 @@ fn boot(options: &LabOptions) -> Result<LabHost, LeaseError> {
     if let Some(error) = failed().get(&key) {
         return Err(LeaseError::Prepare(Arc::clone(error)));
     }
-    LabHost::boot_admitted(options).map_err(|error| {
+    LabHost::boot_first(options).map_err(|error| {
         let error = Arc::new(PlaceError::from(error));
         failed().insert(key, Arc::clone(&error));
         LeaseError::Prepare(error)

@@ -14,7 +14,7 @@ pub mod guest;
 mod hang;
 pub mod heartbeat;
 pub mod lab;
-mod lease;
+pub mod lease;
 pub mod limit;
 pub mod measure;
 mod monitor;

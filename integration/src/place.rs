@@ -9,14 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::artefacts::{self, ArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
-use crate::lease::{self, Admission};
 use crate::limit::Limit;
 use crate::pool::PoolError;
 use crate::process::{Command, Output, Process, ProcessError};
 use crate::report;
-
-pub use crate::lease::{LeaseError, PlaceLease};
-pub use crate::pool::Access;
 
 /// Why a scenario could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -116,30 +112,29 @@ impl Drop for ScratchDirectory {
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
-    /// Its part of the pool's limit, where no lease has it. Dropped after the lab has been switched off.
-    _admission: Option<Admission>,
+    /// What is dropped after the lab has been switched off.
+    _guard: Option<Box<dyn Send + Sync>>,
 }
 
 impl LabHost {
-    /// Waits until the pool has room for another lab, and boots one.
+    /// Boots the first lab.
     ///
     /// # Errors
-    /// Returns an error if the calling thread holds a lease, or as [`Lab::boot`].
-    pub fn boot(options: &LabOptions) -> Result<Self, PlaceError> {
-        let admission = lease::admit_one_lab(options)?;
-        let mut host = Self::boot_admitted(options)?;
-        admission.runs_in(&host.name());
-        host._admission = Some(admission);
-        Ok(host)
-    }
-
-    /// Boots a lab in a part of the pool's limit that the caller has.
-    pub(crate) fn boot_admitted(options: &LabOptions) -> Result<Self, LabError> {
+    /// As [`Lab::boot`].
+    pub(crate) fn boot_first(options: &LabOptions) -> Result<Self, LabError> {
         Ok(Self {
             options: options.clone(),
             lab: Mutex::new(Arc::new(boot(options)?)),
-            _admission: None,
+            _guard: None,
         })
+    }
+
+    /// Keeps a value until the lab has been switched off.
+    pub(crate) fn keep(self, guard: Box<dyn Send + Sync>) -> Self {
+        Self {
+            _guard: Some(guard),
+            ..self
+        }
     }
 
     /// The lab that lives. Files put into a former one are gone.
@@ -181,62 +176,6 @@ impl LabHost {
 }
 
 impl Place {
-    /// Leases a place for Linux guests from the pool, beside which other tests run.
-    ///
-    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the place.
-    ///
-    /// # Errors
-    /// Returns an error if the place cannot be prepared, or the calling thread holds a lease.
-    pub fn shared() -> Result<PlaceLease, LeaseError> {
-        Self::lease(&LabOptions::default(), Access::Shared)
-    }
-
-    /// Leases a place for Linux guests that are compared with the clock: no other test has a place meanwhile.
-    ///
-    /// # Errors
-    /// As [`Place::shared`].
-    pub fn alone() -> Result<PlaceLease, LeaseError> {
-        Self::lease(&LabOptions::default(), Access::Exclusive)
-    }
-
-    /// Leases a place, which is a lab with these options if it is a lab. Tests with equal options use the
-    /// same labs, one after the other.
-    ///
-    /// # Errors
-    /// As [`Place::shared`].
-    pub fn lease(options: &LabOptions, access: Access) -> Result<PlaceLease, LeaseError> {
-        PlaceLease::new((!Self::is_direct()?).then_some(options), access)
-    }
-
-    /// Leases a lab, also where Linux guests run on this machine.
-    ///
-    /// # Errors
-    /// As [`Place::shared`].
-    pub fn lab(access: Access) -> Result<PlaceLease, LeaseError> {
-        PlaceLease::new(Some(&LabOptions::default()), access)
-    }
-
-    /// Leases the place for bare-metal guests: this machine when it has any usable KVM, else a lab.
-    ///
-    /// # Errors
-    /// As [`Place::shared`].
-    pub fn for_bare_metal(access: Access) -> Result<PlaceLease, LeaseError> {
-        let options = LabOptions::default();
-        PlaceLease::new((probe_kvm() == Kvm::None).then_some(&options), access)
-    }
-
-    /// Prepares a place like the leased ones that no other test uses later.
-    ///
-    /// # Errors
-    /// As [`Place::shared`].
-    pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
-        if Self::is_direct()? {
-            Self::direct()
-        } else {
-            Ok(Place::Lab(LabHost::boot(options)?))
-        }
-    }
-
     /// Whether places for Linux guests are this machine and not labs.
     ///
     /// # Errors

@@ -1,9 +1,10 @@
 //! The guests Perfvisor ships itself, on this machine's KVM of whatever kind and in the lab.
 
+use integration::lease::{Access, PlaceLease};
 use integration::limit::Limit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
-use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
+use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;

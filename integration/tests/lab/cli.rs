@@ -1,8 +1,9 @@
 //! Invalid input and unusable hosts as the command line reports them, where that takes a host that can be
 //! broken. `integration/tests/host/cli.rs` has the rest.
 
+use integration::lease::Access;
 use integration::limit::Limit;
-use integration::place::{Access, Place};
+use integration::place::Place;
 use integration::process::Command;
 
 use crate::refusal::check_refusal;

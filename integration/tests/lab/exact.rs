@@ -4,9 +4,10 @@
 //! `make exact` takes every model there too.
 
 use integration::guest::{GuestRun, LinuxGuest};
+use integration::lease::Access;
 use integration::limit::Limit;
 use integration::parse::{Tap, judge_detail, parse_stat_csv, parse_tap};
-use integration::place::{Access, Kvm, Place, probe_kvm};
+use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::Command;
 
 use crate::shared_guests::{self, Part};

@@ -9,10 +9,11 @@ use std::sync::OnceLock;
 
 use integration::artefacts;
 use integration::guest::{Console, GuestRun, LinuxGuest};
+use integration::lease::PlaceLease;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
-use integration::place::{Place, PlaceError, PlaceLease};
+use integration::place::{Place, PlaceError};
 
 use crate::shared_guests::{self, Part};
 

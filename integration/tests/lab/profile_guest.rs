@@ -6,9 +6,10 @@ use std::collections::BTreeMap;
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
+use integration::lease::{Access, PlaceLease};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::{Access, Place, PlaceLease};
+use integration::place::Place;
 use integration::process::{Command, Process};
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 

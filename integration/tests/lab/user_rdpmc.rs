@@ -8,10 +8,11 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
+use integration::lease::{Access, PlaceLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
-use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
+use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::Command;
 
 use crate::nested::{self, GuestTests};

@@ -1,9 +1,10 @@
 //! `perfvisor validate`: nothing fails on this machine's KVM, nor with a Linux guest on a real one; and it
 //! can fail.
 
+use integration::lease::{Access, PlaceLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{Access, Kvm, Place, PlaceLease, probe_kvm};
+use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::{Command, Output};
 use serde_json::Value;
 
