@@ -4,6 +4,8 @@
 # "make setup" calls it.
 set -euo pipefail
 
+. "$(dirname "$0")/progress.sh"
+
 packages=(gcc libc6-dev binutils xz-utils qemu-system-x86 qemu-utils)
 options=(-y --no-install-recommends -o Acquire::Retries=3)
 
@@ -23,7 +25,8 @@ install_if_possible() {
 	if command -v "$command" >/dev/null; then return; fi
 	if [ "$(id -u)" = 0 ] && [ -n "$(apt-cache madison "$package" 2>/dev/null)" ]; then
 		echo "setup: no $command here; installing $package"
-		DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" "$package" </dev/null >/dev/null && return
+		DEBIAN_FRONTEND=noninteractive with_progress "setup: installing $package" \
+			apt-get install "${options[@]}" "$package" </dev/null >/dev/null && return
 		remedy="apt-get update, then apt-get install $package"
 	fi
 	echo "setup: no $command here: tests that use it are skipped ($remedy)"
@@ -45,7 +48,7 @@ fi
 
 echo "setup: missing: ${missing[*]}; installing ${packages[*]}"
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq -o Acquire::Retries=3
+with_progress "setup: apt-get update" apt-get update -qq -o Acquire::Retries=3
 if apt-get install "${options[@]}" "${packages[@]}" </dev/null; then
 	tools_if_possible
 	exit 0

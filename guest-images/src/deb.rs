@@ -301,6 +301,11 @@ impl<'a> Archive<'a> {
     }
 
     fn download(&self, packages: &[&str]) -> Result<(), DebError> {
+        let (cache, before) = (self.cache.clone(), size_of_files(&self.cache));
+        let _ticker = self.progress.tick_with(move || {
+            let fetched = size_of_files(&cache).saturating_sub(before);
+            format!("fetched {:.0} MB so far", fetched as f64 / 1e6)
+        });
         let mut command = self.apt("apt-get");
         // Without the option apt warns that its own user cannot write to our cache.
         command
@@ -316,7 +321,7 @@ impl<'a> Archive<'a> {
         if std::mem::replace(&mut self.lists_updated, true) {
             return false;
         }
-        self.progress.step("apt-get update");
+        let _ticker = self.progress.begin("apt-get update");
         self.records.clear();
         run(self.apt("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
     }
@@ -385,6 +390,15 @@ fn parse_records(text: &str) -> BTreeMap<String, Record> {
         }
     }
     records
+}
+
+/// Total size of the files in a directory, in bytes.
+fn size_of_files(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.metadata().ok())
+        .map(|metadata| metadata.len())
+        .sum()
 }
 
 /// Runs a command to its end and returns what it printed.

@@ -306,7 +306,10 @@ pub fn ensure(
     fs::create_dir_all(&base).map_err(io_error(&base))?;
     let lock_path = base.join(".lock");
     let lock = fs::File::create(&lock_path).map_err(io_error(&lock_path))?;
-    lock.lock().map_err(io_error(&lock_path))?;
+    {
+        let _waiting = progress.tick("waiting for another build of the images");
+        lock.lock().map_err(io_error(&lock_path))?;
+    }
     let images = Images::locate(target_dir, choice);
     if refresh || !images.is_current() {
         build(&base, &images, choice, progress)?;
@@ -335,11 +338,12 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     let source = elsewhere.as_mut().unwrap_or(&mut archive);
     let mut debs = fetch_kernel(source, &package)?;
     debs.extend(archive.fetch(&["busybox-static", "e2fsprogs", "linux-perf", PLAIN_PACKAGE])?);
-    progress.step("unpacking packages");
+    let unpacking = progress.begin("unpacking packages");
     for deb in debs {
         archive.unpack(&deb, &root)?;
     }
-    progress.step("collecting perf's libraries");
+    drop(unpacking);
+    let collecting = progress.begin("collecting perf's libraries");
     // The package holds the program as usr/bin/perf, older ones as perf_6.1 behind a wrapper.
     let mut libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
     for program in EXT_PROGRAMS {
@@ -353,10 +357,14 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
         PLAIN_PROGRAM,
     )?);
 
-    progress.step("unpacking the kernel");
+    drop(collecting);
+
+    let unpacking = progress.begin("unpacking the kernel");
     let release = unpack_kernel(&root, &package, images)?;
 
-    progress.step("compiling the test programs");
+    drop(unpacking);
+
+    let compiling = progress.begin("compiling the test programs");
     compile(
         directory,
         "pvload.c",
@@ -367,7 +375,9 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     let known = directory.join("known");
     compile(directory, "known.S", KNOWN_SOURCE, &KNOWN_FLAGS, &known)?;
 
-    progress.step("writing the guest's initrd");
+    drop(compiling);
+
+    let _writing = progress.begin("writing the initrds of the guest and of the lab host");
     let perf = perf_archive(&root, &libraries)?;
     write(&images.perf_cpio, &perf)?;
     let module_dir = ["lib/modules", "usr/lib/modules"]
@@ -380,7 +390,6 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     initrd.extend_from_slice(&perf);
     write(&images.initrd, &initrd)?;
 
-    progress.step("writing the lab host's initrd");
     write(&images.lab_initrd, &lab_archive(&root, &module_dir)?)?;
 
     let manifest: String = archive

@@ -1,10 +1,15 @@
-//! What the image builder says while it works.
+//! Progress lines of what takes more than a few seconds: builds, downloads, the boot of the lab.
 
 use std::io::{IsTerminal, Write, stderr};
-use std::time::Instant;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-/// Progress lines on stderr: one per step, each with the seconds since the start. On a terminal
-/// the running step is rewritten in place by the next `done`.
+/// Interval between two lines about a step that goes on.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Progress lines on standard error, each with the seconds since the start.
+#[derive(Clone)]
 pub struct Progress {
     start: Instant,
     what: String,
@@ -12,7 +17,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Progress of building `what`.
+    /// Progress of `what`, which begins each line.
     pub fn new(what: &str) -> Self {
         Self {
             start: Instant::now(),
@@ -21,7 +26,7 @@ impl Progress {
         }
     }
 
-    /// Progress nobody sees.
+    /// Progress that prints nothing.
     pub fn quiet() -> Self {
         Self {
             quiet: true,
@@ -29,7 +34,42 @@ impl Progress {
         }
     }
 
-    /// A step begins.
+    /// Prints `text` now and every ten seconds until the result is dropped.
+    #[must_use]
+    pub fn begin(&self, text: &str) -> Ticker {
+        self.step(text);
+        self.tick(format!("{text} …"))
+    }
+
+    /// Prints `text` every ten seconds until the result is dropped: nothing for what is done
+    /// before.
+    #[must_use]
+    pub fn tick(&self, text: impl Into<String>) -> Ticker {
+        let text = text.into();
+        self.tick_with(move || text.clone())
+    }
+
+    /// Prints what `text` returns every ten seconds until the result is dropped.
+    #[must_use]
+    pub fn tick_with(&self, text: impl Fn() -> String + Send + 'static) -> Ticker {
+        self.tick_every(INTERVAL, text)
+    }
+
+    fn tick_every(&self, interval: Duration, text: impl Fn() -> String + Send + 'static) -> Ticker {
+        if self.quiet {
+            return Ticker(None);
+        }
+        let (stop, stopped) = channel();
+        let progress = self.clone();
+        let thread = thread::spawn(move || {
+            while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+                progress.step(&text());
+            }
+        });
+        Ticker(Some((stop, thread)))
+    }
+
+    /// Prints one line.
     pub fn step(&self, text: &str) {
         if self.quiet {
             return;
@@ -42,5 +82,47 @@ impl Progress {
         let seconds = self.start.elapsed().as_secs_f64();
         // A closed stderr must not stop the build.
         let _ = writeln!(stderr(), "{bold}{:>10}{plain} {seconds:5.1} s  {text}", self.what);
+    }
+}
+
+/// A step that goes on. When it is dropped, no more lines about it come.
+pub struct Ticker(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl Drop for Ticker {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.0.take() {
+            drop(stop);
+            // Its line must not come after the next step's.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn ticker_prints_until_it_is_dropped() {
+        let count = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&count);
+        let ticker = Progress::new("test").tick_every(Duration::from_millis(1), move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            "a tick of a test".to_owned()
+        });
+        while count.load(Ordering::Relaxed) < 3 {
+            thread::yield_now();
+        }
+        drop(ticker);
+        // The closure is gone with its thread.
+        assert_eq!(Arc::strong_count(&count), 1);
+    }
+
+    #[test]
+    fn quiet_progress_has_no_ticker() {
+        assert!(Progress::quiet().begin("nothing").0.is_none());
     }
 }

@@ -1,8 +1,10 @@
 //! What tests need built first: guest images and static binaries. Built on demand, once.
 
+use std::io::{BufRead, BufReader, IsTerminal, Read, stderr};
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::OnceLock;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
 
 use guest_images::linux::{self, Images, KernelChoice};
 use guest_images::progress::Progress;
@@ -155,36 +157,87 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     if let Some(directory) = std::env::var_os("PERFVISOR_STATIC_DIR") {
         return Ok(in_directory(Path::new(&directory)));
     }
-    Progress::new("lab").step("building static binaries (a few minutes the first time)");
-    // As `make build` has it: a package more would change features, and with them the product.
-    build_static(&["build", "-p", "perfvisor", "-p", "guest-agent"])?;
-    build_static(&["build", "-p", "integration", "--bin", "lab-agent"])?;
+    build_static(
+        "perfvisor and its agent (a few minutes the first time)",
+        // As `make build` does: more packages would change features, and with them the product.
+        &["build", "-p", "perfvisor", "-p", "guest-agent"],
+    )?;
+    build_static(
+        "the agent of the lab",
+        &["build", "-p", "integration", "--bin", "lab-agent"],
+    )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
 }
 
-/// Runs `cargo` with `arguments` so that what it builds is static, and returns what it prints.
-fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
+/// Builds `what` by running `cargo` with `arguments` so that the result is static, and returns what
+/// cargo prints on standard output.
+///
+/// On a terminal cargo shows its own progress. Elsewhere a line every ten seconds says what cargo
+/// does.
+fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError> {
+    let progress = Progress::new("lab");
+    progress.step(&format!("building {what}"));
     let (verb, rest) = arguments.split_at(1);
+    let is_terminal = stderr().is_terminal();
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
-    let output = Command::new(cargo)
+    let mut child = Command::new(cargo)
         .current_dir(workspace())
         .args(verb)
-        .args(["--quiet", "--release", "--target", STATIC_TARGET])
+        .args(["--release", "--target", STATIC_TARGET])
         .args(rest)
         .arg("--target-dir")
         .arg(target_dir())
         // Flags of the surrounding build, such as sanitizers, are not for the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
-        .output()
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(if is_terminal {
+            Stdio::inherit()
+        } else {
+            Stdio::piped()
+        })
+        .spawn()
         .map_err(|error| ArtefactError(format!("cannot run cargo: {error}")))?;
+    let messages = child.stderr.take();
+    let follower =
+        thread::spawn(move || messages.map_or_else(String::new, |pipe| follow_cargo(&progress, pipe)));
+    let output = child
+        .wait_with_output()
+        .map_err(|error| ArtefactError(format!("cannot wait for cargo: {error}")))?;
+    let messages = follower.join().unwrap_or_default();
     if !output.status.success() {
         return Err(ArtefactError(format!(
-            "cannot build the static binaries for the lab:\n{}",
-            String::from_utf8_lossy(&output.stderr)
+            "cannot build {what} for the lab; cargo's messages:\n{}",
+            if is_terminal { "(above)" } else { &messages }
         )));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Reads what cargo prints on standard error until it ends. Prints a line every ten seconds with
+/// cargo's last one, and returns cargo's warnings and errors.
+fn follow_cargo(progress: &Progress, messages: impl Read) -> String {
+    let last = Arc::new(Mutex::new((0, String::from("starting"))));
+    let shown = Arc::clone(&last);
+    let _ticker = progress.tick_with(move || {
+        let last = shown.lock().unwrap_or_else(PoisonError::into_inner);
+        format!("cargo: {} ({} crates compiled)", last.1, last.0)
+    });
+    let mut kept = String::new();
+    for line in BufReader::new(messages).lines().map_while(Result::ok) {
+        // Progress is a verb, aligned to the right.
+        let step = line.trim_start();
+        if line.starts_with(' ') && step.starts_with(|c: char| c.is_ascii_uppercase()) {
+            let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            last.0 += u32::from(step.starts_with("Compiling"));
+            step.clone_into(&mut last.1);
+        } else {
+            kept.push_str(&line);
+            kept.push('\n');
+        }
+    }
+    kept
 }
 
 /// Builds the integration tests `names` of `package` as static programs, to be run inside a guest. In their
@@ -193,12 +246,11 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
 /// # Errors
 /// When the build fails.
 pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
-    Progress::new("lab").step("building test programs for the guest");
     let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
     for name in names {
         arguments.extend(["--test", name]);
     }
-    let messages = build_static(&arguments)?;
+    let messages = build_static("test programs for the guest", &arguments)?;
     let executable = |name: &str| {
         messages.lines().find_map(|line| {
             let message: serde_json::Value = serde_json::from_str(line).ok()?;
@@ -233,4 +285,16 @@ pub fn describe(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cargos_messages_are_kept_and_its_progress_is_not() {
+        let text = "   Compiling a v1.0.0\nwarning: unused\n --> src/lib.rs:1\n  |\n    Finished `release`\n";
+        let kept = follow_cargo(&Progress::quiet(), text.as_bytes());
+        assert_eq!(kept, "warning: unused\n --> src/lib.rs:1\n  |\n");
+    }
 }
