@@ -43,20 +43,26 @@ use std::time::Instant;
 
 use child::ChildError;
 pub use host::{Host, KvmSeen, LinuxFiles, Options, Stop};
-use report::{Report, Summary};
+use report::{GuestKind, Report, Row, Rows, Summary};
 
-/// Measures everything.
+/// Measures everything. Each row goes to `on_row` as soon as it is final.
 ///
 /// # Errors
 /// When a guest could not be measured at all.
-pub fn run(options: &Options, host: &Host, stop: &Stop) -> Result<Report, ChildError> {
+pub fn run(
+    options: &Options,
+    host: &Host,
+    stop: &Stop,
+    on_row: &mut dyn FnMut(&Row),
+) -> Result<Report, ChildError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
         options,
         host,
         signals: stop,
     };
-    let mut rows = builtin.rows()?;
+    let mut rows = Rows::new(on_row);
+    builtin.rows(&mut rows)?;
     let mut summary = summary(host);
     if let Some(files) = &options.linux {
         let linux = linux::Linux {
@@ -65,12 +71,13 @@ pub fn run(options: &Options, host: &Host, stop: &Stop) -> Result<Report, ChildE
             signals: stop,
             files,
         };
-        rows.extend(linux.rows(&mut summary)?);
+        rows.set_guest(GuestKind::Linux);
+        linux.rows(&mut rows, &mut summary)?;
     }
     summary.guest_tsc_hz = host.tsc_hz;
     summary.linux_guest_skipped = options.linux_skipped.clone();
     summary.seconds = start.elapsed().as_secs_f64();
-    Ok(Report::new(rows, summary))
+    Ok(Report::new(rows.into_vec(), summary))
 }
 
 fn summary(host: &Host) -> Summary {

@@ -14,7 +14,7 @@ use super::child::{ChildError, ChildVm};
 use super::guest::{Operator, OperatorSaw, Watch};
 use super::judge::Expected;
 use super::procfs::ThreadFacts;
-use super::report::{Row, Summary};
+use super::report::{Rows, Summary};
 use crate::host::Stop;
 use crate::host::{Host, LinuxFiles, Options};
 use crate::judge::whole;
@@ -76,8 +76,8 @@ struct Gate {
 }
 
 impl Linux<'_> {
-    /// All of it.
-    pub(super) fn rows(&self, summary: &mut Summary) -> Result<Vec<Row>, ChildError> {
+    /// Measures all of it.
+    pub(super) fn rows(&self, rows: &mut Rows<'_>, summary: &mut Summary) -> Result<(), ChildError> {
         let backing = if self.options.own_pmu {
             "kvm"
         } else if self.host.no_hardware.is_none() {
@@ -85,7 +85,6 @@ impl Linux<'_> {
         } else {
             "clock"
         };
-        let mut rows = Vec::new();
         let mut guest = self.start(backing, "1", "")?;
         let first = |text: String| text.lines().next().unwrap_or_default().to_owned();
         summary.guest_kernel = Some(first(guest.run("kernel", "uname -sr", None)?.text));
@@ -94,24 +93,24 @@ impl Linux<'_> {
             .run("vendor", "grep -m1 vendor_id /proc/cpuinfo", None)?
             .text
             .contains("AuthenticAMD");
-        rows.extend(self.counting(&mut guest, backing, amd)?);
-        rows.extend(self.sharing(&mut guest, backing)?);
-        rows.extend(self.sampling(&mut guest, backing)?);
+        self.counting(&mut guest, backing, amd, rows)?;
+        self.sharing(&mut guest, backing, rows)?;
+        self.sampling(&mut guest, backing, rows)?;
         guest.end()?;
         let mut guest = self.start(backing, "2", "")?;
-        rows.extend(self.two_cpus(&mut guest, backing)?);
+        self.two_cpus(&mut guest, backing, rows)?;
         guest.end()?;
         let mut guest = self.start(backing, "2", "nohz_full=1")?;
-        rows.extend(self.levels(&mut guest, backing)?);
+        self.levels(&mut guest, backing, rows)?;
         guest.end()?;
         if backing != "kvm" && self.host.no_exact.is_none() && self.host.steps_user {
             // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another
             // way.
             let mut guest = self.start("exact", "1", "nowatchdog norandmaps")?;
-            rows.extend(self.exact(&mut guest)?);
+            self.exact(&mut guest, rows)?;
             guest.end()?;
         }
-        Ok(rows.into_iter().map(Row::linux).collect())
+        Ok(())
     }
 
     fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, ChildError> {

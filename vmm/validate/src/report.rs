@@ -102,13 +102,6 @@ impl Row {
         }
     }
 
-    /// Of the Linux guest.
-    #[must_use]
-    pub fn linux(mut self) -> Self {
-        self.guest_kind = GuestKind::Linux;
-        self
-    }
-
     /// Judges `seen` and keeps it. `basis` says where the expectation comes from.
     #[must_use]
     pub fn judged(mut self, seen: &Evidence, basis: &'static str) -> Self {
@@ -173,6 +166,49 @@ impl Row {
         self.verdict = Verdict::Fail;
         self.reason = Some(why.into());
         self
+    }
+}
+
+/// The rows measured so far. Each one is shown when it is added.
+pub struct Rows<'a> {
+    rows: Vec<Row>,
+    guest_kind: GuestKind,
+    on_row: &'a mut dyn FnMut(&Row),
+}
+
+impl<'a> Rows<'a> {
+    /// No rows yet. `on_row` is called with each row that is added.
+    pub fn new(on_row: &'a mut dyn FnMut(&Row)) -> Self {
+        Self {
+            rows: Vec::new(),
+            guest_kind: GuestKind::BuiltIn,
+            on_row,
+        }
+    }
+
+    /// Sets the guest that rows are of from now on.
+    pub fn set_guest(&mut self, kind: GuestKind) {
+        self.guest_kind = kind;
+    }
+
+    /// Adds a row that will not change any more.
+    pub fn push(&mut self, row: Row) {
+        let row = Row {
+            guest_kind: self.guest_kind,
+            ..row
+        };
+        (self.on_row)(&row);
+        self.rows.push(row);
+    }
+
+    /// Adds rows that will not change any more.
+    pub fn extend(&mut self, rows: impl IntoIterator<Item = Row>) {
+        rows.into_iter().for_each(|row| self.push(row));
+    }
+
+    /// All rows.
+    pub fn into_vec(self) -> Vec<Row> {
+        self.rows
     }
 }
 
@@ -245,39 +281,11 @@ impl Report {
         self.failed == 0 && self.passed > 0
     }
 
-    /// For people.
+    /// The whole report as text.
     pub fn text(&self) -> String {
-        let mut out = String::new();
-        let mut notes: BTreeMap<String, usize> = BTreeMap::new();
-        for (kind, name) in [
-            (GuestKind::BuiltIn, "built-in guest"),
-            (GuestKind::Linux, "Linux guest"),
-        ] {
-            for (check, title) in [
-                (Check::Counting, "counting"),
-                (Check::Multiplexing, "more events than counters"),
-                (Check::Contention, "an operator counts at the same time"),
-                (Check::Sampling, "sampling"),
-            ] {
-                let rows: Vec<&Row> = self
-                    .rows
-                    .iter()
-                    .filter(|row| row.guest_kind == kind && row.check == check)
-                    .collect();
-                if !rows.is_empty() {
-                    section(&mut out, &format!("{name}: {title}"), &rows, &mut notes);
-                }
-            }
-        }
-        if !notes.is_empty() {
-            let mut numbered: Vec<_> = notes.iter().collect();
-            numbered.sort_by_key(|(_, number)| **number);
-            for (note, number) in numbered {
-                let _ = writeln!(out, "[{number}] {note}");
-            }
-            out.push('\n');
-        }
-        self.summarize(&mut out);
+        let mut text = ReportText::default();
+        let mut out: String = self.rows.iter().map(|row| text.row(row)).collect();
+        out.push_str(&text.end(self));
         out
     }
 
@@ -332,18 +340,32 @@ impl Report {
     }
 }
 
-fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<String, usize>) {
-    let _ = writeln!(
-        out,
-        "{title}\n  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
-        "event", "backing", "workload", "guest", "host", "expected", "ratio", "tolerance", "on"
-    );
-    for row in rows {
+/// The text of a report, row by row as they are measured.
+#[derive(Default)]
+pub struct ReportText {
+    /// The section of the last row.
+    section: Option<(GuestKind, Check)>,
+    /// Number of each footnote.
+    notes: BTreeMap<String, usize>,
+}
+
+impl ReportText {
+    /// Returns the line of a row, after the head of its section if it is the first one there.
+    pub fn row(&mut self, row: &Row) -> String {
+        let mut out = String::new();
+        let section = (row.guest_kind, row.check);
+        if self.section != Some(section) {
+            if self.section.is_some() {
+                out.push('\n');
+            }
+            self.section = Some(section);
+            head(&mut out, row.guest_kind, row.check);
+        }
         let number = |n: Option<u64>| n.map_or_else(|| "-".to_owned(), thousands);
         let note = match &row.reason {
             Some(why) => {
-                let next = notes.len() + 1;
-                format!(" [{}]", notes.entry(why.clone()).or_insert(next))
+                let next = self.notes.len() + 1;
+                format!(" [{}]", self.notes.entry(why.clone()).or_insert(next))
             }
             None => String::new(),
         };
@@ -367,8 +389,45 @@ fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<St
                 .map_or_else(|| "-".into(), |p| format!("{p:.0}%")),
             row.verdict,
         );
+        out
     }
-    out.push('\n');
+
+    /// Returns what follows the last row: the footnotes, the host and the score.
+    pub fn end(self, report: &Report) -> String {
+        let mut out = String::new();
+        if self.section.is_some() {
+            out.push('\n');
+        }
+        let mut notes: Vec<_> = self.notes.into_iter().collect();
+        notes.sort_by_key(|(_, number)| *number);
+        for (note, number) in &notes {
+            let _ = writeln!(out, "[{number}] {note}");
+        }
+        if !notes.is_empty() {
+            out.push('\n');
+        }
+        report.summarize(&mut out);
+        out
+    }
+}
+
+/// Writes the head of a section.
+fn head(out: &mut String, guest: GuestKind, check: Check) {
+    let guest = match guest {
+        GuestKind::BuiltIn => "built-in guest",
+        GuestKind::Linux => "Linux guest",
+    };
+    let check = match check {
+        Check::Counting => "counting",
+        Check::Multiplexing => "more events than counters",
+        Check::Contention => "an operator counts at the same time",
+        Check::Sampling => "sampling",
+    };
+    let _ = writeln!(
+        out,
+        "{guest}: {check}\n  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
+        "event", "backing", "workload", "guest", "host", "expected", "ratio", "tolerance", "on"
+    );
 }
 
 /// 2 as "2nd".
@@ -458,6 +517,38 @@ mod tests {
         assert!(!Report::new(vec![], Summary::default()).is_good());
         let only = Row::new(Check::Counting, "cycles", "hardware", "-").unsupported("no PMU");
         assert!(!Report::new(vec![only], Summary::default()).is_good());
+    }
+
+    /// What is printed row by row is the whole report, and each row is a line at once.
+    #[test]
+    fn rows_are_shown_as_they_are_added() {
+        let mut text = ReportText::default();
+        let mut shown = String::new();
+        let mut lines = Vec::new();
+        let mut on_row = |row: &Row| {
+            shown.push_str(&text.row(row));
+            lines.push(shown.lines().count());
+        };
+        let mut rows = Rows::new(&mut on_row);
+        rows.push(row(5, 5));
+        rows.extend([
+            row(7, 7),
+            Row {
+                check: Check::Sampling,
+                ..row(8, 9)
+            },
+        ]);
+        rows.set_guest(GuestKind::Linux);
+        rows.push(Row {
+            check: Check::Sampling,
+            ..row(1, 1)
+        });
+        let report = Report::new(rows.into_vec(), Summary::default());
+        // A head of two lines before the first row of each section, and a blank line between them.
+        assert_eq!(lines, [3, 4, 8, 12]);
+        shown.push_str(&text.end(&report));
+        assert_eq!(shown, report.text());
+        assert!(shown.contains("Linux guest: sampling"), "{shown}");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::input;
 use crate::signals::StopSignals;
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
+use ::validate::report::{ReportText, Row};
 use ::validate::{Host, KvmSeen, LinuxFiles, Options, Stop};
 use perf_core::error_line;
 use perfvisor_vmm::kvm::host::HostError;
@@ -151,16 +152,25 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
         linux_skipped,
         own_pmu: own_pmu.is_some(),
     };
-    let report = match ::validate::run(&options, &host, &stop) {
+    let mut text = ReportText::default();
+    let mut printed = Ok(());
+    // Each row as soon as it is measured: all of them take minutes.
+    let mut on_row = |row: &Row| {
+        if !args.json && printed.is_ok() {
+            printed = print(&text.row(row));
+        }
+    };
+    let report = match ::validate::run(&options, &host, &stop, &mut on_row) {
         Ok(report) => report,
         Err(ChildError::Interrupted) => return Ok(ExitStatus::Terminated),
         Err(e) => return Err(e.into()),
     };
+    printed?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
         print(&(text + "\n"))?;
     } else {
-        print(&report.text())?;
+        print(&text.end(&report))?;
     }
     Ok(if report.is_good() {
         ExitStatus::PoweredOff

@@ -6,28 +6,27 @@ use super::{Builtin, Counter, OS, USR, judged, known, selector, unbacked};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest};
 use crate::judge::{Expected, Tolerance};
-use crate::report::{Check, KNOWN, Row};
+use crate::report::{Check, KNOWN, Row, Rows};
 
 /// Rounds of the loops: some thousand steps.
 const ROUNDS: u64 = 1000;
 const EXACT: &str = "exact";
 
 impl Builtin<'_> {
-    pub(super) fn exact(&self) -> Result<Vec<Row>, ChildError> {
+    pub(super) fn exact(&self, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         if let Some(why) = &self.host.no_exact {
             let row = Row::new(Check::Counting, "instructions, branches", EXACT, "-");
-            return Ok(vec![row.unsupported(why.clone())]);
+            rows.push(row.unsupported(why.clone()));
+            return Ok(());
         }
         let mut guest = self.start(EXACT, "1")?;
-        let rows = self.exact_rows(&mut guest)?;
-        guest.end()?;
-        Ok(rows)
+        self.exact_rows(&mut guest, rows)?;
+        guest.end()
     }
 
     /// Every event over the loops of known length, and what is stepped at CPL 3.
-    fn exact_rows(&self, guest: &mut MeasuringGuest) -> Result<Vec<Row>, ChildError> {
+    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
-        let mut rows = Vec::new();
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
                 continue;
@@ -85,7 +84,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
         }
-        Ok(rows)
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use vpmu::ArchEvent;
 use super::child::ChildError;
 use super::guest::{Job, MeasuringGuest, OS, Outcome, USR};
 use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
-use super::report::{Check, Row};
+use super::report::{Check, Row, Rows};
 use crate::host::Stop;
 use crate::host::{Host, Options};
 use crate::judge::whole;
@@ -35,18 +35,17 @@ pub(super) struct Builtin<'a> {
 }
 
 impl Builtin<'_> {
-    /// All of it.
-    pub(super) fn rows(&self) -> Result<Vec<Row>, ChildError> {
+    /// Measures all of it.
+    pub(super) fn rows(&self, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         if self.options.own_pmu {
-            return self.backed_by("kvm");
+            return self.backed_by("kvm", rows);
         }
-        let mut rows = Vec::new();
         if let Some(why) = &self.host.no_hardware {
             rows.push(
                 Row::new(Check::Counting, "all hardware events", "hardware", "-").unsupported(why.clone()),
             );
         } else {
-            rows.extend(self.backed_by("hardware")?);
+            self.backed_by("hardware", rows)?;
         }
         match &self.host.no_clock {
             Some(why) => {
@@ -54,25 +53,25 @@ impl Builtin<'_> {
                     Row::new(Check::Counting, "cycles, ref-cycles", "clock", "-").unsupported(why.clone()),
                 );
             }
-            None => rows.extend(self.backed_by("clock")?),
+            None => self.backed_by("clock", rows)?,
         }
-        rows.extend(self.exact()?);
-        Ok(rows)
+        self.exact(rows)
     }
 
-    /// What one of the backings that follow time counts; and, once, the paravirtual events.
-    fn backed_by(&self, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+    /// Measures what one of the backings that follow time counts; and, once, the paravirtual
+    /// events.
+    fn backed_by(&self, backing: &'static str, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
-        let mut rows = self.time_rows(&mut guest, backing)?;
+        self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
                 Row::new(Check::Counting, "paravirtual events", backing, "-")
                     .unsupported("KVM's own vPMU has none"),
             );
         } else if backing == "clock" || self.host.no_clock.is_some() {
-            rows.extend(self.paravirtual_rows(&mut guest)?);
+            self.paravirtual_rows(&mut guest, rows)?;
         }
-        rows.extend(self.multiplexing_rows(&mut guest, backing)?);
+        self.multiplexing_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
                 Row::new(Check::Contention, "cycles", backing, "--share").unsupported(
@@ -80,14 +79,13 @@ impl Builtin<'_> {
                 ),
             );
         } else {
-            rows.extend(self.contention_rows(&mut guest, backing)?);
+            self.contention_rows(&mut guest, backing, rows)?;
         }
-        rows.extend(self.sampling_rows(&mut guest, backing)?);
+        self.sampling_rows(&mut guest, backing, rows)?;
         guest.end()?;
         let mut guest = self.start(backing, "2")?;
-        rows.extend(self.smp_rows(&mut guest, backing)?);
-        guest.end()?;
-        Ok(rows)
+        self.smp_rows(&mut guest, backing, rows)?;
+        guest.end()
     }
 
     fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, ChildError> {

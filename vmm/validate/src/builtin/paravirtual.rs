@@ -7,7 +7,7 @@ use super::{BOTH, Builtin, Counter, judged, settled};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
 use crate::judge::{Expected, Tolerance};
-use crate::report::{Check, Row};
+use crate::report::{Check, Row, Rows};
 
 /// How often the guest does what is counted.
 const TIMES: u64 = 200;
@@ -76,7 +76,11 @@ fn work(event: ParavirtualEvent) -> (&'static str, u64, &'static str) {
 }
 
 impl Builtin<'_> {
-    pub(super) fn paravirtual_rows(&self, guest: &mut MeasuringGuest) -> Result<Vec<Row>, ChildError> {
+    pub(super) fn paravirtual_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let vendor = if guest.hello.amd {
             Vendor::Amd
         } else {
@@ -84,7 +88,6 @@ impl Builtin<'_> {
         };
         let select = u64::from(paravirtual_select(vendor).0);
         let select = select & 0xFF | select >> 8 << 32;
-        let mut rows = Vec::new();
         for event in ParavirtualEvent::ALL {
             let (work, mut n, name) = work(event);
             let mut cpl = 0;
@@ -100,7 +103,7 @@ impl Builtin<'_> {
             })?);
         }
         rows.push(settled(|| self.uncounted(guest, select))?);
-        Ok(rows)
+        Ok(())
     }
 
     /// How long another counter that is enabled was not counted, as the guest is told: as long as the loop

@@ -6,7 +6,7 @@ use super::{BOTH, Builtin, CPU_TIME, all_settled, selector};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
 use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row};
+use crate::report::{Check, Row, Rows};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -37,19 +37,22 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
-            return Ok(Vec::new());
+            return Ok(());
         };
         let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
-        let mut rows = all_settled(|| Self::interrupt_rows(guest, backing, select, n, period))?;
+        rows.extend(all_settled(|| {
+            Self::interrupt_rows(guest, backing, select, n, period)
+        })?);
         let (_, text) = guest.vm.client()?.symbols()?;
         let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
         rows.extend(all_settled(|| {
             self.operator_rows(guest, backing, select, n, period, &symbols)
         })?);
-        Ok(rows)
+        Ok(())
     }
 
     /// The guest's own samples.

@@ -8,7 +8,7 @@ use super::{BOTH, Builtin, CPU_TIME, Counter, judged, selector, settled};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, Operator};
 use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row};
+use crate::report::{Check, Row, Rows};
 use control_api::request;
 
 /// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the
@@ -103,13 +103,14 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
-            return Ok(Vec::new());
+            return Ok(());
         };
         let n = self.amount(guest, "busy", 3, TURN_MS)?;
-        let row = settled(|| self.rotate(guest, backing, select, n))?;
-        Ok(vec![row])
+        rows.push(settled(|| self.rotate(guest, backing, select, n))?);
+        Ok(())
     }
 
     fn rotate(
@@ -158,12 +159,12 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
-            return Ok(Vec::new());
+            return Ok(());
         };
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
-        let mut rows = Vec::new();
         for policy in [
             SharePolicy::GuestFirst,
             SharePolicy::OperatorFirst,
@@ -175,7 +176,7 @@ impl Builtin<'_> {
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
-        Ok(rows)
+        Ok(())
     }
 
     fn contended(

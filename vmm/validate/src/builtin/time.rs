@@ -8,7 +8,7 @@ use super::{
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
 use crate::judge::{Expected, Tolerance, whole};
-use crate::report::{Check, KNOWN, Row};
+use crate::report::{Check, KNOWN, Row, Rows};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
@@ -27,8 +27,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
-        let mut rows = Vec::new();
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
@@ -67,7 +67,7 @@ impl Builtin<'_> {
                 })?);
             }
         }
-        rows.extend(self.fixed_rows(guest, backing)?);
+        self.fixed_rows(guest, backing, rows)?;
         if let Some(select) = selector(ArchEvent::CoreCycles, amd) {
             rows.push(settled(|| self.idle(guest, backing, select))?);
             for cpl in [0, 3] {
@@ -75,7 +75,7 @@ impl Builtin<'_> {
                 rows.push(settled(|| self.level(guest, backing, select, cpl, n))?);
             }
         }
-        Ok(rows)
+        Ok(())
     }
 
     /// What `event` must be over this work, and how that is known.
@@ -137,8 +137,12 @@ impl Builtin<'_> {
     }
 
     /// Intel's fixed counters.
-    fn fixed_rows(&self, guest: &mut MeasuringGuest, backing: &'static str) -> Result<Vec<Row>, ChildError> {
-        let mut rows = Vec::new();
+    fn fixed_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for (index, event) in [
             (1, ArchEvent::CoreCycles),
@@ -174,7 +178,7 @@ impl Builtin<'_> {
                 })
             })?);
         }
-        Ok(rows)
+        Ok(())
     }
 
     /// A guest that sleeps uses hardly any cycles.
@@ -239,17 +243,18 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let event = ArchEvent::CoreCycles;
         let Some(select) = selector(event, guest.hello.amd) else {
-            return Ok(Vec::new());
+            return Ok(());
         };
         if guest.hello.cpus < 2 {
             let row = Row::new(Check::Counting, "cycles", backing, "two CPUs");
-            return Ok(vec![row.failed("the guest's second CPU did not start")]);
+            rows.push(row.failed("the guest's second CPU did not start"));
+            return Ok(());
         }
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
-        let mut rows = Vec::new();
         for cpu in 0..2 {
             rows.push(settled(|| {
                 let row = Row::new(
@@ -275,7 +280,7 @@ impl Builtin<'_> {
                 })
             })?);
         }
-        Ok(rows)
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@ use crate::builtin::on_host_pmu;
 use crate::child::ChildError;
 use crate::guest::Operator;
 use crate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked, whole};
-use crate::report::{Check, KNOWN, Row};
+use crate::report::{Check, KNOWN, Row, Rows};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -74,8 +74,8 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         amd: bool,
-    ) -> Result<Vec<Row>, ChildError> {
-        let mut rows = Vec::new();
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         for (program, name) in [
             ("spin 1.5", "busy loop"),
             ("chase 2", "pointer chase"),
@@ -106,8 +106,8 @@ impl Linux<'_> {
             })?);
         }
         rows.push(settled(|| self.idle(guest, backing))?);
-        rows.extend(self.numbers(guest, backing)?);
-        Ok(rows)
+        self.numbers(guest, backing, rows)?;
+        Ok(())
     }
 
     /// An event that follows time, over a program: the guest's perf, the host's view of the counter, the
@@ -173,7 +173,12 @@ impl Linux<'_> {
     }
 
     /// Events of which a program has a known number. A clock cannot count them, and must not seem to.
-    fn numbers(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+    fn numbers(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let events = [
             "instructions",
             "branches",
@@ -182,7 +187,6 @@ impl Linux<'_> {
             "cache-misses",
         ];
         const LOOPS: u64 = 50_000_000;
-        let mut rows = Vec::new();
         for event in events {
             let known = match event {
                 "instructions" => Some(2 * LOOPS),
@@ -230,7 +234,7 @@ impl Linux<'_> {
             };
             rows.push(with_share(row.judged(&seen, KNOWN), Some(count)));
         }
-        Ok(rows)
+        Ok(())
     }
 
     /// `cycles:u` and `cycles:k` over a program that stays at one level, on the CPU where the kernel has no
@@ -239,7 +243,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let tickless = guest
             .run("tickless", "cat /sys/devices/system/cpu/nohz_full", None)?
             .text
@@ -250,10 +255,10 @@ impl Linux<'_> {
         } else {
             "a counter for both levels: the loop makes no system call; this kernel keeps its tick, though"
         };
-        let mut rows = Vec::new();
+        let mut batch = Vec::new();
         let mut tries = 1;
         while tries <= TRIES {
-            rows.clear();
+            batch.clear();
             let command = perf_stat_of("-C 1 -e cycles:u,cycles:k,cycles", "taskset 2 gate spin 1.5");
             let done = guest.run("levels", &command, None)?;
             let counted = counts(&done.text);
@@ -271,14 +276,15 @@ impl Linux<'_> {
                 };
                 let row = Row::new(Check::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
-                rows.push(with_share(Row { tries, ..row }, of(&counted, event)));
+                batch.push(with_share(Row { tries, ..row }, of(&counted, event)));
             }
-            if !may_be_measured_again(&rows) {
+            if !may_be_measured_again(&batch) {
                 break;
             }
             tries += 1;
         }
-        Ok(rows)
+        rows.extend(batch);
+        Ok(())
     }
 
     /// Each CPU counts for itself.
@@ -286,11 +292,12 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
-        let mut rows = Vec::new();
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
+        let mut batch = Vec::new();
         let mut tries = 1;
         while tries <= TRIES {
-            rows.clear();
+            batch.clear();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
             let operator = Operator {
                 events: "cycles",
@@ -307,7 +314,7 @@ impl Linux<'_> {
                 );
                 let count = counted.iter().find(|count| count.cpu == Some(cpu));
                 let Some(gate) = &done.gate else {
-                    rows.push(row.failed(format!("perf did not run: status {}", done.status)));
+                    batch.push(row.failed(format!("perf did not run: status {}", done.status)));
                     continue;
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
@@ -327,7 +334,7 @@ impl Linux<'_> {
                     })),
                     expected,
                 };
-                rows.push(with_share(
+                batch.push(with_share(
                     Row {
                         tries,
                         ..row.judged(&seen, HOST_CPU_TIME)
@@ -335,12 +342,13 @@ impl Linux<'_> {
                     count,
                 ));
             }
-            if !may_be_measured_again(&rows) {
+            if !may_be_measured_again(&batch) {
                 break;
             }
             tries += 1;
         }
-        Ok(rows)
+        rows.extend(batch);
+        Ok(())
     }
 
     /// More events than counters, and an operator who counts at the same time.
@@ -348,8 +356,9 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
-        let mut rows = vec![settled(|| self.scaled(guest, backing))?];
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
+        rows.push(settled(|| self.scaled(guest, backing))?);
         for policy in [
             SharePolicy::GuestFirst,
             SharePolicy::OperatorFirst,
@@ -360,7 +369,7 @@ impl Linux<'_> {
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
-        Ok(rows)
+        Ok(())
     }
 
     fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Row, ChildError> {
@@ -462,7 +471,7 @@ impl Linux<'_> {
 
     /// The program that is nothing but instructions of its own, stepped. Twice, with more rounds the second
     /// time: what is around the program is the same in both.
-    pub(super) fn exact(&self, guest: &mut LinuxGuest) -> Result<Vec<Row>, ChildError> {
+    pub(super) fn exact(&self, guest: &mut LinuxGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
             let Done { text, .. } = guest.run("exact", &command, None)?;
@@ -471,7 +480,6 @@ impl Linux<'_> {
         let (few, many) = (run(ROUNDS)?, run(MORE_ROUNDS)?);
         // The numbers are in the head of known.S.
         let digits = ROUNDS.to_string().len() as u64;
-        let mut rows = Vec::new();
         for (event, whole, each) in [
             ("instructions:u", 2 * ROUNDS + 7 * digits + 8, 2),
             ("branches:u", ROUNDS + 2 * digits + 2, 1),
@@ -498,7 +506,7 @@ impl Linux<'_> {
                 of(&many, event),
             ));
         }
-        Ok(rows)
+        Ok(())
     }
 }
 

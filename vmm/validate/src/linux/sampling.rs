@@ -5,7 +5,7 @@ use super::{Linux, LinuxGuest};
 use crate::child::ChildError;
 use crate::guest::Operator;
 use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row};
+use crate::report::{Check, Row, Rows};
 use control_api::protocol::VcpuView;
 
 /// Samples for each second of CPU time. Hosts that look at timers at their tick, 4 ms, cannot do many more.
@@ -20,10 +20,11 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-    ) -> Result<Vec<Row>, ChildError> {
+        rows: &mut Rows<'_>,
+    ) -> Result<(), ChildError> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         let mut functions: Vec<(u64, String)> = Vec::new();
-        let mut rows = vec![settled(|| {
+        rows.push(settled(|| {
             let row = Row::new(Check::Sampling, "cycles", backing, "perf record -c: samples");
             let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
             let operator = Operator {
@@ -63,7 +64,7 @@ impl Linux<'_> {
                 &seen,
                 "the operator's count of the vCPU's cycles, over the period",
             ))
-        })?];
+        })?);
         let hits = SHARES.map(|(name, _)| {
             functions
                 .iter()
@@ -94,7 +95,7 @@ impl Linux<'_> {
                 row
             });
         }
-        Ok(rows)
+        Ok(())
     }
 }
 

@@ -11,6 +11,7 @@ use super::*;
 use crate::child::tests::{nobody_stops, refusal, scripted, views};
 use crate::guest::tests::{opened, reading};
 use crate::host::tests::options;
+use crate::report::Row;
 
 /// What everybody says.
 #[derive(Clone, Debug, Default)]
@@ -94,6 +95,20 @@ impl Told {
             })
         });
         LinuxGuest { vm }
+    }
+
+    /// The rows that `measure` adds on this host.
+    pub fn rows(
+        &self,
+        host: &Host,
+        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut Rows<'_>) -> Result<(), ChildError>,
+    ) -> Vec<Row> {
+        self.seen(host, |linux, guest| {
+            let mut on_row = |_: &Row| ();
+            let mut rows = Rows::new(&mut on_row);
+            measure(linux, guest, &mut rows)?;
+            Ok(rows.into_vec())
+        })
     }
 
     /// What is made of it on this host.

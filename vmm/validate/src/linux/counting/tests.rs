@@ -179,7 +179,7 @@ fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> 
     {
         told = told.prints(pattern, line);
     }
-    told.seen(host, |linux, guest| linux.numbers(guest, backing))
+    told.rows(host, |linux, guest, rows| linux.numbers(guest, backing, rows))
 }
 
 /// A clock counts no instructions. Perf may say so or read 0; a number is made up, and no line is no answer.
@@ -254,7 +254,9 @@ fn a_level_counts_what_runs_at_it() {
             ..Told::default()
         };
         let told = told.prints("*nohz_full*", nohz).prints("*-C*cycles:u*", lines);
-        told.seen(&clock_host(), |linux, guest| linux.levels(guest, "clock"))
+        told.rows(&clock_host(), |linux, guest, rows| {
+            linux.levels(guest, "clock", rows)
+        })
     };
     let good = rows(960, 40, "1\n");
     assert!(
@@ -284,8 +286,8 @@ fn counts_of_two_cpus_are_not_taken_for_each_other() {
             ..Told::default()
         };
         let told = told.prints("*-A*", lines);
-        told.seen(&hardware_host(&["cycles"]), |linux, guest| {
-            linux.two_cpus(guest, "hardware")
+        told.rows(&hardware_host(&["cycles"]), |linux, guest, rows| {
+            linux.two_cpus(guest, "hardware", rows)
         })
     };
     let good = rows(500, 700);
@@ -380,7 +382,7 @@ fn the_known_program_is_counted_to_the_last_instruction() {
         let told = Told::default()
             .prints("*known\\ 1000", lines(few))
             .prints("*known\\ 3000", lines(many));
-        told.seen(&clock_host(), |linux, guest| linux.exact(guest))
+        told.rows(&clock_host(), |linux, guest, rows| linux.exact(guest, rows))
     };
     let verdicts = |rows: Vec<Row>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
     use Verdict::{Fail, Pass};
@@ -408,7 +410,9 @@ fn amd_has_no_ref_cycles_in_linux() {
     let row = |line: &str| {
         let mut told = second(SECOND, SECOND);
         told.prints.insert(0, ("*ref-cycles*", line.to_owned()));
-        let rows = told.seen(&clock_host(), |linux, guest| linux.counting(guest, "clock", true));
+        let rows = told.rows(&clock_host(), |linux, guest, rows| {
+            linux.counting(guest, "clock", true, rows)
+        });
         rows.into_iter().find(|row| row.event == "ref-cycles").unwrap()
     };
     assert_eq!(

@@ -29,7 +29,7 @@ fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
         ..Told::default()
     };
     let told = told.prints("*perf\\ report*", format!("# Samples: 1\n#\n{report}"));
-    told.seen(&host, |linux, guest| linux.sampling(guest, "clock"))
+    told.rows(&host, |linux, guest, rows| linux.sampling(guest, "clock", rows))
 }
 
 /// As many samples as periods passed and as the host saw overflows, in the functions that did the work.
