@@ -10,27 +10,30 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_images::linux::Images;
+use guest_images::progress::Progress as BootProgress;
 use guest_images::qemu::Qemu;
 use tempfile::TempDir;
 
 use crate::artefacts::{self, Binaries};
 use crate::monitor::Monitor;
-use crate::process::{Command, Control, Process, ProcessError, Progress};
-use crate::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame};
+use crate::process::{Command, Control, OutputSink, Process, ProcessError, Progress};
+use crate::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode, WindowSize, read_frame};
 
 pub use error::LabError;
 use error::SETPRIV;
 pub use initrd::refused_place;
 use initrd::write_initrd;
-use link::Link;
+use link::{Link, TransferBuffer};
 pub use options::LabOptions;
 use remains::{Ending, Remains};
 
@@ -83,7 +86,7 @@ impl Lab {
 
         let ending = Arc::new(Ending::default());
         let qemu = artefacts::qemu()?;
-        let mut command = command_line(qemu, &host, &initrd, options, "lab.mode=agent");
+        let mut command = command_line(qemu, &host, &initrd, options);
         command
             .args(["-display", "none"])
             .arg("-serial")
@@ -106,35 +109,11 @@ impl Lab {
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(qemu_output);
-        let reporter = Arc::clone(&ending);
-        let (spawned, spawn_result) = std::sync::mpsc::channel();
-        // The parent-death signal is tied to the thread that starts QEMU, so that thread stays
-        // until QEMU has ended.
-        thread::spawn(move || match command.spawn() {
-            Ok(mut child) => {
-                let _ = spawned.send(Ok(()));
-                let how = loop {
-                    match child.try_wait() {
-                        Ok(Some(status)) => break status.to_string(),
-                        Ok(None) => {}
-                        Err(error) => break error.to_string(),
-                    }
-                    if reporter.abandoned.load(Ordering::Relaxed) {
-                        let _ = child.kill();
-                    }
-                    thread::sleep(Duration::from_millis(50));
-                };
-                reporter.report(how);
-            }
-            Err(error) => {
-                let _ = spawned.send(Err(error));
-            }
-        });
-        let spawned = spawn_result
-            .recv()
-            .unwrap_or_else(|error| Err(io::Error::other(error)));
-        spawned.map_err(LabError::Start)?;
+            .stderr(qemu_output)
+            // Ctrl-C on the terminal is for us, who end the lab in order.
+            .process_group(0);
+        let (up, is_up) = channel();
+        start_qemu(command, &ending, &options.cancelled, is_up).map_err(LabError::Start)?;
         let remains = Remains {
             ending: Arc::clone(&ending),
             console: log.clone(),
@@ -148,10 +127,13 @@ impl Lab {
                 tail: remains.tail(),
             }
         };
+        let _ticker = BootProgress::new("lab").tick("the lab host boots …");
         let deadline = started + BOOT_LIMIT;
         let stream = accept(&listener, deadline, &ending).map_err(|error| boot_error(error.to_string()))?;
         let hello = greeting(&stream, deadline).map_err(|error| boot_error(error.to_string()))?;
 
+        // The end of the boot, for the thread that watches QEMU.
+        drop(up);
         let reader = stream
             .try_clone()
             .map_err(|error| boot_error(error.to_string()))?;
@@ -223,8 +205,32 @@ impl Lab {
     /// # Errors
     /// When the lab is gone. That the program does not exist is reported by [`Process::wait`].
     pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
+        let (process, _) = self.start_with(command, StreamMode::Pipes, Progress::default())?;
+        Ok(process)
+    }
+
+    /// Starts a process in the lab whose output goes to `sink` as it comes, and returns it with
+    /// what reaches it from other threads.
+    ///
+    /// # Errors
+    /// Returns an error if the lab is gone, as [`Lab::start`] does.
+    pub fn stream(
+        &self,
+        command: &Command,
+        streams: StreamMode,
+        sink: OutputSink,
+    ) -> Result<(Process, RemoteProcess), ProcessError> {
+        self.start_with(command, streams, Progress::with_sink(sink))
+    }
+
+    fn start_with(
+        &self,
+        command: &Command,
+        streams: StreamMode,
+        progress: Progress,
+    ) -> Result<(Process, RemoteProcess), ProcessError> {
         let id = self.link.new_id();
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(progress);
         let gone = |message: String| ProcessError::LabGone {
             command: command.line(),
             message,
@@ -235,16 +241,18 @@ impl Lab {
         let start = Start {
             argv: command.argv.clone(),
             env: command.env.clone(),
+            streams,
         };
         let payload = serde_json::to_vec(&start).map_err(|error| gone(error.to_string()))?;
         self.link
             .send(Kind::Start, id, &payload)
             .map_err(|error| gone(error.to_string()))?;
-        let control = InLab {
+        let remote = RemoteProcess {
             link: Arc::clone(&self.link),
             id,
         };
-        Ok(Process::new(command, progress, Box::new(control)))
+        let process = Process::new(command, progress, Box::new(remote.clone()));
+        Ok((process, remote))
     }
 
     /// Writes a file in the lab.
@@ -252,7 +260,7 @@ impl Lab {
     /// # Errors
     /// When the lab refuses it, or is gone.
     pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), LabError> {
-        let id = self.link.start_transfer();
+        let id = self.link.start_transfer(TransferBuffer::Memory(Vec::new()));
         let send = || -> io::Result<()> {
             let new = NewFile {
                 path: path.to_owned(),
@@ -276,7 +284,25 @@ impl Lab {
     /// # Errors
     /// There is no such file, or the lab is gone.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, LabError> {
-        let id = self.link.start_transfer();
+        match self.fetch(path, TransferBuffer::Memory(Vec::new()))? {
+            TransferBuffer::Memory(data) => Ok(data),
+            TransferBuffer::File { .. } => unreachable!("the buffer was in memory"),
+        }
+    }
+
+    /// Copies a file in the lab to `file`, up to `limit` bytes.
+    ///
+    /// # Errors
+    /// Returns [`LabError::Transfer`] if there is no such file, if it is not a regular file or
+    /// larger than the limit, if `file` cannot be written, or if the lab is gone.
+    pub fn get_into(&self, path: &str, file: File, limit: u64) -> Result<(), LabError> {
+        let left = limit;
+        self.fetch(path, TransferBuffer::File { file, left, limit })
+            .map(drop)
+    }
+
+    fn fetch(&self, path: &str, buffer: TransferBuffer) -> Result<TransferBuffer, LabError> {
+        let id = self.link.start_transfer(buffer);
         self.link
             .send(Kind::Fetch, id, path.as_bytes())
             .map_err(|error| LabError::Transfer {
@@ -295,14 +321,19 @@ impl Drop for Lab {
     }
 }
 
-/// A process in the lab.
-struct InLab {
+/// A process in the lab, as it is reached from here.
+#[derive(Clone)]
+pub struct RemoteProcess {
     link: Arc<Link>,
     id: u32,
 }
 
-impl Control for InLab {
-    fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
+impl RemoteProcess {
+    /// Writes to its standard input or terminal. An empty slice is the end of input.
+    ///
+    /// # Errors
+    /// Returns the system's error if the lab is gone.
+    pub fn write(&self, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return self.link.send(Kind::Stdin, self.id, &[]);
         }
@@ -312,10 +343,70 @@ impl Control for InLab {
         Ok(())
     }
 
-    fn signal(&mut self, number: i32) {
+    /// Sends a signal to its process group, best effort.
+    pub fn signal(&self, number: i32) {
         // A lab that is gone runs no process any more.
         let _ = self.link.send(Kind::Signal, self.id, &number.to_le_bytes());
     }
+
+    /// Sets the window size of its terminal, best effort.
+    pub fn resize(&self, size: WindowSize) {
+        if let Ok(payload) = serde_json::to_vec(&size) {
+            let _ = self.link.send(Kind::Resize, self.id, &payload);
+        }
+    }
+}
+
+impl Control for RemoteProcess {
+    fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.write(bytes)
+    }
+
+    fn signal(&mut self, number: i32) {
+        RemoteProcess::signal(self, number);
+    }
+}
+
+/// Starts QEMU and reports its end to `ending`. Until the sender of `is_up` is dropped, `cancelled`
+/// ends it.
+///
+/// The parent-death signal is tied to the thread that starts QEMU, so that thread stays until QEMU
+/// has ended.
+fn start_qemu(
+    mut command: std::process::Command,
+    ending: &Arc<Ending>,
+    cancelled: &Arc<AtomicBool>,
+    is_up: Receiver<()>,
+) -> io::Result<()> {
+    let (ending, cancelled) = (Arc::clone(ending), Arc::clone(cancelled));
+    let (spawned, spawn_result) = channel();
+    thread::spawn(move || {
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                let _ = spawned.send(Err(error));
+                return;
+            }
+        };
+        let _ = spawned.send(Ok(()));
+        let how = loop {
+            match child.try_wait() {
+                Ok(Some(status)) => break status.to_string(),
+                Ok(None) => {}
+                Err(error) => break error.to_string(),
+            }
+            let is_booting = is_up.try_recv() == Err(TryRecvError::Empty);
+            let is_cancelled = is_booting && cancelled.load(Ordering::Relaxed);
+            if is_cancelled || ending.abandoned.load(Ordering::Relaxed) {
+                let _ = child.kill();
+            }
+            thread::sleep(Duration::from_millis(50));
+        };
+        ending.report(how);
+    });
+    spawn_result
+        .recv()
+        .unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
 /// The file name of this process's next lab console.
@@ -338,14 +429,8 @@ fn log_name() -> String {
     }
 }
 
-/// QEMU's command line, consoles left to the caller.
-fn command_line(
-    qemu: &Qemu,
-    host: &Images,
-    initrd: &Path,
-    options: &LabOptions,
-    mode: &str,
-) -> std::process::Command {
+/// QEMU's command line without its consoles.
+fn command_line(qemu: &Qemu, host: &Images, initrd: &Path, options: &LabOptions) -> std::process::Command {
     let mut command = std::process::Command::new(SETPRIV);
     command
         .args(["--pdeathsig", "KILL"])
@@ -361,9 +446,7 @@ fn command_line(
         .arg("-initrd")
         .arg(initrd)
         .arg("-append")
-        .arg(format!(
-            "console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off panic=-1 {mode}"
-        ));
+        .arg("console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off panic=-1");
     for (n, disk) in options.disks.iter().enumerate() {
         // A comma in a value is written twice.
         let file = disk.display().to_string().replace(',', ",,");
@@ -458,22 +541,4 @@ fn make_initrd(
     let initrd = scratch.path().join("initrd");
     write_initrd(&initrd, host, artefacts::images()?, binaries, options).map_err(error(&initrd))?;
     Ok((scratch, initrd))
-}
-
-/// Boots a lab with its console on this terminal, and waits until it ends.
-///
-/// # Errors
-/// As [`Lab::boot`].
-pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
-    let host = artefacts::images_of(&options.kernel)?;
-    let binaries = artefacts::binaries()?;
-    let (_scratch, initrd) = make_initrd(&host, binaries, options)?;
-    let qemu = artefacts::qemu()?;
-    let mut command = command_line(qemu, &host, &initrd, options, "lab.mode=shell");
-    // Ctrl-C goes to the lab; Ctrl-A x ends QEMU.
-    command.args(["-display", "none", "-chardev", "stdio,id=tty,mux=on,signal=off"]);
-    command.args(["-serial", "chardev:tty", "-mon", "chardev=tty"]);
-    // QEMU warns once per processor feature that it does not emulate.
-    command.stderr(Stdio::null());
-    command.status().map_err(LabError::Start).map(drop)
 }

@@ -138,11 +138,25 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
+/// One of the two output streams of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputStream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+/// A function that takes the output of a process as it comes, instead of its being kept. It may
+/// block: then the process waits as well, once the buffers between them are full.
+pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
+
 /// What is known of a process so far; shared between its handle and the threads that feed it.
 #[derive(Default)]
 pub(crate) struct Progress {
     state: Mutex<State>,
     changed: Condvar,
+    sink: Option<OutputSink>,
 }
 
 #[derive(Default)]
@@ -165,21 +179,31 @@ enum End {
 }
 
 impl Progress {
+    /// The progress of a process whose output goes to `sink`.
+    pub(crate) fn with_sink(sink: OutputSink) -> Self {
+        Self {
+            sink: Some(sink),
+            ..Self::default()
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn stdout(&self, bytes: &[u8]) {
-        self.hear(|state| &mut state.stdout, bytes);
-    }
-
-    pub(crate) fn stderr(&self, bytes: &[u8]) {
-        self.hear(|state| &mut state.stderr, bytes);
-    }
-
-    fn hear(&self, stream: impl FnOnce(&mut State) -> &mut Vec<u8>, bytes: &[u8]) {
+    /// Takes output of the process.
+    pub(crate) fn output(&self, stream: OutputStream, bytes: &[u8]) {
+        // Not under the lock: the sink may be slow.
+        if let Some(sink) = &self.sink {
+            sink(stream, bytes);
+        }
         let mut state = self.lock();
-        stream(&mut state).extend_from_slice(bytes);
+        if self.sink.is_none() {
+            match stream {
+                OutputStream::Stdout => state.stdout.extend_from_slice(bytes),
+                OutputStream::Stderr => state.stderr.extend_from_slice(bytes),
+            }
+        }
         state.heard = Some(Instant::now());
         drop(state);
         self.changed.notify_all();
@@ -313,9 +337,9 @@ impl Process {
         thread::spawn(move || {
             let errors = {
                 let feed = Arc::clone(&feed);
-                thread::spawn(move || pump(stderr, |bytes| feed.stderr(bytes)))
+                thread::spawn(move || pump(stderr, |bytes| feed.output(OutputStream::Stderr, bytes)))
             };
-            pump(stdout, |bytes| feed.stdout(bytes));
+            pump(stdout, |bytes| feed.output(OutputStream::Stdout, bytes));
             let _ = errors.join();
             feed.exited(match child.wait() {
                 Ok(status) => Ended {

@@ -44,6 +44,8 @@ pub enum Kind {
     /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
     /// little-endian.
     Used = 13,
+    /// Runner: the terminal of a process has a new window size. Payload: [`WindowSize`] as JSON.
+    Resize = 14,
 }
 
 impl Kind {
@@ -51,6 +53,7 @@ impl Kind {
         use Kind::*;
         [
             Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed, Used,
+            Resize,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)
@@ -75,6 +78,31 @@ pub struct Start {
     pub argv: Vec<String>,
     /// Variables added to the environment.
     pub env: Vec<(String, String)>,
+    /// How its standard streams are connected.
+    pub streams: StreamMode,
+}
+
+/// How the standard streams of a process in the lab are connected to the runner.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StreamMode {
+    /// Pipes of the usual size. The order between standard output and standard error is
+    /// approximate.
+    #[default]
+    Pipes,
+    /// Pipes that hold one write each: the order between standard output and standard error is
+    /// exact, and the process waits for the agent after each write.
+    Ordered,
+    /// A terminal with this window size. All output is standard output.
+    Terminal(WindowSize),
+}
+
+/// The size of a terminal's window, in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowSize {
+    /// Number of rows.
+    pub rows: u16,
+    /// Number of columns.
+    pub columns: u16,
 }
 
 /// How a process ended: one of the two is set.
@@ -172,6 +200,38 @@ mod tests {
             }
         );
         assert_eq!(read_frame(&mut input).unwrap(), None);
+    }
+
+    #[test]
+    fn every_frame_kind_reads_back_as_itself() {
+        for byte in 0..=u8::MAX {
+            let mut frame = vec![byte];
+            frame.extend([0; HEADER_BYTES - 1]);
+            match read_frame(&mut &frame[..]) {
+                Ok(Some(frame)) => assert_eq!(frame.kind as u8, byte),
+                other => assert!(other.is_err() && !(1..=14).contains(&byte), "kind {byte}"),
+            }
+        }
+    }
+
+    #[test]
+    fn start_and_window_size_survive_json() {
+        let size = WindowSize {
+            rows: 50,
+            columns: 132,
+        };
+        for streams in [StreamMode::Pipes, StreamMode::Ordered, StreamMode::Terminal(size)] {
+            let start = Start {
+                argv: vec!["sh".into(), "-c".into(), "echo \"a b\"".into()],
+                env: vec![("TERM".into(), "xterm".into())],
+                streams,
+            };
+            let read: Start = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
+            assert_eq!(
+                (read.argv, read.env, read.streams),
+                (start.argv, start.env, streams)
+            );
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
@@ -22,8 +22,10 @@ use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
 
 use integration::heartbeat;
 use integration::limit::cpu_ticks_of_group;
-use integration::process::WATCH_PERIOD;
-use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start};
+use integration::ordered::{self, OrderedOutput};
+use integration::process::{OutputStream, WATCH_PERIOD};
+use integration::terminal;
+use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode};
 use integration::wire::{read_frame, write_frame};
 
 /// The way to the runner, shared by all threads.
@@ -144,7 +146,37 @@ fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
 /// A process the runner may still write to or signal.
 struct Running {
     pid: i32,
-    stdin: Option<ChildStdin>,
+    stdin: Option<Input>,
+}
+
+/// What the runner's input of a process is written to.
+enum Input {
+    Pipe(ChildStdin),
+    Terminal(File),
+}
+
+impl Input {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Pipe(pipe) => pipe.write_all(bytes),
+            Self::Terminal(terminal) => terminal.write_all(bytes),
+        }
+    }
+
+    /// Ends the input. On a terminal the user would type Ctrl-D, at the start of a line.
+    fn close(self) {
+        const END_OF_TRANSMISSION: &[u8] = &[4];
+        if let Self::Terminal(mut terminal) = self {
+            let _ = terminal.write_all(END_OF_TRANSMISSION);
+        }
+    }
+}
+
+/// Where the output of a process comes from.
+enum OutputSource {
+    Pipes(ChildStdout, ChildStderr),
+    Ordered(OrderedOutput),
+    Terminal(File),
 }
 
 fn handle(
@@ -158,17 +190,12 @@ fn handle(
         Kind::Start => {
             let start: Start = serde_json::from_slice(&payload)?;
             match spawn(&start) {
-                Ok(mut child) => {
+                Ok((child, stdin, output)) => {
                     let pid = i32::try_from(child.id()).unwrap_or(0);
-                    processes.insert(
-                        id,
-                        Running {
-                            pid,
-                            stdin: child.stdin.take(),
-                        },
-                    );
+                    let stdin = Some(stdin);
+                    processes.insert(id, Running { pid, stdin });
                     let runner = runner.clone();
-                    thread::spawn(move || watch(child, id, &runner));
+                    thread::spawn(move || watch(child, output, id, &runner));
                 }
                 Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
             }
@@ -176,18 +203,24 @@ fn handle(
         Kind::Stdin => {
             if let Some(process) = processes.get_mut(&id) {
                 let gone = match &mut process.stdin {
-                    Some(stdin) if !payload.is_empty() => stdin.write_all(&payload).is_err(),
+                    Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
                     _ => true,
                 };
                 // An empty payload closes it; a process that is gone cannot read any more.
-                if gone {
-                    process.stdin = None;
+                if gone && let Some(stdin) = process.stdin.take() {
+                    stdin.close();
                 }
             }
         }
         Kind::Signal => {
             if let (Some(process), Ok(number)) = (processes.get(&id), payload.try_into()) {
                 signal(process.pid, i32::from_le_bytes(number));
+            }
+        }
+        Kind::Resize => {
+            let terminal = processes.get(&id).and_then(|process| process.stdin.as_ref());
+            if let Some(Input::Terminal(terminal)) = terminal {
+                terminal::set_window_size(terminal, serde_json::from_slice(&payload)?);
             }
         }
         Kind::Create => {
@@ -230,39 +263,72 @@ fn handle(
     Ok(())
 }
 
-fn spawn(start: &Start) -> io::Result<Child> {
+/// Starts a process, with both ways to it.
+fn spawn(start: &Start) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
         .split_first()
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no program"))?;
-    Command::new(program)
-        .args(arguments)
-        .envs(start.env.iter().cloned())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        // A group of its own, so that a signal reaches its children too.
-        .process_group(0)
-        .spawn()
+    let mut command = Command::new(program);
+    command.args(arguments).envs(start.env.iter().cloned());
+    if let StreamMode::Terminal(size) = start.streams {
+        // The terminal makes it the leader of a session, and with that of a process group.
+        let terminal = terminal::attach(&mut command, size)?;
+        let child = command.spawn()?;
+        let output = OutputSource::Terminal(terminal.try_clone()?);
+        return Ok((child, Input::Terminal(terminal), output));
+    }
+    // A group of its own, so that a signal reaches its children too.
+    command.stdin(Stdio::piped()).process_group(0);
+    let ordered = match start.streams {
+        StreamMode::Ordered => {
+            let (output, input) = ordered::pipes()?;
+            command.stdout(input.stdout).stderr(input.stderr);
+            Some(output)
+        }
+        _ => {
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            None
+        }
+    };
+    let mut child = command.spawn()?;
+    let missing = || io::Error::from(io::ErrorKind::BrokenPipe);
+    let stdin = child.stdin.take().ok_or_else(missing)?;
+    let output = match ordered {
+        Some(output) => OutputSource::Ordered(output),
+        None => OutputSource::Pipes(
+            child.stdout.take().ok_or_else(missing)?,
+            child.stderr.take().ok_or_else(missing)?,
+        ),
+    };
+    Ok((child, Input::Pipe(stdin), output))
 }
 
 /// Forwards what a process prints, then how it ended.
-fn watch(mut child: Child, id: u32, runner: &Runner) {
-    let stdout = child.stdout.take();
-    let stderr = child.stderr.take();
-    let errors = {
-        let runner = runner.clone();
-        thread::spawn(move || stderr.map(|pipe| forward(pipe, Kind::Stderr, id, &runner)))
-    };
+fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let (ended, watching) = mpsc::channel();
     let watch = {
         let (runner, group) = (runner.clone(), i32::try_from(child.id()).unwrap_or(0));
         thread::spawn(move || tell_what_is_used(group, id, &runner, &watching))
     };
-    if let Some(pipe) = stdout {
-        forward(pipe, Kind::Stdout, id, runner);
+    match output {
+        OutputSource::Pipes(stdout, stderr) => {
+            let errors = {
+                let runner = runner.clone();
+                thread::spawn(move || forward(stderr, Kind::Stderr, id, &runner))
+            };
+            forward(stdout, Kind::Stdout, id, runner);
+            let _ = errors.join();
+        }
+        OutputSource::Ordered(mut output) => {
+            // Fails when the runner has hung up.
+            let _ = output.forward(|stream, bytes| match stream {
+                OutputStream::Stdout => runner.send(Kind::Stdout, id, bytes),
+                OutputStream::Stderr => runner.send(Kind::Stderr, id, bytes),
+            });
+        }
+        OutputSource::Terminal(terminal) => forward(terminal, Kind::Stdout, id, runner),
     }
-    let _ = errors.join();
     drop(ended);
     let _ = watch.join();
     let ended = match child.wait() {
@@ -321,6 +387,10 @@ fn create(new: &NewFile) -> io::Result<File> {
 
 fn fetch(path: &str, id: u32, runner: &Runner) {
     let result = (|| {
+        // The open of a FIFO would wait for a writer, and a device need not end.
+        if !fs::metadata(path)?.is_file() {
+            return Err(io::Error::other("not a regular file"));
+        }
         let mut file = File::open(path)?;
         let mut buffer = vec![0; MAX_PAYLOAD_BYTES];
         loop {

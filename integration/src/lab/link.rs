@@ -1,7 +1,8 @@
 //! The connection to the agent in the lab.
 
 use std::collections::HashMap;
-use std::io;
+use std::fs::File;
+use std::io::{self, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use super::error::LabError;
 use super::remains::Remains;
-use crate::process::Progress;
+use crate::process::{OutputStream, Progress};
 use crate::wire::{Ended, Frame, Kind, read_frame, write_frame};
 
 /// How long moving one file may take.
@@ -31,10 +32,52 @@ struct Waiting {
     gone: Option<Refusal>,
 }
 
-#[derive(Default)]
+/// A file on its way.
 struct Transfer {
-    data: Vec<u8>,
+    data: TransferBuffer,
     result: Option<Result<(), Refusal>>,
+}
+
+impl Transfer {
+    /// Takes a piece of the file. After a failure the rest is dropped.
+    fn take(&mut self, piece: &[u8]) {
+        if self.result.is_none()
+            && let Err(refusal) = self.data.extend(piece)
+        {
+            self.result = Some(Err(refusal));
+        }
+    }
+}
+
+/// Where the contents of a file that comes from the lab are put.
+pub(super) enum TransferBuffer {
+    /// Memory.
+    Memory(Vec<u8>),
+    /// A file that may still grow by so many bytes.
+    File {
+        /// The file, written from its current position.
+        file: File,
+        /// Bytes that it may take.
+        left: u64,
+        /// The limit that is named when it is exceeded.
+        limit: u64,
+    },
+}
+
+impl TransferBuffer {
+    fn extend(&mut self, piece: &[u8]) -> Result<(), Refusal> {
+        match self {
+            Self::Memory(data) => data.extend_from_slice(piece),
+            Self::File { file, left, limit } => {
+                *left = left
+                    .checked_sub(piece.len() as u64)
+                    .ok_or_else(|| Refusal(format!("larger than {} MiB", *limit >> 20)))?;
+                file.write_all(piece)
+                    .map_err(|error| Refusal(error.to_string()))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// What the agent, or the lab's end, says to what was asked.
@@ -109,14 +152,17 @@ impl Link {
         let Frame { kind, id, payload } = frame;
         let mut waiting = self.waiting();
         match kind {
-            Kind::Stdout => {
-                if let Some(progress) = waiting.processes.get(&id) {
-                    progress.stdout(&payload);
-                }
-            }
-            Kind::Stderr => {
-                if let Some(progress) = waiting.processes.get(&id) {
-                    progress.stderr(&payload);
+            Kind::Stdout | Kind::Stderr => {
+                let stream = if kind == Kind::Stdout {
+                    OutputStream::Stdout
+                } else {
+                    OutputStream::Stderr
+                };
+                let progress = waiting.processes.get(&id).cloned();
+                // Who takes the output may be slow, and others need the lock.
+                drop(waiting);
+                if let Some(progress) = progress {
+                    progress.output(stream, &payload);
                 }
             }
             Kind::Used => {
@@ -135,12 +181,15 @@ impl Link {
             }
             Kind::Data => {
                 if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.data.extend_from_slice(&payload);
+                    transfer.take(&payload);
+                    if transfer.result.is_some() {
+                        self.answered.notify_all();
+                    }
                 }
             }
             Kind::Done => {
                 if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.result = Some(Ok(()));
+                    transfer.result.get_or_insert(Ok(()));
                     self.answered.notify_all();
                 }
             }
@@ -154,25 +203,27 @@ impl Link {
                 }
             }
             // Not for us; an agent that sends them is broken, and the waits have limits.
-            Kind::Hello | Kind::Start | Kind::Stdin | Kind::Signal | Kind::Create | Kind::Fetch => {}
+            Kind::Hello
+            | Kind::Start
+            | Kind::Stdin
+            | Kind::Signal
+            | Kind::Create
+            | Kind::Fetch
+            | Kind::Resize => {}
         }
     }
 
-    pub(super) fn start_transfer(&self) -> u32 {
+    /// Announces a transfer whose contents, if any come, go to `data`.
+    pub(super) fn start_transfer(&self, data: TransferBuffer) -> u32 {
         let id = self.new_id();
         let mut waiting = self.waiting();
         let result = waiting.gone.clone().map(Err);
-        waiting.transfers.insert(
-            id,
-            Transfer {
-                data: Vec::new(),
-                result,
-            },
-        );
+        waiting.transfers.insert(id, Transfer { data, result });
         id
     }
 
-    pub(super) fn finish_transfer(&self, id: u32, path: &str) -> Result<Vec<u8>, LabError> {
+    /// Waits for the end of a transfer and returns where its contents went.
+    pub(super) fn finish_transfer(&self, id: u32, path: &str) -> Result<TransferBuffer, LabError> {
         let (mut waiting, timeout) = self
             .answered
             .wait_timeout_while(self.waiting(), TRANSFER_LIMIT, |waiting| {
@@ -182,16 +233,22 @@ impl Link {
                     .is_some_and(|transfer| transfer.result.is_none())
             })
             .unwrap_or_else(PoisonError::into_inner);
-        let transfer = waiting.transfers.remove(&id).unwrap_or_default();
+        let transfer = waiting.transfers.remove(&id);
         let error = |message: String| LabError::Transfer {
             path: path.to_owned(),
             message,
         };
-        match transfer.result {
-            Some(Ok(())) => Ok(transfer.data),
-            Some(Err(Refusal(message))) => Err(error(message)),
-            None if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
-            None => Err(error("no answer".to_owned())),
+        match transfer {
+            Some(Transfer {
+                data,
+                result: Some(Ok(())),
+            }) => Ok(data),
+            Some(Transfer {
+                result: Some(Err(Refusal(message))),
+                ..
+            }) => Err(error(message)),
+            _ if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
+            _ => Err(error("no answer".to_owned())),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! How a lab is set up.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use guest_images::linux::KernelChoice;
 
@@ -21,6 +23,8 @@ pub struct LabOptions {
     /// Raw images that are `/dev/vda`, `/dev/vdb` and so on there; one may be there twice. What is written to
     /// them is lost with the lab.
     pub disks: Vec<PathBuf>,
+    /// Set to true, it ends a boot that has not come to its end, which is then an error.
+    pub cancelled: Arc<AtomicBool>,
 }
 
 impl Default for LabOptions {
@@ -32,6 +36,7 @@ impl Default for LabOptions {
             kernel: KernelChoice::default(),
             files: Vec::new(),
             disks: Vec::new(),
+            cancelled: Arc::default(),
         }
     }
 }

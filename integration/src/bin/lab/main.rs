@@ -1,0 +1,94 @@
+//! The lab host for people: a shell in it, or one command.
+
+mod args;
+mod session;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use args::{LabRequest, Request, USAGE, parse};
+use guest_images::qemu::Qemu;
+use integration::artefacts::{self, ArtefactError, describe};
+use integration::lab::Lab;
+
+fn main() -> ExitCode {
+    match parse(std::env::args().skip(1)) {
+        Ok(Request::Help) => {
+            println!("{USAGE}");
+            ExitCode::SUCCESS
+        }
+        Ok(Request::BuildOnly) => match build() {
+            Ok(qemu) => {
+                report(qemu);
+                ExitCode::SUCCESS
+            }
+            Err(error) => failure(&describe(&error)),
+        },
+        Ok(Request::Lab(request)) => run(*request),
+        Err(error) => {
+            eprintln!("lab: error: {error}\n\n{USAGE}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Boots the lab and does what is asked there.
+fn run(mut request: LabRequest) -> ExitCode {
+    // Before signals are handled: Ctrl-C ends a build as it ends any.
+    let built = build().and_then(|_| artefacts::images_of(&request.options.kernel));
+    if let Err(error) = built {
+        return failure(&describe(&error));
+    }
+    let cancelled = Arc::new(AtomicBool::new(false));
+    let signals = match session::Signals::handle(Arc::clone(&cancelled)) {
+        Ok(signals) => signals,
+        Err(error) => return failure(&format!("cannot handle signals: {error}")),
+    };
+    request.options.cancelled = cancelled;
+    eprintln!("lab: booting");
+    match Lab::boot(&request.options) {
+        Ok(lab) => {
+            eprintln!(
+                "lab: Linux {} up after {:.1} s",
+                lab.kernel_release(),
+                lab.boot_time().as_secs_f64()
+            );
+            session::run(lab, &request, signals)
+        }
+        Err(error) => match signals.received() {
+            Some(signal) => session::signal_status(signal),
+            None => failure(&describe(&error)),
+        },
+    }
+}
+
+/// Builds all that a lab needs. The last part of the programs' build keeps one processor busy: the
+/// images are made beside it.
+fn build() -> Result<&'static Qemu, ArtefactError> {
+    std::thread::scope(|scope| {
+        let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));
+        let binaries = artefacts::binaries();
+        images
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        binaries?;
+        artefacts::qemu()
+    })
+}
+
+/// Prints the version of QEMU and its known limits.
+fn report(qemu: &Qemu) {
+    eprint!("lab: QEMU {}", qemu.version());
+    if qemu.keeps_stale_code() {
+        eprint!(
+            ", which knows no plugins: the lab may hang once in many runs; 8.1 and newer do not (docs/guide/lab.md)"
+        );
+    }
+    eprintln!();
+}
+
+fn failure(message: &str) -> ExitCode {
+    eprintln!("lab: error: {message}");
+    ExitCode::FAILURE
+}

@@ -1,0 +1,436 @@
+//! A command or a shell in the lab: its streams, its terminal, its signals, and its files
+//! afterwards.
+
+use std::fs::Permissions;
+use std::io::{self, IsTerminal, Read, Write, stderr, stdin, stdout};
+use std::os::unix::fs::PermissionsExt;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use integration::artefacts::describe;
+use integration::lab::{Lab, LabError, RemoteProcess};
+use integration::limit::Limit;
+use integration::process::{Command, OutputSink, OutputStream, ProcessError};
+use integration::terminal::{RawMode, window_size};
+use integration::wire::{Ended, StreamMode, WindowSize};
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::args::{FileRequest, LabRequest, directory_of};
+
+/// Exit status of a command that took too long, as of timeout(1).
+const TIMED_OUT: u8 = 124;
+/// Largest file that `--get` copies, in bytes.
+const MAX_GET_BYTES: u64 = 4 << 30;
+/// How long a command may take to end after Ctrl-C, before it is killed.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+/// Window size of a terminal whose own size is not known.
+const DEFAULT_SIZE: WindowSize = WindowSize {
+    rows: 24,
+    columns: 80,
+};
+/// Byte that begins an escape on a terminal: Ctrl-A, as in QEMU.
+const ESCAPE: u8 = 1;
+
+const WELCOME: &str = "
+This is the lab host: Debian's kernel with a real kvm_amd, in QEMU.
+  perfvisor check
+  perfvisor run
+  perfvisor run --kernel /guest/vmlinux --initrd /guest/initrd --pmu amd \\
+      --cmdline 'console=ttyS0 tsc=reliable no_timer_check pv.script=shell'
+Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
+";
+
+/// What a session reacts to, beside the command's end.
+enum Event {
+    /// A signal that asks this program to end.
+    Stop(Signal),
+    /// The window has another size.
+    Resized,
+    /// The reader of our standard output or standard error has gone.
+    OutputClosed,
+    /// Ctrl-A x.
+    Escaped,
+}
+
+/// The signals that ask this program to end, and SIGWINCH.
+pub struct Signals {
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    received: Arc<OnceLock<Signal>>,
+}
+
+impl Signals {
+    /// Handles the signals from now on, in this thread and those that it starts. The first one that
+    /// asks to end sets `cancelled`.
+    ///
+    /// # Errors
+    /// Returns the system's error if signals cannot be blocked.
+    pub fn handle(cancelled: Arc<AtomicBool>) -> io::Result<Self> {
+        let mut set = SigSet::empty();
+        for signal in [
+            Signal::SIGINT,
+            Signal::SIGTERM,
+            Signal::SIGHUP,
+            Signal::SIGQUIT,
+            Signal::SIGWINCH,
+        ] {
+            set.add(signal);
+        }
+        set.thread_block()?;
+        let (sender, events) = channel();
+        let received = Arc::new(OnceLock::new());
+        let (tell, first) = (sender.clone(), Arc::clone(&received));
+        thread::spawn(move || {
+            while let Ok(signal) = set.wait() {
+                let event = if signal == Signal::SIGWINCH {
+                    Event::Resized
+                } else {
+                    let _ = first.set(signal);
+                    cancelled.store(true, Ordering::Relaxed);
+                    Event::Stop(signal)
+                };
+                if tell.send(event).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self {
+            events,
+            sender,
+            received,
+        })
+    }
+
+    /// The first signal that asked to end, if one came.
+    pub fn received(&self) -> Option<Signal> {
+        self.received.get().copied()
+    }
+}
+
+/// Runs the command or the shell, copies the files out, and returns the exit status.
+pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
+    let lab = Arc::new(lab);
+    let is_shell = request.argv.is_empty();
+    let is_terminal = stdin().is_terminal() && stdout().is_terminal();
+    let wants_terminal = request.tty || (is_shell && is_terminal);
+    if is_shell && is_terminal {
+        eprintln!("{WELCOME}");
+    }
+    let status = match start(&lab, request, wants_terminal, signals) {
+        // A shell that a person leaves is no failure, whatever the last command was.
+        Ok(_) if is_shell && is_terminal => 0,
+        Ok(status) => status,
+        Err(Failure { status, message }) => {
+            eprintln!("lab: error: {message}");
+            status
+        }
+    };
+    let complete = request
+        .gets
+        .iter()
+        .fold(true, |complete, get| copy_out(&lab, get) && complete);
+    // Nothing of it is kept: it need not shut down in order.
+    lab.abandon();
+    ExitCode::from(if status == 0 && !complete { 1 } else { status })
+}
+
+/// A command that did not come to its own end.
+struct Failure {
+    status: u8,
+    message: String,
+}
+
+/// Starts the command and waits for its end.
+fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals) -> Result<u8, Failure> {
+    let streams = if terminal {
+        StreamMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
+    } else {
+        StreamMode::Ordered
+    };
+    let sink = output_sink(signals.sender.clone());
+    let (process, remote) = lab
+        .stream(&command(request, terminal), streams, sink)
+        .map_err(|error| failure(&error))?;
+    let raw = if terminal {
+        RawMode::enter().ok().flatten()
+    } else {
+        None
+    };
+    let is_raw = raw.is_some();
+    // A command without a terminal reads nothing: it must see the end of input.
+    if terminal || request.argv.is_empty() {
+        let (input, events) = (remote.clone(), signals.sender.clone());
+        thread::spawn(move || forward_input(&input, is_raw, &events));
+    } else {
+        remote.write(&[]).map_err(|error| Failure {
+            status: 1,
+            message: error.to_string(),
+        })?;
+    }
+    let reaction = Arc::new(Mutex::new(None));
+    let (weak, kept) = (Arc::downgrade(lab), Arc::clone(&reaction));
+    thread::spawn(move || react(&signals.events, &remote, &weak, &kept));
+    let limit = if request.argv.is_empty() {
+        Limit::from(Duration::MAX)
+    } else {
+        Limit::from(request.time_limit)
+    };
+    let result = process.wait(limit);
+    // Messages from here on are for a terminal in its usual mode.
+    drop(raw);
+    let reaction = *reaction.lock().unwrap_or_else(PoisonError::into_inner);
+    match (result, reaction) {
+        (Ok(output), _) => Ok(exit_status(output.ended)),
+        (Err(_), Some(status)) => Ok(status),
+        (Err(error), None) => Err(failure(&error)),
+    }
+}
+
+/// The command of a request, or a shell.
+fn command(request: &LabRequest, terminal: bool) -> Command {
+    let mut command = Command {
+        argv: request.argv.clone(),
+        env: Vec::new(),
+    };
+    if request.argv.is_empty() {
+        command = Command::shell("cd; exec sh");
+    }
+    match std::env::var("TERM") {
+        Ok(kind) if terminal => command.env("TERM", kind),
+        _ => command,
+    }
+}
+
+fn failure(error: &ProcessError) -> Failure {
+    let status = match error {
+        ProcessError::TimedOut { .. } => TIMED_OUT,
+        // As a shell says that there is no such command.
+        ProcessError::Start { .. } => 127,
+        _ => 1,
+    };
+    let message = match error {
+        // Its output has been shown.
+        ProcessError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
+        _ => describe(error),
+    };
+    Failure { status, message }
+}
+
+/// The exit status that stands for the end of a command, as a shell has it.
+fn exit_status(ended: Ended) -> u8 {
+    let code = match (ended.code, ended.signal) {
+        (Some(code), _) => code,
+        (None, Some(signal)) => 128 + signal,
+        (None, None) => 1,
+    };
+    u8::try_from(code).unwrap_or(1)
+}
+
+/// The exit status of a program that a signal ended, as a shell has it.
+pub fn signal_status(signal: Signal) -> ExitCode {
+    ExitCode::from(exit_status(Ended {
+        code: None,
+        signal: Some(signal as i32),
+    }))
+}
+
+/// Writes each piece of output to its own stream here.
+fn output_sink(events: Sender<Event>) -> OutputSink {
+    let events = Mutex::new(events);
+    let closed = AtomicBool::new(false);
+    Box::new(move |stream, bytes| {
+        if closed.load(Ordering::Relaxed) {
+            return;
+        }
+        let written = match stream {
+            OutputStream::Stdout => write_all(&mut stdout().lock(), bytes),
+            OutputStream::Stderr => write_all(&mut stderr().lock(), bytes),
+        };
+        if written.is_err() {
+            closed.store(true, Ordering::Relaxed);
+            let events = events.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = events.send(Event::OutputClosed);
+        }
+    })
+}
+
+fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    out.write_all(bytes)?;
+    out.flush()
+}
+
+/// Reacts to signals until the lab is gone. What ends the command before its own end is kept in
+/// `reaction`, as the exit status for it.
+fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reaction: &Mutex<Option<u8>>) {
+    let mut stopping = false;
+    loop {
+        let event = if stopping {
+            events.recv_timeout(END_PATIENCE)
+        } else {
+            events.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        };
+        let keep = |status| {
+            reaction
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .get_or_insert(status);
+        };
+        let abandon = || {
+            if let Some(lab) = lab.upgrade() {
+                lab.abandon();
+            }
+        };
+        match event {
+            Ok(Event::Resized) => {
+                if let Some(size) = window_size(stdout()) {
+                    remote.resize(size);
+                }
+            }
+            Ok(Event::Stop(signal)) => {
+                keep(exit_status(Ended {
+                    code: None,
+                    signal: Some(signal as i32),
+                }));
+                // The second one is meant seriously.
+                if stopping {
+                    abandon();
+                } else {
+                    remote.signal(signal as i32);
+                }
+                stopping = true;
+            }
+            Ok(Event::OutputClosed) => {
+                keep(exit_status(Ended {
+                    code: None,
+                    signal: Some(libc::SIGPIPE),
+                }));
+                remote.signal(libc::SIGPIPE);
+                stopping = true;
+            }
+            Ok(Event::Escaped) => {
+                keep(0);
+                abandon();
+            }
+            Err(RecvTimeoutError::Timeout) => remote.signal(libc::SIGKILL),
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}
+
+/// Passes our standard input on to the command, until its end or an escape on a raw terminal.
+fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
+    let mut buffer = [0; 4096];
+    let mut escape = Escape::default();
+    loop {
+        let length = match stdin().lock().read(&mut buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Ok(length) => length,
+            Err(_) => 0,
+        };
+        if length == 0 {
+            let _ = remote.write(&[]);
+            return;
+        }
+        let typed = if is_raw {
+            match escape.filter(&buffer[..length]) {
+                Some(typed) => typed,
+                None => {
+                    let _ = events.send(Event::Escaped);
+                    return;
+                }
+            }
+        } else {
+            buffer[..length].to_vec()
+        };
+        if !typed.is_empty() && remote.write(&typed).is_err() {
+            return;
+        }
+    }
+}
+
+/// Escapes in what is typed on a raw terminal: Ctrl-A x ends the lab, Ctrl-A a is Ctrl-A.
+#[derive(Default)]
+struct Escape {
+    begun: bool,
+}
+
+impl Escape {
+    /// Returns the bytes for the command, or `None` if the lab is to end.
+    fn filter(&mut self, typed: &[u8]) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        for byte in typed {
+            match (std::mem::take(&mut self.begun), *byte) {
+                (false, ESCAPE) => self.begun = true,
+                (false, byte) => bytes.push(byte),
+                (true, b'x' | b'X') => return None,
+                (true, b'a' | ESCAPE) => bytes.push(ESCAPE),
+                // No escape after all.
+                (true, byte) => bytes.extend([ESCAPE, byte]),
+            }
+        }
+        Some(bytes)
+    }
+}
+
+/// Copies a file out of the lab; prints one line if that fails. An older file is replaced only by a
+/// whole one.
+fn copy_out(lab: &Lab, get: &FileRequest) -> bool {
+    let report = |error: &dyn std::error::Error| {
+        let file = get.file.display();
+        eprintln!("lab: error: --get {}={file}: {}", get.lab_path, describe(error));
+        false
+    };
+    let part = tempfile::Builder::new()
+        .prefix(".lab-get-")
+        // The process's umask applies.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(directory_of(&get.file));
+    let part = match part {
+        Ok(part) => part,
+        Err(error) => return report(&error),
+    };
+    let file = match part.as_file().try_clone() {
+        Ok(file) => file,
+        Err(error) => return report(&error),
+    };
+    match lab.get_into(&get.lab_path, file, MAX_GET_BYTES) {
+        Ok(()) => {}
+        // The agent's message names the file.
+        Err(LabError::Transfer { message, .. }) => return report(&io::Error::other(message)),
+        Err(error) => return report(&error),
+    }
+    match part.persist(&get.file) {
+        Ok(_) => true,
+        Err(error) => report(&error.error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_status_is_the_commands_or_names_its_signal() {
+        let status = |code, signal| exit_status(Ended { code, signal });
+        assert_eq!(status(Some(0), None), 0);
+        assert_eq!(status(Some(255), None), 255);
+        assert_eq!(status(None, Some(libc::SIGINT)), 130);
+        assert_eq!(status(None, Some(libc::SIGKILL)), 137);
+        assert_eq!(status(None, None), 1);
+    }
+
+    #[test]
+    fn escapes_are_found_across_reads() {
+        let mut escape = Escape::default();
+        assert_eq!(escape.filter(b"ls\r").unwrap(), b"ls\r");
+        assert_eq!(escape.filter(b"\x01").unwrap(), b"");
+        assert_eq!(escape.filter(b"a\x01\x01b").unwrap(), b"\x01\x01b");
+        assert_eq!(escape.filter(b"\x01q").unwrap(), b"\x01q");
+        assert_eq!(escape.filter(b"\x01"), Some(vec![]));
+        assert_eq!(escape.filter(b"x"), None);
+    }
+}

@@ -1,0 +1,168 @@
+//! Terminals on both sides of the lab: the user's here, and the one of a command there.
+#![expect(
+    unsafe_code,
+    reason = "ioctls of terminals, and what a child does between fork and exec"
+)]
+
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use nix::fcntl::OFlag;
+use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
+use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
+
+use crate::wire::WindowSize;
+
+/// Raw mode of the terminal on standard input. The former mode returns when this is dropped.
+pub struct RawMode {
+    former: Termios,
+}
+
+impl RawMode {
+    /// Makes the terminal raw: keys arrive one by one, and Ctrl-C is a byte. Returns `None` if
+    /// standard input is not a terminal.
+    ///
+    /// # Errors
+    /// Returns the system's error if the mode cannot be changed.
+    pub fn enter() -> io::Result<Option<Self>> {
+        let stdin = io::stdin();
+        if !stdin.is_terminal() {
+            return Ok(None);
+        }
+        let former = tcgetattr(&stdin)?;
+        let mut raw = former.clone();
+        cfmakeraw(&mut raw);
+        // Messages of this program end lines with a line feed alone.
+        raw.output_flags = former.output_flags;
+        tcsetattr(&stdin, SetArg::TCSADRAIN, &raw)?;
+        Ok(Some(Self { former }))
+    }
+}
+
+impl Drop for RawMode {
+    fn drop(&mut self) {
+        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.former);
+    }
+}
+
+/// Returns the window size of a terminal, or `None` if it is not a terminal or has no size.
+pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
+    let mut size = Winsize {
+        ws_row: 0,
+        ws_col: 0,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    // SAFETY: TIOCGWINSZ writes one winsize, which lives until the call has returned.
+    let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) };
+    // A serial line that nobody has told its size has none.
+    (result == 0 && size.ws_row > 0 && size.ws_col > 0).then_some(WindowSize {
+        rows: size.ws_row,
+        columns: size.ws_col,
+    })
+}
+
+/// Sets the window size of a terminal. The kernel sends SIGWINCH to its foreground process group.
+pub fn set_window_size(terminal: impl AsFd, size: WindowSize) {
+    let size = Winsize {
+        ws_row: size.rows,
+        ws_col: size.columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    // SAFETY: TIOCSWINSZ reads one winsize, which lives until the call has returned.
+    let _ = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+}
+
+/// Connects the three streams of `command` to a new terminal, which controls its session. Returns
+/// the terminal's other end; a read there fails with EIO after the last process has closed the
+/// terminal.
+///
+/// # Errors
+/// Returns the system's error if there are no terminals or descriptors left.
+pub fn attach(command: &mut Command, size: WindowSize) -> io::Result<File> {
+    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+    let master = posix_openpt(flags)?;
+    grantpt(&master)?;
+    unlockpt(&master)?;
+    let master = OwnedFd::from(master);
+    // SAFETY: TIOCGPTPEER takes flags of open(2) by value, and touches no memory (ioctl_tty(2)).
+    let slave = unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags.bits()) };
+    if slave < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has just opened this descriptor, and nobody else knows it.
+    let slave = unsafe { OwnedFd::from_raw_fd(slave) };
+    set_window_size(&master, size);
+    command
+        .stdin(Stdio::from(slave.try_clone()?))
+        .stdout(Stdio::from(slave.try_clone()?))
+        .stderr(Stdio::from(slave));
+    // SAFETY: between fork and exec the child makes two system calls, which are safe there
+    // (signal-safety(7)), and touches no memory but its own stack.
+    unsafe {
+        command.pre_exec(|| {
+            if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(())
+        });
+    }
+    Ok(master.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    /// Everything that `command` prints on a terminal of this size.
+    fn output(script: &str, size: WindowSize, meanwhile: impl FnOnce(&File)) -> String {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let mut master = attach(&mut command, size).unwrap();
+        let mut child = command.spawn().unwrap();
+        // It holds the other end of the terminal, which would never be closed.
+        drop(command);
+        meanwhile(&master);
+        let mut text = Vec::new();
+        let mut buffer = [0; 1024];
+        while let Ok(length @ 1..) = master.read(&mut buffer) {
+            text.extend_from_slice(&buffer[..length]);
+        }
+        assert!(child.wait().unwrap().success());
+        String::from_utf8(text).unwrap().replace('\r', "")
+    }
+
+    #[test]
+    fn command_sees_the_window_size_and_its_changes() {
+        let size = WindowSize {
+            rows: 33,
+            columns: 132,
+        };
+        let other = WindowSize {
+            rows: 40,
+            columns: 71,
+        };
+        assert_eq!(output("stty size; test -t 2", size, |_| ()), "33 132\n");
+        let script = "stty size; while [ \"$(stty size)\" = '33 132' ]; do :; done; stty size";
+        let changed = output(script, size, |master| {
+            assert_eq!(window_size(master), Some(size));
+            let mut byte = [0];
+            // Its first line is there: it has seen the first size.
+            (&*master).read_exact(&mut byte).unwrap();
+            set_window_size(master, other);
+        });
+        assert_eq!(changed, "3 132\n40 71\n");
+    }
+
+    #[test]
+    fn a_pipe_has_no_window_size() {
+        let (reader, _writer) = io::pipe().unwrap();
+        assert_eq!(window_size(&reader), None);
+    }
+}
