@@ -1,25 +1,31 @@
 //! The QEMU that the lab runs in, and what an old one needs.
 //!
-//! Before 8.1 QEMU read code for its translations without a lock. A kernel that patches itself while another
-//! processor translates just there, as Linux does when perf events come and go, may have its breakpoint
-//! translated and kept after it is gone; that processor then takes the same breakpoint for ever. A plugin
-//! (`programs/stale-code.c`) has such translations dropped. A newer QEMU would do as well, but 10.0 is slower
-//! (docs/guide/lab.md).
+//! [`ensure`] chooses it: the installed one, another one that the environment names, or that of
+//! Debian's backports, which is unpacked below the target directory and run from there without
+//! being installed. An older QEMU gets what keeps its faults away (docs/guide/lab.md): a plugin
+//! that drops stale translations (`programs/stale-code.c`), and a processor without the
+//! instructions that it gets wrong.
 
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::deb::{Archive, DebError};
 use crate::linux::{BuildError, compile};
+use crate::progress::Progress;
 
-/// What the lab's QEMU is called.
+/// The name of the lab's QEMU.
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// Names another QEMU to use.
+/// The variable that names another QEMU to use: a program, or [`BACKPORTS`].
 const OVERRIDE: &str = "PERFVISOR_QEMU";
 
-/// The first version that translates only what it has locked.
+/// The value of [`OVERRIDE`] that stands for the QEMU of the release's backports.
+const BACKPORTS: &str = "backports";
+
+/// The first version that translates only what it has locked. Before, a processor could keep the
+/// translation of a breakpoint that Linux had set while it patched itself, and took it for ever.
 const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 
 /// The first version whose CMPXCHG16B leaves all flags but ZF as they were. Before, they came from whatever
@@ -27,10 +33,21 @@ const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 /// wrongly behind it and died.
 const KNOWS_CMPXCHG16B: Version = Version(8, 0);
 
-/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics
-/// (docs/guide/lab.md). Tried with 7.2; it seems that KVM cannot intercept XSETBV there. So there is neither
-/// XSAVE nor what needs it.
+/// The first version known to be right about XSAVE in guests. With 7.2 guests' kernels warn of
+/// sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics. Versions between the two
+/// were not tried.
+const KNOWS_XSAVE: Version = Version(10, 0);
+
+/// XSAVE and what needs it, to be hidden.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
+
+/// Packages of QEMU that the lab needs.
+const PACKAGES: [&str; 4] = [
+    "qemu-system-x86",
+    "qemu-system-common",
+    "qemu-system-data",
+    "seabios",
+];
 
 const PLUGIN_SOURCE: &str = include_str!("../programs/stale-code.c");
 const PLUGIN_FLAGS: [&str; 7] = [
@@ -52,9 +69,32 @@ pub enum QemuError {
     /// The file that the environment names is not QEMU.
     #[error("{OVERRIDE}={0}: not a QEMU that runs")]
     Named(PathBuf),
+    /// The backports have none that runs here.
+    #[error("{OVERRIDE}={BACKPORTS}: no QEMU to run")]
+    Fetch(#[from] FetchError),
     /// The plugin could not be built.
     #[error("cannot build QEMU's plugin")]
     Plugin(#[from] BuildError),
+}
+
+/// Why no QEMU could be fetched.
+#[derive(Debug, thiserror::Error)]
+pub enum FetchError {
+    /// The archive or its packages.
+    #[error(transparent)]
+    Deb(#[from] DebError),
+    /// A file below the target directory.
+    #[error("{path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The program does not start.
+    #[error("{0} does not start; a library may be missing (try: ldd {0})")]
+    DoesNotStart(PathBuf),
 }
 
 /// Major and minor version.
@@ -66,6 +106,7 @@ struct Version(u32, u32);
 pub struct Qemu {
     program: PathBuf,
     version: Version,
+    data: Vec<PathBuf>,
     plugin: Option<PathBuf>,
 }
 
@@ -76,6 +117,7 @@ impl Qemu {
         Some(Self {
             program: program.to_owned(),
             version,
+            data: Vec::new(),
             plugin: None,
         })
     }
@@ -85,22 +127,23 @@ impl Qemu {
         &self.program
     }
 
-    /// What its command line must hold besides the machine.
+    /// The options that its command line needs besides the machine.
     pub fn arguments(&self) -> impl Iterator<Item = &OsStr> {
-        self.plugin
-            .iter()
-            .flat_map(|plugin| [OsStr::new("-plugin"), plugin.as_os_str()])
+        let data = self.data.iter().map(|directory| ("-L", directory));
+        let plugin = self.plugin.iter().map(|plugin| ("-plugin", plugin));
+        data.chain(plugin)
+            .flat_map(|(option, value)| [OsStr::new(option), value.as_os_str()])
     }
 
-    /// The processor it emulates for the lab: an AMD model that QEMU has since 2.12, with nested paging, less
-    /// what it gets wrong.
+    /// The processor that it emulates for the lab: an AMD model that QEMU has since 2.12, with
+    /// nested paging, less what this version gets wrong.
     pub fn processor(&self) -> String {
-        let cmpxchg16b = if self.version < KNOWS_CMPXCHG16B {
-            ",-cx16"
-        } else {
-            ""
+        let hide = |right_since, features| {
+            if self.version < right_since { features } else { "" }
         };
-        format!("EPYC,+svm{cmpxchg16b}{NO_XSAVE}")
+        let cmpxchg16b = hide(KNOWS_CMPXCHG16B, ",-cx16");
+        let xsave = hide(KNOWS_XSAVE, NO_XSAVE);
+        format!("EPYC,+svm{cmpxchg16b}{xsave}")
     }
 
     /// Its version, such as `7.2`.
@@ -114,17 +157,22 @@ impl Qemu {
     }
 }
 
-/// The QEMU to use: the one that PERFVISOR_QEMU names, else the installed one, with the plugin if it needs
-/// and knows plugins.
+/// Returns the QEMU to use: the one that PERFVISOR_QEMU names, else the installed one, with the
+/// plugin if it needs and knows plugins. `PERFVISOR_QEMU=backports` names that of the release's
+/// backports, which is fetched once into `target_dir`.
 ///
 /// Safe to call from several processes at once.
 ///
 /// # Errors
-/// There is no QEMU, or the plugin cannot be compiled.
-pub fn ensure(target_dir: &Path) -> Result<Qemu, QemuError> {
-    let named = std::env::var_os(OVERRIDE).map(PathBuf::from);
-    let mut qemu = match &named {
-        Some(program) => Qemu::probe(program).ok_or_else(|| QemuError::Named(program.clone()))?,
+/// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
+/// if the one that PERFVISOR_QEMU names cannot be run, and [`QemuError::Plugin`] if the plugin
+/// cannot be compiled.
+pub fn ensure(target_dir: &Path, progress: &Progress) -> Result<Qemu, QemuError> {
+    let mut qemu = match std::env::var_os(OVERRIDE).map(PathBuf::from) {
+        Some(program) if program == Path::new(BACKPORTS) => {
+            of_backports(&target_dir.join("guest"), progress)?
+        }
+        Some(program) => Qemu::probe(&program).ok_or(QemuError::Named(program))?,
         None => Qemu::probe(Path::new(PROGRAM)).ok_or(QemuError::Missing)?,
     };
     if qemu.keeps_stale_code() {
@@ -136,6 +184,58 @@ pub fn ensure(target_dir: &Path) -> Result<Qemu, QemuError> {
         );
         qemu.plugin = takes_it.map(|_| plugin);
     }
+    Ok(qemu)
+}
+
+/// The QEMU of the release's backports, unpacked below `base`; fetched if it is not there.
+fn of_backports(base: &Path, progress: &Progress) -> Result<Qemu, FetchError> {
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        move |source| FetchError::Io { path, source }
+    };
+    let directory = base.join("qemu");
+    fs::create_dir_all(&directory).map_err(io(&directory))?;
+    let lock_path = directory.join(".lock");
+    let lock = fs::File::create(&lock_path).map_err(io(&lock_path))?;
+    {
+        let _waiting = progress.tick("waiting for another process that fetches QEMU");
+        lock.lock().map_err(io(&lock_path))?;
+    }
+    let directory = fs::canonicalize(&directory).map_err(io(&directory))?;
+    let root = directory.join("root");
+    if !root.exists() {
+        fetch(base, &directory, &root, progress)?;
+    }
+    unpacked(&root)
+}
+
+/// Fetches and unpacks QEMU into `root`, which is there only if all of it is.
+fn fetch(base: &Path, directory: &Path, root: &Path, progress: &Progress) -> Result<(), FetchError> {
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        move |source| FetchError::Io { path, source }
+    };
+    let part = directory.join("root.part");
+    if part.exists() {
+        fs::remove_dir_all(&part).map_err(io(&part))?;
+    }
+    let mut archive = Archive::backports(&base.join("debs"), &base.join("backports"), progress)?;
+    let debs = archive.fetch(&PACKAGES)?;
+    let _unpacking = progress.begin("unpacking QEMU");
+    for deb in debs {
+        archive.unpack(&deb, &part)?;
+    }
+    unpacked(&part)?;
+    fs::rename(&part, root).map_err(io(root))
+}
+
+/// The QEMU that is unpacked in `root`, if it runs here.
+fn unpacked(root: &Path) -> Result<Qemu, FetchError> {
+    let program = root.join("usr/bin").join(PROGRAM);
+    let mut qemu = Qemu::probe(&program).ok_or(FetchError::DoesNotStart(program))?;
+    qemu.data = ["usr/share/qemu", "usr/share/seabios"]
+        .map(|name| root.join(name))
+        .to_vec();
     Ok(qemu)
 }
 
@@ -190,7 +290,19 @@ fn parse_version(text: &str) -> Option<Version> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
+
+    fn qemu(version: Version) -> Qemu {
+        Qemu {
+            program: PROGRAM.into(),
+            version,
+            data: Vec::new(),
+            plugin: None,
+        }
+    }
 
     #[test]
     fn versions_are_read_and_compared_by_number() {
@@ -202,11 +314,9 @@ mod tests {
         assert_eq!(parse_version("QEMU emulator version x.y"), None);
         assert_eq!(parse_version("version 9.1"), None);
         let keeps_stale_code = |version, plugin| {
-            let program = PROGRAM.into();
             Qemu {
-                program,
-                version,
                 plugin,
+                ..qemu(version)
             }
             .keeps_stale_code()
         };
@@ -218,20 +328,32 @@ mod tests {
     }
 
     #[test]
-    fn cmpxchg16b_is_hidden_where_its_flags_are_wrong_and_xsave_everywhere() {
-        let processor = |version| {
-            let program = PROGRAM.into();
-            let plugin = None;
-            Qemu {
-                program,
-                version,
-                plugin,
-            }
-            .processor()
-        };
+    fn instructions_are_hidden_where_qemu_gets_them_wrong() {
+        let processor = |version| qemu(version).processor();
         assert_eq!(processor(Version(7, 2)), format!("EPYC,+svm,-cx16{NO_XSAVE}"));
         assert_eq!(processor(Version(8, 0)), format!("EPYC,+svm{NO_XSAVE}"));
-        assert_eq!(processor(Version(10, 0)), format!("EPYC,+svm{NO_XSAVE}"));
+        assert_eq!(processor(Version(9, 2)), format!("EPYC,+svm{NO_XSAVE}"));
+        assert_eq!(processor(Version(10, 0)), "EPYC,+svm");
+    }
+
+    #[test]
+    fn unpacked_qemu_gets_its_own_firmware() {
+        let root = tempfile::tempdir().unwrap();
+        let bin = root.path().join("usr/bin");
+        fs::create_dir_all(&bin).unwrap();
+        assert!(matches!(unpacked(root.path()), Err(FetchError::DoesNotStart(_))));
+        let program = bin.join(PROGRAM);
+        fs::write(&program, "#!/bin/sh\necho QEMU emulator version 10.0.2\n").unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let qemu = unpacked(root.path()).unwrap();
+        assert_eq!(
+            (qemu.version(), qemu.processor()),
+            ("10.0".to_owned(), "EPYC,+svm".to_owned())
+        );
+        let arguments: Vec<_> = qemu.arguments().collect();
+        let share = |name: &str| root.path().join("usr/share").join(name).into_os_string();
+        let expected: [OsString; 4] = ["-L".into(), share("qemu"), "-L".into(), share("seabios")];
+        assert_eq!(arguments, expected);
     }
 
     #[test]

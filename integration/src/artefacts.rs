@@ -95,7 +95,8 @@ pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
 /// When none is installed, or its plugin cannot be built.
 pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
     static QEMU: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
-    QEMU.get_or_init(|| qemu::ensure(&target_dir()).map_err(|error| ArtefactError(describe(&error))))
+    let ensure = || qemu::ensure(&target_dir(), &Progress::new("lab"));
+    QEMU.get_or_init(|| ensure().map_err(|error| ArtefactError(describe(&error))))
         .as_ref()
         .map_err(Clone::clone)
 }
