@@ -437,7 +437,7 @@ fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientErr
     let (head, value) = match reply {
         Ok(TypedReply { id, ok, error }) => (TypedReply::<IgnoredAny> { id, ok: None, error }, ok),
         Err(_) if wrong_type => {
-            let head = serde_json::from_slice(line).map_err(|_| ClientError::Reply("fields"))?;
+            let head = serde_json::from_slice(line).map_err(|_| ClientError::Reply("not JSON"))?;
             (head, None)
         }
         Err(_) => return Err(ClientError::Reply("not JSON")),
