@@ -13,7 +13,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("vpmu", &["perf-core"]),
     ("kernel-images", &[]),
     ("guest-profile", &["kernel-images", "perf-core"]),
-    ("control-api", &["perf-core"]),
+    ("control-api", &["perf-core", "sandbox"]),
     ("sandbox", &[]),
     ("virtio-devices", &["perf-core", "sandbox"]),
     ("guest-agent", &[]),

@@ -1,11 +1,14 @@
 //! Where control sockets are, and which VMs they lead to.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use sandbox::paths::{self, Directory};
 
 use crate::peer;
 
@@ -343,7 +346,17 @@ pub fn check_name(name: &str) -> Result<(), PlaceError> {
 /// # Errors
 /// [`PlaceError`]; [`PlaceError::NotPrivate`] if it is not ours alone.
 pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
-    match fs::DirBuilder::new().mode(0o700).create(dir) {
+    let (inside, created) = match Directory::of(dir) {
+        Ok((parent, name)) => {
+            let inside = parent.path(&name);
+            let created = parent
+                .act(|| fs::DirBuilder::new().mode(0o700).create(&inside))
+                .flatten();
+            (Some((parent, inside)), created)
+        }
+        Err(e) => (None, Err(e)),
+    };
+    match created {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         Err(e) => {
@@ -357,7 +370,8 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
         }
     }
     // No link is followed: in /tmp anybody could have put one there.
-    let meta = fs::symlink_metadata(dir).map_err(os("cannot look at", dir))?;
+    let path = inside.as_ref().map_or(dir, |(_, path)| path.as_path());
+    let meta = fs::symlink_metadata(path).map_err(os("cannot look at", dir))?;
     let owner = peer::own_uid();
     if !is_private(&meta, owner) {
         return Err(PlaceError::NotPrivate {
@@ -385,14 +399,25 @@ impl Socket {
         check_name(name)?;
         make_directory(dir)?;
         let path = socket_path(dir, name);
+        let directory = Directory::open(dir).map_err(os("cannot look at", dir))?;
         // Bound under another name and linked in place: at its own name it is never seen before it listens,
         // and of two VMs that want one name the link decides.
-        let hidden = dir.join(format!(".{}-{name}", std::process::id()));
-        let _ = fs::remove_file(&hidden);
-        let listener = UnixListener::bind(&hidden).map_err(os("cannot listen at", &hidden))?;
-        let linked = link(&hidden, &path, name);
-        let _ = fs::remove_file(&hidden);
-        linked?;
+        let hidden: OsString = format!(".{}-{name}", std::process::id()).into();
+        let shown = dir.join(&hidden);
+        let (from, to) = (
+            directory.path(&hidden),
+            directory.path(path.file_name().unwrap_or_default()),
+        );
+        let _ = directory.act(|| fs::remove_file(&from));
+        let listener = directory
+            .bind(&hidden, Some(0o600), &shown)
+            .map_err(os("cannot listen at", &shown))?;
+        let linked = directory.act(|| {
+            let linked = link(&from, &to, &path, name);
+            let _ = fs::remove_file(&from);
+            linked
+        });
+        linked.map_err(os("cannot make", &path))??;
         let socket = Self { listener, path };
         socket
             .listener
@@ -407,18 +432,10 @@ impl Socket {
     /// # Errors
     /// [`PlaceError::Os`].
     pub fn bind_at(path: &Path, mode: u32) -> Result<Self, PlaceError> {
-        let left_behind =
-            fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) && is_dead(path);
-        if left_behind {
-            let _ = fs::remove_file(path);
-        }
-        let listener = UnixListener::bind(path).map_err(os("cannot listen at", path))?;
         let socket = Self {
-            listener,
+            listener: paths::bind(path, Some(mode)).map_err(os("cannot listen at", path))?,
             path: path.to_owned(),
         };
-        fs::set_permissions(path, fs::Permissions::from_mode(mode))
-            .map_err(os("cannot set the permissions of", path))?;
         socket
             .listener
             .set_nonblocking(true)
@@ -432,13 +449,14 @@ impl Socket {
     }
 }
 
-fn link(hidden: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
+/// Links `from` to `to`, which errors show as `path`.
+fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
     for _ in 0..2 {
-        match fs::hard_link(hidden, path) {
+        match fs::hard_link(from, to) {
             Ok(()) => return Ok(()),
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(os("cannot make", path)(e)),
-            Err(_) if is_dead(path) => {
-                let _ = fs::remove_file(path);
+            Err(_) if is_dead(to) => {
+                let _ = fs::remove_file(to);
             }
             Err(_) => break,
         }
@@ -448,7 +466,7 @@ fn link(hidden: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        paths::remove_socket(&self.path, None);
     }
 }
 

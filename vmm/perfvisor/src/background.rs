@@ -1,11 +1,14 @@
 //! A VM without a terminal: in a shell's background, as a daemon of its own, under a service manager.
 #![expect(unsafe_code, reason = "fork(2), setsid(2), dup2(2), signal(2)")]
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsRawFd;
-
-use sd_notify::NotifyState;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::Path;
 
 use crate::exit::ExitStatus;
 
@@ -108,18 +111,75 @@ impl Starting {
     }
 }
 
-/// Tells a service manager, if there is one, that the VM runs.
-pub fn tell_ready() {
-    notify(&[NotifyState::Ready, NotifyState::MainPid(std::process::id())]);
+/// Variable with the address of the service manager's socket (sd_notify(3)).
+const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+
+/// The connection to a service manager. It is made before the VM's threads have their filters: afterwards
+/// none of them can connect to anything.
+#[derive(Debug, Default)]
+pub struct ServiceManager(Option<UnixDatagram>);
+
+impl ServiceManager {
+    /// Connects to the service manager that started this process, if one did. A failure is logged.
+    pub fn connect() -> Self {
+        let Some(address) = std::env::var_os(NOTIFY_SOCKET) else {
+            return Self(None);
+        };
+        let connected = address_of(address.as_encoded_bytes()).and_then(|address| {
+            let socket = UnixDatagram::unbound()?;
+            socket.connect_addr(&address)?;
+            Ok(socket)
+        });
+        Self(connected.inspect_err(|e| log::warn!("NOTIFY_SOCKET: {e}")).ok())
+    }
+
+    /// Tells that the VM runs.
+    pub fn ready(&self) {
+        self.notify(&format!("READY=1\nMAINPID={}\n", std::process::id()));
+    }
+
+    /// Tells that the VM is ending.
+    pub fn stopping(&self) {
+        self.notify("STOPPING=1\n");
+    }
+
+    fn notify(&self, state: &str) {
+        if let Some(Err(e)) = self.0.as_ref().map(|socket| socket.send(state.as_bytes())) {
+            log::warn!("NOTIFY_SOCKET: {e}");
+        }
+    }
 }
 
-/// Tells it that the VM is ending.
-pub fn tell_stopping() {
-    notify(&[NotifyState::Stopping]);
+/// The address that `NOTIFY_SOCKET` names: an absolute path, or an abstract name after `@`.
+fn address_of(text: &[u8]) -> io::Result<SocketAddr> {
+    match text {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        [b'/', ..] => SocketAddr::from_pathname(Path::new(OsStr::from_bytes(text))),
+        _ => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "not a path and not an abstract name (@NAME)",
+        )),
+    }
 }
 
-fn notify(state: &[NotifyState<'_>]) {
-    if let Err(e) = sd_notify::notify(state) {
-        log::warn!("NOTIFY_SOCKET: {e}");
+/// A file that reaches the limit of file sizes fails with an error, instead of ending the VM (SIGXFSZ).
+pub fn survive_file_size_limit() {
+    // SAFETY: ignoring the signal runs no code of ours; write(2) returns EFBIG then.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notify_socket_is_a_path_or_an_abstract_name() {
+        let path = address_of(b"/run/systemd/notify").unwrap();
+        assert_eq!(path.as_pathname(), Some(Path::new("/run/systemd/notify")));
+        let name = address_of(b"@notify").unwrap();
+        assert_eq!(name.as_abstract_name(), Some(&b"notify"[..]));
+        for wrong in [&b""[..], b"notify", b"vsock:2:1"] {
+            assert!(address_of(wrong).is_err(), "{wrong:?}");
+        }
     }
 }

@@ -384,8 +384,9 @@ pub struct RunArgs {
     pub landlock: bool,
     /// Give the VM namespaces of its own: no network, and no file but those that --landlock would leave it.
     /// As root it is the user uid from its start, and of the group gid [default: the group of that number].
-    /// It joins the control group whose directory (cgroup v2) is there and named.
-    #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR]", num_args = 0..=1, default_missing_value = "")]
+    /// It joins the control group whose directory (cgroup v2) is there and named. It writes no file beyond
+    /// fsize, and has no-file descriptors at most.
+    #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR][,fsize=SIZE][,no-file=N]", num_args = 0..=1, default_missing_value = "")]
     pub jail: Option<JailConfig>,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]

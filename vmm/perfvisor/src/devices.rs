@@ -4,8 +4,11 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::hash::Hash;
 use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use control_api::place;
+use sandbox::SocketBroker;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::Block;
 use virtio_devices::disk::image::ImageError;
@@ -16,7 +19,7 @@ use virtio_devices::net::vhost::{Kernel, VhostError};
 use virtio_devices::rng::Rng;
 use virtio_devices::share::Share;
 use virtio_devices::share::backend::BackendError;
-use virtio_devices::share::config::ShareConfig;
+use virtio_devices::share::config::{ShareConfig, Source};
 use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
@@ -79,7 +82,7 @@ pub enum DeviceError {
 }
 
 /// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them. `log` is where
-/// their processes' messages go; standard error if nothing is there.
+/// their processes' messages go; standard error if nothing is there. `broker` connects to sockets for them.
 ///
 /// # Errors
 /// [`DeviceError`]; nothing of the guest's has been touched.
@@ -87,6 +90,7 @@ pub fn wanted(
     args: &RunArgs,
     vm: &str,
     log: Option<&File>,
+    broker: &Arc<SocketBroker>,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
@@ -98,20 +102,15 @@ pub fn wanted(
         devices.push(Box::new(network(config, i, vm)?));
     }
     for (i, config) in args.share_dir.iter().enumerate() {
-        devices.push(Box::new(share(
-            config,
-            &format!("share{i}"),
-            &tag((i, config)),
-            vm,
-            log,
-        )?));
+        let share = share(config, &format!("share{i}"), &tag((i, config)), vm, log)?;
+        devices.push(Box::new(share.with_broker(broker)?));
     }
     // The built-in guests have no use for one.
     if args.rng && args.kernel.is_some() {
         devices.push(Box::new(Rng::new().map_err(DeviceError::Rng)?));
     }
     if let Some(config) = &args.vsock {
-        devices.push(Box::new(sockets(config, vm)?));
+        devices.push(Box::new(sockets(config, vm)?.with_broker(broker)?));
     }
     Ok(devices)
 }
@@ -179,9 +178,8 @@ fn share(
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
         log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
     };
-    let directory = place::directory();
-    place::make_directory(&directory)?;
-    let socket = directory.join(format!("{vm}.{name}"));
+    place::make_directory(&place::directory())?;
+    let socket = share_socket(vm, name);
     log::info!("{name}: tag {tag}");
     Ok(Share::new(
         name.to_owned(),
@@ -194,10 +192,31 @@ fn share(
 
 /// The vsock device of VM `vm`.
 fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
-    let beside = || place::vsock_path(&place::directory(), vm);
-    let path = config.socket.clone().unwrap_or_else(beside);
+    let path = vsock_socket(config, vm);
     log::info!("vsock: guest address {}, {}", config.cid, path.display());
     VsockDevice::new(config.cid, &path)
+}
+
+/// The socket at which the virtiofsd of shared directory `name` listens.
+fn share_socket(vm: &str, name: &str) -> PathBuf {
+    place::directory().join(format!("{vm}.{name}"))
+}
+
+/// The socket of the vsock device.
+fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
+    let beside = || place::vsock_path(&place::directory(), vm);
+    config.socket.clone().unwrap_or_else(beside)
+}
+
+/// The sockets at which the devices of VM `vm` listen.
+pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
+    let shares = args.share_dir.iter().enumerate();
+    let shares = shares.filter(|(_, share)| matches!(share.source, Source::Directory { .. }));
+    let vsock = args.vsock.iter().map(|config| vsock_socket(config, vm));
+    shares
+        .map(|(i, _)| share_socket(vm, &format!("share{i}")))
+        .chain(vsock)
+        .collect()
 }
 
 /// Network device `index` of VM `vm`.

@@ -3,10 +3,14 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::values::{ValueError, whole};
+use crate::values::{ValueError, parse_bytes, whole};
 
 /// Highest number of a user or a group; the one above means nobody in particular to the kernel.
 const MAX_ID: u64 = u32::MAX as u64 - 1;
+
+/// Limits of the number of descriptors: a VM with a few devices fits into the least; the most is the kernel's
+/// default of `fs.nr_open`.
+const DESCRIPTORS: std::ops::RangeInclusive<u64> = 64..=1 << 20;
 
 /// What `--jail` was given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,13 +21,19 @@ pub struct JailConfig {
     pub gid: Option<u32>,
     /// The control group to join: a directory of cgroup v2 that is there.
     pub cgroup: Option<PathBuf>,
+    /// Maximum size of a file that the VM writes, in bytes (`RLIMIT_FSIZE`).
+    pub file_size: Option<u64>,
+    /// Maximum number of descriptors (`RLIMIT_NOFILE`).
+    pub descriptors: Option<u64>,
 }
 
 /// What is wrong with the words of `--jail`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JailConfigError {
     /// No such word.
-    #[error("'{0}' is nothing that a jail has; known are uid=N, gid=N and cgroup=DIR, separated by commas")]
+    #[error(
+        "'{0}' is nothing that a jail has; known are uid=N, gid=N and cgroup=DIR, and the limits fsize=SIZE and no-file=N, separated by commas"
+    )]
     Unknown(String),
     /// The same word again.
     #[error("{0}= is there twice")]
@@ -48,6 +58,10 @@ impl FromStr for JailConfig {
             let unknown = || JailConfigError::Unknown(word.to_owned());
             let (key, value) = word.split_once('=').ok_or_else(unknown)?;
             let (name, place) = match key {
+                "fsize" | "no-file" => {
+                    config.set_limit(key, value)?;
+                    continue;
+                }
                 "cgroup" => {
                     if value.is_empty() {
                         return Err(JailConfigError::NoDirectory);
@@ -70,6 +84,20 @@ impl FromStr for JailConfig {
             return Err(JailConfigError::GroupAlone);
         }
         Ok(config)
+    }
+}
+
+impl JailConfig {
+    fn set_limit(&mut self, key: &str, value: &str) -> Result<(), JailConfigError> {
+        let (name, limit, parsed) = match key {
+            "fsize" => ("fsize", &mut self.file_size, parse_bytes(value)),
+            _ => ("no-file", &mut self.descriptors, whole(DESCRIPTORS)(value)),
+        };
+        let parsed = parsed.map_err(|e| JailConfigError::Number(name, e))?;
+        match limit.replace(parsed) {
+            Some(_) => Err(JailConfigError::Twice(name)),
+            None => Ok(()),
+        }
     }
 }
 

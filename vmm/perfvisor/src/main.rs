@@ -53,10 +53,10 @@ mod vendor;
 use std::error::Error;
 use std::fs::File;
 use std::io::{self, IsTerminal};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use sandbox::paths;
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
@@ -186,12 +186,7 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
             LogFileError(path.into(), e)
         };
         // Not blocking: a pipe that nobody reads is refused here rather than waited for.
-        let file = File::options()
-            .append(true)
-            .create(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(failed)?;
+        let file = paths::append(path, 0o666).map_err(failed)?;
         kept = Some(file.try_clone().map_err(failed)?);
         builder.target(Target::Pipe(Box::new(file)));
         end = "\n";

@@ -6,6 +6,7 @@ mod consoles;
 mod error;
 mod files;
 mod footprint;
+mod inherited;
 mod jail;
 pub(crate) mod machine;
 
@@ -21,14 +22,15 @@ use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use inherited::Inherited;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{Confinement, LastWill, ThreadKind};
+use sandbox::{Confinement, LastWill, SocketBroker, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::backing::EVENTS_OF_A_COUNTER;
 
-use crate::background::{self, Starting};
+use crate::background::{self, ServiceManager, Starting};
 use crate::cli::RunArgs;
 use crate::devices::{self};
 use crate::exit::ExitStatus;
@@ -119,13 +121,18 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         .map_err(RunError::Daemon)?;
     // A daemon's processes hold no stream of whoever started it, who may wait for its end.
     let log = log_file.or(starting.as_ref().map(Starting::null));
+    let inherited = Inherited::mark();
+    inherited::clear_environment();
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
     background::survive_job_control();
     footprint::give_back_what_is_freed();
     // Another process, so before this one has threads, signals and descriptors of its own.
     let kernel_reader = kernel_reader(args)?;
-    let descriptors = privileges::raise_descriptor_limit();
+    let broker = SocketBroker::start(confinement(args), privileges::give_up_all).map_err(RunError::Broker)?;
+    // Last of all, the broker removes the VM's sockets.
+    let _finish = FinishBroker(broker.clone());
+    let descriptors = jail::limit_descriptors(args)?;
     begin_sandbox(args, log_file)?;
     // Before any thread exists, so that all of them inherit the mask.
     let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
@@ -143,7 +150,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // Mistakes in what is asked for end it before anything runs.
     config.pmu.core_config().check()?;
     let (name, ends) = Ends::open(args)?;
-    let mut devices = devices::wanted(args, &name, log)?;
+    let mut devices = devices::wanted(args, &name, log, &broker)?;
+    let manager = Arc::new(ServiceManager::connect());
     // What is of the host's network and of other processes is open. A process to be jailed has no thread yet.
     let jail = jail::separate(args, &config)?;
     let begun = begun.unwrap_or_else(Begun::now);
@@ -160,7 +168,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     } else {
         None
     };
-    jail::close(jail, args)?;
+    files::give_sockets_to_broker(args, &name, &ends.socket_paths(), &broker)?;
+    jail::close(jail, args, inherited)?;
     confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
@@ -173,16 +182,16 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         .child_ended()
         .map_err(RunError::start("dup failed"))?;
     servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
-    let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus)
+    let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
         .map_err(RunError::start("timerfd_create failed"))?;
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
     }
-    background::tell_ready();
+    manager.ready();
     // All threads have begun, which takes more of the code than a VM needs from then on.
     footprint::let_go_of_the_start();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
-    background::tell_stopping();
+    manager.stopping();
     drop(gdb);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     consoles.stop();
@@ -202,11 +211,24 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
 /// Who reads what runs in the guest, for operators: a process that is started for it when somebody asks, with
 /// no rights.
 fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
-    let confinement = Confinement {
+    Ok(Arc::new(KernelReader::start(confinement(args))?))
+}
+
+/// How the processes beside the VM are confined.
+fn confinement(args: &RunArgs) -> Confinement {
+    Confinement {
         seccomp: args.seccomp,
         landlock: args.landlock && sandbox::has_landlock(),
-    };
-    Ok(Arc::new(KernelReader::start(confinement)?))
+    }
+}
+
+/// Ends the socket broker when it is dropped, however the run ends.
+struct FinishBroker(Arc<SocketBroker>);
+
+impl Drop for FinishBroker {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
 }
 
 /// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
@@ -227,6 +249,7 @@ fn begin_sandbox(args: &RunArgs, log_file: Option<&File>) -> Result<(), RunError
 /// All that the VM needs of the host is open: from here on the process keeps no rights that it has no use
 /// for.
 fn confine(args: &RunArgs) -> Result<(), RunError> {
+    jail::limit_file_size(args)?;
     privileges::give_up()?;
     jail::tell_of_sockets_that_stay(args);
     if args.on_reset == OnReset::Restart {
@@ -244,6 +267,12 @@ struct Ends {
 }
 
 impl Ends {
+    /// The paths of the control sockets.
+    fn socket_paths(&self) -> Vec<PathBuf> {
+        let sockets = self.sockets.iter();
+        sockets.map(|(_, socket)| socket.path().to_owned()).collect()
+    }
+
     /// Opens those that are asked for; the VM's name, too.
     fn open(args: &RunArgs) -> Result<(String, Self), RunError> {
         let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;

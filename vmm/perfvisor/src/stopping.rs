@@ -10,7 +10,7 @@ use perfvisor_vmm::devices::Bus;
 use perfvisor_vmm::vcpu::control::{RunControl, RunState, StopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::background;
+use crate::background::ServiceManager;
 use crate::signals::StopSignals;
 
 /// The signals, and the time that the guest has.
@@ -22,6 +22,7 @@ pub struct Stopping {
     pressed: Option<i32>,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
+    manager: Arc<ServiceManager>,
 }
 
 impl Stopping {
@@ -34,6 +35,7 @@ impl Stopping {
         timeout: Duration,
         control: Arc<RunControl>,
         bus: Arc<Bus>,
+        manager: Arc<ServiceManager>,
     ) -> io::Result<Self> {
         Ok(Self {
             signals,
@@ -42,6 +44,7 @@ impl Stopping {
             pressed: None,
             control,
             bus,
+            manager,
         })
     }
 
@@ -54,7 +57,7 @@ impl Stopping {
     pub fn serve(&mut self, fd: RawFd) -> bool {
         if fd == self.signals.as_raw_fd() {
             if let Some(signal) = self.signals.take() {
-                background::tell_stopping();
+                self.manager.stopping();
                 self.take(signal);
             }
         } else if fd == self.timer.as_raw_fd() {

@@ -207,7 +207,7 @@ pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
 }
 
 /// A size in bytes: a number, or one followed by K, M, G or T.
-fn parse_bytes(text: &str) -> Result<u64, ValueError> {
+pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" => 0,

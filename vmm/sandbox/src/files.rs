@@ -120,6 +120,17 @@ pub(crate) fn nothing() -> Result<(), FilesError> {
     Ok(())
 }
 
+/// The calling thread can remove files in `directories` and open nothing any more, where the kernel has
+/// landlock.
+pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FilesError> {
+    let mut rules = no_files()?;
+    for directory in directories {
+        rules = rules.add_rule(PathBeneath::new(directory, AccessFs::RemoveFile))?;
+    }
+    rules.restrict_self()?;
+    Ok(())
+}
+
 fn no_files() -> Result<RulesetCreated, RulesetError> {
     Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?

@@ -7,6 +7,8 @@
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
 //! | `files` | which files can be opened |
+//! | `paths` | files and sockets at paths that another user can influence |
+//! | `broker` | a process that connects to Unix sockets for the VM, and removes its own at its end |
 //! | `cgroup` | a process joins a control group |
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
@@ -18,6 +20,7 @@
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
+mod broker;
 mod cgroup;
 mod crash;
 mod fault;
@@ -26,11 +29,13 @@ mod filter;
 mod jail;
 mod kind;
 mod lists;
+pub mod paths;
 mod rules;
 mod start;
 mod violation;
 mod workers;
 
+pub use broker::{Destination, SocketBroker};
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};

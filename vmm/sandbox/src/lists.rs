@@ -4,8 +4,10 @@
 //! lab), and from reading. What is not here ends the VM, unless it is [`refused`]: see docs/threat-model.md
 //! for why what is here is.
 
+use rustix::fs::OFlags;
 use syscalls::Sysno;
 
+use crate::broker;
 use crate::kind::ThreadKind;
 use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
 
@@ -14,6 +16,9 @@ const PR_SET_VMA: u32 = 0x5356_4d41;
 /// `F_SETSIG`, `F_SETOWN_EX` and `F_SETLEASE` of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
+/// Advices of `madvise(2)` by which newer C libraries guard stacks (include/uapi/asm-generic/mman-common.h).
+const MADV_GUARD_INSTALL: libc::c_int = 102;
+const MADV_GUARD_REMOVE: libc::c_int = 103;
 /// Namespaces of `clone(2)`.
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
@@ -45,6 +50,12 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
 /// What threads of `kind` get an error for, and go on: libraries ask for it and do without.
 pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
     let mut list = asked_at_a_fault();
+    // The state of a file by its path; the standard library asks by descriptors instead.
+    let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
+    let by_path = |flags| Check::Bits(flags, of_descriptor, 0);
+    list.extend(only(Sysno::newfstatat, &[by_path(3)]));
+    list.extend(only(Sysno::statx, &[by_path(2)]));
+    list.extend(any(&[Sysno::stat, Sysno::lstat]));
     // The limits of this process, none set.
     list.extend(only(Sysno::prlimit64, &[Check::Is(0, 0), Check::Is(2, 0)]));
     if kind != ThreadKind::Starter {
@@ -92,11 +103,8 @@ fn common(pid: u32) -> Vec<Allowed> {
         Sysno::ppoll,
         // Memory.
         Sysno::munmap,
-        Sysno::mremap,
-        Sysno::madvise,
         Sysno::brk,
         // Locks and time, which the C library asks the kernel for where its clock is none that can be read.
-        Sysno::futex,
         Sysno::sched_yield,
         Sysno::nanosleep,
         Sysno::clock_nanosleep,
@@ -113,7 +121,6 @@ fn common(pid: u32) -> Vec<Allowed> {
         Sysno::getcpu,
         Sysno::sched_getaffinity,
         Sysno::sigaltstack,
-        Sysno::rt_sigaction,
         Sysno::rt_sigprocmask,
         Sysno::rt_sigreturn,
         Sysno::exit,
@@ -121,9 +128,9 @@ fn common(pid: u32) -> Vec<Allowed> {
         // Keys of hash tables.
         Sysno::getrandom,
     ]);
-    let executable = libc::PROT_EXEC.unsigned_abs().into();
-    list.extend(only(Sysno::mmap, &[Check::Without(2, executable)]));
-    list.extend(only(Sysno::mprotect, &[Check::Without(2, executable)]));
+    list.extend(memory());
+    list.extend(locks());
+    list.extend(ending_signals());
     list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
     // As fstat: of a descriptor that is there.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
@@ -143,6 +150,77 @@ fn common(pid: u32) -> Vec<Allowed> {
     ];
     list.extend(one_of(Sysno::fcntl, 1, &flags.map(i32::unsigned_abs)));
     list
+}
+
+/// All bits of an argument but these.
+fn all_but(bits: libc::c_int) -> u64 {
+    u64::from(!bits.unsigned_abs())
+}
+
+/// Memory of the C library's allocator and of thread stacks: never of a file and never executable; at an
+/// address that was chosen only without access.
+fn memory() -> Vec<Allowed> {
+    let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
+    let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
+    let private = Check::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
+    let mut list = only(Sysno::mmap, &[Check::Without(2, prot), private]);
+    // glibc's malloc gives the end of a heap back so, in a program with capabilities by its file and where
+    // the kernel does not overcommit.
+    let given_back = Check::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
+    list.extend(only(Sysno::mmap, &[Check::Is(2, 0), given_back]));
+    list.extend(only(Sysno::mprotect, &[Check::Without(2, prot)]));
+    list.extend(one_of(Sysno::mremap, 3, &[libc::MREMAP_MAYMOVE.unsigned_abs()]));
+    let advice = [libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
+    list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
+    list
+}
+
+/// Memory that is shared with a descriptor that is there: rings of perf events, memory files, KVM's. A ring in
+/// a memory file is mapped twice in a row, into a range that was reserved.
+fn shared_memory() -> Vec<Allowed> {
+    let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
+    let shared = Check::Bits(
+        3,
+        all_but(libc::MAP_FIXED),
+        u64::from(libc::MAP_SHARED.unsigned_abs()),
+    );
+    only(Sysno::mmap, &[Check::Without(2, prot), shared])
+}
+
+/// Operations of `futex(2)` that the C library and Rust's standard library use, private or not, on either
+/// clock. None of them has an owner in the kernel (`FUTEX_LOCK_PI`) or moves waiters.
+fn locks() -> Vec<Allowed> {
+    let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
+    let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
+    let operation = |operation: &i32| {
+        vec![Check::Bits(
+            1,
+            all_but(options),
+            u64::from(operation.unsigned_abs()),
+        )]
+    };
+    vec![Allowed {
+        call: Sysno::futex,
+        when: operations.iter().map(operation).collect(),
+    }]
+}
+
+/// Signals of a fault or of the end, whose handlers lift themselves before the signal ends the process; and
+/// abort(3). Other handlers, that of the filters among them, stay what they were when the VM started.
+fn ending_signals() -> Vec<Allowed> {
+    let signals = [
+        libc::SIGABRT,
+        libc::SIGHUP,
+        libc::SIGINT,
+        libc::SIGQUIT,
+        libc::SIGTERM,
+        libc::SIGILL,
+        libc::SIGFPE,
+        libc::SIGBUS,
+        libc::SIGSEGV,
+    ];
+    one_of(Sysno::rt_sigaction, 0, &signals.map(i32::unsigned_abs))
 }
 
 /// An event loop, and what tells it.
@@ -174,13 +252,6 @@ fn connections() -> Vec<Allowed> {
     ]);
     // FIONREAD, FIONBIO.
     list.extend(ioctls(b'T', &[0x1b, 0x21]));
-    list
-}
-
-/// A connection to a Unix socket.
-fn unix_connections() -> Vec<Allowed> {
-    let mut list = one_of(Sysno::socket, 0, &[libc::AF_UNIX.unsigned_abs()]);
-    list.extend(any(&[Sysno::connect]));
     list
 }
 
@@ -259,6 +330,7 @@ const KVM_VCPU: &[u8] = &[
 fn vcpu() -> Vec<Allowed> {
     // KVM_RUN first: it is the call that there are most of.
     let mut list = ioctls(KVMIO, &[0x80]);
+    list.extend(shared_memory());
     list.extend(perf_events());
     list.extend(ioctls(KVMIO, KVM_VCPU));
     list.extend(ioctls(KVMIO, KVM_VM));
@@ -306,7 +378,6 @@ fn images() -> Vec<Allowed> {
         Sysno::fdatasync,
         Sysno::fallocate,
         Sysno::ftruncate,
-        Sysno::statx,
         Sysno::fstatfs,
     ]);
     // BLKSSZGET, BLKGETSIZE64, BLKDISCARD, BLKZEROOUT.
@@ -325,7 +396,6 @@ fn device() -> Vec<Allowed> {
 fn socket() -> Vec<Allowed> {
     let mut list = event_loop();
     list.extend(connections());
-    list.extend(unix_connections());
     list.extend(ioctls(KVMIO, KVM_VM));
     list
 }
@@ -335,22 +405,20 @@ fn profiler() -> Vec<Allowed> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
 
-/// It stops the guest and the events that count it, and its socket's file goes with it.
+/// It stops the guest and the events that count it.
 fn debugger() -> Vec<Allowed> {
     let mut list = event_loop();
     list.extend(connections());
     list.extend(perf_events());
     list.extend(ioctls(KVMIO, KVM_VM));
-    list.extend(any(&[Sysno::unlink]));
     list
 }
 
 fn main() -> Vec<Allowed> {
     let mut list = event_loop();
+    list.extend(shared_memory());
     list.extend(perf_events());
     list.extend(connections());
-    // The service manager, which is told that the VM runs and that it ends.
-    list.extend(unix_connections());
     list.extend(ioctls(
         KVMIO,
         &[
@@ -384,6 +452,12 @@ fn main() -> Vec<Allowed> {
     let others = u64::from(!may.unsigned_abs());
     list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
     list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    // A restart with --prealloc.
+    list.extend(one_of(
+        Sysno::madvise,
+        2,
+        &[libc::MADV_POPULATE_WRITE.unsigned_abs()],
+    ));
     let leases = [libc::F_SETLEASE, libc::F_ADD_SEALS, libc::F_GET_SEALS];
     list.extend(one_of(Sysno::fcntl, 1, &leases.map(i32::unsigned_abs)));
     list.extend(any(&[
@@ -391,14 +465,11 @@ fn main() -> Vec<Allowed> {
         Sysno::dup2,
         Sysno::dup3,
         Sysno::mincore,
-        // Its sockets' files at the end, and back ends that end.
-        Sysno::unlink,
-        Sysno::unlinkat,
+        // Back ends that end.
         Sysno::wait4,
         Sysno::waitid,
         Sysno::geteuid,
         Sysno::sysinfo,
-        Sysno::newfstatat,
     ]));
     list.extend(images());
     list
@@ -456,10 +527,7 @@ fn of_any_worker() -> Vec<Allowed> {
         Sysno::sendto,
         Sysno::close,
         Sysno::munmap,
-        Sysno::mremap,
-        Sysno::madvise,
         Sysno::brk,
-        Sysno::futex,
         // A clock that can be read is the rule.
         Sysno::clock_gettime,
         // Keys of hash tables.
@@ -468,13 +536,12 @@ fn of_any_worker() -> Vec<Allowed> {
         Sysno::exit_group,
         // Those of abort(3).
         Sysno::rt_sigprocmask,
-        Sysno::rt_sigaction,
         Sysno::getpid,
         Sysno::gettid,
     ]);
-    let executable = libc::PROT_EXEC.unsigned_abs().into();
-    list.extend(only(Sysno::mmap, &[Check::Without(2, executable)]));
-    list.extend(only(Sysno::mprotect, &[Check::Without(2, executable)]));
+    list.extend(memory());
+    list.extend(locks());
+    list.extend(ending_signals());
     list.extend(one_of(Sysno::prctl, 0, &[PR_SET_VMA]));
     // The standard library looks whether a descriptor is there that it closes.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
@@ -520,6 +587,38 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
         libc::PR_SET_NAME,
     ];
     list.extend(one_of(Sysno::prctl, 0, &of_itself.map(i32::unsigned_abs)));
+    list
+}
+
+/// What the process may do that connects to sockets for the VM ([`crate::SocketBroker`]): look at files, make
+/// local sockets and connect them, pass them on, and remove the files of the VM's own.
+pub(crate) fn of_broker() -> Vec<Allowed> {
+    let mut list = of_any_worker();
+    list.extend(any(&[
+        Sysno::recvmsg,
+        Sysno::sendmsg,
+        Sysno::connect,
+        Sysno::fstat,
+    ]));
+    let large_files = u64::from(!OFlags::LARGEFILE.bits());
+    list.extend(only(
+        Sysno::openat,
+        &[Check::Bits(2, large_files, broker::LOOK.bits().into())],
+    ));
+    let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
+    list.extend(only(
+        Sysno::newfstatat,
+        &[Check::Bits(3, of_descriptor, of_descriptor)],
+    ));
+    list.extend(only(Sysno::unlinkat, &[Check::Is(2, 0)]));
+    list.extend(only(
+        Sysno::socket,
+        &[
+            Check::Is(0, libc::AF_UNIX.unsigned_abs()),
+            Check::Is(1, broker::SOCKET_TYPE.unsigned_abs()),
+            Check::Is(2, 0),
+        ],
+    ));
     list
 }
 

@@ -183,6 +183,13 @@ pub fn enter(kind: ThreadKind) {
     }
 }
 
+/// Whether [`confine`] has put the filters of this process in force.
+pub(crate) fn is_confined() -> bool {
+    SANDBOX
+        .get()
+        .is_some_and(|sandbox| sandbox.starter.get().is_some())
+}
+
 fn not_confined(e: &dyn std::error::Error) {
     let mut line = Line::default();
     line.text("perfvisor: error: ");

@@ -10,7 +10,7 @@
 //! VM has then, and gives them up at once. It reads nothing of a guest's.
 
 mod ended;
-mod keeper;
+pub(crate) mod keeper;
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;

@@ -1,14 +1,13 @@
 //! A console that is open where the user wants it.
 
-use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf, absolute};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use event_manager::MutEventSubscriber;
+use sandbox::paths;
 use virtio_devices::console::port::WindowSize;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -197,13 +196,7 @@ impl LogFile {
     fn open(path: &Path) -> Result<Self, ConsoleError> {
         let path = absolute(path).unwrap_or_else(|_| path.to_owned());
         // Not blocking: a pipe that nobody reads is refused here rather than waited for.
-        let opened = OpenOptions::new()
-            .append(true)
-            .create(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(&path);
-        match opened {
+        match paths::append(&path, 0o600) {
             Ok(file) => Ok(Self {
                 file,
                 path,

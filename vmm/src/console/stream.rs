@@ -5,10 +5,8 @@
 //! client the backlog waits for the next one.
 
 use std::collections::VecDeque;
-use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::error_line;
+use sandbox::paths;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::poll::wait_for_room;
@@ -108,18 +107,10 @@ impl Listener {
     /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is
     /// replaced.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
-        let socket = match UnixListener::bind(path) {
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
-                fs::remove_file(path)?;
-                UnixListener::bind(path)?
-            }
-            other => other?,
-        };
         let listener = Self {
-            socket,
+            socket: paths::bind(path, Some(0o600))?,
             path: path.to_owned(),
         };
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
         listener.socket.set_nonblocking(true)?;
         Ok(listener)
     }
@@ -127,14 +118,8 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        paths::remove_socket(&self.path, None);
     }
-}
-
-/// Whether a killed process left this socket behind. Other files are never taken for one.
-fn is_dead_socket(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
-        && matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Who is at the other end.
@@ -407,7 +392,8 @@ impl MutEventSubscriber for StreamConsole {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
+    use std::fs::{self, File};
+    use std::os::unix::fs::PermissionsExt;
 
     use event_manager::{EventManager, SubscriberOps};
     use tempfile::TempDir;

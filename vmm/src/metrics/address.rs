@@ -1,14 +1,14 @@
 //! Where metrics are served: a loopback port, or a Unix socket.
 
 use std::fmt;
-use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+
+use sandbox::paths;
 
 /// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
 const MAX_PATH: usize = 107;
@@ -183,29 +183,13 @@ impl Listener {
 /// that the umask leaves. The file of a socket that nobody listens at any more is replaced, and no other.
 ///
 /// # Errors
-/// That of `bind(2)`, `chmod(2)` or `fcntl(2)`; no file is left behind.
+/// Those of [`paths::bind`] and `fcntl(2)`; no file is left behind.
 pub fn bind_unix(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
-    let listener = match UnixListener::bind(path) {
-        Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
-            fs::remove_file(path)?;
-            UnixListener::bind(path)?
-        }
-        other => other?,
-    };
-    let permissions = mode.map(fs::Permissions::from_mode);
-    permissions
-        .map_or(Ok(()), |permissions| fs::set_permissions(path, permissions))
-        .and_then(|()| listener.set_nonblocking(true))
-        .inspect_err(|_| {
-            let _ = fs::remove_file(path);
-        })?;
+    let listener = paths::bind(path, mode)?;
+    listener
+        .set_nonblocking(true)
+        .inspect_err(|_| paths::remove_socket(path, None))?;
     Ok(listener)
-}
-
-/// Whether a killed process left this socket behind. Other files are never taken for one.
-fn is_dead_socket(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
-        && matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 impl AsRawFd for Listener {
@@ -220,7 +204,7 @@ impl AsRawFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Self::Unix(_, path) = self {
-            let _ = fs::remove_file(path);
+            paths::remove_socket(path, None);
         }
     }
 }
@@ -277,6 +261,9 @@ impl AsRawFd for Stream {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
     use perf_core::error_line;
 
     use super::*;

@@ -113,6 +113,17 @@ pub enum RunError {
     /// No process can be had that reads the guest's kernel.
     #[error("no process to read the guest's kernel")]
     KernelReader(#[from] WorkersError),
+    /// No process that connects to sockets.
+    #[error("no process to connect to sockets")]
+    Broker(#[source] WorkersError),
+    /// The broker cannot be confined.
+    #[error("the process that connects to sockets cannot be confined")]
+    Seal(#[source] io::Error),
+    /// A limit of the jail is refused.
+    #[error(
+        "--jail {0}: the kernel refuses the limit; choose one that is not above the present one (ulimit -H)"
+    )]
+    Limit(&'static str, #[source] io::Error),
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
     Files(#[source] FilesError),

@@ -2,14 +2,17 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use control_api::place;
+use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::vcpu::control::OnReset;
-use sandbox::{Files, FilesError};
+use sandbox::{Files, FilesError, SocketBroker};
 
+use super::RunError;
 use crate::cli::RunArgs;
+use crate::devices;
 
 /// What is read of the host while a VM runs, and is nobody's secret: the clients' states, run times of
 /// vCPUs, memory files of the process itself; and which CPUs there are, which the C library looks for.
@@ -43,7 +46,7 @@ pub(super) fn restrict(args: &RunArgs) -> Result<(), FilesError> {
     sandbox::only_files(&needed(args))
 }
 
-/// What a VM of `args` reads while it runs, and where its sockets are, which go with it.
+/// What a VM of `args` reads while it runs.
 pub(super) fn needed(args: &RunArgs) -> Files {
     let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
     if args.on_reset == OnReset::Restart {
@@ -51,13 +54,41 @@ pub(super) fn needed(args: &RunArgs) -> Files {
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| places(path)));
     }
-    let mut remove: Vec<PathBuf> = sockets(args).flat_map(places).collect();
-    remove.push(place::directory());
-    for paths in [&mut read, &mut remove] {
-        paths.sort();
-        paths.dedup();
+    read.sort();
+    read.dedup();
+    Files {
+        read,
+        // The socket broker removes the sockets.
+        remove: Vec::new(),
     }
-    Files { read, remove }
+}
+
+/// Has the socket broker remove the sockets of VM `name` at its end, `control` among them, and ends the
+/// naming of sockets. All of them listen by now.
+///
+/// # Errors
+/// [`RunError::Seal`].
+pub(super) fn give_sockets_to_broker(
+    args: &RunArgs,
+    name: &str,
+    control: &[PathBuf],
+    broker: &Arc<SocketBroker>,
+) -> Result<(), RunError> {
+    let chosen = sockets(args).map(Path::to_owned);
+    let mut all: Vec<PathBuf> = chosen.chain(devices::own_sockets(args, name)).collect();
+    all.extend_from_slice(control);
+    all.sort();
+    all.dedup();
+    for path in all {
+        if let Err(e) = broker.remove_at_end(&path) {
+            log::warn!(
+                "the socket {} stays behind when the VM ends: {}",
+                path.display(),
+                error_line(&e)
+            );
+        }
+    }
+    broker.seal().map_err(RunError::Seal)
 }
 
 /// The sockets that a VM of `args` has at paths of the user's choice, which go with it.

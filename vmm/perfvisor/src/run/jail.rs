@@ -1,23 +1,21 @@
 //! `--jail`: when the process joins a control group, becomes another user, leaves the host's network, and
 //! loses sight of its files.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::counting_is_denied;
+use perfvisor_vmm::privileges;
 use perfvisor_vmm::vm::VmConfig;
 use rustix::fs::{Access, access};
-use rustix::process::getuid;
+use rustix::process::{Resource, Rlimit, getuid, setrlimit};
 use sandbox::{Inside, Jail, JailError};
-use virtio_devices::share::config::Source;
 
 use super::RunError;
 use super::files::{self, PROC};
+use super::inherited::Inherited;
+use crate::background;
 use crate::cli::RunArgs;
-
-/// Where a service manager is told that the VM runs: a path, or a name of the network's (`@...`), which a
-/// jail does not reach.
-const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
 /// How long threads may take to end.
 const LAST_MOMENTS: Duration = Duration::from_secs(5);
@@ -82,26 +80,54 @@ fn separate_alone() -> Result<Jail, JailError> {
     }
 }
 
-/// Leaves the process the files that a VM of `args` needs, if it is jailed.
+/// Lets the process have as many descriptors as its user may give it, or as the jail names. Returns the
+/// limit; `None`: there is none.
+///
+/// # Errors
+/// [`RunError::Limit`].
+pub(super) fn limit_descriptors(args: &RunArgs) -> Result<Option<u64>, RunError> {
+    let Some(limit) = args.jail.as_ref().and_then(|jail| jail.descriptors) else {
+        return Ok(privileges::raise_descriptor_limit());
+    };
+    set_limit(Resource::Nofile, "no-file=", limit)?;
+    Ok(Some(limit))
+}
+
+/// Limits the size of files that the VM writes, if the jail names a limit. The guest's memory may be a file
+/// and is there by now.
+///
+/// # Errors
+/// [`RunError::Limit`].
+pub(super) fn limit_file_size(args: &RunArgs) -> Result<(), RunError> {
+    let Some(limit) = args.jail.as_ref().and_then(|jail| jail.file_size) else {
+        return Ok(());
+    };
+    background::survive_file_size_limit();
+    set_limit(Resource::Fsize, "fsize=", limit)
+}
+
+fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), RunError> {
+    let both = Rlimit {
+        current: Some(limit),
+        maximum: Some(limit),
+    };
+    setrlimit(resource, both).map_err(|e| RunError::Limit(word, e.into()))
+}
+
+/// Leaves the process the files that a VM of `args` needs, and none of the descriptors that it inherited, if
+/// it is jailed.
 ///
 /// # Errors
 /// [`RunError::Jail`].
-pub(super) fn close(jail: Option<Jail>, args: &RunArgs) -> Result<(), RunError> {
+pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
     let needed = files::needed(args);
-    let notify = std::env::var_os(NOTIFY_SOCKET).map(PathBuf::from);
     let mut inside = Inside {
         read: needed.read,
         change: needed.remove,
     };
     inside.read.retain(|path| path != Path::new(PROC));
-    // A back end of somebody else's is reached there again when it comes back.
-    let back_ends = args.share_dir.iter().filter_map(|share| match &share.source {
-        Source::Socket(path) => Some(path),
-        Source::Directory { .. } => None,
-    });
-    inside.read.extend(back_ends.flat_map(|path| files::places(path)));
-    inside.change.extend(notify.filter(|path| path.is_absolute()));
+    inherited.close();
     jail.close(&inside).map_err(RunError::Jail)
 }
 

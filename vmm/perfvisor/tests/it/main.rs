@@ -19,6 +19,7 @@ mod exporter;
 mod exporter_isolation;
 mod gdb;
 mod guest_isolation;
+mod host_access;
 mod hostile;
 mod input_files;
 mod jail;

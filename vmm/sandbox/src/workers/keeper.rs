@@ -26,7 +26,7 @@ pub(super) const GIVE_UP: u8 = b'G';
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 /// The status of a process that could not become what it was to be.
-const UNFIT: i32 = 125;
+pub(crate) const UNFIT: i32 = 125;
 
 /// What the keeper says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
 }
 
 /// Ends this process without what destructors and handlers would do: they are of the one it is a copy of.
-fn leave(status: i32) -> ! {
+pub(crate) fn leave(status: i32) -> ! {
     // SAFETY: it does not return, and has no conditions.
     unsafe { libc::_exit(status) }
 }
@@ -129,7 +129,7 @@ fn become_keeper(control: UnixStream, job: &Job) -> io::Result<()> {
 }
 
 /// Gives memory back that the process which this is a copy of has freed: this one sleeps nearly always.
-fn give_back_what_is_free() {
+pub(crate) fn give_back_what_is_free() {
     // SAFETY: the call takes a number.
     #[cfg(target_env = "gnu")]
     unsafe {
@@ -147,7 +147,7 @@ fn ends_with_its_parent(name: &std::ffi::CStr) {
 }
 
 /// Closes all descriptors but that of `control`. What is written to standard output and error is lost.
-fn only_descriptor(control: UnixStream) -> io::Result<UnixStream> {
+pub(crate) fn only_descriptor(control: UnixStream) -> io::Result<UnixStream> {
     const FIRST: RawFd = 3;
     let (_, nowhere) = io::pipe()?;
     // SAFETY: the calls take descriptors and numbers. What is closed behind its owner's back is of the

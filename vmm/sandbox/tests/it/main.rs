@@ -6,5 +6,7 @@
 mod common;
 mod files;
 mod jail;
+mod paths;
+mod socket_broker;
 mod threads;
 mod workers;

@@ -1,15 +1,14 @@
 //! The process that serves a shared directory, and the connection to it.
 
 use std::ffi::OsString;
-use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use sandbox::{Destination, SocketBroker, paths};
 use thiserror::Error;
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -67,6 +66,8 @@ pub enum BackendError {
 #[derive(Clone, Debug)]
 pub(super) struct Backend {
     socket: PathBuf,
+    /// Unless this process connects itself.
+    destination: Option<Destination>,
     /// For one that is ours.
     own: Option<Arc<Own>>,
 }
@@ -80,7 +81,7 @@ struct Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.socket);
+        paths::remove_socket(&self.socket, None);
     }
 }
 
@@ -91,6 +92,7 @@ impl Backend {
         match source {
             Source::Socket(path) => Ok(Self {
                 socket: path.clone(),
+                destination: None,
                 own: None,
             }),
             Source::Directory {
@@ -101,10 +103,9 @@ impl Backend {
                 let sandbox = sandbox.map(Sandbox::word);
                 let command = command(path, *read_only, sandbox)?;
                 let host = |what| move |e| BackendError::Host(what, e);
-                let _ = std::fs::remove_file(socket);
-                let listener = UnixListener::bind(socket).map_err(host("making a socket for virtiofsd"))?;
-                std::fs::set_permissions(socket, Permissions::from_mode(0o600))
-                    .map_err(host("making the socket of virtiofsd private"))?;
+                paths::remove_socket(socket, None);
+                let listener =
+                    paths::bind(socket, Some(0o600)).map_err(host("making a socket for virtiofsd"))?;
                 let keeper = Keeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
                 let socket = socket.to_owned();
                 let own = Own {
@@ -113,15 +114,30 @@ impl Backend {
                 };
                 Ok(Self {
                     socket,
+                    destination: None,
                     own: Some(Arc::new(own)),
                 })
             }
         }
     }
 
+    /// Has `broker` connect from now on: the threads of a confined VM cannot.
+    pub(super) fn connect_by(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
+        let destination = broker.add(&self.socket);
+        self.destination =
+            Some(destination.map_err(|e| BackendError::Host("naming its socket to the broker", e))?);
+        Ok(())
+    }
+
     /// Connects to it.
     pub(super) fn connect(&self) -> Result<Connection, BackendError> {
-        let stream = UnixStream::connect(&self.socket);
+        let stream = match &self.destination {
+            // Its answers are waited for.
+            Some(destination) => destination
+                .connect(0)
+                .and_then(|stream| stream.set_nonblocking(false).map(|()| stream)),
+            None => UnixStream::connect(&self.socket),
+        };
         let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
         Connection::greet(stream)
     }

@@ -16,8 +16,9 @@ pub mod keeper;
 mod session;
 
 use std::path::Path;
+use std::sync::Arc;
 
-use sandbox::ThreadKind;
+use sandbox::{SocketBroker, ThreadKind};
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -61,6 +62,15 @@ impl Share {
             first: Some(first),
             worker: None,
         })
+    }
+
+    /// The same device, which reaches the next back end by `broker` when one has ended.
+    ///
+    /// # Errors
+    /// [`BackendError::Host`] if the broker does not take the path.
+    pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, BackendError> {
+        self.backend.connect_by(broker)?;
+        Ok(self)
     }
 }
 

@@ -28,8 +28,9 @@ mod tests;
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
+#[cfg(test)]
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -37,14 +38,15 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use sandbox::ThreadKind;
+use sandbox::paths::{self, FileIdentity};
+use sandbox::{Destination, SocketBroker, ThreadKind};
 use thiserror::Error;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 use crate::worker::Worker;
 
-use self::muxer::Muxer;
+use self::muxer::{Dialer, Muxer};
 use self::queues::{FIRST_TOKEN, Queues};
 
 /// The device's number (virtio 1.2, section 5).
@@ -152,8 +154,10 @@ pub struct VsockDevice {
     cid: u32,
     path: PathBuf,
     listener: Arc<UnixListener>,
-    /// What our socket's file is, to be known from another's by the same name.
-    file: (u64, u64),
+    /// The file of our socket, which another process may have replaced by the end.
+    file: FileIdentity,
+    /// The sockets of the host's ports, if a broker connects to them.
+    ports: Option<Destination>,
     worker: Option<Worker>,
 }
 
@@ -172,26 +176,34 @@ impl VsockDevice {
         };
         // Two VMs that find the socket of a third that is dead: one takes its path, the other finds it taken.
         let _lock = lock_directory(path)?;
-        remove_dead(path)?;
-        let listener = UnixListener::bind(path).map_err(host)?;
-        let file = identity(path).map_err(host)?;
-        let device = Self {
+        let listener = paths::bind(path, Some(0o600)).map_err(|e| match e.kind() {
+            io::ErrorKind::AddrInUse => VsockError::Taken(path.to_owned()),
+            _ => host(e),
+        })?;
+        let file = FileIdentity::of(path).map_err(host)?;
+        listener.set_nonblocking(true).map_err(host)?;
+        Ok(Self {
             cid,
             path: path.to_owned(),
             listener: Arc::new(listener),
             file,
+            ports: None,
             worker: None,
-        };
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(host)?;
-        device.listener.set_nonblocking(true).map_err(host)?;
-        Ok(device)
+        })
     }
-}
 
-/// What a path leads to.
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let meta = std::fs::symlink_metadata(path)?;
-    Ok((meta.dev(), meta.ino()))
+    /// The same device, whose guest reaches the sockets of the host's ports by `broker`.
+    ///
+    /// # Errors
+    /// [`VsockError::Host`] if the broker does not take the path.
+    pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, VsockError> {
+        let ports = broker.add_numbered(&self.path);
+        self.ports = Some(ports.map_err(|source| VsockError::Host {
+            path: self.path.clone(),
+            source,
+        })?);
+        Ok(self)
+    }
 }
 
 /// Locks the directory of `path` against others who look at a path in it and take it. `None`: its file system
@@ -218,32 +230,10 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     Err(VsockError::Locked(directory.to_owned()))
 }
 
-/// Removes the socket of a VM that was killed. With [`lock_directory`] only.
-fn remove_dead(path: &Path) -> Result<(), VsockError> {
-    let taken = || VsockError::Taken(path.to_owned());
-    match std::fs::symlink_metadata(path) {
-        Ok(meta) if !meta.file_type().is_socket() => return Err(taken()),
-        Ok(_) => {}
-        Err(_) => return Ok(()),
-    }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|source| VsockError::Host {
-                path: path.to_owned(),
-                source,
-            })
-        }
-        _ => Err(taken()),
-    }
-}
-
 impl Drop for VsockDevice {
     fn drop(&mut self) {
         self.reset();
-        // Somebody may have taken it away and another VM listen there.
-        if identity(&self.path).is_ok_and(|file| file == self.file) {
-            let _ = std::fs::remove_file(&self.path);
-        }
+        paths::remove_socket(&self.path, Some(self.file));
     }
 }
 
@@ -282,7 +272,11 @@ impl VirtioDevice for VsockDevice {
             what: "making a timer",
             source: error.into(),
         })?;
-        let muxer = Muxer::new(self.cid.into(), self.path.clone(), FIRST_TOKEN);
+        let dialer = match &self.ports {
+            Some(ports) => Dialer::Broker(ports.clone()),
+            None => Dialer::Direct(self.path.clone()),
+        };
+        let muxer = Muxer::new(self.cid.into(), dialer, FIRST_TOKEN);
         let queues = Queues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
         let queues = queues.telling(activation.config_change);
         let worker = Worker::spawn(ThreadKind::Socket, self.name(), queues, activation.last_resort);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use perf_core::guest_log;
+use sandbox::Destination;
 
 use super::connection::{Connection, Key};
 use super::packet::{HOST_CID, Header, Op, STREAM};
@@ -60,11 +61,41 @@ struct Entry {
     queued: bool,
 }
 
+/// How a connection of the guest reaches the Unix socket of a port.
+#[derive(Debug)]
+pub enum Dialer {
+    /// This process connects to the path, an underscore and the port.
+    Direct(PathBuf),
+    /// The socket broker connects: the threads of a confined VM cannot.
+    Broker(Destination),
+}
+
+impl From<PathBuf> for Dialer {
+    fn from(path: PathBuf) -> Self {
+        Self::Direct(path)
+    }
+}
+
+impl Dialer {
+    /// Connects without waiting.
+    fn dial(&self, port: u32) -> io::Result<UnixStream> {
+        match self {
+            Self::Direct(path) => {
+                let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+                let fd: OwnedFd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+                connect(fd.as_raw_fd(), &UnixAddr::new(&port_path(path, port))?)?;
+                Ok(UnixStream::from(fd))
+            }
+            Self::Broker(destination) => destination.connect(port),
+        }
+    }
+}
+
 /// The connections.
 #[derive(Debug)]
 pub struct Muxer {
     cid: u64,
-    path: PathBuf,
+    dialer: Dialer,
     watched: HashMap<u32, Watched>,
     connections: BTreeMap<Key, Entry>,
     /// Connections that may have a packet for the guest. Each is here at most once, and only as long as it
@@ -78,12 +109,12 @@ pub struct Muxer {
 }
 
 impl Muxer {
-    /// For the guest with address `cid`. Where the guest connects to port P of the host, `path`, an
-    /// underscore and P make the name of a Unix socket. Tokens are at least `first_token`.
-    pub fn new(cid: u64, path: PathBuf, first_token: u32) -> Self {
+    /// Creates a muxer for the guest with address `cid`. `dialer` serves connections of the guest to ports
+    /// of the host. Tokens are at least `first_token`.
+    pub fn new(cid: u64, dialer: impl Into<Dialer>, first_token: u32) -> Self {
         Self {
             cid,
-            path,
+            dialer: dialer.into(),
             watched: HashMap::new(),
             connections: BTreeMap::new(),
             ready: VecDeque::new(),
@@ -350,10 +381,7 @@ impl Muxer {
         if self.watched.len() >= MAX_CONNECTIONS {
             return Err(io::Error::other("too many connections"));
         }
-        let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
-        let fd: OwnedFd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-        connect(fd.as_raw_fd(), &UnixAddr::new(&port_path(&self.path, port))?)?;
-        Ok(UnixStream::from(fd))
+        self.dialer.dial(port)
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::child::child_command;
-use sandbox::{Files, Inside, JailError, LastWill, Mode};
+use sandbox::{Confinement, Files, Inside, JailError, LastWill, Mode, SocketBroker};
 use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
 use virtio_devices::share::Share;
 use virtio_devices::share::config::Source;
@@ -64,7 +64,12 @@ fn say(line: &str) {
 #[ignore = "a child of the test below"]
 fn as_a_child() {
     let socket = PathBuf::from(std::env::var_os(SOCKET).unwrap());
-    let dir = socket.parent().unwrap().to_owned();
+    // The threads of the VM may not connect.
+    let confinement = Confinement {
+        seccomp: Mode::On,
+        landlock: sandbox::has_landlock(),
+    };
+    let broker = SocketBroker::start(confinement, || true).unwrap();
     let will = LastWill {
         first: || {},
         log: None,
@@ -87,6 +92,8 @@ fn as_a_child() {
         Path::new("unused"),
         &keeper,
     )
+    .unwrap()
+    .with_broker(&broker)
     .unwrap();
     let file = tempfile::tempfile().unwrap();
     file.set_len(MEMORY as u64).unwrap();
@@ -98,11 +105,8 @@ fn as_a_child() {
         Err(JailError::NoUserNamespace(_)) => return say(NO_JAIL),
         jail => jail.unwrap(),
     };
-    let inside = Inside {
-        read: vec![dir.clone()],
-        change: Vec::new(),
-    };
-    jail.close(&inside).unwrap();
+    broker.seal().unwrap();
+    jail.close(&Inside::default()).unwrap();
     assert!(!Path::new("/etc").exists());
     sandbox::only_files(&Files::default()).unwrap();
     sandbox::confine().unwrap();

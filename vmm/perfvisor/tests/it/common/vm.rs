@@ -172,7 +172,8 @@ impl SpinningVm {
         Self::start_by(shell, name, args)
     }
 
-    fn start_by(program: Command, name: &str, args: &[&str]) -> Option<Self> {
+    /// Starts the VM by a program that executes the real one with the arguments that it gets.
+    pub fn start_by(program: Command, name: &str, args: &[&str]) -> Option<Self> {
         let args = [&["--cmdline", "loop"], args].concat();
         let mut process = VmProcess::spawn(program, name, &args, Stdio::null())?;
         // The sockets were there before the guest started.

@@ -1,0 +1,220 @@
+//! Files and sockets at paths that another user can influence. The process that becomes another user and
+//! keeps root's capabilities is one of its own: this test program, started again for one test.
+
+use std::fs::{self, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use crate::common::child::child_command;
+use sandbox::paths::{self, Directory};
+
+/// The user that the child becomes.
+const NOBODY: u32 = 65534;
+/// What the child is to do and where.
+const TASK: &str = "PATHS_TEST_TASK";
+
+fn is_root() -> bool {
+    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
+    if !own {
+        eprintln!("SKIP: only root has files of several users");
+    }
+    own
+}
+
+/// A directory of root's that nobody else may write, and in it one of another user.
+fn directories() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let theirs = dir.path().join("theirs");
+    fs::create_dir(&theirs).unwrap();
+    chown(&theirs, Some(NOBODY), Some(NOBODY)).unwrap();
+    (dir, theirs)
+}
+
+#[test]
+#[ignore = "a child of the tests below"]
+fn as_a_child() {
+    let task = std::env::var(TASK).unwrap();
+    let (what, path) = task.split_once(' ').unwrap();
+    sandbox::become_user(NOBODY, NOBODY).unwrap();
+    let path = Path::new(path);
+    let done = match what {
+        "append" => paths::append(path, 0o600).and_then(|mut file| file.write_all(b"appended")),
+        _ => paths::bind(path, Some(0o666)).map(drop),
+    };
+    if let Err(e) = done {
+        eprintln!("refused: {e}");
+        std::process::exit(3);
+    }
+    // The capabilities are back in effect.
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let set = |name: &str| {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .map(str::trim)
+    };
+    assert_eq!(set("CapEff:"), set("CapPrm:"));
+}
+
+fn child(what: &str, path: &Path) -> Output {
+    child_command(module_path!(), TASK, format!("{what} {}", path.display()))
+        .output()
+        .unwrap()
+}
+
+fn refused(out: &Output) -> bool {
+    out.status.code() == Some(3)
+}
+
+#[test]
+fn another_users_link_does_not_lead_to_a_file_of_roots() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    let secret = dir.path().join("secret");
+    fs::write(&secret, "root's").unwrap();
+    fs::set_permissions(&secret, Permissions::from_mode(0o600)).unwrap();
+    let link = theirs.join("console.log");
+    symlink(&secret, &link).unwrap();
+    lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
+
+    // As that user with root's capabilities, and as root.
+    let out = child("append", &link);
+    assert!(refused(&out), "{}", String::from_utf8_lossy(&out.stderr));
+    let line = paths::append(&link, 0o600).unwrap_err().to_string();
+    assert!(line.contains("symbolic link of user 65534"), "{line}");
+    assert_eq!(fs::read_to_string(&secret).unwrap(), "root's");
+
+    // A link in the middle of the path, past a directory that is closed to the user.
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o700)).unwrap();
+    let inside = dir.path().join("closed");
+    fs::create_dir(&inside).unwrap();
+    fs::set_permissions(&inside, Permissions::from_mode(0o777)).unwrap();
+    let middle = theirs.join("logs");
+    symlink(&inside, &middle).unwrap();
+    lchown(&middle, Some(NOBODY), Some(NOBODY)).unwrap();
+    for what in ["append", "bind"] {
+        let out = child(what, &middle.join("new"));
+        assert!(refused(&out), "{what}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+    paths::append(&middle.join("new"), 0o600).unwrap_err();
+    paths::bind(&middle.join("new"), None).unwrap_err();
+    assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
+}
+
+#[test]
+fn links_of_root_are_followed() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    let link = dir.path().join("log");
+    symlink(theirs.join("real"), &link).unwrap();
+    let out = child("append", &link);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let real = theirs.join("real");
+    assert_eq!(fs::read_to_string(&real).unwrap(), "appended");
+    assert_eq!(fs::metadata(&real).unwrap().uid(), NOBODY);
+    // The kernel's own links, as /dev/stderr leads to.
+    let file = fs::File::create(dir.path().join("by-descriptor")).unwrap();
+    let own = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
+    paths::append(Path::new(&own), 0o600)
+        .unwrap()
+        .write_all(b"x")
+        .unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 1);
+}
+
+/// A directory of root's that is closed to the user, as the operator may choose for a socket.
+#[test]
+fn directories_of_root_serve_a_process_with_its_capabilities() {
+    if !is_root() {
+        return;
+    }
+    let (dir, _) = directories();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o700)).unwrap();
+    for what in ["append", "bind"] {
+        let path = dir.path().join(what);
+        let out = child(what, &path);
+        assert!(
+            out.status.success(),
+            "{what}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        assert_eq!(fs::metadata(&path).unwrap().uid(), NOBODY, "{what}");
+    }
+    // But not a file there that others may have put.
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o770)).unwrap();
+    assert!(refused(&child("append", &dir.path().join("new"))));
+}
+
+#[test]
+fn user_directory_behind_a_closed_one_is_reached() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o700)).unwrap();
+    let out = child("bind", &theirs.join("m.sock"));
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let meta = fs::metadata(theirs.join("m.sock")).unwrap();
+    assert_eq!((meta.uid(), meta.mode() & 0o777), (NOBODY, 0o666));
+}
+
+/// The permissions are there from the first moment, so nobody has a time to exchange the file in.
+#[test]
+fn socket_has_its_permissions_when_it_appears() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    for mode in [0o600, 0o660, 0o666, 0o777] {
+        let watched = path.clone();
+        let watcher = std::thread::spawn(move || {
+            loop {
+                if let Ok(meta) = fs::symlink_metadata(&watched) {
+                    return meta.mode() & 0o777;
+                }
+            }
+        });
+        let listener = paths::bind(&path, Some(mode)).unwrap();
+        assert_eq!(watcher.join().unwrap(), mode);
+        drop(listener);
+        paths::remove_socket(&path, None);
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn dead_socket_is_replaced_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    drop(UnixListener::bind(&path).unwrap());
+    let live = paths::bind(&path, Some(0o600)).unwrap();
+    let taken = paths::bind(&path, Some(0o600)).unwrap_err();
+    assert_eq!(taken.kind(), std::io::ErrorKind::AddrInUse);
+    drop(live);
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "data").unwrap();
+    paths::bind(&path, None).unwrap_err();
+    assert_eq!(fs::read_to_string(&path).unwrap(), "data");
+    // A link is no socket, wherever it leads.
+    fs::remove_file(&path).unwrap();
+    symlink(dir.path().join("elsewhere"), &path).unwrap();
+    paths::bind(&path, None).unwrap_err();
+    assert!(!dir.path().join("elsewhere").exists());
+}
+
+#[test]
+fn directory_stays_the_same_when_its_name_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (dir.path().join("first"), dir.path().join("second"));
+    fs::create_dir(&first).unwrap();
+    let held = Directory::open(&first).unwrap();
+    fs::rename(&first, &second).unwrap();
+    fs::create_dir(&first).unwrap();
+    fs::write(held.path("file".as_ref()), "").unwrap();
+    assert!(second.join("file").exists() && !first.join("file").exists());
+}

@@ -1,0 +1,210 @@
+//! The socket broker: threads that may not connect reach the sockets that were named, and no other, and the
+//! VM's own sockets go with it however it ends. The process that has the broker is one of its own: this test
+//! program, started again for one test.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread::Builder;
+
+use crate::common::child::child_command;
+use sandbox::{Confinement, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
+
+/// The directory of the sockets, for the child.
+const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
+/// What the child says when its threads are confined.
+const CONFINED: &str = "all threads are confined";
+/// What the child says when a thread may not connect.
+const STATUS: u8 = 77;
+
+fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destination) {
+    let confinement = Confinement {
+        seccomp: Mode::On,
+        landlock: sandbox::has_landlock(),
+    };
+    let broker = SocketBroker::start(confinement, || true).unwrap();
+    let ports = broker.add_numbered(&directory.join("v")).unwrap();
+    let exact = broker.add(&directory.join("back-end")).unwrap();
+    (broker, ports, exact)
+}
+
+/// Confines this process as a VM is, and does what the test asks for by a line of standard input.
+#[test]
+#[ignore = "a child of the tests below"]
+fn as_a_child() {
+    let directory = PathBuf::from(std::env::var_os(DIRECTORY).unwrap());
+    let (broker, ports, exact) = start_broker(&directory);
+    let own = UnixListener::bind(directory.join("own")).unwrap();
+    broker.remove_at_end(&directory.join("own")).unwrap();
+    broker.seal().unwrap();
+    let late = broker.add(&directory.join("back-end"));
+    assert!(late.is_err(), "no name is taken after the seal");
+    let will = LastWill {
+        first: || {},
+        log: None,
+        status: STATUS,
+    };
+    sandbox::begin(Mode::On, will).unwrap();
+    if sandbox::has_landlock() {
+        sandbox::begin_files().unwrap();
+        sandbox::only_files(&Files::default()).unwrap();
+    }
+    sandbox::confine().unwrap();
+    println!("\n{CONFINED}");
+    std::io::stdout().flush().unwrap();
+    let mut word = String::new();
+    std::io::stdin().read_line(&mut word).unwrap();
+    let path = directory.join("v_7");
+    let job = move || match word.trim() {
+        "broker" => connections(&ports, &exact),
+        "direct" => drop(UnixStream::connect(path)),
+        _ => {}
+    };
+    let thread = sandbox::spawn(ThreadKind::Socket, Builder::new(), job);
+    thread.unwrap().join().unwrap();
+    broker.finish();
+    assert!(exact_is_gone(&broker), "a broker that has ended");
+    drop(own);
+    std::process::exit(0);
+}
+
+fn exact_is_gone(broker: &Arc<SocketBroker>) -> bool {
+    broker.seal().is_err()
+}
+
+fn connections(ports: &Destination, exact: &Destination) {
+    let greeted = |stream: UnixStream| {
+        stream.set_nonblocking(false).unwrap();
+        let mut word = [0; 2];
+        (&stream).read_exact(&mut word).unwrap();
+        word
+    };
+    assert_eq!(greeted(ports.connect(7).unwrap()), *b"v7");
+    assert_eq!(greeted(exact.connect(0).unwrap()), *b"be");
+    // Nobody listens; the socket of somebody else by a link; a file; a name with a dead socket.
+    for port in [1, 2, 3, 4] {
+        assert!(ports.connect(port).is_err(), "port {port}");
+    }
+}
+
+/// Sockets that greet whoever connects, and what is no socket.
+fn sockets(directory: &Path) {
+    for (name, greeting) in [("v_7", b"v7"), ("back-end", b"be"), ("docker", b"no")] {
+        let listener = UnixListener::bind(directory.join(name)).unwrap();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let _ = stream.unwrap().write_all(greeting);
+            }
+        });
+    }
+    symlink(directory.join("docker"), directory.join("v_2")).unwrap();
+    fs::write(directory.join("v_3"), "").unwrap();
+    drop(UnixListener::bind(directory.join("v_4")).unwrap());
+}
+
+/// A child that is confined.
+fn confined(directory: &Path) -> Child {
+    let mut child = child_command(module_path!(), DIRECTORY, directory)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
+    let confined = lines.any(|line| line.unwrap() == CONFINED);
+    if !confined {
+        let mut said = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        panic!("the child is not confined: {said}");
+    }
+    child
+}
+
+fn ends(mut child: Child, word: &str) -> (Option<i32>, String) {
+    let _ = writeln!(child.stdin.take().unwrap(), "{word}");
+    let out = child.wait_with_output().unwrap();
+    (
+        out.status.code(),
+        String::from_utf8_lossy(&out.stderr).into_owned(),
+    )
+}
+
+/// Waits until the file is gone; a test that hangs here has failed.
+fn goes(path: &Path) {
+    while path.symlink_metadata().is_ok() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn broker_connects_to_named_sockets_only() {
+    let dir = tempfile::tempdir().unwrap();
+    sockets(dir.path());
+    let child = confined(dir.path());
+    let (status, said) = ends(child, "broker");
+    assert_eq!(status, Some(0), "{said}");
+    assert!(!dir.path().join("own").exists(), "the VM's socket goes with it");
+    assert!(dir.path().join("v_7").exists(), "sockets of others stay");
+}
+
+#[test]
+fn confined_thread_that_connects_ends_the_process() {
+    let dir = tempfile::tempdir().unwrap();
+    sockets(dir.path());
+    let (status, said) = ends(confined(dir.path()), "direct");
+    assert_eq!(status, Some(STATUS.into()), "{said}");
+    assert!(said.contains("asked the kernel for socket ("), "{said}");
+    goes(&dir.path().join("own"));
+}
+
+#[test]
+fn socket_of_a_killed_vm_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    sockets(dir.path());
+    let mut child = confined(dir.path());
+    assert!(dir.path().join("own").exists());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    goes(&dir.path().join("own"));
+}
+
+/// Another VM may have taken the name.
+#[test]
+fn socket_that_was_replaced_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    sockets(dir.path());
+    let child = confined(dir.path());
+    let own = dir.path().join("own");
+    fs::remove_file(&own).unwrap();
+    let _other = UnixListener::bind(&own).unwrap();
+    let (status, said) = ends(child, "nothing");
+    assert_eq!(status, Some(0), "{said}");
+    assert!(own.exists());
+}
+
+/// The broker has the signals of a service manager for the whole group ignored, and its VM still connects.
+#[test]
+fn broker_survives_signals_that_end_the_vm() {
+    let dir = tempfile::tempdir().unwrap();
+    sockets(dir.path());
+    let child = confined(dir.path());
+    let id = child.id().to_string();
+    let out = Command::new("ps")
+        .args(["--ppid", &id, "-o", "pid=,comm="])
+        .output();
+    let Ok(out) = out else {
+        return eprintln!("SKIP: no ps here");
+    };
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    let broker = text.lines().find(|line| line.contains("socket-broker"));
+    let pid = broker.and_then(|line| line.split_whitespace().next());
+    let pid = pid.unwrap_or_else(|| panic!("no broker among {text}"));
+    let sent = Command::new("kill").args(["-TERM", pid]).status().unwrap();
+    assert!(sent.success());
+    let (status, said) = ends(child, "broker");
+    assert_eq!(status, Some(0), "{said}");
+}
