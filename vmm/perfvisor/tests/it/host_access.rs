@@ -8,8 +8,8 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::common::unprivileged::NOBODY;
 use crate::common::skip::skipped;
+use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
 fn is_root() -> bool {
