@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use crate::common::machine::Machine;
 use crate::common::skip::skipped;
+use crate::common::test_lock;
 use crate::common::vm::eventually;
 
 /// What time of day programs are told: a day ahead and a day behind by turns. It counts, in a file, how often
@@ -95,6 +96,8 @@ fn a_clock_that_is_set_changes_no_count_and_no_wait() {
     let Some((library, asked)) = jumping_clock(directory.path()) else {
         return;
     };
+    // The guest must run in each 0.3 s that are counted.
+    let _lock = test_lock::exclusive();
     let args = ["--cmdline", "loop", "--stop-timeout", "5"];
     let Some(mut vm) = Machine::start_with(&args, ("LD_PRELOAD", &library)) else {
         return;

@@ -54,7 +54,9 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let data = dir.path().join("data");
     let data = data.to_str().unwrap();
-    vm.say(&["record", "test", "-d", "0.2", "-o", data]);
+    vm.vm.looked_at_while_it_ran(0.2, |seconds| {
+        vm.say(&["record", "test", "-d", seconds, "-o", data]);
+    });
     let annotate = |option| ["annotate", "-i", data, option, pipe, "spin_hot"];
     for args in [
         &["run", "--pmu-filter", pipe][..],
