@@ -165,7 +165,7 @@ fn progress(activities: &[Activity]) -> Option<String> {
     if waiting > 0 {
         _ = write!(
             line,
-            "{}{waiting} waiting",
+            "{}waiting or booting: {waiting}",
             if line.is_empty() { "" } else { "; " }
         );
     }
@@ -239,9 +239,12 @@ mod tests {
         };
         assert_eq!(progress(&[]), None);
         let waits = activity("b::c", None);
-        assert_eq!(progress(std::slice::from_ref(&waits)).unwrap(), "1 waiting");
+        assert_eq!(
+            progress(std::slice::from_ref(&waits)).unwrap(),
+            "waiting or booting: 1"
+        );
         let line = progress(&[activity("a::b", Some("lab-1")), waits]).unwrap();
-        assert_eq!(line, "a::b for 0 s in lab-1; 1 waiting");
+        assert_eq!(line, "a::b for 0 s in lab-1; waiting or booting: 1");
     }
 
     #[test]
