@@ -251,7 +251,6 @@ fn begin_sandbox(args: &RunArgs, log_file: Option<&File>) -> Result<(), RunError
 fn confine(args: &RunArgs) -> Result<(), RunError> {
     jail::limit_file_size(args)?;
     privileges::give_up()?;
-    jail::tell_of_sockets_that_stay(args);
     if args.on_reset == OnReset::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }

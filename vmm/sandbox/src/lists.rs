@@ -182,7 +182,7 @@ fn shared_memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let shared = Check::Bits(
         3,
-        all_but(libc::MAP_FIXED),
+        all_but(libc::MAP_FIXED | libc::MAP_POPULATE),
         u64::from(libc::MAP_SHARED.unsigned_abs()),
     );
     only(Sysno::mmap, &[Check::Without(2, prot), shared])

@@ -1,13 +1,18 @@
 //! Which files of the host a running VM opens and removes; landlock keeps it from all others.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::metrics::address::MetricsAddress;
+use perfvisor_vmm::privileges;
 use perfvisor_vmm::vcpu::control::OnReset;
+use rustix::fs::{Access, access};
+use rustix::process::getuid;
+use sandbox::paths::Directory;
 use sandbox::{Files, FilesError, SocketBroker};
 
 use super::RunError;
@@ -79,16 +84,40 @@ pub(super) fn give_sockets_to_broker(
     all.extend_from_slice(control);
     all.sort();
     all.dedup();
-    for path in all {
-        if let Err(e) = broker.remove_at_end(&path) {
+    for (path, removable) in all.iter().zip(can_be_removed(&all)) {
+        let path_shown = path.display();
+        if !removable {
             log::warn!(
-                "the socket {} stays behind when the VM ends: {}",
-                path.display(),
-                error_line(&e)
+                "the socket {path_shown} stays behind when the VM ends: its user ({}) may remove nothing in that \
+                 directory; choose one of that user's",
+                getuid().as_raw()
             );
+        } else if let Err(e) = broker.remove_at_end(path) {
+            let why = error_line(&e);
+            log::warn!("the socket {path_shown} stays behind when the VM ends: {why}");
         }
     }
     broker.seal().map_err(RunError::Seal)
+}
+
+/// Whether each of these sockets can be removed without capabilities, as the socket broker has none. A thread
+/// that ends with it gives up its own and looks.
+fn can_be_removed(paths: &[PathBuf]) -> Vec<bool> {
+    let directories: Vec<_> = paths.iter().map(|path| Directory::of(path)).collect();
+    let look = |directory: &io::Result<(Directory, _)>| {
+        let wanted = Access::WRITE_OK | Access::EXEC_OK;
+        let directory = directory
+            .as_ref()
+            .map(|(directory, _)| directory.path(".".as_ref()));
+        directory.is_ok_and(|path| access(&path, wanted).is_ok())
+    };
+    std::thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            privileges::keep_no_capability();
+            directories.iter().map(look).collect()
+        });
+        looks.join().unwrap_or_default()
+    })
 }
 
 /// The sockets that a VM of `args` has at paths of the user's choice, which go with it.

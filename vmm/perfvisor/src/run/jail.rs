@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::host::counting_is_denied;
 use perfvisor_vmm::privileges;
 use perfvisor_vmm::vm::VmConfig;
-use rustix::fs::{Access, access};
-use rustix::process::{Resource, Rlimit, getuid, setrlimit};
+use rustix::process::{Resource, Rlimit, setrlimit};
 use sandbox::{Inside, Jail, JailError};
 
 use super::RunError;
@@ -129,24 +128,4 @@ pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) ->
     inside.read.retain(|path| path != Path::new(PROC));
     inherited.close();
     jail.close(&inside).map_err(RunError::Jail)
-}
-
-/// Says which of the sockets of a VM of `args` it will leave behind: those in directories where its user may
-/// remove nothing. To be asked when the rights are given up.
-pub(super) fn tell_of_sockets_that_stay(args: &RunArgs) {
-    for path in files::sockets(args) {
-        let dir = match path.parent() {
-            Some(dir) if dir.as_os_str().is_empty() => Path::new("."),
-            Some(dir) => dir,
-            None => continue,
-        };
-        if access(dir, Access::WRITE_OK | Access::EXEC_OK).is_err() {
-            log::warn!(
-                "the socket {} stays behind when the VM ends: its user ({}) may remove nothing in that directory; \
-                 choose one of that user's",
-                path.display(),
-                getuid().as_raw()
-            );
-        }
-    }
 }

@@ -239,7 +239,7 @@ fn arguments_decide_who_may() {
         ("memory of a heap given back", Sysno::mmap, vec![0, 4096, 0, 0x32], all, TRAP),
         ("memory of a file", Sysno::mmap, vec![0, 4096, 1, 2], &[], TRAP),
         ("memory that is shared", Sysno::mmap, vec![0, 4096, 3, 1], &[Main, Vcpu, Starter], TRAP),
-        ("memory of a ring, a second time", Sysno::mmap, vec![0, 4096, 1, 0x11], &[Main, Vcpu, Starter], TRAP),
+        ("memory of a ring, a second time", Sysno::mmap, vec![0, 4096, 1, 0x8011], &[Main, Vcpu, Starter], TRAP),
         ("memory that other processes inherit", Sysno::mmap, vec![0, 4096, 3, 0x21], &[], TRAP),
         ("larger memory", Sysno::mremap, vec![0, 1, 2, 1], all, TRAP),
         ("memory moved to an address", Sysno::mremap, vec![0, 1, 2, 3], &[], TRAP),
