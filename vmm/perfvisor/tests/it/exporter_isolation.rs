@@ -8,6 +8,7 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use crate::common::host::reply;
@@ -206,6 +207,12 @@ fn a_token_lets_another_user_in() {
 /// Directory and manner of the sockets that [`as_a_hostile_user`] offers.
 const SOCKETS: &str = "EXPORTER_TEST_SOCKETS";
 
+/// A refusal of 17 MB.
+static LONG_ANSWER: LazyLock<String> = LazyLock::new(|| {
+    let words = "\\u001b[31m long ".repeat(1 << 20);
+    format!("{{\"id\":1,\"error\":{{\"kind\":\"limit\",\"message\":\"{words}\"}}}}\n")
+});
+
 /// Offers 60 sockets, each of which does one thing to who connects.
 #[test]
 #[ignore = "run by the tests below, as another user"]
@@ -216,15 +223,18 @@ fn as_a_hostile_user() {
         _ => |stream| {
             let mut line = String::new();
             let _ = BufReader::new(&stream).read_line(&mut line);
-            let words = "\\u001b[31m long ".repeat(1 << 20);
-            let hello = format!(r#"{{"id":1,"error":{{"kind":"limit","message":"{words}"}}}}"#);
-            let _ = (&stream).write_all(hello.as_bytes());
-            let _ = (&stream).write_all(b"\n");
+            let _ = (&stream).write_all(LONG_ANSWER.as_bytes());
         },
     };
+    // It takes a while, and is there before anybody connects.
+    assert!(LONG_ANSWER.len() > 15_000_000);
     let dir = dir.rsplit_once('=').map_or(dir.as_str(), |(dir, _)| dir);
     for n in 0..60 {
-        let listener = UnixListener::bind(format!("{dir}/{n:02}.look")).unwrap();
+        // Under a name that is no VM's until anybody may connect.
+        let path = format!("{dir}/.{n:02}");
+        let listener = UnixListener::bind(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+        fs::rename(&path, format!("{dir}/{n:02}.look")).unwrap();
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 std::thread::spawn(move || answers(stream));
@@ -258,6 +268,7 @@ impl HostileUser {
                 .success()
         );
         let sockets = tempfile::tempdir().unwrap();
+        fs::set_permissions(sockets.path(), fs::Permissions::from_mode(0o755)).unwrap();
         chown(sockets.path(), Some(NOBODY), Some(NOBODY)).unwrap();
         let arguments = ["--exact", "as_a_hostile_user", "--ignored"];
         let process = as_nobody(&[&[program.to_str().unwrap()], &arguments[..]].concat())
@@ -271,7 +282,7 @@ impl HostileUser {
             sockets,
         };
         eventually("all sockets are there", || {
-            fs::read_dir(user.sockets.path()).unwrap().count() == 60
+            user.sockets.path().join("59.look").exists()
         });
         user
     }
@@ -312,6 +323,10 @@ fn long_answers_fill_neither_log_nor_memory() {
     );
     assert!(said.contains("too long"), "{said}");
     let grown = exporter.peak_kib() - before;
+    eprintln!(
+        "{} bytes of log, {before} KiB at first, {grown} KiB more at most",
+        said.len()
+    );
     assert!(grown < 64 << 10, "{grown} KiB more");
 }
 
@@ -332,6 +347,11 @@ fn sockets_that_stall_are_left_alone() {
             |line: &&str| line.starts_with("perfvisor_exporter_vm_scrape_seconds{") && line.ends_with(" 0.0");
         text.lines().filter(skipped).count() == 60
     });
+    assert!(
+        exporter.said().contains("has said nothing for"),
+        "{}",
+        exporter.said()
+    );
     // Of a user who is not served there are none.
     let exporter = Exporter::start(&["--vms", vms, "--vm-owner", "root"], dir.path(), dir.path());
     assert!(!exporter.metrics().contains("perfvisor_exporter_vm_up{"));
