@@ -8,7 +8,7 @@
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
 //! | `files` | which files can be opened |
 //! | `paths` | files and sockets at paths that another user can influence |
-//! | `broker` | a process that connects to Unix sockets for the VM, and removes its own at its end |
+//! | `socket_broker` | a process that connects to Unix sockets for the VM, and removes its own at its end |
 //! | `cgroup` | a process joins a control group |
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
@@ -20,7 +20,6 @@
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
-mod broker;
 mod cgroup;
 mod crash;
 mod fault;
@@ -31,17 +30,18 @@ mod kind;
 mod lists;
 pub mod paths;
 mod rules;
+mod socket_broker;
 mod start;
 mod violation;
 mod workers;
 
-pub use broker::{Destination, SocketBroker};
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
 pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
 pub use jail::{Inside, Jail, JailError, become_user, separate};
 pub use kind::ThreadKind;
+pub use socket_broker::{Destination, SocketBroker};
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use violation::{LastWill, end_now, kind};
 pub use workers::{BeginError, Confinement, Ended, Limits, Worker, Workers, WorkersError};

@@ -7,9 +7,9 @@
 use rustix::fs::OFlags;
 use syscalls::Sysno;
 
-use crate::broker;
 use crate::kind::ThreadKind;
 use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
+use crate::socket_broker;
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h): the C library names its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
@@ -592,7 +592,7 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
 
 /// What the process may do that connects to sockets for the VM ([`crate::SocketBroker`]): look at files, make
 /// local sockets and connect them, pass them on, and remove the files of the VM's own.
-pub(crate) fn of_broker() -> Vec<Allowed> {
+pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     let mut list = of_any_worker();
     list.extend(any(&[
         Sysno::recvmsg,
@@ -603,7 +603,7 @@ pub(crate) fn of_broker() -> Vec<Allowed> {
     let large_files = u64::from(!OFlags::LARGEFILE.bits());
     list.extend(only(
         Sysno::openat,
-        &[Check::Bits(2, large_files, broker::LOOK.bits().into())],
+        &[Check::Bits(2, large_files, socket_broker::LOOK.bits().into())],
     ));
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     list.extend(only(
@@ -615,7 +615,7 @@ pub(crate) fn of_broker() -> Vec<Allowed> {
         Sysno::socket,
         &[
             Check::Is(0, libc::AF_UNIX.unsigned_abs()),
-            Check::Is(1, broker::SOCKET_TYPE.unsigned_abs()),
+            Check::Is(1, socket_broker::SOCKET_TYPE.unsigned_abs()),
             Check::Is(2, 0),
         ],
     ));

@@ -313,9 +313,12 @@ fn filters(mode: FilterMode) -> Result<Vec<BpfProgram>, seccompiler::BackendErro
         // There is nobody to write a line.
         FilterMode::On => Ok(vec![
             filter::refuse(&lists::refused_to_workers())?,
-            filter::compile(&lists::of_broker(), SeccompAction::KillProcess)?,
+            filter::compile(&lists::of_socket_broker(), SeccompAction::KillProcess)?,
         ]),
-        FilterMode::Log => Ok(vec![filter::compile(&lists::of_broker(), SeccompAction::Log)?]),
+        FilterMode::Log => Ok(vec![filter::compile(
+            &lists::of_socket_broker(),
+            SeccompAction::Log,
+        )?]),
     }
 }
 
