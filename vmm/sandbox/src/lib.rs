@@ -6,10 +6,13 @@
 //! | `kind` | the kinds of threads |
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
+//! | `table` | the lists as data, for documentation and tests |
 //! | `files` | which files can be opened |
 //! | `cgroup` | a process joins a control group |
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
+//! | `service` | processes that work for the VM and end with it |
+//! | `broker` | the process that opens perf events |
 //! | `workers` | processes that may do even less, for work on bytes of a guest's making |
 //! | `fault` | faults that tests ask for |
 //! | `crash` | what a fault of a thread ends with |
@@ -18,6 +21,7 @@
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
+mod broker;
 mod cgroup;
 mod crash;
 mod fault;
@@ -27,16 +31,20 @@ mod jail;
 mod kind;
 mod lists;
 mod rules;
+mod service;
 mod start;
+mod table;
 mod violation;
 mod workers;
 
+pub use broker::{BrokerError, PerfBroker};
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
 pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
 pub use jail::{Inside, Jail, JailError, become_user, separate};
-pub use kind::ThreadKind;
+pub use kind::{Counting, ThreadKind};
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
+pub use table::{Outcome, markdown as filter_table, outcome};
 pub use violation::{LastWill, end_now, kind};
 pub use workers::{BeginError, Confinement, Ended, Limits, Worker, Workers, WorkersError};

@@ -13,7 +13,7 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use sandbox::{Files, Inside, JailError, LastWill, Mode};
+use sandbox::{Counting, Files, Inside, JailError, LastWill, Mode};
 use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
 use virtio_devices::share::Share;
 use virtio_devices::share::config::Source;
@@ -72,7 +72,7 @@ fn as_a_child() {
         log: None,
         status: 8,
     };
-    sandbox::begin(Mode::On, will).unwrap();
+    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }

@@ -113,6 +113,9 @@ pub enum RunError {
     /// No process can be had that reads the guest's kernel.
     #[error("no process to read the guest's kernel")]
     KernelReader(#[from] WorkersError),
+    /// No process can be had that opens perf events.
+    #[error("no process to open perf events")]
+    PerfBroker(#[source] WorkersError),
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
     Files(#[source] FilesError),
