@@ -12,7 +12,7 @@
 //! | `jail` | no network, and a file system with what was named only |
 //! | `start` | how filters are taken, and who starts threads |
 //! | `service` | processes that work for the VM and end with it |
-//! | `broker` | the process that opens perf events |
+//! | `perf_broker` | the process that opens perf events |
 //! | `workers` | processes that may do even less, for work on bytes of a guest's making |
 //! | `fault` | faults that tests ask for |
 //! | `crash` | what a fault of a thread ends with |
@@ -21,7 +21,7 @@
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
-mod broker;
+mod perf_broker;
 mod cgroup;
 mod crash;
 mod fault;
@@ -37,7 +37,7 @@ mod table;
 mod violation;
 mod workers;
 
-pub use broker::{BrokerError, PerfBroker};
+pub use perf_broker::{BrokerError, PerfBroker};
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};

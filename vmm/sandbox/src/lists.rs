@@ -537,7 +537,7 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
 
 /// What the broker of perf events may do: take a request, open an event on a thread, direct its signal, and
 /// pass it on. `vm` is the VM's process, `signal` the only signal that events send.
-pub(crate) fn of_broker(vm: u32, signal: u32) -> Vec<Allowed> {
+pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
     let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
     let mut list = any(&[
         Sysno::recvmsg,

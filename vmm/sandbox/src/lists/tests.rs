@@ -303,7 +303,7 @@ fn without_a_broker_that_may_a_thread_counts_itself_only() {
 #[test]
 fn the_broker_may_open_events_and_nothing_else() {
     const SIGNAL: u32 = 12;
-    let list = of_broker(PID, SIGNAL);
+    let list = of_perf_broker(PID, SIGNAL);
     let program = filter::compile(&list, SeccompAction::Trap).unwrap();
     let to = |call: Sysno, words: &[u64]| {
         let mut arguments = [0; 6];

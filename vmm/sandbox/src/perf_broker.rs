@@ -70,7 +70,7 @@ impl PerfBroker {
             pid: pid.cast_signed(),
             signal,
         };
-        let list = lists::of_broker(pid, signal.unsigned_abs());
+        let list = lists::of_perf_broker(pid, signal.unsigned_abs());
         let filters = confinement
             .otherwise()
             .map(|otherwise| filter::compile(&list, otherwise))
