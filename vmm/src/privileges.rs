@@ -1,5 +1,5 @@
-//! What the process keeps of its rights for as long as its guest runs: the descriptors it holds, and what
-//! `perf_event_open(2)` wants. A fault of the VMM that a guest makes use of is not to reach further.
+//! What the process keeps of its rights for as long as its guest runs: the descriptors that it holds, and no
+//! capability. The broker ([`crate::pmu::event_opener`]) keeps `CAP_PERFMON`, and nobody keeps more.
 //!
 //! Capabilities belong to threads (capabilities(7)). The main thread gives its own up before it starts the
 //! vCPUs, the devices' threads and the servers, which inherit what is left. The few threads that exist before
@@ -9,8 +9,10 @@ use std::fs;
 use std::io;
 
 use perf_core::error_line;
-use perf_core::pmu::host::counting_is_denied;
-use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
+use perf_core::pmu::host::{DirectOpener, counting_is_denied_to};
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, dumpable_behavior, getrlimit, set_dumpable_behavior, setrlimit,
+};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
     remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
@@ -26,12 +28,10 @@ const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trai
 #[error("{0} failed")]
 pub struct PrivilegeError(&'static str, #[source] io::Error);
 
-/// Gives up all rights of this thread, and of those it starts from now on, but the right to count:
-/// `CAP_PERFMON` if it has that, and `CAP_SYS_ADMIN` where the kernel counts for nobody without it (before
-/// Linux 5.8, and kernels with Debian's patch above a `perf_event_paranoid` of 2: a warning says so). No
-/// program it executes gets more (`no_new_privs`), and no other process of the user may read its memory,
-/// which the guest's is part of, or attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer
-/// bounded by `RLIMIT_MEMLOCK` if it was not, that is for `CAP_IPC_LOCK`.
+/// Gives up all capabilities of this thread, and of those it starts from now on. No program it executes gets
+/// more (`no_new_privs`), and no other process of the user may read its memory, which the guest's is part of, or
+/// attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer bounded by `RLIMIT_MEMLOCK` if it was
+/// not, that is for `CAP_IPC_LOCK`.
 ///
 /// # Errors
 /// [`PrivilegeError`].
@@ -50,14 +50,7 @@ pub fn give_up() -> Result<(), PrivilegeError> {
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
     set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;
-    let kept = to_keep(has.permitted, last_capability(), denied_with);
-    if kept.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::PERFMON) {
-        log::warn!(
-            "the VMM keeps CAP_SYS_ADMIN: this kernel lets nobody count without it while \
-             kernel.perf_event_paranoid is more than 2; set it to 2 or less, and CAP_PERFMON is all that is kept"
-        );
-    }
-    keep(kept).map_err(failed("capset"))?;
+    keep(CapabilitySet::empty()).map_err(failed("capset"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("prctl(PR_SET_DUMPABLE)"))
 }
 
@@ -94,9 +87,49 @@ pub fn keep_no_capability() {
 
 /// Gives up all rights of this process, which has one thread and is none that counts. Whether that is done.
 pub fn give_up_all() -> bool {
+    give_up_all_but(CapabilitySet::empty())
+}
+
+/// As [`give_up_all`], for a process that opens perf events: it keeps `CAP_PERFMON` if it has that.
+pub fn give_up_all_but_counting() -> bool {
+    give_up_all_but(CapabilitySet::PERFMON)
+}
+
+fn give_up_all_but(kept: CapabilitySet) -> bool {
     set_no_new_privs(true).is_ok()
-        && keep(CapabilitySet::empty()).is_ok()
+        && keep(kept).is_ok()
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
+}
+
+/// Runs `run` in a thread that has the capability to count and no other, as whoever opens events for a running
+/// VM. If that thread cannot be had, in this one.
+pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
+    let limited = std::thread::scope(|scope| {
+        let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
+        thread.join().ok().flatten()
+    });
+    limited.unwrap_or_else(run)
+}
+
+/// Runs `run` while this process, which has one thread, is as little dumpable as it is when its guest runs: for
+/// other processes of its user it is out of reach.
+pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
+    let before = dumpable_behavior();
+    let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let result = run();
+    if let (Ok(before @ DumpableBehavior::Dumpable), Ok(())) = (before, hidden) {
+        let _ = set_dumpable_behavior(before);
+    }
+    result
+}
+
+/// Whether a thread of this process that has no capability may not count itself.
+pub fn counting_takes_a_capability() -> bool {
+    std::thread::scope(|scope| {
+        let tried =
+            scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && counting_is_denied_to(&DirectOpener));
+        tried.join().unwrap_or(true)
+    })
 }
 
 /// Keeps what this thread has of `set`, for itself and the threads it starts.
@@ -117,36 +150,6 @@ fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
             inheritable: CapabilitySet::empty(),
         },
     )
-}
-
-/// What perf events of a kernel whose last capability is `last` want (perf_event_open(2)).
-fn to_count(last: u32) -> CapabilitySet {
-    if CapabilitySet::PERFMON.bits() >> last > 1 {
-        CapabilitySet::SYS_ADMIN
-    } else {
-        CapabilitySet::PERFMON
-    }
-}
-
-/// What to keep of `has` so that perf events open as they do now. `denied` tells whether they are refused to
-/// who has these capabilities only.
-fn to_keep(has: CapabilitySet, last: u32, denied: impl Fn(CapabilitySet) -> bool) -> CapabilitySet {
-    let wanted = to_count(last);
-    let more = wanted | CapabilitySet::SYS_ADMIN;
-    // Debian's and Ubuntu's kernels have a level 3, which CAP_PERFMON does not lift.
-    if has.contains(CapabilitySet::SYS_ADMIN) && more != wanted && denied(wanted) && !denied(more) {
-        more
-    } else {
-        wanted
-    }
-}
-
-/// Whether a thread with these capabilities may not count itself. A thread that ends with it tries.
-fn denied_with(set: CapabilitySet) -> bool {
-    std::thread::scope(|scope| {
-        let tried = scope.spawn(|| keep(set).is_ok() && counting_is_denied());
-        tried.join().unwrap_or(false)
-    })
 }
 
 fn last_capability() -> u32 {
@@ -174,7 +177,6 @@ pub fn raise_descriptor_limit() -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use rustix::process::dumpable_behavior;
     use rustix::thread::no_new_privs;
 
     use super::*;
@@ -205,12 +207,10 @@ mod tests {
     #[test]
     fn a_process_that_gave_up_its_rights_is_not_dumpable_and_gets_no_new_ones() {
         if std::env::var_os(GIVES_UP).is_some() {
-            let all = capabilities(None).unwrap();
-            let kept = to_keep(all.permitted, last_capability(), denied_with);
             give_up().unwrap();
             assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
             assert!(no_new_privs().unwrap());
-            assert_eq!(capabilities(None).unwrap().permitted, all.permitted & kept);
+            assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::empty());
             return give_up().unwrap();
         }
         let name =
@@ -238,28 +238,10 @@ mod tests {
     }
 
     #[test]
-    fn counting_wants_another_capability_before_linux_5_8() {
-        // CAP_AUDIT_READ was the last until 5.7; CAP_PERFMON came with 5.8, two more with 5.9.
-        assert_eq!(to_count(37), CapabilitySet::SYS_ADMIN);
-        assert_eq!(to_count(38), CapabilitySet::PERFMON);
-        assert_eq!(to_count(40), CapabilitySet::PERFMON);
-    }
-
-    #[test]
-    fn cap_sys_admin_is_kept_only_where_counting_takes_it() {
-        let all = CapabilitySet::all();
-        let (perfmon, admin) = (CapabilitySet::PERFMON, CapabilitySet::SYS_ADMIN);
-        assert_eq!(to_keep(all, 40, |_| false), perfmon);
-        assert_eq!(to_keep(all, 40, |with| !with.contains(admin)), perfmon | admin);
-        assert_eq!(to_keep(all, 40, |_| true), perfmon, "it would not help");
-        assert_eq!(to_keep(perfmon, 40, |with| !with.contains(admin)), perfmon);
-        assert_eq!(to_keep(all, 37, |_| true), admin);
-    }
-
-    #[test]
     fn what_is_tried_leaves_this_thread_its_rights() {
         let before = capabilities(None).unwrap();
-        denied_with(CapabilitySet::empty());
+        counting_takes_a_capability();
+        with_right_to_count(|| ());
         assert_eq!(capabilities(None).unwrap(), before);
     }
 

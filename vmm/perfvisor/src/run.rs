@@ -24,7 +24,7 @@ pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use inherited::Inherited;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{Confinement, LastWill, SocketBroker, ThreadKind};
+use sandbox::{Confinement, Counting, LastWill, SocketBroker, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
@@ -48,8 +48,9 @@ use perfvisor_vmm::gdb::server::{GdbServer, GdbSocket};
 use perfvisor_vmm::kvm::host::{self};
 use perfvisor_vmm::metrics::address::Listener;
 use perfvisor_vmm::metrics::server::MetricsServer;
+use perfvisor_vmm::pmu::event_opener::VmEventOpener;
 use perfvisor_vmm::pmu::kernel_reader::KernelReader;
-use perfvisor_vmm::pmu::{PmuConfig, VmPmu};
+use perfvisor_vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
 use perfvisor_vmm::privileges::{self};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::{Ticks, Turns};
@@ -129,11 +130,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     footprint::give_back_what_is_freed();
     // Another process, so before this one has threads, signals and descriptors of its own.
     let kernel_reader = kernel_reader(args)?;
+    let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
+        .map_err(RunError::PerfBroker)?;
     let broker = SocketBroker::start(confinement(args), privileges::give_up_all).map_err(RunError::Broker)?;
     // Last of all, the broker removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
-    begin_sandbox(args, log_file)?;
+    begin_sandbox(args, opener.counting(), log_file)?;
     // Before any thread exists, so that all of them inherit the mask.
     let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
     kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
@@ -142,7 +145,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let kvm = host::open()?;
     // A jail is for a process of one thread.
     let begun = args.jail.is_none().then(Begun::now);
-    let probe = HostProbe::run();
+    // By a thread with the rights of whoever opens events later; with more it would find more.
+    let probe = privileges::with_right_to_count(HostProbe::run);
+    opener.install();
     let mut config = machine::asked_for(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
     tell_of_few_descriptors(descriptors, &config, &probe);
@@ -214,7 +219,7 @@ fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
     Ok(Arc::new(KernelReader::start(confinement(args))?))
 }
 
-/// How the processes beside the VM are confined.
+/// How the processes that work for the VM are confined.
 fn confinement(args: &RunArgs) -> Confinement {
     Confinement {
         seccomp: args.seccomp,
@@ -233,14 +238,14 @@ impl Drop for FinishBroker {
 
 /// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
 /// that [`confine`] takes on.
-fn begin_sandbox(args: &RunArgs, log_file: Option<&File>) -> Result<(), RunError> {
+fn begin_sandbox(args: &RunArgs, counting: Counting, log_file: Option<&File>) -> Result<(), RunError> {
     let will = LastWill {
         first: restore_terminal,
         log: log_file.map(AsRawFd::as_raw_fd),
         status: ExitStatus::Internal.code(),
     };
     sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
-    sandbox::begin(args.seccomp, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
+    sandbox::begin(args.seccomp, counting, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
     files::begin(args).map_err(RunError::Files)?;
     panics_are_one_line(will);
     Ok(())

@@ -2,7 +2,8 @@
 //!
 //! Descriptors that are open stay as they are. A path that is not below what was named is refused with
 //! `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this: paths are
-//! behind pointers.
+//! behind pointers. Since Linux 6.12 the same rules keep the process from signalling others, and from connecting
+//! to their abstract Unix sockets.
 #![expect(
     unsafe_code,
     reason = "two system calls of a thread that may have no descriptor left"
@@ -14,8 +15,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreated,
-    RulesetCreatedAttr, RulesetError,
+    ABI, Access, AccessFs, AccessNet, BitFlags, Erratum, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
 };
 
 use crate::kind::ThreadKind;
@@ -51,7 +52,7 @@ static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 #[must_use]
 pub fn has_landlock() -> bool {
     // Without it rules are made too, of nothing.
-    no_files().is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
+    no_files(scopes()).is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
 }
 
 /// From now on threads that take on a kind which opens nothing cannot open anything. To be called once,
@@ -60,7 +61,7 @@ pub fn has_landlock() -> bool {
 /// # Errors
 /// [`FilesError`].
 pub fn begin_files() -> Result<(), FilesError> {
-    if let Some(nothing) = no_files()?.into() {
+    if let Some(nothing) = no_files(scopes())?.into() {
         let _ = NOTHING.set(nothing);
     }
     Ok(())
@@ -75,7 +76,7 @@ pub fn only_files(files: &Files) -> Result<(), FilesError> {
     if NOTHING.get().is_none() {
         return Ok(());
     }
-    let mut rules = no_files()?;
+    let mut rules = no_files(scopes())?;
     for path in &files.read {
         let mut rights = AccessFs::ReadFile.into();
         if path.is_dir() {
@@ -114,16 +115,22 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     }
 }
 
-/// The calling thread can open nothing any more, where the kernel has landlock.
-pub(crate) fn nothing() -> Result<(), FilesError> {
-    no_files()?.restrict_self()?;
+/// The calling thread can open nothing any more, where the kernel has landlock. `signals`: events that it
+/// opens may signal processes outside.
+pub(crate) fn nothing(signals: bool) -> Result<(), FilesError> {
+    let scopes = if signals {
+        Scope::AbstractUnixSocket.into()
+    } else {
+        scopes()
+    };
+    no_files(scopes)?.restrict_self()?;
     Ok(())
 }
 
 /// The calling thread can remove files in `directories` and open nothing any more, where the kernel has
 /// landlock.
 pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FilesError> {
-    let mut rules = no_files()?;
+    let mut rules = no_files(scopes())?;
     for directory in directories {
         rules = rules.add_rule(PathBeneath::new(directory, AccessFs::RemoveFile))?;
     }
@@ -131,10 +138,22 @@ pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<
     Ok(())
 }
 
-fn no_files() -> Result<RulesetCreated, RulesetError> {
+/// What a thread cannot reach outside (Linux 6.12): abstract Unix sockets, and processes by signals. Each
+/// thread has rules of its own, and kernels without the fix of this erratum kept threads of one process from
+/// signalling each other: there signals are not restricted.
+fn scopes() -> BitFlags<Scope> {
+    if Erratum::current().contains(Erratum::ScopedSignalHandling) {
+        Scope::from_all(KNOWN)
+    } else {
+        Scope::AbstractUnixSocket.into()
+    }
+}
+
+fn no_files(scopes: BitFlags<Scope>) -> Result<RulesetCreated, RulesetError> {
     Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?
         .handle_access(AccessNet::from_all(KNOWN))?
+        .scope(scopes)?
         .create()
 }
 

@@ -25,6 +25,17 @@ pub enum ThreadKind {
     Starter,
 }
 
+/// Who opens the perf events of a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Counting {
+    /// The broker, which has the capability that it takes. No thread of the VM's may.
+    #[default]
+    Broker,
+    /// Each thread on itself, where the user may do so without a capability: the kernel lets no other process
+    /// of the user open events on a process that is not dumpable.
+    OwnThread,
+}
+
 impl ThreadKind {
     /// Every kind.
     pub const ALL: [Self; 9] = [

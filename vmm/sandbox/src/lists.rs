@@ -7,13 +7,13 @@
 use rustix::fs::OFlags;
 use syscalls::Sysno;
 
-use crate::kind::ThreadKind;
+use crate::kind::{Counting, ThreadKind};
 use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
 use crate::socket_broker;
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h): the C library names its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
-/// `F_SETSIG`, `F_SETOWN_EX` and `F_SETLEASE` of `fcntl(2)`.
+/// `F_SETSIG` and `F_SETOWN_EX` of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
 /// Advices of `madvise(2)` by which newer C libraries guard stacks (include/uapi/asm-generic/mman-common.h).
@@ -30,8 +30,12 @@ fn other_than_reading() -> u64 {
 }
 
 /// What threads of `kind` may do. `pid` is this process's.
-pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
+pub(crate) fn of(kind: ThreadKind, pid: u32, counting: Counting) -> Vec<Allowed> {
     let mut list = common(pid);
+    let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
+    if counts && counting == Counting::OwnThread {
+        list.extend(own_perf_events());
+    }
     list.extend(match kind {
         ThreadKind::Main => main(),
         ThreadKind::Vcpu => vcpu(),
@@ -42,7 +46,7 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
         ThreadKind::Console => Vec::new(),
         ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
         // What it starts begins with what it may.
-        ThreadKind::Starter => starter(pid),
+        ThreadKind::Starter => starter(pid, counting),
     });
     list
 }
@@ -255,17 +259,12 @@ fn connections() -> Vec<Allowed> {
     list
 }
 
-/// Counters of the host: of threads, never of a whole CPU or of a control group. The attributes are behind a
-/// pointer.
+/// Counters of the host that are open. The broker opens them.
 fn perf_events() -> Vec<Allowed> {
-    let cloexec = 8;
-    let mut list = only(
-        Sysno::perf_event_open,
-        &[Check::Not(1, u32::MAX), Check::Is(4, cloexec)],
-    );
     // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
-    list.extend(ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]));
-    list.extend(one_of(Sysno::fcntl, 1, &[F_SETSIG, F_SETOWN_EX]));
+    let mut list = ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]);
+    // Requests to the broker, with descriptors.
+    list.extend(any(&[Sysno::sendmsg, Sysno::recvmsg]));
     list.extend(any(&[
         Sysno::pread64,
         // The clock's events.
@@ -276,6 +275,14 @@ fn perf_events() -> Vec<Allowed> {
         Sysno::membarrier,
     ]));
     list
+}
+
+/// Opening of counters without the broker, by [`Counting::OwnThread`]: on the calling thread, on whichever CPU
+/// it runs. The attributes are behind a pointer.
+fn own_perf_events() -> Vec<Allowed> {
+    let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
+    let checks = [Check::Is(1, own), Check::Is(2, any_cpu), Check::Is(4, cloexec)];
+    only(Sysno::perf_event_open, &checks)
 }
 
 /// The type of KVM's requests.
@@ -458,6 +465,11 @@ fn main() -> Vec<Allowed> {
         2,
         &[libc::MADV_POPULATE_WRITE.unsigned_abs()],
     ));
+    // A lease of a ring's memory file, whose signal is ignored by default and goes to this process.
+    list.extend(only(
+        Sysno::fcntl,
+        &[Check::Is(1, F_SETSIG), Check::Is(2, libc::SIGURG.unsigned_abs())],
+    ));
     let leases = [libc::F_SETLEASE, libc::F_ADD_SEALS, libc::F_GET_SEALS];
     list.extend(one_of(Sysno::fcntl, 1, &leases.map(i32::unsigned_abs)));
     list.extend(any(&[
@@ -476,12 +488,12 @@ fn main() -> Vec<Allowed> {
 }
 
 /// What the threads may do that it starts, before they confine themselves, and what takes them there.
-fn starter(pid: u32) -> Vec<Allowed> {
+fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
     let mut list = Vec::new();
     // The vCPUs' first, for the sake of KVM_RUN.
     for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
         if kind != ThreadKind::Starter {
-            list.extend(of(kind, pid));
+            list.extend(of(kind, pid, counting));
         }
     }
     list.extend(only(
@@ -619,6 +631,48 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
             Check::Is(2, 0),
         ],
     ));
+    list
+}
+
+/// What the broker of perf events may do: take a request, open an event on a thread, direct its signal, and
+/// pass it on. `vm` is the VM's process, `signal` the only signal that events send.
+pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
+    let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
+    let mut list = any(&[
+        Sysno::recvmsg,
+        Sysno::sendmsg,
+        Sysno::close,
+        Sysno::clock_gettime,
+        Sysno::clock_nanosleep,
+        Sysno::restart_syscall,
+        Sysno::exit_group,
+        // The C library keeps its memory.
+        Sysno::brk,
+        Sysno::munmap,
+    ]);
+    list.extend(only(
+        Sysno::perf_event_open,
+        &[
+            Check::Not(1, 0),
+            Check::Not(1, any_process),
+            Check::Is(2, any_cpu),
+            Check::Is(4, cloexec),
+        ],
+    ));
+    list.extend(only(
+        Sysno::fcntl,
+        &[Check::Is(1, F_SETSIG), Check::Is(2, signal)],
+    ));
+    let of_events = [
+        F_SETOWN_EX,
+        libc::F_GETFL.unsigned_abs(),
+        libc::F_SETFL.unsigned_abs(),
+    ];
+    list.extend(one_of(Sysno::fcntl, 1, &of_events));
+    // The standard library looks whether a descriptor is there that it closes.
+    list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
+    // Asks whether a thread is the VM's; signal 0 is sent to nobody.
+    list.extend(only(Sysno::tgkill, &[Check::Is(0, vm), Check::Is(2, 0)]));
     list
 }
 

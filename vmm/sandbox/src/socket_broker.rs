@@ -30,8 +30,8 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::paths::{self, Directory};
+use crate::service::{UNFIT, give_back_what_is_free, leave, only_descriptor};
 use crate::start::{Mode as FilterMode, SandboxError};
-use crate::workers::keeper::{UNFIT, give_back_what_is_free, leave, only_descriptor};
 use crate::{Confinement, ThreadKind, WorkersError, files, filter, lists};
 
 /// Name of the process, in `ps`.
@@ -368,7 +368,7 @@ fn serve(
             libc::signal(signal, libc::SIG_IGN);
         }
     }
-    let mut control = only_descriptor(control)?;
+    let mut control = UnixStream::from(only_descriptor(control.into())?);
     give_back_what_is_free();
     if !give_up() {
         return Err(io::Error::other("rights that stay"));

@@ -9,7 +9,7 @@ use std::thread::{Builder, JoinHandle};
 
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
-use crate::kind::ThreadKind;
+use crate::kind::{Counting, ThreadKind};
 use crate::violation::{self, LastWill, Line};
 use crate::{files, filter, lists};
 
@@ -107,11 +107,12 @@ struct Sandbox {
 static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
 /// Makes the filters. From now on [`enter`] and [`confine`] apply them, and a thread that asks for what it
-/// may not ends the process by `will`. To be called once, before there are threads.
+/// may not ends the process by `will`. `counting` says which threads open perf events. To be called once, before
+/// there are threads.
 ///
 /// # Errors
 /// [`SandboxError`].
-pub fn begin(mode: Mode, will: LastWill) -> Result<(), SandboxError> {
+pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), SandboxError> {
     let otherwise = match mode {
         Mode::Off => return Ok(()),
         Mode::On => SeccompAction::Trap,
@@ -123,7 +124,7 @@ pub fn begin(mode: Mode, will: LastWill) -> Result<(), SandboxError> {
     violation::watch(will).map_err(SandboxError::Signal)?;
     let pid = std::process::id();
     let program = |kind| {
-        let mut list = lists::of(kind, pid);
+        let mut list = lists::of(kind, pid, counting);
         let refused = (mode == Mode::On).then(|| lists::refused(kind));
         // Of the answers of two filters the kernel takes the harder one.
         list.extend(refused.clone().unwrap_or_default());

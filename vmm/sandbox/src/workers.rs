@@ -40,6 +40,18 @@ pub struct Confinement {
     pub landlock: bool,
 }
 
+impl Confinement {
+    /// What happens to a call that is not on a process's list; `None`: it has no filter.
+    pub(crate) fn otherwise(self) -> Option<SeccompAction> {
+        match self.seccomp {
+            Mode::Off => None,
+            // There is nobody to write a line.
+            Mode::On => Some(SeccompAction::KillProcess),
+            Mode::Log => Some(SeccompAction::Log),
+        }
+    }
+}
+
 /// There are no workers.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkersError {
@@ -84,12 +96,7 @@ impl Workers {
         let (ours, its) = UnixStream::pair().map_err(|e| WorkersError::Os("socketpair", e))?;
         ours.set_read_timeout(Some(PATIENCE))
             .map_err(|e| WorkersError::Os("setsockopt", e))?;
-        let otherwise = match confinement.seccomp {
-            Mode::Off => None,
-            // There is nobody to write a line.
-            Mode::On => Some(SeccompAction::KillProcess),
-            Mode::Log => Some(SeccompAction::Log),
-        };
+        let otherwise = confinement.otherwise();
         let filters = filters(otherwise.as_ref());
         let job = Job {
             filters: filters.map_err(|e| SandboxError::Compile(ThreadKind::Profiler, e))?,

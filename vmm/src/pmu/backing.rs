@@ -11,15 +11,17 @@ use vpmu::{ArchEvent, Backability, BackingPolicy, ParavirtualEvent, Sources, Ven
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     /// `--backing hardware` without a PMU.
-    #[error("--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there")]
-    NoHardware(String),
+    #[error(
+        "--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there{1}"
+    )]
+    NoHardware(String, &'static str),
     /// The clock driver's host events are refused.
     #[error(
         "--backing clock: this host does not let this user count (kernel.perf_event_paranoid is {0}); set it to 1 or \
          less, give the program CAP_PERFMON (setcap cap_perfmon=ep), let it call perf_event_open if it is in a \
-         container whose filter forbids that, or use --pmu off"
+         container whose filter forbids that, or use --pmu off{1}"
     )]
-    NoClock(String),
+    NoClock(String, &'static str),
     /// Guests cannot be single-stepped.
     #[error("--backing exact: this host's KVM does not single-step guests; use --backing auto")]
     NoSteps,
@@ -94,12 +96,14 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
 /// # Errors
 /// [`BackingError`], which names the reason and the way out.
 pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
+    let remedy = remedy_of_level(probe.paranoid);
     let clock = || match probe.software_clock {
         true => Ok(()),
         false => Err(BackingError::NoClock(
             probe
                 .paranoid
                 .map_or_else(|| "unknown".to_owned(), |level| level.to_string()),
+            remedy,
         )),
     };
     match policy {
@@ -108,10 +112,22 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
                 .no_slots_because
                 .clone()
                 .unwrap_or_else(|| "this host has no hardware PMU".to_owned()),
+            remedy,
         )),
         BackingPolicy::Auto if !probe.hardware_pmu => clock(),
         BackingPolicy::Clock => clock(),
         _ => Ok(()),
+    }
+}
+
+/// What helps at a level of `kernel.perf_event_paranoid` above 2, which kernels with Debian's patch have: only
+/// `CAP_SYS_ADMIN` counts there, and no process of a VM keeps that.
+fn remedy_of_level(paranoid: Option<i32>) -> &'static str {
+    match paranoid {
+        Some(3..) => {
+            "; above 2 CAP_PERFMON does not suffice, nor does root: run sysctl kernel.perf_event_paranoid=2"
+        }
+        _ => "",
     }
 }
 

@@ -4,11 +4,13 @@
 pub mod backing;
 mod config;
 pub mod countable;
+pub mod event_opener;
 pub mod fit;
 pub mod kernel_reader;
 mod operator;
 pub mod own;
 mod regs;
+pub(crate) mod remote_open;
 mod shown;
 mod steal;
 

@@ -27,6 +27,7 @@ use crate::kvm::armed::request_exit_of_this_thread;
 use crate::kvm::signal_mask;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;
+use crate::pmu::remote_open::open_in_handler;
 
 thread_local! {
     /// An overflow signal came since the last [`take_overflow`].
@@ -40,6 +41,7 @@ pub fn kick_signal() -> c_int {
 
 extern "C" fn on_kick(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     request_exit_of_this_thread();
+    open_in_handler();
 }
 
 extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {

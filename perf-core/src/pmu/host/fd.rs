@@ -1,4 +1,4 @@
-//! The one place that calls `perf_event_open(2)`: a safe handle on a host perf event.
+//! A safe handle on a host perf event, which [`super::opener`] opens.
 //!
 //! Everything here is mechanism. What to count, for whom and when is decided by the drivers above.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
@@ -7,30 +7,19 @@ use std::cell::Cell;
 use std::io;
 use std::mem::size_of;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 use perf_event_open_sys as sys;
-use sys::bindings::{PERF_FLAG_FD_CLOEXEC, perf_event_attr, perf_event_header, perf_event_mmap_page};
+use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 
 use super::fault;
+use super::opener::{self, Counted, OpenRequest, OverflowSignal};
 
 /// How often an event is opened whose opening a signal interrupts. Signals that come faster than this are a
 /// storm, and the event is tried again later as one that failed.
 const MOST_OPENS: u32 = 64;
-/// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
-const F_SETSIG: libc::c_int = 10;
-const F_SETOWN_EX: libc::c_int = 15;
-const F_OWNER_TID: libc::c_int = 0;
-
-/// `struct f_owner_ex` of `fcntl(2)`.
-#[repr(C)]
-struct FOwnerEx {
-    kind: libc::c_int,
-    pid: libc::pid_t,
-}
-
 /// A period so long that it never elapses (36 years of nanoseconds). An event with this period is *parked*:
 /// it keeps its place in the kernel and costs nothing until an ioctl gives it a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
@@ -92,6 +81,13 @@ pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
     }
 }
 
+/// The bytes of an attribute block.
+pub(super) fn bytes_of(attr: &perf_event_attr) -> &[u8] {
+    // SAFETY: the structure is one of the kernel's interface, made of integers without padding, and `attr`
+    // is live and initialised for the lifetime of the slice.
+    unsafe { std::slice::from_raw_parts((&raw const *attr).cast(), size_of::<perf_event_attr>()) }
+}
+
 /// An open host perf event on one thread.
 #[derive(Debug)]
 pub(crate) struct PerfFd {
@@ -103,15 +99,6 @@ pub(crate) fn cpus() -> i32 {
     // SAFETY: sysconf takes a number by value.
     let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) };
     i32::try_from(cpus).unwrap_or(i32::MAX)
-}
-
-/// What an event of the host's kernel counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Counted {
-    /// A thread, on whichever CPU it runs.
-    Thread(i32),
-    /// A CPU, whatever runs there.
-    Cpu(i32),
 }
 
 impl From<OwnedFd> for PerfFd {
@@ -129,68 +116,47 @@ impl AsFd for PerfFd {
 impl PerfFd {
     /// Opens `attr` on thread `tid` (0: the caller), on whichever CPU that thread runs.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
-        Self::open_in_group(attr, Counted::Thread(tid), None)
+        Self::open_in_group(attr, Counted::Thread(tid), None, None)
     }
 
-    /// As [`PerfFd::open`], as a member of `leader`'s group.
+    /// As [`PerfFd::open`], as a member of `leader`'s group, with the signal of its overflows.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
         counted: Counted,
         leader: Option<&PerfFd>,
+        overflow: Option<OverflowSignal>,
     ) -> io::Result<Self> {
-        let (pid, cpu) = match counted {
-            Counted::Thread(tid) => (tid, -1),
-            Counted::Cpu(cpu) => (-1, cpu),
+        let request = OpenRequest {
+            attr: bytes_of(attr),
+            counted,
+            leader: leader.map(|leader| leader.fd.as_fd()),
+            overflow,
         };
-        let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
-        let mut opened = Self::open_once(attr, pid, cpu, group);
+        let mut opened = Self::open_once(&request);
         // The kernel takes locks that a signal interrupts, a vCPU's kick too; the signal is served by then.
         for _ in 1..MOST_OPENS {
             match &opened {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {
-                    opened = Self::open_once(attr, pid, cpu, group);
-                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => opened = Self::open_once(&request),
                 _ => break,
             }
         }
         opened
     }
 
-    fn open_once(attr: &mut perf_event_attr, pid: i32, cpu: i32, group: RawFd) -> io::Result<Self> {
+    fn open_once(request: &OpenRequest<'_>) -> io::Result<Self> {
         if let Some(error) = fault::of_open() {
             return Err(io::Error::from_raw_os_error(error));
         }
-        // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is;
-        // the kernel writes at most its `size` field.
-        let fd =
-            unsafe { sys::perf_event_open(attr, pid, cpu, group, libc::c_ulong::from(PERF_FLAG_FD_CLOEXEC)) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel just returned this descriptor and nothing else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let fd = opener::current().open(request)?;
         Ok(Self { fd })
     }
 
-    /// Makes every overflow send real-time signal `signo` to thread `tid`, and to that thread only.
+    /// Makes every overflow send signal `signal` to thread `tid`, and to that thread only.
     ///
     /// When the queue of real-time signals is full the kernel sends `SIGIO` instead; see
     /// [`super::ignore_sigio`].
-    pub(crate) fn signal_thread(&self, tid: i32, signo: i32) -> io::Result<()> {
-        let fd = self.fd.as_raw_fd();
-        let owner = FOwnerEx {
-            kind: F_OWNER_TID,
-            pid: tid,
-        };
-        // SAFETY: `owner` has the layout fcntl(2) documents for F_SETOWN_EX and outlives the call.
-        check(unsafe { libc::fcntl(fd, F_SETOWN_EX, &raw const owner) })?;
-        // SAFETY: F_SETSIG takes a signal number by value.
-        check(unsafe { libc::fcntl(fd, F_SETSIG, signo) })?;
-        // SAFETY: F_GETFL takes no argument.
-        let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
-        // SAFETY: F_SETFL takes flags by value.
-        check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC) })?;
-        Ok(())
+    pub(crate) fn signal_thread(&self, tid: i32, signal: i32) -> io::Result<()> {
+        opener::current().set_overflow_signal(self.fd.as_fd(), OverflowSignal { tid, signal })
     }
 
     /// Lets the event count.

@@ -17,7 +17,8 @@ use perf_event_open_sys::bindings::{
 };
 use smallvec::SmallVec;
 
-use super::fd::{Counted, PerfFd, Timed};
+use super::fd::{PerfFd, Timed};
+use super::opener::Counted;
 
 /// The read format of a member through which the group is read.
 pub(super) const READ_GROUP: u64 =

@@ -29,6 +29,7 @@ pub(crate) mod fd;
 mod group;
 mod guest_ring;
 mod hybrid;
+mod opener;
 mod probe;
 mod rate;
 mod tracepoint;
@@ -43,10 +44,13 @@ use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ, perf_e
 
 pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
-use fd::{Counted, PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
+use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
 use group::{KernelGroup, Member, READ_GROUP};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
-pub use probe::{GenericEvent, HostProbe, cache_event_opens, counting_is_denied, ignore_sigio};
+pub use opener::{Counted, DirectOpener, EventOpener, OpenRequest, OverflowSignal, set_event_opener};
+pub use probe::{
+    GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
+};
 pub use rate::MIN_CLOCK_PERIOD_NS;
 use rate::{Clocks, Ringing};
 pub use tracepoint::Tracepoint;
@@ -292,14 +296,11 @@ impl Opener {
         raw: &mut perf_event_attr,
         leader: Option<&PerfFd>,
     ) -> Result<(Arc<PerfFd>, Option<PerfMap>), PmuError> {
-        let fd = PerfFd::open_in_group(raw, self.counted, leader).map_err(|e| self.refused(e))?;
-        if let Some(signal) = self.signal {
-            fd.signal_thread(self.signal_tid, signal)
-                .map_err(|source| PmuError::Os {
-                    what: "directing the overflow signal to the vCPU",
-                    source,
-                })?;
-        }
+        let overflow = self.signal.map(|signal| OverflowSignal {
+            tid: self.signal_tid,
+            signal,
+        });
+        let fd = PerfFd::open_in_group(raw, self.counted, leader, overflow).map_err(|e| self.refused(e))?;
         let map = self.map(&fd);
         Ok((Arc::new(fd), map))
     }

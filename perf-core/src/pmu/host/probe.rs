@@ -10,8 +10,9 @@ use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
 
 use super::counters::{HostCounters, Trial, Tried};
-use super::fd::{Counted, PerfFd, new_attr};
+use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
+use super::opener::{Counted, EventOpener, OpenRequest};
 
 /// The generic hardware events of `perf_event_open(2)`, with perf's names.
 const GENERIC: [(&str, u32); 10] = [
@@ -161,6 +162,20 @@ pub fn counting_is_denied() -> bool {
     matches!(PerfFd::open(&mut attr, 0), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
 }
 
+/// As [`counting_is_denied`], for events of the calling thread that `opener` opens.
+#[must_use]
+pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
+    let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
+    attr.set_disabled(1);
+    let request = OpenRequest {
+        attr: bytes_of(&attr),
+        counted: Counted::Thread(current_tid()),
+        leader: None,
+        overflow: None,
+    };
+    matches!(opener.open(&request), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
+}
+
 /// Where the kernel lists its PMUs.
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
@@ -272,7 +287,7 @@ impl Trial for ThisThread {
         events.iter().all(|&event| {
             let mut attr = Self::attr(event);
             attr.set_disabled(group.is_empty().into());
-            match PerfFd::open_in_group(&mut attr, Counted::Thread(0), group.first()) {
+            match PerfFd::open_in_group(&mut attr, Counted::Thread(0), group.first(), None) {
                 Ok(fd) => {
                     group.push(fd);
                     true

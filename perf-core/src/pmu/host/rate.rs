@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::fd::Counted;
+use super::opener::Counted;
 
 /// The shortest period of `cpu-clock` and `task-clock`, ns. Several that overflow on one thread share it: of
 /// two, each has twice this.

@@ -124,6 +124,9 @@ pub enum RunError {
         "--jail {0}: the kernel refuses the limit; choose one that is not above the present one (ulimit -H)"
     )]
     Limit(&'static str, #[source] io::Error),
+    /// No process can be had that opens perf events.
+    #[error("no process to open perf events")]
+    PerfBroker(#[source] WorkersError),
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
     Files(#[source] FilesError),

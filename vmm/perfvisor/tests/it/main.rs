@@ -35,6 +35,7 @@ mod record_faults;
 mod recordings;
 mod reset;
 mod service;
+mod system_calls;
 mod terminal;
 mod top;
 mod vm_lookup;

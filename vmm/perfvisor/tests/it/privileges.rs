@@ -9,13 +9,11 @@ use crate::common::machine::Machine;
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use control_api::client::Client;
-use control_api::protocol::KernelState;
+use control_api::protocol::{EventReading, KernelState, Opened};
 use control_api::request;
 
 /// `CAP_PERFMON` (capabilities(7)).
 const PERFMON: u64 = 1 << 38;
-/// `CAP_SYS_ADMIN`.
-const SYS_ADMIN: u64 = 1 << 21;
 
 /// A field of `/proc/PID/status`.
 fn field(status: &str, name: &str) -> u64 {
@@ -26,16 +24,9 @@ fn field(status: &str, name: &str) -> u64 {
 }
 
 #[test]
-fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
+fn no_thread_of_a_vm_has_a_capability() {
     let Some(vm) = SpinningVm::start("rights", &["--cpus", "2"]) else {
         return;
-    };
-    let own = fs::read_to_string("/proc/self/status").unwrap();
-    // Above 2 a level of Debian's and Ubuntu's kernels lets nobody count without CAP_SYS_ADMIN.
-    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
-    let to_count = match paranoid.trim().parse::<i32>() {
-        Ok(3..) => PERFMON | SYS_ADMIN,
-        _ => PERFMON,
     };
     let tasks = format!("/proc/{}/task", vm.child.id());
     let mut seen = Vec::new();
@@ -48,19 +39,10 @@ fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
         }
         let status = fs::read_to_string(task.join("status")).unwrap();
         for set in ["CapPrm", "CapEff"] {
-            let has = field(&status, set);
-            assert_eq!(has & !to_count, 0, "{set} of {name}");
+            assert_eq!(field(&status, set), 0, "{set} of {name}");
         }
         assert_eq!(field(&status, "CapInh"), 0, "{name}");
         assert_eq!(field(&status, "CapAmb"), 0, "{name}");
-        if name.starts_with("vcpu") || name == "perfvisor" {
-            let could = field(&own, "CapEff") & PERFMON;
-            assert_eq!(
-                field(&status, "CapEff") & PERFMON,
-                could,
-                "{name} keeps what counting wants"
-            );
-        }
         assert_eq!(field(&status, "NoNewPrivs"), 1, "{name}");
         // SECCOMP_MODE_FILTER.
         assert_eq!(field(&status, "Seccomp"), 2, "{name}");
@@ -69,6 +51,101 @@ fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
     for name in ["perfvisor", "signals", "console", "starter", "vcpu0", "vcpu1"] {
         assert!(seen.iter().any(|seen| seen == name), "no {name} among {seen:?}");
     }
+}
+
+/// The process `comm` that works for VM `pid`.
+fn service_process(pid: u32, comm: &str) -> u32 {
+    let children = children(pid);
+    let mut found = children.iter().filter(|(_, name)| name == comm);
+    match (found.next(), found.next()) {
+        (Some((number, _)), None) => *number,
+        _ => panic!("{comm}: {children:?}"),
+    }
+}
+
+/// The broker has the right to count and no other, one socket, and ends with the VM.
+#[test]
+fn the_broker_of_perf_events_has_one_capability_and_ends_with_the_vm() {
+    let own = fs::read_to_string("/proc/self/status").unwrap();
+    let cases: [(&str, &[&str], u64); 3] = [
+        ("broker", &[], 2),
+        ("broker-off", &["--seccomp", "off", "--landlock", "off"], 0),
+        ("broker-jail", &["--jail", "uid=1500"], 2),
+    ];
+    for (name, args, filters) in cases {
+        let Some(mut vm) = SpinningVm::start(name, args) else {
+            return;
+        };
+        let broker = service_process(vm.child.id(), "perf-broker");
+        let status = fs::read_to_string(format!("/proc/{broker}/status")).unwrap();
+        for set in ["CapPrm", "CapEff"] {
+            let has = field(&own, "CapEff") & PERFMON;
+            assert_eq!(field(&status, set), has, "{set}: {status}");
+        }
+        for set in ["CapInh", "CapAmb"] {
+            assert_eq!(field(&status, set), 0, "{set}: {status}");
+        }
+        assert_eq!(field(&status, "NoNewPrivs"), 1);
+        assert_eq!(field(&status, "Seccomp"), filters);
+        assert_eq!(field(&status, "Threads"), 1);
+        let fds = fs::read_dir(format!("/proc/{broker}/fd")).unwrap().flatten();
+        let leads = fds.map(|fd| fs::read_link(fd.path()).unwrap().display().to_string());
+        let leads: Vec<String> = leads.filter(|to| !to.starts_with("pipe:")).collect();
+        assert!(leads.len() == 1 && leads[0].starts_with("socket:"), "{leads:?}");
+        vm.child.kill().unwrap();
+        vm.child.wait().unwrap();
+        let there = || {
+            let status = fs::read_to_string(format!("/proc/{broker}/status"));
+            status.is_ok_and(|status| status.contains("perf-broker") && !status.contains("State:\tZ"))
+        };
+        eventually("it is gone", || !there());
+    }
+}
+
+/// A VM whose broker is killed goes on with the counters that are open, says so in one line, and refuses new
+/// ones.
+#[test]
+fn a_vm_whose_broker_is_killed_says_once_that_it_opens_no_counter() {
+    let Some(vm) = SpinningVm::start("brokerless", &[]) else {
+        return;
+    };
+    let sockets = vm.runtime.path().join("perfvisor");
+    let mut client = Client::connect_in(&sockets, Some("brokerless")).unwrap();
+    let open = |client: &mut Client| -> Result<Vec<Opened>, _> {
+        client.call(request::Open {
+            events: "page-faults".into(),
+            vcpus: None,
+            whole: false,
+            sampling: None,
+        })
+    };
+    let before = open(&mut client).unwrap()[0].handle.expect("a counter");
+    let () = client.call(request::Enable).unwrap();
+    let broker = service_process(vm.child.id(), "perf-broker");
+    let killed = Command::new("kill").args(["-9", &broker.to_string()]).status();
+    assert!(killed.unwrap().success());
+    let running_ns = |client: &mut Client| {
+        let readings: Vec<EventReading> = client.call(request::Read).unwrap();
+        let reading = readings.iter().find(|reading| reading.handle == before);
+        reading.unwrap().running_ns
+    };
+    for _ in 0..2 {
+        let refused = open(&mut client).expect_err("no broker").to_string();
+        assert!(
+            refused.contains("the process that opens perf events has ended"),
+            "{refused}"
+        );
+        let then = running_ns(&mut client);
+        eventually("what was open goes on", || running_ns(&mut client) > then);
+    }
+    let told = || {
+        vm.said()
+            .iter()
+            .filter(|line| line.contains("(perf-broker) has ended"))
+            .count()
+    };
+    eventually("it says so", || told() > 0);
+    assert_eq!(told(), 1, "{:?}", vm.said());
 }
 
 /// The processes whose parent is `pid`, with their names.
@@ -249,8 +326,12 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
     let proc = format!("/proc/{}", vm.id());
     let status = fs::read_to_string(format!("{proc}/status")).unwrap();
     assert!(status.contains("Uid:\t65534\t65534\t65534\t65534"), "{status}");
-    assert_eq!(field(&status, "CapEff"), PERFMON);
+    assert_eq!(field(&status, "CapEff"), 0);
     assert_eq!(field(&status, "CapAmb"), 0);
+    // Its broker has the right that the user gave.
+    let broker = service_process(vm.id(), "perf-broker");
+    let status = fs::read_to_string(format!("/proc/{broker}/status")).unwrap();
+    assert_eq!(field(&status, "CapEff"), PERFMON);
     // The kernel gives the files of a process that nobody may look into to root (proc(5)).
     assert_eq!(
         fs::metadata(format!("{proc}/mem")).unwrap().uid(),

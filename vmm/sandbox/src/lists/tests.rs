@@ -52,7 +52,11 @@ struct Filters([BpfProgram; 2]);
 
 impl Filters {
     fn of(kind: ThreadKind) -> Self {
-        let mut list = super::of(kind, PID);
+        Self::with(kind, Counting::Broker)
+    }
+
+    fn with(kind: ThreadKind, counting: Counting) -> Self {
+        let mut list = super::of(kind, PID, counting);
         list.extend(refused(kind));
         let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
         Self([filter::refuse(&refused(kind)).unwrap(), allow])
@@ -111,7 +115,7 @@ proptest! {
         ),
     ) {
         let filters = Filters::of(kind);
-        let (list, refused) = (super::of(kind, PID), refused(kind));
+        let (list, refused) = (super::of(kind, PID, Counting::Broker), refused(kind));
         let arguments: [u64; 6] = words.try_into().unwrap();
         for call in 0..500 {
             let right = match (is_on(&refused, call, arguments), is_on(&list, call, arguments)) {
@@ -215,10 +219,13 @@ fn arguments_decide_who_may() {
         ("a netlink socket", Sysno::socket, vec![16, 3, 0], &[], TRAP),
         ("a raw socket", Sysno::socket, vec![17, 3, 0], &[], TRAP),
         ("takes a connection", Sysno::accept4, vec![], &[Main, Socket, Debugger, Starter], TRAP),
-        ("counts a thread", Sysno::perf_event_open, vec![0, 0, u64::MAX, u64::MAX, 8], &[Main, Vcpu, Debugger, Starter], TRAP),
+        ("counts itself", Sysno::perf_event_open, vec![0, 0, u64::MAX, u64::MAX, 8], &[], TRAP),
+        ("counts a thread", Sysno::perf_event_open, vec![0, 77, u64::MAX, u64::MAX, 8], &[], TRAP),
         ("counts a CPU", Sysno::perf_event_open, vec![0, u64::MAX, 0, u64::MAX, 8], &[], TRAP),
-        ("counts a CPU, seen by 32 bits", Sysno::perf_event_open, vec![0, 0xffff_ffff, 0, 0, 8], &[], TRAP),
-        ("counts a control group", Sysno::perf_event_open, vec![0, 3, 0, 0, 12], &[], TRAP),
+        ("starts a counter", Sysno::ioctl, vec![0, 0x2400], &[Main, Vcpu, Debugger, Starter], TRAP),
+        ("filters a counter's addresses", Sysno::ioctl, vec![0, 0x2406], &[], TRAP),
+        ("gives a counter a program", Sysno::ioctl, vec![0, 0x2408], &[], TRAP),
+        ("changes what a counter counts", Sysno::ioctl, vec![0, 0x240b], &[], TRAP),
         ("reads a file", Sysno::openat, opened(libc::O_CLOEXEC), &[Main, Starter], EPERM),
         ("writes a file", Sysno::openat, opened(libc::O_WRONLY), &[Main, Starter], TRAP),
         ("makes a file", Sysno::openat, opened(libc::O_WRONLY | libc::O_CREAT), &[], TRAP),
@@ -265,7 +272,10 @@ fn arguments_decide_who_may() {
         ("its limits", Sysno::prlimit64, vec![0, 3, 0, 1], &[], EPERM),
         ("sets its limits", Sysno::prlimit64, vec![0, 3, 1, 0], &[], TRAP),
         ("limits of another process", Sysno::prlimit64, vec![other, 3, 0, 1], &[], TRAP),
-        ("signals of a descriptor", Sysno::fcntl, vec![0, 10], &[Main, Vcpu, Debugger, Starter], TRAP),
+        ("the signal of a descriptor", Sysno::fcntl, vec![0, 10, 9], &[], TRAP),
+        ("the signal of a lease", Sysno::fcntl, vec![0, 10, 23], &[Main, Starter], TRAP),
+        ("who gets signals of a descriptor", Sysno::fcntl, vec![0, 15], &[], TRAP),
+        ("the process that gets signals of a descriptor", Sysno::fcntl, vec![0, 8, 1], &[], TRAP),
         ("a lease", Sysno::fcntl, vec![0, 1024], &[Main, Starter], TRAP),
         ("a lock, or its end", Sysno::fcntl, vec![0, 37], all, TRAP),
         ("waits for a lock", Sysno::fcntl, vec![0, 38], &[], TRAP),
@@ -282,6 +292,76 @@ fn arguments_decide_who_may() {
     }
 }
 
+/// Where no capability is needed to count, and the broker reaches no thread of the VM, threads open events: on
+/// themselves.
+#[test]
+fn without_a_broker_that_may_a_thread_counts_itself_only() {
+    let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];
+    for kind in ThreadKind::ALL {
+        let filters = Filters::with(kind, Counting::OwnThread);
+        let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
+        let answer = |arguments: Vec<u64>| filters.to(Sysno::perf_event_open, &arguments);
+        assert_eq!(
+            answer(open(0, u64::MAX, 8)),
+            if counts { LET } else { TRAP },
+            "{kind}"
+        );
+        // Another thread, any process, a CPU, a control group.
+        for arguments in [
+            open(77, u64::MAX, 8),
+            open(u64::MAX, u64::MAX, 8),
+            open(0xffff_ffff, 0, 8),
+            open(0, 0, 8),
+            open(0, u64::MAX, 12),
+        ] {
+            assert_eq!(answer(arguments.clone()), TRAP, "{kind}: {arguments:?}");
+        }
+        assert_eq!(filters.to(Sysno::fcntl, &[3, 15, 0]), TRAP, "{kind}");
+    }
+}
+
+/// The broker opens events of threads, sends the one signal, and does nothing else.
+#[test]
+fn the_broker_may_open_events_and_nothing_else() {
+    const SIGNAL: u32 = 12;
+    let list = of_perf_broker(PID, SIGNAL);
+    let program = filter::compile(&list, SeccompAction::Trap).unwrap();
+    let to = |call: Sysno, words: &[u64]| {
+        let mut arguments = [0; 6];
+        arguments[..words.len()].copy_from_slice(words);
+        run(&program, X86_64, call.id().cast_unsigned(), arguments)
+    };
+    let any_cpu = u64::MAX;
+    assert_eq!(to(Sysno::perf_event_open, &[0, 77, any_cpu, u64::MAX, 8]), LET);
+    for (pid, cpu, flags) in [(u64::MAX, 0, 8), (0, any_cpu, 8), (77, 0, 8), (77, any_cpu, 4)] {
+        let answer = to(Sysno::perf_event_open, &[0, pid, cpu, u64::MAX, flags]);
+        assert_eq!(answer, TRAP, "{pid} {cpu} {flags}");
+    }
+    assert_eq!(to(Sysno::fcntl, &[3, F_SETSIG.into(), SIGNAL.into()]), LET);
+    assert_eq!(to(Sysno::fcntl, &[3, F_SETSIG.into(), 9]), TRAP);
+    assert_eq!(to(Sysno::tgkill, &[PID.into(), 77, 0]), LET);
+    assert_eq!(to(Sysno::tgkill, &[PID.into(), 77, 9]), TRAP);
+    assert_eq!(to(Sysno::tgkill, &[PID.wrapping_add(1).into(), 77, 0]), TRAP);
+    for call in [
+        Sysno::openat,
+        Sysno::socket,
+        Sysno::connect,
+        Sysno::execve,
+        Sysno::clone,
+        Sysno::ptrace,
+        Sysno::ioctl,
+        Sysno::mmap,
+        Sysno::mprotect,
+        Sysno::read,
+        Sysno::write,
+        Sysno::kill,
+        Sysno::prctl,
+        Sysno::capset,
+    ] {
+        assert_eq!(to(call, &[0; 6]), TRAP, "{call}");
+    }
+}
+
 /// What only logs logs exactly what would have ended the VM; and each kind's name is its own.
 #[test]
 fn the_mode_that_logs_lets_the_same_pass() {
@@ -289,7 +369,7 @@ fn the_mode_that_logs_lets_the_same_pass() {
     let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
     assert_eq!(names.len(), ThreadKind::ALL.len());
     for kind in ThreadKind::ALL {
-        let list = super::of(kind, PID);
+        let list = super::of(kind, PID, Counting::Broker);
         let ends = filter::compile(&list, SeccompAction::Trap).unwrap();
         let logs = filter::compile(&list, SeccompAction::Log).unwrap();
         for call in 0..500 {

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::OnceLock;
@@ -16,7 +16,8 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::ended::{MOST_WORDS, PANICKED};
-use crate::{files, filter, lists};
+use crate::service::{ServiceProcess, ends_with_its_parent, leave};
+use crate::{filter, lists, service};
 
 /// To the keeper: a worker is wanted.
 pub(super) const BEGIN: u8 = b'B';
@@ -25,8 +26,6 @@ pub(super) const GIVE_UP: u8 = b'G';
 /// As the processes are called, in `ps`.
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
-/// The status of a process that could not become what it was to be.
-pub(crate) const UNFIT: i32 = 125;
 
 /// What the keeper says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,99 +90,16 @@ pub(super) struct Job {
 
 /// Starts the keeper, which speaks by `control`.
 pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
-    // SAFETY: no other thread exists, as the caller of `Workers::start` sees to, so the child has all it
-    // needs, and no lock is held by another.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
-        0 => {
-            let ended = panic::catch_unwind(AssertUnwindSafe(|| become_keeper(control, &job)));
-            leave(if matches!(ended, Ok(Ok(()))) { 0 } else { UNFIT })
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Ends this process without what destructors and handlers would do: they are of the one it is a copy of.
-pub(crate) fn leave(status: i32) -> ! {
-    // SAFETY: it does not return, and has no conditions.
-    unsafe { libc::_exit(status) }
-}
-
-fn become_keeper(control: UnixStream, job: &Job) -> io::Result<()> {
-    ends_with_its_parent(KEEPER_NAME);
-    // SAFETY: the call takes numbers. Keys of the terminal are not for this process.
-    unsafe { libc::setpgid(0, 0) };
-    let control = only_descriptor(control)?;
-    let turn = OomTurn::of_this_process();
-    give_back_what_is_free();
-    if !(job.give_up)() {
-        return Err(io::Error::other("rights that stay"));
-    }
-    if job.landlock {
-        files::nothing().map_err(io::Error::other)?;
-    }
-    for filter in &job.filters {
-        apply_filter(filter).map_err(io::Error::other)?;
-    }
-    keep(control, turn.as_ref(), job)
-}
-
-/// Gives memory back that the process which this is a copy of has freed: this one sleeps nearly always.
-pub(crate) fn give_back_what_is_free() {
-    // SAFETY: the call takes a number.
-    #[cfg(target_env = "gnu")]
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
-/// This process ends when its parent does, and has a name of its own.
-fn ends_with_its_parent(name: &std::ffi::CStr) {
-    // SAFETY: the calls take numbers and a string that lives.
-    unsafe {
-        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
-    }
-}
-
-/// Closes all descriptors but that of `control`. What is written to standard output and error is lost.
-pub(crate) fn only_descriptor(control: UnixStream) -> io::Result<UnixStream> {
-    const FIRST: RawFd = 3;
-    let (_, nowhere) = io::pipe()?;
-    // SAFETY: the calls take descriptors and numbers. What is closed behind its owner's back is of the
-    // process that this one is a copy of: nothing of it is used or dropped here any more, as `start` ends
-    // this process without destructors.
-    unsafe {
-        libc::signal(libc::SIGPIPE, libc::SIG_IGN);
-        let kept = libc::fcntl(control.as_raw_fd(), libc::F_DUPFD_CLOEXEC, FIRST);
-        if kept < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        for stream in 0..FIRST {
-            libc::dup2(nowhere.as_raw_fd(), stream);
-        }
-        std::mem::forget((control, nowhere));
-        close_all_but(kept);
-        Ok(UnixStream::from(OwnedFd::from_raw_fd(kept)))
-    }
-}
-
-/// # Safety
-/// No descriptor from 3 on but `kept` is used any more.
-unsafe fn close_all_but(kept: RawFd) {
-    let close = |from: RawFd, to: libc::c_uint| {
-        // SAFETY: it takes numbers; what it closes is nobody's, as the caller says.
-        unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) == 0 }
+    let service = ServiceProcess {
+        name: KEEPER_NAME,
+        filters: &job.filters,
+        landlock: job.landlock,
+        signals: false,
+        give_up: job.give_up,
     };
-    let below = kept.unsigned_abs().saturating_sub(1);
-    if (kept == 3 || close(3, below)) && close(kept + 1, libc::c_uint::MAX) {
-        return;
-    }
-    // Linux before 5.9. This early there are few.
-    for fd in (3..4096).filter(|fd| *fd != kept) {
-        // SAFETY: as above.
-        unsafe { libc::close(fd) };
-    }
+    service.start(control.into(), OomTurn::of_this_process, |control, turn| {
+        keep(control.into(), turn.as_ref(), &job)
+    })
 }
 
 /// When this process, and those it starts, are ended for want of memory on the host (`oom_score_adj` of
@@ -345,10 +261,10 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: 
     }));
     // The VM is to see its end no sooner than it has ended: a panic drops what it has.
     let Ok(held) = socket.try_clone() else {
-        leave(UNFIT)
+        leave(service::UNFIT)
     };
     if !limited(&job.limits) || confined(job).is_none() {
-        leave(UNFIT);
+        leave(service::UNFIT);
     }
     let done = panic::catch_unwind(AssertUnwindSafe(|| (job.work)(socket, number)));
     if done.is_err() {

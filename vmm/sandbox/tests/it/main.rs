@@ -7,6 +7,7 @@ mod common;
 mod files;
 mod jail;
 mod paths;
+mod perf_broker;
 mod socket_broker;
 mod threads;
 mod workers;

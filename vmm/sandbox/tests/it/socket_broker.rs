@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{Confinement, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
+use sandbox::{Confinement, Counting, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
 
 /// The directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
@@ -48,7 +48,7 @@ fn as_a_child() {
         log: None,
         status: STATUS,
     };
-    sandbox::begin(Mode::On, will).unwrap();
+    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
         sandbox::only_files(&Files::default()).unwrap();

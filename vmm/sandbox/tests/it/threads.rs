@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{LastWill, Mode, ThreadKind};
+use sandbox::{Counting, LastWill, Mode, ThreadKind};
 
 /// What the child is to do: a mode, a kind, a try.
 const TASK: &str = "SANDBOX_TEST_TASK";
@@ -178,7 +178,7 @@ fn as_a_child() {
         status: STATUS,
     };
     IMAGE.set(tempfile::tempfile().unwrap()).unwrap();
-    sandbox::begin(mode, will).unwrap();
+    sandbox::begin(mode, Counting::Broker, will).unwrap();
     let done = move || {
         tried.run();
         // Those that are confined before there is a starter start nobody.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::child::child_command;
-use sandbox::{Confinement, Files, Inside, JailError, LastWill, Mode, SocketBroker};
+use sandbox::{Confinement, Counting, Files, Inside, JailError, LastWill, Mode, SocketBroker};
 use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
 use virtio_devices::share::Share;
 use virtio_devices::share::config::Source;
@@ -75,7 +75,7 @@ fn as_a_child() {
         log: None,
         status: 8,
     };
-    sandbox::begin(Mode::On, will).unwrap();
+    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }

@@ -1,0 +1,166 @@
+//! Opening of host perf events: in the calling process, or by another process on its behalf. This file is the
+//! one place that calls `perf_event_open(2)`.
+//!
+//! A process that drops the right to call `perf_event_open(2)` installs an [`EventOpener`] first, which asks
+//! somebody else for each event. Only opening goes through it. Events that are open are read, armed and
+//! enabled by their descriptors.
+
+#![expect(unsafe_code, reason = "system calls")]
+
+use std::fmt::Debug;
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
+
+use perf_event_open_sys as sys;
+use sys::bindings::{PERF_FLAG_FD_CLOEXEC, perf_event_attr};
+
+/// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
+const F_SETSIG: libc::c_int = 10;
+const F_SETOWN_EX: libc::c_int = 15;
+const F_OWNER_TID: libc::c_int = 0;
+
+/// `struct f_owner_ex` of `fcntl(2)`.
+#[repr(C)]
+struct FOwnerEx {
+    kind: libc::c_int,
+    pid: libc::pid_t,
+}
+
+/// What a host perf event counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Counted {
+    /// A thread, by its id (0: the calling thread), on whichever CPU it runs.
+    Thread(i32),
+    /// A CPU, whatever runs there.
+    Cpu(i32),
+}
+
+/// The signal that each overflow of an event sends, and the thread that receives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OverflowSignal {
+    /// Thread id of the receiver.
+    pub tid: i32,
+    /// Signal number.
+    pub signal: i32,
+}
+
+/// A request to open one host perf event.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenRequest<'a> {
+    /// The bytes of `struct perf_event_attr`.
+    pub attr: &'a [u8],
+    /// What the event counts.
+    pub counted: Counted,
+    /// The leader of the event's group; `None` for an event that leads its own.
+    pub leader: Option<BorrowedFd<'a>>,
+    /// The overflow signal; `None` for an event that sends none.
+    pub overflow: Option<OverflowSignal>,
+}
+
+/// Opens host perf events for this process.
+pub trait EventOpener: Debug + Send + Sync {
+    /// Opens one event, with its overflow signal set up.
+    ///
+    /// # Errors
+    /// The error of `perf_event_open(2)` or `fcntl(2)`, or one of the opener's own.
+    fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd>;
+
+    /// Makes each overflow of `event` send a signal.
+    ///
+    /// # Errors
+    /// The error of `fcntl(2)`, or one of the opener's own.
+    fn set_overflow_signal(&self, event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()>;
+}
+
+/// Opens events by `perf_event_open(2)` in the calling thread. The default.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DirectOpener;
+
+impl EventOpener for DirectOpener {
+    /// Makes system calls only, so a signal handler may call it.
+    fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
+        let event = perf_event_open(request)?;
+        if let Some(overflow) = request.overflow {
+            set_overflow_signal(event.as_fd(), overflow)?;
+        }
+        Ok(event)
+    }
+
+    fn set_overflow_signal(&self, event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()> {
+        set_overflow_signal(event, overflow)
+    }
+}
+
+/// Calls `perf_event_open(2)`.
+fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
+    let (pid, cpu) = match request.counted {
+        Counted::Thread(tid) => (tid, -1),
+        Counted::Cpu(cpu) => (-1, cpu),
+    };
+    let group: RawFd = request.leader.map_or(-1, |leader| leader.as_raw_fd());
+    let mut attr = perf_event_attr::default();
+    let length = request.attr.len().min(size_of::<perf_event_attr>());
+    // SAFETY: the structure is made of integers, so any bytes are valid for it; both ranges have `length`
+    // bytes and do not overlap.
+    unsafe {
+        std::ptr::copy_nonoverlapping(request.attr.as_ptr(), (&raw mut attr).cast::<u8>(), length);
+    }
+    // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is; the
+    // kernel writes at most its `size` field.
+    let fd = unsafe {
+        sys::perf_event_open(
+            &raw mut attr,
+            pid,
+            cpu,
+            group,
+            libc::c_ulong::from(PERF_FLAG_FD_CLOEXEC),
+        )
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sets the receiver and the number of the signal that overflows of `event` send.
+fn set_overflow_signal(event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()> {
+    let fd = event.as_raw_fd();
+    let owner = FOwnerEx {
+        kind: F_OWNER_TID,
+        pid: overflow.tid,
+    };
+    // SAFETY: `owner` has the layout fcntl(2) documents for F_SETOWN_EX and outlives the call.
+    check(unsafe { libc::fcntl(fd, F_SETOWN_EX, &raw const owner) })?;
+    // SAFETY: F_SETSIG takes a signal number by value.
+    check(unsafe { libc::fcntl(fd, F_SETSIG, overflow.signal) })?;
+    // SAFETY: F_GETFL takes no argument.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: F_SETFL takes flags by value.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC) })?;
+    Ok(())
+}
+
+fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(rc)
+    }
+}
+
+/// The opener of this process, unless it is [`DirectOpener`].
+static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
+
+/// Makes this process open all host perf events by `opener` from now on. The first call counts; returns
+/// whether this was the first.
+pub fn set_event_opener(opener: impl EventOpener + 'static) -> bool {
+    OPENER.set(Box::new(opener)).is_ok()
+}
+
+/// The opener of this process.
+pub(super) fn current() -> &'static dyn EventOpener {
+    OPENER.get().map_or(&DirectOpener, |opener| &**opener)
+}

@@ -1,0 +1,264 @@
+//! Which perf events a VM may have: an allow-list of `struct perf_event_attr`'s fields and their values.
+//!
+//! Every byte of the structure that is not named here must be 0. So features that the kernel adds are refused
+//! until somebody adds them here.
+
+/// Offsets of fields (`include/uapi/linux/perf_event.h`).
+mod at {
+    pub(super) const TYPE: usize = 0;
+    pub(super) const SIZE: usize = 4;
+    pub(super) const CONFIG: usize = 8;
+    pub(super) const SAMPLE_PERIOD: usize = 16;
+    pub(super) const SAMPLE_TYPE: usize = 24;
+    pub(super) const READ_FORMAT: usize = 32;
+    pub(super) const FLAGS: usize = 40;
+    pub(super) const CONFIG1: usize = 56;
+    pub(super) const CONFIG2: usize = 64;
+    pub(super) const CLOCKID: usize = 92;
+}
+
+/// `PERF_TYPE_*`.
+const HARDWARE: u32 = 0;
+const SOFTWARE: u32 = 1;
+const HW_CACHE: u32 = 3;
+const RAW: u32 = 4;
+/// Number of generic hardware events (`PERF_COUNT_HW_MAX`).
+const HARDWARE_EVENTS: u64 = 10;
+/// Software events: clocks, page faults, context switches, migrations, alignment and emulation faults, and the
+/// dummy (`PERF_COUNT_SW_*`, 0 to 9); switches of control groups (11). BPF output (10) is left out.
+const SOFTWARE_EVENTS: u64 = 0b1011_1111_1111;
+const SW_CPU_CLOCK: u64 = 0;
+/// `PERF_SAMPLE_*`: the address of the instruction, the time, the count and the period. No registers, stacks,
+/// call chains or addresses of data.
+const SAMPLE_IP: u64 = 1;
+const SAMPLE_TIME: u64 = 1 << 2;
+const SAMPLE_READ: u64 = 1 << 4;
+const SAMPLE_PERIOD: u64 = 1 << 8;
+/// `PERF_FORMAT_*`: times, ids and groups.
+const READ_FORMATS: u64 = 0b1111;
+/// Bits of the word of flags.
+const DISABLED: u64 = 1;
+const PINNED: u64 = 1 << 2;
+const EXCLUDE_USER: u64 = 1 << 4;
+const EXCLUDE_KERNEL: u64 = 1 << 5;
+const EXCLUDE_HV: u64 = 1 << 6;
+const FREQ: u64 = 1 << 10;
+const EXCLUDE_HOST: u64 = 1 << 19;
+const EXCLUDE_GUEST: u64 = 1 << 20;
+const USE_CLOCKID: u64 = 1 << 25;
+const FLAGS: u64 = DISABLED
+    | PINNED
+    | EXCLUDE_USER
+    | EXCLUDE_KERNEL
+    | EXCLUDE_HV
+    | FREQ
+    | EXCLUDE_HOST
+    | EXCLUDE_GUEST
+    | USE_CLOCKID;
+/// `CLOCK_MONOTONIC`.
+const MONOTONIC: u32 = 1;
+/// Length of the structure's first version (`PERF_ATTR_SIZE_VER0`).
+const MIN_BYTES: usize = 64;
+
+/// Checks whether a VM may have the event that `attr` describes.
+pub(super) fn is_allowed(attr: &[u8]) -> bool {
+    let Some(fields) = Fields::read(attr) else {
+        return false;
+    };
+    fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !FLAGS == 0
+}
+
+/// The fields that may have a value.
+struct Fields {
+    kind: u32,
+    config: u64,
+    sample_type: u64,
+    read_format: u64,
+    flags: u64,
+    clockid: u32,
+}
+
+impl Fields {
+    /// Reads the fields; `None` if another one has a value.
+    fn read(attr: &[u8]) -> Option<Self> {
+        let word = |at: usize| {
+            attr.get(at..)
+                .and_then(|rest| rest.first_chunk())
+                .map(|w| u32::from_ne_bytes(*w))
+        };
+        let double = |at: usize| {
+            attr.get(at..)
+                .and_then(|rest| rest.first_chunk())
+                .map(|w| u64::from_ne_bytes(*w))
+        };
+        if attr.len() < MIN_BYTES || usize::try_from(word(at::SIZE)?) != Ok(attr.len()) {
+            return None;
+        }
+        let named = [
+            (at::TYPE, 8),
+            (at::CONFIG, 8),
+            (at::SAMPLE_PERIOD, 8),
+            (at::SAMPLE_TYPE, 8),
+            (at::READ_FORMAT, 8),
+            (at::FLAGS, 8),
+            (at::CONFIG1, 8),
+            (at::CONFIG2, 8),
+            (at::CLOCKID, 4),
+        ];
+        let is_named = |byte: usize| {
+            named
+                .iter()
+                .any(|(start, length)| (*start..start + length).contains(&byte))
+        };
+        if attr
+            .iter()
+            .enumerate()
+            .any(|(byte, value)| *value != 0 && !is_named(byte))
+        {
+            return None;
+        }
+        Some(Self {
+            kind: word(at::TYPE)?,
+            config: double(at::CONFIG)?,
+            sample_type: double(at::SAMPLE_TYPE)?,
+            read_format: double(at::READ_FORMAT)?,
+            flags: double(at::FLAGS)?,
+            clockid: word(at::CLOCKID).unwrap_or(0),
+        })
+    }
+
+    fn is_known_event(&self) -> bool {
+        match self.kind {
+            HARDWARE => self.config < HARDWARE_EVENTS,
+            SOFTWARE => self.config < 64 && SOFTWARE_EVENTS >> self.config & 1 == 1,
+            // A cache, an operation and a result (perf_event_open(2)).
+            HW_CACHE => self.config & 0xff < 7 && self.config >> 8 & 0xff < 3 && self.config >> 16 < 2,
+            RAW => true,
+            // Tracepoints, breakpoints, and PMUs that the kernel numbers at run time: kprobes, uprobes and
+            // those of a whole package.
+            _ => false,
+        }
+    }
+
+    /// Samples of the host are left to the CPU clock, whose samples of a guest the kernel cannot tell from
+    /// others before they are taken.
+    fn samples_are_allowed(&self) -> bool {
+        let known = SAMPLE_IP | SAMPLE_TIME | SAMPLE_READ | SAMPLE_PERIOD;
+        let of_guest = self.flags & EXCLUDE_HOST != 0 && self.kind != SOFTWARE;
+        let of_clock = self.kind == SOFTWARE && self.config == SW_CPU_CLOCK;
+        let clock = if self.flags & USE_CLOCKID != 0 {
+            MONOTONIC
+        } else {
+            0
+        };
+        self.sample_type & !known == 0
+            && self.read_format & !READ_FORMATS == 0
+            && (self.sample_type & SAMPLE_IP == 0 || of_guest || of_clock)
+            && self.clockid == clock
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: usize = 144;
+
+    fn attr(kind: u32, config: u64) -> [u8; BYTES] {
+        let mut attr = [0; BYTES];
+        attr[at::TYPE..][..4].copy_from_slice(&kind.to_ne_bytes());
+        attr[at::SIZE..][..4].copy_from_slice(&u32::try_from(BYTES).unwrap().to_ne_bytes());
+        attr[at::CONFIG..][..8].copy_from_slice(&config.to_ne_bytes());
+        attr
+    }
+
+    fn with(mut attr: [u8; BYTES], at: usize, value: u64) -> [u8; BYTES] {
+        let old = u64::from_ne_bytes(*attr[at..].first_chunk().unwrap());
+        attr[at..][..8].copy_from_slice(&(old | value).to_ne_bytes());
+        attr
+    }
+
+    /// What perf-core opens: counters with the count in their ring, members of groups, samplers of the guest
+    /// and of the clock.
+    #[test]
+    fn the_product_s_events_are_allowed() {
+        let sides = EXCLUDE_HOST | EXCLUDE_HV | EXCLUDE_USER;
+        let counter = with(attr(RAW, 0x1_00c0), at::FLAGS, DISABLED | PINNED | sides);
+        let counter = with(
+            with(counter, at::SAMPLE_PERIOD, 1 << 60),
+            at::SAMPLE_TYPE,
+            SAMPLE_READ,
+        );
+        assert!(is_allowed(&with(counter, at::READ_FORMAT, 3)));
+        assert!(is_allowed(&with(
+            with(counter, at::READ_FORMAT, 15),
+            at::CONFIG1,
+            0x10001
+        )));
+        let sampled = SAMPLE_IP | SAMPLE_TIME | SAMPLE_PERIOD;
+        let mut clock = with(attr(SOFTWARE, SW_CPU_CLOCK), at::SAMPLE_TYPE, sampled);
+        clock = with(clock, at::FLAGS, DISABLED | USE_CLOCKID);
+        clock[at::CLOCKID] = 1;
+        assert!(is_allowed(&clock));
+        let guest = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, sampled);
+        assert!(is_allowed(&with(guest, at::FLAGS, EXCLUDE_HOST | FREQ)));
+        assert!(is_allowed(&attr(HW_CACHE, 0x1_0203 & 0x1_0202)));
+    }
+
+    #[test]
+    fn events_and_samples_of_anything_else_are_refused() {
+        // Tracepoints, breakpoints, and a PMU with a number of its own (uprobe here).
+        for kind in [2, 5, 6, 9, 1 << 20] {
+            assert!(!is_allowed(&attr(kind, 0)), "type {kind}");
+        }
+        for config in [10, 12, 64, u64::MAX] {
+            assert!(!is_allowed(&attr(SOFTWARE, config)), "software {config}");
+        }
+        assert!(!is_allowed(&attr(HARDWARE, 10)));
+        // The same event on a PMU of another kind of core, by its number in the upper half.
+        assert!(!is_allowed(&attr(HARDWARE, 8 << 32)));
+        assert!(!is_allowed(&attr(HW_CACHE, 7)));
+        // Samples of the host's instructions, by another event than the clock.
+        let ip = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, SAMPLE_IP);
+        assert!(!is_allowed(&ip));
+        assert!(!is_allowed(&with(attr(SOFTWARE, 2), at::SAMPLE_TYPE, SAMPLE_IP)));
+        let known = SAMPLE_IP | SAMPLE_TIME | SAMPLE_READ | SAMPLE_PERIOD;
+        for bit in (0..64).map(|bit| 1 << bit).filter(|bit| known & bit == 0) {
+            assert!(
+                !is_allowed(&with(attr(SOFTWARE, 0), at::SAMPLE_TYPE, bit)),
+                "sample {bit:#x}"
+            );
+        }
+        for bit in (0..64).map(|bit| 1 << bit).filter(|bit| FLAGS & bit == 0) {
+            assert!(
+                !is_allowed(&with(attr(SOFTWARE, 0), at::FLAGS, bit)),
+                "flag {bit:#x}"
+            );
+        }
+        assert!(!is_allowed(&with(attr(SOFTWARE, 0), at::READ_FORMAT, 1 << 4)));
+    }
+
+    #[test]
+    fn every_byte_without_a_meaning_here_must_be_zero() {
+        let good = attr(SOFTWARE, 1);
+        assert!(is_allowed(&good));
+        // Watermarks, breakpoints' types, branch stacks, registers, stacks, AUX areas, sigtrap's data and
+        // what later kernels add.
+        let unknown = (48..56).chain(72..92).chain(96..BYTES);
+        for byte in unknown {
+            let mut bad = good;
+            bad[byte] = 1;
+            assert!(!is_allowed(&bad), "byte {byte}");
+        }
+        // A clock that is not asked for, and another one than the monotonic one.
+        let mut bad = good;
+        bad[at::CLOCKID] = 1;
+        assert!(!is_allowed(&bad));
+        bad = with(good, at::FLAGS, USE_CLOCKID);
+        bad[at::CLOCKID] = 4;
+        assert!(!is_allowed(&bad));
+        for length in [0, 8, 63, 143] {
+            assert!(!is_allowed(&good[..length]), "{length} bytes");
+        }
+    }
+}
