@@ -296,10 +296,8 @@ impl Opener {
         raw: &mut perf_event_attr,
         leader: Option<&PerfFd>,
     ) -> Result<(Arc<PerfFd>, Option<PerfMap>), PmuError> {
-        let overflow = self.signal.map(|signal| OverflowSignal {
-            tid: self.signal_tid,
-            signal,
-        });
+        let tid = self.signal_tid;
+        let overflow = self.signal.map(|signal| OverflowSignal { tid, signal });
         let fd = PerfFd::open_in_group(raw, self.counted, leader, overflow).map_err(|e| self.refused(e))?;
         let map = self.map(&fd);
         Ok((Arc::new(fd), map))
