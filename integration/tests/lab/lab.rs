@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
+use integration::lease::{Access, LeaseError};
 use integration::limit::Limit;
 use integration::place::{LabHost, Place};
 use integration::process::{Command, ProcessError};
@@ -143,5 +144,23 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
         "CPU#2",
     ] {
         assert!(error.contains(told), "no {told:?} in {error}");
+    }
+}
+
+/// A test finds nothing of those that had its lab before.
+#[test]
+fn a_leased_lab_is_left_clean() {
+    for round in 0..2 {
+        let place = Place::lab(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+        let shell = |line: &str| {
+            let output = place.run(&Command::shell(line), LIMIT).unwrap();
+            assert!(output.success(), "{line}: {}", output.stderr_text());
+            output.stdout_text()
+        };
+        let found = shell("ls -A /tmp /run; ls /sys/class/net");
+        assert!(!found.contains("left"), "round {round}: {found}");
+        shell("touch /tmp/left; mkdir -p /run/perfvisor; tunctl -t pvleft >/dev/null");
+        // A second lease of the same thread could wait for this one for ever.
+        assert!(matches!(Place::lab(Access::Shared), Err(LeaseError::Pool(_))));
     }
 }
