@@ -12,6 +12,9 @@ use integration::place::Place;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 
+/// Adds files and options to a guest, and returns the script that the part runs in it.
+type AddPart = fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
+
 /// What some tests add to a guest.
 pub struct Part {
     /// The tests, by their names in this program.
@@ -19,7 +22,7 @@ pub struct Part {
     /// Prepares what takes long and needs no place.
     pub prepare: fn(),
     /// Adds files and arguments to the guest, and returns the script.
-    pub add: fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>,
+    pub add: AddPart,
 }
 
 /// A guest and its run, made when a test first looks at it.

@@ -129,13 +129,11 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
             status
         }
     };
-    let complete = request
-        .gets
-        .iter()
-        .fold(true, |complete, get| copy_out(&lab, get) && complete);
+    // Each is tried, also after one that failed.
+    let failed = request.gets.iter().filter(|get| !copy_out(&lab, get)).count();
     // Nothing of it is kept: it need not shut down in order.
     lab.abandon();
-    ExitCode::from(if status == 0 && !complete { 1 } else { status })
+    ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
 /// A command that did not come to its own end.

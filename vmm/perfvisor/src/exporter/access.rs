@@ -329,6 +329,7 @@ mod tests {
 
     /// The kernel's table has this process's connection, both ways.
     #[test]
+    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn the_user_of_a_connection_is_found() {
         for at in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(at) else {
