@@ -26,7 +26,7 @@ help:
 ## demo: a Linux guest whose perf counts and samples, in the lab where KVM cannot run Linux (PMU=intel|amd)
 .PHONY: demo
 demo: lab-files
-	$(CARGO) run -q --bin demo -- $(PMU)
+	$(CARGO) run --bin demo -- $(PMU)
 
 # The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
 # of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
@@ -198,7 +198,7 @@ unit-check:
 .PHONY: bench
 bench:
 	$(CARGO) bench --workspace --bench '*'
-	$(CARGO) run -q --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
+	$(CARGO) run --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
 ## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000 WAYS=bcde; LAB=1: in the lab)
 OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(if $(WAYS),--ways $(WAYS))
@@ -213,7 +213,7 @@ endif
 .PHONY: overhead-in-lab
 overhead-in-lab: lab-files
 	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin overhead
-	$(CARGO) run -q --bin lab -- --file bin/overhead=$(RELEASE_DIR)/overhead \
+	$(CARGO) run --bin lab -- --file bin/overhead=$(RELEASE_DIR)/overhead \
 		env PATH=/bin:/sbin:/usr/bin overhead $(OVERHEAD_OPTIONS)
 
 ## many-vms: what a guest costs among 1, 2, 10 and 50 with four counters each, under the exporter and record --all (ROUNDS=3)
@@ -226,17 +226,17 @@ many-vms: build
 ## compare: Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab (ROUNDS=1; a quarter of an hour and more)
 .PHONY: compare
 compare: lab-files
-	$(CARGO) run -q --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	$(CARGO) run --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 ALSO="--halt-poll-ns host")
 .PHONY: compare-disk
 compare-disk: lab-files debian
-	$(CARGO) run -q --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
+	$(CARGO) run --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
 
 ## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
 .PHONY: compare-start
 compare-start: lab-files
-	PERFVISOR_PLACE=lab $(CARGO) run -q --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	PERFVISOR_PLACE=lab $(CARGO) run --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
@@ -285,7 +285,7 @@ build: setup
 ## guest: the Linux guest and the lab host from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1)
 .PHONY: guest
 guest: setup
-	$(CARGO) run -q --features guest-images/builder --bin guest-images -- \
+	$(CARGO) run --features guest-images/builder --bin guest-images -- \
 		--target-dir $(TARGET_DIR) $(if $(REFRESH),--refresh) $(KERNEL)
 
 ## debian: a Debian disk image with perf, sshd and the agent, in target/debian (REFRESH=1: newer packages)
@@ -296,7 +296,7 @@ debian: build
 ## demo-disk: the Debian image boots to a login, its perf counts and samples, and perf.data comes out over vsock
 .PHONY: demo-disk
 demo-disk: lab-files debian
-	$(CARGO) run -q --bin demo-disk
+	$(CARGO) run --bin demo-disk
 
 ## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes; MODELS=intel,amd)
 .PHONY: debian-test
@@ -317,12 +317,12 @@ soak-hostile:
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files
-	$(CARGO) run -q --bin lab
+	$(CARGO) run --bin lab
 
 # Guest images and static binaries. Tests would build them too, but silently.
 .PHONY: lab-files
 lab-files: setup
-	$(CARGO) run -q --bin lab -- --build-only
+	$(CARGO) run --bin lab -- --build-only
 
 ## setup: install what is missing from Debian; does nothing when all is there
 .PHONY: setup

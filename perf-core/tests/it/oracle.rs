@@ -505,6 +505,7 @@ impl Pair {
                 },
                 Record::Throttle(_) => Seen::Throttle,
                 Record::Unthrottle(_) => Seen::Unthrottle,
+                Record::Lost(lost) if lost.lost == 1 => Seen::Lost,
                 Record::Read(read) => Seen::Read {
                     value: read.values.entries.iter().next().map_or(0, |e| e.value),
                     enabled: read.values.time_enabled_ns,

@@ -243,10 +243,10 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
-/// What overflowed and was not served when its vCPU went is not sampled after its EXIT: there is nothing left
-/// to sample. Its counts stay.
+/// An overflow that was not served when its vCPU was removed is reported lost, before the EXIT, and not
+/// sampled after it. Its counts stay.
 #[test]
-fn p39_what_was_not_served_when_a_vcpu_went_is_not_sampled() {
+fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -261,7 +261,7 @@ fn p39_what_was_not_served_when_a_vcpu_went_is_not_sampled() {
     let served = v.service_overflows(&mut Regs, &mut |_| {});
     let seen = records(&ring, &attr);
     let kinds: Vec<_> = seen.iter().map(|r| r.split(' ').next().unwrap()).collect();
-    assert_eq!((served, kinds), (0, vec!["sample", "exit"]));
+    assert_eq!((served, kinds), (0, vec!["sample", "lost", "exit"]));
     assert_eq!(event.read().unwrap().value, 10);
 }
 

@@ -124,7 +124,8 @@ impl PerfBroker {
             attr,
         };
         let event = self.ask(request, leader)?;
-        event.ok_or_else(|| BrokerError::Gone(io::ErrorKind::InvalidData.into()))
+        // The kernel drops a passed descriptor if this process has no room for one more.
+        event.ok_or_else(|| BrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
     }
 
     /// Makes each overflow of `event` send the broker's signal to thread `receiver` of this process.

@@ -63,6 +63,8 @@ pub enum Seen {
     },
     Throttle,
     Unthrottle,
+    /// One sample lost, for what passed before a vCPU was removed and nobody served.
+    Lost,
     /// Of a child whose vCPU went: its last value and times.
     Read {
         value: u64,
@@ -619,7 +621,11 @@ impl Model {
             .collect::<Vec<_>>()
         {
             // Nobody is there to serve what passed.
-            self.parts[p].kept = Passed::default();
+            if std::mem::take(&mut self.parts[p].kept).times > 0 {
+                let name = self.parts[p].event;
+                let event = self.events.get_mut(&name).expect("it is open");
+                event.records.push(Seen::Lost);
+            }
             self.parts[p].apart = false;
         }
         let children: Vec<u64> = self

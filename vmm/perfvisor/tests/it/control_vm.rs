@@ -4,6 +4,7 @@ use crate::common::operator::{TestVm, value_of};
 
 use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 use std::time::Duration;
 
 use crate::common::vm::{SpinningVm, eventually, with_answers};
@@ -613,6 +614,17 @@ fn processes_and_stacks_are_refused_with_the_reason() {
 #[test]
 fn a_killed_vm_leaves_the_list() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
+    // The process that would remove the socket is killed as well.
+    let broker = Command::new("pkill")
+        .args([
+            "-KILL",
+            "-x",
+            "socket-broker",
+            "-P",
+            &vm.vm.child.id().to_string(),
+        ])
+        .status();
+    assert!(broker.unwrap().success());
     vm.vm.child.kill().unwrap();
     vm.vm.child.wait().unwrap();
     assert!(vm.sockets().join("test.sock").exists());

@@ -270,7 +270,7 @@ impl HostileUser {
         let sockets = tempfile::tempdir().unwrap();
         fs::set_permissions(sockets.path(), fs::Permissions::from_mode(0o755)).unwrap();
         chown(sockets.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-        let arguments = ["--exact", "as_a_hostile_user", "--ignored"];
+        let arguments = ["--exact", "exporter_isolation::as_a_hostile_user", "--ignored"];
         let process = as_nobody(&[&[program.to_str().unwrap()], &arguments[..]].concat())
             .env(SOCKETS, format!("{}={how}", sockets.path().display()))
             .stdout(Stdio::null())
