@@ -1,8 +1,7 @@
 //! The Linux guest and the lab host: what is in them and how they are built.
 //!
-//! Everything comes from Debian packages, fetched with apt into a cache, except two init scripts
-//! and one small test program compiled here. The result is a directory of files, described by
-//! [`Images`], and a manifest that says which package versions went into it.
+//! Everything but two init scripts and a test program comes from Debian packages. The result is a
+//! directory of files, described by [`Images`], and a manifest of the package versions.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -28,10 +28,10 @@ const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trai
 #[error("{0} failed")]
 pub struct PrivilegeError(&'static str, #[source] io::Error);
 
-/// Gives up all capabilities of this thread, and of those it starts from now on. No program it executes gets
-/// more (`no_new_privs`), and no other process of the user may read its memory, which the guest's is part of, or
-/// attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer bounded by `RLIMIT_MEMLOCK` if it was
-/// not, that is for `CAP_IPC_LOCK`.
+/// Gives up all capabilities of this thread, and of those it starts from now on. No program it
+/// executes gets more (`no_new_privs`), and no other process of the user may read its memory, which
+/// the guest's is part of, or attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer
+/// bounded by `RLIMIT_MEMLOCK` if it was not, that is for `CAP_IPC_LOCK`.
 ///
 /// # Errors
 /// [`PrivilegeError`].
@@ -101,8 +101,8 @@ fn give_up_all_but(kept: CapabilitySet) -> bool {
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
 }
 
-/// Runs `run` in a thread that has the capability to count and no other, as whoever opens events for a running
-/// VM. If that thread cannot be had, in this one.
+/// Runs `run` in a thread that has the capability to count and no other, as whoever opens events
+/// for a running VM. If that thread cannot be had, in this one.
 pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
     let limited = std::thread::scope(|scope| {
         let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
@@ -111,8 +111,8 @@ pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
     limited.unwrap_or_else(run)
 }
 
-/// Runs `run` while this process, which has one thread, is as little dumpable as it is when its guest runs: for
-/// other processes of its user it is out of reach.
+/// Runs `run` while this process, which has one thread, is as little dumpable as it is when its
+/// guest runs: for other processes of its user it is out of reach.
 pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     let before = dumpable_behavior();
     let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);

@@ -13,8 +13,8 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("vpmu", &["perf-core"]),
     ("kernel-images", &[]),
     ("guest-profile", &["kernel-images", "perf-core"]),
-    ("control-api", &["perf-core", "sandbox"]),
     ("sandbox", &[]),
+    ("control-api", &["perf-core", "sandbox"]),
     ("virtio-devices", &["perf-core", "sandbox"]),
     ("guest-agent", &[]),
     (

@@ -55,8 +55,14 @@ fn the_binary_that_is_built_is_the_one_that_is_packed() {
             .split("--target ")
             .nth(1)
             .and_then(|rest| rest.split(' ').next());
-        let binary = format!(" there/static/{}/release/perfvisor ", built.unwrap_or_default());
-        assert!(said.contains(&binary), "{binary}: {said}");
+        let built = format!("there/{}/release/perfvisor", built.unwrap_or_default());
+        let stripped = said
+            .split("strip -o ")
+            .nth(1)
+            .and_then(|rest| rest.split_once(' '));
+        let (packed, from) = stripped.unwrap_or_default();
+        assert!(from.starts_with(&format!("{built} ")), "{built}: {said}");
+        assert!(said.contains(&format!(".sh {packed} ")), "{packed}: {said}");
     }
 }
 

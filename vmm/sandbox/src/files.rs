@@ -1,9 +1,9 @@
 //! Which files of the host the process can still open once its VM runs, by landlock(7).
 //!
-//! Descriptors that are open stay as they are. A path that is not below what was named is refused with
-//! `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this: paths are
-//! behind pointers. Since Linux 6.12 the same rules keep the process from signalling others, and from connecting
-//! to their abstract Unix sockets.
+//! Descriptors that are open stay as they are. A path that is not below what was named is refused
+//! with `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this:
+//! paths are behind pointers. Since Linux 6.12 the same rules keep the process from signalling
+//! others, and from connecting to their abstract Unix sockets.
 #![expect(
     unsafe_code,
     reason = "two system calls of a thread that may have no descriptor left"

@@ -9,7 +9,6 @@ use syscalls::Sysno;
 
 use crate::kind::{Counting, ThreadKind};
 use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
-use crate::socket_broker;
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h): the C library names its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
@@ -19,6 +18,10 @@ const F_SETOWN_EX: u32 = 15;
 /// Advices of `madvise(2)` by which newer C libraries guard stacks (include/uapi/asm-generic/mman-common.h).
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
+/// Flags that look at a file and open nothing of it.
+pub(crate) const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// Type of the sockets that the socket broker makes.
+pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
 /// Namespaces of `clone(2)`.
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
@@ -180,8 +183,8 @@ fn memory() -> Vec<Allowed> {
     list
 }
 
-/// Memory that is shared with a descriptor that is there: rings of perf events, memory files, KVM's. A ring in
-/// a memory file is mapped twice in a row, into a range that was reserved.
+/// Memory that is shared with a descriptor that is there: rings of perf events, memory files,
+/// KVM's. A ring in a memory file is mapped twice in a row, into a range that was reserved.
 fn shared_memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let shared = Check::Bits(
@@ -277,8 +280,8 @@ fn perf_events() -> Vec<Allowed> {
     list
 }
 
-/// Opening of counters without the broker, by [`Counting::OwnThread`]: on the calling thread, on whichever CPU
-/// it runs. The attributes are behind a pointer.
+/// Opening of counters without the broker, by [`Counting::OwnThread`]: on the calling thread, on
+/// whichever CPU it runs. The attributes are behind a pointer.
 fn own_perf_events() -> Vec<Allowed> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
     let checks = [Check::Is(1, own), Check::Is(2, any_cpu), Check::Is(4, cloexec)];
@@ -615,7 +618,7 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     let large_files = u64::from(!OFlags::LARGEFILE.bits());
     list.extend(only(
         Sysno::openat,
-        &[Check::Bits(2, large_files, socket_broker::LOOK.bits().into())],
+        &[Check::Bits(2, large_files, LOOK.bits().into())],
     ));
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     list.extend(only(
@@ -627,7 +630,7 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
         Sysno::socket,
         &[
             Check::Is(0, libc::AF_UNIX.unsigned_abs()),
-            Check::Is(1, socket_broker::SOCKET_TYPE.unsigned_abs()),
+            Check::Is(1, SOCKET_TYPE.unsigned_abs()),
             Check::Is(2, 0),
         ],
     ));

@@ -24,7 +24,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, openat, unlinkat};
+use rustix::fs::{AtFlags, FileType, Mode, fstat, openat, unlinkat};
 use rustix::io::Errno;
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -40,10 +40,6 @@ const NAME: &std::ffi::CStr = c"socket-broker";
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of the name of a socket, in bytes (unix(7), `sun_path`).
 const MAX_NAME: usize = 107;
-/// Flags that look at a file and open nothing of it.
-pub(crate) const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-/// Type of the sockets that the broker makes.
-pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
 
 /// What the VM asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -331,7 +327,7 @@ struct Named {
 impl Named {
     /// Opens the file to look at it, and checks that it is a socket.
     fn look(&self, name: &OsStr) -> io::Result<OwnedFd> {
-        let file = openat(&self.directory, name, LOOK, Mode::empty())?;
+        let file = openat(&self.directory, name, lists::LOOK, Mode::empty())?;
         match FileType::from_raw_mode(fstat(&file)?.st_mode) {
             FileType::Socket => Ok(file),
             _ => Err(Errno::CONNREFUSED.into()),
@@ -471,7 +467,7 @@ impl Names {
 fn connect(path: &Path) -> io::Result<OwnedFd> {
     let (address, length) = paths::address(path)?;
     // SAFETY: the call takes numbers.
-    let fd = unsafe { libc::socket(libc::AF_UNIX, SOCKET_TYPE, 0) };
+    let fd = unsafe { libc::socket(libc::AF_UNIX, lists::SOCKET_TYPE, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -106,9 +106,9 @@ struct Sandbox {
 /// Of this process; unset: there is none.
 static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
-/// Makes the filters. From now on [`enter`] and [`confine`] apply them, and a thread that asks for what it
-/// may not ends the process by `will`. `counting` says which threads open perf events. To be called once, before
-/// there are threads.
+/// Makes the filters. From now on [`enter`] and [`confine`] apply them, and a thread that asks for
+/// what it may not ends the process by `will`. `counting` says which threads open perf events. To
+/// be called once, before there are threads.
 ///
 /// # Errors
 /// [`SandboxError`].

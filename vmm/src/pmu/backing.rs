@@ -120,8 +120,8 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// What helps at a level of `kernel.perf_event_paranoid` above 2, which kernels with Debian's patch have: only
-/// `CAP_SYS_ADMIN` counts there, and no process of a VM keeps that.
+/// What helps at a level of `kernel.perf_event_paranoid` above 2, which kernels with Debian's patch
+/// have: only `CAP_SYS_ADMIN` counts there, and no process of a VM keeps that.
 fn remedy_of_level(paranoid: Option<i32>) -> &'static str {
     match paranoid {
         Some(3..) => {

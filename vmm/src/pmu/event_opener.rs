@@ -1,10 +1,11 @@
 //! How a VM opens perf events of the host.
 //!
-//! No thread of a VM has the capability that counting takes, nor may call `perf_event_open(2)`: the broker, a
-//! process of its own, opens events for it ([`sandbox::PerfBroker`]). Where the user may count without a
-//! capability (`kernel.perf_event_paranoid` 1 or less), the kernel lets no other process of that user open
-//! events on a VM, which is not dumpable. There each thread opens its own events, on itself only, and an event
-//! of another thread is opened by that thread ([`super::remote_open`]).
+//! No thread of a VM has the capability that counting takes, nor may call `perf_event_open(2)`: the
+//! broker, a process of its own, opens events for it ([`sandbox::PerfBroker`]). Where the user may
+//! count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel lets no other
+//! process of that user open events on a VM, which is not dumpable. There each thread opens its own
+//! events, on itself only, and an event of another thread is opened by that thread
+//! ([`super::remote_open`]).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,6 +1,6 @@
-//! Opening of a perf event on another thread, by that thread: in the handler of the signal that kicks it. The
-//! signal interrupts the thread wherever it is, and `perf_event_open(2)` is one system call that needs no lock of
-//! ours.
+//! Opening of a perf event on another thread, by that thread: in the handler of the signal that
+//! kicks it. The signal interrupts the thread wherever it is, and `perf_event_open(2)` is one
+//! system call that needs no lock of ours.
 #![expect(
     unsafe_code,
     reason = "system calls, and a signal handler that reads another thread's request"
@@ -24,8 +24,9 @@ const LOOK: Duration = Duration::from_micros(50);
 
 /// No request.
 const IDLE: u64 = 0;
-/// The lowest bits of the state: the thread has not come to the request; its handler works on it; the result is
-/// there. The other bits are the thread's id, so that no thread takes another one's request.
+/// The lowest bits of the state: the thread has not come to the request; its handler works on it;
+/// the result is there. The other bits are the thread's id, so that no thread takes another one's
+/// request.
 const POSTED: u64 = 1;
 const TAKEN: u64 = 2;
 const DONE: u64 = 3;
@@ -54,7 +55,8 @@ pub(super) struct RemoteOpen<'a> {
 }
 
 impl RemoteOpen<'_> {
-    /// Makes thread `tid` of this process open an event on itself, as soon as the handler of `signal` runs there.
+    /// Makes thread `tid` of this process open an event on itself, as soon as the handler of
+    /// `signal` runs there.
     ///
     /// # Errors
     /// The error of `perf_event_open(2)`; `ESRCH`: there is no such thread; `TimedOut`: it does not run.
@@ -104,8 +106,8 @@ fn signal_until_done(tid: i32, signal: i32) -> io::Result<()> {
     Err(io::ErrorKind::TimedOut.into())
 }
 
-/// Opens the event that another thread wants on this one, if there is such a request. For a signal handler: it
-/// makes system calls only, and leaves `errno` as it is.
+/// Opens the event that another thread wants on this one, if there is such a request. For a signal
+/// handler: it makes system calls only, and leaves `errno` as it is.
 pub(crate) fn open_in_handler() {
     if STATE.load(Ordering::Acquire) & 3 != POSTED {
         return;

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::driver::Counter;
+pub use counting::Seen;
 use judging::Room;
 
 /// The context of the VM as a whole.
@@ -53,24 +54,6 @@ pub struct Spec {
     pub not_kernel: bool,
     pub period: u64,
     pub cookie: bool,
-}
-
-/// A record the event's ring should hold, or a report to the VMM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
-    Sample {
-        period: u64,
-    },
-    Throttle,
-    Unthrottle,
-    /// One sample lost, for what passed before a vCPU was removed and nobody served.
-    Lost,
-    /// Of a child whose vCPU went: its last value and times.
-    Read {
-        value: u64,
-        enabled: u64,
-        running: u64,
-    },
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -68,8 +68,8 @@ pub struct ExporterArgs {
     /// prometheus. The exporter's own user and root are always served.
     #[arg(long, value_name = "USER", value_delimiter = ',')]
     pub allow_user: Vec<String>,
-    /// Accept these names in the Host field of requests over TCP, for example a name in the DNS. IP addresses,
-    /// localhost and the host's own name are always accepted.
+    /// Accept these names in the Host field of requests over TCP, for example a name in the DNS. IP
+    /// addresses, localhost and the host's own name are always accepted.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub allow_host: Vec<String>,
     /// Serve whoever sends the token in this file (Authorization: Bearer TOKEN).

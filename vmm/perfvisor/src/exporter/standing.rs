@@ -167,7 +167,8 @@ mod tests {
     #[test]
     fn scrapes_stop_waiting_for_a_user_whose_vms_stall_by_turns() {
         let (users, begin) = (Users::default(), Instant::now());
-        // A scrape every 15 s for an hour, at each of which another VM of the user stalls if it is waited for.
+        // A scrape every 15 s for an hour, at each of which another VM of the user stalls if it is
+        // waited for.
         let scrapes = (0..240).map(|n| begin + Duration::from_secs(15 * n));
         let delayed = scrapes.filter(|now| {
             let waited = users.is_waited_for(1000, *now);

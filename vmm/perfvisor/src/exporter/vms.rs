@@ -274,8 +274,8 @@ impl Vms {
         answered
     }
 
-    /// Gives the thread of a VM a job. Returns whether the scrape waits for the answer, or `None` if the VM is
-    /// not asked.
+    /// Gives the thread of a VM a job. Returns whether the scrape waits for the answer, or `None`
+    /// if the VM is not asked.
     fn send_job(&self, target: &Target, now: Instant, job: Job) -> Option<bool> {
         let label = &target.label;
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);

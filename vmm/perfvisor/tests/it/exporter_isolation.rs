@@ -385,8 +385,8 @@ fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// While a profile is made nobody else can read its files. If the exporter is killed meanwhile, the process that
-/// records ends with it, and the next exporter removes the files.
+/// While a profile is made nobody else can read its files. If the exporter is killed meanwhile, the
+/// process that records ends with it, and the next exporter removes the files.
 #[test]
 fn a_killed_exporter_leaves_no_recorder_and_no_files_for_long() {
     let Some(vm) = SpinningVm::start("profiled", &[]) else {

@@ -13,8 +13,8 @@ use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 /// A PVH kernel, behind one byte; its code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 const CODE: usize = 0xb1;
-/// Writes the interrupt command register of the local APIC: INIT to the processor with APIC ID 0, which is the
-/// one that executes this. Then it halts.
+/// Writes the interrupt command register of the local APIC: INIT to the processor with APIC ID 0,
+/// which is the one that executes this. Then it halts.
 const SENDS_INIT: [u8; 23] = [
     0xc7, 0x05, 0x10, 0x03, 0xe0, 0xfe, 0, 0, 0, 0, // movl $0, 0xfee00310
     0xc7, 0x05, 0x00, 0x03, 0xe0, 0xfe, 0, 0x45, 0, 0, // movl $0x4500, 0xfee00300

@@ -167,9 +167,9 @@ fn children(pid: u32) -> Vec<(u32, String)> {
         .collect()
 }
 
-/// The processes beside the VM, which start the readers of the guest's kernel and connect to sockets, have
-/// nothing: no capability, no file, no way to the VM's descriptors. They are gone when the VM is, even if that
-/// is killed.
+/// The processes beside the VM, which start the readers of the guest's kernel and connect to
+/// sockets, have nothing: no capability, no file, no way to the VM's descriptors. They are gone
+/// when the VM is, even if that is killed.
 #[test]
 fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
     let cases: [(&str, &[&str], u64); 3] = [

@@ -1,6 +1,6 @@
-//! What a compromised thread of a running VM reaches: system calls that this test injects into its threads by
-//! ptrace(2), under their real filters, are answered as the table of filters says, which the documentation has
-//! too. And what the broker of perf events opens for it.
+//! What a compromised thread of a running VM reaches: system calls that this test injects into its
+//! threads by ptrace(2), under their real filters, are answered as the table of filters says, which
+//! the documentation has too. And what the broker of perf events opens for it.
 #![expect(unsafe_code, reason = "ptrace(2), perf_event_open(2) and signals")]
 
 use std::ffi::c_long;
@@ -84,8 +84,8 @@ impl StoppedThread {
         }
     }
 
-    /// Makes the thread execute system call `call`; returns the result, or `None` if a filter would end the VM.
-    /// The signal for that is not delivered, so the VM goes on.
+    /// Makes the thread execute system call `call`; returns the result, or `None` if a filter would
+    /// end the VM. The signal for that is not delivered, so the VM goes on.
     fn inject(&self, call: i64, arguments: [u64; 6]) -> Option<i64> {
         let [rdi, rsi, rdx, r10, r8, r9] = arguments;
         let wanted = libc::user_regs_struct {
@@ -192,8 +192,9 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
     let of_flags = |flags: i32| [NONE, 0, number(flags), 0, 0, 0];
     let executable = number(libc::PROT_EXEC);
     vec![
-        // Events: of another process, of the thread itself, of every process on a CPU; then what would give an
-        // event a program, an address or another meaning, and a signal for another process.
+        // Events: of another process, of the thread itself, of every process on a CPU; then what
+        // would give an event a program, an address or another meaning, and a signal for another
+        // process.
         (
             "count a process outside",
             libc::SYS_perf_event_open,

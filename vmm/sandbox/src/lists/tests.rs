@@ -292,8 +292,8 @@ fn arguments_decide_who_may() {
     }
 }
 
-/// Where no capability is needed to count, and the broker reaches no thread of the VM, threads open events: on
-/// themselves.
+/// Where no capability is needed to count, and the broker reaches no thread of the VM, threads open
+/// events: on themselves.
 #[test]
 fn without_a_broker_that_may_a_thread_counts_itself_only() {
     let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];

@@ -24,8 +24,9 @@ const HW_CACHE: u32 = 3;
 const RAW: u32 = 4;
 /// Number of generic hardware events (`PERF_COUNT_HW_MAX`).
 const HARDWARE_EVENTS: u64 = 10;
-/// Software events: clocks, page faults, context switches, migrations, alignment and emulation faults, and the
-/// dummy (`PERF_COUNT_SW_*`, 0 to 9); switches of control groups (11). BPF output (10) is left out.
+/// Software events: clocks, page faults, context switches, migrations, alignment and emulation
+/// faults, and the dummy (`PERF_COUNT_SW_*`, 0 to 9); switches of control groups (11). BPF output
+/// (10) is left out.
 const SOFTWARE_EVENTS: u64 = 0b1011_1111_1111;
 const SW_CPU_CLOCK: u64 = 0;
 /// `PERF_SAMPLE_*`: the address of the instruction, the time, the count and the period. No registers, stacks,

@@ -1,5 +1,5 @@
-//! The broker of perf events: what it opens for a VM, and what it leaves behind. The process that has one is one
-//! of its own: this test program, started again for one test.
+//! The broker of perf events: what it opens for a VM, and what it leaves behind. The process that
+//! has one is one of its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "perf_event_open(2), and reads of its descriptor")]
 
 use std::fs;

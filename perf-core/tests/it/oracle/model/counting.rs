@@ -1,6 +1,24 @@
 //! The model's time and counts: what passes, what happens, what overflows, and the samples of that.
 
-use super::{Kind, Model, Part, Passed, Reports, Seen, State, VM};
+use super::{Kind, Model, Part, Passed, Reports, State, VM};
+
+/// A record the event's ring should hold, or a report to the VMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    Sample {
+        period: u64,
+    },
+    Throttle,
+    Unthrottle,
+    /// One sample lost, for what passed before a vCPU was removed and nobody served.
+    Lost,
+    /// Of a child whose vCPU went: its last value and times.
+    Read {
+        value: u64,
+        enabled: u64,
+        running: u64,
+    },
+}
 
 impl Model {
     /// `ns` pass, in which thread `tid` does `ns` units of work.
