@@ -1,9 +1,9 @@
 //! Log lines that a guest can cause, limited in their rate.
 //!
 //! A guest may break the same rule of a device again and again, for ever.
-//! [`guest_log!`](crate::guest_log!) writes the first [`BURST`] lines at once. After that it waits
-//! before each line, first [`FIRST_PAUSE`] and then twice as long each time, up to
-//! [`LONGEST_PAUSE`], and says how many lines it left out. All sites of the process share one
+//! [`guest_log!`](crate::guest_log!) writes the first `BURST` lines at once. After that it waits
+//! before each line, first `FIRST_PAUSE` and then twice as long each time, up to
+//! `LONGEST_PAUSE`, and says how many lines it left out. All sites of the process share one
 //! limit, so a guest gains nothing by alternating between devices.
 
 use std::fmt::Arguments;

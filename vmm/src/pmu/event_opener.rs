@@ -5,7 +5,7 @@
 //! count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel lets no other
 //! process of that user open events on a VM, which is not dumpable. There each thread opens its own
 //! events, on itself only, and an event of another thread is opened by that thread
-//! ([`super::remote_open`]).
+//! (`remote_open.rs`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -33,7 +33,7 @@ pub struct VmEventOpener {
 
 impl VmEventOpener {
     /// Starts the broker. Events send `overflow_signal`, and the handler of `kick_signal` calls
-    /// [`super::remote_open::open_in_handler`]. No thread but the calling one may exist yet.
+    /// `remote_open::open_in_handler`. No thread but the calling one may exist yet.
     ///
     /// # Errors
     /// [`WorkersError`].

@@ -28,7 +28,7 @@ pub enum QueueError {
     },
 }
 
-/// Logs how a driver broke its queues, within the limit of [`perf_core::guest_log`].
+/// Logs how a driver broke its queues, within the limit of [`mod@perf_core::guest_log`].
 pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
