@@ -198,7 +198,7 @@ impl Model {
         in_time(samples > expected * 0.90, || {
             format!("{samples} samples, expected {expected:.1}")
         })?;
-        in_time((0.75..1.05).contains(&share), || {
+        in_time((0.85..1.05).contains(&share), || {
             format!("counted {share:.3} of the CPU time")
         })
     }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use driver::{Bench, Driver, Fault, SOFT, rate};
-use model::{CONTEXT_SWITCHES, Kind, Model, Reports, Seen, Setup, Spec, State as Expected, Totals, VM};
+use model::{CONTEXT_SWITCHES, Kind, Model, Reports, RingRecord, Setup, Spec, State as Expected, Totals, VM};
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
 use perf_core::time::{Clock, ManualClock};
@@ -500,13 +500,13 @@ impl Pair {
         let Some(ring) = &mut open.ring else { return Ok(()) };
         while let Some(raw) = ring.next_record().map_err(|e| e.to_string())? {
             got.push(match Record::decode(raw, format()).map_err(|e| e.to_string())? {
-                Record::Sample(sample) => Seen::Sample {
+                Record::Sample(sample) => RingRecord::Sample {
                     period: sample.period,
                 },
-                Record::Throttle(_) => Seen::Throttle,
-                Record::Unthrottle(_) => Seen::Unthrottle,
-                Record::Lost(lost) if lost.lost == 1 => Seen::Lost,
-                Record::Read(read) => Seen::Read {
+                Record::Throttle(_) => RingRecord::Throttle,
+                Record::Unthrottle(_) => RingRecord::Unthrottle,
+                Record::Lost(lost) if lost.lost == 1 => RingRecord::Lost,
+                Record::Read(read) => RingRecord::Read {
                     value: read.values.entries.iter().next().map_or(0, |e| e.value),
                     enabled: read.values.time_enabled_ns,
                     running: read.values.time_running_ns,

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::driver::Counter;
-pub use counting::Seen;
+pub use counting::RingRecord;
 use judging::Room;
 
 /// The context of the VM as a whole.
@@ -84,7 +84,7 @@ pub struct Event {
     /// What parts whose vCPU went have left.
     pub gone: Totals,
     pub gone_by: BTreeMap<u32, Totals>,
-    pub records: Vec<Seen>,
+    pub records: Vec<RingRecord>,
 }
 
 /// Overflows that passed and were not served.
@@ -607,7 +607,7 @@ impl Model {
             if std::mem::take(&mut self.parts[p].kept).times > 0 {
                 let name = self.parts[p].event;
                 let event = self.events.get_mut(&name).expect("it is open");
-                event.records.push(Seen::Lost);
+                event.records.push(RingRecord::Lost);
             }
             self.parts[p].apart = false;
         }
@@ -624,7 +624,7 @@ impl Model {
             event.gone.add(totals);
             event.gone_by.entry(n).or_default().add(totals);
             if event.spec.stat {
-                event.records.push(Seen::Read {
+                event.records.push(RingRecord::Read {
                     value: totals.value,
                     enabled: totals.enabled,
                     running: totals.running,
@@ -766,7 +766,7 @@ impl Model {
                         .get_mut(&name)
                         .expect("it is open")
                         .records
-                        .push(Seen::Unthrottle);
+                        .push(RingRecord::Unthrottle);
                 }
             }
             for leader in 0..self.parts.len() {

@@ -4,7 +4,7 @@ use super::{Kind, Model, Part, Passed, Reports, State, VM};
 
 /// A record the event's ring should hold, or a report to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
+pub enum RingRecord {
     Sample {
         period: u64,
     },
@@ -146,9 +146,9 @@ impl Model {
         let name = part.event;
         let records = &mut self.events.get_mut(&name).expect("it is open").records;
         if begins {
-            records.push(Seen::Throttle);
+            records.push(RingRecord::Throttle);
         }
-        records.push(Seen::Sample { period });
+        records.push(RingRecord::Sample { period });
         if last {
             self.disable(p);
             // Exactly as many as were asked for: what passed beyond the last is dropped.
