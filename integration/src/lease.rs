@@ -221,7 +221,7 @@ impl Drop for PlaceLease {
         else {
             return;
         };
-        // What a failed test has left is not known.
+        // A failed test leaves the lab in an unknown state.
         if thread::panicking() {
             return;
         }

@@ -176,7 +176,7 @@ impl LabHost {
 }
 
 impl Place {
-    /// Whether places for Linux guests are this machine and not labs.
+    /// Returns whether Linux guests run on this machine and not in labs.
     ///
     /// # Errors
     /// Returns [`PlaceError::Choice`] if `PERFVISOR_PLACE` has another value.

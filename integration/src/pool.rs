@@ -16,9 +16,9 @@ use std::thread::{self, ThreadId};
 const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
 /// Maximum number of labs unless the variable says otherwise. A lab keeps about one processor busy.
 const DEFAULT_LIMIT: usize = 2;
-/// What QEMU takes beside the lab's memory, most of it for translated code, in MiB.
+/// Memory of QEMU beside the lab's, most of it for translated code, in MiB.
 const OVERHEAD_MIB: u64 = 1024;
-/// What stays free for the rest of the machine, in MiB.
+/// Memory that stays free for the rest of the machine, in MiB.
 const RESERVE_MIB: u64 = 1024;
 /// Number of later requests that may be admitted before a waiting one.
 const MAX_PASSED: u32 = 64;
@@ -28,7 +28,7 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// Whether other requests may run beside one.
+/// How a request shares the pool with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// Up to the pool's limit of requests run at once.
@@ -87,7 +87,7 @@ struct Idle<L> {
     lab: L,
 }
 
-/// What is known of all requests and labs.
+/// The state of all requests and labs.
 #[derive(Debug)]
 struct State<L> {
     limit: usize,
@@ -123,7 +123,7 @@ impl<L> State<L> {
             .min_by_key(|request| (self.evictions(request) > 0, request.rank, request.ticket))
     }
 
-    /// Whether a request can be admitted beside those that run.
+    /// Returns whether a request can be admitted beside those that run.
     fn fits(&self, request: &Request) -> bool {
         if self.running.is_empty() {
             return true;

@@ -126,7 +126,7 @@ mod tests {
         command.args(["-c", script]);
         let mut master = attach(&mut command, size).unwrap();
         let mut child = command.spawn().unwrap();
-        // It holds the other end of the terminal, which would never be closed.
+        // The command holds the other end of the terminal, which would never be closed.
         drop(command);
         meanwhile(&master);
         let mut text = Vec::new();

@@ -38,7 +38,7 @@ pub struct LogLimiter {
 pub struct Admitted {
     /// Number of lines left out before this one.
     pub suppressed: u64,
-    /// Whether later lines have to wait.
+    /// Returns whether later lines have to wait.
     pub last_of_burst: bool,
 }
 

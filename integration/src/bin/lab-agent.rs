@@ -149,7 +149,7 @@ struct Running {
     stdin: Option<Input>,
 }
 
-/// What the runner's input of a process is written to.
+/// The destination of the runner's input for a process.
 enum Input {
     Pipe(ChildStdin),
     Terminal(File),

@@ -159,7 +159,7 @@ impl Link {
                     OutputStream::Stderr
                 };
                 let progress = waiting.processes.get(&id).cloned();
-                // Who takes the output may be slow, and others need the lock.
+                // The receiver of the output may be slow, and others need the lock.
                 drop(waiting);
                 if let Some(progress) = progress {
                     progress.output(stream, &payload);

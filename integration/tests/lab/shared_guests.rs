@@ -15,7 +15,7 @@ use crate::{devices, exact, models, nested, user_rdpmc};
 /// Adds files and options to a guest, and returns the script that the part runs in it.
 type AddPart = fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
-/// What some tests add to a guest.
+/// The part of a shared guest that one group of tests adds.
 pub struct Part {
     /// The tests, by their names in this program.
     pub tests: &'static [&'static str],
@@ -86,12 +86,12 @@ impl SharedGuest {
     }
 }
 
-/// Whether the harness runs a test of this name in this process.
+/// Returns whether the harness runs a test of this name in this process.
 pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }
 
-/// Whether a command line of the harness selects a test.
+/// Returns whether a command line of the harness selects a test.
 fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
     const WITH_VALUE: [&str; 6] = [
         "--test-threads",

@@ -11,7 +11,7 @@ pub struct ReplyLimits {
     pub timeout: Duration,
     /// Maximum length of any reply, in bytes. Replies that are short by their kind have a lower limit.
     pub max_bytes: usize,
-    /// What the connection shares with others.
+    /// The state that connections share.
     pub budget: Arc<ReplyBudget>,
 }
 

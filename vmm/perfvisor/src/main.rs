@@ -151,7 +151,7 @@ fn obey(
 /// Has the kernel kill this process when the thread that started it ends. Returns whether `parent` is there.
 fn ends_with(parent: u32) -> bool {
     let set = set_parent_process_death_signal(Some(Signal::KILL));
-    // It may have ended before.
+    // The process may have ended before.
     let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
     set.is_ok() && current == Some(parent)
 }

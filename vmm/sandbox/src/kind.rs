@@ -25,7 +25,7 @@ pub enum ThreadKind {
     Starter,
 }
 
-/// Who opens the perf events of a VM.
+/// The opener of a VM's perf events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Counting {
     /// The broker, which has the capability that it takes. No thread of the VM's may.

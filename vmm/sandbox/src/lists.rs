@@ -415,7 +415,7 @@ fn profiler() -> Vec<Allowed> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
 
-/// It stops the guest and the events that count it.
+/// The debugger stops the guest and the events that count it.
 fn debugger() -> Vec<Allowed> {
     let mut list = event_loop();
     list.extend(connections());

@@ -44,7 +44,7 @@ This is the lab host: Debian's kernel with a real kvm_amd, in QEMU.
 Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
 ";
 
-/// What a session reacts to, beside the command's end.
+/// An event that a session handles, besides the end of the command.
 enum Event {
     /// A signal that asks this program to end.
     Stop(Signal),

@@ -28,7 +28,7 @@ struct FOwnerEx {
     pid: libc::pid_t,
 }
 
-/// What a host perf event counts.
+/// The target of a host perf event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Counted {
     /// A thread, by its id (0: the calling thread), on whichever CPU it runs.
@@ -51,7 +51,7 @@ pub struct OverflowSignal {
 pub struct OpenRequest<'a> {
     /// The bytes of `struct perf_event_attr`.
     pub attr: &'a [u8],
-    /// What the event counts.
+    /// The target of the event.
     pub counted: Counted,
     /// The leader of the event's group; `None` for an event that leads its own.
     pub leader: Option<BorrowedFd<'a>>,

@@ -38,7 +38,7 @@ fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     Client::over(ours).unwrap()
 }
 
-/// What the client makes of `reply` to `request`. `ID` in it is the request's number.
+/// Returns the client's reading of `reply` to `request`. `ID` in it is the request's number.
 fn reply_to<R: request::Request>(request: R, reply: &str) -> Result<R::Reply, ClientError> {
     let reply = reply.to_owned();
     let mut client = client(move |stream| {

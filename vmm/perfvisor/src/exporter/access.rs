@@ -1,4 +1,4 @@
-//! Who may read from the exporter.
+//! Access control of the exporter.
 //!
 //! Over a loopback address any user of the host can connect. The kernel says whose socket is at the other end
 //! (`/proc/net/tcp`), and only the exporter's own user, root and those of `--allow-user` are served. With
@@ -58,7 +58,7 @@ pub enum Origin {
     Unix,
 }
 
-/// Who is served.
+/// The clients that are served.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     users: Vec<u32>,

@@ -86,7 +86,7 @@ pub enum ExporterError {
     /// No list of events.
     #[error(transparent)]
     Events(#[from] NamedError),
-    /// Who is served cannot be decided.
+    /// The access rules cannot be resolved.
     #[error(transparent)]
     Access(#[from] AccessError),
     /// It cannot listen there.

@@ -39,7 +39,7 @@ impl BackOff {
     }
 }
 
-/// Whether one VM is asked.
+/// Returns whether one VM is asked.
 #[derive(Debug, Default)]
 pub struct VmStanding(Mutex<BackOff>);
 
@@ -65,7 +65,7 @@ impl VmStanding {
     }
 }
 
-/// What is kept about one user.
+/// The record of one user.
 #[derive(Debug, Default)]
 struct User {
     impatience: BackOff,

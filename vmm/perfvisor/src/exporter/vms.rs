@@ -90,7 +90,7 @@ struct Worker {
     standing: SharedStanding,
 }
 
-/// What the thread of a VM shares with others.
+/// The state that the thread of a VM shares with others.
 struct Shared {
     /// What is counted for the metrics of each VM, in perf's syntax.
     events: String,

@@ -15,7 +15,7 @@ use crate::common::host::reply;
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
-/// It only makes a failure end.
+/// Time limit that only ends a failing test.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// An exporter, killed when the test ends.
@@ -118,7 +118,7 @@ fn as_nobody(command: &[&str]) -> Command {
     nobody
 }
 
-/// What user nobody gets of a path.
+/// Returns what user nobody can read at a path.
 fn get_as_nobody(port: u16, path: &str) -> String {
     let script =
         format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'GET {path} HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3");
@@ -226,7 +226,7 @@ fn as_a_hostile_user() {
             let _ = (&stream).write_all(LONG_ANSWER.as_bytes());
         },
     };
-    // It takes a while, and is there before anybody connects.
+    // The server takes a while to start, and must be up before anybody connects.
     assert!(LONG_ANSWER.len() > 15_000_000);
     let dir = dir.rsplit_once('=').map_or(dir.as_str(), |(dir, _)| dir);
     for n in 0..60 {

@@ -105,7 +105,7 @@ fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
     assert!(keeper.wait().unwrap().success());
 }
 
-/// What `record` writes is for its user only, whatever the umask is.
+/// The files that `record` writes are readable by their user only, whatever the umask is.
 #[test]
 fn a_recording_is_for_its_user_only() {
     let Some(vm) = SpinningVm::start("private", &[]) else {

@@ -70,7 +70,7 @@ fn is_jailed(pid: u32, socket_dir: &Path) {
             [pid.to_string(), "self".into()],
             "{comm}"
         );
-        // Those of other VMs are there, too.
+        // Processes of other VMs exist, too.
         let sockets = Path::new(&root).join(socket_dir.strip_prefix("/").unwrap());
         assert!(!sockets.exists(), "{comm}: {}", sockets.display());
     }

@@ -144,7 +144,7 @@ fn syscall_instruction(pid: u32) -> u64 {
     found.into_iter().next().expect("no system call instruction")
 }
 
-/// What a thread is, by its name; `None`: the kernel's own.
+/// Returns the kind of a thread by its name, or `None` for a kernel thread.
 fn kind_of(pid: u32, tid: i32, name: &str) -> Option<ThreadKind> {
     Some(match name {
         _ if tid.unsigned_abs() == pid => ThreadKind::Main,
@@ -283,7 +283,7 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
             libc::SYS_prctl,
             [number(libc::PR_SET_DUMPABLE), 1, 0, 0, 0, 0],
         ),
-        // What every thread needs.
+        // Calls that every thread needs.
         ("getpid", libc::SYS_getpid, [0; 6]),
         ("read", libc::SYS_read, [NONE, 0, 0, 0, 0, 0]),
         ("close", libc::SYS_close, [NONE, 0, 0, 0, 0, 0]),
@@ -373,7 +373,7 @@ fn injected_calls_of_a_root_vm_are_answered_as_the_table_says() {
             .iter()
             .any(|(_, kind)| *kind == ThreadKind::Debugger);
         assert_eq!(has_debugger, debugged);
-        // It goes on after all that: the calls left nothing behind.
+        // The VM goes on after all that: the calls left nothing behind.
         let stopped = vm.operator(&["ctl", "inject", "stop"]).output().unwrap();
         assert!(
             stopped.status.success(),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::test_lock::{self, SharedLock};
 use super::vm::{PROGRAM, StderrLines, eventually, has_kvm};
 
-/// It only makes a failure end.
+/// Time limit that only ends a failing test.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// VMs with one runtime directory, and an exporter of them; killed when the test ends.
