@@ -32,7 +32,7 @@ pub struct Function {
     pub end: u64,
     /// A process in which it is at these addresses.
     pub pid: u32,
-    /// That process' CR3, of one of its samples; 0 where it is not known.
+    /// CR3 of that process; 0 if no sample at these addresses had registers.
     pub cr3: u64,
     /// Samples and their periods by offset into the function.
     pub offsets: BTreeMap<u64, (u64, u64)>,
@@ -60,10 +60,14 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
             start,
             end: start,
             pid: sample.pid,
-            cr3: sample.cr3,
+            cr3: 0,
             offsets: BTreeMap::new(),
             period: 0,
         });
+        // A sample that the host kernel took has no registers, and so no address space to read code in.
+        if function.cr3 == 0 && sample.cr3 != 0 && start == function.start {
+            (function.pid, function.cr3) = (sample.pid, sample.cr3);
+        }
         // Where it is in another process it has the same offsets.
         let end = symbols.end(frame, sample.pid).unwrap_or(0).wrapping_sub(start);
         let length = (function.end - function.start).max(named.offset + 1);
@@ -225,21 +229,25 @@ mod tests {
             pid: None,
         }];
         for &ip in ips {
-            profile.push(&Sample {
-                time_ns: 0,
-                vcpu: 0,
-                pid: NO_PID,
-                tid: NO_PID,
-                cpl: 0,
-                ip,
-                cr3: 0x5000,
-                period: 10,
-                event_id: 7,
-                ends: Ends::default(),
-                chain: &[],
-            });
+            push(&mut profile, ip, 0x5000);
         }
         profile
+    }
+
+    fn push(profile: &mut Profile, ip: u64, cr3: u64) {
+        profile.push(&Sample {
+            time_ns: 0,
+            vcpu: 0,
+            pid: NO_PID,
+            tid: NO_PID,
+            cpl: 0,
+            ip,
+            cr3,
+            period: 10,
+            event_id: 7,
+            ends: Ends::default(),
+            chain: &[],
+        });
     }
 
     fn only(profile: &Profile) -> Function {
@@ -269,6 +277,15 @@ mod tests {
         );
         assert_eq!(annotated.astray, 0);
         assert!(text.contains("# Code: a test"));
+    }
+
+    #[test]
+    fn address_space_is_that_of_the_first_sample_with_registers() {
+        let mut profile = profile(&[]);
+        for cr3 in [0, 0x5000, 0, 0x6000] {
+            push(&mut profile, 0x1004, cr3);
+        }
+        assert_eq!(only(&profile).cr3, 0x5000);
     }
 
     /// What stands between two functions is of neither; a NOP that was sampled stays.

@@ -76,6 +76,11 @@ pub enum AnnotateError {
         /// What has it.
         remedy: &'static str,
     },
+    /// All samples in the function came without registers.
+    #[error(
+        "the code of '{0}': no sample in it has the address space that it ran in; record for longer, or use --program FILE"
+    )]
+    NoAddressSpace(String),
     /// The VM does not give it.
     #[error("--vm {name}")]
     Vm {
@@ -241,6 +246,9 @@ fn mapping_of<'p>(
 }
 
 fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, AnnotateError> {
+    if function.cr3 == 0 {
+        return Err(AnnotateError::NoAddressSpace(function.name.clone()));
+    }
     let vm = |source| AnnotateError::Vm {
         name: name.to_owned(),
         source,
