@@ -11,7 +11,6 @@
 //! | [`devices`], [`console`] | the rest of the machine |
 //! | [`gdb`] | a debugger's end in a running VM |
 //! | [`control`] | the control socket's end in a running VM |
-//! | [`metrics`] | counts for Prometheus |
 //! | [`privileges`] | what the process keeps of its rights while the guest runs |
 //! | [`turns`] | the perf core's timers, for the main loop |
 //!
@@ -42,7 +41,6 @@ pub mod gdb;
 pub mod kernels;
 pub mod kvm;
 pub mod memory;
-pub mod metrics;
 pub mod numbers;
 pub mod pmu;
 pub mod privileges;

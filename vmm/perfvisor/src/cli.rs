@@ -46,8 +46,6 @@ use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::gdb::config::GdbConfig;
 use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::memory::HugePages;
-use perfvisor_vmm::metrics::DEFAULT_EVENTS;
-use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vcpu::affinity::Pinning;
@@ -351,13 +349,6 @@ pub struct RunArgs {
     /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3")]
     pub vsock: Option<VsockConfig>,
-    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT, or unix:PATH with the permissions
-    /// of the socket's file, as in mode=0660.
-    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH[,mode=MODE]")]
-    pub metrics: Option<MetricsAddress>,
-    /// Events to count for the metrics, in perf's syntax, as for stat -e.
-    #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS, requires = "metrics")]
-    pub metrics_events: String,
     /// Run in the background: return 0 when the VM runs, or 2 with the reason why it does not.
     #[arg(long)]
     pub daemonize: bool,

@@ -370,8 +370,8 @@ mod tests {
             "64M",
             "--pin",
             "0=1,1=0",
-            "--metrics",
-            "127.0.0.1:9999",
+            "--observers",
+            "/run/vm.look",
         ];
         let dump = |args: &[&str]| match run(&[args, &["--dump-config"]].concat()) {
             Err(CliExit::Text(text)) => text,

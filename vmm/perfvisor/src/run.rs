@@ -46,8 +46,6 @@ use perfvisor_vmm::console::{RawTerminal, restore_terminal};
 use perfvisor_vmm::control::server::{Access, ControlServer, Controlled};
 use perfvisor_vmm::gdb::server::{GdbServer, GdbSocket};
 use perfvisor_vmm::kvm::host::{self};
-use perfvisor_vmm::metrics::address::Listener;
-use perfvisor_vmm::metrics::server::MetricsServer;
 use perfvisor_vmm::pmu::event_opener::VmEventOpener;
 use perfvisor_vmm::pmu::kernel_reader::KernelReader;
 use perfvisor_vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
@@ -113,8 +111,6 @@ impl StartTime {
 /// # Errors
 /// [`RunError`]; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
-    // A mistake in it ends it before anything runs; the vendor's names are asked of perf, another program.
-    let metrics_events = vendor::by_selector(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let starting = args
         .daemonize
         .then(background::daemonize)
@@ -179,7 +175,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = controlled(name, pmu_name, args, &consoles, &running);
-    let (mut servers, gdb) = ends.serve(args, metrics_events, controlled, &running)?;
+    let (mut servers, gdb) = ends.serve(controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
     let resized = stop_signals.resized().map_err(RunError::start("dup failed"))?;
@@ -263,10 +259,9 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
     sandbox::confine().map_err(|e| RunError::Sandbox(args.seccomp, e))
 }
 
-/// Where operators, observers, scrapes and debuggers come in. Nobody serves them yet.
+/// Sockets of operators, observers and debuggers, before a server takes them.
 struct Ends {
     sockets: Vec<(Access, Socket)>,
-    metrics: Option<Listener>,
     gdb: Option<GdbSocket>,
 }
 
@@ -279,7 +274,6 @@ impl Ends {
 
     /// Opens those that are asked for; the VM's name, too.
     fn open(args: &RunArgs) -> Result<(String, Self), RunError> {
-        let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
         let (name, socket) = control_socket(args.name.as_deref())?;
         let observed = args
             .observers
@@ -293,7 +287,6 @@ impl Ends {
                 .into_iter()
                 .filter_map(|(access, socket)| Some((access, socket?)))
                 .collect(),
-            metrics,
             gdb: gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?,
         };
         Ok((name, ends))
@@ -302,22 +295,12 @@ impl Ends {
     /// What serves them: of the main loop, and debuggers' thread.
     fn serve(
         self,
-        args: &RunArgs,
-        metrics_events: String,
         controlled: Controlled,
         running: &RunningVm,
     ) -> Result<(Vec<Subscriber>, Option<GdbServer>), RunError> {
-        let controlled = Arc::new(controlled);
         let mut servers: Vec<Subscriber> = Vec::new();
         if !self.sockets.is_empty() {
-            let server = ControlServer::new(controlled.clone(), self.sockets);
-            servers.push(Arc::new(Mutex::new(server)));
-        }
-        if let Some(listener) = self.metrics {
-            let guest_counters = args.profile != Profile::Tenant;
-            let server = MetricsServer::new(controlled, listener, metrics_events, guest_counters)
-                .map_err(RunError::start("timerfd_create failed"))?;
-            log::info!("metrics at {}", server.address());
+            let server = ControlServer::new(Arc::new(controlled), self.sockets);
             servers.push(Arc::new(Mutex::new(server)));
         }
         let gdb = self.gdb.map(|socket| socket.serve(running)).transpose()?;

@@ -12,7 +12,6 @@ use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
 use perfvisor_vmm::gdb::config::{GdbConfig, GdbConfigError};
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
-use perfvisor_vmm::metrics::address::{AddressError, path_and_mode};
 
 /// Shortest interval of `stat -I`, in milliseconds.
 const MIN_INTERVAL_MS: u64 = 10;
@@ -70,11 +69,48 @@ pub struct ObserversAt {
 /// The permissions of the observers' socket if nobody says others: its user and its group.
 const OBSERVERS_MODE: u32 = 0o660;
 
-impl FromStr for ObserversAt {
-    type Err = AddressError;
+/// Maximum length of the path of a Unix socket, in bytes (`sun_path` in unix(7) has 108 with the NUL).
+const MAX_SOCKET_PATH: usize = 107;
 
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let (path, mode) = path_and_mode(text)?;
+/// Reason why a text is not `PATH[,mode=MODE]` of a Unix socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SocketPathError {
+    /// The permissions are not octal, or the owner could not connect with them.
+    #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
+    Mode,
+    /// The path is empty.
+    #[error("the path of a socket is missing")]
+    Missing,
+    /// The path is too long or has a NUL.
+    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    Unusable,
+}
+
+/// Parses `PATH[,mode=MODE]` of a Unix socket.
+fn socket_path(text: &str) -> Result<(PathBuf, Option<u32>), SocketPathError> {
+    let (path, mode) = match text.rsplit_once(",mode=") {
+        Some((path, mode)) => (path, Some(permissions(mode).ok_or(SocketPathError::Mode)?)),
+        None => (text, None),
+    };
+    match path.len() {
+        0 => Err(SocketPathError::Missing),
+        1..=MAX_SOCKET_PATH if !path.contains('\0') => Ok((path.into(), mode)),
+        _ => Err(SocketPathError::Unusable),
+    }
+}
+
+/// Parses octal permissions that let the owner connect.
+fn permissions(text: &str) -> Option<u32> {
+    let octal = (3..=4).contains(&text.len()) && text.bytes().all(|digit| (b'0'..=b'7').contains(&digit));
+    let mode = octal.then(|| u32::from_str_radix(text, 8).ok())??;
+    (mode & !0o777 == 0 && mode & 0o600 == 0o600).then_some(mode)
+}
+
+impl FromStr for ObserversAt {
+    type Err = SocketPathError;
+
+    fn from_str(text: &str) -> Result<Self, SocketPathError> {
+        let (path, mode) = socket_path(text)?;
         Ok(Self {
             path,
             mode: mode.unwrap_or(OBSERVERS_MODE),

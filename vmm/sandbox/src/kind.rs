@@ -5,7 +5,7 @@ use std::fmt;
 /// What a thread is there for, and so what it may ask of the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// The main loop, with the servers of operators and metrics.
+    /// The main loop and the servers of operators' connections.
     Main,
     /// Runs a vCPU.
     Vcpu,

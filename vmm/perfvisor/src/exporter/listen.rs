@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use perfvisor_vmm::metrics::address::bind_unix;
+use sandbox::paths;
 
 use super::access::Origin;
 
@@ -83,7 +83,13 @@ impl Listener {
                 listener.set_nonblocking(true)?;
                 Ok(Self::Tcp(listener))
             }
-            Address::Unix(path) => bind_unix(path, Some(SOCKET_MODE)).map(|l| Self::Unix(l, path.clone())),
+            Address::Unix(path) => {
+                let listener = paths::bind(path, Some(SOCKET_MODE))?;
+                listener
+                    .set_nonblocking(true)
+                    .inspect_err(|_| paths::remove_socket(path, None))?;
+                Ok(Self::Unix(listener, path.clone()))
+            }
         }
     }
 

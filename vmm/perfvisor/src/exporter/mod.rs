@@ -10,6 +10,7 @@
 //! | `vms` | the VMs there are; each is asked by a thread of its own |
 //! | `standing` | which VMs are asked, and which are waited for |
 //! | `profile` | profiles, each made by a process of its own |
+//! | `snapshot` | values and names of the metrics of one scrape |
 //! | `directory` | where the files of a profile are while it is made |
 //!
 //! It is one process for a host. It speaks the control sockets of the VMs as any operator does, and has no
@@ -21,6 +22,7 @@ mod http;
 mod listen;
 mod profile;
 mod server;
+mod snapshot;
 mod standing;
 mod vms;
 
@@ -32,7 +34,6 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use perf_core::error_line;
-use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::privileges;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -44,6 +45,9 @@ use listen::{Address, Listener};
 use server::Exporter;
 use vms::Vms;
 
+/// Default of `--events`. None of them takes a counter of the host PMU.
+const DEFAULT_EVENTS: &str =
+    "task-clock,context-switches,cpu-migrations,page-faults,kvm:exits,kvm:halt_exits,kvm:irq_injections";
 /// Between two looks for signals.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long a connection may go on when the exporter ends.

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use perfvisor_vmm::metrics::snapshot::{self, Families, Labels, Snapshot};
 use serde_json::json;
 
+use super::snapshot::{self, Families, Labels, Snapshot};
 use super::access::Access;
 use super::http::{self, Host, OPENMETRICS, Reply, Request, TEXT};
 use super::listen::Stream;

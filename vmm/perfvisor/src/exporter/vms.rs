@@ -16,8 +16,8 @@ use control_api::place::{self, PlaceError, Places};
 use control_api::protocol::{Generation, GuestViews, Opened};
 use control_api::request;
 use perf_core::error_line;
-use perfvisor_vmm::metrics::snapshot::{self, Snapshot};
 
+use super::snapshot::{self, Snapshot};
 use super::standing::{SharedStanding, Users, shown};
 
 /// Most VMs that are asked.
@@ -476,7 +476,6 @@ impl Connection {
             views,
             events,
             steal_ns,
-            served: None,
         });
         Ok((snapshot, client.take_held()))
     }
@@ -583,7 +582,6 @@ mod tests {
             views: Vec::new(),
             events: vec![(event.clone(), reading.clone()), (event, reading)],
             steal_ns: vec![(0, 1), (0, 2)],
-            served: None,
         });
         assert_eq!((of.vm.guest.len(), of.vm.version.as_str()), (MAX_VALUE, "1"));
         assert_eq!((of.vcpus.len(), of.vcpus[0].kinds.len()), (MAX_VCPUS, MAX_KINDS));

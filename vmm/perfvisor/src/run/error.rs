@@ -16,7 +16,6 @@ use control_api::place::PlaceError;
 use perfvisor_vmm::gdb::server::GdbError;
 use perfvisor_vmm::kvm::host::HostError;
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
-use perfvisor_vmm::metrics::address::ListenError;
 use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::privileges::PrivilegeError;
 use perfvisor_vmm::vm::VmError;
@@ -70,12 +69,6 @@ pub enum RunError {
     /// A setting that the perf core does not take.
     #[error(transparent)]
     Core(#[from] ConfigError),
-    /// No list of events.
-    #[error("--metrics-events")]
-    MetricsEvents(#[source] NamedError),
-    /// Metrics cannot be served.
-    #[error(transparent)]
-    Metrics(#[from] ListenError),
     /// A console of the guest's cannot be where it is to be.
     #[error(transparent)]
     Console(#[from] ConsolesError),

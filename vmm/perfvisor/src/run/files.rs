@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
-use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::privileges;
 use perfvisor_vmm::vcpu::control::OnReset;
 use rustix::fs::{Access, access};
@@ -127,15 +126,10 @@ pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
         ConsoleTarget::Socket(path) => Some(path.as_path()),
         _ => None,
     });
-    let metrics = args.metrics.as_ref().and_then(|at| match at {
-        MetricsAddress::Unix { path, .. } => Some(path.as_path()),
-        MetricsAddress::Tcp(_) => None,
-    });
     let others = [
         args.gdb.as_ref().map(|gdb| gdb.socket.as_path()),
         args.observers.as_ref().map(|at| at.path.as_path()),
         args.vsock.as_ref().and_then(|vsock| vsock.socket.as_deref()),
-        metrics,
     ];
     others.into_iter().flatten().chain(consoles)
 }

@@ -214,10 +214,10 @@ fn jail_limits_descriptors_and_file_sizes() {
 #[test]
 fn sockets_of_a_killed_vm_are_removed() {
     let dir = tempfile::tempdir().unwrap();
-    let metrics = dir.path().join("metrics");
+    let observers = dir.path().join("look");
     let args = [
-        "--metrics".to_owned(),
-        format!("unix:{}", metrics.display()),
+        "--observers".to_owned(),
+        observers.display().to_string(),
         "--vsock".to_owned(),
     ];
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -225,7 +225,7 @@ fn sockets_of_a_killed_vm_are_removed() {
         return;
     };
     let sockets = vm.runtime.path().join("perfvisor");
-    let all = [metrics, sockets.join("killed.sock"), sockets.join("killed.vsock")];
+    let all = [observers, sockets.join("killed.sock"), sockets.join("killed.vsock")];
     for path in &all {
         assert!(path.exists(), "{}", path.display());
     }

@@ -218,8 +218,6 @@ fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
         at(&root_s, "look"),
         "--gdb".into(),
         at(&mine, "gdb"),
-        "--metrics".into(),
-        format!("unix:{}", at(&mine, "metrics")),
         "--virtio-console".into(),
         format!("socket={}", at(&mine, "console")),
     ];
@@ -227,7 +225,7 @@ fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
     let Some(mut vm) = SpinningVm::start("sockets", &args) else {
         return;
     };
-    assert_eq!(names(mine.to_str().unwrap()), ["console", "gdb", "metrics"]);
+    assert_eq!(names(mine.to_str().unwrap()), ["console", "gdb"]);
     let (status, text) = said(&mut vm.operator(&["ctl", "sockets", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());

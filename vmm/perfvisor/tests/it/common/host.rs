@@ -94,6 +94,11 @@ impl Host {
         );
     }
 
+    /// Returns the lines that the exporter has written to stderr so far.
+    pub fn stderr(&self) -> Vec<String> {
+        self.stderr.so_far()
+    }
+
     pub fn socket(&self, name: &str) -> PathBuf {
         self.runtime.path().join(format!("perfvisor/{name}.sock"))
     }

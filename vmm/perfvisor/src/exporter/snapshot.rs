@@ -34,17 +34,6 @@ pub struct Snapshot {
     pub events: EventReadings,
     /// Time each vCPU waited for a host CPU, in ns; those alone that know.
     pub steal_ns: StealTimes,
-    /// What the VM itself served, if it does.
-    pub served: Option<Served>,
-}
-
-/// What a VM's own server did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Served {
-    /// Replies with metrics so far, this one included.
-    pub scrapes: u64,
-    /// Connections that were refused or got no metrics.
-    pub refused: u64,
 }
 
 /// What to open for the metrics of `events`: them, and what tells of stolen time.
@@ -90,13 +79,6 @@ pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, 
         }
     }
     (events, steal_ns)
-}
-
-impl Snapshot {
-    /// In OpenMetrics' text format.
-    pub fn encode(self) -> String {
-        encode(&[self], Families::default())
-    }
 }
 
 /// Snapshots of several VMs, each with a label of its own, in OpenMetrics' text format, behind families of
@@ -320,11 +302,6 @@ impl Snapshot {
         out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)));
         let help = "Most vCPUs the VM may have.";
         out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)));
-        let Some(served) = &self.served else { return };
-        let one = |value| vec![(Labels::new(), value)];
-        out.counts("metrics_scrapes", "Replies with metrics.", one(served.scrapes));
-        let help = "Connections to the metrics that were refused, or ended without a valid request.";
-        out.counts("metrics_refused", help, one(served.refused));
     }
 
     /// A series for each vCPU.
@@ -470,7 +447,7 @@ impl Snapshot {
             shares.extend(share(reading.enabled_ns, reading.running_ns).map(|s| (labels, s)));
         }
         let help =
-            "Events of the operator (--metrics-events), as counted: not scaled up for time they were off.";
+            "Events of the operator (--events), as counted: not scaled up for time they were off.";
         out.counts("event_count", help, counts);
         out.seconds(
             "event_time",
@@ -589,10 +566,6 @@ mod tests {
             views: vec![view],
             events: Vec::new(),
             steal_ns: vec![(0, 2_500_000_000)],
-            served: Some(Served {
-                scrapes: 1,
-                refused: 0,
-            }),
         }
     }
 
@@ -600,7 +573,7 @@ mod tests {
     /// value the guest wrote is not taken for one.
     #[test]
     fn guest_counters_come_with_their_times() {
-        let text = snapshot().encode();
+        let text = encode(&[snapshot()], Families::default());
         let gp0 = "{vm=\"a\",vcpu=\"0\",counter=\"gp0\",event=\"cycles:u\",backing=\"clock\"}";
         for line in [
             format!("perfvisor_guest_counter_events_total{gp0} 1234"),
@@ -630,7 +603,6 @@ mod tests {
     fn families_of_several_vms_are_in_one_piece() {
         let other = Snapshot {
             label: "b".into(),
-            served: None,
             ..snapshot()
         };
         let mut own = Families::default();
@@ -645,20 +617,18 @@ mod tests {
             "perfvisor_vm_info{vm=\"b\",version=\"0\"",
             "perfvisor_vcpu_exits_total{vm=\"a\",vcpu=\"0\"} 9",
             "perfvisor_vcpu_exits_total{vm=\"b\",vcpu=\"0\"} 9",
-            "perfvisor_metrics_scrapes_total{vm=\"a\"} 1",
         ] {
             assert!(
                 text.lines().any(|l| l.starts_with(series)),
                 "{series} is not in\n{text}"
             );
         }
-        assert!(!text.contains("perfvisor_metrics_scrapes_total{vm=\"b\"}"));
     }
 
     /// A name with quotes or a line's end stays one label.
     #[test]
     fn labels_are_escaped() {
-        let text = snapshot().encode();
+        let text = encode(&[snapshot()], Families::default());
         let line = text.lines().find(|l| l.starts_with("perfvisor_vm_info")).unwrap();
         assert!(line.contains(r#"guest="a \"b\\c\"\nd""#), "{line}");
     }
