@@ -5,12 +5,10 @@ CARGO ?= cargo
 # Which Debian kernel the guest gets: cloud, generic, newest, or a package name.
 KERNEL ?= cloud
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
-# The release build: one static binary for the host, the lab, the packages and the benchmarks. Flags for
-# a named target do not apply to build scripts and procedural macros.
+# The release build: one static binary (.cargo/config.toml) for the host, the lab, the packages and the benchmarks.
 TRIPLE := x86_64-unknown-linux-gnu
-RELEASE = RUSTFLAGS="-C target-feature=+crt-static" $(CARGO)
-RELEASE_FLAGS := --release --target $(TRIPLE)
 RELEASE_DIR := $(TARGET_DIR)/$(TRIPLE)/release
+DEV_DIR := $(TARGET_DIR)/$(TRIPLE)/debug
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 # The binary that is shipped: without symbols, which are in perfvisor.debug beside it.
 BUILT := $(TARGET_DIR)/release/perfvisor
@@ -26,22 +24,26 @@ help:
 ## demo: a Linux guest whose perf counts and samples, in the lab where KVM cannot run Linux (PMU=intel|amd)
 .PHONY: demo
 demo: lab-files
-	$(CARGO) run --bin demo -- $(PMU)
+	$(CARGO) run --release --bin demo -- $(PMU)
 
 # The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
 # of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
 QUICK_MODULES := bare_metal cli linux_guest
 LAB_TESTS = $(CARGO) test --workspace --test lab
 IN_LABS = --test-threads 32
+# "make test" runs the development build in the lab, too: nothing is compiled twice.
+WITH_DEV_BUILD = PERFVISOR_STATIC_DIR=$(abspath $(DEV_DIR))
 # All other test programs, new ones too.
 QUICK_TESTS := $(filter-out lab,$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
 	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs)))))
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 .PHONY: test
-test: lab-files
-	$(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
-	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
+test: setup
+	$(CARGO) build --workspace --bins
+	$(WITH_DEV_BUILD) $(CARGO) run --bin lab -- --build-only
+	$(WITH_DEV_BUILD) $(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
+	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 
 ## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate
@@ -198,45 +200,45 @@ unit-check:
 .PHONY: bench
 bench:
 	$(CARGO) bench --workspace --bench '*'
-	$(CARGO) run --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
+	$(CARGO) run --release --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
 ## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000 WAYS=bcde; LAB=1: in the lab)
 OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(if $(WAYS),--ways $(WAYS))
 .PHONY: overhead
 overhead: $(if $(LAB),overhead-in-lab,build)
 ifndef LAB
-	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin overhead
+	$(CARGO) build --release -p comparisons --bin overhead
 	$(RELEASE_DIR)/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
 endif
 
 # The lab has nothing but static programs, and its commands end after ten minutes unless told.
 .PHONY: overhead-in-lab
 overhead-in-lab: lab-files
-	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin overhead
-	$(CARGO) run --bin lab -- --file bin/overhead=$(RELEASE_DIR)/overhead \
+	$(CARGO) build --release -p comparisons --bin overhead
+	$(CARGO) run --release --bin lab -- --file bin/overhead=$(RELEASE_DIR)/overhead \
 		env PATH=/bin:/sbin:/usr/bin overhead $(OVERHEAD_OPTIONS)
 
 ## many-vms: what a guest costs among 1, 2, 10 and 50 with four counters each, under the exporter and record --all (ROUNDS=3)
 .PHONY: many-vms
 many-vms: build
-	$(RELEASE) build $(RELEASE_FLAGS) -p integration --bin many-vms
+	$(CARGO) build --release -p comparisons --bin many-vms
 	mkdir -p $(TARGET_DIR)/bench
 	$(RELEASE_DIR)/many-vms $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/bench/many-vms.json
 
 ## compare: Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab (ROUNDS=1; a quarter of an hour and more)
 .PHONY: compare
 compare: lab-files
-	$(CARGO) run --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	$(CARGO) run --release --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 ALSO="--halt-poll-ns host")
 .PHONY: compare-disk
 compare-disk: lab-files debian
-	$(CARGO) run --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
+	$(CARGO) run --release --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
 
 ## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
 .PHONY: compare-start
 compare-start: lab-files
-	PERFVISOR_PLACE=lab $(CARGO) run --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
+	PERFVISOR_PLACE=lab $(CARGO) run --release --bin compare-start -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
@@ -274,7 +276,7 @@ fuzz-check:
 ## build: target/release/perfvisor, a static binary; its symbols are in perfvisor.debug beside it
 .PHONY: build
 build: setup
-	$(RELEASE) build $(RELEASE_FLAGS) -p perfvisor -p guest-agent
+	$(CARGO) build --release -p perfvisor -p guest-agent -p lab-agent
 	@mkdir -p $(dir $(BUILT)); if [ $(RELEASE_DIR)/perfvisor -nt $(BUILT) ]; then \
 		objcopy --only-keep-debug $(RELEASE_DIR)/perfvisor $(BUILT).debug && \
 		strip -o $(BUILT) $(RELEASE_DIR)/perfvisor && \
@@ -285,7 +287,7 @@ build: setup
 ## guest: the Linux guest and the lab host from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1)
 .PHONY: guest
 guest: setup
-	$(CARGO) run --features guest-images/builder --bin guest-images -- \
+	$(CARGO) run --release --features guest-images/builder --bin guest-images -- \
 		--target-dir $(TARGET_DIR) $(if $(REFRESH),--refresh) $(KERNEL)
 
 ## debian: a Debian disk image with perf, sshd and the agent, in target/debian (REFRESH=1: newer packages)
@@ -296,7 +298,7 @@ debian: build
 ## demo-disk: the Debian image boots to a login, its perf counts and samples, and perf.data comes out over vsock
 .PHONY: demo-disk
 demo-disk: lab-files debian
-	$(CARGO) run --bin demo-disk
+	$(CARGO) run --release --bin demo-disk
 
 ## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes; MODELS=intel,amd)
 .PHONY: debian-test
@@ -317,12 +319,12 @@ soak-hostile:
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files
-	$(CARGO) run --bin lab
+	$(CARGO) run --release --bin lab
 
 # Guest images and static binaries. Tests would build them too, but silently.
 .PHONY: lab-files
 lab-files: setup
-	$(CARGO) run --bin lab -- --build-only
+	$(CARGO) run --release --bin lab -- --build-only
 
 ## setup: install what is missing from Debian; does nothing when all is there
 .PHONY: setup

@@ -59,13 +59,14 @@ done
 tar -C "$work" -xf "$archive"
 cd "$work"/perfvisor-*
 source=$PWD
-env -u GUEST_CC -u GUEST_LD -u GUEST_ELF_DIR -u RUSTFLAGS PATH="$work/bin:$PATH" CARGO_TARGET_DIR="$directory" \
+# Empty flags replace those of .cargo/config.toml: the linker here makes dynamic programs.
+env -u GUEST_CC -u GUEST_LD -u GUEST_ELF_DIR RUSTFLAGS= PATH="$work/bin:$PATH" CARGO_TARGET_DIR="$directory" \
 	cargo build --locked -p perfvisor --config profile.dev.debug=false
 [ ! -e "$work/refused" ] || { echo "without-gcc: more than a link was asked of cc: $(cat "$work/refused")"; exit 1; }
-program=$directory/debug/perfvisor
+program=$directory/x86_64-unknown-linux-gnu/debug/perfvisor
 "$program" --version
 for guest in "$source"/guest-images/prebuilt/*.elf; do
-	built=$(ls -t "$directory"/debug/build/guest-images-*/out/"$(basename "$guest")" | head -n 1)
+	built=$(ls -t "$directory"/x86_64-unknown-linux-gnu/debug/build/guest-images-*/out/"$(basename "$guest")" | head -n 1)
 	cmp "$guest" "$built"
 done
 echo "without-gcc: built with $hidden tools hidden: $(wc -l <"$work/links") links by rust-lld, and nothing compiled but by rustc"

@@ -159,13 +159,9 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
         return Ok(in_directory(Path::new(&directory)));
     }
     build_static(
-        "perfvisor and its agent (a few minutes the first time)",
-        // As `make build` does: more packages would change features, and with them the product.
-        &["build", "-p", "perfvisor", "-p", "guest-agent"],
-    )?;
-    build_static(
-        "the agent of the lab",
-        &["build", "-p", "integration", "--bin", "lab-agent"],
+        "perfvisor and the agents (a few minutes the first time)",
+        // As `make build` does: other packages would change features, and the product would be compiled again.
+        &["build", "-p", "perfvisor", "-p", "guest-agent", "-p", "lab-agent"],
     )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
 }
@@ -190,7 +186,7 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
         .arg(target_dir())
         // Flags of the surrounding build, such as sanitizers, are not for the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
-        .env("RUSTFLAGS", "-C target-feature=+crt-static")
+        .env_remove("RUSTFLAGS")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(if is_terminal {

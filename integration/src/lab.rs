@@ -27,7 +27,7 @@ use tempfile::TempDir;
 use crate::artefacts::{self, Binaries};
 use crate::monitor::Monitor;
 use crate::process::{Command, Control, OutputSink, Process, ProcessError, Progress};
-use crate::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode, WindowSize, read_frame};
+use lab_agent::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode, WindowSize, read_frame};
 
 pub use error::LabError;
 use error::SETPRIV;

@@ -5,7 +5,6 @@
 //! stepped or that spins does, one that waits for an interrupt that was lost does not.
 
 use std::fmt;
-use std::fs;
 use std::time::Duration;
 
 /// Bounds for a process.
@@ -88,37 +87,6 @@ impl fmt::Display for Overrun {
     }
 }
 
-/// CPU time that the processes of a group have used, and their children that have ended, in clock ticks of
-/// the kernel. It may fall when one ends.
-pub fn cpu_ticks_of_group(group: i32) -> u64 {
-    let Ok(processes) = fs::read_dir("/proc") else {
-        return 0;
-    };
-    processes
-        .flatten()
-        .filter(|entry| {
-            entry
-                .file_name()
-                .to_str()
-                .is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
-        })
-        .filter_map(|entry| fs::read_to_string(entry.path().join("stat")).ok())
-        .filter_map(|stat| ticks(&stat, group))
-        .sum()
-}
-
-/// From a line of `/proc/PID/stat`, if the process is of this group.
-fn ticks(stat: &str, group: i32) -> Option<u64> {
-    // The name, in parentheses, may hold anything. Behind it: state, parent, group, …; user and system time
-    // are fields 14 and 15 of proc(5), those of ended children 16 and 17.
-    let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(2);
-    if fields.next()?.parse() != Ok(group) {
-        return None;
-    }
-    let times: Option<Vec<u64>> = fields.skip(8).take(4).map(|field| field.parse().ok()).collect();
-    times.map(|times| times.iter().sum())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -140,13 +108,5 @@ mod tests {
             Limit::from(s(5)).overrun(s(5), s(0), s(0)),
             Some(Overrun::Overall(s(5)))
         );
-    }
-
-    #[test]
-    fn cpu_time_is_read_whatever_a_process_is_called() {
-        let stat = "12 (a) b (c) S 1 7 7 0 -1 4194304 90 91 92 93 100 20 3 4 20 0 1 0 55 0 0";
-        assert_eq!(ticks(stat, 7), Some(127));
-        assert_eq!(ticks(stat, 8), None);
-        assert_eq!(ticks("", 7), None);
     }
 }

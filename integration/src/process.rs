@@ -7,8 +7,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::limit::{Limit, Overrun, cpu_ticks_of_group};
-use crate::wire::Ended;
+use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
+use lab_agent::ordered::OutputStream;
+use lab_agent::wire::Ended;
+
+use crate::limit::{Limit, Overrun};
 
 /// Why a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
@@ -138,15 +141,6 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
-/// One of the two output streams of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OutputStream {
-    /// Standard output.
-    Stdout,
-    /// Standard error.
-    Stderr,
-}
-
 /// A function that takes the output of a process as it comes, instead of its being kept. It may
 /// block: then the process waits as well, once the buffers between them are full.
 pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
@@ -271,9 +265,6 @@ impl Progress {
         }
     }
 }
-
-/// How often the CPU time of a process is looked at.
-pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
 /// How to reach a process: it is here or in the lab.
 pub(crate) trait Control: Send {

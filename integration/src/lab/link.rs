@@ -11,8 +11,10 @@ use std::time::Duration;
 
 use super::error::LabError;
 use super::remains::Remains;
-use crate::process::{OutputStream, Progress};
-use crate::wire::{Ended, Frame, Kind, read_frame, write_frame};
+use lab_agent::ordered::OutputStream;
+
+use crate::process::Progress;
+use lab_agent::wire::{Ended, Frame, Kind, read_frame, write_frame};
 
 /// How long moving one file may take.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(900);

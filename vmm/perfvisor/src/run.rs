@@ -37,8 +37,6 @@ use crate::exit::ExitStatus;
 use crate::input;
 use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
-use crate::values::Profile;
-use crate::vendor;
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;

@@ -14,9 +14,10 @@ use std::time::Duration;
 use integration::artefacts::describe;
 use integration::lab::{Lab, LabError, RemoteProcess};
 use integration::limit::Limit;
-use integration::process::{Command, OutputSink, OutputStream, ProcessError};
-use integration::terminal::{RawMode, window_size};
-use integration::wire::{Ended, StreamMode, WindowSize};
+use integration::process::{Command, OutputSink, ProcessError};
+use lab_agent::ordered::OutputStream;
+use lab_agent::terminal::{RawMode, window_size};
+use lab_agent::wire::{Ended, StreamMode, WindowSize};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{FileRequest, LabRequest, directory_of};

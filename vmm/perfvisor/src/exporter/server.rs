@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::snapshot::{self, Families, Labels, Snapshot};
 use super::access::Access;
 use super::http::{self, Host, OPENMETRICS, Reply, Request, TEXT};
 use super::listen::Stream;
 use super::profile::Profiles;
+use super::snapshot::{self, Families, Labels, Snapshot};
 use super::vms::{Target, Vms};
 
 /// Most connections at a time.

@@ -446,8 +446,7 @@ impl Snapshot {
             running.push((labels.clone(), reading.running_ns));
             shares.extend(share(reading.enabled_ns, reading.running_ns).map(|s| (labels, s)));
         }
-        let help =
-            "Events of the operator (--events), as counted: not scaled up for time they were off.";
+        let help = "Events of the operator (--events), as counted: not scaled up for time they were off.";
         out.counts("event_count", help, counts);
         out.seconds(
             "event_time",

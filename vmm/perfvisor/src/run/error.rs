@@ -11,7 +11,6 @@ use vpmu::filter::FilterError;
 use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use crate::vendor::NamedError;
 use control_api::place::PlaceError;
 use perfvisor_vmm::gdb::server::GdbError;
 use perfvisor_vmm::kvm::host::HostError;

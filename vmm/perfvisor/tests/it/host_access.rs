@@ -225,7 +225,11 @@ fn sockets_of_a_killed_vm_are_removed() {
         return;
     };
     let sockets = vm.runtime.path().join("perfvisor");
-    let all = [observers, sockets.join("killed.sock"), sockets.join("killed.vsock")];
+    let all = [
+        observers,
+        sockets.join("killed.sock"),
+        sockets.join("killed.vsock"),
+    ];
     for path in &all {
         assert!(path.exists(), "{}", path.display());
     }

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -16,17 +17,15 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use perf_core::attr::{Attr, EventType};
-use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+use perf_event_open_sys::bindings::{PERF_TYPE_SOFTWARE, perf_event_attr};
+use perf_event_open_sys::perf_event_open;
 
-use integration::heartbeat;
-use integration::limit::cpu_ticks_of_group;
-use integration::ordered::{self, OrderedOutput};
-use integration::process::{OutputStream, WATCH_PERIOD};
-use integration::terminal;
-use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode};
-use integration::wire::{read_frame, write_frame};
+use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
+use lab_agent::heartbeat;
+use lab_agent::ordered::{self, OrderedOutput, OutputStream};
+use lab_agent::terminal;
+use lab_agent::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode};
+use lab_agent::wire::{read_frame, write_frame};
 
 /// The way to the runner, shared by all threads.
 #[derive(Clone)]
@@ -93,33 +92,38 @@ const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 struct InUse {
     /// None of them ever runs.
     _vms: Vec<(VmFd, VcpuFd)>,
-    _events: Vec<Box<dyn PmuEvent>>,
+    _events: Vec<OwnedFd>,
 }
 
 impl InUse {
     /// What there is of them: the lab works without, most of the time.
     fn keep() -> Self {
-        let here = Target::Vcpu {
-            vcpu: VcpuId(0),
-            tid: 0,
-        };
-        let software = HostPmu::software(None);
-        let events = SOFTWARE_EVENTS.filter_map(|config| {
-            let attr = Attr {
-                ty: EventType::SOFTWARE,
-                config,
-                ..Attr::default()
-            };
-            let mut event = software.open(&attr, here).ok()?;
-            event.start(None).ok()?;
-            Some(event)
-        });
-        let _events = events.collect();
+        let _events = SOFTWARE_EVENTS
+            .filter_map(|config| software_event(config).ok())
+            .collect();
         let vms = [vm_without_apic(), vm_with_apic_off()].into_iter();
         // A kernel without KVM is the tests' to find.
         let _vms = vms.filter_map(Result::ok).collect();
         Self { _vms, _events }
     }
+}
+
+/// Opens a software event that counts for this thread.
+#[expect(unsafe_code, reason = "calls of the system")]
+fn software_event(config: u64) -> io::Result<OwnedFd> {
+    let mut attr = perf_event_attr {
+        type_: PERF_TYPE_SOFTWARE,
+        size: size_of::<perf_event_attr>() as u32,
+        config,
+        ..Default::default()
+    };
+    // SAFETY: `attr` is initialized, has its own size, and lives until the call has returned.
+    let fd = unsafe { perf_event_open(&raw mut attr, 0, -1, -1, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has returned this descriptor, which nothing else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// A vCPU without a local APIC in the kernel (`kvm_has_noapic_vcpu`).

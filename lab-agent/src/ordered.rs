@@ -17,7 +17,14 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::unistd::pipe2;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use crate::process::OutputStream;
+/// One of the two output streams of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputStream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
 
 /// Capacity of each pipe in bytes: one page is one packet.
 const CAPACITY_BYTES: i32 = 4096;
