@@ -32,7 +32,7 @@ QUICK_MODULES := bare_metal cli linux_guest
 LAB_TESTS = $(CARGO) test --workspace --test lab
 IN_LABS = --test-threads 32
 # "make test" runs the development build in the lab, too: nothing is compiled twice.
-WITH_DEV_BUILD = PERFVISOR_STATIC_DIR=$(abspath $(DEV_DIR))
+WITH_DEV_BUILD = PERFVISOR_STATIC_DIR=$${PERFVISOR_STATIC_DIR:-$(abspath $(DEV_DIR))}
 # All other test programs, new ones too.
 QUICK_TESTS := $(filter-out lab,$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
 	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs)))))

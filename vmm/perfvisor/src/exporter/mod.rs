@@ -87,8 +87,8 @@ pub struct ExporterArgs {
 /// Why nothing is served.
 #[derive(Debug, thiserror::Error)]
 pub enum ExporterError {
-    /// No list of events.
-    #[error(transparent)]
+    /// The list of events is invalid.
+    #[error("--events")]
     Events(#[from] NamedError),
     /// The access rules cannot be resolved.
     #[error(transparent)]
