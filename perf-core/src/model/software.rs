@@ -191,7 +191,7 @@ impl Gates {
         self.open(id) != 0
     }
 
-    /// Counts one more open event for `id`.
+    /// Returns the number of open events for `id`.
     pub fn open(&self, id: SoftwareId) -> u32 {
         self.counts[id as usize].load(Ordering::Relaxed)
     }
