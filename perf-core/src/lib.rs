@@ -131,14 +131,14 @@
 //!
 //! # Features
 //!
-//! Each host driver has a feature, and all of them are enabled by default: `host`, `clock` (requires
-//! `host`), `kvm` and `sim`. The drivers `fed` and `sched` are always available.
+//! Each host driver has a feature, and all of them are enabled by default: `host`, `clock`
+//! (requires `host`), `kvm` and `sim`. The drivers `fed` and `sched` are always available.
 //!
 //! # Threads and locks
 //!
-//! All calls are thread-safe. Each context has its own lock, which is uncontended on the hot path of
-//! its vCPU thread. While the guest runs, a vCPU thread takes no lock that another vCPU takes. The
-//! lock order is: topology (opening, closing, hot-add), output rings, family, context, list of
+//! All calls are thread-safe. Each context has its own lock, which is uncontended on the hot path
+//! of its vCPU thread. While the guest runs, a vCPU thread takes no lock that another vCPU takes.
+//! The lock order is: topology (opening, closing, hot-add), output rings, family, context, list of
 //! drivers, list of open events, ring memory, events of a session. Builds with debug assertions
 //! panic if this order is violated. Rings are lock-free.
 

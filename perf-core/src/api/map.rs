@@ -159,7 +159,8 @@ impl Handle {
     /// ```
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] if the event writes to no ring.
+    ///
+    /// Returns [`ControlError::Invalid`] if the event writes to no ring.
     pub fn pause_output(&self, on: bool) -> Result<(), ControlError> {
         let output = self
             .output()

@@ -118,8 +118,9 @@ impl Core {
     /// ```
     ///
     /// # Errors
-    /// [`OpenError::VcpuExists`] if it has been added, [`OpenError::NoSuchCpu`] for a number that no host
-    /// has.
+    ///
+    /// Returns [`OpenError::VcpuExists`] if the context already exists, and
+    /// [`OpenError::NoSuchCpu`] if the number is out of range for a CPU.
     pub fn add_cpu(&self, cpu: u32) -> Result<Arc<VcpuContext>, OpenError> {
         let id = Self::FIRST_CPU
             .0
