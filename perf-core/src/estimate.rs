@@ -91,8 +91,8 @@ impl Estimate {
     }
 }
 
-/// Running mean and variance of a series, computed with Welford's method, which avoids the
-/// cancellation of large sums of squares.
+/// Running mean and variance of a series, computed online without the cancellation of large sums of
+/// squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Welford {
     n: u64,
@@ -364,7 +364,7 @@ impl Steps {
 
 /// Running estimate of the count of one event.
 ///
-/// Times are nanoseconds of the *time enabled* of the event and do not advance while the event is
+/// All times are nanoseconds of the *time enabled* of the event and do not advance while the event is
 /// disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimator {

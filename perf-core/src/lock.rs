@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 /// Data protected by a lock, in lock order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rank {
-    /// Set of events and vCPUs. Held while either is added or removed.
+    /// Set of events and vCPUs, locked while either is added or removed.
     Topology,
     /// Output ring of an event. The locks of an event and of the event whose ring it shares are
     /// nested only under the topology lock.

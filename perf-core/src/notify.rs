@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::ring::borrowed;
 
 bitflags! {
-    /// Poll state of an event.
+    /// The poll state of an event.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Poll: u32 {
         /// Samples are available.
@@ -21,7 +21,7 @@ bitflags! {
     }
 }
 
-/// Poll state of one event, with an eventfd that is created on first use.
+/// The poll state of one event, with an eventfd that is created on first use.
 ///
 /// [`Notify::signal`] sets the state before it signals the eventfd, and [`Notify::take`] drains the
 /// eventfd before it takes the state, so a reader cannot miss a notification between its check and

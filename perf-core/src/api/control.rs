@@ -6,7 +6,7 @@ use crate::model::state::State;
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 
-/// Scope of a control call: an event or its whole group.
+/// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
     /// The event and its children.
@@ -102,7 +102,7 @@ impl Handle {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
-    /// Resets the count to zero, including the counts of exited children. Times are not reset.
+    /// Resets the count to zero, including the counts of exited children. The times are not reset.
     ///
     /// # Errors
     ///

@@ -88,7 +88,7 @@ impl Context {
         }
     }
 
-    /// Sets the count of the event to `count`. Times are not changed.
+    /// Sets the count of the event to `count`. The times are not changed.
     pub fn set_count(&mut self, key: EventKey, count: u64, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);

@@ -1,4 +1,4 @@
-//! Lists of active events that need attention at overflow signals or ticks.
+//! The lists of active events that need attention at overflow signals or ticks.
 
 use crate::model::keys::EventKey;
 

@@ -1,6 +1,6 @@
 //! States and owners of events.
 
-/// State of an event. Ordered: comparisons such as "at least inactive" are used.
+/// The state of an event. Ordered: comparisons such as "at least inactive" are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
     /// Pinned event that could not be scheduled. Only an explicit enable recovers it, and reads

@@ -16,7 +16,7 @@ pub(crate) struct Group {
     pub members: SmallVec<[EventKey; 4]>,
     /// Slot pool of the hardware events, or `None` for a group of software events.
     pub pool: Option<PoolId>,
-    /// Queue of the pool that the group belongs to.
+    /// The queue of the pool that the group belongs to.
     pub class: Class,
     /// Required counters: one for each hardware member that is neither off nor in the error state.
     pub wants: SmallVec<[Want; 4]>,

@@ -216,7 +216,7 @@ impl IndexMut<PoolId> for Pools {
 
 /// A queue of pinned or flexible groups.
 pub(crate) enum ClassQueue<'a> {
-    /// Queue in the order of enabling.
+    /// A queue in the order of enabling.
     Pinned(&'a mut Queue),
     /// Multiplexed queue.
     Flexible(&'a mut MuxQueue),

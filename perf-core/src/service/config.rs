@@ -32,7 +32,7 @@ pub struct CoreConfig {
     pub sample_rate_hz: u64,
     /// Ring memory of an operator that does not count as locked memory, in KiB per host CPU.
     pub mlock_kb: u64,
-    /// Locked memory limit of an operator, in KiB, for ring memory in excess of `mlock_kb`.
+    /// The locked memory limit of an operator, in KiB, for ring memory in excess of `mlock_kb`.
     pub memlock_kb: u64,
     /// Number of online host CPUs, by which `mlock_kb` is multiplied.
     pub host_cpus: usize,
@@ -88,7 +88,7 @@ impl std::fmt::Debug for CoreConfig {
     }
 }
 
-/// Limits that can change at run time.
+/// The limits that can change at run time.
 #[derive(Debug)]
 pub(crate) struct Limits {
     pub paranoid: AtomicI32,

@@ -31,7 +31,7 @@ pub(crate) fn service(
     served
 }
 
-/// State of one overflow service call, including the vCPU registers.
+/// The state of one overflow service call, including the vCPU registers.
 struct Service<'a> {
     core: &'a CoreInner,
     /// vCPU that services the overflows.

@@ -20,7 +20,7 @@ use crate::service::opened::EventRef;
 pub(crate) struct Place {
     pub cell: Arc<ContextCell>,
     pub source: Source,
-    /// Hardware requirements, for events of a hardware driver.
+    /// The hardware requirements, for events of a hardware driver.
     pub hardware: Option<Hardware>,
     pub owner: Owner,
 }
