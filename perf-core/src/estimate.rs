@@ -364,8 +364,8 @@ impl Steps {
 
 /// Running estimate of the count of one event.
 ///
-/// All times are nanoseconds of the *time enabled* of the event and do not advance while the event is
-/// disabled. Rates are counts per nanosecond.
+/// All times are nanoseconds of the *time enabled* of the event and do not advance while the event
+/// is disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimator {
     /// Number of counts in all slices.

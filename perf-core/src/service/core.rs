@@ -34,9 +34,9 @@ pub(crate) struct CoreInner {
     pub vm: Arc<ContextCell>,
     /// vCPU contexts. Every tick reads them without a lock.
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
-    /// This lock is held while events are opened and closed and vCPUs are added and removed, so that a new vCPU
-    /// inherits every VM-wide event. Never taken on a hot path. First in the lock order: topology,
-    /// family, context.
+    /// This lock is held while events are opened and closed and vCPUs are added and removed, so
+    /// that a new vCPU inherits every VM-wide event. Never taken on a hot path. First in the lock
+    /// order: topology, family, context.
     topology: Lock<Topology>,
     pub opened: OpenEvents,
     /// Software event IDs that are counted.
