@@ -1,110 +1,112 @@
-//! Event attributes: what an event counts and how. Mirrors `struct perf_event_attr` of `perf_event_open(2)`.
+//! Event attributes, modeled on `struct perf_event_attr` of `perf_event_open(2)`.
 //!
-//! [`Attr`] is the checked form that the core and its drivers use. [`Attr::from_bytes`] and
-//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel's ABI, so that a request
-//! written by an older or a newer client is understood or refused exactly as the kernel would do it.
+//! [`Attr`] is the validated form that the core and its drivers use. [`Attr::from_bytes`] and
+//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel ABI. They accept
+//! or reject a request of an older or newer client exactly as the kernel does.
 
 use bitflags::bitflags;
 
-/// `perf_event_attr.type`: which driver serves the event.
+/// `perf_event_attr.type`: the driver that serves the event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EventType(pub u32);
 
 impl EventType {
-    /// `PERF_TYPE_HARDWARE`: generalised hardware events.
+    /// `PERF_TYPE_HARDWARE`: generalized hardware events.
     pub const HARDWARE: Self = Self(0);
-    /// `PERF_TYPE_SOFTWARE`: events the host kernel counts in software.
+    /// `PERF_TYPE_SOFTWARE`: events that the host kernel counts in software.
     pub const SOFTWARE: Self = Self(1);
     /// `PERF_TYPE_TRACEPOINT`: a tracepoint of the host kernel.
     pub const TRACEPOINT: Self = Self(2);
-    /// `PERF_TYPE_HW_CACHE`: generalised cache events.
+    /// `PERF_TYPE_HW_CACHE`: generalized cache events.
     pub const HW_CACHE: Self = Self(3);
-    /// `PERF_TYPE_RAW`: an event select of the host's PMU.
+    /// `PERF_TYPE_RAW`: a raw event select of the host PMU.
     pub const RAW: Self = Self(4);
-    /// Perfvisor: the vCPU clock (cycles and ref-cycles from guest run time). Outside the kernel's static
-    /// range.
+    /// Perfvisor extension: vCPU clock (cycles and reference cycles derived from guest run time).
+    /// Outside the kernel's range of static types.
     pub const CLOCK: Self = Self(0x100);
-    /// Perfvisor: KVM binary statistics.
+    /// Perfvisor extension: KVM binary statistics.
     pub const KVM: Self = Self(0x101);
-    /// Perfvisor: simulated counters, for tests only.
+    /// Perfvisor extension: simulated counters, for tests only.
     pub const SIM: Self = Self(0x102);
-    /// Perfvisor: counts fed by the VMM (exact backing, paravirtual events).
+    /// Perfvisor extension: counts supplied by the VMM (exact backing, paravirtual events).
     pub const FED: Self = Self(0x103);
-    /// Perfvisor: software events the VMM raises (`SoftwareId`); served by the core itself.
+    /// Perfvisor extension: software events raised by the VMM (`SoftwareId`). The core serves them
+    /// itself.
     pub const VMM: Self = Self(0x104);
-    /// Perfvisor: what the host's scheduler keeps for a vCPU's thread.
+    /// Perfvisor extension: statistics of the host scheduler about a vCPU thread.
     pub const SCHED: Self = Self(0x105);
 }
 
 bitflags! {
-    /// `perf_event_attr.sample_type`: what a SAMPLE record holds.
+    /// `perf_event_attr.sample_type`: the fields of a `PERF_RECORD_SAMPLE` record.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct SampleType: u64 {
         /// Instruction pointer.
         const IP = 1;
-        /// Process and thread id (VM and vCPU thread).
+        /// Process and thread ID (of the VM and the vCPU thread).
         const TID = 1 << 1;
-        /// Time in nanoseconds.
+        /// Timestamp, in nanoseconds.
         const TIME = 1 << 2;
-        /// Address the event is about.
+        /// Data address associated with the event.
         const ADDR = 1 << 3;
-        /// The counter values, in the event's read format.
+        /// Counter values, in the read format of the event.
         const READ = 1 << 4;
         /// Call chain.
         const CALLCHAIN = 1 << 5;
-        /// Id of the event that was opened (the parent of an inherited one).
+        /// ID of the opened event (for an inherited event, the ID of its parent).
         const ID = 1 << 6;
-        /// CPU number (the vCPU).
+        /// CPU number (the vCPU index).
         const CPU = 1 << 7;
-        /// What the sample stands for: how far the event counted since the sample before it.
+        /// Sample period: number of counts since the previous sample.
         const PERIOD = 1 << 8;
-        /// Id of the event itself.
+        /// ID of the event itself.
         const STREAM_ID = 1 << 9;
-        /// Raw data supplied by the source of the event.
+        /// Raw data supplied by the event source.
         const RAW = 1 << 10;
-        /// Registers of the program that runs, or that the kernel was entered from: those of
-        /// [`REGS_USER`].
+        /// User registers at the time of the sample or of kernel entry, selected by [`REGS_USER`].
         const REGS_USER = 1 << 12;
-        /// The top of its stack: [`Attr::sample_stack_user`] bytes of it.
+        /// Top [`Attr::sample_stack_user`] bytes of the user stack.
         const STACK_USER = 1 << 13;
-        /// The id of the event that was opened once more, at a place that does not depend on the other
-        /// fields: first in samples, last in the trailer of what is no sample. So a reader finds the event
-        /// of each record of a ring that events of several formats share.
+        /// ID of the opened event, at a fixed position: first in samples, last in the trailer of
+        /// other records. A reader can therefore attribute each record of a ring that is shared by
+        /// events with different formats.
         const IDENTIFIER = 1 << 16;
     }
 }
 
-/// `perf_event_attr.sample_regs_user`, which is always this: the general registers, the instruction pointer
-/// and the flags, CS and SS, by `enum perf_event_x86_regs`. What `perf record --call-graph dwarf` asks for.
+/// The only supported value of `perf_event_attr.sample_regs_user`: general-purpose registers,
+/// instruction pointer, flags, CS and SS, as in `enum perf_event_x86_regs`. `perf record
+/// --call-graph dwarf` requests this set.
 pub const REGS_USER: u64 = 0x00ff_0fff;
-/// Bits of [`REGS_USER`].
+/// Number of registers in [`REGS_USER`].
 pub const REGS_USER_LEN: usize = REGS_USER.count_ones() as usize;
-/// Most bytes of a stack in a sample. Records have less than 64 KiB.
+/// Maximum number of stack bytes in a sample. Records are smaller than 64 KiB.
 pub const STACK_USER_MAX: u32 = 32 << 10;
 
 bitflags! {
-    /// `perf_event_attr.read_format`: what a read returns beside the value.
+    /// `perf_event_attr.read_format`: the fields that a read returns in addition to the value.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct ReadFormat: u64 {
-        /// Nanoseconds the event was enabled.
+        /// Time enabled, in nanoseconds.
         const TOTAL_TIME_ENABLED = 1;
-        /// Nanoseconds it was on the PMU.
+        /// Time running, in nanoseconds.
         const TOTAL_TIME_RUNNING = 1 << 1;
-        /// Its id.
+        /// ID of the event.
         const ID = 1 << 2;
-        /// All members of its group at once.
+        /// Values of all members of the group.
         const GROUP = 1 << 3;
-        /// How many of its records found no room in their ring.
+        /// Number of records lost because the ring was full.
         const LOST = 1 << 4;
     }
 }
 
-/// When a ring notifies its reader.
+/// Condition under which a ring notifies its reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wakeup {
-    /// After this many samples; 0: never by count.
+    /// Number of samples before a notification. 0 disables notification by count.
     Events(u32),
-    /// When this many bytes are unread; 0: the default (a quarter of the ring, at least a page).
+    /// Number of unread bytes before a notification. 0 selects the default (a quarter of the ring,
+    /// but at least one page).
     Watermark(u32),
 }
 
@@ -114,94 +116,96 @@ impl Default for Wakeup {
     }
 }
 
-/// Attributes of an event.
+/// Attributes of an event, equivalent to `struct perf_event_attr`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attr {
-    /// Which driver.
+    /// Driver that serves the event.
     pub ty: EventType,
     /// Driver-specific event selector.
     pub config: u64,
-    /// Further selector of some drivers (`config1`).
+    /// Additional selector of some drivers (`config1`).
     pub config1: u64,
-    /// Further selector of some drivers (`config2`).
+    /// Additional selector of some drivers (`config2`).
     pub config2: u64,
-    /// Counts between overflows (`freq == false`) or overflows per second; 0: a counting event.
+    /// Number of counts between overflows, or of overflows per second if `freq` is set. 0 selects a
+    /// counting event.
     pub sample_period: u64,
-    /// `sample_period` is a frequency in Hz.
+    /// `true` if `sample_period` is a frequency in hertz.
     pub freq: bool,
-    /// What samples hold.
+    /// Fields of each sample.
     pub sample_type: SampleType,
-    /// Bytes of the user's stack in samples that have [`SampleType::STACK_USER`]: a multiple of 8, at most
-    /// [`STACK_USER_MAX`]. Not in the ABI's bytes yet, whose layout here is the one before it had this field.
+    /// Size of the user stack copy in samples with [`SampleType::STACK_USER`], in bytes. Must be a
+    /// multiple of 8 and at most [`STACK_USER_MAX`]. The byte layout of [`Attr::to_bytes`] predates
+    /// this field and does not contain it.
     pub sample_stack_user: u32,
-    /// What reads return.
+    /// Fields that a read returns.
     pub read_format: ReadFormat,
-    /// When the ring notifies its reader.
+    /// Condition under which the ring notifies its reader.
     pub wakeup: Wakeup,
-    /// Created disabled.
+    /// `true` if the event starts disabled.
     pub disabled: bool,
-    /// Covers vCPUs added later.
+    /// `true` if the event also covers vCPUs that are added later.
     pub inherit: bool,
-    /// Inherited events write a READ record when their vCPU exits, and keep per-vCPU values over context
-    /// swaps.
+    /// `true` if inherited events write a READ record when their vCPU exits, and keep per-vCPU
+    /// values across context swaps.
     pub inherit_stat: bool,
-    /// Always on, or in the error state.
+    /// `true` if the event must always be scheduled, and enters the error state otherwise.
     pub pinned: bool,
-    /// Alone on the PMU.
+    /// `true` if the event must be alone on the PMU.
     pub exclusive: bool,
-    /// Do not count guest CPL3.
+    /// Excludes guest user mode (CPL 3).
     pub exclude_user: bool,
-    /// Do not count guest CPL0.
+    /// Excludes guest kernel mode (CPL 0).
     pub exclude_kernel: bool,
-    /// Do not count a hypervisor below the host.
+    /// Excludes a hypervisor below the host.
     pub exclude_hv: bool,
-    /// Do not count while idle.
+    /// Excludes the idle task.
     pub exclude_idle: bool,
-    /// Do not count the host. Always set for a guest's own counters.
+    /// Excludes host execution. Always set for the counters of a guest.
     pub exclude_host: bool,
-    /// Do not count the guest.
+    /// Excludes guest execution.
     pub exclude_guest: bool,
-    /// Write MMAP records (guest memory and firmware maps).
+    /// Enables MMAP records (guest memory and firmware maps).
     pub mmap: bool,
-    /// Write COMM records (names of vCPUs).
+    /// Enables COMM records (vCPU names).
     pub comm: bool,
-    /// Write FORK and EXIT records (vCPUs added and removed).
+    /// Enables FORK and EXIT records (added and removed vCPUs).
     pub task: bool,
-    /// Enabled once, at the next guest reset (`VcpuContext::exec`).
+    /// Enables the event once, at the next guest reset (`VcpuContext::exec`).
     pub enable_on_exec: bool,
-    /// Records that are no samples say at their end what of TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER the
-    /// samples say.
+    /// Appends TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER to all non-sample records, as far as
+    /// `sample_type` selects these fields.
     pub sample_id_all: bool,
 }
 
-/// Why bytes are no [`Attr`].
+/// Error of [`Attr::from_bytes`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttrError {
-    /// The size is unknown, or bytes beyond the known layout are not zero (`E2BIG`). The size to use instead
-    /// has been written into the caller's `size` field.
+    /// Unsupported size, or nonzero bytes beyond the known layout (`E2BIG`). The supported size has
+    /// been written back to the caller's `size` field.
     #[error("attribute size not supported, this version knows {supported} bytes")]
     TooBig {
-        /// The size this version knows, in bytes.
+        /// Size that this version supports, in bytes.
         supported: u32,
     },
-    /// The buffer is shorter than the `size` it claims (`EFAULT`).
+    /// Buffer that is shorter than its `size` field (`EFAULT`).
     #[error("attribute of {size} bytes in a buffer of {available}")]
     Fault {
-        /// Claimed size in bytes.
+        /// Value of the `size` field, in bytes.
         size: u32,
-        /// Bytes there are.
+        /// Length of the buffer, in bytes.
         available: usize,
     },
-    /// A reserved field or bit is set (`EINVAL`).
+    /// Reserved field or bit that is set (`EINVAL`).
     #[error("reserved or unknown bits set in {field}")]
     Reserved {
-        /// Which field.
+        /// Name of the field.
         field: &'static str,
     },
 }
 
 impl AttrError {
-    /// The error number `perf_event_open(2)` gives.
+    /// Returns the errno that `perf_event_open(2)` returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -212,14 +216,14 @@ impl AttrError {
     }
 }
 
-/// First published size of `struct perf_event_attr`; what `size == 0` means.
+/// Size of the first published `struct perf_event_attr`, in bytes. Also the meaning of `size == 0`.
 pub const ATTR_SIZE_VER0: u32 = 64;
-/// Size that added `config2`; the layout this version knows.
+/// Size of the layout that added `config2`, in bytes. This version supports this layout.
 pub const ATTR_SIZE_VER1: u32 = 72;
-/// No attribute may be larger (one page).
+/// Maximum size of an attribute, in bytes (one page).
 pub const ATTR_SIZE_MAX: u32 = 4096;
 
-// Bit numbers of the flag word (offset 40), from include/uapi/linux/perf_event.h.
+// Bit numbers of the flags word at offset 40, from include/uapi/linux/perf_event.h.
 const DISABLED: u32 = 0;
 const INHERIT: u32 = 1;
 const PINNED: u32 = 2;
@@ -240,7 +244,7 @@ const EXCLUDE_HOST: u32 = 19;
 const EXCLUDE_GUEST: u32 = 20;
 const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
 
-/// What samples hold only if fields say how much that [`ATTR_SIZE_VER1`] does not have.
+/// Sample fields whose size attributes are not part of [`ATTR_SIZE_VER1`].
 const BEYOND_LAYOUT: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
 fn u32_at(b: &[u8], at: usize) -> u32 {
@@ -252,7 +256,8 @@ fn u64_at(b: &[u8], at: usize) -> u64 {
 }
 
 impl Attr {
-    /// A counting event of `ty` and `config`, enabled, with everything else at its default.
+    /// Creates an enabled counting event of type `ty` and selector `config`. All other attributes
+    /// have their default values.
     #[must_use]
     pub fn counting(ty: EventType, config: u64) -> Self {
         Self {
@@ -262,12 +267,12 @@ impl Attr {
         }
     }
 
-    /// Whether it is `cpu-clock` or `task-clock` of the host's kernel, which count nanoseconds.
+    /// Returns `true` for `cpu-clock` and `task-clock` of the host kernel, which count nanoseconds.
     pub(crate) fn is_host_clock(&self) -> bool {
         self.ty == EventType::SOFTWARE && self.config <= 1
     }
 
-    /// A sampling event: one sample each `period` counts.
+    /// Creates a sampling event that takes one sample every `period` counts.
     #[must_use]
     pub fn sampling(ty: EventType, config: u64, period: u64) -> Self {
         Self {
@@ -278,20 +283,24 @@ impl Attr {
         }
     }
 
-    /// Whether overflows are asked for.
+    /// Returns `true` if this is a sampling event.
     #[must_use]
     pub fn is_sampling(&self) -> bool {
         self.sample_period != 0
     }
 
-    /// Reads the little-endian layout of the kernel's ABI.
+    /// Parses the little-endian layout of the kernel ABI.
     ///
-    /// The `size` field decides how much is read: 0 means the first published size, less than that or more
-    /// than a page is refused. Bytes beyond what this version knows must be zero. On [`AttrError::TooBig`]
-    /// the known size is written back into `bytes`, as the kernel does for its caller.
+    /// The `size` field gives the number of bytes to read. 0 selects the first published size;
+    /// smaller sizes and sizes above one page are rejected. Bytes beyond the known layout must be
+    /// zero. On [`AttrError::TooBig`] the supported size is written back into `bytes`, as the
+    /// kernel does for its caller.
     ///
     /// # Errors
-    /// [`AttrError`], each variant with its error number.
+    ///
+    /// Returns [`AttrError::TooBig`] if the size is unsupported or unknown bytes are nonzero,
+    /// [`AttrError::Fault`] if `bytes` is shorter than the size, and [`AttrError::Reserved`] if a
+    /// reserved field or bit is set.
     pub fn from_bytes(bytes: &mut [u8]) -> Result<Self, AttrError> {
         let available = bytes.len();
         if available < 8 {
@@ -376,7 +385,7 @@ impl Attr {
         }
     }
 
-    /// The layout of the kernel's ABI, with `size` set.
+    /// Serializes the attributes in the layout of the kernel ABI, including `size`.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; ATTR_SIZE_VER1 as usize] {
         let mut out = [0u8; ATTR_SIZE_VER1 as usize];
@@ -435,7 +444,7 @@ mod tests {
         assert_eq!((attr.config, attr.config2), (7, 0));
     }
 
-    /// What perf hands over today: nothing is asked for beyond what we know, or it is refused.
+    /// A current perf passes 136 bytes. Nonzero bytes beyond the known layout are rejected.
     #[test]
     fn the_136_bytes_of_a_current_perf_are_understood() {
         let ours = Attr {

@@ -1,8 +1,9 @@
-//! An error as one line, for a log, a reply or a user.
+//! Formatting of an error and its sources as one line.
 
 use std::error::Error;
 
-/// `error` and its sources, joined by colons. A source that the line already holds is not said again.
+/// Returns `error` and its sources as one line, separated by colons. Omits a source whose text is
+/// already part of the line.
 pub fn error_line(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut source = error.source();

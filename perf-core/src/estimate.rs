@@ -1,50 +1,55 @@
-//! What an event would have counted had it been on all the time.
+//! Estimation of the full count of a multiplexed event.
 //!
-//! An event that shares its slot was on for some slices of the time it was enabled. Two estimators turn what
-//! it counted in them into an estimate for the whole:
+//! An event that shares its slot counts only in some slices of its time enabled. Two estimators
+//! extrapolate the counts of these slices to the whole time:
 //!
-//! - [`linear`]: `count × enabled / running`. Right when the slices are a fair sample of the whole.
-//! - [`Estimator`]: keeps what was counted as it is, and fills each gap between two slices from the rates on
-//!   its two sides, the area of a trapezoid. It also says how sure it is, as a standard error.
+//! - [`linear`]: `count × enabled / running`. Unbiased if the slices are a representative sample of
+//!   the whole.
+//! - [`Estimator`]: keeps the measured counts, and fills each gap between two slices by trapezoidal
+//!   interpolation of the rates on both sides. It also computes a standard error.
 //!
-//! Both are exact when the event was on all the time, and both say "not counted" when it never was. Neither
-//! allocates; an [`Estimator`] is four dozen numbers, whatever the number of slices.
+//! Both are exact if the event was always active, and both report "not counted" if it never was.
+//! Neither allocates memory; an [`Estimator`] consists of four dozen numbers, independent of the
+//! number of slices.
 //!
-//! # The standard error
+//! # Standard error
 //!
-//! Slices are not independent: a phase of the guest is longer than a turn. What gaps hide follows from the
-//! rate's correlation over time, and slices show three things of it: the mean square of steps from slice to
-//! slice, ⟨d²⟩; the mean product of two steps in a row, ⟨dd'⟩; and, for slices that were looked into halfway
-//! ([`Estimator::amid`]), the mean square of the difference between halves, ⟨h²⟩. With slices of length l and
-//! gaps of length g, l + g = 1:
+//! Slices are not independent, because a phase of the guest lasts longer than a slice. The error
+//! from the gaps follows from the autocorrelation of the rate, and slices reveal three properties
+//! of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two consecutive
+//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::amid`]), the mean
+//! square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps of
+//! length g, where l + g = 1:
 //!
-//! | the rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | what a gap hides |
+//! | rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | variance per gap |
 //! |---|---|---|---|---|
-//! | is new at every moment | 2s² | −s² | 4s² | gs² |
-//! | walks at random | σ²(1 − l/3) | σ²l/6 | σ²l/3 | σ²g²/12 |
-//! | keeps its course | d² | d² | d²l²/4 | nothing |
+//! | white noise | 2s² | −s² | 4s² | gs² |
+//! | random walk | σ²(1 − l/3) | σ²l/6 | σ²l/3 | σ²g²/12 |
+//! | linear trend | d² | d² | d²l²/4 | 0 |
 //!
-//! All four are sums over the rate's correlation. So one weighted sum of the first three gives the fourth for
-//! the first two rates and for one whose correlation falls exponentially, in a given time. For all other such
-//! times it is right within a quarter, and so it is for any mixture of such rates. What keeps its course is
-//! known from the products of steps further apart, and left out.
+//! All four columns are linear in the autocorrelation of the rate. A single weighted sum of the
+//! first three therefore yields the fourth exactly for the first two rates and for one rate whose
+//! correlation decays exponentially with a fixed time constant. For all other time constants the
+//! result is accurate within a quarter, and the same holds for any mixture of such rates. A linear
+//! trend is detected from the products of steps further apart, and is excluded.
 //!
-//! # When there is none
+//! # Cases without a standard error
 //!
-//! - *A rhythm in step with the slices* looks like calm. No rate whose correlation only falls with time
-//!   varies more within a slice than new noise would: ⟨h²⟩ ≤ 4/3(⟨d²⟩ − ⟨dd'⟩). None has ⟨dd'⟩ below −⟨d²⟩/2.
-//!   And the steps of none go together at all distances. Where one of these does not hold, neither error nor
-//!   bound is given. Nor is it while a rhythm in step is seen in another event that takes turns with this
-//!   one, and where slices are not looked into.
-//! - *Long tails*: where a few steps make most of the sum of squares, the next may be larger than all before.
-//!   There is a bound and no error.
-//! - *A rhythm that is seen from all sides*: its errors cancel from beat to beat, which steps do not tell.
-//!   There is a bound.
+//! - *Aliasing*: a periodic pattern in phase with the slices appears calm. No rate whose
+//!   correlation only decays with time varies more within a slice than white noise: ⟨h²⟩ ≤ 4/3(⟨d²⟩
+//!   − ⟨dd'⟩). No such rate has ⟨dd'⟩ below −⟨d²⟩/2, or steps that are correlated at all distances.
+//!   If one of these conditions is violated, neither an error nor a bound is returned. The same
+//!   applies while aliasing is detected in another event that shares slots with this one, and if
+//!   slices are not read in the middle.
+//! - *Long tails*: if a few steps dominate the sum of squares, the next step may exceed all
+//!   previous ones. Only a bound is returned.
+//! - *A periodic pattern that is sampled at all phases*: its errors cancel from period to period,
+//!   which steps do not show. Only a bound is returned.
 
-/// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may
-/// be shown.
+/// Returns `count × enabled_ns / running_ns`, or `None` if the event never ran. In this case it was
+/// not counted and no number may be displayed.
 ///
-/// Exactly `count` when the two times are equal. Saturates at `u64::MAX`.
+/// Returns exactly `count` if both times are equal. Saturates at `u64::MAX`.
 #[must_use]
 pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
     if running_ns == 0 {
@@ -57,22 +62,23 @@ pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
     Some(u64::try_from(scaled).unwrap_or(u64::MAX))
 }
 
-/// An estimate and how sure it is.
+/// An estimated count with its uncertainty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
-    /// The estimated count.
+    /// Estimated count.
     pub value: u64,
-    /// Standard error of `value`, in counts; 0 when `exact`. `None` when slices cannot tell it.
+    /// Standard error of `value`, in counts. 0 if `exact`, or `None` if it cannot be determined
+    /// from the slices.
     pub standard_error: Option<f64>,
-    /// The error is hardly more than this, in counts: four standard errors, or what is known without one.
-    /// `None` when nothing is.
+    /// Approximate maximum error, in counts: four standard errors, or a bound that is known without
+    /// a standard error. `None` if no bound is known.
     pub bound: Option<f64>,
-    /// The event was on all the time: `value` was counted, not estimated.
+    /// `true` if the event was always active, so that `value` was counted rather than estimated.
     pub exact: bool,
 }
 
 impl Estimate {
-    /// The same number of which nobody knows how far it is off; an exact one stays exact.
+    /// Returns the same value with unknown uncertainty. Exact values remain exact.
     pub(crate) fn unsure(self) -> Self {
         if self.exact {
             return self;
@@ -85,8 +91,8 @@ impl Estimate {
     }
 }
 
-/// Mean and variance of a series, updated one value at a time (Welford's method: no sum of large squares that
-/// cancel).
+/// Running mean and variance of a series, computed online without the cancellation of large sums of
+/// squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Welford {
     n: u64,
@@ -95,7 +101,7 @@ pub struct Welford {
 }
 
 impl Welford {
-    /// Takes in one value.
+    /// Adds a value.
     pub fn add(&mut self, value: f64) {
         self.n += 1;
         let delta = value - self.mean;
@@ -103,19 +109,19 @@ impl Welford {
         self.m2 += delta * (value - self.mean);
     }
 
-    /// How many values there were.
+    /// Returns the number of values.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.n
     }
 
-    /// Their mean; 0 if there were none.
+    /// Returns the mean, or 0 without values.
     #[must_use]
     pub fn mean(&self) -> f64 {
         self.mean
     }
 
-    /// Their sample variance; 0 for fewer than two.
+    /// Returns the sample variance, or 0 for fewer than two values.
     #[must_use]
     pub fn variance(&self) -> f64 {
         if self.n < 2 {
@@ -126,56 +132,59 @@ impl Welford {
     }
 }
 
-/// Steps before a standard error can be given, and slices of which two halves must be known.
+/// Minimum number of steps, and of slices with two known halves, for a standard error.
 const ENOUGH: u64 = 4;
-/// How far the steps of one slice are compared with later ones.
+/// Maximum lag of the step autocorrelation, in slices.
 const LAGS: usize = 8;
-/// The correlation time of the middle one of the three rates the standard error is exact for, in periods.
+/// Correlation time of the exponentially correlated rate for which the standard error is exact, in
+/// periods.
 const MIDDLE: f64 = 0.27;
-/// Rates whose variance is known no better than that of so few independent values have long tails: there is a
-/// bound and no error.
+/// Minimum number of effective independent values for a standard error. Rates with fewer have long
+/// tails and get only a bound.
 const FEW: f64 = 20.0;
-/// Of squared steps, this part in later ones makes a rhythm.
+/// Threshold of the summed squared autocorrelation of steps above which the rate is considered
+/// periodic.
 const RHYTHM: f64 = 0.3;
-/// So many times more within slices than between them is no chance.
+/// Factor by which variation within slices must exceed variation between slices to prove aliasing.
 const IN_STEP: f64 = 10.0;
-/// Variation within slices of a thousandth of the rate hides nothing.
+/// Relative variation within slices that is too small to hide a pattern.
 const CALM: f64 = 1e-3;
 
-/// How the rate changes from one slice to the next, and within slices.
+/// Statistics of rate changes between slices and within slices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Steps {
     n: u64,
     last_gap: f64,
-    /// Squares of steps, and products of each with the one before, weighted with the gaps they span; and the
-    /// weights.
+    /// Squares of steps and products of consecutive steps, both weighted with the gaps that they
+    /// span, and the sums of the weights.
     squares: f64,
     products: f64,
     gap_squares: f64,
     gap_products: f64,
-    /// Not weighted: squares, fourth powers, the largest.
+    /// Unweighted statistics: sums of squares and of fourth powers, and the largest step.
     second: f64,
     fourth: f64,
     largest: f64,
-    /// The last steps, and sums of products of each with the one so many before.
+    /// Most recent steps, and sums of products of each step with the step at each lag.
     last: [f64; LAGS],
     lags: [f64; LAGS],
-    /// Squared differences between the halves of slices, and how many.
+    /// Sum of squared differences between the halves of slices, and their number.
     halves: f64,
     halved: u64,
 }
 
-/// What slices say about the error.
+/// Uncertainty derived from the slices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Doubt {
     Unknown,
-    /// Variance of what the gaps hide, for each square of a period; and of steps.
+    /// Variance from the gaps per squared period, and the random-walk and white-noise components of
+    /// the steps.
     Variance {
         between: f64,
         walk: f64,
         fresh: f64,
     },
-    /// As `Variance`, but no more than a hint.
+    /// Same as `Variance`, but sufficient only for a bound.
     LongTail {
         between: f64,
         walk: f64,
@@ -183,9 +192,10 @@ enum Doubt {
     },
 }
 
-/// What a rate with an exponential correlation makes of slices of the part `on` of a period: the mean square
-/// of steps, the mean product of two in a row, the mean square of differences between halves, and the
-/// variance of what gaps hide in a period.
+/// Returns the statistics of an exponentially correlated rate with correlation time `time`, for
+/// slices that cover the fraction `on` of a period: mean square of steps, mean product of two
+/// consecutive steps, mean square of the difference between halves, and variance from the gap of a
+/// period.
 fn exponential(on: f64, time: f64) -> [f64; 4] {
     let mean = |length: f64| {
         let x = length / time;
@@ -205,9 +215,9 @@ fn exponential(on: f64, time: f64) -> [f64; 4] {
     ]
 }
 
-/// The weights of the mean square of steps, of the product of two, and of the halves' differences with which
-/// they make up what gaps hide: right for a rate that is new at every moment, one that walks at random, and
-/// one in between.
+/// Returns the weights of the mean square of steps, of the product of two consecutive steps, and of
+/// the difference between halves, whose weighted sum is the variance from the gaps. Exact for white
+/// noise, for a random walk and for one exponentially correlated rate.
 fn weights(on: f64) -> [f64; 3] {
     let gap = 1.0 - on;
     let rows = [
@@ -245,7 +255,7 @@ impl Steps {
         halved: 0,
     };
 
-    /// A step across `gap`.
+    /// Adds a step across `gap`.
     fn add(&mut self, step: f64, gap: f64) {
         let square = step * step;
         self.squares += gap * gap * square;
@@ -264,35 +274,38 @@ impl Steps {
         self.n += 1;
     }
 
-    /// A slice counted `first` in `before` and the rest, `second`, in `after`.
+    /// Adds the halves of a slice: `first` counts in time `before`, and `second` counts in time
+    /// `after`.
     fn halves(&mut self, (first, before): (f64, f64), (second, after): (f64, f64)) {
         let difference = first / before - second / after;
-        // Two parts that are not halves differ by more; and both round.
+        // Corrects for parts of unequal length, which differ more, and for the rounding of both
+        // counts.
         let even = 4.0 * before * after / (before + after).powi(2);
         let rounding = (1.0 / (before * before) + 1.0 / (after * after)) / 6.0;
         self.halves += even * (difference * difference - rounding);
         self.halved += 1;
     }
 
-    /// Of how many independent values the mean square of steps is made: few, if few steps are most of it.
+    /// Returns the effective number of independent values in the mean square of steps, which is
+    /// small if a few steps dominate.
     fn values(&self) -> f64 {
         let n = self.n as f64;
         2.0 / (self.fourth / (self.second * self.second) - 1.0 / n).max(1.0 / n)
     }
 
-    /// The mean square of steps and the mean product of two in a row.
+    /// Returns the mean square of steps and the mean product of two consecutive steps.
     fn moments(&self) -> (f64, f64) {
         (self.squares / self.gap_squares, self.products / self.gap_products)
     }
 
-    /// More goes on within slices, by `times`, than from slice to slice: a rhythm keeps step with them.
+    /// Returns `true` if the rate varies more within slices than between them by the factor
+    /// `times`, which indicates aliasing.
     fn keeps_step(&self, mean: f64, times: f64) -> bool {
         if self.n < ENOUGH || self.halved < ENOUGH || self.gap_products <= 0.0 {
             return false;
         }
         let (squares, products) = self.moments();
-        // No rate whose correlation only falls with time, or that keeps its course, varies more within
-        // slices.
+        // Upper limit for rates whose correlation only decays with time and for linear trends.
         let most = 4.0 / 3.0 * (squares - products) + squares / 4.0;
         self.halves / self.halved as f64 > times * most + (CALM * mean).powi(2)
     }
@@ -308,7 +321,7 @@ impl Steps {
         let walk = (squares - 2.0 * fresh).max(0.0);
         let calm = squares.max(halves) <= (CALM * mean).powi(2);
         let values = if self.second > 0.0 { self.values() } else { n };
-        // By how much means of so few may be off by chance.
+        // Allows for the random deviation of means over few values.
         if !calm {
             let chance = 1.0 + 2.0 * (8.0 * n / (values.min(n) * halved)).sqrt();
             let alternates = -products > squares * (0.5 + 2.25 / values.min(n).sqrt());
@@ -316,7 +329,7 @@ impl Steps {
                 return Doubt::Unknown;
             }
         }
-        // What keeps its course is in all products alike, and trapezoids hold it.
+        // A linear trend contributes equally to all products. Trapezoids interpolate it exactly.
         let lag = |by: usize| self.lags[by - 1] / self.second.max(f64::MIN_POSITIVE);
         let course = ((lag(2) + lag(3)) / 2.0).clamp(0.0, 1.0);
         let course_squares = course * squares;
@@ -337,7 +350,8 @@ impl Steps {
             if products < squares / 2.0 {
                 return Doubt::Unknown;
             }
-            // Seen from all sides. Its errors cancel from beat to beat, which steps do not tell.
+            // The pattern is sampled at all phases. Its errors cancel from period to period, which
+            // steps do not show.
             return Doubt::LongTail {
                 between: of(walk, 0.0, walk * on / 3.0),
                 walk,
@@ -348,13 +362,13 @@ impl Steps {
     }
 }
 
-/// The running estimate of one event.
+/// Running estimate of the count of one event.
 ///
-/// Times are nanoseconds of the event's *time enabled*: they stand still while the event is disabled. Rates
-/// are counts per nanosecond.
+/// All times are nanoseconds of the *time enabled* of the event and do not advance while the event
+/// is disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimator {
-    /// Counted in slices.
+    /// Number of counts in all slices.
     counted: u64,
     running_ns: u64,
     /// End of the last slice.
@@ -364,14 +378,14 @@ pub struct Estimator {
     last_step: f64,
     /// Length of the last slice.
     last_ns: u64,
-    /// Length of all gaps between slices, and of the one before the first.
+    /// Total length of the gaps between slices, and length of the gap before the first slice.
     gap_ns: u64,
     first_gap_ns: u64,
-    /// What the gaps hold if each is a trapezoid.
+    /// Interpolated count of all gaps.
     trapezoids: f64,
     rates: Welford,
     steps: Steps,
-    /// Amid the slice that is going on: when, and what it had counted.
+    /// Time and count of the read in the middle of the current slice.
     amid: Option<(u64, u64)>,
 }
 
@@ -382,7 +396,7 @@ impl Default for Estimator {
 }
 
 impl Estimator {
-    /// An estimate of nothing yet.
+    /// Creates an estimator without slices.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -405,27 +419,28 @@ impl Estimator {
         }
     }
 
-    /// A rhythm keeps step with the slices, without doubt: more goes on within them than from one to the
-    /// next. It may hide from other events that take turns with this one, where it is of their vCPU too.
+    /// Returns `true` if a periodic pattern certainly aliases with the slices: the rate varies more
+    /// within slices than between them. Other events of the same vCPU that share slots with this
+    /// one may have the same pattern undetected.
     #[must_use]
     pub fn keeps_step(&self) -> bool {
         self.steps.keeps_step(self.rates.mean(), IN_STEP)
     }
 
-    /// The event that is on had counted `count` of its slice at `at_ns`, somewhere in the middle. What goes
-    /// on within slices is how a rhythm shows that keeps step with them.
+    /// Records that the active event had counted `count` in its current slice at `at_ns`, near the
+    /// middle. The variation within slices reveals aliasing.
     pub fn amid(&mut self, at_ns: u64, count: u64) {
         self.amid = Some((at_ns, count));
     }
 
-    /// Counts of all slices so far.
+    /// Returns the number of counts in all slices.
     #[must_use]
     pub fn counted(&self) -> u64 {
         self.counted
     }
 
-    /// The event was on from `from_ns` to `to_ns` and counted `count`. Slices come in order; a part that lies
-    /// before the end of the last one is ignored.
+    /// Adds a slice from `from_ns` to `to_ns` with `count` counts. Slices must be added in order; a
+    /// part before the end of the previous slice is ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
         if let Some((at_ns, first)) = self.amid.take()
@@ -464,8 +479,8 @@ impl Estimator {
         self.rates.add(rate);
     }
 
-    /// The rate a slice stands for at its ends. A slice much shorter than usual says little: it is completed
-    /// to half the usual length with what was known before.
+    /// Returns the rate at the ends of a slice. A slice much shorter than average carries little
+    /// information and is extended to half the average length with the previous rate.
     fn edge_rate(&self, count: f64, length: f64) -> f64 {
         let n = self.rates.count();
         if n == 0 {
@@ -479,7 +494,7 @@ impl Estimator {
         }
     }
 
-    /// The first slice may have been the short one: then it is completed with what the second says.
+    /// Extends a short first slice with the rate of the second one.
     fn complete_first(&mut self, rate: f64, length: f64) {
         let (first, enough) = (self.last_ns as f64, length / 2.0);
         if first >= enough {
@@ -492,17 +507,17 @@ impl Estimator {
         self.rates.add(completed);
     }
 
-    /// By how much the rate of the last slice is higher than the one before, relative to the mean rate: 1
-    /// means by as much as the mean, a negative number that it is lower. `None` with fewer than two
-    /// slices or nothing counted.
+    /// Returns the rate change between the last two slices, relative to the mean rate: 1 is an
+    /// increase by the mean rate, and negative values are decreases. Returns `None` with fewer than
+    /// two slices or a count of zero.
     #[must_use]
     pub fn last_step(&self) -> Option<f64> {
         let mean = self.rates.mean();
         (self.steps.n > 0 && mean > 0.0).then(|| self.last_step / mean)
     }
 
-    /// The estimate at `now_ns` of the event's time enabled. `open` is the slice it is in, if it is on: since
-    /// when, and what it counted in it. `None` if it never was on.
+    /// Returns the estimate at time enabled `now_ns`, or `None` if the event was never active.
+    /// `open` is the start and the count of the current slice if the event is active.
     #[must_use]
     pub fn estimate(&self, now_ns: u64, open: Option<(u64, u64)>) -> Option<Estimate> {
         let mut all = *self;
@@ -541,7 +556,8 @@ impl Estimator {
         })
     }
 
-    /// The standard error and the bound. See the module's text. `tail` is the time since the last slice.
+    /// Returns the standard error and the bound; see the module documentation. `tail` is the time
+    /// since the last slice.
     fn doubt(&self, tail: f64) -> (Option<f64>, Option<f64>) {
         let steps = &self.steps;
         let (slices, running) = (self.rates.count() as f64, self.running_ns as f64);
@@ -554,21 +570,21 @@ impl Estimator {
             Doubt::LongTail { between, walk, fresh } => (false, between, walk, fresh),
         };
         let mut variance = between * steps.gap_squares / (1.0 - on).powi(2);
-        // The ends have one side only.
+        // The gaps at both ends have a slice on one side only.
         let length = running / slices;
         let period = length + gaps / steps.n as f64;
         for end in [first, tail] {
             variance += end * (end + length) * (end / period * walk / 3.0 + fresh);
         }
-        // Counts are whole: both ends of a slice round, which makes a variance of 1/6, and each gap repeats
-        // that.
+        // Counts are integers. Rounding at both ends of a slice has a variance of 1/6, which each
+        // gap repeats.
         let unseen = (gaps + first + tail) / running;
         variance += slices * unseen * (1.0 + unseen) / 6.0;
         let error = variance.sqrt();
         if known {
             return (Some(error), Some(4.0 * error));
         }
-        // Of what made the variance there may be some more, or less, than the slices' share.
+        // The dominant steps may be over- or underrepresented in the slices.
         (None, Some(4.0 * error + steps.largest * period))
     }
 }

@@ -1,10 +1,10 @@
-//! Log lines that a guest can cause, limited in their rate.
+//! Rate-limited log lines that a guest can trigger.
 //!
-//! A guest may break the same rule of a device again and again, for ever.
-//! [`guest_log!`](crate::guest_log!) writes the first `BURST` lines at once. After that it waits
-//! before each line, first `FIRST_PAUSE` and then twice as long each time, up to
-//! `LONGEST_PAUSE`, and says how many lines it left out. All sites of the process share one
-//! limit, so a guest gains nothing by alternating between devices.
+//! A guest can violate the same rule of a device without end. [`guest_log!`](crate::guest_log!)
+//! writes the first `BURST` lines immediately. Later lines are separated by a pause that starts at
+//! `FIRST_PAUSE` and doubles with each line, up to `LONGEST_PAUSE`. Each of them reports the number
+//! of suppressed lines. All call sites of the process share one limiter, so a guest gains nothing
+//! by alternating between devices.
 
 use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
@@ -16,29 +16,28 @@ pub use log::Level;
 const BURST: u32 = 20;
 /// Pause before the first line after a burst.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum pause between two lines, and the silence after which a guest has a burst again.
+/// Maximum pause between two lines, and length of the silence after which a new burst is allowed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
-/// Limits log lines whose rate an untrusted party controls.
+/// A rate limiter for log lines that an untrusted party can trigger.
 #[derive(Debug)]
 pub struct LogLimiter {
-    /// Lines that may still be written without a pause.
+    /// Number of lines that may still be written without a pause.
     burst_left: u32,
     pause: Duration,
-    /// When the last line was written.
     last_written: Option<Instant>,
-    /// When a line was last asked for, written or not.
+    /// Time of the last call of [`LogLimiter::admit`], admitted or not.
     last_asked: Option<Instant>,
-    /// Number of lines left out since the last one was written.
+    /// Number of lines suppressed since the last one was written.
     suppressed: u64,
 }
 
-/// A line that a [`LogLimiter`] admits.
+/// Permission of a [`LogLimiter`] to write a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admitted {
-    /// Number of lines left out before this one.
+    /// Number of lines suppressed before this one.
     pub suppressed: u64,
-    /// Returns whether later lines have to wait.
+    /// `true` if this line ends a burst and later lines are delayed.
     pub last_of_burst: bool,
 }
 
@@ -49,7 +48,7 @@ impl Default for LogLimiter {
 }
 
 impl LogLimiter {
-    /// Creates a limiter that admits a burst.
+    /// Creates a limiter that admits one burst.
     pub const fn new() -> Self {
         Self {
             burst_left: BURST,
@@ -60,7 +59,8 @@ impl LogLimiter {
         }
     }
 
-    /// Decides whether a line may be written at `now`.
+    /// Returns a permission if a line may be written at `now`, and counts the line as suppressed
+    /// otherwise.
     pub fn admit(&mut self, now: Instant) -> Option<Admitted> {
         let silent_since = self.last_asked.replace(now);
         if silent_since.is_some_and(|asked| now.saturating_duration_since(asked) >= LONGEST_PAUSE) {
@@ -89,11 +89,11 @@ impl LogLimiter {
     }
 }
 
-/// The limit that all sites of the process share.
+/// Limiter shared by all call sites of the process.
 static SHARED: Mutex<LogLimiter> = Mutex::new(LogLimiter::new());
 
-/// Writes a line that a guest caused, if the limit of the process admits it. Use
-/// [`guest_log!`](crate::guest_log!).
+/// Writes a log line triggered by a guest if the process-wide limiter admits it. Call
+/// [`guest_log!`](crate::guest_log!) instead.
 pub fn write(level: Level, target: &str, line: Arguments<'_>) {
     if !log::log_enabled!(target: target, level) {
         return;
@@ -114,9 +114,11 @@ pub fn write(level: Level, target: &str, line: Arguments<'_>) {
     }
 }
 
-/// Writes a log line that a guest can cause: `guest_log!(Warn, "{name}: the queue is broken")`.
+/// Writes a rate-limited log line that a guest can trigger, such as `guest_log!(Warn, "{name}: the
+/// queue is broken")`.
 ///
-/// Lines of a level that is off do not count. See [`guest_log`](mod@crate::guest_log) for the limit.
+/// Lines of a disabled level do not count against the limit. See
+/// [`guest_log`](mod@crate::guest_log) for the limit.
 #[macro_export]
 macro_rules! guest_log {
     ($level:ident, $($line:tt)+) => {
@@ -128,7 +130,7 @@ macro_rules! guest_log {
 mod tests {
     use super::*;
 
-    /// Number of lines that a guest gets which asks for one each millisecond.
+    /// Returns the number of admitted lines if one line per millisecond is attempted.
     fn lines(limiter: &mut LogLimiter, begin: Instant, seconds: u64) -> u64 {
         let ask = |ms| limiter.admit(begin + Duration::from_millis(ms));
         (0..seconds * 1000).filter_map(ask).count() as u64
@@ -139,7 +141,7 @@ mod tests {
         let begin = Instant::now();
         let mut limiter = LogLimiter::new();
         assert_eq!(lines(&mut limiter, begin, 1), u64::from(BURST));
-        // Pauses of 1, 2, 4 ... seconds.
+        // The pauses are 1, 2, 4, … seconds.
         let in_an_hour = lines(&mut limiter, begin + Duration::from_secs(1), 3600);
         assert!((8..=12).contains(&in_an_hour), "{in_an_hour}");
     }

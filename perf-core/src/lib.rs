@@ -1,28 +1,29 @@
 //! A perf event core in user space.
 //!
-//! What the Linux kernel's perf core does for tasks and CPUs this crate does for the vCPUs of a virtual
-//! machine, in the process that runs them: events, groups, contexts, multiplexing over the hardware's
-//! counters, time accounting, inheritance and sampling. Where counts come from is a driver's affair
-//! ([`Pmu`]); the crate itself needs no KVM.
+//! This crate does for the vCPUs of a virtual machine what the Linux kernel's perf core does for
+//! tasks and CPUs, and runs in the VMM process. It implements events, groups, contexts,
+//! multiplexing over the hardware counters, time accounting, inheritance and sampling. Drivers that
+//! implement [`Pmu`] supply the counts; the crate itself does not need KVM.
 //!
 //! # Glossary
 //!
-//! - **event**: something that is counted, opened with [`Core::open`] and used through its [`Handle`].
-//! - **vCPU context**, **VM context**: the events of one vCPU, and of the machine as a whole.
-//! - **group**: a leader and its siblings, on the PMU all together or not at all.
-//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Counters`] have these for each vCPU, and
-//!   say of each event which of them can hold it ([`Pmu::constraint`]); events of the other drivers are
-//!   *software* events and need none.
-//! - **pinned**: always on, or in the error state. **flexible**: takes turns. **exclusive**: alone on the
-//!   PMU.
+//! - **event**: a countable occurrence, opened with [`Core::open`] and accessed through its
+//!   [`Handle`].
+//! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
+//! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
+//! - **slot**: one hardware counter. A driver with [`pmu::Capacity::Counters`] has a fixed set of
+//!   slots for each vCPU and reports which of them can hold an event ([`Pmu::constraint`]). Events
+//!   of all other drivers are *software* events and need no slot.
+//! - **pinned**: always scheduled, or in the error state. **flexible**: multiplexed. **exclusive**:
+//!   alone on the PMU.
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
-//! - **session**: an operator, or the guest; it owns the events it opens.
+//! - **session**: an operator or the guest, as the owner of the events that it opens.
 //!
 //! # A first example
 //!
-//! Counts and samples the calling thread by a software clock event of the host's kernel. It runs on any Linux
-//! on which this user may call `perf_event_open(2)`; `cargo run -p perf-core --example thread` is a longer
-//! one.
+//! This example counts and samples the calling thread with a software clock event of the host
+//! kernel. It runs on any Linux host on which the user may call `perf_event_open(2)`. For a longer
+//! example, run `cargo run -p perf-core --example thread`.
 //!
 #![cfg_attr(feature = "host", doc = "```")]
 #![cfg_attr(not(feature = "host"), doc = "```ignore")]
@@ -130,16 +131,16 @@
 //!
 //! # Features
 //!
-//! Each driver of the host's is a feature; all are on by default: `host`, `clock` (which needs `host`),
-//! `kvm`, `sim`. The drivers `fed` and `sched` are always there.
+//! Each host driver has a feature, and all of them are enabled by default: `host`, `clock`
+//! (requires `host`), `kvm` and `sim`. The drivers `fed` and `sched` are always available.
 //!
 //! # Threads and locks
 //!
-//! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free
-//! on the hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is:
-//! topology (opening, closing, hot-add), where records go, family, context, the list of drivers, the list of
-//! open events, ring memory, what a session has opened. Builds with debug assertions panic where it is
-//! broken. Rings have no locks.
+//! All calls are thread-safe. Each context has its own lock, which is uncontended on the hot path
+//! of its vCPU thread. While the guest runs, a vCPU thread takes no lock that another vCPU takes.
+//! The lock order is: topology (opening, closing, hot-add), output rings, family, context, list of
+//! drivers, list of open events, ring memory, events of a session. Builds with debug assertions
+//! panic if this order is violated. Rings are lock-free.
 
 #![cfg_attr(
     not(test),
@@ -152,7 +153,7 @@
         clippy::allow_attributes
     )
 )]
-// A library prints nothing: what there is to say goes to the log or to the caller.
+// Libraries print nothing. They write to the log or return an error to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod api;

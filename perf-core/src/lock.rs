@@ -1,50 +1,50 @@
-//! Locks with ranks. A thread takes them in the order of [`Rank`] only, so threads cannot wait for each other
-//! in a circle.
+//! Mutexes with a lock order.
 //!
-//! Builds with debug assertions check that at each lock a thread waits for, and panic with both names where
-//! the order is broken. So every test of the crate, and of what uses it, tests the order too. Release builds
-//! check nothing.
+//! A thread acquires locks only in the order of their [`Rank`], which prevents deadlocks. Builds
+//! with debug assertions check the order on every blocking acquisition and panic with the names of
+//! both ranks on a violation, so every test of this crate and of its users also tests the lock
+//! order. Release builds do not check.
 //!
-//! The rings have no locks: see [`crate::ring`].
+//! Rings are lock-free; see [`crate::ring`].
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// What a lock guards, in the order in which locks are taken.
+/// Data protected by a lock, in lock order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rank {
-    /// Which events and vCPUs there are: held while they come and go.
+    /// Set of events and vCPUs, locked while either is added or removed.
     Topology,
-    /// Where an event's records go. Two of them, of an event and of the one it writes to, are taken under the
-    /// topology lock only.
+    /// Output ring of an event. The locks of an event and of the event whose ring it shares are
+    /// nested only under the topology lock.
     Output,
-    /// The children of a VM-wide event.
+    /// Children of a VM-wide event.
     Family,
-    /// A context. Two of them are taken when they are exchanged only: under the topology lock, in the order
-    /// of their addresses.
+    /// Event context. Two of them are nested only to swap the contexts, under the topology lock and
+    /// in address order.
     Context,
-    /// The registered drivers.
+    /// Registered drivers.
     Drivers,
-    /// What the open events hang together with, by id.
+    /// Open events by ID.
     Opened,
-    /// Who has how much ring memory.
+    /// Ring memory per owner.
     Memory,
-    /// The events a session has opened.
+    /// Events opened by a session.
     Session,
 }
 
-/// A mutex with its rank. A panic of another thread under the lock must not take this one with it, so poison
-/// is ignored.
+/// A mutex with a rank. Poisoning is ignored, so that a panic in one thread does not propagate to
+/// the others.
 #[derive(Debug)]
 pub(crate) struct Lock<T> {
     rank: Rank,
     inner: Mutex<T>,
 }
 
-/// Gives the lock back when dropped.
+/// RAII guard of a [`Lock`].
 pub(crate) type LockGuard<'a, T> = Guard<MutexGuard<'a, T>>;
 
-/// A guard of some lock, and the note that this thread holds it.
+/// A guard together with the record that this thread holds the lock.
 #[derive(Debug)]
 pub(crate) struct Guard<G> {
     guard: G,
@@ -68,7 +68,7 @@ impl<T> Lock<T> {
         Guard::new(self.inner.lock().unwrap_or_else(PoisonError::into_inner), held)
     }
 
-    /// The lock if it is free. Nobody waits here, so it may be tried for in any order.
+    /// Acquires the lock if it is free. Never blocks and is therefore exempt from the lock order.
     pub fn try_lock(&self) -> Option<LockGuard<'_, T>> {
         let guard = match self.inner.try_lock() {
             Ok(guard) => guard,
@@ -110,24 +110,26 @@ mod checked {
 
     use crate::lock::Rank;
 
-    /// Most locks a thread may hold at once.
+    /// Maximum number of locks that a thread may hold at once.
     const MOST: usize = 8;
 
     thread_local! {
-        /// What this thread holds, in the order it was taken. Constant-initialised and without a borrow that
-        /// a signal could meet: handlers try for contexts' locks, and leave this as they found it.
+        /// Locks held by this thread. Constant-initialized and without `RefCell`, because a signal
+        /// handler may interrupt any access. Handlers try to lock contexts and restore this list
+        /// before they return.
         static HELD: [Cell<Option<(Rank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 
-    /// The note that this thread holds a lock.
+    /// Record that this thread holds a lock.
     #[derive(Debug)]
     pub(crate) struct Held(Option<(Rank, usize)>);
 
     impl Held {
-        /// To be called before a lock is waited for.
+        /// Checks the lock order before a blocking acquisition.
         ///
         /// # Panics
-        /// If this thread holds a lock that comes after it.
+        ///
+        /// Panics if this thread holds a lock that must be acquired after this one.
         pub fn wait(rank: Rank, address: usize) -> Self {
             HELD.with(|held| {
                 let under_topology = held
@@ -146,7 +148,7 @@ mod checked {
             Self::got(rank, address)
         }
 
-        /// The lock was taken without waiting.
+        /// Records a lock that was acquired without blocking.
         pub fn got(rank: Rank, address: usize) -> Self {
             let note = (rank, address);
             let noted = HELD.with(|held| {
@@ -173,7 +175,7 @@ mod checked {
 mod unchecked {
     use crate::lock::Rank;
 
-    /// Nothing: release builds do not check the order.
+    /// Empty record, because release builds do not check the lock order.
     #[derive(Debug)]
     pub(crate) struct Held;
 
@@ -194,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Whether taking `first` and then `second` is noticed.
+    /// Returns `true` if acquiring `first` and then `second` violates the lock order.
     fn is_noticed(first: &Lock<()>, second: &Lock<()>) -> bool {
         catch_unwind(AssertUnwindSafe(|| {
             let _first = first.lock();
@@ -241,8 +243,8 @@ mod tests {
         assert!(is_noticed(&contexts[0], &contexts[0]), "it would wait for itself");
     }
 
-    /// What is not waited for may be tried for in any order, and what was given back is forgotten, in any
-    /// order too.
+    /// `try_lock` is exempt from the lock order, and released locks no longer count, in any order
+    /// of release.
     #[test]
     fn only_waiting_is_checked_and_only_for_what_is_held() {
         let (topology, context) = (Lock::new(Rank::Topology, ()), Lock::new(Rank::Context, ()));

@@ -1,4 +1,4 @@
-//! How an event tells its reader that there is something to look at.
+//! Reader notification of an event: poll state and eventfd.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,20 +11,21 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::ring::borrowed;
 
 bitflags! {
-    /// What poll reports.
+    /// The poll state of an event.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Poll: u32 {
-        /// There are samples to read.
+        /// Samples are available.
         const IN = 1;
-        /// The event disabled itself at its limit, its vCPU is gone, or it has no ring.
+        /// The event reached its limit and was disabled, its vCPU was removed, or it has no ring.
         const HUP = 2;
     }
 }
 
-/// The poll state of one event, with an eventfd made when first asked for.
+/// The poll state of one event, with an eventfd that is created on first use.
 ///
-/// The state is set before the eventfd is signalled and taken after it was waited for, so no notification
-/// falls between a reader's look and its sleep. `HUP` is a bit of its own: a later `IN` cannot overtake it.
+/// [`Notify::signal`] sets the state before it signals the eventfd, and [`Notify::take`] drains the
+/// eventfd before it takes the state, so a reader cannot miss a notification between its check and
+/// its sleep. `HUP` has its own bit, so a later `IN` cannot hide it.
 #[derive(Debug, Default)]
 pub(crate) struct Notify {
     state: AtomicU32,
@@ -32,32 +33,34 @@ pub(crate) struct Notify {
 }
 
 impl Notify {
-    /// Sets `what` and wakes whoever polls. One system call, none if nobody ever asked for the descriptor.
+    /// Adds `what` to the state and wakes pollers. Needs one system call, or none if the descriptor
+    /// was never requested.
     pub fn signal(&self, what: Poll) {
         self.state.fetch_or(what.bits(), Ordering::Release);
         if let Some(fd) = self.fd.get() {
-            // The counter saturates at 2^64-1: a full one is readable already, so a failure loses nothing.
+            // A write fails only if the eventfd counter is at its maximum. The descriptor is then
+            // readable already, so no wakeup is lost.
             let _ = fd.write(1);
         }
     }
 
-    /// Takes and clears the state.
+    /// Returns and clears the state.
     pub fn take(&self) -> Poll {
         if let Some(fd) = self.fd.get() {
-            // Non-blocking: an error only says that nothing was signalled.
+            // The eventfd is non-blocking. An error only means that nothing was signaled.
             let _ = fd.read();
         }
         Poll::from_bits_retain(self.state.swap(0, Ordering::AcqRel))
     }
 
-    /// The descriptor to poll for reading.
+    /// Returns the descriptor to poll for input.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         if let Some(fd) = self.fd.get() {
             return Ok(borrowed(fd));
         }
         let new = EventFd::new(EFD_NONBLOCK)?;
         let fd = self.fd.get_or_init(|| new);
-        // What was signalled before the descriptor existed must wake its first poll too.
+        // The first poll must also report state that was signaled before the descriptor existed.
         if self.state.load(Ordering::Acquire) != 0 {
             let _ = fd.write(1);
         }

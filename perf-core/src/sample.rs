@@ -1,78 +1,82 @@
-//! Sampling: periods, frequencies, throttling and event limits, as plain arithmetic.
+//! Sampling arithmetic: periods, frequencies, throttling and event limits.
 
 use crate::attr::Attr;
 
-/// One overflow report for the VMM: an event that was opened with a cookie passed its armed point.
+/// An overflow report for the VMM, sent when an event with a cookie reaches its armed overflow
+/// point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Overflowed {
-    /// The cookie it was opened with.
+    /// Cookie that the event was opened with.
     pub cookie: u64,
-    /// How many periods have passed since the last report; at least 1.
+    /// Number of overflows since the last report, at least 1.
     pub times: u32,
 }
 
-/// See [`Sampling::count_down`].
+/// Result of [`Sampling::count_down`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CountDown {
     pub counted: u32,
     pub last: bool,
 }
 
-/// Now: by the clock, and by how many ticks the context has had.
+/// Current time, as clock time and as number of ticks of the context.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub ns: u64,
     pub tick: u64,
 }
 
-/// How often an event overflows.
+/// Overflow rate of an event.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rate {
-    /// Counts from one overflow to the next.
+    /// Number of counts between two overflows.
     pub period: u64,
-    /// Wanted overflows per second, which the period follows; 0: the period is fixed.
+    /// Target number of overflows per second, or 0 for a fixed period.
     pub freq: u64,
 }
 
-/// An event's sampling state.
+/// Sampling state of an event.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sampling {
-    /// Period in force; 0: a counting event that may still be armed once by hand.
+    /// Current period. 0 for a counting event, which can still be armed once with
+    /// [`Sampling::set_left`].
     pub period: u64,
-    /// Wanted overflows per second; 0: fixed period.
+    /// Target number of overflows per second, or 0 for a fixed period.
     pub freq: u64,
-    /// It counts nanoseconds, so its frequency is a period. It does not adapt.
+    /// `true` if the event counts nanoseconds. Its frequency then determines a fixed period.
     is_clock: bool,
-    /// Counts until the next overflow, while a driver's event is off.
+    /// Number of counts until the next overflow. Valid while the driver event is off.
     left: u64,
-    /// The count at which the next overflow is due: while a driver's event is on, and always for a raised
-    /// one.
+    /// Count at which the next overflow is due. Valid while the driver event is on, and always for
+    /// a software event raised by the VMM.
     next_at: u64,
-    /// The count at which the last overflow that passed was due.
+    /// Count at which the most recent overflow was due.
     due: u64,
-    /// The count up to which samples stand for it: where the last overflow that was accounted was due.
+    /// Count up to which overflows have been accounted to samples.
     covered: u64,
-    /// Overflows that passed and were not served yet.
+    /// Number of overflows that have not been serviced yet.
     pub pending: u32,
-    /// Interrupts since `window_ns`: one for all overflows that were noticed together. What throttles.
+    /// Number of interrupts since `window_ns`, used for throttling. Overflows that are noticed
+    /// together count as one interrupt.
     interrupts: u64,
-    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks
-    /// do not come, a tick's length ago at most.
+    /// Start of the interval that `interrupts` covers. The interval starts with the first interrupt
+    /// after a tick. Without ticks, it lasts at most one tick length.
     window_ns: u64,
-    /// The tick after which that was.
+    /// Tick number at `window_ns`.
     window_tick: u64,
-    /// The tick that last looked at its frequency, or after which it went on.
+    /// Tick at which the frequency was last adjusted or the event was last scheduled in.
     pub seen_tick: u64,
-    /// Overflows since the last tick. What a frequency is held to.
+    /// Number of overflows since the last tick, compared with the target frequency.
     overflows: u64,
-    /// No more overflows until the next tick.
+    /// `true` if overflows are suppressed until the next tick.
     pub throttled: bool,
-    /// Overflows until it disables itself; 0: no limit.
+    /// Number of overflows until the event disables itself, or 0 for no limit.
     pub limit: u64,
     freq_count: u64,
     freq_overflows: u64,
     freq_stamp_ns: u64,
-    /// Armed by hand: overflows although `period` may be 0.
+    /// `true` if an explicit overflow point was set. The event then overflows even if `period` is
+    /// 0.
     armed: bool,
 }
 
@@ -95,7 +99,7 @@ impl Sampling {
         }
     }
 
-    /// A child that has not counted yet goes on with the period and the frequency its family has now.
+    /// Adopts the current period and frequency of the family, for a child that has not counted yet.
     pub fn inherit_rate(&mut self, family: Rate) {
         self.freq = family.freq;
         if family.period != 0 {
@@ -104,7 +108,7 @@ impl Sampling {
         }
     }
 
-    /// The period and the frequency in force.
+    /// Returns the current period and frequency.
     pub fn rate(&self) -> Rate {
         Rate {
             period: self.period,
@@ -112,28 +116,29 @@ impl Sampling {
         }
     }
 
-    /// Whether its period follows a frequency.
+    /// Returns `true` if the period adapts to a target frequency.
     pub fn adapts(&self) -> bool {
         self.freq != 0 && !self.is_clock
     }
 
-    /// Whether it overflows at all.
+    /// Returns `true` if the event can overflow.
     pub fn is_on(&self) -> bool {
         self.period != 0 || self.armed
     }
 
-    /// What to arm the driver with when the event goes on.
+    /// Returns the number of counts until overflow to arm the driver with when the event is
+    /// scheduled in.
     pub fn overflow_in(&self) -> Option<u64> {
         (self.is_on() && !self.throttled).then_some(self.left.max(1))
     }
 
-    /// It goes on with the driver's count at `raw`.
+    /// Resumes at driver count `raw` when the event is scheduled in.
     pub fn arm_at(&mut self, raw: u64) {
         self.next_at = raw.wrapping_add(self.left.max(1));
     }
 
-    /// It goes off, or its overflow is switched off, with the driver's count at `raw`. Periods that passed
-    /// become pending.
+    /// Stops at driver count `raw` when the event is scheduled out or its overflow is disarmed.
+    /// Elapsed periods become pending overflows.
     pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
             self.pending = self.pending.saturating_add(self.passed(raw));
@@ -141,9 +146,11 @@ impl Sampling {
         }
     }
 
-    /// How many overflow points lie at or below `raw`; moves the next one beyond it.
+    /// Returns the number of overflow points at or below `raw`, and moves the next one beyond
+    /// `raw`.
     ///
-    /// The count decides, not the number of notifications: those may be merged, late or doubled.
+    /// The count is authoritative rather than the number of notifications, because notifications
+    /// can be coalesced, late or duplicated.
     pub fn passed(&mut self, raw: u64) -> u32 {
         let over = raw.wrapping_sub(self.next_at);
         if !self.is_on() || over.cast_signed() < 0 {
@@ -160,38 +167,42 @@ impl Sampling {
         u32::try_from(more + 1).unwrap_or(u32::MAX)
     }
 
-    /// Whether [`Sampling::passed`] would find an overflow point at or below `raw`.
+    /// Returns `true` if [`Sampling::passed`] would find an overflow point at or below `raw`.
     pub fn is_due(&self, raw: u64) -> bool {
         self.is_on() && raw.wrapping_sub(self.next_at).cast_signed() >= 0
     }
 
-    /// `n` of its counts cannot be sampled: they bring the next overflow no nearer.
+    /// Delays the next overflow by `n` counts, for counts that cannot be sampled.
     pub fn skip(&mut self, n: u64) {
         self.next_at = self.next_at.wrapping_add(n);
     }
 
-    /// The overflow that passed `back` periods before the last one is accounted: how many counts it stands
-    /// for. That is all since the one accounted before, so what samples stand for adds up to the count,
-    /// whatever happened to the period meanwhile.
+    /// Accounts the overflow `back` periods before the most recent one and returns the number of
+    /// counts that its sample represents.
+    ///
+    /// This number covers all counts since the last accounted overflow, so the periods of all
+    /// samples add up to the count even if the period has changed.
     pub fn account(&mut self, back: u64) -> u64 {
         let at = self.due.wrapping_sub(back);
         at.wrapping_sub(std::mem::replace(&mut self.covered, at))
     }
 
-    /// Counts from `raw` to the next overflow.
+    /// Returns the number of counts from `raw` to the next overflow.
     pub fn remaining(&self, raw: u64) -> u64 {
         self.next_at.wrapping_sub(raw).max(1)
     }
 
-    /// The next overflow is `overflow_in` counts away, from `raw` if the event is on.
+    /// Sets the next overflow to `overflow_in` counts from now, with `raw` as the current driver
+    /// count.
     pub fn set_left(&mut self, overflow_in: u64, raw: u64) {
         self.armed = true;
         self.left = overflow_in;
         self.next_at = raw.wrapping_add(overflow_in);
     }
 
-    /// Changes the period, or the frequency of an event that has one. Its period then stays, and adapts; a
-    /// clock's is another at once.
+    /// Changes the period, or the frequency of an event that has one. The period of a
+    /// frequency-based event adapts later, except for a clock event, which changes its period
+    /// immediately.
     pub fn set_rate(&mut self, value: u64) {
         if self.freq != 0 {
             self.freq = value;
@@ -203,9 +214,10 @@ impl Sampling {
         }
     }
 
-    /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the
-    /// limit allows in one tick's time. That is measured by the clock, because the VMM may ring its ticks
-    /// late or not at all.
+    /// Accounts one interrupt for `times` overflows. Returns `true` if the event must be throttled
+    /// because it exceeded the limit of one tick interval.
+    ///
+    /// The interval is measured by the clock, because the VMM may deliver ticks late or not at all.
     pub fn interrupt(&mut self, times: u32, now: Moment, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.overflows += u64::from(times);
         if self.throttled {
@@ -221,7 +233,8 @@ impl Sampling {
         self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
     }
 
-    /// Counts `times` overflows against the limit: how many it still allowed, and whether that was the last.
+    /// Counts `times` overflows against the limit. Returns the number that the limit allowed and
+    /// whether the limit is now exhausted.
     pub fn count_down(&mut self, times: u32) -> CountDown {
         if self.limit == 0 {
             return CountDown {
@@ -237,9 +250,9 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick
-    /// ago. All `times` that were noticed together count, or a host that is slow to notice would keep the
-    /// period it happens to have.
+    /// Adjusts the period of a frequency-based event from the time since the last overflow, if this
+    /// is less than one tick. All `times` overflows that were noticed together count, because
+    /// otherwise a host that notices overflows slowly would never change its period.
     pub fn note_overflow_time(&mut self, times: u32, now_ns: u64, tick_ns: u64) {
         if !self.adapts() {
             return;
@@ -252,8 +265,9 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the overflows since `tick` last looked, which need not have been
-    /// the tick before. Whether there were none at all. Clears their count.
+    /// Adjusts the period of a frequency-based event from the overflows since its last adjustment,
+    /// which may be several ticks ago, and clears their count. Returns `true` if there was no
+    /// overflow.
     pub fn tick(&mut self, tick: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
         let ticks = tick.saturating_sub(std::mem::replace(&mut self.seen_tick, tick));
         if !self.adapts() || ticks == 0 {
@@ -261,12 +275,12 @@ impl Sampling {
         }
         let mut overflows = std::mem::take(&mut self.overflows);
         if self.throttled {
-            // The true number is unknown; it was more than the limit.
+            // The true number is unknown, but it exceeded the limit.
             let at_least = ticks.saturating_mul(2 * sample_rate_hz / tick_hz.max(1));
             overflows = overflows.max(at_least);
         }
         let (mut freq, mut windows) = (tick_hz, ticks);
-        // Below one overflow a tick, several ticks make one window.
+        // At less than one overflow per tick, a window spans several ticks.
         if self.freq < tick_hz {
             self.freq_count = self.freq_count.saturating_add(self.freq.saturating_mul(ticks));
             self.freq_overflows += overflows;
@@ -282,23 +296,25 @@ impl Sampling {
         overflows == 0
     }
 
-    /// Begins a new period at `raw`. The next overflow stands for what was counted of the old one, too.
+    /// Starts a new period at `raw`. The next overflow also accounts for the counts of the
+    /// unfinished period.
     pub fn restart(&mut self, raw: u64) {
         self.left = self.period;
         self.next_at = raw.wrapping_add(self.period);
     }
 }
 
-/// The period in ns of a clock that is to overflow at `hz`; 0: never.
+/// Returns the period in nanoseconds of a clock event with frequency `hz`, or 0 if `hz` is 0.
 fn period_of_ns(hz: u64) -> u64 {
     1_000_000_000u64.checked_div(hz).map_or(0, |ns| ns.max(1))
 }
 
-/// The next period of an event that overflowed at `events` per second with `period` and should at `freq`: an
-/// eighth of the way to the ideal one, so that one odd interval does little.
+/// Returns the next period of an event that overflowed `events` times per second with `period` and
+/// has target frequency `freq`. Moves an eighth of the way to the ideal period, which limits the
+/// effect of a single outlier.
 ///
-/// Rounding is towards longer periods: an increase of 1 is made at once, and a period within 14 above the
-/// ideal stays.
+/// Rounding favors longer periods: an increase of 1 is applied immediately, and a period of up to
+/// 14 above the ideal stays unchanged.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -308,7 +324,7 @@ pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
     let ideal = u128::from(events) * u128::from(period) / u128::from(freq.max(1));
     let ideal = i128::try_from(ideal).unwrap_or(i128::MAX / 2);
     let delta = (ideal - i128::from(period) + 7) / 8;
-    // Below 2^63, so that the period stays a valid one.
+    // The upper bound keeps the period below 2^63.
     let next = (i128::from(period) + delta).clamp(1, i128::from(i64::MAX));
     next as u64
 }
@@ -359,7 +375,8 @@ mod tests {
         fn p25_a_steady_rate_reaches_a_fixed_point_near_the_ideal(rate in 1_000_000u64..4_000_000_000, freq in 1u64..10_000, start in 1u64..1 << 40) {
             let mut p = start;
             for _ in 0..2000 {
-                // Counts arrive at `rate`: events per second are rate / period.
+                // Counts arrive at `rate` per second, so there are `rate / period` overflows per
+                // second.
                 let next = adjusted_period(p, rate / p, freq);
                 if next == p {
                     break;
@@ -368,7 +385,8 @@ mod tests {
             }
             let settled = adjusted_period(p, rate / p, freq);
             let ideal = rate / freq;
-            // A whole number of events a second is all it sees: a step of one is a share of the period.
+            // The adjustment sees whole overflows per second only. A step of one is a fraction of
+            // the period.
             let slack = 16 + 2 * ideal / (rate / ideal.max(1)).max(1) + p / freq.max(1);
             prop_assert!(settled.abs_diff(ideal) <= slack, "{settled} for {ideal}");
         }
@@ -376,7 +394,6 @@ mod tests {
 
     #[test]
     fn rounding_favours_longer_periods() {
-        // An increase of 1 is made at once, a period up to 14 above the ideal stays.
         assert_eq!(adjusted_period(100, 101, 100), 101);
         assert_eq!(adjusted_period(114, 100, 114), 114);
         assert_eq!(adjusted_period(1000, 1, 1_000_000), 876);

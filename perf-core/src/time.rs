@@ -1,31 +1,31 @@
-//! Time: the clock, a context's own time, and the two times of an event.
+//! Clocks and event times.
 //!
-//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context's time. Their ratio
-//! says which part of the enabled time the event was really on the PMU, so `count × enabled / running`
-//! estimates what it would have counted had it always been on, and `running == 0` says that it was not
-//! counted at all.
+//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context time. Their
+//! ratio is the fraction of the enabled time that the event was on the PMU, so `count × enabled /
+//! running` estimates the count of an event that was always on the PMU. `running == 0` means that
+//! the event was not counted at all.
 //!
-//! The times follow from a few stamps that change only when the event itself changes. Nothing walks over the
-//! events to keep them up to date: an event that waits for its turn costs nothing however long it waits.
+//! Both times are computed from a few timestamps that change only when the event changes state. No
+//! periodic update is needed: an event that waits for a counter costs nothing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A monotonic clock in nanoseconds. A parameter of the core, so that schedules and times can be tested to
-/// the nanosecond.
+/// A monotonic clock in nanoseconds. The core takes it as a parameter, so that tests can control
+/// scheduling and times exactly.
 pub trait Clock: Send + Sync {
-    /// Nanoseconds since some fixed instant. Never decreases, on any thread.
+    /// Returns the nanoseconds since a fixed instant. Never decreases, on any thread.
     fn now_ns(&self) -> u64;
 }
 
-/// The host's monotonic clock.
+/// The monotonic clock of the host.
 #[derive(Debug)]
 pub struct MonotonicClock {
     origin: Instant,
 }
 
 impl MonotonicClock {
-    /// A clock that starts near zero.
+    /// Creates a clock that starts near zero.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -43,25 +43,25 @@ impl Default for MonotonicClock {
 impl Clock for MonotonicClock {
     #[expect(clippy::cast_possible_truncation, reason = "2^64 ns are 584 years")]
     fn now_ns(&self) -> u64 {
-        // 2^64 ns are 584 years: the truncation is never seen.
+        // 2^64 ns are 584 years, so the conversion does not truncate in practice.
         self.origin.elapsed().as_nanos() as u64
     }
 }
 
-/// A clock that moves only when told to.
+/// A clock that only [`ManualClock::advance`] moves, for tests.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now_ns: AtomicU64,
 }
 
 impl ManualClock {
-    /// A clock at zero.
+    /// Creates a clock at zero.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Moves it forward by `ns` nanoseconds.
+    /// Advances the clock by `ns` nanoseconds.
     pub fn advance(&self, ns: u64) {
         self.now_ns.fetch_add(ns, Ordering::Relaxed);
     }
@@ -73,12 +73,12 @@ impl Clock for ManualClock {
     }
 }
 
-/// Time enabled and time running, in nanoseconds.
+/// Time enabled and time running of an event, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
-    /// How long the event was enabled while its context was in.
+    /// Time that the event was enabled while its context was scheduled in.
     pub enabled_ns: u64,
-    /// How long of that it was on the PMU.
+    /// Time that the event was on the PMU.
     pub running_ns: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Setting up a core step by step, with its settings checked.
+//! Builder of a core with validated settings.
 
 use std::sync::Arc;
 
@@ -9,32 +9,33 @@ use crate::service::config::CoreConfig;
 use crate::service::core::Core;
 use crate::time::Clock;
 
-/// Most ticks a second: a turn of a microsecond.
+/// Maximum tick frequency, in hertz (a multiplexing interval of one microsecond).
 const TICK_HZ_MAX: u64 = 1_000_000;
-/// Most samples a second of an event: one a nanosecond.
+/// Maximum sample rate of an event, in hertz (one sample per nanosecond).
 const SAMPLE_RATE_MAX: u64 = 1_000_000_000;
-/// Most KiB of ring memory that a setting may name.
+/// Maximum value of a ring memory setting, in KiB.
 const KB_MAX: u64 = u64::MAX >> 11;
 
-/// A setting that is out of its range.
+/// A setting that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting} of {value} is out of range: it takes {least} to {most}")]
 pub struct ConfigError {
-    /// The field of [`CoreConfig`].
+    /// Name of the [`CoreConfig`] field.
     pub setting: &'static str,
-    /// What was given.
+    /// Rejected value.
     pub value: i128,
-    /// The least it takes.
+    /// Minimum valid value.
     pub least: i128,
-    /// The most it takes.
+    /// Maximum valid value.
     pub most: i128,
 }
 
 impl CoreConfig {
-    /// Checks that each setting is in its range.
+    /// Checks that each setting is in range.
     ///
     /// # Errors
-    /// [`ConfigError`] for the first that is not.
+    ///
+    /// Returns a [`ConfigError`] for the first setting that is out of range.
     pub fn check(&self) -> Result<(), ConfigError> {
         let in_range = |setting, value: i128, least: i128, most: i128| {
             (least..=most).contains(&value).then_some(()).ok_or(ConfigError {
@@ -58,7 +59,7 @@ impl CoreConfig {
     }
 }
 
-/// Makes a [`Core`]: see [`Core::builder`].
+/// A builder of a [`Core`]. See [`Core::builder`].
 #[derive(Debug, Default)]
 pub struct CoreBuilder {
     config: CoreConfig,
@@ -66,7 +67,7 @@ pub struct CoreBuilder {
 }
 
 impl Core {
-    /// Sets a core up step by step. What is not set is as in [`CoreConfig::default`].
+    /// Creates a builder with the settings of [`CoreConfig::default`].
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
@@ -107,45 +108,46 @@ macro_rules! setters {
 
 impl CoreBuilder {
     setters! {
-        /// [`CoreConfig::clock`].
+        /// Sets [`CoreConfig::clock`].
         clock: Arc<dyn Clock>;
-        /// [`CoreConfig::share`].
+        /// Sets [`CoreConfig::share`].
         share: SharePolicy;
-        /// [`CoreConfig::mux`].
+        /// Sets [`CoreConfig::mux`].
         mux: MuxPolicy;
-        /// [`CoreConfig::tick_hz`].
+        /// Sets [`CoreConfig::tick_hz`].
         tick_hz: u64;
-        /// [`CoreConfig::paranoid`].
+        /// Sets [`CoreConfig::paranoid`].
         paranoid: i32;
-        /// [`CoreConfig::sample_rate_hz`].
+        /// Sets [`CoreConfig::sample_rate_hz`].
         sample_rate_hz: u64;
-        /// [`CoreConfig::mlock_kb`].
+        /// Sets [`CoreConfig::mlock_kb`].
         mlock_kb: u64;
-        /// [`CoreConfig::memlock_kb`].
+        /// Sets [`CoreConfig::memlock_kb`].
         memlock_kb: u64;
-        /// [`CoreConfig::host_cpus`].
+        /// Sets [`CoreConfig::host_cpus`].
         host_cpus: usize;
-        /// [`CoreConfig::reserved_slots`].
+        /// Sets [`CoreConfig::reserved_slots`].
         reserved_slots: usize;
-        /// [`CoreConfig::overcommit`].
+        /// Sets [`CoreConfig::overcommit`].
         overcommit: bool;
-        /// [`CoreConfig::owner_uid`].
+        /// Sets [`CoreConfig::owner_uid`].
         owner_uid: u32;
-        /// [`CoreConfig::pid`].
+        /// Sets [`CoreConfig::pid`].
         pid: u32;
     }
 
-    /// Adds a driver, as [`Core::register`].
+    /// Registers a driver, like [`Core::register`].
     #[must_use]
     pub fn driver(mut self, driver: Arc<dyn Pmu>) -> Self {
         self.drivers.push(driver);
         self
     }
 
-    /// Makes the core.
+    /// Creates the core.
     ///
     /// # Errors
-    /// [`ConfigError`] if a setting is out of its range.
+    ///
+    /// Returns a [`ConfigError`] if a setting is out of range.
     pub fn build(self) -> Result<Core, ConfigError> {
         self.config.check()?;
         let core = Core::new(self.config);

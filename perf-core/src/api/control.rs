@@ -1,4 +1,4 @@
-//! Control calls on a handle: what `ioctl(2)` does to a kernel event.
+//! Control calls of an event handle, equivalent to `ioctl(2)` on a kernel event.
 
 use crate::api::handle::Handle;
 use crate::model::failure::FailureCause;
@@ -6,47 +6,54 @@ use crate::model::state::State;
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 
-/// Whether a control call concerns the event or all of its group.
+/// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
     /// The event and its children.
     #[default]
     Event,
-    /// Every member of its group, with their children; any member's handle will do.
+    /// All members of the event's group and their children. The handle of any member can be used.
     Group,
 }
 
-/// What [`is_armable`] and families are refused with.
+/// Error text for families and for overflow points that [`is_armable`] rejects.
 pub(super) const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
 
-/// Whether an overflow can come after so many counts.
+/// Returns `true` if an event can be armed to overflow after `overflow_in` counts.
 pub(super) const fn is_armable(overflow_in: u64) -> bool {
     overflow_in != 0 && overflow_in >> 63 == 0
 }
 
 impl Handle {
-    /// Starts counting, or recovers from the error state.
+    /// Enables the event, or recovers it from the error state. An event that cannot be scheduled
+    /// now is not an error: see [`Handle::state`].
     ///
     /// # Errors
-    /// [`ControlError::Closed`]. That it cannot be put on now is none: see [`Handle::state`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn enable(&self, scope: Scope) -> Result<(), ControlError> {
         self.set(scope, true)
     }
 
-    /// Stops counting; count and times are kept.
+    /// Disables the event. Its count and times are preserved.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn disable(&self, scope: Scope) -> Result<(), ControlError> {
         self.set(scope, false)
     }
 
-    /// [`Handle::arm`] and [`Handle::enable`] of the event alone, and [`Handle::count`] of before, in one go:
-    /// what a guest's counter is started with. Without `overflow_in` it is not armed anew. That it cannot be
-    /// on now is no error: `Err` in the outcome says why.
+    /// Arms and enables a single event and returns its previous count. Combines [`Handle::arm`],
+    /// [`Handle::enable`] and [`Handle::count`] to start a guest counter.
+    ///
+    /// Without `overflow_in`, the overflow point is unchanged. If the event cannot be scheduled
+    /// now, the inner `Err` gives the reason.
     ///
     /// # Errors
-    /// As [`Handle::arm`], and [`ControlError::Closed`].
+    ///
+    /// Returns the same errors as [`Handle::arm`], and [`ControlError::Closed`] if the event is
+    /// closed.
     pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, FailureCause>, ControlError> {
         if overflow_in.is_some_and(|counts| !is_armable(counts)) || self.is_family() {
             return Err(ControlError::Invalid(NOT_ARMABLE));
@@ -70,10 +77,13 @@ impl Handle {
         })
     }
 
-    /// [`Handle::disable`] of the event alone, and [`Handle::count`] of then.
+    /// Disables a single event and returns its final count. Combines [`Handle::disable`] and
+    /// [`Handle::count`].
     ///
     /// # Errors
-    /// [`ControlError::Closed`], and [`ControlError::Invalid`] for families.
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed, and [`ControlError::Invalid`] for
+    /// families.
     pub fn stop(&self) -> Result<u64, ControlError> {
         if self.is_family() {
             return Err(ControlError::Invalid("a family is stopped by disabling it"));
@@ -92,10 +102,11 @@ impl Handle {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
-    /// Sets the count to zero, and what exited children left behind. Times are not reset.
+    /// Resets the count to zero, including the counts of exited children. The times are not reset.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn reset(&self, scope: Scope) -> Result<(), ControlError> {
         self.for_scope(scope, EventRef::reset)
     }
@@ -105,7 +116,7 @@ impl Handle {
         match scope {
             Scope::Event => op(event).ok_or(ControlError::Closed),
             Scope::Group => {
-                // No event joins or leaves meanwhile.
+                // No event may join or leave the group during the reset.
                 let _topology = self.inner.core.topology();
                 for member in event.group(&self.inner.core.opened).ok_or(ControlError::Closed)? {
                     let _ = op(&member);
@@ -115,11 +126,13 @@ impl Handle {
         }
     }
 
-    /// Allows `overflows` further overflows and enables the event, which disables itself after the last one.
-    /// 0 only enables it.
+    /// Enables the event for `overflows` further overflows, after which it disables itself. With 0
+    /// the event is only enabled.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] for inherited and for counting events, [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Invalid`] for inherited events and counting events, and
+    /// [`ControlError::Closed`] if the event is closed.
     pub fn refresh(&self, overflows: u32) -> Result<(), ControlError> {
         if !self.attr().is_sampling() {
             return Err(ControlError::Invalid(
@@ -137,19 +150,21 @@ impl Handle {
         result.ok_or(ControlError::Closed)
     }
 
-    /// Changes the period, or for an event that samples by frequency the frequency in Hz. A VM-wide event
-    /// changes it in the vCPUs there are and in those to come.
+    /// Changes the sampling period, or the frequency in hertz of an event that samples by
+    /// frequency. For a VM-wide event, the change applies to existing and future vCPUs.
     ///
-    /// An event that is on begins a new period at once, or a long old one would first have to end. What was
-    /// counted of the old one is the next sample's: periods of samples add up to the count. An event that is
-    /// off begins it when it is on again, a throttled one when the throttle ends: a change is no way around
-    /// the limit. A frequency's period is not changed by this; it approaches the new frequency step by step.
-    /// That of the host's `cpu-clock` and `task-clock` is the new one at once.
+    /// A running event starts a new period immediately, so that a long old period does not delay
+    /// the change. The counts of the unfinished period are attributed to the next sample: sample
+    /// periods add up to the count. An event that is not running starts the new period when it is
+    /// scheduled in, and a throttled event when it is unthrottled, so that a change cannot bypass
+    /// the limit. With a frequency, the period approaches its new value step by step, except for
+    /// `cpu-clock` and `task-clock` of the host, whose period changes immediately.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;
-    /// [`ControlError::Driver`] if a driver refuses (what it refused keeps its period),
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Invalid`] for a counting event, for 0 and for a frequency above the
+    /// limit, [`ControlError::Driver`] if a driver rejects the period (the rejected period is not
+    /// applied), and [`ControlError::Closed`] if the event is closed.
     pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
         let inner = &self.inner.event;
         if !inner.shared.attr.is_sampling() {
@@ -174,13 +189,15 @@ impl Handle {
         Ok(refused?)
     }
 
-    /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event
-    /// runs. Later ones follow at the event's period; without one there are none. Returns the count from
-    /// which they are counted.
+    /// Arms the event to overflow after exactly `overflow_in` further counts, effective immediately
+    /// even while the event runs. Subsequent overflows follow at the event's period; without a
+    /// period there are none. Returns the count at which the event was armed.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the
-    /// event then stays armed as it was), [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the
+    /// driver rejects the request (the previous overflow point then remains armed), and
+    /// [`ControlError::Closed`] if the event is closed.
     #[inline]
     pub fn arm(&self, overflow_in: u64) -> Result<u64, ControlError> {
         if !is_armable(overflow_in) || self.is_family() {

@@ -1,4 +1,4 @@
-//! A core's drivers, its timer's calls, and what it holds.
+//! Drivers, timer calls and statistics of a [`Core`].
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -10,7 +10,8 @@ use crate::schedule::SharePolicy;
 use crate::service::core::{Core, Driver, VcpuContext};
 
 impl Core {
-    /// Adds a driver. Of several that serve a type the first registered is asked.
+    /// Registers a driver. If several drivers serve an event type, the one registered first is
+    /// used.
     pub fn register(&self, pmu: Arc<dyn Pmu>) {
         let capacity = pmu.capacity();
         log::info!("driver {}: {capacity:?}", pmu.name());
@@ -21,28 +22,32 @@ impl Core {
             .push(Driver { pmu, capacity });
     }
 
-    /// The time that records carry, now, in ns of the core's clock.
+    /// Returns the current record timestamp, in nanoseconds of the core clock.
     #[must_use]
     pub fn now_ns(&self) -> u64 {
         self.inner.config.clock.now_ns()
     }
 
-    /// The context of a vCPU.
+    /// Returns the context of a vCPU.
     #[must_use]
     pub fn vcpu(&self, vcpu: VcpuId) -> Option<Arc<VcpuContext>> {
         self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
     }
 
-    /// To be called by the VM's timer, [`crate::CoreConfig::tick_hz`] times a second while
-    /// [`Core::needs_tick`]: rotates waiting groups, adjusts frequencies, lifts throttles, and looks now and
-    /// then whether what is on counts. Takes each context's lock in turn and no other.
+    /// Performs the periodic work of the core: rotates waiting groups, adjusts frequencies,
+    /// unthrottles events, and checks periodically that running events still count.
+    ///
+    /// The VM timer calls this method [`crate::CoreConfig::tick_hz`] times per second while
+    /// [`Core::needs_tick`] returns `true`. Locks one context at a time and takes no other lock.
     pub fn tick(&self) {
         self.tick_after(1);
     }
 
-    /// [`Core::tick`] for a timer that has expired `expirations` times since the last call, because
-    /// its thread was late. Groups rotate once. A frequency is adjusted by the time that has
-    /// passed: overflows of several ticks taken for those of one would make its period too long.
+    /// Performs [`Core::tick`] for a timer that has expired `expirations` times since the last call
+    /// because its thread was late.
+    ///
+    /// Groups rotate once. Frequencies are adjusted by the elapsed time, because treating the
+    /// overflows of several ticks as those of one tick would make the period too long.
     pub fn tick_after(&self, expirations: u64) {
         self.inner.tick(&self.inner.vm, expirations);
         for vcpu in self.inner.vcpus.load().iter() {
@@ -50,8 +55,9 @@ impl Core {
         }
     }
 
-    /// Whether an event of some vCPU went to the error state and its thread has not seen that yet: it may be
-    /// in the guest for long, and wants to be interrupted.
+    /// Returns `true` if an event of some vCPU entered the error state and the vCPU thread has not
+    /// noticed yet. Kick the vCPU in this case, because its thread may stay in the guest for a long
+    /// time.
     #[must_use]
     pub fn has_unseen_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();
@@ -60,37 +66,39 @@ impl Core {
             .any(|v| v.errors() != v.seen_errors.load(Ordering::Relaxed))
     }
 
-    /// Whether [`Core::tick`] has anything to do, or may come to have. While not, the VMM may stop its timer
-    /// and ask again after each call that opens or enables.
+    /// Returns `true` if [`Core::tick`] has work to do or may get some. Otherwise the VMM may
+    /// disarm its timer and check again after each call that opens or enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.tick_need() != TickNeed::None
     }
 
-    /// What [`Core::tick`] has to do, for timers that ring less often where it is little.
+    /// Returns the work of [`Core::tick`], for timers that expire less often when there is little
+    /// work.
     #[must_use]
     pub fn tick_need(&self) -> TickNeed {
-        // Each lock is let go before the next is taken.
+        // Each lock is released before the next one is acquired.
         let vm = self.inner.vm.lock().tick_need();
         let vcpus = self.inner.vcpus.load();
         let needs = vcpus.iter().map(|v| v.cell.load().lock().tick_need());
         needs.max().unwrap_or_default().max(vm)
     }
 
-    /// The time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots.
-    /// Under [`crate::mux::MuxPolicy::Adaptive`] that is an irregular one; under rotation it is the next
-    /// tick.
+    /// Returns the time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups
+    /// share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are irregular; under
+    /// rotation this is the time of the next tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
         let turns = vcpus.iter().filter_map(|v| v.cell.load().lock().next_turn_ns());
         let first = turns.min();
-        // Not in one expression: it would hold the VM's lock while it waits for those of vCPUs.
+        // A separate statement, because a single expression would hold the VM context lock while it
+        // waits for vCPU locks.
         let vm = self.inner.vm.lock().next_turn_ns();
         first.into_iter().chain(vm).min()
     }
 
-    /// The rotation half of [`Core::tick`], for timers that follow [`Core::next_turn_ns`].
+    /// Performs the rotation part of [`Core::tick`], for timers that follow [`Core::next_turn_ns`].
     pub fn rotate(&self) {
         for vcpu in self.inner.vcpus.load().iter() {
             let cell = vcpu.cell.load();
@@ -101,8 +109,8 @@ impl Core {
         self.inner.vm.lock().rotate(now_ns);
     }
 
-    /// Changes who gets slots, at once and for vCPUs added later. Under [`crate::SharePolicy::Strict`] what
-    /// is open stays open; only new events are refused.
+    /// Changes the slot sharing policy, effective immediately and for vCPUs added later. Under
+    /// [`crate::SharePolicy::Strict`], open events stay open and only new events are rejected.
     pub fn set_share(&self, share: SharePolicy) {
         let _topology = self.inner.topology();
         self.inner.limits.set_share(share);
@@ -115,20 +123,20 @@ impl Core {
         self.inner.vm.lock().set_policy(share, now_ns);
     }
 
-    /// Who gets slots now.
+    /// Returns the current slot sharing policy.
     #[must_use]
     pub fn share(&self) -> SharePolicy {
         self.inner.limits.share()
     }
 
-    /// What a vCPU's context holds; `None` when there is no such vCPU.
+    /// Returns statistics of a vCPU context, or `None` if there is no such vCPU.
     #[must_use]
     pub fn vcpu_stats(&self, vcpu: VcpuId) -> Option<ContextStats> {
         let vcpus = self.inner.vcpus.load();
         vcpus.iter().find(|v| v.id() == vcpu).map(|v| v.stats())
     }
 
-    /// What the VM context holds.
+    /// Returns statistics of the VM context.
     #[must_use]
     pub fn vm_stats(&self) -> ContextStats {
         self.inner.vm.lock().stats()

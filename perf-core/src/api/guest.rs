@@ -1,27 +1,27 @@
-//! What the guest is made of: names of vCPUs and what is where in its memory.
+//! Guest side-band records: vCPU names and guest memory mappings.
 
 use crate::pmu::VcpuId;
 use crate::record::{CpuMode, MapName, Misc, Mmap, SampleId};
 use crate::service::core::Core;
 use crate::service::sideband::write_to;
 
-/// A range of guest memory with a name, for MMAP records.
+/// A named range of guest memory, for MMAP records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestMapping<'a> {
-    /// Guest address of its first byte.
+    /// Guest address of the first byte.
     pub start: u64,
-    /// Bytes.
+    /// Length, in bytes.
     pub len: u64,
-    /// Offset of its first byte in the file it comes from.
+    /// Offset of the first byte in the mapped file, in bytes.
     pub pgoff: u64,
-    /// Name, such as a file's path or `[guest.kernel.kallsyms]`.
+    /// Name, such as a file path or `[guest.kernel.kallsyms]`.
     pub name: MapName<'a>,
-    /// It is code that runs at CPL0.
+    /// `true` for code that runs at CPL 0.
     pub kernel: bool,
 }
 
 impl Core {
-    /// Tells readers that `mapping` is in guest memory now.
+    /// Writes an MMAP record for `mapping` to the rings of interested events.
     pub fn mmap_record(&self, mapping: &GuestMapping<'_>) {
         let core = &self.inner;
         if !core.wanted.mmap() {
@@ -52,7 +52,7 @@ impl Core {
         }
     }
 
-    /// Names a vCPU. Whether there is such a vCPU.
+    /// Sets the name of a vCPU. Returns `false` if there is no such vCPU.
     pub fn name_vcpu(&self, vcpu: VcpuId, name: &str) -> bool {
         let Some(context) = self.vcpu(vcpu) else {
             return false;

@@ -1,4 +1,4 @@
-//! Handles: how an opened event is used.
+//! Handles of open events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,8 +10,8 @@ use crate::service::config::User;
 use crate::service::core::CoreInner;
 use crate::service::opened::EventRef;
 
-/// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become
-/// leaders of groups of their own.
+/// A handle of an open event. Dropping it closes the event and its children. The siblings of a
+/// closed leader become leaders of their own groups.
 #[derive(Debug)]
 pub struct Handle {
     pub(crate) inner: Arc<HandleInner>,
@@ -50,7 +50,7 @@ impl HandleInner {
         }
     }
 
-    /// Closes the event, once.
+    /// Closes the event. Further calls have no effect.
     pub fn close(&self) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             let _topology = self.core.topology();
@@ -66,7 +66,8 @@ impl HandleInner {
         self.core.opened.remove(self.event.shared.id);
     }
 
-    /// As [`HandleInner::close`], for an open that fails half-way and holds the topology lock.
+    /// Closes the event like [`HandleInner::close`], for a failed open that already holds the
+    /// topology lock.
     pub fn undo_open(&self) {
         self.closed.store(true, Ordering::Release);
         self.release();
@@ -74,20 +75,20 @@ impl HandleInner {
 }
 
 impl Handle {
-    /// The id readings and records carry.
+    /// Returns the event ID that readings and records contain.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.event.shared.id
     }
 
-    /// The attributes it was opened with.
+    /// Returns the attributes that the event was opened with.
     #[must_use]
     pub fn attr(&self) -> &Attr {
         &self.inner.event.shared.attr
     }
 
-    /// What the event is doing; [`State::Off`] once it is closed. A family that is enabled is inactive
-    /// itself, its children may be on.
+    /// Returns the state of the event, or [`State::Off`] after it was closed. An enabled family is
+    /// inactive itself, although its children may be active.
     #[must_use]
     pub fn state(&self) -> State {
         let event = &self.inner.event;
@@ -97,12 +98,13 @@ impl Handle {
             .map_or(State::Off, |e| e.state)
     }
 
-    /// Closes the event before the handle goes away. Later calls give [`crate::ControlError::Closed`].
+    /// Closes the event before its handle is dropped. Later calls return
+    /// [`crate::ControlError::Closed`].
     pub fn close(&self) {
         self.inner.close();
     }
 
-    /// How many live children the event has: one for each vCPU that a VM-wide event covers.
+    /// Returns the number of live children: one per vCPU that a VM-wide event covers.
     #[must_use]
     pub fn children(&self) -> usize {
         self.inner.event.family().map_or(0, |f| f.live().len())
@@ -114,7 +116,7 @@ impl Handle {
 }
 
 impl Handle {
-    /// Why the event is in the error state and since when; `None` while it is not.
+    /// Returns the cause and time of the error state, or `None` if the event is not in that state.
     #[must_use]
     pub fn failure(&self) -> Option<Failure> {
         let event = &self.inner.event;

@@ -1,4 +1,5 @@
-//! Several events of one vCPU under one lock, for a guest that stops and starts all its counters at once.
+//! Batched access to several events of one vCPU under a single lock, for a guest that stops and
+//! starts all its counters at once.
 
 use crate::api::control::{NOT_ARMABLE, is_armable};
 use crate::api::handle::Handle;
@@ -9,12 +10,13 @@ use crate::model::keys::EventKey;
 use crate::model::state::State;
 use crate::service::error::ControlError;
 
-/// What [`Held`] refuses events of other contexts with.
+/// Error text for events of other contexts.
 const ELSEWHERE: &str = "events of one vCPU, none of them a family";
 
-/// The context of an event, locked: calls for events of the same vCPU, each without the cost of a lock.
+/// A locked event context. Calls for events of the same vCPU need no further locking.
 ///
-/// While it lives no other call for these events may be made by the same thread, as it would wait for ever.
+/// The same thread must not make any other call for these events while this guard is alive, because
+/// such a call would deadlock.
 pub struct Held<'h> {
     cell: &'h ContextCell,
     context: LockGuard<'h, Context>,
@@ -41,7 +43,7 @@ impl Handle {
 }
 
 impl Held<'_> {
-    /// The event's key, if it is open and of this context.
+    /// Returns the key of an event that is open and belongs to this context.
     fn key(&mut self, handle: &Handle) -> Result<EventKey, ControlError> {
         let event = &handle.inner.event;
         if !std::ptr::eq(&raw const *event.cell, self.cell) || handle.is_family() {
@@ -53,10 +55,12 @@ impl Held<'_> {
         }
     }
 
-    /// [`Handle::count`].
+    /// Reads the count of an event, like [`Handle::count`].
     ///
     /// # Errors
-    /// As there, and [`ControlError::Invalid`] for an event of another vCPU.
+    ///
+    /// Returns the errors of [`Handle::count`], and [`ControlError::Invalid`] for an event of
+    /// another vCPU.
     #[inline]
     pub fn count(&mut self, handle: &Handle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
@@ -69,24 +73,30 @@ impl Held<'_> {
         Ok(count)
     }
 
-    /// Stops the event for a moment, and returns its count. It stays on: it keeps its place, and its times
-    /// go on. [`Held::go_on`] lets it count again, which together costs a fraction of [`Handle::stop`] and
-    /// [`Handle::start`]. What else takes it off and puts it on ends the pause, too.
+    /// Pauses the event and returns its count.
+    ///
+    /// The event remains scheduled: it keeps its slot and its times advance. A pair of `pause` and
+    /// [`Held::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The pause also
+    /// ends when the event is scheduled out and in again for another reason.
     ///
     /// # Errors
-    /// As [`Held::count`].
+    ///
+    /// Returns the same errors as [`Held::count`].
     #[inline]
     pub fn pause(&mut self, handle: &Handle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
         Ok(self.context.pause(key))
     }
 
-    /// Lets an event that was paused count again. `overflow_in` is told its count, and says after how many
-    /// further ones it is to overflow; `None`: it is not armed anew. An event that is not on any more stays
-    /// so: `Err` in the outcome says why.
+    /// Resumes a paused event.
+    ///
+    /// `overflow_in` receives the count and returns the number of further counts until the next
+    /// overflow, or `None` to leave the overflow point unchanged. An event that is no longer
+    /// scheduled is not resumed, and the inner `Err` gives the reason.
     ///
     /// # Errors
-    /// As [`Handle::arm`] and [`Held::count`].
+    ///
+    /// Returns the same errors as [`Handle::arm`] and [`Held::count`].
     pub fn go_on(
         &mut self,
         handle: &Handle,

@@ -1,40 +1,42 @@
-//! Settings that can be changed while the core runs.
+//! Settings that can be changed at run time.
 
 use std::sync::atomic::Ordering;
 
 use crate::service::core::Core;
 
-/// A setting that can be read and changed as text while the core runs.
+/// A setting that can be read and changed as text at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Knob {
-    /// [`crate::CoreConfig::paranoid`], -1 to 2.
+    /// [`crate::CoreConfig::paranoid`], from -1 to 2.
     Paranoid,
     /// [`crate::CoreConfig::sample_rate_hz`], at least 1.
     SampleRateHz,
     /// [`crate::CoreConfig::mlock_kb`].
     MlockKb,
-    /// [`crate::CoreConfig::reserved_slots`], up to the slots of the smallest PMU; takes effect at once.
+    /// [`crate::CoreConfig::reserved_slots`], up to the number of slots of the smallest PMU. Takes
+    /// effect immediately.
     ReservedSlots,
     /// [`crate::CoreConfig::overcommit`], 0 or 1.
     Overcommit,
 }
 
-/// A value that a knob does not take (`EINVAL`).
+/// An invalid value of a knob (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is no value for this setting: it takes {expected}")]
 pub struct KnobError {
-    /// What was given.
+    /// Rejected text.
     pub text: String,
-    /// What it takes.
+    /// Description of the valid values.
     pub expected: String,
 }
 
 impl Core {
-    /// A setting as decimal text with a newline, as the kernel shows it.
+    /// Returns a setting as decimal text with a newline, in the format of the kernel's sysctl
+    /// files.
     #[must_use]
     pub fn knob(&self, knob: Knob) -> String {
         let limits = &self.inner.limits;
-        // Set by numbers that fit.
+        // All stored values fit, because they were set from numbers of these types.
         let value = match knob {
             Knob::Paranoid => i64::from(limits.paranoid()),
             Knob::SampleRateHz => limits.sample_rate_hz().cast_signed(),
@@ -45,10 +47,12 @@ impl Core {
         format!("{value}\n")
     }
 
-    /// Changes a setting. Surrounding blanks are ignored.
+    /// Changes a setting. Surrounding whitespace is ignored.
     ///
     /// # Errors
-    /// [`KnobError`] if `text` is no number or not in the knob's range; nothing has changed then.
+    ///
+    /// Returns a [`KnobError`] if `text` is not a number or is out of range. The setting is then
+    /// unchanged.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,

@@ -1,4 +1,4 @@
-//! A handle's ring: mapping it, redirecting records, and waiting for them.
+//! Rings of event handles: mapping, output redirection and polling.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::service::core::Core;
 use crate::service::error::{ControlError, MapError};
 
 impl Core {
-    /// Pages of ring memory charged to user `uid` now.
+    /// Returns the number of ring memory pages currently charged to user `uid`.
     #[must_use]
     pub fn ring_pages(&self, uid: u32) -> u64 {
         self.inner.locked.pages_of(uid)
@@ -20,16 +20,19 @@ impl Core {
 }
 
 impl Handle {
-    /// Attaches a ring of one control page and `data_pages` (0 or a power of two) data pages, and returns it;
-    /// mapping again with the same size gives the same ring. `writable` says whether the reader moves
-    /// `data_tail`: then what finds no room is lost and reported, otherwise the oldest records are
-    /// overwritten. The first mapping decides.
+    /// Attaches a ring of one control page and `data_pages` data pages (0 or a power of two), and
+    /// returns it. Repeated calls with the same size return the same ring.
     ///
-    /// The ring's memory is charged to the session's user for as long as anybody has it, a client with its
-    /// memfd included.
+    /// If `writable`, the reader advances `data_tail`, and records that do not fit are dropped and
+    /// reported as lost. Otherwise the oldest records are overwritten. The first mapping determines
+    /// the mode.
+    ///
+    /// The memory is charged to the session's user as long as anyone references the ring, including
+    /// a client with its memfd.
     ///
     /// # Errors
-    /// [`MapError`]; nothing has changed then.
+    ///
+    /// Returns a [`MapError`], without any effect.
     pub fn map(&self, data_pages: usize, writable: bool) -> Result<Arc<Ring>, MapError> {
         let event = &self.inner.event;
         let core = &self.inner.core;
@@ -89,8 +92,8 @@ impl Handle {
         Ok(ring)
     }
 
-    /// Undoes one [`Handle::map`]; the last one detaches the ring. Readers that still hold it see no more
-    /// records. Whether there was one to undo.
+    /// Reverts one [`Handle::map`]. The last call detaches the ring, and readers that still
+    /// reference it receive no further records. Returns `false` if there was no mapping to revert.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
         let _topology = self.inner.core.topology();
@@ -109,15 +112,18 @@ impl Handle {
         true
     }
 
-    /// Sends this event's records to the ring of `target`, or with `None` nowhere but to its own again. There
-    /// are no chains: neither may the target be redirected itself, nor may others write to this event. An
-    /// event with a ring of its own cannot be redirected.
+    /// Redirects the records of this event to the ring of `target`, or with `None` back to its own
+    /// ring.
     ///
-    /// When the target is closed, the events that write to its ring go on, and count as redirected until they
-    /// are sent elsewhere.
+    /// Redirections cannot be chained: the target must not be redirected, and no other event may
+    /// write to this event's ring. An event with its own ring cannot be redirected. Events that
+    /// write to the ring of a closed target continue to do so, and count as redirected until they
+    /// are redirected elsewhere.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`], [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Invalid`] if the redirection is not allowed, and
+    /// [`ControlError::Closed`] if an event is closed.
     pub fn set_output(&self, target: Option<&Handle>) -> Result<(), ControlError> {
         let _topology = self.inner.core.topology();
         let event = &self.inner.event;
@@ -129,9 +135,9 @@ impl Handle {
         event.set_output(target.map(|t| &t.inner.event))
     }
 
-    /// Stops writing to the ring the event writes to, or goes on (`PERF_EVENT_IOC_PAUSE_OUTPUT`). It counts
-    /// on meanwhile; its records are counted as lost, and so are those of every other event that writes
-    /// there.
+    /// Pauses or resumes output to the ring of the event (`PERF_EVENT_IOC_PAUSE_OUTPUT`). The event
+    /// continues to count. Records of all events that write to the ring are counted as lost during
+    /// the pause.
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
@@ -153,7 +159,8 @@ impl Handle {
     /// ```
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] if the event writes to no ring.
+    ///
+    /// Returns [`ControlError::Invalid`] if the event writes to no ring.
     pub fn pause_output(&self, on: bool) -> Result<(), ControlError> {
         let output = self
             .output()
@@ -162,8 +169,8 @@ impl Handle {
         Ok(())
     }
 
-    /// How many records of the event and its children found no room in their ring, those included that came
-    /// while it was paused (`PERF_FORMAT_LOST`). No call takes it back to 0.
+    /// Returns the number of lost records of the event and its children (`PERF_FORMAT_LOST`),
+    /// because the ring was full or paused. No call resets this number.
     #[must_use]
     pub fn lost_records(&self) -> u64 {
         self.inner.event.shared.lost.load(Ordering::Relaxed)
@@ -174,8 +181,9 @@ impl Handle {
         event.cell.lock().get(event.key, &event.shared)?.output.clone()
     }
 
-    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable. [`Poll::HUP`]
-    /// when the event has no ring to write to, or has disabled itself at its limit.
+    /// Returns and clears the poll state. Call this method after [`Handle::poll_fd`] became
+    /// readable. Returns [`Poll::HUP`] if the event has no ring to write to or reached its limit
+    /// and was disabled.
     #[must_use]
     pub fn poll(&self) -> Poll {
         let mut poll = self.inner.event.shared.notify.take();
@@ -190,13 +198,15 @@ impl Handle {
         poll
     }
 
-    /// A descriptor that becomes readable when there is something to look at: the ring's, or without one the
-    /// event's own, which is signalled at every overflow. Ask again after mapping or redirecting: the
-    /// descriptor is the caller's and stays open, but a ring that the event writes to no more makes it
-    /// readable no more.
+    /// Returns a descriptor that becomes readable when the poll state is set: the descriptor of the
+    /// ring, or of the event itself if it has no ring. The latter is signaled at every overflow.
+    ///
+    /// The caller owns the descriptor. Request a new one after mapping or redirecting, because the
+    /// descriptor of a former ring does not become readable anymore.
     ///
     /// # Errors
-    /// The host's, when it has no more descriptors.
+    ///
+    /// Returns the error of the host if it is out of descriptors.
     pub fn poll_fd(&self) -> std::io::Result<OwnedFd> {
         match self.output() {
             Some(output) => output.ring.wakeup_fd().try_clone_to_owned(),

@@ -1,4 +1,4 @@
-//! What callers see: a core's calls, handles and sessions. One file for each subject.
+//! Public API of the core: core calls, handles and sessions.
 
 mod builder;
 mod control;

@@ -1,4 +1,4 @@
-//! Opening an event: what is checked, in which order, and where the event ends up.
+//! Opening of events: validation, driver selection and insertion into a context.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,25 +16,25 @@ use crate::service::error::OpenError;
 use crate::service::opened::{EventRef, Links};
 use crate::service::place::Place;
 
-/// Whose counts to collect.
+/// Target of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenTarget {
-    /// One vCPU; or a thread or a CPU of the host, by the number of its context ([`Core::add_thread`],
-    /// [`Core::add_cpu`]).
+    /// One vCPU, or a host thread or host CPU, identified by its context number
+    /// ([`Core::add_thread`], [`Core::add_cpu`]).
     Vcpu(VcpuId),
-    /// The VM as a whole. Where the driver counts per vCPU the event fans out over the vCPUs there are, and
-    /// with [`Attr::inherit`] over those added later.
+    /// The whole VM. If the driver counts per vCPU, a child event is created on each existing vCPU
+    /// and, with [`Attr::inherit`], on each vCPU that is added later.
     Vm,
 }
 
-/// Further ways to open.
+/// Flags of [`Core::open`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OpenFlags {
-    /// Do not join the group of the given handle (use it for output only).
+    /// Uses the given handle for output only and does not join its group.
     pub no_group: bool,
-    /// Report overflows to the VMM under this number ([`crate::Overflowed::cookie`]).
+    /// Number under which overflows are reported to the VMM ([`crate::Overflowed::cookie`]).
     pub cookie: Option<u64>,
-    /// Write records to the ring of the given handle, as [`Handle::set_output`] does.
+    /// Writes records to the ring of the given handle, like [`Handle::set_output`].
     pub output: bool,
 }
 
@@ -44,10 +44,11 @@ impl OpenFlags {
     /// `PERF_FLAG_FD_OUTPUT`.
     const OUTPUT: u64 = 1 << 1;
 
-    /// The flags of `perf_event_open(2)`, for requests that come as numbers.
+    /// Converts the flags of `perf_event_open(2)`.
     ///
     /// # Errors
-    /// [`OpenError::Combination`] for flags that are not known here.
+    ///
+    /// Returns [`OpenError::Combination`] if a flag is unknown.
     pub fn from_bits(bits: u64) -> Result<Self, OpenError> {
         if bits & !(Self::NO_GROUP | Self::OUTPUT) != 0 {
             return Err(OpenError::Combination(
@@ -66,12 +67,14 @@ impl OpenFlags {
 impl Core {
     /// Opens an event for `session`.
     ///
-    /// With `group` it joins the group of that handle, which must be a leader in the same context. The event
-    /// counts from now on, unless [`Attr::disabled`]; that it cannot be put on now is no error (see
-    /// [`crate::State`]).
+    /// With `group`, the event joins the group of that handle, which must be a leader in the same
+    /// context. The event starts counting immediately unless [`Attr::disabled`] is set. An event
+    /// that cannot be scheduled yet is not an error (see [`crate::State`]).
     ///
     /// # Errors
-    /// [`OpenError`], each variant with the error number of `perf_event_open(2)`. Nothing is left behind.
+    ///
+    /// Returns an [`OpenError`], which maps to the errno of `perf_event_open(2)`. A failed call has
+    /// no effect.
     pub fn open(
         &self,
         session: &Session,
@@ -90,7 +93,7 @@ impl Core {
         if !admin && session.inner.user.uid != core.config.owner_uid {
             return Err(OpenError::NotOwner);
         }
-        // From here until the event is linked no vCPU comes or goes.
+        // No vCPU may be added or removed until the event is linked.
         let mut topology = core.topology();
         let cell = match target {
             OpenTarget::Vm => Arc::clone(&core.vm),
@@ -130,7 +133,7 @@ impl Core {
         }
         drop(topology);
         let mut owned = session.inner.owned.lock();
-        // Now and then, so that opening many costs no more for each.
+        // Prunes only at powers of two, so that the amortized cost of opening an event is constant.
         if owned.len().is_power_of_two() {
             owned.retain(|h| h.strong_count() > 0);
         }
@@ -178,7 +181,7 @@ impl CoreInner {
         }
         let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
         let links = Arc::new(Links::new(is_family));
-        // Before it is in a group, whose members are looked up there.
+        // Must precede the group membership, because group members are looked up by ID.
         self.opened.add(shared.id, &links);
         let now_ns = cell.now_ns();
         let ring = output.and_then(EventRef::own_output);
@@ -187,7 +190,7 @@ impl CoreInner {
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
             let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
-            // Before it is there: its first record may come at once.
+            // Must precede the insertion, because the first record may be written immediately.
             event.output = ring;
             context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
@@ -213,7 +216,7 @@ impl CoreInner {
         Ok(handle)
     }
 
-    /// Makes the children of a new VM-wide event in the vCPUs there are.
+    /// Creates the children of a new VM-wide event on the existing vCPUs.
     fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
         for vcpu in self.vcpus.load().iter() {
             let cell = vcpu.cell.load_full();
@@ -224,7 +227,7 @@ impl CoreInner {
                 None => None,
                 Some(leader) => match leader.child_in(&cell) {
                     Some(key) => Some(key),
-                    // The leader covers only vCPUs that were there when it was opened.
+                    // The leader has no child on a vCPU that was added after the leader was opened.
                     None => continue,
                 },
             };

@@ -1,4 +1,4 @@
-//! Raising software events.
+//! Software events raised by the VMM.
 
 use crate::model::regs::SampleRegs;
 use crate::model::software::{Level, SoftwareId};
@@ -7,9 +7,10 @@ use crate::service::core::VcpuContext;
 use crate::service::overflow::Raised;
 
 impl VcpuContext {
-    /// `n` events `id` happened to this vCPU. With `regs` they can sample; without they only count.
+    /// Raises software event `id` on this vCPU `n` times. The event can be sampled only if `regs`
+    /// is given.
     ///
-    /// Reports of events opened with a cookie go to `sink`, which is called with no lock held.
+    /// Reports overflows of events with a cookie to `sink`, which is called without any lock held.
     #[inline]
     pub fn software_event(
         &self,
@@ -21,8 +22,9 @@ impl VcpuContext {
         self.software_event_at(Level::Thread, id, n, regs, sink);
     }
 
-    /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is
-    /// serving that level.
+    /// Raises a software event like [`VcpuContext::software_event`], at recursion level `level`.
+    /// Returns `false` if the event was dropped because this thread already handles an event at
+    /// that level.
     #[inline]
     pub fn software_event_at(
         &self,
@@ -32,7 +34,8 @@ impl VcpuContext {
         regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(Overflowed),
     ) -> bool {
-        // Checked here, so that an event that nobody counts costs its caller no call.
+        // Checked in this inlined function, so that an event without listeners does not cost a
+        // call.
         if !self.gates.is_open(id) {
             return true;
         }
@@ -65,8 +68,8 @@ mod tests {
         }
     }
 
-    /// A signal handler raises an event while somebody has the VM context's lock. What overflowed there is
-    /// reported by the vCPU that next serves overflows: the VM context has no thread of its own.
+    /// A signal handler that finds the VM context locked defers its event. The next vCPU that
+    /// services overflows reports it, because the VM context has no thread of its own.
     #[test]
     fn what_waits_in_the_vm_context_is_served_by_a_vcpu() {
         let core = Core::new(CoreConfig::default());
@@ -90,8 +93,8 @@ mod tests {
         assert_eq!(halts.read().unwrap().value, 10);
     }
 
-    /// An event that is inherited is open once, however many children it has; and when it is closed nothing
-    /// is left of it: not in the gates, not in the drivers.
+    /// An inherited event counts once however many children it has. Closing it clears its gate and
+    /// its driver event.
     #[test]
     fn gates_count_what_is_open_and_close_with_it() {
         let core = Core::new(CoreConfig::default());

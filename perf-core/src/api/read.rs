@@ -1,4 +1,4 @@
-//! Reading counts: what `read(2)` on a kernel event gives.
+//! Reading of counts, equivalent to `read(2)` on a kernel event.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -17,28 +17,28 @@ use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 use crate::time::Times;
 
-/// One reading: the value with the times that belong to it.
+/// An event count together with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
-    /// The count, over all children.
+    /// Event count, summed over all children.
     pub value: u64,
-    /// Nanoseconds the event was enabled while its contexts were in, summed over its children.
+    /// Time enabled while the contexts were scheduled in, in nanoseconds, summed over all children.
     pub time_enabled_ns: u64,
-    /// Nanoseconds of that it was on the PMU.
+    /// Time running, in nanoseconds, summed over all children.
     pub time_running_ns: u64,
-    /// The event's id.
+    /// ID of the event.
     pub id: u64,
 }
 
 impl Reading {
-    /// What the event would have counted had it been on all the time it was enabled; `None` if it never was
-    /// on: then it was not counted, and no number may be shown.
+    /// Returns the count scaled from the time running to the time enabled, or `None` if the event
+    /// never ran. In this case it was not counted and no number may be displayed.
     #[must_use]
     pub fn estimate(&self) -> Option<u64> {
         linear(self.value, self.time_enabled_ns, self.time_running_ns)
     }
 
-    /// The two times.
+    /// Returns the time enabled and the time running.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
@@ -57,22 +57,23 @@ impl Reading {
     }
 }
 
-/// What one vCPU contributes to a VM-wide event, with what its exited children counted there.
+/// The contribution of one vCPU to a VM-wide event, including the counts of children that have
+/// exited.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct VcpuReading {
-    /// The vCPU. It may have gone.
+    /// ID of the vCPU, which may have been removed.
     pub vcpu: VcpuId,
-    /// Its part of the event's reading.
+    /// Count and times on this vCPU.
     pub reading: Reading,
-    /// Its part of the event's estimate; `None` if it was not counted there.
+    /// Estimated count on this vCPU, or `None` if the event was not counted there.
     pub estimate: Option<Estimate>,
 }
 
-/// A reading of all members of a group, the leader first. Inline up to eight members.
+/// A reading of all group members, leader first. Stored inline for up to eight members.
 pub type GroupReading = SmallVec<[Reading; 8]>;
 
 impl EventRef {
-    /// Own, exited and live children's totals.
+    /// Returns the totals of the event itself, of exited children and of live children.
     fn totals(&self) -> Option<Totals> {
         let family = self.family();
         let output;
@@ -94,23 +95,26 @@ impl EventRef {
 }
 
 impl Handle {
-    /// Reads the event: on the vCPU's own thread its context's lock, one driver read and arithmetic. A family
-    /// is read from all its vCPUs. An event in the error state reads its last value; [`Handle::state`] and
-    /// [`Handle::read_bytes`] tell.
+    /// Reads the event. On the vCPU's own thread, this takes the context lock, one driver read and
+    /// some arithmetic. For a family, all vCPUs are read. An event in the error state returns its
+    /// last value; use [`Handle::state`] or [`Handle::read_bytes`] to detect this state.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn read(&self) -> Result<Reading, ControlError> {
         let totals = self.inner.event.totals().ok_or(ControlError::Closed)?;
         Ok(Reading::new(totals, self.id()))
     }
 
-    /// What the event would have counted had it been on whenever it was enabled, from the course of its rate
-    /// over the slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it
-    /// was not counted; for a family also if it was enabled on some vCPU and not counted there.
+    /// Estimates the count over the whole time enabled, with a standard error, from the rates in
+    /// the time slices in which the event ran. For a family, returns the sum over its vCPUs.
+    /// Returns `None` if the event was not counted, or if a family was enabled but not counted on
+    /// some vCPU.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn estimate(&self) -> Result<Option<Estimate>, ControlError> {
         let event = &self.inner.event;
         let family = event.family();
@@ -128,13 +132,15 @@ impl Handle {
         Ok(sum.get())
     }
 
-    /// What each vCPU contributes to an event that fans out over them, by number; those that have gone
-    /// included. Empty for any other event. They add up to what [`Handle::read`] gives while nothing counts;
-    /// each part is read under its own vCPU's lock, so while vCPUs run the parts are as far apart as these
-    /// reads.
+    /// Returns the contribution of each vCPU to a VM-wide event in order of vCPU number, including
+    /// removed vCPUs. Empty for all other events.
+    ///
+    /// The contributions add up to the result of [`Handle::read`] while nothing counts. Each vCPU
+    /// is read under its own lock, so the contributions of running vCPUs are not simultaneous.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, ControlError> {
         let event = &self.inner.event;
         let family = event.family();
@@ -152,7 +158,8 @@ impl Handle {
         Ok(parts.into_iter().map(part).collect())
     }
 
-    /// Whether the event, or a child of it on some vCPU, is in the error state: its count stands still there.
+    /// Returns `true` if the event, or its child on some vCPU, is in the error state and has
+    /// stopped counting there.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         let event = &self.inner.event;
@@ -166,10 +173,12 @@ impl Handle {
         own || children.any(|child| child.cell.lock().events[child.key].state == State::Error)
     }
 
-    /// Only the count of an event on one context: as [`Handle::read`] without looking at the clock.
+    /// Reads only the count of an event on one context. Cheaper than [`Handle::read`], because the
+    /// clock is not read.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     #[inline]
     pub fn count(&self) -> Result<u64, ControlError> {
         if self.is_family() {
@@ -187,11 +196,12 @@ impl Handle {
         Ok(count)
     }
 
-    /// How old, in nanoseconds, the value of a package count is (see [`crate::PmuEvent::count_age_ns`]);
-    /// `None` for events that count themselves, whose readings are fresh.
+    /// Returns the age of a package count in nanoseconds (see [`crate::PmuEvent::count_age_ns`]),
+    /// or `None` for events that count directly and always return a current value.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn count_age_ns(&self) -> Result<Option<u64>, ControlError> {
         let event = &self.inner.event;
         let mut context = event.cell.lock();
@@ -201,11 +211,12 @@ impl Handle {
             .count_age_ns())
     }
 
-    /// Reads every member of the event's group, the leader first; any member's handle will do. Members of a
-    /// group without children are read at one instant.
+    /// Reads all members of the event's group, leader first. The handle of any member can be used.
+    /// Members of a group without children are read at the same instant.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn read_group(&self) -> Result<GroupReading, ControlError> {
         Ok(self
             .read_members()?
@@ -214,7 +225,7 @@ impl Handle {
             .collect())
     }
 
-    /// The members of the event's group, each with how many of its records were lost.
+    /// Reads all group members, each with its number of lost records.
     fn read_members(&self) -> Result<SmallVec<[(Reading, u64); 8]>, ControlError> {
         let event = &self.inner.event;
         if !self.is_family() {
@@ -245,11 +256,13 @@ impl Handle {
             .collect())
     }
 
-    /// How many bytes [`Handle::read_bytes`] gives: 8 for each time, 8 for the number of members of a group,
-    /// and for each member 8, and 8 more for its id and for what it lost, if asked for.
+    /// Returns the size of the result of [`Handle::read_bytes`], in bytes: 8 for each requested
+    /// time, 8 for the number of group members, and for each member 8 plus 8 each for its ID and
+    /// its lost records if requested.
     ///
     /// # Errors
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::Closed`] if the event is closed.
     pub fn read_size(&self) -> Result<usize, ControlError> {
         let format = self.attr().read_format;
         let members = if format.contains(ReadFormat::GROUP) {
@@ -266,12 +279,13 @@ impl Handle {
         Ok(read_size_of(format, members))
     }
 
-    /// Reads the event as `read(2)` does, in its read format: native-endian 64-bit words. 0 bytes for an
-    /// event in the error state. Never gives part of a reading.
+    /// Reads the event as `read(2)` does: native-endian 64-bit words in the event's read format.
+    /// Returns 0 bytes for an event in the error state. Never returns a partial reading.
     ///
     /// # Errors
-    /// [`ControlError::NoSpace`] if `buf` is shorter than [`Handle::read_size`], with nothing done;
-    /// [`ControlError::Closed`].
+    ///
+    /// Returns [`ControlError::NoSpace`] if `buf` is shorter than [`Handle::read_size`], without
+    /// any effect, and [`ControlError::Closed`] if the event is closed.
     pub fn read_bytes(&self, buf: &mut [u8]) -> Result<usize, ControlError> {
         let event = &self.inner.event;
         let state = event
@@ -296,7 +310,7 @@ impl Handle {
         } else {
             SmallVec::from_elem((self.read()?, self.lost_records()), 1)
         };
-        // The group may have grown since.
+        // The group may have grown since the size was computed.
         let needed = read_size_of(format, readings.len());
         if buf.len() < needed {
             return Err(ControlError::NoSpace {

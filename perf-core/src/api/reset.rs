@@ -1,21 +1,22 @@
-//! Resets of the guest: what waits for one begins to count.
+//! Guest resets, which enable events with [`crate::Attr::enable_on_exec`].
 
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::service::core::{Core, VcpuContext};
 
 impl VcpuContext {
-    /// This vCPU was reset: its events opened with [`crate::Attr::enable_on_exec`] that are off or in error
-    /// are enabled, once. Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of
-    /// the machine.
+    /// Handles a reset of this vCPU: enables its events with [`crate::Attr::enable_on_exec`] that
+    /// are off or in the error state, once. Applies to group leaders and other group members. Use
+    /// [`Core::vm_reset`] for a reset of the whole machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
     }
 }
 
 impl Core {
-    /// The machine was reset: what waits for that ([`crate::Attr::enable_on_exec`]) is enabled, once, in the
-    /// VM context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
+    /// Handles a reset of the machine: enables events with [`crate::Attr::enable_on_exec`], once,
+    /// in the VM context and on all vCPUs. A VM-wide event is enabled as a whole and therefore also
+    /// counts on vCPUs that are added later.
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
@@ -42,7 +43,8 @@ impl Core {
     /// # }
     /// ```
     pub fn vm_reset(&self) {
-        // No vCPU comes meanwhile, whose events would be neither those of before nor those of after.
+        // No vCPU may be added during the reset, because its events would belong neither to the old
+        // nor to the new state.
         let _topology = self.inner.topology();
         exec(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
@@ -54,7 +56,7 @@ impl Core {
 fn exec(cell: &ContextCell) {
     let now_ns = cell.now_ns();
     let mut context = cell.lock();
-    // It holds more than what it inherited from now on.
+    // The context now contains more than inherited events.
     context.clone_of = None;
     let due: Vec<EventKey> = context
         .events

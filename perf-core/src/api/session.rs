@@ -1,4 +1,4 @@
-//! Sessions: operators and the guest, and the events they own.
+//! Sessions of operators and the guest, which own their events.
 
 use std::sync::{Arc, Weak};
 
@@ -9,14 +9,14 @@ use crate::service::config::{Role, User};
 use crate::service::core::Core;
 use crate::service::error::OpenError;
 
-/// An operator, or the guest: owns the events it opens and closes them when dropped.
+/// The owner of a set of events: an operator or the guest. Dropping a session closes its events.
 pub struct Session {
     pub(crate) inner: Arc<SessionInner>,
 }
 
 pub(crate) struct SessionInner {
     pub user: User,
-    /// The events it opened, in the order of opening.
+    /// Events of this session, in the order of opening.
     pub owned: Lock<Vec<Weak<HandleInner>>>,
 }
 
@@ -36,14 +36,15 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// Enables every event this session opened, with their children, but not other members of their groups.
+    /// Enables all events of this session and their children, but not other members of their
+    /// groups.
     pub fn enable_all(&self) {
         for handle in self.inner.owned() {
             let _ = handle.event.set_enabled(true);
         }
     }
 
-    /// Disables every event this session opened.
+    /// Disables all events of this session.
     pub fn disable_all(&self) {
         for handle in self.inner.owned() {
             let _ = handle.event.set_enabled(false);
@@ -60,18 +61,20 @@ impl Drop for Session {
 }
 
 impl Core {
-    /// Whether `session` may sample what `attr` asks for at its rate: what [`Core::open`] checks of it first.
-    /// For samples that the host's kernel takes without an event of the core.
+    /// Checks whether `session` may sample with the settings of `attr`. [`Core::open`] performs the
+    /// same check first. Use this method for samples that the host kernel takes without an event of
+    /// the core.
     ///
     /// # Errors
-    /// [`OpenError`].
+    ///
+    /// Returns the [`OpenError`] that [`Core::open`] would return.
     pub fn may_sample(&self, session: &Session, attr: &Attr) -> Result<(), OpenError> {
         let limits = &self.inner.limits;
         limits.check_attr(attr, session.inner.user.is_admin())?;
         limits.check_rate(attr)
     }
 
-    /// A session for user `uid`.
+    /// Creates a session for user `uid`.
     #[must_use]
     pub fn session(&self, uid: u32, role: Role) -> Session {
         Session {

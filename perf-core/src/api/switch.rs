@@ -1,9 +1,9 @@
-//! Handing a host thread from one vCPU to another without touching the PMU.
+//! Switching of a host thread between vCPUs without reprogramming the PMU.
 //!
-//! A VMM may run several vCPUs on one host thread. Their events count that thread, so when it goes from one
-//! vCPU to the next and both have nothing but the same inherited events, it is enough to exchange the two
-//! contexts: what is on stays on and now counts for the other vCPU. The sums of the families do not change.
-//! Events opened with [`crate::Attr::inherit_stat`] exchange their counts and times too, so that those stay
+//! A VMM may run several vCPUs on one host thread, and their events count that thread. If both
+//! vCPUs have the same inherited events and no others, switching only swaps the two contexts:
+//! running events continue and count for the other vCPU. The totals of the families do not change.
+//! Events with [`crate::Attr::inherit_stat`] also swap their counts and times, which therefore stay
 //! with their vCPU.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::model::keys::EventKey;
 use crate::model::software::SoftwareId;
 use crate::service::core::VcpuContext;
 
-/// Keeps a context where it is while it lives: see [`VcpuContext::pin`].
+/// A guard that prevents a context swap while it is alive. See [`VcpuContext::pin`].
 #[derive(Debug)]
 pub struct Pin {
     cell: Arc<ContextCell>,
@@ -28,9 +28,11 @@ impl Drop for Pin {
 }
 
 impl VcpuContext {
-    /// The thread that runs this vCPU goes over to `next`: as [`VcpuContext::sched_out`] here and
-    /// [`VcpuContext::sched_in`] there. Where both run on the same thread and hold the same inherited events
-    /// nothing is stopped or started. Whether that was so.
+    /// Switches the current thread from this vCPU to `next`, equivalent to
+    /// [`VcpuContext::sched_out`] on this vCPU and [`VcpuContext::sched_in`] on `next`.
+    ///
+    /// Returns `true` if the contexts were swapped without stopping or starting any event, which
+    /// requires that both vCPUs run on the same thread and have the same inherited events.
     pub fn switch_to(&self, next: &VcpuContext) -> bool {
         self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
         if self.exchange(next) {
@@ -48,7 +50,8 @@ impl VcpuContext {
         let Some(core) = self.core.upgrade() else {
             return false;
         };
-        // While events are opened and closed contexts stay where they are; nobody waits here for that.
+        // Contexts must not be swapped while events are opened or closed. Falls back instead of
+        // waiting for the lock.
         let Some(_topology) = core.try_topology() else {
             return false;
         };
@@ -57,8 +60,8 @@ impl VcpuContext {
             return false;
         }
         let now_ns = mine.now_ns();
-        // Two contexts are locked nowhere else at once; by address, in case two threads exchange the same
-        // two.
+        // This is the only place that locks two contexts. Address order prevents a deadlock of two
+        // threads that swap the same pair.
         let (mut a, mut b) = if mine.is_before(&theirs) {
             let a = mine.lock();
             (a, theirs.lock())
@@ -80,13 +83,13 @@ impl VcpuContext {
         true
     }
 
-    /// Keeps this vCPU's context from being exchanged while the returned guard lives.
+    /// Prevents a swap of this vCPU's context while the returned guard is alive.
     #[must_use]
     pub fn pin(&self) -> Pin {
         loop {
             let cell = self.cell.load_full();
             let mut context = cell.lock();
-            // It may have been exchanged while we waited for its lock.
+            // The context may have been swapped before the lock was acquired.
             if Arc::ptr_eq(&cell, &self.cell.load()) {
                 context.pins += 1;
                 drop(context);
@@ -96,8 +99,8 @@ impl VcpuContext {
     }
 }
 
-/// Whether two contexts hold children of the same events and nothing else: both were made from the same
-/// generation of VM-wide events, and neither has had anything of its own since.
+/// Returns `true` if two contexts contain only children of the same events: both were created from
+/// the same generation of VM-wide events, and no other event has been added to either.
 fn equivalent(a: &Context, b: &Context) -> bool {
     a.clone_of.is_some() && a.clone_of == b.clone_of && a.pins == 0 && b.pins == 0 && !a.dead && !b.dead
 }

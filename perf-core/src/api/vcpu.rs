@@ -1,4 +1,4 @@
-//! What a vCPU's thread calls.
+//! Calls for the thread of a vCPU.
 
 use std::sync::atomic::Ordering;
 
@@ -11,31 +11,31 @@ use crate::service::core::VcpuContext;
 use crate::service::overflow;
 
 impl VcpuContext {
-    /// Which vCPU.
+    /// Returns the ID of the vCPU.
     #[must_use]
     pub fn id(&self) -> VcpuId {
         self.vcpu
     }
 
-    /// The host thread that runs it.
+    /// Returns the ID of the host thread that runs the vCPU.
     #[must_use]
     pub fn tid(&self) -> i32 {
         self.tid
     }
 
-    /// The vCPU starts or resumes: its time goes on and its events go on the PMU. Nothing if it is in
-    /// already.
+    /// Schedules the context in: its time advances and its events are scheduled on the PMU. Has no
+    /// effect if the context is already scheduled in.
     pub fn sched_in(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
         cell.lock().sched_in(now_ns);
     }
 
-    /// The vCPU pauses: its events go off and its time stands still. Their counts are final, so
-    /// overflows that passed and were not notified yet are known, too:
-    /// [`VcpuContext::service_overflows`] serves them.
+    /// Schedules the context out: its events leave the PMU and its time stops. The counts are then
+    /// final, and [`VcpuContext::service_overflows`] also handles overflows that were not notified
+    /// yet.
     ///
-    /// Raises [`SoftwareId::ContextSwitches`] first, so that events see it while they are on.
+    /// Raises [`SoftwareId::ContextSwitches`] first, so that events can still count it.
     pub fn sched_out(&self) {
         self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
         self.go_out();
@@ -47,29 +47,29 @@ impl VcpuContext {
         cell.lock().sched_out(now_ns);
     }
 
-    /// [`crate::Core::tick`] for this context alone.
+    /// Performs [`crate::Core::tick`] for this context only.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
             core.tick(&self.cell.load(), 1);
         }
     }
 
-    /// What the context holds.
+    /// Returns statistics of the context.
     #[must_use]
     pub fn stats(&self) -> ContextStats {
         self.cell.load().lock().stats()
     }
 
-    /// Counts up whenever an event of this vCPU goes to the error state, and stays the vCPU's when contexts
-    /// are exchanged. The VMM compares it at entry to learn that a guest counter has lost its place
-    /// ([`VcpuContext::see_errors`]); one load.
+    /// Returns the number of times that an event of this vCPU entered the error state. The number
+    /// stays with the vCPU when contexts are swapped. The VMM compares it at each VM entry to
+    /// detect that a guest counter has lost its slot ([`VcpuContext::see_errors`]). Costs one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
     }
 
-    /// Whether an event went to the error state since the last call. For the vCPU's thread, at each entry and
-    /// after it enabled something itself.
+    /// Returns `true` if an event entered the error state since the last call. Intended for the
+    /// vCPU thread, at each VM entry and after it enables an event.
     pub fn see_errors(&self) -> bool {
         let errors = self.errors();
         let unseen = self.seen_errors.load(Ordering::Relaxed) != errors;
@@ -79,7 +79,8 @@ impl VcpuContext {
         unseen
     }
 
-    /// The context's time: nanoseconds for which it was in. Times of events are of it.
+    /// Returns the context time: nanoseconds for which the context was scheduled in. Event times
+    /// are based on it.
     #[must_use]
     pub fn time_ns(&self) -> u64 {
         let cell = self.cell.load();
@@ -87,23 +88,23 @@ impl VcpuContext {
         cell.lock().clock.advance(now_ns)
     }
 
-    /// Asks the drivers whether the events that are on have their counters still: a system call for each
-    /// hardware event at most. Those that have not go to the error state, or wait for their next turn.
-    /// [`crate::Core::tick`] does it now and then.
+    /// Asks the drivers whether running events still hold their counters, with at most one system
+    /// call per hardware event. Events that lost their counter enter the error state or wait for
+    /// the next rotation. [`crate::Core::tick`] calls this method periodically.
     pub fn look(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
         cell.lock().look(now_ns);
     }
 
-    /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of
-    /// events that were opened with a cookie. To be called when an overflow's signal was seen; calling it
-    /// without one costs one driver call per armed event. Allocates nothing.
+    /// Services the overflows of this context: accounts them, writes SAMPLE records, and reports
+    /// overflows of events with a cookie. Call this method after an overflow signal. A call without
+    /// a signal costs one driver call per armed event. Does not allocate.
     ///
-    /// `sink` is called with no lock held and may use handles.
+    /// `sink` is called without any lock held and may use handles.
     ///
-    /// Returns how many events had overflowed. 0 says that the signal was not for us, and someone else may
-    /// want it.
+    /// Returns the number of events that overflowed. 0 means that the signal had a different cause
+    /// and may belong to another consumer.
     pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) -> u32 {
         let Some(core) = self.core.upgrade() else { return 0 };
         overflow::service(&core, &self.cell.load(), regs, sink)
@@ -135,8 +136,8 @@ mod tests {
         }
     }
 
-    /// Tick, read, overflow, ring write and switching of one vCPU go on while somebody else holds every lock
-    /// that vCPUs share, and those of all other contexts.
+    /// Ticks, reads, overflows, ring writes and context switches of a vCPU make progress while
+    /// another thread holds all shared locks and the locks of all other contexts.
     #[test]
     fn hot_paths_take_no_shared_lock() {
         let core = Core::new(CoreConfig::default());
@@ -154,7 +155,7 @@ mod tests {
         };
         let sampled = open(Attr::sampling(EventType::SIM, 1, 10));
         let _ring = sampled.map(1, false).unwrap();
-        // More than there are slots, so that a tick rotates.
+        // Opens more events than slots, so that a tick rotates.
         let _others: Vec<_> = (2..6).map(|n| open(Attr::counting(EventType::SIM, n))).collect();
         let (done, finished) = mpsc::channel();
         let shared = (
@@ -163,7 +164,7 @@ mod tests {
             core.inner.vm.lock(),
         );
         let cell = other.cell.load_full();
-        // Tried for, as the order of contexts is that of their addresses.
+        // Uses `try_lock`, because contexts must be locked in address order.
         let neighbour = cell.try_lock().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -180,7 +181,8 @@ mod tests {
                 done.send(overflows).unwrap();
             });
             let overflows = finished.recv_timeout(std::time::Duration::from_secs(60));
-            // Before the assertion, which would leave the scope waiting for the thread for ever.
+            // Released before the assertion, because otherwise a failure would leave the scope
+            // waiting for the thread forever.
             drop((shared, neighbour));
             assert!(
                 overflows.is_ok_and(|n| n > 0),

@@ -1,4 +1,4 @@
-//! vCPUs and threads come and go.
+//! Addition and removal of vCPU, thread and CPU contexts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,11 +11,14 @@ use crate::service::core::{Core, VcpuContext};
 use crate::service::error::OpenError;
 
 impl Core {
-    /// Adds a vCPU that host thread `tid` runs. It inherits the VM-wide events marked so; if one of them
-    /// cannot be opened the vCPU is not added and nothing is left behind.
+    /// Adds a vCPU that runs on host thread `tid`. The vCPU inherits all VM-wide events with
+    /// [`crate::Attr::inherit`]. If one of them cannot be opened, the vCPU is not added and the
+    /// call has no effect.
     ///
     /// # Errors
-    /// [`OpenError::VcpuExists`], or why an inherited event could not be opened.
+    ///
+    /// Returns [`OpenError::VcpuExists`] if the vCPU already exists, or the error of an inherited
+    /// event that could not be opened.
     pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
         self.add(vcpu, tid, Whose::Thread(vcpu, tid))
     }
@@ -32,7 +35,7 @@ impl Core {
             Arc::clone(&self.inner.config.clock),
             whose,
         ));
-        // A CPU of the host is no part of the VM.
+        // The context of a host CPU is not part of the VM.
         if cell.cpu().is_none() {
             for members in self.inner.inherited_groups() {
                 if let Err(error) = self.inner.inherit_group(&members, &cell) {
@@ -63,32 +66,38 @@ impl Core {
         Ok(context)
     }
 
-    /// Adds a context for host thread `tid` (0: the calling one), which need not run a vCPU: its events count
-    /// that thread between [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`]. It has the first
-    /// free number from [`Core::FIRST_THREAD`] on, by which events are opened on it and samples name it,
-    /// and is removed like a vCPU.
+    /// Adds a context for host thread `tid` (0 for the calling thread), which need not run a vCPU.
+    /// Its events count that thread between [`VcpuContext::sched_in`] and
+    /// [`VcpuContext::sched_out`].
+    ///
+    /// The context gets the first free number from [`Core::FIRST_THREAD`] on, which is used as the
+    /// target of events and in samples. Remove the context like a vCPU.
     ///
     /// # Errors
-    /// As [`Core::add_vcpu`].
+    ///
+    /// Returns the same errors as [`Core::add_vcpu`].
     pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
         let mut id = Self::FIRST_THREAD;
         loop {
             match self.add_vcpu(id, tid) {
-                // Somebody else was first.
+                // Another thread took this number first.
                 Err(OpenError::VcpuExists(_)) => id.0 += 1,
                 other => return other,
             }
         }
     }
 
-    /// Adds a context for CPU `cpu` of the host: its events count whatever runs there, for drivers that can
-    /// (`host`). Its number is [`Core::FIRST_CPU`] and `cpu`, by which events are opened on it; it is removed
-    /// like a vCPU. It is in from the beginning, so its time is the clock's. VM-wide events do not count on
-    /// it. Its samples carry the CPU's number, and -1 as process and thread, which are not known.
+    /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
+    /// supports it (`host`).
     ///
-    /// Opening an event on it takes the admin role above paranoid 0, and of the host's kernel `CAP_PERFMON`,
-    /// or a `kernel.perf_event_paranoid` of 0 or less. The driver's overflow signal goes to the thread that
-    /// opens the event.
+    /// The context number is [`Core::FIRST_CPU`] plus `cpu`; remove the context like a vCPU. The
+    /// context is scheduled in from the beginning, so its time is the clock's time. VM-wide events
+    /// do not count on it. Its samples contain the CPU number, and -1 as process and thread ID,
+    /// which are unknown.
+    ///
+    /// Opening an event on it requires the admin role if paranoid is above 0. The host kernel
+    /// requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow signal
+    /// of the driver is sent to the thread that opens the event.
     ///
     #[cfg_attr(feature = "host", doc = "```")]
     #[cfg_attr(not(feature = "host"), doc = "```ignore")]
@@ -109,8 +118,9 @@ impl Core {
     /// ```
     ///
     /// # Errors
-    /// [`OpenError::VcpuExists`] if it has been added, [`OpenError::NoSuchCpu`] for a number that no host
-    /// has.
+    ///
+    /// Returns [`OpenError::VcpuExists`] if the context already exists, and
+    /// [`OpenError::NoSuchCpu`] if the number is out of range for a CPU.
     pub fn add_cpu(&self, cpu: u32) -> Result<Arc<VcpuContext>, OpenError> {
         let id = Self::FIRST_CPU
             .0
@@ -123,15 +133,16 @@ impl Core {
         Ok(context)
     }
 
-    /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened
-    /// on the vCPU itself keep their last value for their handles.
+    /// Removes a vCPU. All its events are scheduled out, inherited events fold into their parents,
+    /// and handles of events opened on the vCPU keep the last value.
     ///
-    /// Periods that have passed and were not sampled are reported lost, one LOST record for each
-    /// event. To have their samples, call [`VcpuContext::sched_out`] and
-    /// [`VcpuContext::service_overflows`] before.
+    /// Elapsed periods without a sample are reported as lost, with one LOST record per event. To
+    /// get their samples, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`]
+    /// first.
     ///
     /// # Errors
-    /// [`OpenError::NoSuchVcpu`].
+    ///
+    /// Returns [`OpenError::NoSuchVcpu`] if there is no such vCPU.
     pub fn remove_vcpu(&self, vcpu: VcpuId) -> Result<(), OpenError> {
         let _topology = self.inner.topology();
         let vcpus = self.inner.vcpus.load_full();
@@ -188,8 +199,8 @@ mod tests {
         _session: Session,
     }
 
-    /// A vCPU with an event that samples each 100 counts, after 350 counts of which no overflow was
-    /// served.
+    /// Creates a vCPU with an event of period 100 and a count of 350, without servicing any
+    /// overflow.
     fn sampled() -> Sampled {
         let core = Core::new(CoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
@@ -217,7 +228,7 @@ mod tests {
         }
     }
 
-    /// The periods of the samples in a ring, and the sum of its LOST records.
+    /// Returns the sample periods in a ring and the sum of its LOST records.
     fn samples_and_lost(reader: &mut RingReader) -> (Vec<u64>, u64) {
         let (mut periods, mut lost) = (Vec::new(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
@@ -230,7 +241,7 @@ mod tests {
         (periods, lost)
     }
 
-    /// The count is final once the vCPU is out, so no period that has passed waits for a
+    /// The count is final after `sched_out`, so all elapsed periods are sampled without a
     /// notification.
     #[test]
     fn periods_that_passed_before_the_end_are_sampled_after_sched_out() {
@@ -250,8 +261,8 @@ mod tests {
         assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 
-    /// Without room for the LOST record the ring counts it, for the next one: it stands for the
-    /// same sample.
+    /// A full ring has no room for a LOST record and carries the number over to the next one, which
+    /// accounts for the same sample once.
     #[test]
     fn a_lost_sample_counts_once_in_a_full_ring() {
         let mut s = sampled();

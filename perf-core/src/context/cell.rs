@@ -1,4 +1,4 @@
-//! A context with its lock.
+//! An event context with its lock and owner.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -10,35 +10,37 @@ use crate::pmu::{Target, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// [`ContextCell::who`] of the VM context; no vCPU has the highest number and thread -1.
+/// Value of [`ContextCell::who`] for the VM context. Unambiguous, because no vCPU has the highest
+/// number and thread -1.
 const VM: u64 = u64::MAX;
 
-/// Whose context it is.
+/// Owner of a context.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Whose {
     Vm,
-    /// A vCPU's, or another thread's.
+    /// A vCPU or another host thread.
     Thread(VcpuId, i32),
-    /// A CPU's of the host.
+    /// A host CPU.
     Cpu(VcpuId, u32),
 }
 
-/// A context with its lock, its clock and whom it belongs to.
+/// A context with its lock, clock and owner.
 ///
-/// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's
-/// thread finds it free on its hot path; readers and the timer hold it for as long as a driver call takes.
+/// Access does not involve the owning thread: any thread may lock the context. The lock is
+/// uncontended on the hot path of the vCPU thread. Readers and the timer hold it for the duration
+/// of a driver call.
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
-    /// The CPU of the host that it is of, if it is of one.
     cpu: Option<u32>,
     clock: Arc<dyn Clock>,
-    /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
+    /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
     pub who: AtomicU64,
-    /// [`Context::to_serve`].
+    /// Shared copy of [`Context::to_serve`].
     pub to_serve: Arc<AtomicBool>,
-    /// How many raised events the context holds, readable without its lock.
+    /// Number of events in the context that count software events raised by the VMM. Readable
+    /// without the lock.
     pub raised_events: AtomicUsize,
-    /// What was raised while the lock was taken.
+    /// Events that were raised while the lock was taken.
     pub deferred: Deferred,
 }
 
@@ -63,7 +65,7 @@ impl ContextCell {
         }
     }
 
-    /// The vCPU and the host thread that runs it; `None` for the VM.
+    /// Returns the vCPU and its host thread, or `None` for the VM context.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "the halves of the word are taken apart"
@@ -87,23 +89,23 @@ impl ContextCell {
         context
     }
 
-    /// Whether this context's lock comes before that of `other` when both are taken.
+    /// Returns `true` if this context must be locked before `other`.
     pub fn is_before(&self, other: &Self) -> bool {
         std::ptr::from_ref(&self.inner) < std::ptr::from_ref(&other.inner)
     }
 
-    /// The lock if it is free.
+    /// Locks the context if the lock is free.
     pub fn try_lock(&self) -> Option<LockGuard<'_, Context>> {
         self.inner.try_lock()
     }
 
-    /// To be called after events were added or removed.
+    /// Updates the number of raised events. Call this method after events were added or removed.
     pub fn publish_raised(&self, context: &Context) {
         let n = context.raised.iter().map(Vec::len).sum();
         self.raised_events.store(n, Ordering::Relaxed);
     }
 
-    /// The CPU of the host that it is of, if it is of one.
+    /// Returns the host CPU of a CPU context.
     pub fn cpu(&self) -> Option<u32> {
         self.cpu
     }

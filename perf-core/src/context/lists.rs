@@ -1,5 +1,5 @@
-//! Lists of events that are on, by what there is to look at: overflows whenever a signal was seen, throttles
-//! and frequencies at each tick. Entering and leaving a list costs the same however long it is.
+//! Maintenance of the lists of active events that overflow, are throttled or follow a frequency.
+//! Adding and removing an event takes constant time.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::model::lists::List;
 use crate::model::state::State;
 
 impl Context {
-    /// Puts an event into a list, once.
+    /// Adds an event to a list, unless the list already contains the event.
     pub fn enlist(&mut self, list: List, key: EventKey) {
         let keys = self.lists.keys(list);
         self.events[key].places.of(list).get_or_insert_with(|| {
@@ -19,7 +19,7 @@ impl Context {
         });
     }
 
-    /// Takes an event out of a list, if it is there. The last one takes its place.
+    /// Removes an event from a list, if present. The last entry takes its position.
     pub fn unlist(&mut self, list: List, key: EventKey) {
         let Some(at) = self.events[key].places.of(list).take() else {
             return;
@@ -31,7 +31,7 @@ impl Context {
         }
     }
 
-    /// Puts an event that is on into the lists it belongs to.
+    /// Adds an active event to all lists that apply to it.
     pub fn enlist_active(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         if event.state != State::Active || !event.sampling.is_on() {
@@ -52,7 +52,7 @@ impl Context {
         }
     }
 
-    /// Puts an event by whose overflows passed and were not served.
+    /// Queues an event with unserviced overflows.
     pub fn put_by(&mut self, key: EventKey) {
         if !self.pending.contains(&key) {
             self.pending.push(key);
@@ -60,7 +60,8 @@ impl Context {
         self.to_serve.store(true, Ordering::Release);
     }
 
-    /// The overflows of drivers' events that are on are noticed by looking.
+    /// Requests a new check for overflows if a driver event is armed, because such overflows are
+    /// only detected by polling.
     pub fn look_again_if_armed(&self) {
         let armed = self.lists.of(List::Armed).iter();
         if armed
@@ -71,14 +72,14 @@ impl Context {
         }
     }
 
-    /// Takes an event that goes off out of all lists.
+    /// Removes an event that is scheduled out from all lists.
     pub fn unlist_all(&mut self, key: EventKey) {
         for list in [List::Armed, List::Throttled, List::Frequency] {
             self.unlist(list, key);
         }
     }
 
-    /// The event's overflows are switched off until the next tick that finds it on.
+    /// Suppresses overflows of the event until the next tick at which it is active.
     pub fn mark_throttled(&mut self, key: EventKey) {
         self.events[key].sampling.throttled = true;
         if self.events[key].state == State::Active {

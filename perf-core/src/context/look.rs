@@ -1,13 +1,13 @@
-//! Losing a place: an event that should count and does not.
+//! Detection of events that should count but lost their counter.
 //!
-//! A pinned event fails when there is no slot for it, when its driver refuses to start it, or when the host
-//! takes away the counter it was on, which the kernel tells nobody: the event reads as end of file from then
-//! on. So what is on is looked at now and then ([`crate::VcpuContext::look`], and each [`crate::Core::tick`]
-//! that comes long enough after the last look), and whenever it is read. An event that takes turns waits for
-//! the next turn instead of failing.
+//! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
+//! takes its counter away. The kernel reports the last case only by end of file on the next read.
+//! Active events are therefore checked periodically ([`crate::VcpuContext::look`] and
+//! [`crate::Core::tick`], rate-limited) and whenever they are read. A multiplexed event waits for
+//! the next rotation instead of failing.
 //!
-//! Who enabled the event learns of it by [`crate::VcpuContext::errors`], one load, and asks
-//! [`crate::Handle::failure`].
+//! The owner of an event detects a failure with [`crate::VcpuContext::errors`], which costs one
+//! load, and reads the cause with [`crate::Handle::failure`].
 
 use smallvec::SmallVec;
 
@@ -17,11 +17,13 @@ use crate::model::failure::FailureCause;
 use crate::model::keys::EventKey;
 use crate::model::state::State;
 
-/// Least time between two looks of ticks: a look is a system call for each hardware event that is on.
+/// Minimum time between two periodic checks, in nanoseconds. A check costs one system call per
+/// active hardware event.
 const LOOK_EVERY_NS: u64 = 20_000_000;
 
 impl Context {
-    /// Asks the drivers whether what is on in the pools counts. One system call for each event at most.
+    /// Asks the drivers whether the active events of all pools still count, with at most one system
+    /// call per event.
     pub fn look(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -48,15 +50,15 @@ impl Context {
         }
     }
 
-    /// [`Context::look`], unless the last one was a moment ago.
+    /// Performs [`Context::look`] if enough time has passed since the last check.
     pub fn look_now_and_then(&mut self, now_ns: u64) {
         if now_ns.saturating_sub(self.looked_ns) >= LOOK_EVERY_NS {
             self.look(now_ns);
         }
     }
 
-    /// Takes an event off whose driver has found that the host took its counter. To be called after a read;
-    /// cheap when all is well.
+    /// Schedules out an event whose driver detected that the host took its counter away. Call this
+    /// method after a read. Cheap if the event still counts.
     #[inline]
     pub fn notice(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
@@ -71,7 +73,7 @@ impl Context {
         let since_ns = time.saturating_sub(lost_ns).max(event.on_since_ns);
         let group = event.group;
         self.take_off(group, now_ns);
-        // It was on in name only since then.
+        // The event has not counted since then, although its state was active.
         self.events[key].times.go_off(since_ns);
         self.cannot_be_on(group, FailureCause::Taken, since_ns, now_ns);
     }

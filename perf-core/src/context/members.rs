@@ -1,5 +1,5 @@
-//! Events and groups come and go: who joins which group, and what becomes of siblings when their leader
-//! leaves.
+//! Addition and removal of events, and group membership. The siblings of a removed leader form
+//! groups of their own.
 
 use super::Context;
 use crate::model::event::{Event, Source};
@@ -9,8 +9,8 @@ use crate::model::times::EventTimes;
 use crate::schedule::group::{Class, Group};
 
 impl Context {
-    /// Adds an event: to the group of event `leader`, or as the leader of a group of its own. It goes on at
-    /// once if it may and there is room.
+    /// Adds an event to the group of event `leader`, or as the leader of a new group. Schedules the
+    /// event immediately if it is enabled and a slot is available.
     pub fn add(&mut self, mut event: Event, leader: Option<EventKey>, now_ns: u64) -> EventKey {
         let pool = event.pool;
         let time = self.clock.advance(now_ns);
@@ -27,7 +27,7 @@ impl Context {
         };
         self.events[key].group = group;
         self.groups[group].members.push(key);
-        // Room for every event, so that the hot paths never allocate.
+        // Reserves capacity for all events, so that the hot paths never allocate.
         let events = self.events.len();
         self.lists.reserve(events);
         self.pending.reserve(events.saturating_sub(self.pending.len()));
@@ -50,7 +50,7 @@ impl Context {
         let mut requeue = false;
         if pool.is_some() && self.groups[group].pool.is_none() {
             requeue = self.groups[group].queued;
-            // A software group becomes a hardware group: it leaves the list of those that need no slot.
+            // A software group becomes a hardware group and leaves the queue of software groups.
             self.take_off(group, now_ns);
             self.unqueue(group);
             self.groups[group].pool = pool;
@@ -61,15 +61,16 @@ impl Context {
         key
     }
 
-    /// Removes an event, off. The siblings of a removed leader become leaders of groups of their own, in the
-    /// states they are in.
+    /// Schedules an event out and removes it. The siblings of a removed leader become leaders of
+    /// their own groups and keep their states.
     pub fn remove(&mut self, key: EventKey, now_ns: u64) -> Event {
         let group = self.events[key].group;
         let pool = self.groups[group].pool;
         let was_leader = self.is_leader(key);
         self.settle_group_times(group, now_ns);
         if self.groups[group].on {
-            // A leader takes its group off; a sibling leaves alone.
+            // Removing a leader schedules out its group. Removing a sibling affects only the
+            // sibling.
             if was_leader {
                 self.take_off(group, now_ns);
             } else {
@@ -92,7 +93,7 @@ impl Context {
                 .iter()
                 .all(|m| self.events[*m].pool.is_none());
             if pool.is_some() && software {
-                // Its last hardware member is gone: it needs no slot and waits no more.
+                // A group without hardware members needs no slot and must not wait for one.
                 let queued = self.groups[group].queued;
                 self.take_off(group, now_ns);
                 self.unqueue(group);
@@ -122,11 +123,11 @@ impl Context {
         }
         let attr = &event.shared.attr;
         let class = class_of(event.top().owner, attr.pinned);
-        // Under a leader that was off its times stood still; they go on from here.
+        // The times of the sibling stopped while the leader was off, and continue from here.
         if leader_was_off && event.state >= State::Inactive {
             event.times.enable(time);
         }
-        // A family counts nothing itself and is never on.
+        // A family does not count and is never active.
         let may_run = event.state >= State::Inactive && !matches!(event.source, Source::Family);
         let mut group = Group::new(event.pool, class, attr.exclusive);
         group.members.push(key);
@@ -150,7 +151,7 @@ fn class_of(owner: Owner, pinned: bool) -> Class {
     }
 }
 
-/// Which raised event it counts.
+/// Returns the ID of the software event that this event counts.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the number was checked when the event was opened"

@@ -1,8 +1,9 @@
-//! A context: the events of one vCPU, or of the VM as a whole.
+//! Event contexts, one per vCPU and one for the whole VM.
 //!
-//! Everything here runs under the context's own lock and takes the time as a parameter. An event's times
-//! follow from stamps, so what waits is not touched. The states of events, the queues and the readings are in
-//! this file; events come and go in `members`, go on and off in `pass`, and the lock is in `cell`.
+//! All code of this module runs under the lock of the context and takes the time as a parameter.
+//! Event times are computed from timestamps, so waiting events need no updates. This file contains
+//! event states, queues and control operations; `members` adds and removes events, `pass` schedules
+//! them, `reading` reads them, and `cell` contains the lock.
 
 mod cell;
 mod lists;
@@ -37,27 +38,28 @@ use crate::schedule::group::{Group, Queue};
 use crate::schedule::seats::Want;
 use crate::schedule::{ClassQueue, MuxConfig, Pool, Pools, SharePolicy};
 
-/// What a context holds, for statistics and tests.
+/// Statistics of a context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ContextStats {
-    /// Events attached, inherited ones included.
+    /// Number of events, including inherited ones.
     pub events: usize,
-    /// Events that are on.
+    /// Number of active events.
     pub active: usize,
-    /// Hardware events that are on.
+    /// Number of active hardware events.
     pub active_hardware: usize,
-    /// Groups waiting for a slot.
+    /// Number of groups that wait for a slot.
     pub waiting_groups: usize,
-    /// Samples written to rings so far.
+    /// Number of samples written to rings.
     pub samples: u64,
-    /// Samples so far that found no room in their ring, or that nobody took before their vCPU was
-    /// removed.
+    /// Number of samples lost because the ring was full, or because they were pending when the vCPU
+    /// was removed.
     pub lost_samples: u64,
-    /// How often an event's overflows were switched off until the next tick because they came too fast.
+    /// Number of times that an event was throttled until the next tick because it overflowed too
+    /// frequently.
     pub throttles: u64,
 }
 
-/// What an event has counted, and in which slices: what goes along when two events exchange their pasts.
+/// Count and time slices of an event, exchanged when two contexts are swapped.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Past {
     totals: Totals,
@@ -69,42 +71,43 @@ pub(crate) struct Context {
     pub events: Table<EventKey, Event>,
     pub groups: Table<GroupKey, Group>,
     pub pools: Pools,
-    /// Groups of software events that may run.
+    /// Groups of software events that are enabled.
     software: Queue,
-    /// Those of them whose driver refused when they were last put on.
+    /// Software groups that their driver rejected when they were last scheduled.
     refused: VecDeque<GroupKey>,
-    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the capacity
-    /// reserved when events are added.
+    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the
+    /// capacity that is reserved when events are added.
     pub lists: Lists,
-    /// Ticks so far.
+    /// Number of ticks.
     pub ticks: u64,
-    /// Where in the list of those that follow a frequency the next tick goes on.
+    /// Position in the frequency list at which the next tick continues.
     pub next_frequency: usize,
-    /// Events with overflows that passed while they were taken off.
+    /// Events with pending overflows that were found when the events were scheduled out.
     pub pending: Vec<EventKey>,
-    /// Overflows passed, or may pass at any time in a driver. Read without the lock, so that a vCPU need not
-    /// take the VM context's to find nothing.
+    /// `true` if overflows are pending or may occur in a driver at any time. Read without the lock,
+    /// so that a vCPU does not lock the VM context unnecessarily.
     pub to_serve: Arc<AtomicBool>,
-    /// Events the VMM raises, by id.
+    /// Events that count software events raised by the VMM, by ID.
     pub raised: [Vec<EventKey>; IDS],
-    /// Room for the readings of the largest group, for samples.
+    /// Buffer for the readings of the largest group, for samples.
     pub entries: Vec<ReadEntry>,
-    /// The generation of VM-wide events it was made from, while it holds nothing else.
+    /// Generation of VM-wide events from which the context was created, as long as it contains no
+    /// other events.
     pub clone_of: Option<u64>,
-    /// Guards that keep it from being exchanged.
+    /// Number of guards that prevent a context swap.
     pub pins: usize,
     pub policy: SharePolicy,
     mux: MuxConfig,
     active: usize,
-    /// Counts up whenever an event goes to the error state. Read without the lock, and the vCPU's: it goes
-    /// along when contexts are exchanged.
+    /// Number of times that an event entered the error state. Read without the lock. The value
+    /// belongs to the vCPU and moves with it when contexts are swapped.
     pub errors: Arc<AtomicU64>,
-    /// When the drivers were last asked whether what is on counts.
+    /// Time at which the drivers were last asked whether active events still count.
     pub looked_ns: u64,
     pub samples: u64,
     pub lost_samples: u64,
     pub throttles: u64,
-    /// Its vCPU is gone; nothing goes on any more.
+    /// `true` after the vCPU was removed. No event is scheduled anymore.
     pub dead: bool,
 }
 
@@ -154,13 +157,13 @@ impl Context {
         }
     }
 
-    /// The pool of hardware driver `driver`, made when first needed.
+    /// Returns the slot pool of hardware driver `driver`, and creates the pool on first use.
     pub fn pool(&mut self, driver: usize, counters: CounterMask, reserved: usize) -> PoolId {
         let pool = self.pools.ids().find(|pool| self.pools[*pool].driver == driver);
         pool.unwrap_or_else(|| self.pools.push(Pool::new(driver, counters, reserved, self.mux)))
     }
 
-    /// The event `key` if it is still the one called `shared`.
+    /// Returns event `key` if it still belongs to `shared`.
     pub fn get(&mut self, key: EventKey, shared: &Arc<EventShared>) -> Option<&mut Event> {
         self.events
             .get_mut(key)
@@ -172,30 +175,28 @@ impl Context {
         self.events[self.groups[self.events[key].group].leader()].state
     }
 
-    /// Whether `key` leads its group.
+    /// Returns `true` if `key` is a group leader.
     pub fn is_leader(&self, key: EventKey) -> bool {
         self.groups[self.events[key].group].leader() == key
     }
 
-    /// The events of the group of `key`, its leader first.
+    /// Returns the members of the group of `key`, leader first.
     pub fn members(&self, key: EventKey) -> SmallVec<[EventKey; 4]> {
         self.groups[self.events[key].group].members.clone()
     }
 
-    // States.
-
-    /// Lets the next overflow of an event come after `overflow_in` further counts. Returns its count.
+    /// Arms an event to overflow after `overflow_in` further counts, and returns its count.
     pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<u64, PmuError> {
         let event = &mut self.events[key];
         let count = event.arm(overflow_in)?;
-        // One that is on overflows from now on, if it did not before.
+        // An active event without a period starts to overflow now.
         if event.places.of(List::Armed).is_none() {
             self.enlist_active(key);
         }
         Ok(count)
     }
 
-    /// Stops what an event that is on counts, and nothing else. Returns its count.
+    /// Pauses counting of an active event without scheduling it out, and returns its count.
     pub fn pause(&mut self, key: EventKey) -> u64 {
         let event = &mut self.events[key];
         if event.state != State::Active {
@@ -208,7 +209,8 @@ impl Context {
         count
     }
 
-    /// Takes back [`Context::pause`] of an event that is still on. After an error it is not.
+    /// Reverts [`Context::pause`] for an event that is still active. After an error the event is no
+    /// longer active.
     pub fn go_on(
         &mut self,
         key: EventKey,
@@ -226,8 +228,8 @@ impl Context {
         Ok(())
     }
 
-    /// Marks an event enabled that is off or in error, and puts it on if it may. Nothing if it is enabled
-    /// already.
+    /// Enables an event that is off or in the error state, and schedules it if possible. Has no
+    /// effect on an enabled event.
     pub fn enable(&mut self, key: EventKey, now_ns: u64) {
         if self.events[key].state >= State::Inactive {
             return;
@@ -249,7 +251,7 @@ impl Context {
         self.became_enabled(key, now_ns);
     }
 
-    /// Queues the group of an event that became enabled and puts on what may go on.
+    /// Queues the group of an event that was enabled and schedules the groups that can run.
     fn became_enabled(&mut self, key: EventKey, now_ns: u64) {
         let group = self.events[key].group;
         self.recount(group);
@@ -264,8 +266,8 @@ impl Context {
         self.go(group, now_ns);
     }
 
-    /// Disables an event. A leader takes its whole group off the PMU but only it becomes off; an event in
-    /// error stays in error.
+    /// Disables an event. Disabling a leader schedules out its whole group, but changes only the
+    /// state of the leader to off. An event in the error state remains there.
     pub fn disable(&mut self, key: EventKey, now_ns: u64) {
         if self.events[key].state < State::Inactive {
             return;
@@ -286,8 +288,8 @@ impl Context {
         }
     }
 
-    /// A pinned group that is off goes to the error state: it does not count since `since_ns` of the
-    /// context's time.
+    /// Moves a pinned group that is not active to the error state. The group has not counted since
+    /// `since_ns` of the context time.
     pub fn fail(&mut self, group: GroupKey, cause: FailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
@@ -309,7 +311,7 @@ impl Context {
         }
     }
 
-    /// Without a pool none of its members wants a slot.
+    /// Updates the slot requirements of a group. Without a pool no member needs a slot.
     #[inline]
     fn recount(&mut self, group: GroupKey) {
         if self.groups[group].pool.is_some() {
@@ -322,7 +324,7 @@ impl Context {
         let events = &self.events;
         let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= State::Inactive;
         let before = wants.len();
-        // A member that left is no event any more.
+        // Drops requirements of members that were removed from the group.
         wants.retain(|want| members.contains(&want.event) && wanting(want.event));
         let mut changed = wants.len() != before;
         for &event in members.iter().filter(|m| wanting(**m)) {
@@ -336,7 +338,7 @@ impl Context {
             }
         }
         if changed && let Some(pool) = self.groups[group].pool {
-            // It may fit now.
+            // The group may fit now.
             self.pools[pool].unpark(&mut self.groups, group);
         }
     }

@@ -1,4 +1,4 @@
-//! Overflows: accounts, records and reports of what was noticed.
+//! Accounting, records and reports of overflows.
 
 use std::sync::atomic::Ordering;
 
@@ -15,25 +15,25 @@ use crate::notify::Poll;
 use crate::record::{Encode, Format, Lost, Sample, SampleId, Throttle, Words, Written};
 use crate::sample::{Moment, Overflowed};
 
-/// Reports taken out of a context in one go.
+/// Reports that are taken out of a context at once.
 pub(crate) type Batch = SmallVec<[Overflowed; BATCH]>;
 const BATCH: usize = 16;
-/// Events by frequency whose periods a tick adjusts.
+/// Maximum number of frequency-based events whose periods one tick adjusts.
 const FREQUENCIES_PER_TICK: usize = 64;
-/// Periods of an event's samples that are due at one moment and not written yet.
+/// Periods of the samples of one event that are due at the same time and not yet written.
 type Due = SmallVec<[u64; 16]>;
 
-/// Events whose overflows were noticed, and how far the search for them has come.
+/// Progress of the search for overflowed events, and the events found.
 #[derive(Debug)]
 pub(crate) struct Noticed {
-    /// In the order they are to be served. A key whose event is gone by then, or another's, has nothing
-    /// pending.
+    /// Keys of overflowed events in service order. A key whose event was removed or replaced has no
+    /// pending overflows.
     keys: SmallVec<[EventKey; BATCH]>,
-    /// The first so many armed events were not looked at yet.
+    /// Number of armed events that have not been checked yet.
     unseen: usize,
-    /// Events that were served.
+    /// Number of serviced events.
     pub served: u32,
-    /// There may be others.
+    /// `true` if further events may have overflowed.
     pub more: bool,
 }
 
@@ -48,30 +48,32 @@ impl Default for Noticed {
     }
 }
 
-/// One go at serving events of a context: the moment, the limits in force, and where reports go.
+/// Parameters of one service pass over a context: time, current limits and report output.
 #[derive(Debug)]
 pub(crate) struct Pass<'a> {
-    /// The vCPU on which it was noticed, and when, as trailers of records say them.
+    /// vCPU and time of the overflow, for record trailers.
     pub by: SampleId,
     pub tick_hz: u64,
     pub sample_rate_hz: u64,
-    /// Where that vCPU was; without it nothing is sampled.
+    /// Registers of the vCPU. No sample is taken without them.
     pub seen: Option<Seen<'a>>,
     pub batch: &'a mut Batch,
 }
 
 impl Context {
-    /// Looks for events that overflowed, until there is a batch of them. Their overflows are pending from
-    /// now on, and their drivers armed again.
+    /// Searches for overflowed events until a batch is full. Marks their overflows as pending and
+    /// rearms their drivers.
     ///
-    /// Armed events are gone through from the last to the first: whoever leaves the list is replaced by its
-    /// last, which has been looked at by then, so none is missed when a group goes off meanwhile.
+    /// The armed events are visited from last to first. An event that leaves the list is replaced
+    /// by the last one, which has already been checked, so no event is missed if a group is
+    /// scheduled out meanwhile.
     pub fn notice_overflows(&mut self, noticed: &mut Noticed) {
         if !noticed.keys.is_empty() {
             return;
         }
         noticed.more = true;
-        // First what is left from before, by itself: an event that is on again may have overflowed anew.
+        // Services leftovers of earlier passes separately, because an event that is active again
+        // may also have a new overflow.
         while noticed.keys.len() < BATCH
             && let Some(key) = self.pending.pop()
         {
@@ -107,7 +109,7 @@ impl Context {
         }
     }
 
-    /// What samples of those that were noticed want of the registers.
+    /// Returns the register data that samples of the found events need.
     pub fn wants_of(&self, noticed: &Noticed) -> Wants {
         let mut wants = Wants::default();
         for &key in &noticed.keys {
@@ -121,27 +123,29 @@ impl Context {
         wants
     }
 
-    /// Accounts what was noticed.
+    /// Accounts the overflows that were found.
     pub fn account_overflows(&mut self, noticed: &mut Noticed, pass: &mut Pass<'_>) {
         for key in noticed.keys.drain(..) {
             let Some(event) = self.events.get_mut(key) else {
                 continue;
             };
             let times = std::mem::take(&mut event.sampling.pending);
-            // No sample follows the EXIT record of its vCPU.
+            // The EXIT record must be the last record of a vCPU, so no sample may follow it.
             if times > 0 && !self.dead {
                 noticed.served += 1;
                 self.overflow(pass, key, times);
             }
         }
-        // An event that went off while another was served may have overflowed, too.
+        // An event that was scheduled out while another was serviced may also have overflowed.
         noticed.more |= !self.pending.is_empty();
     }
 
-    /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample
-    /// that stands for all of them by its period. A sample's period is what the event counted since the
-    /// one before, and not what was set: the two differ after a change, a throttle, or where several
-    /// overflows are noticed at once.
+    /// Accounts `times` overflows of a driver event that were found together, as one interrupt and
+    /// one sample whose period covers all of them.
+    ///
+    /// The period of a sample is the number of counts since the previous sample, rather than the
+    /// configured period. Both differ after a change of the period, after throttling, and if
+    /// several overflows are found at once.
     fn overflow(&mut self, pass: &mut Pass<'_>, key: EventKey, times: u32) {
         let mut due = Due::new();
         let sampling = &mut self.events[key].sampling;
@@ -152,9 +156,10 @@ impl Context {
         self.report(key, countdown.counted, pass.batch);
         if countdown.last {
             self.limit_reached(key, pass.by.time_ns);
-            // As many as were asked for, and no more: what passed beyond the last is dropped.
+            // Overflows beyond the requested number are dropped.
             self.events[key].sampling.pending = 0;
-            // Its next start is still in the tick that throttled it, as the record says.
+            // The event is unthrottled no earlier than in the next tick, as the THROTTLE record
+            // implies.
             if throttle {
                 self.mark_throttled(key);
             }
@@ -163,9 +168,9 @@ impl Context {
         }
     }
 
-    /// Accounts `times` overflows of a raised event: each an overflow of its own, until a throttle or its
-    /// limit breaks the burst. The samples of what remains are lost, as the interrupts of a throttled
-    /// counter are; the next sample stands for their counts.
+    /// Accounts `times` overflows of a software event raised by the VMM, one at a time, until a
+    /// throttle or the event limit ends the burst. Samples of the remaining overflows are lost, as
+    /// for a throttled counter, and the next sample covers their counts.
     pub(super) fn raised_overflow(&mut self, pass: &mut Pass<'_>, key: EventKey, times: u64) {
         let all = u32::try_from(times).unwrap_or(u32::MAX);
         let cookie = self.events[key].shared.cookie.is_some();
@@ -175,7 +180,7 @@ impl Context {
             }
             return;
         }
-        // One of them may change it.
+        // The loop may change the period.
         let apart = self.events[key].sampling.period;
         let mut done = 0u32;
         let mut due = Due::new();
@@ -200,9 +205,9 @@ impl Context {
         self.report(key, if cookie { all } else { done }, pass.batch);
     }
 
-    /// Overflows that passed and were not served never will be: with their vCPU gone there is
-    /// nothing to sample. Each event that owes a sample for them writes a LOST record in its place,
-    /// or counts it as one that found no room.
+    /// Discards pending overflows after the vCPU was removed, because its registers are not
+    /// available for samples. Each affected event writes a LOST record, or counts a lost record if
+    /// the ring is full.
     pub fn lose_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
             let event = &mut self.events[key];
@@ -233,8 +238,9 @@ impl Context {
         }
     }
 
-    /// One interrupt for `times` overflows: its accounts and its records, of which the sample may be left in
-    /// `due` to be written with others. Whether the event is to be throttled now.
+    /// Accounts one interrupt for `times` overflows and writes its records. The sample may be added
+    /// to `due` to be written together with others. Returns `true` if the event must be throttled
+    /// now.
     fn one_overflow(
         &mut self,
         pass: &Pass<'_>,
@@ -254,12 +260,13 @@ impl Context {
         let over = event
             .sampling
             .interrupt(times, now, pass.tick_hz, pass.sample_rate_hz);
-        // The guest's own rate is limited where its PMIs are.
+        // The rate of guest counters is limited where PMIs are delivered.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         let begins = throttle && !event.sampling.throttled;
         self.throttles += u64::from(begins);
         if event.output.is_none() {
-            // Who polls has the event that was opened, not the child of it that counts on this vCPU.
+            // Pollers hold a handle of the parent event rather than of the child that counts on
+            // this vCPU.
             event.top().notify.signal(Poll::IN);
             return throttle;
         }
@@ -276,7 +283,7 @@ impl Context {
         throttle
     }
 
-    /// The event has had all the overflows it was allowed.
+    /// Handles an event that has reached its overflow limit.
     fn limit_reached(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         event.shared.notify.signal(Poll::HUP);
@@ -290,8 +297,8 @@ impl Context {
         self.disable(key, now_ns);
     }
 
-    /// Writes the samples that are due: one for each period, of the same moment and therefore equal in all
-    /// else.
+    /// Writes the due samples, one per period. They are taken at the same time and are otherwise
+    /// identical.
     fn write_samples(&mut self, pass: &Pass<'_>, key: EventKey, due: &mut Due) {
         if due.is_empty() {
             return;
@@ -322,7 +329,7 @@ impl Context {
         if format.sample_type.contains(SampleType::READ) {
             sample.read = self.read_values(key, pass.by.time_ns, &mut entries);
         }
-        // A ring without room counts what it lost; one that can never take the record has none for it.
+        // A full ring counts lost records. A ring that is too small for the record does not.
         let written = if let [period] = due[..] {
             sample.period = period;
             sample.write(format, &output.ring).into()
@@ -345,7 +352,7 @@ impl Context {
         self.entries = entries;
     }
 
-    /// Switches an event's overflows off until the next tick. It goes on counting.
+    /// Suppresses overflows of the event until the next tick. The event continues to count.
     fn throttle(&mut self, key: EventKey, now_ns: u64) {
         let event = &mut self.events[key];
         if event.state != State::Active {
@@ -374,11 +381,14 @@ impl Context {
         }
     }
 
-    /// The sampling half of a tick: lifts throttles, and adjusts frequencies of what is on. The work has a
-    /// bound: lifting a throttle costs less than the overflows that led to it, and where many events
-    /// follow frequencies each tick looks at some of them.
+    /// Performs the sampling part of a tick: unthrottles events, and adjusts the periods of active
+    /// frequency-based events.
     ///
-    /// `by` is whose tick it is, for records that it writes. [`Context::ticks`] has been advanced.
+    /// The work per tick is bounded. Unthrottling costs less than the overflows that caused the
+    /// throttle, and each tick adjusts only a subset of a large number of frequencies.
+    ///
+    /// `by` identifies the source of the tick in records. The caller has already advanced
+    /// [`Context::ticks`].
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
         let tick = self.ticks;
         while let Some(&key) = self.lists.of(List::Throttled).last() {
@@ -404,11 +414,12 @@ impl Context {
         }
     }
 
-    /// A period that became huge by accident must not stall the event: begin a new one.
+    /// Starts a new period if the current one has become so large by accident that the event would
+    /// stall.
     fn restart_stalled(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         let raw = event.raw();
-        // An overflow that passed and waits to be served is no stall.
+        // An event with an overflow that waits for service is not stalled.
         let passed = event.sampling.passed(raw);
         if passed > 0 {
             event.sampling.pending = event.sampling.pending.saturating_add(passed);
@@ -425,7 +436,7 @@ impl Context {
     }
 }
 
-/// THROTTLE or UNTHROTTLE.
+/// Writes a THROTTLE or UNTHROTTLE record.
 fn write_throttle(event: &Event, throttled: bool, by: SampleId) {
     event.write_record(&Throttle {
         throttled,

@@ -1,5 +1,5 @@
-//! Passes over a context: what goes on and what goes off. A pass works in two steps:
-//! [`crate::schedule::plan`] says what should be on, then only the difference to what is on is told to the
+//! Scheduling passes over a context. A pass has two steps: [`crate::schedule::plan`] computes the
+//! set of groups that should be active, and the pass then applies only the differences to the
 //! drivers.
 
 use smallvec::SmallVec;
@@ -15,13 +15,12 @@ use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
 
-/// Groups without a slot that a tick tries to put on again after their driver refused.
+/// Maximum number of rejected software groups that a tick retries.
 const REFUSED_PER_TICK: usize = 8;
 
 impl Context {
-    // Passes.
-
-    /// Plans a pool anew and tells the drivers the difference. Nothing while the context is out.
+    /// Plans a pool again and applies the changes to the drivers. Has no effect while the context
+    /// is scheduled out.
     pub fn reschedule(&mut self, pool: PoolId, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -57,7 +56,7 @@ impl Context {
         }
     }
 
-    /// The context goes in: its vCPU starts to run.
+    /// Schedules the context in, because its vCPU starts to run.
     pub fn sched_in(&mut self, now_ns: u64) {
         if self.clock.is_active() || self.dead {
             return;
@@ -73,7 +72,7 @@ impl Context {
         }
     }
 
-    /// The context goes out: everything is taken off and its time stops.
+    /// Schedules the context out: stops all events and the context time.
     pub fn sched_out(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -88,14 +87,14 @@ impl Context {
             next = self.software.after(&self.groups, group);
             self.take_off(group, now_ns);
         }
-        // All are tried when it goes in again.
+        // All rejected groups are retried when the context is scheduled in.
         for group in self.refused.drain(..) {
             self.groups[group].refused = false;
         }
         self.clock.stop(now_ns);
     }
 
-    /// Gives the slots to the next groups, if there are any waiting.
+    /// Rotates the slots to the next groups, if any group waits.
     pub fn rotate(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -112,7 +111,7 @@ impl Context {
         }
     }
 
-    /// Keeps `reserved` slots of each pool for VM-wide events from now on.
+    /// Reserves `reserved` slots of each pool for VM-wide events.
     pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
         for pool in self.pools.ids() {
             self.pools[pool].reserve(reserved);
@@ -120,7 +119,7 @@ impl Context {
         }
     }
 
-    /// Who gets slots from now on.
+    /// Changes the slot sharing policy.
     pub fn set_policy(&mut self, policy: SharePolicy, now_ns: u64) {
         self.policy = policy;
         for pool in self.pools.ids() {
@@ -128,7 +127,7 @@ impl Context {
         }
     }
 
-    /// When the next turn of groups that share slots is due.
+    /// Returns the time of the next rotation of groups that share slots.
     pub fn next_turn_ns(&self) -> Option<u64> {
         if !self.clock.is_active() {
             return None;
@@ -136,8 +135,9 @@ impl Context {
         self.pools.iter().filter_map(Pool::next_turn_ns).min()
     }
 
-    /// What a periodic tick has to do here. Whatever an operator samples may come to be throttled, and a tick
-    /// lifts that; a guest's counters, which are armed one overflow at a time, are not.
+    /// Returns the work of a periodic tick for this context. Events sampled by an operator may be
+    /// throttled, which requires a tick to unthrottle them. Guest counters are armed for one
+    /// overflow at a time and are never throttled.
     pub fn tick_need(&self) -> TickNeed {
         if !self.clock.is_active() {
             return TickNeed::None;
@@ -155,9 +155,8 @@ impl Context {
         }
     }
 
-    // Groups and events, on and off.
-
-    /// Lets a queued group go on if it may: at once when it needs no slot, else by planning its pool anew.
+    /// Schedules a queued group if possible: immediately if it needs no slot, otherwise by planning
+    /// its pool again.
     pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
@@ -174,8 +173,8 @@ impl Context {
         }
     }
 
-    /// A group that is off could not be on: a pinned one fails, the others try again. Those that want a slot
-    /// do so at each turn; the rest is kept in mind for the next ticks.
+    /// Handles a group that could not be scheduled. A pinned group fails. A flexible hardware group
+    /// is retried at each rotation, and a flexible software group at the next ticks.
     pub fn cannot_be_on(&mut self, group: GroupKey, cause: FailureCause, since_ns: u64, now_ns: u64) {
         if self.groups[group].class.is_pinned() {
             self.fail(group, cause, since_ns, now_ns);
@@ -185,8 +184,8 @@ impl Context {
         }
     }
 
-    /// Puts groups on that need no slot and that their driver refused. A few of them, so that a tick's work
-    /// has a bound.
+    /// Retries software groups that their driver rejected. The number per tick is limited, so that
+    /// the work of a tick is bounded.
     pub fn try_refused_again(&mut self, now_ns: u64) {
         for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
             if let Some(group) = self.refused.pop_front() {
@@ -196,11 +195,12 @@ impl Context {
         }
     }
 
-    /// Puts the members of a group on that are not on yet, all or none.
+    /// Starts all inactive members of a group, or none of them.
     pub(super) fn put_on(&mut self, group: GroupKey, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
         let mut closed = false;
-        // The leader last: where the host has groups of its own, that puts all on at one moment.
+        // The leader is started last. If the host supports groups, this starts all members
+        // simultaneously.
         for i in (0..self.groups[group].members.len()).rev() {
             let key = self.groups[group].members[i];
             if self.events[key].state != State::Inactive {
@@ -227,7 +227,7 @@ impl Context {
         Ok(())
     }
 
-    /// Takes a group off.
+    /// Schedules a group out.
     pub fn take_off(&mut self, group: GroupKey, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
@@ -239,7 +239,7 @@ impl Context {
         }
     }
 
-    /// Reads a group that is on, about halfway through its slice.
+    /// Reads an active group about halfway through its time slice.
     fn read_amid(&mut self, group: GroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;
@@ -248,8 +248,9 @@ impl Context {
         }
     }
 
-    /// A group was taken off for another. How its rates went is told at once: a rotation later the policy
-    /// would take it for what a later slice said.
+    /// Ends the time slice of a group that was replaced by another. Reports its rate changes
+    /// immediately, because after the next rotation the policy would attribute them to a later
+    /// slice.
     fn end_turn(&mut self, group: GroupKey) {
         let mut closed = false;
         for i in 0..self.groups[group].members.len() {
@@ -260,8 +261,8 @@ impl Context {
         }
     }
 
-    /// Tells the queue by how much the rates of a group's members last changed, and of a rhythm in step with
-    /// their slices.
+    /// Reports the largest rate change of the group's members to the queue, and whether a periodic
+    /// pattern is in phase with their slices.
     fn tell_step(&mut self, group: GroupKey) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
@@ -283,9 +284,9 @@ impl Context {
         }
     }
 
-    /// Returns whether what the event counted in its last slice is known now.
+    /// Returns `true` if the count of the event's previous slice is now known.
     fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
-        // As it is before the event starts: it may be the leader itself.
+        // Read before the event starts, because the event may be the leader itself.
         let takes_turns = self.events[key].slices.is_some();
         let leader = takes_turns.then(|| self.leader_state(key));
         let event = &mut self.events[key];
@@ -305,8 +306,8 @@ impl Context {
         }
     }
 
-    /// The driver's half of an event that was on is stopped and could not be started again: its group goes
-    /// off.
+    /// Handles an active event whose driver event was stopped and could not be restarted. Schedules
+    /// its group out.
     pub fn fell_off(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
         log::warn!(
             "event {} could not go on after its overflow was switched: {error}",
@@ -319,7 +320,7 @@ impl Context {
         self.cannot_be_on(group, FailureCause::of(error), time, now_ns);
     }
 
-    /// An event that is on goes off by `stop`.
+    /// Schedules an active event out with `stop`.
     fn goes_off(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         if self.events[key].slices.is_some() {

@@ -1,4 +1,4 @@
-//! Raised events: what the VMM itself sees happen to a vCPU.
+//! Software events that the VMM raises.
 
 use crate::context::{Context, Pass};
 use crate::model::event::{Event, Source};
@@ -8,9 +8,11 @@ use crate::model::state::State;
 use crate::record::CpuMode;
 
 impl Event {
-    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context
-    /// waits, which is what happens to a vCPU that is off its CPU, and only if the group would be on with
-    /// it.
+    /// Returns `true` if an event that the VMM raises is counted in the current state.
+    ///
+    /// Events that are off or in the error state do not count. An inactive event counts only while
+    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, and only if
+    /// its group would then be active.
     fn takes(&self, leader: State, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             State::Active => true,
@@ -30,7 +32,7 @@ impl Event {
 }
 
 impl Context {
-    /// What samples want of the registers if `n` events `id` are raised now.
+    /// Returns the register data that samples need if event `id` is raised `n` times now.
     pub fn wants_of_raise(&self, id: SoftwareId, n: u64, mode: CpuMode) -> Wants {
         let mut wants = Wants::default();
         let active = self.clock.is_active();
@@ -47,7 +49,8 @@ impl Context {
         wants
     }
 
-    /// `n` events `id` were raised in `mode`, which is known if there are registers.
+    /// Raises event `id` `n` times in CPU mode `mode`, which is known only if registers are
+    /// available.
     pub fn raise(&mut self, pass: &mut Pass<'_>, id: SoftwareId, n: u64, mode: Option<CpuMode>) {
         let active = self.clock.is_active();
         for at in 0..self.raised[id as usize].len() {
@@ -65,7 +68,7 @@ impl Context {
             if !event.sampling.is_on() {
                 continue;
             }
-            // Without registers there is nothing to sample; a count for the guest overflows all the same.
+            // An event cannot be sampled without registers. A guest counter still overflows.
             if pass.seen.is_none() && event.shared.cookie.is_none() {
                 event.sampling.skip(n);
                 continue;
@@ -77,8 +80,8 @@ impl Context {
         }
     }
 
-    /// Counts what was raised while the lock was taken. The registers of that moment are gone, so nothing is
-    /// sampled.
+    /// Counts events that were raised while the lock was taken. They are not sampled, because the
+    /// registers of that time are no longer available.
     pub fn take_deferred(&mut self, deferred: &Deferred) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();

@@ -1,4 +1,4 @@
-//! What events of a context have counted.
+//! Counts, times and estimates of the events of a context.
 
 use std::sync::atomic::Ordering;
 
@@ -17,19 +17,20 @@ use crate::schedule::ClassQueue;
 use crate::time::Times;
 
 impl Context {
-    /// The event's own count and times, refreshed first, so that the two belong together.
+    /// Returns the count and times of the event itself. Reads the count first, so that both are
+    /// consistent.
     #[inline]
     pub fn totals(&mut self, key: EventKey, now_ns: u64) -> Totals {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);
         let event = &mut self.events[key];
         if matches!(event.source, Source::Family) {
-            // It counts nothing itself; the times of its children are the times.
+            // A family does not count. Its times are the times of its children.
             return Totals::default();
         }
         let count = event.count();
         self.notice(key, now_ns);
-        // Whether it is on, and its leader's state, may have changed just now.
+        // The read may have changed the state of the event and of its leader.
         let leader = if self.is_leader(key) {
             self.events[key].state
         } else {
@@ -42,7 +43,7 @@ impl Context {
         }
     }
 
-    /// What the event would have counted had it been on whenever it was enabled.
+    /// Returns an estimate of the count over the whole time enabled.
     pub fn estimate(&mut self, key: EventKey, now_ns: u64) -> EstimateSum {
         let totals = self.totals(key, now_ns);
         let rhythm = self.has_rhythm(key);
@@ -67,7 +68,8 @@ impl Context {
         EstimateSum::of(totals, estimate)
     }
 
-    /// What members that join the group of `leader` are opened with ([`pmu::PmuEvent::group`]).
+    /// Returns the driver group that new members of the group of `leader` join
+    /// ([`pmu::PmuEvent::group`]).
     pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::Group> {
         match &mut self.events.get_mut(leader)?.source {
             Source::Driver(driver) => driver.group(),
@@ -75,7 +77,8 @@ impl Context {
         }
     }
 
-    /// Whether a rhythm was seen of late in an event that takes turns with this one.
+    /// Returns `true` if a periodic pattern was detected recently in a multiplexed event that
+    /// shares slots with this one.
     fn has_rhythm(&mut self, key: EventKey) -> bool {
         let group = &self.groups[self.events[key].group];
         let Some(pool) = group.pool else { return false };
@@ -85,7 +88,7 @@ impl Context {
         }
     }
 
-    /// Makes the event's count `count` from now on. Its times are left alone.
+    /// Sets the count of the event to `count`. The times are not changed.
     pub fn set_count(&mut self, key: EventKey, count: u64, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);
@@ -98,8 +101,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// What the event has counted until now, with the slices it did that in. The last one ends here if it is
-    /// on.
+    /// Returns the count and time slices of the event so far. Ends the current slice if the event
+    /// is active.
     pub fn leave_off(&mut self, key: EventKey, now_ns: u64) -> Past {
         let totals = self.totals(key, now_ns);
         let event = &mut self.events[key];
@@ -112,7 +115,7 @@ impl Context {
         Past { totals, slices }
     }
 
-    /// Makes `past` what the event has counted until now, whatever it did.
+    /// Replaces the count and time slices of the event by `past`.
     pub fn go_on_from(&mut self, key: EventKey, past: Past, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
@@ -127,8 +130,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Brings the control page of an event that owns a ring up to date. A family's is written when it is
-    /// read: its children have locks of their own.
+    /// Updates the control page of an event that owns a ring. The page of a family is updated when
+    /// the family is read, because its children have their own locks.
     pub fn update_page(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         if matches!(event.source, Source::Family) {
@@ -140,8 +143,8 @@ impl Context {
         }
     }
 
-    /// The reading a record carries: own and exited children's totals, not those of live ones, whose contexts
-    /// have locks of their own.
+    /// Returns the reading for a record: totals of the event and of exited children, but not of
+    /// live children, whose contexts have their own locks.
     pub(crate) fn read_values<'a>(
         &mut self,
         key: EventKey,

@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// A signal of constant rate, seen in the given slices.
+/// Creates an estimator of a constant rate, sampled in the given slices.
 fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
     let mut estimator = Estimator::new();
     for &(from, to) in slices {
@@ -28,7 +28,8 @@ fn p9_never_on_is_not_counted() {
 
 #[test]
 fn a_ramp_is_interpolated_exactly() {
-    // Rate 2t, counted in every fifth piece of ten: linear scaling of early slices would be far off.
+    // The rate is 2t, counted in every fifth of ten intervals. Linear scaling of early slices would
+    // be far off.
     let count = |from: u64, to: u64| to * to - from * from;
     let mut estimator = Estimator::new();
     for k in 0..20u64 {
@@ -52,9 +53,9 @@ fn one_slice_gives_a_number_but_no_error() {
     assert_eq!(estimate.standard_error, None);
 }
 
-/// Errors and standard errors of `runs` estimates of a rate that `rates` draws, one per unit of time,
-/// seen 2 units of 8. Returns the part within two standard errors, and the mean standard error in
-/// deviations of the error.
+/// Runs `runs` estimates of random rates from `rates`, one rate per unit of time, sampled in 2 of
+/// every 8 units. Returns the fraction of errors within two standard errors, and the mean standard
+/// error relative to the standard deviation of the error.
 fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f64) {
     const UNIT_NS: u64 = 1_000;
     let (mut covered, mut squares, mut errors) = (0.0, 0.0, 0.0);
@@ -85,7 +86,8 @@ fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f
 
 const UNITS: usize = 4_000;
 
-/// New in every other unit by chance, so that its correlation falls exponentially.
+/// Returns a rate that changes with probability 1/2 per unit, so that its correlation decays
+/// exponentially.
 fn new_by_chance(rng: &mut fastrand::Rng) -> Vec<f64> {
     let mut level = 1.0;
     let mut draw = || {
@@ -106,7 +108,7 @@ fn walking(rng: &mut fastrand::Rng) -> Vec<f64> {
     (0..UNITS).map(|_| step()).collect()
 }
 
-/// Phases of some 200 units, and within them noise that is a tenth of the level.
+/// Returns a rate with phases of about 200 units, and noise of a tenth of the level within them.
 fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
     let mut level = 1.0;
     let mut draw = || {
@@ -118,8 +120,8 @@ fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
     (0..UNITS).map(|_| draw()).collect()
 }
 
-/// The standard error is that of the estimates, whether what a gap hides is new, a walk, or noise between
-/// rare jumps.
+/// The standard error matches the deviation of the estimates for white noise, for a random walk,
+/// and for noise between rare jumps.
 #[test]
 fn the_standard_error_is_the_deviation_of_the_error() {
     for (name, (covered, ratio)) in [
@@ -132,7 +134,8 @@ fn the_standard_error_is_the_deviation_of_the_error() {
     }
 }
 
-/// What keeps its course leaves no doubt but about its ends; the same rates in another order leave much.
+/// A linear trend has a small uncertainty that comes only from its ends. The same rates in random
+/// order have a large one.
 #[test]
 fn a_course_leaves_little_doubt() {
     let doubt = |order: &[u64]| {
@@ -152,7 +155,7 @@ fn a_course_leaves_little_doubt() {
     assert!(100.0 * course < disorder, "{course} {disorder}");
 }
 
-/// Slices of a rate that is `rate(ns)` at each moment: 8 ms of every 32 ms, looked into halfway.
+/// Samples rate `rate(ns)` in slices of 8 ms out of every 32 ms, each with a read in the middle.
 fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     let mut estimator = Estimator::new();
     for from_ms in (0..rotations).map(|r| 32 * r) {
@@ -167,19 +170,20 @@ fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     estimator
 }
 
-/// A rhythm as long as the rotation: every slice counts the same, and what it counts is far off.
+/// A pattern with the period of the rotation gives equal counts in all slices, which are far from
+/// the true mean.
 #[test]
 fn a_rhythm_in_step_has_no_error_bar() {
     let estimator = rotated(|ms| if ms % 32 < 5 { 10_000 } else { 100 }, 200);
     assert!(estimator.keeps_step());
     let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
-    // The same rates in slices that have nothing to do with the rhythm.
+    // The same rates in slices that do not alias with the pattern.
     let estimator = rotated(|ms| if ms % 37 < 5 { 10_000 } else { 100 }, 200);
     assert!(!estimator.keeps_step());
 }
 
-/// Slices nobody looked into may hide one.
+/// Slices without a read in the middle may hide a pattern.
 #[test]
 fn without_a_look_into_slices_nothing_is_known() {
     let estimate = constant(
@@ -191,7 +195,7 @@ fn without_a_look_into_slices_nothing_is_known() {
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
 }
 
-/// One jump says how far an estimate can be off by it, and not how far it usually is.
+/// A single jump bounds the error of an estimate but does not determine its standard error.
 #[test]
 fn what_hangs_on_few_slices_has_a_bound() {
     let estimator = rotated(|ms| if ms < 3_000 { 10_000 } else { 100 }, 200);
@@ -201,8 +205,8 @@ fn what_hangs_on_few_slices_has_a_bound() {
     assert!(estimate.value.abs_diff(truth) as f64 <= estimate.bound.unwrap());
 }
 
-/// The weights give what gaps hide exactly for the three rates they are made of, and within a quarter for
-/// those between.
+/// The weights give the variance from the gaps exactly for the three reference rates, and within a
+/// quarter for rates between them.
 #[test]
 fn what_gaps_hide_follows_from_steps_and_halves() {
     for on in [0.1, 0.25, 0.5] {
@@ -220,7 +224,7 @@ fn what_gaps_hide_follows_from_steps_and_halves() {
     }
 }
 
-/// A first slice of next to nothing is completed with the second.
+/// A very short first slice is extended with the second one.
 #[test]
 fn a_first_slice_of_next_to_nothing_says_nothing() {
     let estimate = constant(2.0, &[(100, 101), (1_000, 2_000), (3_000, 4_000)]);
@@ -276,7 +280,8 @@ proptest! {
         }
     }
 
-    /// P9: on all the time, in however many slices, is what was counted, and exact.
+    /// The estimate of an event that is always active equals its count and is exact, for any number
+    /// of slices (P9).
     #[test]
     fn p9_always_on_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
         let (mut estimator, mut at, mut total) = (Estimator::new(), 0, 0);
@@ -289,7 +294,7 @@ proptest! {
         prop_assert_eq!(estimate, Estimate { value: total, standard_error: Some(0.0), bound: Some(0.0), exact: true });
     }
 
-    /// No slices whatever give a number that is not one, or less than was counted.
+    /// Estimates are finite and never below the measured count, for any sequence of slices.
     #[test]
     fn estimates_are_finite_and_no_less_than_the_count(
         slices in prop::collection::vec((0u64..1 << 40, 0u64..1 << 40, 0u64..1 << 50), 0..50),
@@ -306,7 +311,7 @@ proptest! {
         }
     }
 
-    /// A constant rate is estimated as such, wherever the slices are, and the error is called small.
+    /// A constant rate is estimated correctly with a small error, for any positions of the slices.
     #[test]
     fn a_constant_rate_is_found(slices in prop::collection::vec((0u64..100_000, 1_000u64..100_000), 2..50)) {
         let (mut list, mut at) = (Vec::new(), 0);
@@ -319,7 +324,7 @@ proptest! {
         prop_assert!((estimate.value as f64 / truth - 1.0).abs() < 1e-6);
     }
 
-    /// Order and overlap of what a caller says do no harm.
+    /// Overlapping or unordered slices from the caller are harmless.
     #[test]
     fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
         let mut estimator = Estimator::new();

@@ -1,12 +1,12 @@
-//! Inheritance: events that fan out over vCPUs.
+//! Inheritance of events across vCPUs.
 //!
-//! A VM-wide event is opened once and has a child in each vCPU's context. Reading it sums the live children
-//! and what the exited ones left behind. Families are flat: a child's parent is always the event that was
-//! opened.
+//! A VM-wide event is opened once and has a child in the context of each vCPU. A read sums the live
+//! children and the saved totals of exited children. Families are flat: the parent of a child is
+//! always the opened event.
 //!
-//! The one delicate moment is a child's exit. Its totals are folded into the parent and it is unlinked in one
-//! critical section under the family's lock, and every reader sums under that lock. So a count is in the fold
-//! or in the list, never in both and never in neither.
+//! The exit of a child is the critical case. Its totals are folded into the parent and it is
+//! unlinked in one critical section under the family lock, and all readers sum under the same lock.
+//! Each count is therefore either in the fold or in the list, and never in both or neither.
 
 #[cfg(all(test, loom))]
 mod model;
@@ -17,28 +17,28 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{Folded, Totals};
 use crate::pmu::VcpuId;
 
-/// Something whose totals count towards a family.
+/// A family member whose totals contribute to the family.
 pub(crate) trait Member {
-    /// Its totals now, or, once it stopped, its last.
+    /// Returns the current totals, or the final totals of a member that has stopped.
     fn totals(&self) -> Totals;
 
-    /// What it would have counted had it always been on.
+    /// Returns an estimate of the count over the whole time enabled.
     fn estimate(&self) -> EstimateSum;
 
-    /// The vCPU it counts on.
+    /// Returns the vCPU on which the member counts.
     fn vcpu(&self) -> Option<VcpuId> {
         None
     }
 }
 
-/// The live children of an event.
+/// Children of an event: the live ones and the totals of exited ones.
 #[derive(Debug)]
 pub(crate) struct Children<M> {
     live: Vec<M>,
     /// Estimates of exited children.
     estimates: EstimateSum,
-    /// What the exited children of each vCPU counted, added up: at most one entry for a vCPU, however often
-    /// it came and went.
+    /// Sums of exited children per vCPU, with at most one entry per vCPU no matter how often it was
+    /// added and removed.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
@@ -61,7 +61,7 @@ impl<M: Member> Children<M> {
         self.live.push(child);
     }
 
-    /// Exited and live children together.
+    /// Returns the totals of exited and live children.
     pub fn totals(&self, folded: &Folded) -> Totals {
         let mut totals = folded.load();
         for child in &self.live {
@@ -70,7 +70,7 @@ impl<M: Member> Children<M> {
         totals
     }
 
-    /// Estimates of exited and live children together.
+    /// Returns the estimate over exited and live children.
     pub fn estimate(&self) -> EstimateSum {
         let mut sum = self.estimates;
         for child in &self.live {
@@ -79,15 +79,15 @@ impl<M: Member> Children<M> {
         sum
     }
 
-    /// Forgets what exited children left behind.
+    /// Clears the totals of exited children.
     pub fn reset(&mut self, folded: &Folded) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
         self.gone.clear();
     }
 
-    /// What each vCPU contributes, exited and live children together, by number. The parts add up to
-    /// [`Children::totals`] and [`Children::estimate`].
+    /// Returns the contribution of each vCPU, including exited children, in order of vCPU number.
+    /// The contributions add up to [`Children::totals`] and [`Children::estimate`].
     pub fn by_vcpu(&self) -> Vec<(VcpuId, Totals, EstimateSum)> {
         let mut parts = self.gone.clone();
         for child in &self.live {
@@ -99,7 +99,8 @@ impl<M: Member> Children<M> {
         parts
     }
 
-    /// A child that stopped for good leaves: its last totals stay with the parent. `None` if it left before.
+    /// Removes a child that has stopped for good and folds its final totals into the parent.
+    /// Returns `None` if it was already removed.
     pub fn fold(&mut self, folded: &Folded, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
         let last = child.totals();
@@ -114,7 +115,8 @@ impl<M: Member> Children<M> {
         Some((child, last))
     }
 
-    /// A child leaves and nothing stays: a hot-add that failed, or a family that is being closed.
+    /// Removes a child without folding its totals, for a failed hot-add or a family that is being
+    /// closed.
     pub fn unlink(&mut self, is_it: impl Fn(&M) -> bool) -> Option<M> {
         let at = self.live.iter().position(is_it)?;
         Some(self.live.swap_remove(at))
@@ -125,7 +127,7 @@ impl<M: Member> Children<M> {
     }
 }
 
-/// Adds what a child counted to its vCPU's part.
+/// Adds the totals of a child to the contribution of its vCPU.
 fn add_part(
     parts: &mut Vec<(VcpuId, Totals, EstimateSum)>,
     vcpu: VcpuId,

@@ -1,5 +1,5 @@
-//! One event: the identity that its handle and its children share, and its working half, which lives in a
-//! context.
+//! Events. An event has a shared part, referenced by its handle and children, and a context part,
+//! which the context owns.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,21 +19,22 @@ use crate::pmu::{CounterMask, PmuError, PmuEvent};
 use crate::record::{Encode, Format, SampleId, Written};
 use crate::sample::Sampling;
 
-/// The half of an event that its handle, its children and its context share. Immutable or atomic.
+/// Shared part of an event, referenced by its handle, its children and its context. Immutable or
+/// atomic.
 pub(crate) struct EventShared {
-    /// Unique in the process, from 1.
+    /// Event ID, unique in the process and starting at 1.
     pub id: u64,
-    /// As opened. The period in force is in [`Sampling`].
+    /// Attributes that the event was opened with. [`Sampling`] contains the current period.
     pub attr: Attr,
     pub owner: Owner,
-    /// What [`crate::Overflowed`] reports, for events that back something of the VMM's.
+    /// Cookie for [`crate::Overflowed`] reports of events that back a VMM object.
     pub cookie: Option<u64>,
-    /// It fans out over vCPUs.
+    /// `true` if the event has a child per vCPU.
     pub is_family: bool,
-    /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a
-    /// control page can add them without it.
+    /// Totals of exited children. Written only under the family lock. Atomic, so that records and
+    /// control pages can include them without that lock.
     pub folded: Folded,
-    /// Records of it and its children that found no room in their ring.
+    /// Number of lost records of the event and its children.
     pub lost: AtomicU64,
     pub notify: Notify,
 }
@@ -62,59 +63,60 @@ impl EventShared {
     }
 }
 
-/// The next event id: from 1, never reused.
+/// Returns the next event ID. IDs start at 1 and are never reused.
 fn next_id() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// Where an event's counts come from.
+/// Source of the counts of an event.
 pub(crate) enum Source {
-    /// A driver.
+    /// Driver event.
     Driver(Box<dyn PmuEvent>),
-    /// The core itself: the VMM raises it.
+    /// Count of a software event raised by the VMM, kept by the core itself.
     Raised(u64),
-    /// Nowhere: it stands for its children in the vCPU contexts.
+    /// No source: the event represents its children in the vCPU contexts.
     Family,
 }
 
-/// An event in its context.
+/// Context part of an event.
 pub(crate) struct Event {
     pub shared: Arc<EventShared>,
-    /// The event that was opened, when this is an inherited one. Never a child itself: families are flat.
+    /// Parent of an inherited event. Never a child itself, because families are flat.
     pub parent: Option<Arc<EventShared>>,
-    /// Its group in the context.
+    /// Group of the event in its context.
     pub group: GroupKey,
-    /// The pool of slots it uses one of, if it is a hardware event.
+    /// Slot pool of a hardware event.
     pub pool: Option<PoolId>,
-    /// The counters of that pool it may sit on.
+    /// Counters of the pool that can hold the event.
     pub fits: CounterMask,
     pub source: Source,
     pub state: State,
     pub times: EventTimes,
     pub sampling: Sampling,
-    /// To be enabled at the next guest reset.
+    /// `true` if the next guest reset enables the event.
     pub enable_on_exec: bool,
-    /// The ring its records go to, if any.
+    /// Ring that receives the records of the event, if any.
     pub output: Option<Arc<Output>>,
-    /// What it counted in each slice it was on, if it takes turns.
+    /// Counts per time slice of a multiplexed event.
     pub slices: Option<Slices>,
-    /// The driver's count at the last reset.
+    /// Driver count at the last reset.
     base: u64,
-    /// The driver's count when last looked at.
+    /// Driver count at the last read.
     raw: u64,
-    /// Why it is in the error state.
+    /// Description of the error state, if the event is in that state.
     pub failure: Option<Failure>,
-    /// Its context's time when it last went on.
+    /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
-    /// `raw` is the truth: the event is stopped and has been read since.
+    /// `true` if the event is stopped and `raw` is its final count.
     settled: bool,
-    /// Where it stands in its context's lists.
+    /// Position of the event in the lists of its context.
     pub places: Places,
 }
 
 impl Event {
-    /// `place`: its pool and the counters there it may sit on, if it is a hardware event.
+    /// Creates an event. For a hardware event, `place` contains the pool and the counters of the
+    /// pool that can hold the event.
     pub fn new(
         shared: Arc<EventShared>,
         parent: Option<Arc<EventShared>>,
@@ -148,13 +150,13 @@ impl Event {
         }
     }
 
-    /// The event that was opened: itself, or its parent.
+    /// Returns the opened event: the parent of an inherited event, or the event itself.
     pub fn top(&self) -> &Arc<EventShared> {
         self.parent.as_ref().unwrap_or(&self.shared)
     }
 
-    /// The driver's count, which no reset changes. At most one driver read, none when it is stopped and
-    /// known.
+    /// Returns the driver count, which resets do not change. Costs at most one driver read, or none
+    /// for a stopped event whose count is known.
     pub fn raw(&mut self) -> u64 {
         match &mut self.source {
             Source::Raised(count) => self.raw = *count,
@@ -169,7 +171,7 @@ impl Event {
         self.raw
     }
 
-    /// The driver's count when it last went on.
+    /// Returns the driver count at the time when the event was last scheduled in.
     fn raw_at_start(&self) -> u64 {
         match &self.source {
             Source::Raised(count) => *count,
@@ -177,7 +179,8 @@ impl Event {
         }
     }
 
-    /// The count since the last reset. A driver that counts for a whole package answers itself, unmodified.
+    /// Returns the count since the last reset. The count of a package-wide driver is returned
+    /// unmodified.
     pub fn count(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source
             && let Some(total) = driver.count()
@@ -187,13 +190,13 @@ impl Event {
         self.raw().wrapping_sub(self.base)
     }
 
-    /// Whether its driver knows that the host took its counter away.
+    /// Returns `true` if the driver has detected that the host took its counter away.
     pub fn is_lost(&self) -> bool {
         self.state == State::Active
             && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
     }
 
-    /// How old a package count is; `None` for ordinary events.
+    /// Returns the age of a package count in nanoseconds, or `None` for ordinary events.
     pub fn count_age_ns(&mut self) -> Option<u64> {
         match &mut self.source {
             Source::Driver(driver) => driver.count().map(|_| driver.count_age_ns()),
@@ -201,12 +204,13 @@ impl Event {
         }
     }
 
-    /// Makes the count `value` from now on.
+    /// Sets the count to `value`.
     pub fn set_count(&mut self, value: u64) {
         self.base = self.raw().wrapping_sub(value);
     }
 
-    /// Puts it on. `raw` must be settled, which [`Event::stop`] sees to for events that overflow.
+    /// Starts the event. Requires that `raw` is settled, which [`Event::stop`] ensures for events
+    /// that overflow.
     pub fn start(&mut self, time: u64) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         if let Source::Driver(driver) = &mut self.source {
@@ -216,7 +220,8 @@ impl Event {
                 }
                 self.sampling.arm_at(self.raw);
             }
-            // An event that takes turns was read when its turn was over, unless something else took it off.
+            // A multiplexed event was read at the end of its time slice, unless it was scheduled
+            // out for another reason.
             if self.slices.is_some() && !self.settled {
                 self.raw = driver.read();
             }
@@ -229,7 +234,7 @@ impl Event {
         Ok(())
     }
 
-    /// Takes it off; overflows that passed but were not served yet are kept.
+    /// Stops the event. Elapsed overflows that were not serviced remain pending.
     pub fn stop(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
@@ -237,7 +242,7 @@ impl Event {
         self.stopped(time);
     }
 
-    /// [`Event::stop`] of an event whose driver's half is stopped already.
+    /// Completes [`Event::stop`] for an event whose driver event is already stopped.
     pub fn stopped(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             self.settled = false;
@@ -252,8 +257,8 @@ impl Event {
         self.state = State::Inactive;
     }
 
-    /// Stops the driver's half of an event that is on and starts it again, armed as its sampling says now.
-    /// After an error it is stopped, and the event on in name only.
+    /// Restarts the driver event of an active event with the overflow point of its sampling state.
+    /// After an error the driver event is stopped and the event is only nominally active.
     pub fn restart(&mut self) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         let Source::Driver(driver) = &mut self.source else {
@@ -263,8 +268,8 @@ impl Event {
         driver.start(overflow_in)
     }
 
-    /// Stops the driver's half of an event that is on, for a moment: it stays on in name, and its times go
-    /// on. Returns its count. [`Event::go_on`] or [`Event::stop`] is to follow.
+    /// Pauses the driver event of an active event and returns the count. The event remains active
+    /// and its times advance. The caller must follow with [`Event::go_on`] or [`Event::stop`].
     pub fn pause(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
@@ -279,8 +284,8 @@ impl Event {
         count
     }
 
-    /// Takes back [`Event::pause`], armed for `overflow_in` further counts if that is given. After an error
-    /// it is still stopped.
+    /// Reverts [`Event::pause`], and arms the event for `overflow_in` further counts if given.
+    /// After an error the driver event remains stopped.
     pub fn go_on(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if let Some(overflow_in) = overflow_in {
             self.sampling.set_left(overflow_in, self.raw);
@@ -295,7 +300,8 @@ impl Event {
         Ok(())
     }
 
-    /// It went on at `time` of its context. Returns whether what it counted in its last slice is known now.
+    /// Records that the event was scheduled in at context time `time`. Returns `true` if the count
+    /// of its previous slice is now known.
     pub fn note_on(&mut self, leader: State, time: u64) -> bool {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
@@ -304,7 +310,8 @@ impl Event {
             .is_some_and(|slices| slices.on(enabled_ns, count))
     }
 
-    /// It goes off at `time` of its context. Its count need not be known yet.
+    /// Records that the event is scheduled out at context time `time`. Its count need not be known
+    /// yet.
     pub fn note_off(&mut self, leader: State, time: u64) {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         if let Some(slices) = &mut self.slices {
@@ -312,7 +319,7 @@ impl Event {
         }
     }
 
-    /// It is on and about halfway through its slice. One driver read.
+    /// Reads an active event about halfway through its time slice. Costs one driver read.
     pub fn note_amid(&mut self, leader: State, time: u64) {
         if self.slices.is_none() || self.state != State::Active {
             return;
@@ -324,8 +331,8 @@ impl Event {
         }
     }
 
-    /// It went off for another event, and is read here, once for each turn. Returns whether what it counted
-    /// in its last slice is known now.
+    /// Reads an event that was scheduled out for another event, once per time slice. Returns `true`
+    /// if the count of its last slice is now known.
     pub fn end_slice(&mut self) -> bool {
         if self.slices.is_none() || self.state == State::Active {
             return false;
@@ -334,7 +341,7 @@ impl Event {
         self.slices.as_mut().is_some_and(|slices| slices.end(count))
     }
 
-    /// Lets the next overflow come after `overflow_in` further counts. Returns the count.
+    /// Arms the event to overflow after `overflow_in` further counts, and returns the count.
     pub fn arm(&mut self, overflow_in: u64) -> Result<u64, PmuError> {
         let raw = self.raw();
         if let Source::Driver(driver) = &mut self.source
@@ -348,8 +355,8 @@ impl Event {
         Ok(raw.wrapping_sub(self.base))
     }
 
-    /// Changes the period, or the frequency. A new period begins at once; of the old one nothing is lost: an
-    /// overflow that passed is still served, and what was counted since is the next one's.
+    /// Changes the period or the frequency. A new period starts immediately. Pending overflows are
+    /// still serviced, and the counts since then are attributed to the next overflow.
     pub fn set_period(&mut self, value: u64) -> Result<(), PmuError> {
         let raw = self.raw();
         let mut changed = self.sampling;
@@ -369,8 +376,8 @@ impl Event {
 }
 
 impl Event {
-    /// Writes a record that is no sample to the ring the event writes to, if it has one. Without room it is
-    /// lost: the ring counts that, and so does the event that was opened.
+    /// Writes a non-sample record to the ring of the event, if any. If the ring is full, the record
+    /// is counted as lost in the ring and in the opened event.
     pub fn write_record(&self, record: &impl Encode) {
         if let Some(output) = &self.output {
             let format = Format::from(&self.shared.attr);
@@ -378,14 +385,14 @@ impl Event {
         }
     }
 
-    /// Accounts what became of records of this event.
+    /// Accounts the result of writing records of this event.
     pub fn count_lost(&self, written: Written) {
         if written.lost > 0 {
             self.top().lost.fetch_add(written.lost, Ordering::Relaxed);
         }
     }
 
-    /// The trailer of what is written for this event `by` somebody.
+    /// Returns the trailer of a record that `by` writes for this event.
     pub fn sample_id(&self, by: SampleId) -> SampleId {
         SampleId {
             id: self.top().id,

@@ -1,21 +1,21 @@
-//! Why an event that should count does not.
+//! Error state of events.
 
 use std::fmt;
 use std::io;
 
 use crate::pmu::PmuError;
 
-/// Why a pinned event does not count.
+/// Reason why a pinned event does not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FailureCause {
-    /// Others have the slots.
+    /// Other events hold all suitable slots.
     NoSlot,
-    /// The host has no counter for it now.
+    /// The host has no free counter for the event.
     Busy,
-    /// The host took away the counter it was on.
+    /// The host took the counter of the event away.
     Taken,
-    /// The driver refused to start it, with this error number.
+    /// The driver could not start the event and returned this errno.
     Refused(i32),
 }
 
@@ -41,11 +41,12 @@ impl fmt::Display for FailureCause {
     }
 }
 
-/// A pinned event in the error state.
+/// Description of the error state of a pinned event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Since when it does not count, in the time of its context ([`crate::VcpuContext::time_ns`]).
+    /// Context time since which the event does not count, in nanoseconds
+    /// ([`crate::VcpuContext::time_ns`]).
     pub since_ns: u64,
-    /// Why.
+    /// Cause of the failure.
     pub cause: FailureCause,
 }

@@ -1,4 +1,5 @@
-//! Keys of what a context holds. A key of one kind is never taken for one of another.
+//! Typed keys of the objects in a context. The types prevent use of a key for another kind of
+//! object.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,10 +7,10 @@ use std::ops::{Index, IndexMut};
 
 use slab::Slab;
 
-/// A group in its context.
+/// Key of a group in a context.
 pub(crate) use crate::mux::GroupKey;
 
-/// A place in a [`Table`].
+/// Index into a [`Table`].
 pub(crate) trait Key: Copy {
     fn new(index: usize) -> Self;
     fn index(self) -> usize;
@@ -36,10 +37,10 @@ macro_rules! keys {
 }
 
 keys! {
-    /// An event in its context. It is used again after the event has left: who keeps one says whose it was
-    /// ([`crate::context::Context::get`]).
+    /// Key of an event in a context. Keys are reused after an event was removed, so a stored key
+    /// must be validated with [`crate::context::Context::get`].
     EventKey;
-    /// The slots of one driver in a context.
+    /// Key of the slot pool of one driver in a context.
     PoolId;
 }
 
@@ -53,7 +54,7 @@ impl Key for GroupKey {
     }
 }
 
-/// Values by key: constant-time insertion and removal, keys are used again.
+/// A map from keys to values with constant-time insertion and removal. Keys are reused.
 pub(crate) struct Table<K, T> {
     values: Slab<T>,
     key: PhantomData<K>,
@@ -77,8 +78,11 @@ impl<K: Key, T> Table<K, T> {
         K::new(self.values.insert(value))
     }
 
+    /// Removes and returns the value of `key`.
+    ///
     /// # Panics
-    /// If there is nothing under `key`.
+    ///
+    /// Panics if `key` has no value.
     pub fn remove(&mut self, key: K) -> T {
         self.values.remove(key.index())
     }

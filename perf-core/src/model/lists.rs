@@ -1,23 +1,23 @@
-//! Lists of events that are on, by what there is to look at.
+//! The lists of active events that need attention at overflow signals or ticks.
 
 use crate::model::keys::EventKey;
 
-/// Which list.
+/// Identifier of an event list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum List {
-    /// It overflows.
+    /// Events that overflow.
     Armed,
-    /// It is throttled until the next tick.
+    /// Events that are throttled until the next tick.
     Throttled,
-    /// Its period follows a frequency.
+    /// Events whose period follows a frequency.
     Frequency,
 }
 
-/// The lists of a context: keys of events, in no order that means anything.
+/// Event lists of a context, as unordered event keys.
 #[derive(Debug, Default)]
 pub(crate) struct Lists([Vec<EventKey>; 3]);
 
-/// Where an event stands in each list.
+/// Position of an event in each list.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Places([Option<usize>; 3]);
 
@@ -30,7 +30,7 @@ impl Lists {
         &mut self.0[list as usize]
     }
 
-    /// Makes room for `events` events in each list, so that none has to grow on a hot path.
+    /// Reserves capacity for `events` events in each list, so that no list grows on a hot path.
     pub fn reserve(&mut self, events: usize) {
         for list in &mut self.0 {
             list.reserve(events.saturating_sub(list.len()));
@@ -39,7 +39,7 @@ impl Lists {
 }
 
 impl Places {
-    /// Where it stands in `list`.
+    /// Returns the position of the event in `list`.
     pub fn of(&mut self, list: List) -> &mut Option<usize> {
         &mut self.0[list as usize]
     }

@@ -1,5 +1,5 @@
-//! What there is: events, their states, times, totals and lists. Plain data with its arithmetic; nothing here
-//! knows a context, a lock's order or a handle.
+//! Data model: events and their states, times, totals and lists. Plain data and arithmetic,
+//! independent of contexts, lock order and handles.
 
 pub(crate) mod children;
 pub(crate) mod event;

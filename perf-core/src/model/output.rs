@@ -1,22 +1,22 @@
-//! Where an event's records go.
+//! Ring output of events.
 
 use std::sync::Arc;
 
 use crate::model::totals::Totals;
 use crate::ring::{Counter, Ring};
 
-/// A ring in use by events.
+/// A ring that events write to.
 #[derive(Debug)]
 pub(crate) struct Output {
     pub ring: Arc<Ring>,
-    /// The event that owns the ring.
+    /// ID of the event that owns the ring.
     pub owner: u64,
 }
 
-/// Brings the control page of an event that owns a ring up to date: count and times.
+/// Updates count and times in the control page of an event that owns a ring.
 ///
-/// The index is always 0 (not directly readable): who maps the ring runs on another CPU than the vCPU, and a
-/// counter read there would be another's.
+/// The index is always 0 (no user-space counter reads), because the reader of the ring runs on
+/// another CPU than the vCPU and would read a different counter.
 pub(crate) fn write_page(output: &Output, totals: Totals) {
     let counter = Counter {
         index: 0,
@@ -24,6 +24,6 @@ pub(crate) fn write_page(output: &Output, totals: Totals) {
         time_enabled_ns: totals.times.enabled_ns,
         time_running_ns: totals.times.running_ns,
     };
-    // A page that another thread is updating right now gets that thread's values, which are as fresh.
+    // If another thread is updating the page now, its values are equally recent.
     let _ = output.ring.control().update(counter);
 }

@@ -1,56 +1,57 @@
-//! Where a vCPU was when something happened.
+//! Registers of a vCPU at the time of an event.
 
 use crate::attr::{Attr, STACK_USER_MAX, SampleType};
 use crate::record::{CpuMode, UserPart};
 
-/// Most entries of a call chain, as the kernel's default.
+/// Maximum number of entries of a call chain, equal to the kernel's default.
 pub const CALLCHAIN_MAX: usize = 127;
 
-/// Where the vCPU was when an event overflowed. Asked only for what a sample needs, and while no lock of the
-/// core is held: reading registers and walking a stack may take long.
+/// Access to the vCPU registers at the time of an overflow. The core requests only what a sample
+/// needs, and holds no lock during the calls, because reading registers and unwinding a stack may
+/// take long.
 pub trait SampleRegs {
-    /// The mode.
+    /// Returns the CPU mode.
     fn mode(&mut self) -> CpuMode;
-    /// The instruction pointer.
+    /// Returns the instruction pointer.
     fn ip(&mut self) -> u64;
-    /// The call chain, innermost first, with the context markers of the kernel's ABI; fills `out` from its
-    /// start and returns how many entries there are.
+    /// Writes the call chain to the start of `out`, innermost frame first and with the context
+    /// markers of the kernel ABI. Returns the number of entries.
     fn callchain(&mut self, _out: &mut [u64]) -> usize {
         0
     }
-    /// The address the event is about.
+    /// Returns the data address associated with the event.
     fn addr(&mut self) -> u64 {
         0
     }
-    /// Raw data for `RAW` samples (Perfvisor: CR3 and what else the VMM wants to tell). Asked for last, and
-    /// where many events overflow at once more than once.
+    /// Returns the raw data of `RAW` samples (in Perfvisor, CR3 and other VMM data). Called last,
+    /// and possibly more than once if many events overflow simultaneously.
     fn raw(&mut self) -> &[u8] {
         &[]
     }
-    /// As [`raw`](Self::raw), together with what `REGS_USER` and `STACK_USER` samples want: the registers of
-    /// the program, and at most `stack_bytes` of its stack.
+    /// Returns the data of [`raw`](Self::raw), together with the data of `REGS_USER` and
+    /// `STACK_USER` samples: the user registers and at most `stack_bytes` bytes of the user stack.
     fn raw_and_user(&mut self, _stack_bytes: u32) -> (&[u8], UserPart<'_>) {
         (self.raw(), UserPart::default())
     }
 }
 
-/// What [`Regs`] can read for a sample; all of them also tell the mode.
+/// Sample fields that [`SampleRegs`] supplies. All of them also require the CPU mode.
 pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)
     .union(SampleType::CALLCHAIN)
     .union(SampleType::RAW)
     .union(USER);
 
-/// Of the program.
+/// Sample fields with user-space data.
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
-/// What samples of one moment want of its registers.
+/// Register data that the samples of one overflow need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wants {
-    /// There is a sample at all.
+    /// `true` if any sample is taken.
     pub sample: bool,
     pub fields: SampleType,
-    /// Bytes of the program's stack.
+    /// Number of user stack bytes.
     pub stack_bytes: u32,
 }
 
@@ -76,7 +77,7 @@ impl Wants {
     }
 }
 
-/// What was read of a moment's registers so far. Nothing is read twice but the raw data.
+/// Register data read so far for one overflow. Nothing is read twice except raw data.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     mode: Option<CpuMode>,
@@ -90,7 +91,7 @@ impl Known {
         *self.mode.get_or_insert_with(|| regs.mode())
     }
 
-    /// Reads what `wants` names and is not known yet.
+    /// Reads the data in `wants` that is not yet known.
     pub fn read<'a>(&'a mut self, regs: &'a mut dyn SampleRegs, wants: Wants) -> Seen<'a> {
         if !wants.sample {
             return Seen::default();
@@ -100,7 +101,7 @@ impl Known {
         let ip = field(SampleType::IP).then(|| *self.ip.get_or_insert_with(|| regs.ip()));
         let addr = field(SampleType::ADDR).then(|| *self.addr.get_or_insert_with(|| regs.addr()));
         let callchain = if field(SampleType::CALLCHAIN) {
-            // In place: a chain is a kilobyte.
+            // Filled in place, because a call chain has a size of one kilobyte.
             let unread = self.chain.is_none();
             let (chain, len) = self.chain.get_or_insert(([0; CALLCHAIN_MAX], 0));
             if unread {
@@ -129,10 +130,10 @@ impl Known {
     }
 }
 
-/// A moment's registers, as far as they were wanted.
+/// Register data that was read for one overflow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen<'a> {
-    /// What was read.
+    /// Data that was requested.
     pub wants: Wants,
     pub mode: CpuMode,
     pub ip: u64,
@@ -143,7 +144,8 @@ pub(crate) struct Seen<'a> {
 }
 
 impl<'a> Seen<'a> {
-    /// The program's part for one event, which may want less of the stack than another.
+    /// Returns the user-space data for one event, which may need less of the stack than another
+    /// event.
     pub fn user_for(&self, attr: &Attr) -> UserPart<'a> {
         let most = attr.sample_stack_user as usize / 8 * 8;
         UserPart {

@@ -1,28 +1,29 @@
-//! The slices an event was on, fed to its [`Estimator`], and sums of estimates over a family.
+//! Time slices of multiplexed events, as input of an [`Estimator`], and sums of estimates over a
+//! family.
 //!
-//! A slice lasts from when the event goes on until it goes off for another event. The axis is the event's
-//! time enabled: when its vCPU pauses and nothing else had its slot meanwhile, that time stands still and the
-//! slice simply goes on.
+//! A slice lasts from when the event is scheduled in until another event replaces it, measured in
+//! time enabled. If the vCPU pauses and no other event uses the slot meanwhile, this time stops and
+//! the slice continues afterwards.
 
 use crate::estimate::{Estimate, Estimator};
 use crate::model::state::State;
 use crate::model::totals::Totals;
 
-/// The slices of one event.
+/// Time slices of one event.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Slices {
     estimator: Estimator,
-    /// The slice that is not closed yet: time enabled and count at its beginning.
+    /// Time enabled and count at the start of the current slice, if it is not closed yet.
     open: Option<(u64, u64)>,
-    /// Time enabled when the event last went off.
+    /// Time enabled when the event was last scheduled out, in nanoseconds.
     off_ns: u64,
-    /// Time enabled at the last reset: the estimator's zero.
+    /// Time enabled at the last reset, in nanoseconds: the origin of the estimator.
     origin_ns: u64,
 }
 
 impl Slices {
-    /// The event goes on with `enabled_ns` on its clock and `count` counted so far. Returns whether that
-    /// closed a slice.
+    /// Schedules the event in at time enabled `enabled_ns` with count `count`. Returns `true` if
+    /// this closed a slice.
     pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
@@ -33,7 +34,8 @@ impl Slices {
         self.open.replace((enabled_ns, count)).is_some()
     }
 
-    /// It went off for another event with `count` counted so far. Returns whether that closed a slice.
+    /// Ends the slice of an event that another event replaced, with count `count`. Returns `true`
+    /// if this closed a slice.
     pub fn end(&mut self, count: u64) -> bool {
         let Some((from_ns, at)) = self.open.take() else {
             return false;
@@ -47,7 +49,7 @@ impl Slices {
             .slice(from_ns - self.origin_ns, self.off_ns - self.origin_ns, counted);
     }
 
-    /// It is on, amid its slice, with `count` counted so far.
+    /// Records count `count` of an active event in the middle of its slice.
     pub fn amid(&mut self, enabled_ns: u64, count: u64) {
         if let Some((_, at)) = self.open {
             self.estimator
@@ -55,12 +57,12 @@ impl Slices {
         }
     }
 
-    /// It goes off, perhaps for no more than a pause. What it counted is asked for later.
+    /// Schedules the event out, possibly only for a pause. Its count is read later.
     pub fn off(&mut self, enabled_ns: u64) {
         self.off_ns = enabled_ns;
     }
 
-    /// The count was set to `count`: everything begins anew here.
+    /// Restarts the estimation after the count was set to `count`.
     pub fn reset(&mut self, enabled_ns: u64, state: State, count: u64) {
         *self = Self {
             estimator: Estimator::new(),
@@ -70,17 +72,19 @@ impl Slices {
         };
     }
 
-    /// The last step of its rate ([`Estimator::last_step`]).
+    /// Returns the last change of the event rate ([`Estimator::last_step`]).
     pub fn last_step(&self) -> Option<f64> {
         self.estimator.last_step()
     }
 
-    /// Whether a rhythm keeps step with the slices ([`Estimator::keeps_step`]).
+    /// Returns `true` if a periodic pattern is in phase with the slices
+    /// ([`Estimator::keeps_step`]).
     pub fn keeps_step(&self) -> bool {
         self.estimator.keeps_step()
     }
 
-    /// The estimate for an event in `state` with `count` counted after `enabled_ns`.
+    /// Estimates the count of an event in state `state` with count `count` after `enabled_ns`
+    /// nanoseconds enabled.
     pub fn estimate(&self, enabled_ns: u64, state: State, count: u64) -> Option<Estimate> {
         let now_ns = enabled_ns - self.origin_ns;
         let Some((from_ns, at)) = self.open else {
@@ -98,27 +102,29 @@ impl Slices {
     }
 }
 
-/// Estimates of several events added up.
+/// Sum of the estimates of several events.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EstimateSum {
     value: u64,
     /// Sum of the squared standard errors.
     variance: f64,
-    /// Some part has no standard error.
+    /// `true` if some estimate has no standard error.
     unsure: bool,
-    /// Sum of the bounds; some part has none.
+    /// Sum of the error bounds, if every estimate has one.
     bound: f64,
     boundless: bool,
-    /// Some part was estimated.
+    /// `true` if some count was estimated.
     scaled: bool,
-    /// Some part was enabled and never on: nothing is known of it, and a sum without it would be short.
+    /// `true` if some event was enabled but never active. Its count is unknown and a sum without it
+    /// would be too small.
     missing: bool,
-    /// Some part was counted.
+    /// `true` if some event was counted.
     counted: bool,
 }
 
 impl EstimateSum {
-    /// One event's part: its estimate, or, without one, its totals as they are if it was on all the time.
+    /// Converts the result of one event: its estimate, or otherwise its exact totals if it was
+    /// always active.
     pub fn of(totals: Totals, estimate: Option<Estimate>) -> Self {
         let running = totals.times.running_ns;
         match estimate {
@@ -137,7 +143,7 @@ impl EstimateSum {
                 counted: running > 0 || totals.count > 0,
                 ..Self::default()
             },
-            // It was enabled and never on: its part is not known.
+            // The event was enabled but never active, so its count is unknown.
             None => Self {
                 unsure: true,
                 bound: 0.0,
@@ -160,7 +166,7 @@ impl EstimateSum {
         self.missing |= other.missing;
     }
 
-    /// The sum; `None` if no part was counted, or one was enabled and not counted: the sum would be short.
+    /// Returns the sum, or `None` if no event was counted or an enabled event was not counted.
     pub fn get(&self) -> Option<Estimate> {
         (self.counted && !self.missing).then(|| Estimate {
             value: self.value,

@@ -1,14 +1,16 @@
-//! Software events: what the VMM itself sees happen to a vCPU.
+//! Software events of a vCPU that the VMM observes.
 //!
-//! The VMM raises them with [`crate::VcpuContext::software_event`]. An event nobody counts costs one atomic
-//! load. They are delivered to the VM context first, then to the vCPU's.
+//! The VMM raises them with [`crate::VcpuContext::software_event`]. An event that is not counted
+//! costs one atomic load. Events are delivered to the VM context first and to the vCPU context
+//! second.
 //!
 //! # Levels
-//! Raising can nest: serving one event may raise another, and a signal handler may raise one at any time.
-//! There are four levels, as the kernel has task, softirq, interrupt and NMI. An event raised while its own
-//! level is being served on the same thread is dropped, or a handler could call itself for ever. One of
-//! another level is delivered if the context's lock is free; otherwise it is added to a counter without any
-//! lock, and whoever locks the context next takes it in.
+//!
+//! Events can nest: the handling of one event may raise another, and a signal handler may raise one
+//! at any time. There are four levels, like task, softirq, interrupt and NMI in the kernel. An
+//! event is dropped if its own level is already being handled on the same thread, which prevents
+//! endless recursion. An event of another level is delivered if the context lock is free. Otherwise
+//! it is added to an atomic counter, and the next thread that locks the context accounts it.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -17,16 +19,16 @@ use crate::attr::{Attr, EventType};
 
 macro_rules! software_ids {
     ($($(#[$doc:meta])* $name:ident = $value:expr, $text:expr;)*) => {
-        /// What the VMM can raise: `config` of [`crate::EventType::VMM`].
+        /// Software events that the VMM can raise: `config` of [`crate::EventType::VMM`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u64)]
         pub enum SoftwareId { $($(#[$doc])* $name = $value,)* }
 
         impl SoftwareId {
-            /// All of them.
+            /// All software events.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// The event's name, as operators type it.
+            /// Returns the name of the event on the command line.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $(Self::$name => $text,)* }
@@ -36,7 +38,7 @@ macro_rules! software_ids {
 }
 
 software_ids! {
-    /// The vCPU left the guest and user space handled it.
+    /// VM exits handled in user space.
     Exits = 0, "vm-exits";
     /// Port I/O exits.
     IoExits = 1, "io-exits";
@@ -44,49 +46,50 @@ software_ids! {
     MmioExits = 2, "mmio-exits";
     /// Accesses to MSRs that user space handles.
     MsrExits = 3, "msr-exits";
-    /// The guest halted.
+    /// HLT exits.
     Halts = 4, "halts";
-    /// A PMI was delivered to the guest.
+    /// PMIs delivered to the guest.
     Pmis = 5, "pmis";
-    /// The vCPU's thread moved to another host CPU.
+    /// Migrations of the vCPU thread to another host CPU.
     Migrations = 6, "vcpu-migrations";
-    /// The vCPU's thread was switched out by the host, or paused by the VMM.
+    /// Context switches: the host scheduled out the vCPU thread, or the VMM paused it.
     ContextSwitches = 7, "context-switches";
-    /// A page of guest memory was faulted in.
+    /// Page faults on guest memory.
     PageFaults = 8, "page-faults";
-    /// An interrupt was injected.
+    /// Injected interrupts.
     IrqInjections = 9, "irq-injections";
-    /// An NMI was injected.
+    /// Injected NMIs.
     NmiInjections = 10, "nmi-injections";
-    /// The guest was reset.
+    /// Guest resets.
     Resets = 11, "resets";
 }
 
 pub(crate) const IDS: usize = 12;
 
 impl SoftwareId {
-    /// The event of this number; `None` (`EINVAL` when opened) for others.
+    /// Returns the event with number `config`, or `None` if there is none (`EINVAL` on open).
     #[must_use]
     pub fn from_config(config: u64) -> Option<Self> {
         Self::ALL.get(usize::try_from(config).ok()?).copied()
     }
 }
 
-/// From where an event is raised; each level can interrupt the ones before it.
+/// Execution level at which an event is raised. Each level can interrupt the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// The run loop and exit handlers.
+    /// Run loop and exit handlers.
     #[default]
     Thread,
-    /// Work the run loop defers.
+    /// Deferred work of the run loop.
     Deferred,
-    /// A signal handler.
+    /// Signal handler.
     Signal,
-    /// A handler that can interrupt signal handlers.
+    /// Handler that can interrupt signal handlers.
     Nmi,
 }
 
-/// Events raised while the context's lock could not be waited for; taken in by whoever locks it next.
+/// Events that were raised while the context lock was taken. The next thread that locks the context
+/// accounts them.
 #[derive(Debug, Default)]
 pub(crate) struct Deferred {
     counts: [AtomicU64; IDS],
@@ -99,12 +102,12 @@ impl Deferred {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Whether nobody has taken it in yet.
+    /// Returns `true` if there are events that have not been accounted yet.
     pub fn is_waiting(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Takes what there is.
+    /// Takes all events.
     pub fn take(&self, mut each: impl FnMut(SoftwareId, u64)) {
         if !self.any.load(Ordering::Relaxed) || !self.any.swap(false, Ordering::Acquire) {
             return;
@@ -119,12 +122,12 @@ impl Deferred {
 }
 
 thread_local! {
-    /// The levels this thread is serving, one bit each. Constant-initialised, so a signal handler may touch
-    /// it.
+    /// Levels that this thread is handling, one bit each. Constant-initialized, so that signal
+    /// handlers can access it.
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
 
-/// Holds a level of this thread.
+/// A guard that marks a level of this thread as busy.
 pub(crate) struct LevelGuard {
     bit: u8,
     outermost: bool,
@@ -147,7 +150,7 @@ impl LevelGuard {
 }
 
 impl LevelGuard {
-    /// Whether the thread was serving nothing before.
+    /// Returns `true` if the thread was not handling any level before.
     pub fn is_outermost(&self) -> bool {
         self.outermost
     }
@@ -159,7 +162,7 @@ impl Drop for LevelGuard {
     }
 }
 
-/// How many events count each id: the gate that makes unused ones cost one load.
+/// Number of open events per software event ID, so that an unused event costs one load.
 #[derive(Debug, Default)]
 pub(crate) struct Gates {
     counts: [AtomicU32; IDS],
@@ -188,7 +191,7 @@ impl Gates {
         self.open(id) != 0
     }
 
-    /// Events that are open and count `id`.
+    /// Returns the number of open events for `id`.
     pub fn open(&self, id: SoftwareId) -> u32 {
         self.counts[id as usize].load(Ordering::Relaxed)
     }

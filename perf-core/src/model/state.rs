@@ -1,38 +1,41 @@
-//! What an event is doing, and for whom.
+//! States and owners of events.
 
-/// What an event is doing. The order means something: code asks for "at least inactive".
+/// The state of an event. Ordered: comparisons such as "at least inactive" are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
-    /// Pinned, and it could not be put on. Only an explicit enable recovers it; reads give no bytes.
+    /// Pinned event that could not be scheduled. Only an explicit enable recovers it, and reads
+    /// return 0 bytes.
     Error,
-    /// Disabled.
+    /// Disabled event.
     Off,
-    /// Enabled, waiting: for its context to run, for its group's leader, or for a slot.
+    /// Enabled event that waits for its context to be scheduled in, for its group leader, or for a
+    /// slot.
     Inactive,
-    /// On: it counts.
+    /// Event that counts.
     Active,
 }
 
-/// What [`crate::Core::tick`] has to do, from nothing to much.
+/// Work that [`crate::Core::tick`] has to do, in increasing order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TickNeed {
-    /// Nothing.
+    /// No work.
     #[default]
     None,
-    /// Nothing yet: events sample at a fixed period, so that one may come to be throttled. Who looks now and
-    /// then lifts that late, once.
+    /// No work yet, but events with a fixed sampling period may be throttled. A timer that ticks
+    /// less often unthrottles them with some delay, once.
     Watch,
-    /// Groups take turns or try again, periods follow frequencies, or a throttle is to be lifted: each tick.
+    /// Work at each tick: groups rotate or are retried, periods follow frequencies, or throttled
+    /// events exist.
     Work,
 }
 
-/// Whom the event counts for; decides who gets slots first.
+/// Beneficiary of an event, which determines the priority for slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
-    /// The guest: it backs a counter the guest programmed.
+    /// Guest: the event backs a counter that the guest programmed.
     Guest,
-    /// The operator, for the VM as a whole.
+    /// Operator, for the whole VM.
     OperatorVm,
-    /// The operator, for one vCPU.
+    /// Operator, for one vCPU.
     OperatorVcpu,
 }

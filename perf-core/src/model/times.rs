@@ -1,18 +1,19 @@
-//! A context's own time, and the times of an event derived from it.
+//! Context time, and the event times derived from it.
 
 use crate::model::state::State;
 use crate::time::Times;
 
-/// A context's own time: it advances while the context is scheduled in and stands still otherwise.
+/// Time of a context, which advances only while the context is scheduled in.
 ///
-/// For a vCPU context that is the time of the core's clock between [`crate::VcpuContext::sched_in`] and
-/// [`crate::VcpuContext::sched_out`]; the VM context is always in. With a clock that goes on while the vCPU's
-/// thread waits for a processor, or its guest halts, that is part of it.
+/// For a vCPU context this is the time of the core clock between [`crate::VcpuContext::sched_in`]
+/// and [`crate::VcpuContext::sched_out`]. The VM context is always scheduled in. Context time
+/// includes periods in which the vCPU thread waits for a CPU or its guest is halted, if the clock
+/// advances then.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
-    /// Time accumulated until `stamp_ns`.
+    /// Time accumulated until `stamp_ns`, in nanoseconds.
     time_ns: u64,
-    /// The clock when the time was last advanced.
+    /// Clock value at which the time was last advanced.
     stamp_ns: u64,
     active: bool,
 }
@@ -22,21 +23,23 @@ impl ContextClock {
         self.active
     }
 
-    /// The context goes in: time off is never counted.
+    /// Starts the context time when the context is scheduled in.
     pub fn start(&mut self, now_ns: u64) {
         self.stamp_ns = now_ns;
         self.active = true;
     }
 
-    /// The context goes out.
+    /// Stops the context time when the context is scheduled out.
     pub fn stop(&mut self, now_ns: u64) {
         self.time_ns = self.time_at(now_ns);
         self.stamp_ns = now_ns;
         self.active = false;
     }
 
-    /// The context's time when the clock shows `now_ns`. One monotonic clock serves all threads, but two
-    /// threads may read it in one order and take the lock in the other, hence the saturating difference.
+    /// Returns the context time at clock value `now_ns`.
+    ///
+    /// The difference saturates at zero, because two threads may read the monotonic clock in one
+    /// order and take the lock in the other.
     pub fn time_at(&self, now_ns: u64) -> u64 {
         if self.active {
             self.time_ns + now_ns.saturating_sub(self.stamp_ns)
@@ -45,7 +48,7 @@ impl ContextClock {
         }
     }
 
-    /// Advances the time to `now_ns` and returns it. Later calls never give less.
+    /// Advances the time to `now_ns` and returns it. Later calls never return a smaller value.
     pub fn advance(&mut self, now_ns: u64) -> u64 {
         if self.active {
             self.time_ns = self.time_at(now_ns);
@@ -55,11 +58,11 @@ impl ContextClock {
     }
 }
 
-/// The five values an event's times are derived from.
+/// The five values from which event times are computed.
 ///
-/// `total` is what counts while the event is off or in error. While it is inactive or active the stamps
-/// count, and `total` is a copy made when it was last looked at. `stopped` means something only while
-/// inactive.
+/// `total` is authoritative while the event is off or in the error state. While the event is
+/// inactive or active, the timestamps are authoritative and `total` is a copy from the last update.
+/// `stopped` is valid only while the event is inactive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EventTimes {
     total: Times,
@@ -69,7 +72,7 @@ pub(crate) struct EventTimes {
 }
 
 impl EventTimes {
-    /// The event joins a context whose time is `time`.
+    /// Creates the times of an event that joins a context at context time `time`.
     pub fn attach(time: u64) -> Self {
         Self {
             total: Times::default(),
@@ -79,27 +82,27 @@ impl EventTimes {
         }
     }
 
-    /// The event starts (or starts again) to be enabled: the accumulated time goes on from here.
+    /// Enables the event. The accumulated times continue from here.
     pub fn enable(&mut self, time: u64) {
         self.enabled_stamp = time.wrapping_sub(self.total.enabled_ns);
         self.running_stamp = time.wrapping_sub(self.total.running_ns);
         self.stopped_stamp = time;
     }
 
-    /// It goes on: the time since it went off is not running time.
+    /// Schedules the event in. The time since it was scheduled out does not count as running time.
     pub fn go_on(&mut self, time: u64) {
         self.running_stamp = self
             .running_stamp
             .wrapping_add(time.wrapping_sub(self.stopped_stamp));
     }
 
-    /// It goes off.
+    /// Schedules the event out.
     pub fn go_off(&mut self, time: u64) {
         self.stopped_stamp = time;
     }
 
-    /// The one place where times are derived. `leader` is the state of the group's leader: a member of a
-    /// group that is off has frozen times, like one that is off itself.
+    /// Computes the times of the event. `leader` is the state of the group leader: the times of a
+    /// group member stop while its leader is off, as if the member itself were off.
     pub fn at(&self, state: State, leader: State, time: u64) -> Times {
         if state < State::Inactive || leader < State::Inactive {
             return self.total;
@@ -115,14 +118,14 @@ impl EventTimes {
         }
     }
 
-    /// Copies the derived times into the totals; to be called before `state` or `leader` falls below
-    /// inactive.
+    /// Copies the computed times to the totals. Call this method before `state` or `leader` drops
+    /// below inactive.
     pub fn settle(&mut self, state: State, leader: State, time: u64) {
         self.total = self.at(state, leader, time);
     }
 
-    /// Makes `times` what the event has accumulated until now, whatever its state. Totals and stamps change
-    /// together: totals alone would be undone by the next derivation.
+    /// Sets the accumulated times in any state. Changes totals and timestamps together, because the
+    /// next computation would overwrite the totals alone.
     pub fn set(&mut self, times: Times, time: u64) {
         self.total = times;
         self.enable(time);

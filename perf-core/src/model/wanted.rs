@@ -1,10 +1,11 @@
-//! Which side-band records anybody wants.
+//! Demand for side-band records.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::attr::Attr;
 
-/// How many open events ask for which records: nobody asks, nothing is done.
+/// Number of open events that request each type of side-band record. Records that no event requests
+/// are not generated.
 #[derive(Debug, Default)]
 pub(crate) struct Wanted {
     comm: AtomicU32,

@@ -1,11 +1,12 @@
-//! Doubly linked lists through a table of entries: constant-time insertion and removal, no allocation.
+//! Doubly linked lists in a table of entries: constant-time insertion and removal without
+//! allocation.
 
 use super::GroupKey;
 
-/// The end of a list.
+/// End of a list.
 const NIL: u32 = u32::MAX;
 
-/// As links have it: half as long as a key.
+/// Returns the 32-bit form of a key that links use.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the queue takes in keys of 32 bits only"
@@ -14,12 +15,12 @@ fn short(key: GroupKey) -> u32 {
     usize::from(key) as u32
 }
 
-/// The key, if it is not the end of the list.
+/// Returns the key, or `None` at the end of the list.
 fn key(short: u32) -> Option<GroupKey> {
     (short != NIL).then(|| (short as usize).into())
 }
 
-/// An entry's place in one list.
+/// Links of an entry in one list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     prev: u32,
@@ -30,7 +31,8 @@ impl Link {
     pub(super) const NONE: Self = Self { prev: NIL, next: NIL };
 }
 
-/// One list. Its links live in the entries; `link` says where.
+/// A list whose links are stored in its entries. The `link` argument of its methods selects the
+/// link.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct List {
     head: u32,
@@ -62,7 +64,7 @@ impl List {
         key(link(&entries[usize::from(group)]).next)
     }
 
-    /// Appends `group`, which is not in this list.
+    /// Appends `group`, which must not be in this list.
     pub(super) fn push_back<E>(
         &mut self,
         entries: &mut [E],
@@ -82,7 +84,7 @@ impl List {
         self.len += 1;
     }
 
-    /// Takes out `group`, which is in this list.
+    /// Removes `group`, which must be in this list.
     pub(super) fn remove<E>(
         &mut self,
         entries: &mut [E],

@@ -1,20 +1,23 @@
-//! Multiplexing: whose turn it is when more groups want slots than there are.
+//! Multiplexing of groups that need more slots than are available.
 //!
-//! A [`MuxQueue`] holds the flexible groups of one context. At each turn one group that is on goes back to
-//! wait, and the queue says which waiting group comes next and how long until the next turn. Two policies:
+//! A [`MuxQueue`] holds the flexible groups of one context. At the end of each multiplexing
+//! interval, one active group returns to the waiting list, and the queue selects the next group and
+//! the length of the next interval. There are two policies:
 //!
-//! - [`MuxPolicy::Rotate`]: first come, first served, turns of equal length. What Linux does.
-//! - [`MuxPolicy::Adaptive`]: turns are shorter, groups whose rate varies have their turn more often, and a
-//!   rhythm of the guest that keeps step with the turns is found out and avoided. Nobody starves: a steady
-//!   group is passed over every other time.
+//! - [`MuxPolicy::Rotate`]: round-robin with equal intervals, as in Linux.
+//! - [`MuxPolicy::Adaptive`]: shorter intervals, more slots for groups with varying rates, and
+//!   detection and avoidance of guest patterns that alias with the intervals. No group starves: a
+//!   steady group yields every other time.
 //!
-//! Turns stay regular on purpose. Irregular ones see every rhythm about equally badly; regular ones see all
-//! but a few exactly, and those few can be told: to them a group looks calm until the turns shift.
+//! The intervals are regular by design. Irregular intervals measure every periodic pattern with a
+//! similar, moderate error. Regular ones measure all but a few patterns exactly, and those few are
+//! detectable: an affected group appears calm until the phase of the intervals is shifted.
 //!
-//! Every call does the same small work whether ten groups wait or a hundred thousand: groups are linked
-//! through their own entries, by age. Nothing is allocated after [`MuxQueue::insert`].
+//! Every call takes constant time, no matter how many groups wait, because the groups are linked
+//! through their own entries in order of age. Only [`MuxQueue::insert`] allocates memory.
 //!
-//! # Use
+//! # Examples
+//!
 //! ```
 //! use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
 //!
@@ -45,7 +48,7 @@ mod queue;
 pub(crate) use queue::measure_of;
 pub use queue::{MuxQueue, Turn};
 
-/// A group of a [`MuxQueue`], by a small number of the caller's choosing (a slab's key).
+/// Key of a group in a [`MuxQueue`]: a small number chosen by the caller, such as a slab key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupKey(usize);
 
@@ -61,17 +64,18 @@ impl From<GroupKey> for usize {
     }
 }
 
-/// How slots are shared out over time.
+/// Policy for sharing slots over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MuxPolicy {
-    /// Everyone in turn, for the same time.
+    /// Round-robin with equal slices.
     #[default]
     Rotate,
-    /// Shorter turns, more to those whose rate varies, and no turns in step with a rhythm of the guest.
+    /// Shorter slices, more slots for groups with varying rates, and detection of guest patterns
+    /// that alias with the multiplexing interval.
     Adaptive,
 }
 
-/// No such policy.
+/// Error for the name of an unknown multiplexing policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be rotate or adaptive")]
 pub struct UnknownMuxPolicy;

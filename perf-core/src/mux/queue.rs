@@ -1,17 +1,19 @@
-//! [`MuxQueue`]: the flexible groups of one context, and whose turn it is.
+//! [`MuxQueue`]: the multiplexing queue of the flexible groups of one context.
 
 use super::list::{Link, List};
 use super::{GroupKey, MuxPolicy};
 
-/// Groups that cannot go on now although there is room (exclusive ones) are stepped over, this many at most.
-/// And as many steady ones are passed over at most to find one whose turn it is.
+/// Maximum number of groups skipped per search: exclusive groups that cannot be scheduled although
+/// slots are free, or steady groups that yield.
 const STEP_OVER: usize = 8;
 
-/// Lengths of turns to choose from, in turns of [`MuxPolicy::Rotate`]: powers of the golden ratio (1/φ⁴,
-/// 1/φ³, 1/φ²), because rotations of such lengths have the fewest rhythms in common. Short turns see more;
-/// the next length is taken when a rhythm of the guest keeps step with one.
+/// Multiplexing intervals to choose from, in units of the interval of [`MuxPolicy::Rotate`]. Powers
+/// of the golden ratio (1/φ⁴, 1/φ³, 1/φ²), because rotations of these lengths have the fewest
+/// frequencies in common. Shorter intervals resolve more detail; the next one is selected when a
+/// periodic guest pattern aliases with the current one.
 const PACES: [f64; 3] = [0.146, 0.236, 0.382];
-/// The turn of [`MuxPolicy::Rotate`] for which those of [`MuxPolicy::Adaptive`] are `first_ns` long at first.
+/// Returns the interval of [`MuxPolicy::Rotate`] for which the initial interval of
+/// [`MuxPolicy::Adaptive`] is `first_ns`, in nanoseconds.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -21,50 +23,53 @@ pub(crate) fn measure_of(first_ns: u64) -> u64 {
     (first_ns as f64 / PACES[0]) as u64
 }
 
-/// How much longer the turns of a shifting rotation are: φ, so that what follows is 0.618 of a rotation off
-/// the beat.
+/// Factor by which the intervals of a stretched rotation are longer: φ, which shifts the phase of
+/// later intervals by 0.618 of a rotation.
 const STRETCH: f64 = 1.618;
 
-/// Weight of the newest step in what is remembered of a group, once there are enough.
+/// Weight of the newest step in the running mean of a group, once there are enough steps.
 const FORGET: f32 = 0.01;
-/// Squared steps count for no more than this: one slice of next to nothing must not decide for long.
+/// Upper bound of a squared step, so that a single very short slice has no lasting effect.
 const MOST_SQUARE: f64 = 16.0;
-/// Steps that say something about a group.
+/// Minimum number of steps for conclusions about a group.
 const ENOUGH_STEPS: u16 = 8;
-/// Mean square step of a steady group, whose rates are within 3 %. It is passed over every other time.
+/// Maximum mean square step of a steady group (rates within 3 %). Steady groups yield every other
+/// time.
 const STEADY: f32 = 1e-3;
-/// Below this mean square step (rates within 25 %) a group either is that calm or keeps step with the turns.
+/// Maximum mean square step of a calm group (rates within 25 %). Such a group is either really calm
+/// or aliases with the intervals.
 const CALM: f32 = 0.06;
-/// A shift shows a rhythm when the rate then changes by this many times the mean square step and a tenth of
-/// the rate.
+/// Factor of the detection threshold: a shift reveals a pattern if the squared step exceeds this
+/// multiple of the mean square step plus [`NOTICEABLE`], which is a tenth of the rate squared.
 const TELLING: f64 = 8.0;
 const NOTICEABLE: f64 = 0.01;
-/// Shifts in a row that must tell on the same group, if they do not tell on most.
+/// Number of consecutive shifts that must reveal a pattern in the same group, unless they do so in
+/// most groups.
 const TELLING_SHIFTS: u8 = 2;
-/// The wait before the first shift, and by how much longer each wait is than the one before: a shift costs a
-/// little of the precision that regular turns have.
+/// Number of rotations before the first shift. Each later wait is longer by the factor
+/// [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular intervals.
 const FIRST_SHIFT: Rotations = Rotations(8);
 const NEXT_SHIFT: u64 = 4;
 
-/// One of [`PACES`].
+/// Index into [`PACES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Pace(usize);
 
 impl Pace {
     const FIRST: Self = Self(0);
 
-    /// Length of its turns, in turns of [`MuxPolicy::Rotate`].
+    /// Returns the multiplexing interval, in units of the interval of [`MuxPolicy::Rotate`].
     fn turn(self) -> f64 {
         PACES[self.0]
     }
 
-    /// The one that is taken when a rhythm keeps step with this.
+    /// Returns the interval to use after this one if a pattern aliases with it.
     fn next(self) -> Self {
         Self((self.0 + 1) % PACES.len())
     }
 }
 
-/// The time between two changes of pace.
+/// Number of the period between two changes of the interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Era(u32);
 
@@ -76,7 +81,7 @@ impl Era {
     }
 }
 
-/// Rounds in which each group has its turn.
+/// A number of rotations. Each group is scheduled once per rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Rotations(u64);
 
@@ -84,7 +89,7 @@ impl Rotations {
     const NONE: Self = Self(0);
     const ONE: Self = Self(1);
 
-    /// How many turns these are of so many groups.
+    /// Returns the number of intervals in these rotations with `groups` groups.
     fn turns(self, groups: usize) -> Turns {
         Turns(self.0.saturating_mul(groups as u64))
     }
@@ -94,7 +99,7 @@ impl Rotations {
     }
 }
 
-/// Turns, each of one group.
+/// A number of multiplexing intervals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 struct Turns(u64);
 
@@ -102,14 +107,14 @@ impl Turns {
     const NONE: Self = Self(0);
 }
 
-/// What became of a group that was offered a slot.
+/// Result of offering a slot to a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// It is on.
+    /// The group was scheduled.
     Taken,
-    /// There is no room for it; it stays first in line, and nobody overtakes it.
+    /// The group does not fit. It stays at the head of the queue and cannot be overtaken.
     NoRoom,
-    /// It cannot be on together with what is on; others may.
+    /// The group conflicts with an active group. Other groups may fit.
     NotNow,
 }
 
@@ -120,12 +125,12 @@ enum Place {
     On,
 }
 
-/// What is known of a group's rhythm at the present pace.
+/// Confidence that a group has no pattern that aliases with the current interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trust {
-    /// Too little is known, or its rate varies so much that nothing can hide.
+    /// Not enough data, or a rate that varies too much to hide a pattern.
     Open,
-    /// Calm, and no shift has shown yet that it really is.
+    /// Calm, but not yet verified by a shift.
     Suspect,
     /// Calm before and after a shift.
     Cleared,
@@ -133,25 +138,25 @@ enum Trust {
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// In `waiting` or `on`.
+    /// Links in `waiting` or `on`.
     age: Link,
     place: Place,
     trust: Trust,
-    /// During which its last slice ended.
+    /// Phase in which the last slice of the group ended.
     phase: Phase,
-    /// The [`MuxQueue::era`] of what follows.
+    /// Value of [`MuxQueue::era`] for which the following fields are valid.
     era: Era,
-    /// Mean square of the relative steps of the rate between regular slices.
+    /// Mean square of the relative rate steps between regular slices.
     steps: f32,
-    /// How many that is the mean of.
+    /// Number of steps in that mean.
     known: u16,
-    /// The next step compares slices of different length and says nothing.
+    /// `true` if the next step compares slices of different length and must be ignored.
     skip: bool,
-    /// The step into the stretched rotation.
+    /// Step into the stretched rotation.
     into_shift: Option<f32>,
-    /// Shifts in a row that told on it.
+    /// Number of consecutive shifts that revealed a pattern in this group.
     told: u8,
-    /// It was passed over since it last was on.
+    /// `true` if the group has yielded since it was last active.
     passed: bool,
 }
 
@@ -175,57 +180,59 @@ impl Entry {
     }
 }
 
-/// What the turns are doing.
+/// Phase of the interval sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// All of the same length.
+    /// Intervals of equal length.
     Regular,
-    /// One rotation of longer turns, which shifts all that follow by 0.618 of a rotation.
+    /// One rotation with longer intervals, which shifts all following ones by 0.618 of a rotation.
     Stretched,
-    /// The rotation after it.
+    /// First rotation after a stretched one.
     Shifted,
 }
 
-/// The flexible groups of one context.
+/// A queue that multiplexes the flexible groups of one context.
 ///
-/// Memory is proportional to the largest [`GroupKey`].
+/// Memory use is proportional to the largest [`GroupKey`].
 #[derive(Debug)]
 pub struct MuxQueue {
     policy: MuxPolicy,
-    /// Length of a turn under [`MuxPolicy::Rotate`].
+    /// Multiplexing interval under [`MuxPolicy::Rotate`], in nanoseconds.
     turn_ns: u64,
     entries: Vec<Entry>,
-    /// On, longest first.
+    /// Active groups, longest active first.
     on: List,
-    /// Waiting, longest first.
+    /// Waiting groups, longest waiting first.
     waiting: List,
-    /// Offered a slot that was too small, so first when there is more room.
+    /// Group that did not fit into the free slots and is therefore scheduled first once more slots
+    /// are free.
     held: Option<GroupKey>,
-    /// 0 while no turn is planned.
+    /// End of the current interval, or 0 if none is scheduled.
     next_turn_ns: u64,
     pace: Pace,
     era: Era,
     phase: Phase,
-    /// What is left of the phase.
+    /// Number of intervals left in the phase.
     left: Turns,
-    /// Until the next shift, if somebody is suspect by then.
+    /// Number of rotations before the next shift, which takes place only if there are suspects.
     run: Rotations,
-    /// Groups that are [`Trust::Suspect`] in this era.
+    /// Number of groups with [`Trust::Suspect`] in this era.
     suspects: usize,
-    /// Of those seen in this shift: how many, on how many it told, and whether on one again.
+    /// Results of this shift: number of suspects checked, number with a pattern, and whether a
+    /// pattern was confirmed by consecutive shifts.
     looked_at: usize,
     told: usize,
     told_again: bool,
-    /// Decides whose slice is looked at amid.
+    /// Pseudo-random state that selects groups to read in the middle of a slice.
     draw: u32,
-    /// Those so far, and which was the last with [`MuxQueue::rhythm_seen`].
+    /// Number of intervals so far, and the number at the last call of [`MuxQueue::rhythm_seen`].
     turns: Turns,
     rhythm_at: Option<Turns>,
 }
 
 impl MuxQueue {
-    /// A queue without groups. `turn_ns` is the length of a turn under `Rotate` and the measure for
-    /// `Adaptive`.
+    /// Creates an empty queue. `turn_ns` is the interval of [`MuxPolicy::Rotate`] in nanoseconds,
+    /// from which [`MuxPolicy::Adaptive`] derives its intervals.
     #[must_use]
     pub fn new(policy: MuxPolicy, turn_ns: u64) -> Self {
         Self {
@@ -251,25 +258,25 @@ impl MuxQueue {
         }
     }
 
-    /// Groups there are.
+    /// Returns the number of groups.
     #[must_use]
     pub fn len(&self) -> usize {
         self.on.len() + self.waiting.len()
     }
 
-    /// Whether there are none.
+    /// Returns `true` if the queue has no groups.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Groups that wait.
+    /// Returns the number of waiting groups.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Adds group `key`, last in line. One that is there already is left alone.
+    /// Appends group `key` to the queue. Has no effect if the group is already present.
     pub fn insert(&mut self, key: GroupKey) {
         let at = usize::from(key);
         if u32::try_from(at).is_err() {
@@ -281,14 +288,14 @@ impl MuxQueue {
         if self.entries[at].place == Place::Absent {
             self.entries[at] = Entry::ABSENT;
             if self.waiting.len() == 0 {
-                // Turns begin anew.
+                // The interval sequence restarts.
                 self.next_turn_ns = 0;
             }
             self.wait(key);
         }
     }
 
-    /// Removes group `key`, on or waiting. One that is not there is left alone.
+    /// Removes group `key`, active or waiting. Has no effect if the group is not present.
     pub fn remove(&mut self, key: GroupKey) {
         let Some(place) = self.entries.get(usize::from(key)).map(|e| e.place) else {
             return;
@@ -323,9 +330,9 @@ impl MuxQueue {
         entry.trust = trust;
     }
 
-    /// What the last slice of group `key` counted is known, and its rate was higher or lower than in the
-    /// slice before by `step`, relative to its mean rate ([`crate::estimate::Estimator::last_step`]; of
-    /// several members the largest). `None`: not known yet.
+    /// Reports the result of the last slice of group `key`. `step` is the change of its rate since
+    /// the slice before, relative to its mean rate ([`crate::estimate::Estimator::last_step`]; for
+    /// several members the largest change), or `None` if it is not known yet.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
@@ -338,7 +345,7 @@ impl MuxQueue {
             return;
         };
         if entry.era != self.era {
-            // What was seen at another pace says nothing about this one.
+            // Results for a different interval are not valid for this one.
             *entry = Entry {
                 age: entry.age,
                 place: entry.place,
@@ -350,8 +357,8 @@ impl MuxQueue {
         }
         match (entry.phase, entry.into_shift) {
             (Phase::Stretched, _) => entry.into_shift = Some(step as f32),
-            // These two steps together lead from one regular slice to another, 0.618 of a rotation off the
-            // beat.
+            // The sum of these two steps is the step between two regular slices with a phase
+            // difference of 0.618 of a rotation.
             (Phase::Shifted, Some(before)) => {
                 entry.into_shift = None;
                 entry.skip = false;
@@ -366,7 +373,7 @@ impl MuxQueue {
         }
     }
 
-    /// A step between two regular slices.
+    /// Records a step between two regular slices.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
@@ -383,8 +390,8 @@ impl MuxQueue {
         }
     }
 
-    /// The step across a shift. A rate that goes its own way hardly notices; one in step with the turns shows
-    /// another side.
+    /// Evaluates the step across a shift. A pattern that aliases with the intervals shows a
+    /// different phase after the shift, whereas other rates hardly change.
     fn shifted(&mut self, key: GroupKey, step: f64) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.trust != Trust::Suspect {
@@ -397,21 +404,22 @@ impl MuxQueue {
             self.told_again |= entry.told >= TELLING_SHIFTS;
         } else {
             entry.told = 0;
-            // Half of the steady ones are passed over in each rotation, so that all rotations are equally
-            // long.
+            // Half of the steady groups yield in each rotation, so that all rotations have the same
+            // length.
             entry.passed = usize::from(key).is_multiple_of(2);
             self.trust(key, Trust::Cleared);
         }
     }
 
-    /// When the next turn is due; `None` while nobody waits.
+    /// Returns the end of the current interval, or `None` if no group waits.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         (self.waiting.len() > 0).then_some(self.next_turn_ns)
     }
 
-    /// If a turn is due at `now_ns`, sends the group that is on longest back to wait and sets the time of the
-    /// next turn. The caller then fills the slots anew. `None` if no turn is due or nobody waits.
+    /// Ends the interval if it is due at `now_ns`: moves the group that has been active longest to
+    /// the waiting list and schedules the next interval. Returns the moved group, or `None` if no
+    /// interval ended or no group waits. The caller then refills the slots.
     pub fn turn(&mut self, now_ns: u64) -> Option<GroupKey> {
         if self.waiting.len() == 0 || now_ns < self.next_turn_ns {
             return None;
@@ -419,7 +427,7 @@ impl MuxQueue {
         let (planned, phase) = (self.next_turn_ns > 0, self.phase);
         self.next_turn_ns = now_ns + self.turn_length_ns();
         if !planned && self.policy == MuxPolicy::Adaptive {
-            // Those that are on have only just begun.
+            // The active groups have only just been scheduled.
             return None;
         }
         let key = self.on.front()?;
@@ -430,11 +438,13 @@ impl MuxQueue {
         Some(key)
     }
 
-    /// To be called when a group has left and the slots are not filled anew yet: in one turn of four a group
-    /// that is on and about halfway through its slice, for [`crate::estimate::Estimator::amid`]. All
-    /// groups are drawn equally often. `None` where slices are one turn long: there is no middle.
+    /// Selects a group for [`crate::estimate::Estimator::amid`]: in a quarter of the intervals,
+    /// returns an active group that is about halfway through its slice. All groups are selected
+    /// equally often. Returns `None` if slices are one interval long and have no middle.
+    ///
+    /// Call this method after a group has left and before the slots are refilled.
     pub fn amid(&mut self) -> Option<GroupKey> {
-        // Steps of the golden ratio keep step with no number of groups.
+        // Steps of the golden ratio do not alias with any number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
         if self.draw >= 1 << 30 {
             return None;
@@ -446,13 +456,14 @@ impl MuxQueue {
         Some(key)
     }
 
-    /// A rhythm keeps step with the slices of some group ([`crate::estimate::Estimator::keeps_step`]): others
-    /// may have it and see one side of it only, which looks like calm. To be told when a slice ends.
+    /// Records a pattern that aliases with the slices of some group
+    /// ([`crate::estimate::Estimator::keeps_step`]). Other groups may have the same pattern and
+    /// appear calm, because they see only one phase of it. Call this method at the end of a slice.
     pub fn rhythm_seen(&mut self) {
         self.rhythm_at = Some(self.turns);
     }
 
-    /// Whether a rhythm was in step with some group's slices during the last rotations.
+    /// Returns `true` if a pattern aliased with the slices of some group during the last rotations.
     #[must_use]
     pub fn has_rhythm(&self) -> bool {
         let lately = Rotations(4).turns(self.len());
@@ -481,9 +492,9 @@ impl MuxQueue {
         ((self.turn_ns as f64 * self.pace.turn() * stretch) as u64).max(1)
     }
 
-    /// Regular turns are the most precise there are, unless a rhythm of the guest keeps step with them: then
-    /// every slice sees the same side of it, and that looks like calm. So calm is put to the test by a
-    /// shift.
+    /// Regular intervals are the most precise, unless a periodic guest pattern aliases with them.
+    /// All slices then see the same phase of the pattern and the group appears calm. Calm groups
+    /// are therefore verified by a phase shift.
     fn next_phase(&mut self) {
         let groups = self.len();
         self.left = Rotations::ONE.turns(groups);
@@ -516,8 +527,9 @@ impl MuxQueue {
         };
     }
 
-    /// Fills the slots: offers each group that is on its slot again, in the order they went on, then waiting
-    /// groups, until `offer` finds no room. A group that is on and is not `Taken` goes back to wait.
+    /// Fills the slots. Offers active groups their slots again in the order in which they became
+    /// active, then offers free slots to waiting groups until one does not fit. An active group
+    /// that is not `Taken` returns to the waiting list.
     pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> Turn) {
         let mut next = self.on.front();
         let mut room = true;
@@ -550,7 +562,7 @@ impl MuxQueue {
         }
     }
 
-    /// The next group to offer a slot to, after `skip` that could not take it.
+    /// Returns the next group to offer a slot to, after skipping `skip` groups with conflicts.
     fn pick(&mut self, skip: usize) -> Option<GroupKey> {
         if skip > 0 {
             let mut key = self.waiting.front()?;
@@ -568,8 +580,8 @@ impl MuxQueue {
         self.waiting.front()
     }
 
-    /// Sends steady groups at the head of the line to its end, each every other time. Those that vary get the
-    /// time.
+    /// Moves steady groups from the head of the waiting list to its end, each every other time, in
+    /// favor of groups with varying rates.
     fn pass_over_steady(&mut self) {
         for _ in 0..STEP_OVER.min(self.waiting.len()) {
             let Some(key) = self.waiting.front() else { return };

@@ -1,33 +1,33 @@
-//! Groups, and the queues of those that do not take turns; those that do wait in [`crate::mux`].
+//! Groups, and the queues of pinned and software groups. Multiplexed groups wait in [`crate::mux`].
 //!
-//! A [`Queue`] is a ring linked through the groups themselves, so that adding, removing and rotating cost the
-//! same however many groups there are. Only groups that may run are queued: a leader that is off or in error
-//! is not, and groups of software events need no slot and wait nowhere.
+//! A [`Queue`] is an intrusive ring list of groups, so insertion, removal and rotation take
+//! constant time. Only groups that can run are queued: a group whose leader is off or in the error
+//! state is not queued.
 
 use smallvec::SmallVec;
 
 use super::seats::Want;
 use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
 
-/// A leader and its siblings: on the PMU all together or not at all.
+/// A group leader and its siblings, scheduled together or not at all.
 #[derive(Debug)]
 pub(crate) struct Group {
-    /// Keys of the events, the leader first.
+    /// Keys of the events, leader first.
     pub members: SmallVec<[EventKey; 4]>,
-    /// Which pool of slots its hardware events use; `None` for a group of software events.
+    /// Slot pool of the hardware events, or `None` for a group of software events.
     pub pool: Option<PoolId>,
-    /// Which queue of that pool it belongs to.
+    /// The queue of the pool that the group belongs to.
     pub class: Class,
-    /// The counters it needs now: one for each hardware member that is neither off nor in error.
+    /// Required counters: one for each hardware member that is neither off nor in the error state.
     pub wants: SmallVec<[Want; 4]>,
     pub exclusive: bool,
-    /// It is on.
+    /// `true` if the group is active.
     pub on: bool,
-    /// It waits apart from its queue.
+    /// `true` if the group is parked outside its queue.
     pub parked: bool,
-    /// Its driver refused, and a tick is to try again.
+    /// `true` if the driver rejected the group and a tick will retry it.
     pub refused: bool,
-    /// It may run: it is in its queue.
+    /// `true` if the group can run and is in its queue.
     pub queued: bool,
     link: Option<Link>,
 }
@@ -59,33 +59,34 @@ impl Group {
     }
 }
 
-/// The queues of a pool. Their order in a schedule is the share policy's.
+/// Scheduling class of a group, which selects its queue in a pool. The share policy defines the
+/// order of the classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Class {
-    /// Pinned events that back the guest's own counters.
+    /// Pinned events that back guest counters.
     Guest,
-    /// The operator's pinned events for the VM as a whole.
+    /// Pinned VM-wide events of an operator.
     PinnedVm,
-    /// The operator's pinned events for this vCPU.
+    /// Pinned events of an operator on this vCPU.
     PinnedVcpu,
-    /// The operator's flexible events for the VM as a whole.
+    /// Flexible VM-wide events of an operator.
     FlexibleVm,
-    /// The operator's flexible events for this vCPU.
+    /// Flexible events of an operator on this vCPU.
     FlexibleVcpu,
 }
 
 impl Class {
     pub const COUNT: usize = Self::PINNED + Self::FLEXIBLE;
-    /// The first of them are pinned.
+    /// Number of pinned classes. These classes are first.
     pub const PINNED: usize = 3;
-    /// The others take turns.
+    /// Number of flexible classes, which are multiplexed.
     pub const FLEXIBLE: usize = 2;
 
     pub fn is_pinned(self) -> bool {
         self <= Self::PinnedVcpu
     }
 
-    /// Whether the events are one vCPU's, which may not use reserved slots.
+    /// Returns `true` for events of a single vCPU, which may not use reserved slots.
     pub fn is_vcpu(self) -> bool {
         !matches!(self, Self::PinnedVm | Self::FlexibleVm)
     }
@@ -103,7 +104,7 @@ impl Queue {
         self.len
     }
 
-    /// Appends group `key`, which is in no queue.
+    /// Appends group `key`, which must not be in any queue.
     pub fn push_back(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
         debug_assert!(groups[key].link.is_none());
         let link = match self.head {
@@ -125,7 +126,7 @@ impl Queue {
         self.len += 1;
     }
 
-    /// Removes group `key`; one that is in no queue is left alone.
+    /// Removes group `key`. Has no effect on a group that is in no queue.
     pub fn remove(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
         let Some(link) = groups[key].link.take() else {
             return;
@@ -142,18 +143,18 @@ impl Queue {
         }
     }
 
-    /// The first group.
+    /// Returns the first group.
     pub fn first(&self) -> Option<GroupKey> {
         self.head
     }
 
-    /// The group after `key`, up to the last.
+    /// Returns the group after `key`, or `None` after the last one.
     pub fn after(&self, groups: &Table<GroupKey, Group>, key: GroupKey) -> Option<GroupKey> {
         let next = groups[key].link?.next;
         (Some(next) != self.head).then_some(next)
     }
 
-    /// The groups from first to last.
+    /// Returns an iterator over the groups from first to last.
     pub fn iter<'a>(&self, groups: &'a Table<GroupKey, Group>) -> impl Iterator<Item = GroupKey> + 'a {
         let mut next = self.head;
         let mut left = self.len;

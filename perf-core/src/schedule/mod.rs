@@ -1,9 +1,10 @@
-//! Who gets the slots: a plain function from what waits and what there is to the next set.
+//! Slot scheduling: a pure function from the queued groups and the available slots to the next set
+//! of active groups.
 //!
-//! The plan is made by walking the queues in the share policy's order and stops as soon as a group finds no
-//! room, so its cost follows the number of slots, not of groups. Whether there is room is a question of which
-//! event may sit on which counter: [`seats`] answers it. [`crate::context`] then tells the drivers the
-//! difference to what is on.
+//! The planner walks the queues in the order of the share policy and stops at the first group that
+//! does not fit, so its cost depends on the number of slots rather than of groups. [`seats`]
+//! assigns events to counters and thereby determines whether a group fits. [`crate::context`] then
+//! applies the difference between the plan and the active groups to the drivers.
 
 pub(crate) mod group;
 pub(crate) mod seats;
@@ -19,20 +20,20 @@ use group::{Class, Group, Queue};
 
 use seats::Seats;
 
-/// Who gets slots when there are not enough.
+/// Policy for the assignment of slots if there are too few.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SharePolicy {
-    /// The guest's own counters first; the operator's events share what is left.
+    /// Guest counters have priority. Operator events share the remaining slots.
     #[default]
     GuestFirst,
-    /// The operator's events first; a guest counter that finds no slot goes to the error state.
+    /// Operator events have priority. A guest counter without a slot enters the error state.
     OperatorFirst,
-    /// As guest first, and an event is refused when opened if all those open on the vCPU could not be on
-    /// together.
+    /// Like guest-first, but an event is rejected on open if it could not be active simultaneously
+    /// with all open events of the vCPU.
     Strict,
 }
 
-/// No such policy.
+/// Error for the name of an unknown share policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be guest-first, operator-first or strict")]
 pub struct UnknownSharePolicy;
@@ -73,22 +74,22 @@ impl SharePolicy {
 /// The slots of one hardware driver in one context.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    /// Index of the driver in the core's registry.
+    /// Index of the driver in the registry of the core.
     pub driver: usize,
-    /// Its counters.
+    /// Counters of the driver.
     pub counters: CounterMask,
-    /// Those that one vCPU's own events may use. The others are for events for the VM as a whole.
+    /// Counters available to events of a single vCPU. The others are reserved for VM-wide events.
     pub vcpu_counters: CounterMask,
-    /// Slots in use.
+    /// Number of slots in use.
     pub used: usize,
     pinned: [Queue; Class::PINNED],
     flexible: [MuxQueue; Class::FLEXIBLE],
-    /// Groups that can not go on while the pinned ones are on that are: they wait apart, or they would hold
-    /// up those behind them for ever.
+    /// Groups that cannot become active together with the active pinned groups. Parked outside the
+    /// queue, where they would block the groups after them forever.
     pub parked: Vec<GroupKey>,
-    /// What was left for each flexible queue at the last plan.
+    /// Capacity left for each flexible queue at the last plan.
     left: [Left; Class::FLEXIBLE],
-    /// Groups that are on, in the order of the last plan.
+    /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
 }
 
@@ -107,7 +108,7 @@ impl Pool {
         }
     }
 
-    /// The queue of `class`.
+    /// Returns the queue of `class`.
     pub fn queue(&mut self, class: Class) -> ClassQueue<'_> {
         match class {
             Class::FlexibleVm => ClassQueue::Flexible(&mut self.flexible[0]),
@@ -118,12 +119,13 @@ impl Pool {
         }
     }
 
-    /// Keeps `reserved` counters for events for the VM as a whole, those first that hold most.
+    /// Reserves `reserved` counters for VM-wide events, preferring counters that can hold the most
+    /// events.
     pub fn reserve(&mut self, reserved: usize) {
         self.vcpu_counters = self.counters.skip(reserved);
     }
 
-    /// Puts a parked group back in line.
+    /// Returns a parked group to its queue.
     pub fn unpark(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
         if std::mem::take(&mut groups[key].parked) {
             self.parked.retain(|p| *p != key);
@@ -133,7 +135,7 @@ impl Pool {
         }
     }
 
-    /// Puts all parked groups of `class` back in line.
+    /// Returns all parked groups of `class` to their queue.
     fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>, class: Class) {
         let mut parked = std::mem::take(&mut self.parked);
         parked.retain(|&key| {
@@ -149,24 +151,24 @@ impl Pool {
         self.parked = parked;
     }
 
-    /// Groups that may run, on or not, but for those that are parked.
+    /// Returns the number of groups that can run, active or waiting, excluding parked groups.
     pub fn queued(&self) -> usize {
         let pinned: usize = self.pinned.iter().map(Queue::len).sum();
         pinned + self.flexible.iter().map(MuxQueue::len).sum::<usize>()
     }
 
-    /// Whether some queued group is not on: then time must be shared.
+    /// Returns `true` if some queued group is not active, so that groups must be multiplexed.
     pub fn is_contended(&self) -> bool {
         self.queued() > self.on.len()
     }
 
-    /// When the next turn of the groups that share slots is due.
+    /// Returns the time of the next switch between groups that share slots.
     pub fn next_turn_ns(&self) -> Option<u64> {
         self.flexible.iter().filter_map(MuxQueue::next_turn_ns).min()
     }
 
-    /// Ends the turn of one group of each queue, if that is due. Returns groups that stay on and are to be
-    /// read amid their slice.
+    /// Ends the time slice of one group of each queue if it is due. Returns active groups that must
+    /// be read in the middle of their slice.
     pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; Class::FLEXIBLE] {
         let mut amid = [None; Class::FLEXIBLE];
         for (queue, amid) in self.flexible.iter_mut().zip(&mut amid) {
@@ -178,7 +180,7 @@ impl Pool {
     }
 }
 
-/// The pools of a context.
+/// The slot pools of a context.
 #[derive(Debug, Default)]
 pub(crate) struct Pools(Vec<Pool>);
 
@@ -188,7 +190,7 @@ impl Pools {
         PoolId::new(self.0.len() - 1)
     }
 
-    /// Those there are now.
+    /// Returns the IDs of the current pools.
     pub fn ids(&self) -> impl Iterator<Item = PoolId> + use<> {
         (0..self.0.len()).map(PoolId::new)
     }
@@ -212,19 +214,19 @@ impl IndexMut<PoolId> for Pools {
     }
 }
 
-/// A queue of either kind.
+/// A queue of pinned or flexible groups.
 pub(crate) enum ClassQueue<'a> {
-    /// In the order of enabling.
+    /// A queue in the order of enabling.
     Pinned(&'a mut Queue),
-    /// By turns.
+    /// Multiplexed queue.
     Flexible(&'a mut MuxQueue),
 }
 
-/// How flexible groups share slots over time.
+/// Configuration of multiplexing.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MuxConfig {
     pub policy: MuxPolicy,
-    /// Length of a turn; under rotation every tick is one.
+    /// Multiplexing interval, in nanoseconds. Under rotation, every tick ends an interval.
     pub turn_ns: u64,
 }
 
@@ -238,46 +240,46 @@ impl MuxConfig {
     }
 }
 
-/// What should be on next.
+/// Result of planning: the next set of active groups.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// In order of precedence.
+    /// Groups in order of precedence.
     pub on: SmallVec<[GroupKey; 16]>,
-    /// Pinned groups for which there is no room: they go to the error state.
+    /// Pinned groups that do not fit and enter the error state.
     pub failed: SmallVec<[GroupKey; 4]>,
 }
 
-/// What is left for the groups of a flexible queue by those before them that are always on.
+/// Capacity that is left for a flexible queue by the groups before it that are always active.
 #[derive(Debug, Default)]
 struct Left {
-    /// The counters that each event of those before them may sit on.
+    /// Suitable counters of each event of those groups.
     before: SmallVec<[CounterMask; 16]>,
     vcpu_counters: CounterMask,
-    /// One of those before them is exclusive.
+    /// `true` if one of those groups is exclusive.
     exclusive: bool,
-    /// All of it.
+    /// `true` if no capacity is used.
     untouched: bool,
 }
 
-/// The first groups of a plan: those that are always on.
+/// First groups of a plan, which are always active.
 #[derive(Clone, Copy, Debug, Default)]
 struct Always {
-    /// How many events they are.
+    /// Number of their events.
     events: usize,
     exclusive: bool,
 }
 
-/// What the groups planned so far leave.
+/// Capacity that the groups planned so far leave free.
 struct Room {
     seats: Seats,
-    /// The counters one vCPU's own events may use.
+    /// Counters available to events of a single vCPU.
     vcpu_counters: CounterMask,
-    /// An exclusive group is among them.
+    /// `true` if one of the planned groups is exclusive.
     exclusive: bool,
 }
 
 impl Room {
-    /// An empty one, that knows where sits what is on.
+    /// Creates an empty plan that records the current counters of active events.
     fn new(pool: &Pool, groups: &Table<GroupKey, Group>) -> Self {
         let mut seats = Seats::new(pool.counters);
         for &key in &pool.on {
@@ -299,8 +301,8 @@ impl Room {
     }
 
     fn offer(&mut self, key: GroupKey, group: &Group) -> Turn {
-        // An exclusive group that is first in line lets nobody overtake it: otherwise those that share the
-        // PMU in turns would never leave it to one.
+        // No group may overtake an exclusive group at the head of the queue, because multiplexed
+        // groups would otherwise never leave the PMU to it.
         if self.exclusive || (group.exclusive && self.seats.len() > 0) {
             return Turn::NoRoom;
         }
@@ -312,7 +314,8 @@ impl Room {
         Turn::Taken
     }
 
-    /// Whether a group that finds no room now could go on with those alone that are always on.
+    /// Returns `true` if a group that does not fit now would fit together with only the groups that
+    /// are always active.
     fn ever_takes(&self, always: Always, untouched: bool, key: GroupKey, group: &Group) -> bool {
         if group.exclusive && !untouched {
             return false;
@@ -331,7 +334,7 @@ impl Room {
 }
 
 impl Left {
-    /// Notes what is left now. Returns whether it was something else before.
+    /// Updates the remaining capacity. Returns `true` if it changed.
     fn update(&mut self, room: &Room, always: Always, untouched: bool) -> bool {
         let before = || room.seats.fits().take(always.events);
         let same = self.vcpu_counters == room.vcpu_counters
@@ -349,7 +352,7 @@ impl Left {
     }
 }
 
-/// Plans the next set of one pool, and moves the flexible groups between on and waiting accordingly.
+/// Plans the next set of active groups of one pool, and updates the flexible queues accordingly.
 pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy: SharePolicy) -> Plan {
     let mut plan = Plan::default();
     let mut room = Room::new(pool, groups);
@@ -366,7 +369,7 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy:
                 }
             }
             ClassQueue::Flexible(_) => {
-                // Flexible groups before these are always on only if none of them has to wait.
+                // Flexible groups before these are always active only if none of them must wait.
                 if !shared {
                     always = Always {
                         events: room.seats.len(),
@@ -393,7 +396,7 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy:
                     turn
                 });
                 for key in hopeless {
-                    // It may have been offered twice.
+                    // The group may have been offered twice.
                     if !std::mem::replace(&mut groups[key].parked, true) {
                         if let ClassQueue::Flexible(queue) = pool.queue(class) {
                             queue.remove(key);

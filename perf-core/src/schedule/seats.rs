@@ -1,57 +1,57 @@
-//! Which event sits on which counter: a matching, grown by one group at a time.
+//! Assignment of events to counters: a bipartite matching that grows by one group at a time.
 //!
-//! An event that finds a free counter among those it may sit on takes it. If there is none, others are moved
-//! on along the shortest chain that ends at a free counter; if there is no such chain then there is no way to
-//! seat them all, because a matching that no chain enlarges is a largest one. A chain is looked for in at
-//! most as many steps as there are counters.
+//! An event takes a free suitable counter if there is one. Otherwise other events are moved along
+//! the shortest augmenting path that ends at a free counter. If there is no such path, the matching
+//! is maximum and the events cannot all be assigned. The search visits each counter at most once.
 //!
-//! Change is kept small: an event that is on keeps its counter as long as nothing with precedence needs that
-//! one, and what is new prefers counters that nobody who is on has.
+//! Changes are minimized: an active event keeps its counter unless an event with precedence needs
+//! it, and new events prefer counters that no active event holds.
 
 use smallvec::SmallVec;
 
 use crate::model::keys::{EventKey, GroupKey, Key};
 use crate::pmu::CounterMask;
 
-/// An event of a group that wants a counter.
+/// Request of a group member for a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Want {
-    /// Its key in its context.
+    /// Key of the event in its context.
     pub event: EventKey,
-    /// The counters it may sit on.
+    /// Suitable counters.
     pub fits: CounterMask,
-    /// Where the last plan that took its group put it.
+    /// Counter assigned by the last plan that included the group.
     pub seat: Option<u8>,
 }
 
-/// An event that has a counter.
+/// An event with an assigned counter.
 #[derive(Clone, Copy, Debug)]
 struct Seated {
     fits: CounterMask,
     seat: u8,
     group: GroupKey,
-    /// Which of the group's wants it is.
+    /// Index of the request in its group.
     want: usize,
 }
 
-/// More events than counters they may sit on: why some cannot be on together.
+/// A set of events that exceeds its set of suitable counters, as the reason why they cannot all be
+/// active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Crowd {
-    /// Events that want these counters and no others.
+    /// Number of events that fit only these counters.
     pub events: usize,
-    /// How many counters these are.
+    /// Number of counters.
     pub counters: usize,
 }
 
-/// Events on counters.
+/// Assignments of events to counters.
 #[derive(Debug)]
 pub(crate) struct Seats {
     counters: CounterMask,
     free: CounterMask,
-    /// Counters of events that are on: what is new leaves them alone if it can.
+    /// Counters of active events, which new events avoid if possible.
     kept: CounterMask,
     events: SmallVec<[Seated; 16]>,
-    /// For each counter that is not free, which of `events` sits there.
+    /// For each counter in use, the index into `events` of its event.
     sits: [u8; CounterMask::MOST],
 }
 
@@ -66,29 +66,29 @@ impl Seats {
         }
     }
 
-    /// Says where an event sits that is on now.
+    /// Marks the counter of an active event as preferably kept.
     pub fn keep(&mut self, seat: Option<u8>) {
         if let Some(seat) = seat {
             self.kept = self.kept | CounterMask::one(seat.into());
         }
     }
 
-    /// Events that have a counter.
+    /// Returns the number of assigned events.
     pub fn len(&self) -> usize {
         self.events.len()
     }
 
-    /// The counters each event may sit on, in the order they came.
+    /// Returns the suitable counters of each event, in insertion order.
     pub fn fits(&self) -> impl Iterator<Item = CounterMask> + '_ {
         self.events.iter().map(|e| e.fits)
     }
 
-    /// Who sits where: group, number of the want in it, counter.
+    /// Returns the assignments as group, request index in the group, and counter.
     pub fn seated(&self) -> impl Iterator<Item = (GroupKey, usize, u8)> + '_ {
         self.events.iter().map(|e| (e.group, e.want, e.seat))
     }
 
-    /// The first `len` events alone, where they sit now.
+    /// Returns a copy with only the first `len` events at their current counters.
     pub fn truncated(&self, len: usize) -> Self {
         let mut base = Self::new(self.counters);
         for event in &self.events[..len] {
@@ -97,8 +97,8 @@ impl Seats {
         base
     }
 
-    /// Seats all of a group, on counters of `allowed`, or none of it. `on`: it is on and keeps its seats if
-    /// possible.
+    /// Assigns counters of `allowed` to all members of a group, or to none. `on` means that the
+    /// group is active and should keep its counters if possible.
     pub fn take(
         &mut self,
         group: GroupKey,
@@ -107,7 +107,7 @@ impl Seats {
         on: bool,
     ) -> Result<(), Crowd> {
         let before: SmallVec<[u8; 16]> = match wants {
-            // One alone moves nobody if it fails.
+            // A single event that fails has moved no other event.
             [] | [_] => SmallVec::new(),
             _ => self.events.iter().map(|e| e.seat).collect(),
         };
@@ -133,7 +133,7 @@ impl Seats {
         Ok(())
     }
 
-    /// Seats one event that may sit on `fits`.
+    /// Assigns a counter to one event that fits the counters of `fits`.
     pub fn take_one(&mut self, fits: CounterMask) -> Result<(), Crowd> {
         let want = Want {
             event: EventKey::new(0),
@@ -150,7 +150,7 @@ impl Seats {
         self.events.push(event);
     }
 
-    /// Takes all but the first events away and puts those back where they were.
+    /// Removes all but the first `len` events and restores the counters of those.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn restore(&mut self, len: usize, seats: &[u8]) {
         self.events.truncate(len);
@@ -162,7 +162,7 @@ impl Seats {
         }
     }
 
-    /// A counter for an event that may sit on `fits`, which is free on return.
+    /// Returns a counter of `fits` that is free on return.
     fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, Crowd> {
         let open = fits & self.free;
         if let Some(seat) = hint.filter(|&seat| open.contains(seat.into())) {
@@ -174,17 +174,18 @@ impl Seats {
         }
     }
 
-    /// Of these free counters, the one whose loss matters least.
+    /// Returns the highest-numbered free counter, preferring those that no active event holds.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn best(&self, open: CounterMask) -> Option<u8> {
         let seat = open.without(self.kept).last().or(open.last())?;
         Some(seat as u8)
     }
 
-    /// Moves others along the shortest chain that frees a counter of `fits`, all of which are taken.
+    /// Moves events along the shortest augmenting path to free a counter of `fits`, all of which
+    /// are in use.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, Crowd> {
-        // For each counter reached but not in `fits`: the counter whose event may move there.
+        // For each reached counter outside `fits`: the counter whose event may move there.
         let mut from = [0u8; CounterMask::MOST];
         let mut reached = fits;
         let mut edge = fits;
@@ -207,8 +208,8 @@ impl Seats {
         Err(self.crowd(reached))
     }
 
-    /// Moves the events of a chain that ends at the free counter `end`; returns the counter that is free
-    /// then.
+    /// Moves the events of an augmenting path that ends at the free counter `end`. Returns the
+    /// counter that becomes free.
     fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MOST], end: u8) -> u8 {
         let mut to = end;
         self.free = self.free.without(CounterMask::one(end.into()));
@@ -223,9 +224,9 @@ impl Seats {
         to
     }
 
-    /// Whom a newcomer that wants counters of `reached` finds there.
+    /// Returns the events that compete for the counters of `reached`.
     fn crowd(&self, mut reached: CounterMask) -> Crowd {
-        // Where no counter at all is free the chains were not followed.
+        // If no counter is free, the search did not follow all paths.
         loop {
             let more = reached.iter().fold(reached, |all, counter| {
                 all | self.events[usize::from(self.sits[counter])].fits
@@ -254,7 +255,7 @@ mod tests {
         }
     }
 
-    /// Tries all ways.
+    /// Tries all assignments.
     fn possible(masks: &[u64], free: u64) -> bool {
         match masks.split_first() {
             None => true,
@@ -270,7 +271,8 @@ mod tests {
 
     #[test]
     fn a_fixed_counter_is_taken_before_a_general_one() {
-        // Four general, three fixed: cycles may sit on any general one and on the second fixed one.
+        // Four general-purpose and three fixed counters. Cycles fit any general-purpose counter and
+        // the second fixed counter.
         let mut seats = Seats::new(CounterMask::first(7));
         seats
             .take(GroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
@@ -292,7 +294,7 @@ mod tests {
     #[test]
     fn the_shortest_chain_is_moved() {
         let mut seats = Seats::new(CounterMask::first(4));
-        // Counters 3, 2 and 1 are taken by events that could go elsewhere; the newcomer wants 3.
+        // Counters 3, 2 and 1 hold events that fit other counters; the new event needs 3.
         for bits in [0b1111, 0b0110, 0b0011] {
             seats.take_one(CounterMask::from_bits(bits)).unwrap();
         }
@@ -301,8 +303,8 @@ mod tests {
         assert_eq!(seats_of(&seats), [0, 2, 1, 3], "one moved, not three");
     }
 
-    /// Who comes takes the last counter that nobody has who is on, and one of those only if there is no
-    /// other.
+    /// A new event takes the highest-numbered counter that no active event holds, and the counter
+    /// of an active event only if there is no other.
     #[test]
     fn who_comes_leaves_the_counters_of_those_that_are_on() {
         let mut seats = Seats::new(CounterMask::first(4));
@@ -316,9 +318,9 @@ mod tests {
     }
 
     proptest! {
-        /// Each group is taken exactly if brute force finds a way to seat it with those taken before; nobody
-        /// sits where he may not, no two on one counter; a group that is refused moves nobody; and what is
-        /// called a crowd is one.
+        /// A group is accepted exactly if brute force finds an assignment together with the
+        /// previously accepted groups. Each event has its own suitable counter, a rejected group
+        /// moves no event, and a reported conflict is a real one.
         #[test]
         fn groups_are_taken_exactly_if_there_is_a_way(
             counters in 0u64..128,
@@ -351,7 +353,8 @@ mod tests {
             }
         }
 
-        /// What is on and asks again, in any order, with newcomers behind it, stays where it is.
+        /// Active events that are assigned again in any order, before new events, keep their
+        /// counters.
         #[test]
         fn what_is_on_and_has_precedence_stays(masks in prop::collection::vec(1u64..128, 1..7), new in prop::collection::vec(0u64..128, 0..4), swap: bool) {
             let mut seats = Seats::new(CounterMask::first(7));
@@ -373,7 +376,7 @@ mod tests {
                 prop_assert!(next.take(GroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
             }
             prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
-            // Newcomers that find a free counter move nobody.
+            // New events that find a free counter move no other event.
             for mask in new {
                 let free = !(next.free & CounterMask::from_bits(mask)).is_empty();
                 let before = seats_of(&next);

@@ -1,4 +1,4 @@
-//! Plans against brute force.
+//! Comparison of plans with brute force.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::seats::Want;
 use super::*;
 use crate::model::keys::EventKey;
 
-/// What a test asks of the host and of the groups.
+/// Input of a planning test: the counters of the host and the groups.
 #[derive(Clone, Debug)]
 struct Asked {
     counters: u64,
@@ -20,7 +20,7 @@ struct Asked {
 struct AskedGroup {
     class: Class,
     exclusive: bool,
-    /// What each of its events fits.
+    /// Suitable counters of each event.
     fits: Vec<u64>,
 }
 
@@ -32,7 +32,7 @@ fn asked() -> impl Strategy<Value = Asked> {
         Just(Class::FlexibleVm),
         Just(Class::FlexibleVcpu),
     ];
-    // Most events fit whole ranges of counters, as real ones do; some fit odd sets.
+    // Most events fit contiguous ranges of counters, like real events. Some fit arbitrary sets.
     let fits = prop_oneof![
         3 => Just(0b00_1111u64),
         2 => (0usize..6).prop_map(|n| 0b00_1111 | 1 << n),
@@ -66,7 +66,7 @@ fn asked() -> impl Strategy<Value = Asked> {
         })
 }
 
-/// A plan, by the numbers of groups.
+/// Group numbers of a plan.
 struct Planned {
     on: Vec<usize>,
     failed: Vec<usize>,
@@ -78,7 +78,7 @@ struct World {
     asked: Asked,
 }
 
-/// Whether all of `masks` find different counters: every way is tried.
+/// Returns `true` if all of `masks` can get distinct counters. Tries all assignments.
 fn possible(masks: &[u64], free: u64) -> bool {
     match masks.split_first() {
         None => true,
@@ -118,7 +118,7 @@ impl World {
         Self { pool, groups, asked }
     }
 
-    /// What the events of `key` may sit on, of all counters.
+    /// Returns the suitable counters of each event of `key`, ignoring reservations.
     fn masks(&self, key: usize) -> Vec<u64> {
         let vcpu = CounterMask::from_bits(self.asked.counters)
             .skip(self.asked.reserved)
@@ -139,7 +139,7 @@ impl World {
         keys.iter().all(|key| !exclusive(key) || !others(key)) && possible(&masks, self.asked.counters)
     }
 
-    /// Plans, and makes the plan what is on. Returns it with where everybody sat before.
+    /// Computes a plan and makes it the active set. Returns the plan and the previous assignments.
     fn plan(&mut self) -> Planned {
         let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
         for (key, group) in self.groups.iter_mut() {
@@ -166,9 +166,9 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// What a plan takes can be on together by brute force; every pinned group that it fails could not have
-    /// been on beside those before it; the first flexible group in line that has to wait could not either;
-    /// and each event sits on a counter of its own that can hold it.
+    /// Brute force confirms that all groups of a plan fit together, that no failed pinned group
+    /// would have fit together with the groups before it, that the first waiting flexible group
+    /// does not fit, and that each event has its own suitable counter.
     #[test]
     fn plans_are_what_brute_force_says(asked in asked()) {
         let mut world = World::new(asked);
@@ -180,12 +180,12 @@ proptest! {
             for class in world.asked.policy.order() {
                 let taken = |key: &&usize| world.asked.groups[**key].class == class;
                 if class.is_pinned() {
-                    // The queue's order is that of the keys here.
+                    // The queue order is the key order here.
                     for (key, group) in world.asked.groups.iter().enumerate() {
                         if group.class == class {
                             let with: Vec<usize> = before.iter().copied().chain([key]).collect();
-                            // An exclusive group that is first lets nobody in, not even one that needs no
-                            // counter.
+                            // An exclusive group at the head of the queue excludes all others, even
+                            // groups that need no counter.
                             let alone = before.iter().any(|k| {
                                 world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
                             });
@@ -203,7 +203,7 @@ proptest! {
                     before.extend(plan.on.iter().filter(taken));
                 }
             }
-            // Nobody waits in vain: if nothing flexible is on, no flexible group fits beside the pinned ones.
+            // If no flexible group is active, none fits together with the pinned groups.
             let flexible = |key: usize| !world.asked.groups[key].class.is_pinned();
             if !plan.on.iter().any(|&key| flexible(key)) {
                 let pinned: Vec<usize> = plan.on.clone();
@@ -226,7 +226,7 @@ proptest! {
                 prop_assert!(fits & seat == seat && (used & seat).is_empty());
                 used = used | seat;
             }
-            // Planned again, nothing changes: not who is on, nor where.
+            // Planning again changes neither the active groups nor their counters.
             let seats = world.seats();
             let again = world.plan();
             prop_assert_eq!(again.on, plan.on);
@@ -238,8 +238,8 @@ proptest! {
         }
     }
 
-    /// After a turn, whoever stays on moves only if what came needs it: with the counters of those that
-    /// stayed left where they were there is no way to seat the newcomers.
+    /// After a group switch, a group that remains active moves only if the new groups cannot be
+    /// assigned otherwise.
     #[test]
     fn who_stays_on_keeps_its_counter(asked in asked()) {
         let mut world = World::new(asked);
@@ -267,8 +267,8 @@ proptest! {
     }
 }
 
-/// Groups that can never go on beside the pinned ones wait apart, and come back when what is pinned changes
-/// its kind, not only its number.
+/// Groups that do not fit together with the pinned groups are parked. They return to the queue when
+/// the pinned groups change in kind, even if their number stays the same.
 #[test]
 fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
     let group = |class, bits| AskedGroup {
@@ -285,13 +285,13 @@ fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
     });
     assert_eq!(world.plan().on[..], [0]);
     assert!(world.groups[GroupKey::new(1)].parked, "it can not go on");
-    // The pinned event goes, and another comes that fits elsewhere.
+    // The pinned event is replaced by one that fits a different counter.
     world.groups[GroupKey::new(0)].wants[0].fits = CounterMask::from_bits(0b10);
     assert_eq!(world.plan().on[..], [0, 1]);
     assert!(!world.groups[GroupKey::new(1)].parked);
 }
 
-/// One with an event that fits `bits`.
+/// Creates a group with one event that fits the counters `bits`.
 fn asked_group(class: Class, bits: u64) -> AskedGroup {
     AskedGroup {
         class,
@@ -310,7 +310,7 @@ fn world(counters: u64, reserved: usize, groups: Vec<AskedGroup>) -> World {
     })
 }
 
-/// So do those for which too many counters were reserved, when fewer are.
+/// Groups that were parked because of reserved counters return when fewer counters are reserved.
 #[test]
 fn parked_groups_come_back_when_fewer_counters_are_reserved() {
     let mut world = world(0b11, 2, vec![asked_group(Class::FlexibleVcpu, 0b11)]);
@@ -322,8 +322,8 @@ fn parked_groups_come_back_when_fewer_counters_are_reserved() {
     assert!(world.plan().on.is_empty());
 }
 
-/// Parked groups are looked at again only when something has changed that keeps them from going on: there
-/// may be very many.
+/// Parked groups are reconsidered only when a relevant part of the remaining capacity changes,
+/// because there may be many of them.
 #[test]
 fn what_is_left_is_something_else_when_any_part_of_it_is() {
     let mut world = world(0b1111, 1, vec![]);
@@ -407,8 +407,9 @@ fn a_policy_is_read_as_it_is_shown() {
     assert_eq!("".parse::<SharePolicy>(), Err(UnknownSharePolicy));
 }
 
-/// Flexible groups of the VM go before those of a vCPU. If they are always on, what cannot go on beside them
-/// waits apart; if they take turns, it waits in line, because those that are on now will not be.
+/// VM-wide flexible groups precede those of a vCPU. While they are always active, a group that does
+/// not fit together with them is parked. While they are multiplexed, it waits in its queue, because
+/// the active ones will leave.
 #[test]
 fn who_cannot_go_on_beside_those_that_take_turns_waits_in_line() {
     let vm = || asked_group(Class::FlexibleVm, 0b1);

@@ -1,4 +1,4 @@
-//! Who may do what: configuration, roles and limits.
+//! Configuration, roles and limits of the core.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -10,38 +10,39 @@ use crate::schedule::{MuxConfig, SharePolicy};
 use crate::service::error::OpenError;
 use crate::time::{Clock, MonotonicClock};
 
-/// How a [`crate::Core`] is set up.
+/// Configuration of a [`crate::Core`].
 #[derive(Clone)]
 pub struct CoreConfig {
-    /// The clock of all times; a manual one in tests.
+    /// Clock for all times. Tests use a manual clock.
     pub clock: Arc<dyn Clock>,
-    /// Who gets slots when there are not enough.
+    /// Policy for sharing slots if there are too few.
     pub share: SharePolicy,
-    /// How events that wait for slots take turns.
+    /// Policy for multiplexing events that wait for slots.
     pub mux: MuxPolicy,
-    /// How long turns are at first under [`MuxPolicy::Adaptive`], in ns of its clock; they may become
-    /// longer. `None`: 0.146 of a tick. What a turn costs differs from host to host by a factor of 20.
+    /// Initial multiplexing interval under [`MuxPolicy::Adaptive`], in nanoseconds of its clock.
+    /// The interval may grow. `None` selects 0.146 of a tick. The cost of a rotation differs
+    /// between hosts by a factor of 20.
     pub turn_ns: Option<u64>,
-    /// How many ticks per second the VMM's timer makes; the unit of throttling.
+    /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,
-    /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting
-    /// the host kernel too.
+    /// Paranoid level. -1: no restrictions; 0: raw samples require the admin role; 1: VM-wide
+    /// events also require it; 2: counting the host kernel also requires it.
     pub paranoid: i32,
-    /// Most overflows per second of one event, and the highest sampling frequency.
+    /// Maximum overflows per second of an event, and maximum sampling frequency.
     pub sample_rate_hz: u64,
-    /// Ring memory an operator may have without it counting as locked memory, in KiB per host CPU.
+    /// Ring memory of an operator that does not count as locked memory, in KiB per host CPU.
     pub mlock_kb: u64,
-    /// Ring memory an operator may have beyond that, in KiB: its locked memory limit.
+    /// The locked memory limit of an operator, in KiB, for ring memory in excess of `mlock_kb`.
     pub memlock_kb: u64,
-    /// Host CPUs online, the factor of `mlock_kb`.
+    /// Number of online host CPUs, by which `mlock_kb` is multiplied.
     pub host_cpus: usize,
-    /// Slots of each vCPU that only VM-wide events may use.
+    /// Number of slots of each vCPU that only VM-wide events may use.
     pub reserved_slots: usize,
-    /// Whether more hardware events may be open on a vCPU than it has slots.
+    /// `true` if more hardware events may be open on a vCPU than it has slots.
     pub overcommit: bool,
-    /// The user the VM belongs to; others need the admin role to attach to its vCPUs.
+    /// ID of the user that owns the VM. Other users need the admin role to attach to its vCPUs.
     pub owner_uid: u32,
-    /// Process id of the VMM, for records.
+    /// Process ID of the VMM, for records.
     pub pid: u32,
 }
 
@@ -87,7 +88,7 @@ impl std::fmt::Debug for CoreConfig {
     }
 }
 
-/// The limits that can change while the core runs.
+/// The limits that can change at run time.
 #[derive(Debug)]
 pub(crate) struct Limits {
     pub paranoid: AtomicI32,
@@ -95,7 +96,7 @@ pub(crate) struct Limits {
     pub mlock_kb: AtomicU64,
     pub reserved_slots: AtomicUsize,
     pub overcommit: AtomicBool,
-    /// A [`SharePolicy`] as its number.
+    /// [`SharePolicy`] as an integer.
     share: AtomicU8,
 }
 
@@ -131,7 +132,7 @@ impl Limits {
         self.sample_rate_hz.load(Ordering::Relaxed)
     }
 
-    /// Whether `who` may count what `attr` asks for, wherever that is.
+    /// Checks that a user may count events with `attr`, on any target.
     pub fn check_attr(&self, attr: &Attr, admin: bool) -> Result<(), OpenError> {
         let host_kernel = !attr.exclude_host && !attr.exclude_kernel;
         if host_kernel && self.paranoid() > 1 && !admin {
@@ -140,7 +141,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Whether events may be sampled at the frequency `attr` asks for.
+    /// Checks that the sampling frequency of `attr` is within the limit.
     pub fn check_rate(&self, attr: &Attr) -> Result<(), OpenError> {
         let limit = self.sample_rate_hz();
         if attr.freq && attr.sample_period > limit {
@@ -152,7 +153,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Whether raw samples may be taken.
+    /// Checks that a user may take raw samples.
     pub fn check_raw(&self, attr: &Attr, admin: bool) -> Result<(), OpenError> {
         let raw = attr.sample_type.contains(SampleType::RAW)
             && matches!(attr.ty, EventType::TRACEPOINT | EventType::VMM);
@@ -162,8 +163,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Pages of rings, control pages included, that a user without the admin role may have; `None`: any
-    /// number.
+    /// Returns the maximum number of ring pages, including control pages, of a user without the
+    /// admin role. `None` means no limit.
     pub fn ring_pages_limit(&self, config: &CoreConfig) -> Option<u64> {
         if self.paranoid() <= -1 {
             return None;
@@ -176,7 +177,7 @@ impl Limits {
         )
     }
 
-    /// Whether VM-wide events may be opened.
+    /// Checks that a user may open VM-wide events.
     pub fn check_vm(&self, admin: bool) -> Result<(), OpenError> {
         if self.paranoid() > 0 && !admin {
             Err(OpenError::VmWideDenied)
@@ -186,15 +187,15 @@ impl Limits {
     }
 }
 
-/// What a session may do.
+/// Permissions of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// An ordinary operator: the paranoid level and the memory limits apply.
+    /// Ordinary operator, subject to the paranoid level and the memory limits.
     Operator,
-    /// May do everything.
+    /// Administrator without restrictions.
     Admin,
-    /// The VMM on behalf of its guest: as admin, its pinned events are the guest's counters, and they are
-    /// never throttled.
+    /// The VMM on behalf of its guest. Has admin permissions; its pinned events back guest counters
+    /// and are never throttled.
     Guest,
 }
 

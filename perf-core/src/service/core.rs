@@ -1,4 +1,4 @@
-//! The core: drivers, contexts, and the calls that concern all of them.
+//! The core, with its drivers and contexts.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
@@ -19,8 +19,8 @@ use crate::service::error::OpenError;
 use crate::service::memory::Locked;
 use crate::service::opened::OpenEvents;
 
-/// Everything by id: drivers, the VM context and the vCPU contexts. Cheap to clone; all clones are the same
-/// core.
+/// The perf core of one VM, with its drivers, its VM context and its vCPU contexts. Clones are
+/// cheap and share the same state.
 #[derive(Clone)]
 pub struct Core {
     pub(crate) inner: Arc<CoreInner>,
@@ -30,19 +30,18 @@ pub(crate) struct CoreInner {
     pub config: CoreConfig,
     pub limits: Limits,
     pub drivers: RwLock<Vec<Driver>>,
-    /// The context of the machine as a whole; always in.
+    /// Context of the whole machine. Always scheduled in.
     pub vm: Arc<ContextCell>,
-    /// Read by every tick without a lock.
+    /// vCPU contexts. Every tick reads them without a lock.
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
-    /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU
-    /// cannot miss each other. Never taken on a hot path. First in the lock order: topology, family,
-    /// context.
+    /// This lock is held while events are opened and closed and vCPUs are added and removed, so
+    /// that a new vCPU inherits every VM-wide event. Never taken on a hot path. First in the lock
+    /// order: topology, family, context.
     topology: Lock<Topology>,
-    /// The events that are open.
     pub opened: OpenEvents,
-    /// Which raised events anybody counts.
+    /// Software event IDs that are counted.
     pub gates: Arc<Gates>,
-    /// Which side-band records anybody wants.
+    /// Requested side-band record types.
     pub wanted: Wanted,
     /// Ring memory by user.
     pub locked: Arc<Locked>,
@@ -50,7 +49,7 @@ pub(crate) struct CoreInner {
 
 #[derive(Debug, Default)]
 pub(crate) struct Topology {
-    /// Counts changes of the set of VM-wide events.
+    /// Number of changes to the set of VM-wide events.
     pub generation: u64,
 }
 
@@ -59,19 +58,20 @@ pub(crate) struct Driver {
     pub capacity: Capacity,
 }
 
-/// What an event needs of a hardware driver.
+/// Requirements of an event on a hardware driver.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hardware {
     /// Index of the driver in the registry.
     pub driver: usize,
-    /// All of its counters.
+    /// All counters of the driver.
     pub counters: CounterMask,
-    /// Those that can hold the event.
+    /// Counters that can hold the event.
     pub fits: CounterMask,
 }
 
 impl Hardware {
-    /// `None` for a driver of the software class.
+    /// Returns the requirements of an event with `attr`, or `None` for a driver of the software
+    /// class.
     pub fn of(driver: usize, pmu: &dyn Pmu, capacity: Capacity, attr: &Attr) -> Option<Self> {
         match capacity {
             Capacity::Unlimited => None,
@@ -93,13 +93,14 @@ impl std::fmt::Debug for Core {
 }
 
 impl Core {
-    /// The least number of contexts that [`Core::add_thread`] makes. vCPUs have lower ones.
+    /// Lowest number of a context created by [`Core::add_thread`]. vCPUs have lower numbers.
     pub const FIRST_THREAD: VcpuId = VcpuId(1 << 31);
 
-    /// The number of the context that [`Core::add_cpu`] makes for CPU 0; those of others follow.
+    /// Number of the context that [`Core::add_cpu`] creates for CPU 0. Other CPUs follow in order.
     pub const FIRST_CPU: VcpuId = VcpuId(3 << 30);
 
-    /// A core with no drivers and no vCPUs. [`Core::builder`] checks its settings first.
+    /// Creates a core without drivers and vCPUs. Does not validate `config`; use [`Core::builder`]
+    /// for validation.
     #[must_use]
     pub fn new(config: CoreConfig) -> Self {
         let vm = Arc::new(ContextCell::new(
@@ -137,12 +138,12 @@ impl CoreInner {
         Guard::new(self.drivers.read().unwrap_or_else(PoisonError::into_inner), held)
     }
 
-    /// The topology lock if it is free.
+    /// Acquires the topology lock if it is free.
     pub fn try_topology(&self) -> Option<LockGuard<'_, Topology>> {
         self.topology.try_lock()
     }
 
-    /// The slots of the smallest PMU; 0 without one.
+    /// Returns the number of slots of the smallest PMU, or 0 without a PMU.
     pub fn fewest_slots(&self) -> usize {
         let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
@@ -152,7 +153,7 @@ impl CoreInner {
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
 
-    /// Reserves slots in the contexts there are, and plans them anew.
+    /// Reserves slots in all contexts and plans them again.
     pub fn reserve_slots(&self, reserved: usize) {
         let _topology = self.topology();
         for vcpu in self.vcpus.load().iter() {
@@ -162,15 +163,15 @@ impl CoreInner {
         }
     }
 
-    /// The driver for `ty`: its index, itself, and its capacity.
+    /// Returns the driver for `ty` with its index and capacity.
     pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, Capacity)> {
         let drivers = self.drivers();
         let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
-    /// The vCPU of `origin` and the time, as trailers of records say them. What runs on a CPU of the host is
-    /// not known.
+    /// Returns the record trailer with the vCPU of `origin` and the time. The thread that runs on a
+    /// host CPU is unknown.
     pub fn written_by(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
@@ -186,7 +187,7 @@ impl CoreInner {
         }
     }
 
-    /// A tick of one context, after `expirations` of the timer.
+    /// Performs a tick of one context after `expirations` expirations of the timer.
     pub fn tick(&self, cell: &ContextCell, expirations: u64) {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
@@ -198,8 +199,8 @@ impl CoreInner {
         context.rotate(now_ns);
     }
 
-    /// Where the counts of `attr` in `cell`, in the group of `leader`, come from, and what it needs of the
-    /// hardware if that is a hardware driver.
+    /// Returns the source of the counts of `attr` in `cell`, in the group of `leader`, and its
+    /// requirements if the driver is a hardware driver.
     pub fn source(
         &self,
         attr: &Attr,
@@ -224,22 +225,24 @@ impl CoreInner {
 
 /// The context of one vCPU.
 ///
-/// Its thread brackets guest execution with [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`] (around
-/// the run loop, not around each entry) and calls [`VcpuContext::service_overflows`] when an overflow's
-/// signal interrupted it. All methods may be called from any thread.
+/// The vCPU thread brackets guest execution with [`VcpuContext::sched_in`] and
+/// [`VcpuContext::sched_out`] (around the run loop rather than each VM entry), and calls
+/// [`VcpuContext::service_overflows`] after an overflow signal. All methods are thread-safe.
 #[derive(Debug)]
 pub struct VcpuContext {
     pub(crate) vcpu: VcpuId,
     pub(crate) tid: i32,
-    /// Its context. Threads that run several vCPUs may exchange those of two: see
+    /// Current context. A thread that runs several vCPUs may swap their contexts: see
     /// [`VcpuContext::switch_to`].
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<Gates>,
-    /// It was removed: nothing happens to it any more, whoever still holds it.
+    /// `true` after the vCPU was removed. Further calls have no effect, even through remaining
+    /// references.
     pub(crate) gone: AtomicBool,
-    /// [`Context::errors`] of its context, whichever that is: read at each entry, so not by way of `cell`.
+    /// Copy of [`Context::errors`] of the current context. Separate from `cell`, because it is read
+    /// at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
-    /// [`VcpuContext::errors`] as its thread has seen them.
+    /// Value of [`VcpuContext::errors`] that the vCPU thread has already seen.
     pub(crate) seen_errors: AtomicU64,
 }

@@ -1,34 +1,34 @@
-//! Why a call failed.
+//! Error types of the core.
 
 use crate::attr::{AttrError, EventType};
 use crate::pmu::{PmuError, VcpuId};
 use crate::ring::RingError;
 
-/// Why a control call failed.
+/// Error of a control call on an event.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// The event is closed.
+    /// Closed event.
     #[error("the event is closed")]
     Closed,
-    /// The buffer is too short for the reading.
+    /// Buffer that is too short for the reading.
     #[error("a reading takes {needed} bytes, the buffer has {available}")]
     NoSpace {
-        /// Bytes needed.
+        /// Required size, in bytes.
         needed: usize,
-        /// Bytes there are.
+        /// Size of the buffer, in bytes.
         available: usize,
     },
-    /// The call does not fit the event.
+    /// Operation that the event does not support.
     #[error("{0}")]
     Invalid(&'static str),
-    /// The driver refused.
+    /// Error of the driver.
     #[error(transparent)]
     Driver(#[from] PmuError),
 }
 
 impl ControlError {
-    /// The error number `ioctl(2)` or `read(2)` on a kernel event gives in this case.
+    /// Returns the errno that `ioctl(2)` or `read(2)` on a kernel event returns in this case.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -40,96 +40,96 @@ impl ControlError {
     }
 }
 
-/// Why an event was not opened.
+/// Error of opening an event.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The attributes are malformed.
+    /// Malformed attributes.
     #[error(transparent)]
     Attr(#[from] AttrError),
-    /// Counting the host's kernel needs the admin role at this paranoid level.
+    /// Counting of the host kernel, which requires the admin role at this paranoid level.
     #[error(
         "counting the host kernel is denied at this paranoid level; exclude the host or the kernel, or use the admin role"
     )]
     HostKernelDenied,
-    /// VM-wide events need the admin role at this paranoid level.
+    /// VM-wide event, which requires the admin role at this paranoid level.
     #[error("VM-wide events are denied at this paranoid level; open one vCPU, or use the admin role")]
     VmWideDenied,
-    /// Raw samples need the admin role at this paranoid level.
+    /// Raw samples, which require the admin role at this paranoid level.
     #[error("raw samples are denied at this paranoid level; drop RAW, or use the admin role")]
     RawDenied,
-    /// Events of a whole CPU need the admin role at this paranoid level.
+    /// Event of a whole CPU, which requires the admin role at this paranoid level.
     #[error("events of a whole CPU are denied at this paranoid level; open a thread, or use the admin role")]
     CpuDenied,
-    /// The number is too high for a CPU.
+    /// CPU number that is out of range.
     #[error("no host has a CPU {0}")]
     NoSuchCpu(u32),
-    /// The VM belongs to someone else.
+    /// VM that belongs to another user.
     #[error("the VM belongs to another user; use the admin role")]
     NotOwner,
-    /// The sampling frequency is above the limit.
+    /// Sampling frequency above the limit.
     #[error("sampling frequency {asked} Hz is above the limit of {limit} Hz")]
     FrequencyTooHigh {
-        /// Asked for, in Hz.
+        /// Requested frequency, in hertz.
         asked: u64,
-        /// The limit, in Hz.
+        /// Maximum frequency, in hertz.
         limit: u64,
     },
-    /// Attributes that do not go together.
+    /// Invalid combination of attributes.
     #[error("{0}")]
     Combination(&'static str),
-    /// No such vCPU, or it is being removed.
+    /// vCPU that does not exist or is being removed.
     #[error("no vCPU {}", .0.0)]
     NoSuchVcpu(VcpuId),
-    /// The vCPU is there already.
+    /// vCPU that already exists.
     #[error("vCPU {} exists already", .0.0)]
     VcpuExists(VcpuId),
-    /// The group handle cannot be joined.
+    /// Group that the event cannot join.
     #[error("cannot join the group: {0}")]
     Group(&'static str),
-    /// The group needs more slots than there are for its events.
+    /// Group that needs more slots than the PMU has for its events.
     #[error("{needed} events of the group need a slot of a kind of which the PMU has {slots}")]
     GroupTooLarge {
-        /// Events that can share these slots only.
+        /// Number of events that compete for these slots.
         needed: usize,
-        /// Slots there are for them.
+        /// Number of suitable slots.
         slots: usize,
     },
-    /// Sharing is off and the slots are taken.
+    /// All suitable slots of a vCPU are taken, and sharing is disabled.
     #[error(
         "all {slots} slots of vCPU {} that could hold it are taken and sharing is off; close an event or allow sharing",
         .vcpu.0
     )]
     Overcommitted {
-        /// Where.
+        /// ID of the vCPU.
         vcpu: VcpuId,
-        /// Slots there are for such an event.
+        /// Number of suitable slots.
         slots: usize,
     },
-    /// Sharing is off and VM-wide events would take more slots than a vCPU has.
+    /// VM-wide events have taken all suitable slots of each vCPU, and sharing is disabled.
     #[error(
         "VM-wide events have taken all {slots} slots of each vCPU that could hold it and sharing is off; close one or allow sharing"
     )]
     OvercommittedVm {
-        /// Slots there are for such an event.
+        /// Number of suitable slots.
         slots: usize,
     },
-    /// The VMM raises no such event.
+    /// Software event that the VMM does not raise.
     #[error("the VMM raises no event {0}")]
     NoSuchSoftwareEvent(u64),
-    /// Records cannot be redirected to the given handle.
+    /// Redirection to the given handle failed.
     #[error("cannot redirect the output")]
     Output(#[source] ControlError),
-    /// No driver serves the type.
+    /// Event type without a driver.
     #[error("no driver serves event type {:#x}", .0.0)]
     NoDriver(EventType),
-    /// The driver refused.
+    /// Error of the driver.
     #[error(transparent)]
     Driver(#[from] PmuError),
 }
 
 impl OpenError {
-    /// The error number `perf_event_open(2)` gives in this case.
+    /// Returns the errno that `perf_event_open(2)` returns in this case.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -152,41 +152,41 @@ impl OpenError {
     }
 }
 
-/// Why a ring was not attached.
+/// Error of mapping a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// The event is closed.
+    /// Closed event.
     #[error("the event is closed")]
     Closed,
-    /// The event is mapped with another size.
+    /// Event that is already mapped with a different size.
     #[error("the event has a ring of {mapped} data pages, not {asked}")]
     OtherSize {
-        /// Data pages of the ring there is.
+        /// Number of data pages of the existing ring.
         mapped: usize,
-        /// Data pages asked for.
+        /// Requested number of data pages.
         asked: usize,
     },
-    /// Its output goes to another event.
+    /// Event whose output is redirected to another event.
     #[error("the event writes to another event's ring")]
     Redirected,
-    /// The operator's memory limit.
+    /// Memory limit of the user exceeded.
     #[error(
         "{pages} more pages of ring memory exceed the limit of {limit} for this user; unmap a ring, raise the limit, or use the admin role"
     )]
     MemoryLimit {
-        /// Pages asked for, the control page included.
+        /// Requested pages, including the control page.
         pages: u64,
-        /// Pages the user may have in all.
+        /// Maximum number of pages of the user.
         limit: u64,
     },
-    /// The ring could not be made.
+    /// Error of creating the ring.
     #[error(transparent)]
     Ring(#[from] RingError),
 }
 
 impl MapError {
-    /// The error number `mmap(2)` of a kernel event gives in this case.
+    /// Returns the errno that `mmap(2)` on a kernel event returns in this case.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {

@@ -1,4 +1,4 @@
-//! Inheritance: children of VM-wide events come with a vCPU and go with it.
+//! Inheritance of VM-wide events when vCPUs are added and removed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use crate::service::error::OpenError;
 use crate::service::opened::{Child, Links};
 
 impl CoreInner {
-    /// Whether a new vCPU inherits every VM-wide event.
+    /// Returns `true` if a new vCPU inherits all VM-wide events.
     pub fn inherits_all(&self) -> bool {
         let vm = self.vm.lock();
         vm.groups.iter().all(|(_, g)| {
@@ -23,8 +23,8 @@ impl CoreInner {
         })
     }
 
-    /// The groups a new vCPU inherits: each a leader, which is marked so, and its siblings whatever their own
-    /// mark.
+    /// Returns the groups that a new vCPU inherits: each leader with `inherit`, and its siblings
+    /// regardless of their own flag.
     pub fn inherited_groups(&self) -> Vec<Vec<(EventKey, Arc<EventShared>)>> {
         let vm = self.vm.lock();
         let mut groups: Vec<Vec<(EventKey, Arc<EventShared>)>> = vm
@@ -41,12 +41,13 @@ impl CoreInner {
                     .collect()
             })
             .collect();
-        // The order of opening, so that contexts with the same history are laid out alike.
+        // Groups are sorted in the order of opening, so that contexts with the same history have
+        // the same layout.
         groups.sort_by_key(|members| members[0].1.id);
         groups
     }
 
-    /// Makes the children of a group in `cell`.
+    /// Creates the children of a group in `cell`.
     pub fn inherit_group(
         &self,
         members: &[(EventKey, Arc<EventShared>)],
@@ -55,7 +56,7 @@ impl CoreInner {
         let mut leader = None;
         for (parent_key, parent) in members {
             self.check_child(&parent.attr, cell, leader)?;
-            // Under the topology lock, so it is open.
+            // The topology lock is held, so the event is open.
             let Some(links) = self.opened.get(parent.id) else {
                 continue;
             };
@@ -65,7 +66,7 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Makes one child of `parent` in `cell`, in the parent's present state, and links it.
+    /// Creates a child of `parent` in `cell` in the current state of the parent, and links it.
     pub fn inherit(
         &self,
         parent_key: EventKey,
@@ -82,7 +83,8 @@ impl CoreInner {
         ));
         let (source, hardware) = self.source(&parent.attr, cell, leader)?;
         let family = links.family.as_ref().expect("only families are inherited");
-        // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
+        // The family lock is held, so that an enable or disable of the family takes effect either
+        // entirely before or entirely after this child is linked.
         let mut family = family.lock();
         let (enabled, mut rate, output, enable_on_exec) = {
             let mut vm = self.vm.lock();
@@ -99,8 +101,8 @@ impl CoreInner {
         if rate.freq != 0
             && let Some(sibling) = family.live().first()
         {
-            // The family counts nothing itself. What its children have found is better than the 1 it began
-            // with.
+            // The family does not count itself. The adapted period of a sibling is a better start
+            // value than the initial period of 1.
             rate.period = sibling.cell.lock().events[sibling.key].sampling.period;
         }
         let now_ns = cell.now_ns();
@@ -121,7 +123,7 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Takes back a hot-add that failed: children are unlinked and nothing is folded.
+    /// Reverts a failed hot-add: children are unlinked without folding their counts.
     pub fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             let links = self.opened.get(parent.id);
@@ -141,7 +143,7 @@ impl CoreInner {
             .collect()
     }
 
-    /// The exit of a vCPU.
+    /// Handles the removal of a vCPU.
     pub fn exit(&self, cell: &Arc<ContextCell>) {
         let now_ns = cell.now_ns();
         {
@@ -150,7 +152,8 @@ impl CoreInner {
             context.dead = true;
             context.lose_pending(self.written_by(cell, now_ns));
         }
-        // No sample follows it: everything is off, and nothing is left to serve. READ records may.
+        // No sample may follow the EXIT record. All events are stopped and serviced, and only READ
+        // records may follow.
         if cell.cpu().is_none() {
             self.task_record(cell, false);
         }
@@ -168,12 +171,13 @@ impl CoreInner {
                 let mut context = cell.lock();
                 let event = context.remove(key, now_ns);
                 cell.publish_raised(&context);
-                // Descriptors are not closed under the lock.
+                // Descriptors must not be closed under the lock.
                 drop(context);
                 drop(event);
             }
         }
-        // What was opened on the vCPU itself lingers for its handles, and never counts again.
+        // Events that were opened on the vCPU itself remain readable through their handles and
+        // never count again.
         for (_, event) in cell.lock().events.iter() {
             event.shared.notify.signal(Poll::HUP);
             if let Some(output) = event.output.as_ref().filter(|o| o.owner == event.shared.id) {

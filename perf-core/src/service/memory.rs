@@ -1,4 +1,4 @@
-//! Ring memory, and who is charged for it.
+//! Accounting of ring memory per user.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,17 +7,17 @@ use crate::lock::{Lock, LockGuard, Rank};
 use crate::ring::MemoryWatch;
 use crate::service::error::MapError;
 
-/// Ring memory in use, in pages, by user: charged until nobody has it any more, in this process or another.
+/// Ring memory in use, in pages per user. Memory is charged until no process references it anymore.
 #[derive(Debug)]
 pub(crate) struct Locked {
     users: Lock<HashMap<u32, Used>>,
 }
 
-/// What one user has.
+/// Ring memory of one user.
 #[derive(Debug, Default)]
 struct Used {
     pages: u64,
-    /// Memory of rings that this process has let go while clients had it.
+    /// Memory of rings that this process released while clients still mapped them.
     held: Vec<Held>,
 }
 
@@ -28,7 +28,8 @@ struct Held {
 }
 
 impl Used {
-    /// Refunds what clients have let go in the meantime. A system call or two for each ring they had.
+    /// Refunds memory that clients have released in the meantime. Costs one or two system calls per
+    /// ring.
     fn sweep(&mut self) {
         let pages = &mut self.pages;
         self.held.retain(|held| {
@@ -61,7 +62,7 @@ impl Locked {
         })
     }
 
-    /// Charges `pages` to `uid`, who is the one refunded whoever unmaps.
+    /// Charges `pages` to `uid`. The refund goes to the same user, no matter who unmaps the ring.
     pub fn charge(self: &Arc<Self>, uid: u32, pages: u64, limit: Option<u64>) -> Result<Charge, MapError> {
         let mut users = self.lock();
         let used = users.entry(uid).or_default();
@@ -83,13 +84,13 @@ impl Locked {
     }
 }
 
-/// A charge for the memory of one ring, which keeps it ([`Ring::keep`]).
+/// A charge for the memory of one ring, owned by the ring ([`Ring::keep`]).
 #[derive(Debug)]
 pub(crate) struct Charge {
     locked: Arc<Locked>,
     uid: u32,
     pages: u64,
-    /// Tells whether clients have the memory, if that matters: if there is a limit.
+    /// Detects whether clients still map the memory. Present only if there is a limit.
     pub watch: Option<MemoryWatch>,
 }
 

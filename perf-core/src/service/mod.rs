@@ -1,5 +1,5 @@
-//! What concerns several contexts: the core with its drivers and vCPUs, events that are open, inheritance,
-//! where records go, and the way of an overflow. Nothing here knows a handle.
+//! Operations across contexts: the core with its drivers and vCPUs, open events, inheritance,
+//! output and overflow service. Independent of handles.
 
 pub(crate) mod config;
 pub(crate) mod core;

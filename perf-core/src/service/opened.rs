@@ -1,4 +1,4 @@
-//! Events that are open: where each is, and how they hang together.
+//! Registry of open events, with their locations and relationships.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
 
-/// What an event that was opened hangs together with.
+/// Objects related to an opened event.
 #[derive(Debug)]
 pub(crate) struct Links {
-    /// Present when the event fans out over vCPUs.
+    /// Children, for an event with a child per vCPU.
     pub family: Option<Lock<Family>>,
-    /// Where records of the event and its children go; cold side.
+    /// Output of the event and its children. Not used on hot paths.
     pub output: Lock<OutputState>,
 }
 
@@ -33,7 +33,7 @@ impl Links {
     }
 }
 
-/// The events that are open, by id: the way from an event in a context to what it hangs together with.
+/// Open events by ID, used to find the related objects of an event in a context.
 #[derive(Debug)]
 pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<Links>>>);
 
@@ -57,7 +57,7 @@ impl OpenEvents {
     }
 }
 
-/// Where an event is.
+/// Location of an event.
 #[derive(Clone, Debug)]
 pub(crate) struct EventRef {
     pub cell: Arc<ContextCell>,
@@ -68,29 +68,30 @@ pub(crate) struct EventRef {
 
 pub(crate) type Family = Children<Child>;
 
-/// A child: an event in a vCPU context.
+/// A child event in a vCPU context.
 #[derive(Clone, Debug)]
 pub(crate) struct Child {
     pub cell: Arc<ContextCell>,
     pub key: EventKey,
 }
 
-/// The output side of an event that was opened.
+/// Output state of an opened event.
 #[derive(Debug, Default)]
 pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,
-    /// How often the ring is mapped.
+    /// Number of mappings of the ring.
     pub mappings: usize,
-    /// The event whose ring is used instead. It may be closed.
+    /// Event whose ring is used instead of an own one. It may be closed.
     pub redirect: Option<EventRef>,
-    /// Events that use this one's ring.
+    /// Events that write to the ring of this event.
     pub sources: Vec<EventRef>,
-    /// The event is closed. Its ring stays for as long as others write there.
+    /// `true` after the event was closed. Its ring is kept while other events write to it.
     pub closed: bool,
 }
 
 impl OutputState {
-    /// The ring, if nobody writes there any more. To be dropped with no lock held.
+    /// Returns the ring if no event writes to it anymore. The caller must drop it without holding
+    /// any lock.
     #[must_use]
     pub fn let_go(&mut self) -> Option<Arc<Output>> {
         if self.closed && self.sources.is_empty() {
@@ -128,7 +129,7 @@ impl EventRef {
         Some(self.links.family.as_ref()?.lock())
     }
 
-    /// The key of this event's child in `cell`.
+    /// Returns the key of this event's child in `cell`.
     pub fn child_in(&self, cell: &Arc<ContextCell>) -> Option<EventKey> {
         self.family()?
             .live()
@@ -137,8 +138,8 @@ impl EventRef {
             .map(|c| c.key)
     }
 
-    /// Runs `op` on the event and then on each child, each under its context's lock; `None` if the event is
-    /// closed.
+    /// Runs `op` on the event and on each child, each under the lock of its context. Returns `None`
+    /// if the event is closed.
     pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, EventKey, u64) -> R) -> Option<R> {
         let family = self.family();
         let result = {
@@ -164,9 +165,10 @@ impl EventRef {
         })
     }
 
-    /// Zeroes the count, and what exited children left behind.
+    /// Resets the count and the saved counts of exited children.
     pub fn reset(&self) -> Option<()> {
-        // All under the family's lock: an exit comes wholly before or wholly after.
+        // The family lock is held throughout, so that a child exits either entirely before or
+        // entirely after the reset.
         let mut family = self.family();
         {
             let now_ns = self.cell.now_ns();
@@ -184,7 +186,7 @@ impl EventRef {
         Some(())
     }
 
-    /// The members of the event's group, its leader first.
+    /// Returns the members of the event's group, leader first.
     pub fn group(&self, opened: &OpenEvents) -> Option<SmallVec<[EventRef; 8]>> {
         let members: SmallVec<[_; 8]> = {
             let mut context = self.cell.lock();
@@ -205,7 +207,7 @@ impl EventRef {
         Some(members.into_iter().filter_map(member).collect())
     }
 
-    /// Takes the event and its children out of their contexts. Under the topology lock.
+    /// Removes the event and its children from their contexts. Requires the topology lock.
     pub fn remove(&self) {
         let children = self.family().map(|mut f| f.drain()).unwrap_or_default();
         for child in children {
@@ -221,7 +223,8 @@ impl EventRef {
         if context.get(self.key, &self.shared).is_some() {
             let event = context.remove(self.key, now_ns);
             self.cell.publish_raised(&context);
-            // The driver's half may close descriptors: not under the lock.
+            // Dropping the driver event may close descriptors, which must not happen under the
+            // lock.
             drop(context);
             drop(event);
         }

@@ -1,8 +1,8 @@
-//! Where an event's records go: its ring, or another event's.
+//! Output redirection of events to their own ring or to that of another event.
 //!
-//! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's
-//! working half, [`crate::model::event::Event::output`], kept right here whenever a ring comes or an output
-//! is redirected.
+//! The code of this module is not performance-critical and runs under the topology lock. The hot
+//! path uses the pointer [`crate::model::event::Event::output`], which this module updates when a
+//! ring is attached or an output is redirected.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ impl EventRef {
         self.links.output.lock()
     }
 
-    /// Whether other events may write to this one's ring. Under the topology lock.
+    /// Checks that other events may write to the ring of this event. Requires the topology lock.
     pub fn can_be_output(&self) -> Result<(), ControlError> {
         if self.output_state().redirect.is_some() {
             return Err(ControlError::Invalid("the target writes to another event itself"));
@@ -27,18 +27,20 @@ impl EventRef {
         Ok(())
     }
 
-    /// The ring the event owns.
+    /// Returns the ring that the event owns.
     pub fn own_output(&self) -> Option<Arc<Output>> {
         self.output_state().own.clone()
     }
 
-    /// Notes that the event, which is new and has written to the ring of `target` since it is there, does so.
+    /// Records the redirection of a new event that has written to the ring of `target` from the
+    /// start.
     pub fn begin_redirected(&self, target: &Self) {
         self.output_state().redirect = Some(target.clone());
         target.output_state().sources.push(self.clone());
     }
 
-    /// Tells the event's working half, its children's, and those of events that write here where records go.
+    /// Updates the output pointers of the event, of its children, and of events that are redirected
+    /// to it.
     pub fn spread_output(&self) {
         let (output, sources) = {
             let state = self.output_state();
@@ -56,7 +58,8 @@ impl EventRef {
         }
     }
 
-    /// The event is closed: it writes nowhere. Others that write to its ring go on, as if they held it open.
+    /// Detaches a closed event from its output. Events that write to its ring continue to do so, as
+    /// if they held it open.
     pub fn release_output(&self) {
         let (redirect, _ring) = {
             let mut state = self.output_state();
@@ -69,7 +72,7 @@ impl EventRef {
         }
     }
 
-    /// `source` writes to this event's ring no more.
+    /// Removes `source` from the events that write to this event's ring.
     fn lose_source(&self, source: &Self) {
         let _ring = {
             let mut state = self.output_state();
@@ -78,7 +81,8 @@ impl EventRef {
         };
     }
 
-    /// Redirects the event's output to `target`'s ring, or back. Under the topology lock.
+    /// Redirects the event's output to the ring of `target`, or back to its own ring. Requires the
+    /// topology lock.
     pub fn set_output(&self, target: Option<&Self>) -> Result<(), ControlError> {
         if let Some(target) = target {
             if Arc::ptr_eq(&self.shared, &target.shared) {

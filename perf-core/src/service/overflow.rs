@@ -1,4 +1,4 @@
-//! From "the driver's signal was seen" to accounts, records and reports.
+//! Overflow service: from the overflow signal of a driver to accounting, records and reports.
 
 use std::sync::atomic::Ordering;
 
@@ -8,7 +8,7 @@ use crate::model::software::{Level, LevelGuard, SoftwareId};
 use crate::sample::Overflowed;
 use crate::service::core::{CoreInner, VcpuContext};
 
-/// Serves what overflowed on the vCPU of `cell`, and in the VM context.
+/// Services the overflows of the vCPU of `cell` and of the VM context.
 pub(crate) fn service(
     core: &CoreInner,
     cell: &ContextCell,
@@ -23,7 +23,7 @@ pub(crate) fn service(
         wants: Wants::default(),
     };
     let mut served = service.serve(cell, sink);
-    // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
+    // Checked without the lock, because the VM context lock must not become contended by all vCPUs.
     if core.vm.to_serve.swap(false, Ordering::Acquire) || core.vm.deferred.is_waiting() {
         served += service.serve(&core.vm, sink);
         core.vm.lock().look_again_if_armed();
@@ -31,10 +31,10 @@ pub(crate) fn service(
     served
 }
 
-/// What overflowed at one moment, and where the vCPU was then.
+/// The state of one overflow service call, including the vCPU registers.
 struct Service<'a> {
     core: &'a CoreInner,
-    /// The vCPU that noticed it.
+    /// vCPU that services the overflows.
     origin: &'a ContextCell,
     regs: &'a mut dyn SampleRegs,
     known: Known,
@@ -42,17 +42,19 @@ struct Service<'a> {
 }
 
 impl Service<'_> {
-    /// Serves what overflowed in the context of `cell`.
+    /// Services the overflows in the context of `cell`.
     ///
-    /// The context's lock is taken to notice what overflowed and taken anew to account it: in between, with
-    /// no lock held, the registers are read that its samples want. They are of one moment, so nothing is
-    /// read again for a second event, and if no sample wants any the lock is taken once.
+    /// The context is locked twice: first to find the overflowed events, then to account them. In
+    /// between, no lock is held while the registers for the samples are read. They belong to one
+    /// point in time, so they are not read again for further events. If no sample needs registers,
+    /// the context is locked only once.
     fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(Overflowed)) -> u32 {
         let mut noticed = Noticed::default();
         loop {
             let mut batch = Batch::new();
             {
-                // What the registers raise is dropped, as it is while a raised event is served.
+                // Events raised while registers are read are dropped, as during the handling of a
+                // raised event.
                 let Some(_level) = LevelGuard::enter(Level::Thread) else {
                     return noticed.served;
                 };
@@ -94,7 +96,7 @@ impl CoreInner {
     }
 }
 
-/// Something that happened to a vCPU.
+/// A software event to raise on a vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Raised {
     pub level: Level,
@@ -103,7 +105,7 @@ pub(crate) struct Raised {
 }
 
 impl VcpuContext {
-    /// See [`VcpuContext::software_event_at`].
+    /// Raises an event. See [`VcpuContext::software_event_at`].
     pub(crate) fn raise(
         &self,
         Raised { level, id, n }: Raised,
@@ -119,13 +121,14 @@ impl VcpuContext {
         let Some(guard) = LevelGuard::enter(level) else {
             return false;
         };
-        // What was interrupted may hold the lock: only the run loop itself may wait for it.
+        // The interrupted code may hold the lock, so only the run loop itself may block on it.
         let may_wait = level == Level::Thread && guard.is_outermost();
         let mut batch = Batch::new();
         let (mut known, mut wants) = (Known::default(), Wants::default());
         let own = self.cell.load();
         for target in [&*core.vm, &**own] {
-            // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
+            // Checked without the lock, because the VM context lock must not become contended by
+            // all vCPUs.
             if target.raised_events.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -142,15 +145,16 @@ impl VcpuContext {
                     target.deferred.add(id, n);
                     break;
                 };
-                // Looked at again: the vCPU may have gone while the lock was waited for, and its EXIT record,
-                // which is written under this lock, is the last that is said of it.
+                // Checked again, because the vCPU may have been removed while this thread waited
+                // for the lock. The EXIT record, written under the same lock, must be the last
+                // record of a vCPU.
                 if self.gone.load(Ordering::Relaxed) {
                     break;
                 }
                 if let (Some(seen), Some(mode)) = (&seen, mode) {
                     let more = context.wants_of_raise(id, n, mode);
                     if !seen.wants.covers(more) {
-                        // Read with no lock held.
+                        // Reads the registers without any lock held.
                         wants.join(more);
                         continue;
                     }

@@ -1,4 +1,4 @@
-//! Where a new event goes, and whether there is a place for it.
+//! Placement of new events and slot availability checks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,19 +16,19 @@ use crate::service::core::{CoreInner, Hardware};
 use crate::service::error::OpenError;
 use crate::service::opened::EventRef;
 
-/// Where a new event goes.
+/// Placement of a new event.
 pub(crate) struct Place {
     pub cell: Arc<ContextCell>,
     pub source: Source,
-    /// What it needs of a hardware driver.
+    /// The hardware requirements, for events of a hardware driver.
     pub hardware: Option<Hardware>,
     pub owner: Owner,
 }
 
 impl CoreInner {
-    /// Finds the source of the counts. A VM-wide event whose driver counts per vCPU becomes a family; one
-    /// whose driver counts for the package is one event whatever `inherit` says, or its count would be
-    /// multiplied.
+    /// Determines the source of the counts. A VM-wide event becomes a family if its driver counts
+    /// per vCPU. If the driver counts for the whole package, it remains a single event regardless
+    /// of `inherit`, because its count would otherwise be multiplied.
     pub fn place(
         &self,
         attr: &Attr,
@@ -75,9 +75,9 @@ impl CoreInner {
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
             }
             Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
-                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word. A member
-                // goes where its leader goes, so the leader's mark says whether there are
-                // vCPUs to come.
+                // Without a vCPU to try, the error of a driver that cannot count VMs is final. A
+                // sibling is placed with its leader, so the leader's `inherit` flag determines
+                // whether later vCPUs are covered.
                 let none = self.vcpus.load().is_empty();
                 let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
                 if leads_family == Some(false) || (none && !inherits) {
@@ -101,7 +101,7 @@ impl CoreInner {
         }
     }
 
-    /// [`CoreInner::check_slots`] for a child of an event with `attr`.
+    /// Performs [`CoreInner::check_slots`] for a child of an event with `attr`.
     pub fn check_child(
         &self,
         attr: &Attr,
@@ -114,9 +114,9 @@ impl CoreInner {
         self.check_slots(cell, hardware, leader)
     }
 
-    /// Whether a VM-wide event could be on, with its group, on a vCPU that is added later: one on which
-    /// nothing is open but what it inherits. Without this a vCPU would be refused for events that were
-    /// let in while there was none.
+    /// Checks that a VM-wide event and its group would fit on a vCPU that is added later and has
+    /// only inherited events. Without this check, events that were accepted while there was no vCPU
+    /// would make a later hot-add fail.
     pub fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
         let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
         let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
@@ -125,7 +125,8 @@ impl CoreInner {
         let Some(hardware) = Hardware::of(at, &*pmu, capacity, attr) else {
             return Ok(());
         };
-        // Those of others of this driver, in the event's group and in all.
+        // Assignments of the other events of this driver: those in the event's group, and all of
+        // them.
         let (mut group, mut all) = (Seats::new(hardware.counters), Seats::new(hardware.counters));
         let vm = self.vm.lock();
         for (_, members) in vm.groups.iter() {
@@ -163,13 +164,13 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Whether events that could not all be on together are refused.
+    /// Returns `true` if events that cannot all be active simultaneously are rejected.
     fn is_strict(&self) -> bool {
         self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
     }
 
-    /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all
-    /// others.
+    /// Checks that a slot exists for one more hardware event: always within its group, and under
+    /// strict sharing together with all other events.
     pub fn check_slots(
         &self,
         cell: &ContextCell,
@@ -193,7 +194,7 @@ impl CoreInner {
             }
             for event in members.members.iter().map(|m| &context.events[*m]) {
                 if event.pool.is_some() {
-                    // They were checked when they were opened.
+                    // These events were checked when they were opened.
                     let _ = group.take_one(event.fits);
                 }
             }

@@ -1,10 +1,10 @@
-//! Side-band records: what happens to the VM beside the samples. FORK and EXIT for vCPUs that come and go,
-//! COMM for their names, MMAP for what is where in guest memory, READ for the final values of inherited
-//! events.
+//! Side-band records: VM events other than samples. FORK and EXIT records report added and removed
+//! vCPUs, COMM records their names, MMAP records guest memory mappings, and READ records the final
+//! values of inherited events.
 //!
-//! They go to events that asked for them and are enabled: those of the VM context, and those opened on the
-//! vCPU in question. Children write none of their own: their parent's ring would get each record many times
-//! over.
+//! They are written to enabled events that request them: events of the VM context, and events
+//! opened on the affected vCPU. Children do not write them, because the ring of their parent would
+//! receive each record several times.
 
 use crate::attr::Attr;
 use crate::context::ContextCell;
@@ -13,8 +13,8 @@ use crate::model::state::State;
 use crate::record::{Comm, Encode, Read, SampleId, Task};
 use crate::service::core::CoreInner;
 
-/// Writes what `record` makes of a trailer to each event of `cell` that `wants` it. `by`: who does what the
-/// record tells.
+/// Writes a record to each event of `cell` that `wants` selects. `record` creates the record from a
+/// trailer, and `by` identifies the originating vCPU and time.
 pub(crate) fn write_to<R: Encode>(
     cell: &ContextCell,
     by: SampleId,
@@ -41,7 +41,7 @@ impl CoreInner {
         write_to(cell, by, record, wants);
     }
 
-    /// A vCPU has come (FORK) or gone (EXIT).
+    /// Writes a FORK record for an added vCPU or an EXIT record for a removed one.
     pub fn task_record(&self, cell: &ContextCell, fork: bool) {
         if !self.wanted.task() {
             return;
@@ -60,13 +60,13 @@ impl CoreInner {
         self.write_all(cell, by, record, |attr| attr.task || attr.comm || attr.mmap);
     }
 
-    /// A vCPU has a name.
+    /// Writes a COMM record with the name of a vCPU.
     pub fn comm_record(&self, cell: &ContextCell, name: &[u8]) {
         if !self.wanted.comm() {
             return;
         }
         let by = self.written_by(cell, cell.now_ns());
-        // As the kernel: at most 15 bytes and their terminator.
+        // At most 15 bytes and a terminator, like in the kernel.
         let name = &name[..name.len().min(15)];
         let record = |sample_id| Comm {
             pid: by.pid,
@@ -77,7 +77,7 @@ impl CoreInner {
         self.write_all(cell, by, record, |attr| attr.comm);
     }
 
-    /// The final reading of a child whose vCPU has gone, for its parent's reader.
+    /// Writes a READ record with the final reading of a child whose vCPU was removed.
     pub fn read_record(&self, cell: &ContextCell, key: EventKey) {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();

@@ -1,5 +1,5 @@
-//! The exit fold under the model checker: the very code of [`super::Children`], with loom's lock around it
-//! and loom's counters in the children.
+//! Loom model of child exits. Checks the actual code of [`super::Children`] with loom's mutex
+//! around it and loom's atomics in the children.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ::model::`.
 
@@ -12,7 +12,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{Folded, Totals};
 use crate::time::Times;
 
-/// A child whose vCPU counts from another thread.
+/// A child whose vCPU counts on another thread.
 #[derive(Clone)]
 struct Child {
     id: usize,
@@ -67,7 +67,7 @@ fn sum(family: &Family) -> u64 {
     totals.count
 }
 
-/// A vCPU works, stops, and exits.
+/// Counts, stops and exits on behalf of a vCPU.
 fn work_and_exit(family: &Family, child: &Child, work: u64) {
     for _ in 0..work {
         child.count.fetch_add(1, Relaxed);

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
-/// Fills `slots` slots with groups that need one each.
+/// Fills `slots` slots with groups that need one slot each.
 fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
     let mut on = Vec::new();
     queue.fill(|key| {
@@ -21,7 +21,7 @@ fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
     queue
 }
 
-/// Turns until `until_ns`; how long each group was on.
+/// Multiplexes until `until_ns` and returns the active time of each group.
 fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec<u64> {
     let mut on_ns = vec![0; groups];
     let mut now = 0;
@@ -36,9 +36,9 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
     on_ns
 }
 
-/// P8: equal groups get equal shares under rotation, within one turn.
-/// Whatever the number of groups, each is looked into amid about one in four of its slices, where slices
-/// have a middle.
+/// Equal groups get equal shares under rotation, within one interval (P8). For any number of
+/// groups, about a quarter of the slices of each group is read in the middle, if slices have a
+/// middle.
 #[test]
 fn all_groups_are_looked_into_equally_often() {
     for groups in 3..20 {
@@ -70,7 +70,7 @@ fn all_groups_are_looked_into_equally_often() {
     }
 }
 
-/// It holds for some rotations, and not for ever.
+/// A detected pattern remains valid for some rotations and then expires.
 #[test]
 fn a_rhythm_that_is_seen_no_more_is_forgotten() {
     let mut queue = queue(MuxPolicy::Rotate, 5);
@@ -100,9 +100,9 @@ fn p8_rotation_is_fair_to_a_turn() {
     }
 }
 
-/// Plays `turns` turns on two slots and tells the queue how rates go: `rate(key, from, to)` is the mean
-/// rate of a group over a slice. Returns how often each group was on, and all lengths of turns there
-/// were.
+/// Runs `turns` intervals on two slots and reports rate changes to the queue, with `rate(key, from,
+/// to)` as the mean rate of a group over a slice. Returns the number of slices per group, and all
+/// interval lengths.
 fn live(
     queue: &mut MuxQueue,
     turns: usize,
@@ -134,17 +134,17 @@ fn live(
     (visits, lengths)
 }
 
-/// Mean over a slice of a square wave.
+/// Returns the mean of a square wave over a slice.
 fn square(from: u64, to: u64, period: u64) -> f64 {
     let high = (from..to).filter(|t| t % period < period / 2).count();
     2.0 * high as f64 / (to - from) as f64
 }
 
-/// The variable group gets more, and the steady ones still no less than half a fair share.
+/// The variable group gets a larger share, and each steady group at least half of a fair share.
 #[test]
 fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
-    // Longer than a rotation, so that it does not keep step.
+    // Longer than a rotation, so that it does not alias.
     let (visits, _) = live(&mut queue, 4_000, |key, from, to| {
         if key == 3 { square(from, to, 3_001) } else { 1.0 }
     });
@@ -154,7 +154,7 @@ fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
     assert_eq!(queue.pace, Pace::FIRST);
 }
 
-/// Turns are of one length, and longer in a shift.
+/// Intervals have the same length, except during a shift.
 #[test]
 fn calm_groups_are_put_to_the_test() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
@@ -163,8 +163,8 @@ fn calm_groups_are_put_to_the_test() {
     assert_eq!((queue.pace, queue.suspects), (Pace::FIRST, 0));
 }
 
-/// Every slice would see the same side of a rhythm as long as a rotation. Nobody could tell from the
-/// slices alone.
+/// All slices see the same phase of a pattern with the period of a rotation, so slices alone cannot
+/// reveal it.
 #[test]
 fn a_rhythm_that_keeps_step_is_noticed_and_left() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -175,7 +175,8 @@ fn a_rhythm_that_keeps_step_is_noticed_and_left() {
     assert_eq!(queue.pace, Pace::FIRST.next());
 }
 
-/// No test is made where nothing can hide: it would cost precision.
+/// Groups with varying rates are not shifted, because a shift would cost precision and no pattern
+/// can hide in them.
 #[test]
 fn groups_that_vary_are_not_shifted() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -192,7 +193,8 @@ fn no_turn_is_due_while_everybody_is_on() {
     assert_eq!(fill(&mut queue, 4).len(), 3);
 }
 
-/// A group too large for what is left is next as soon as there is room, and nobody overtakes it.
+/// A group that is too large for the free slots is scheduled as soon as enough slots are free, and
+/// cannot be overtaken.
 #[test]
 fn a_large_group_is_not_overtaken_for_ever() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
@@ -219,8 +221,8 @@ fn a_large_group_is_not_overtaken_for_ever() {
 }
 
 proptest! {
-    /// Whatever is called in whatever order: groups are neither lost nor doubled, and what is on was
-    /// taken.
+    /// For any sequence of calls, groups are neither lost nor duplicated, and active groups are
+    /// exactly those that were taken.
     #[test]
     fn groups_are_neither_lost_nor_doubled(
         adaptive in any::<bool>(),
@@ -248,7 +250,7 @@ proptest! {
                     }
                 }
                 4 => {
-                    // Some refuse: too large, or exclusive.
+                    // Some groups are rejected, as too large or exclusive.
                     let mut room = 3;
                     queue.fill(|key| {
                         if usize::from(key) % 5 == 4 {
