@@ -19,8 +19,8 @@ const LEAF7_EBX_TRACE: u32 = 1 << 25;
 const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
 /// CPUID.(07H,1):EAX: leaf 23H (extended performance monitoring) exists.
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
-/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters
-/// (24), performance timestamp (27) and last-level-cache counters (28).
+/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge
+/// counters (24), performance timestamp (27) and last-level-cache counters (28).
 const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
 /// CPUID.80000008H:ECX: size of the performance timestamp.
 const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;

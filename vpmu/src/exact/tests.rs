@@ -449,8 +449,8 @@ fn what_was_retired_is_fed_at_its_level() {
 
 #[test]
 fn gates_are_read_in_each_format_of_the_table() {
-    // Vector 1 in each: offset 0x1122 in real mode, 0x3344_1122 in protected mode, 0x5566_7788_3344_1122 in
-    // long mode.
+    // Handler of vector 1: offset 0x1122 in real mode, 0x3344_1122 in protected mode,
+    // 0x5566_7788_3344_1122 in long mode.
     let real = [0, 0, 0, 0, 0x22, 0x11, 0x00, 0xF0];
     let gate = [
         0x22, 0x11, 0x08, 0x00, 0x00, 0x8E, 0x44, 0x33, 0x88, 0x77, 0x66, 0x55, 0, 0, 0, 0,

@@ -28,7 +28,8 @@ global_asm!(
     "2: dec ecx",
     "jnz 2b",
     "ret",
-    // 11; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret. loads: 3 ret; stores: 2 call
+    // 11 instructions; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret; loads: 3
+    // ret; stores: 2 call
     "exact_calls: xor eax, eax",
     "jnz 3f",
     "jz 2f",
