@@ -25,7 +25,7 @@ impl Model {
     /// Counter widths that `--pmu-width` accepts for Intel models, in bits.
     const INTEL_WIDTHS: std::ops::RangeInclusive<u32> = 32..=48;
 
-    /// Model of `--pmu intel`: version 2 with four general-purpose and three fixed counters of 48
+    /// The `--pmu intel` model: version 2 with four general-purpose and three fixed counters of 48
     /// bits.
     pub const INTEL: Self = Self {
         generation: Generation::Intel(2),
@@ -34,7 +34,7 @@ impl Model {
         width: CounterWidth::W48,
         transactions: false,
     };
-    /// Model of `--pmu amd`: the core extension with six counters of 48 bits.
+    /// The `--pmu amd` model: the core extension with six counters of 48 bits.
     pub const AMD: Self = Self {
         generation: Generation::AmdCore,
         general: 6,

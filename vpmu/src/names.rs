@@ -76,7 +76,7 @@ impl fmt::Display for Generation {
 pub enum ModelName {
     /// Default model of the host's vendor: `intel` or `amd`.
     Auto,
-    /// Model with the properties that the host's CPUID reports.
+    /// Same properties as the host's PMU, according to CPUID.
     Host,
     /// No PMU.
     Off,

@@ -26,7 +26,7 @@ pub struct Loss {
     pub cause: Lack,
 }
 
-/// Enabled and running times of a counter's event.
+/// Time enabled and time running of a counter's event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CounterTimes {
     /// Time enabled, in nanoseconds of vCPU time.

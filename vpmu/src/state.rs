@@ -63,7 +63,7 @@ pub enum StateError {
     OtherModel {
         /// Saved model.
         saved: Model,
-        /// Model of this PMU.
+        /// The model of this PMU.
         here: Model,
     },
     /// Field value that is impossible for a PMU.

@@ -138,7 +138,7 @@ pub struct Vpmu {
     running: u64,
     /// Counters that the guest has stopped but whose event is paused instead of stopped.
     paused: Paused,
-    /// Enabled counters that are uncounted or counted by a fallback.
+    /// Counters that are enabled and either uncounted or counted by a fallback.
     lost: Lost,
     /// Mask of running counters whose armed overflow is outdated.
     rearm: u64,

@@ -143,9 +143,9 @@ impl Counts {
 /// Result of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Counts retired at CPL 1 to 3.
+    /// Retired counts at CPL 1 to 3.
     pub user: Counts,
-    /// Counts retired at CPL 0.
+    /// Retired counts at CPL 0.
     pub kernel: Counts,
     /// Set if an interrupt, NMI or exception was delivered during the step.
     pub event: bool,
@@ -332,7 +332,7 @@ impl StepMeter {
         step
     }
 
-    /// Counts a completed instruction.
+    /// Adds a completed instruction to the counts.
     fn retire(
         &mut self,
         instruction: &Instruction,
@@ -378,7 +378,7 @@ impl StepMeter {
     }
 
     /// Checks whether a step over an instruction with a shadow also executed its successor at
-    /// `next`, and further successors if those have a shadow too. Counts these instructions.
+    /// `next`, and further successors if those have a shadow too, and counts these instructions.
     fn shadowed(
         &mut self,
         pending: &Pending,
@@ -474,7 +474,7 @@ impl StepMeter {
     }
 }
 
-/// Returns the first instruction of a handler if executing it leads to the vCPU's current address.
+/// Returns the first instruction of a handler if the vCPU's current address follows its execution.
 /// The state at handler entry differed from the current state, but only RIP matters here.
 fn first_of_handler(
     handler: u64,
