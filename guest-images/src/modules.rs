@@ -21,10 +21,10 @@ pub enum ModuleError {
         #[source]
         source: io::Error,
     },
-    /// Module that exists neither as a file nor built into the kernel.
+    /// A module that exists neither as a file nor built into the kernel.
     #[error("the kernel package has no module {0}")]
     NotFound(String),
-    /// Module file that is not a valid ELF object.
+    /// A module file that is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]
     Malformed {
         /// Path of the file.
@@ -36,7 +36,7 @@ pub enum ModuleError {
 
 /// Kernel module, ready to be loaded.
 pub struct Module {
-    /// Module name, with underscores.
+    /// Name of the module, with underscores.
     pub name: String,
     /// Decompressed ELF object.
     pub data: Vec<u8>,

@@ -89,7 +89,7 @@ pub(crate) struct Pmu {
 
 impl Pmu {
     /// 1. Create one perf core per VM with the sources of this host, and a register file and a
-    ///   context per vCPU. Must run on the vCPU thread, whose time and events are counted.
+    ///    context per vCPU. Must run on the vCPU thread, whose time and events are counted.
     pub(crate) fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
         let core = Core::new(CoreConfig::default());
         let host = HostProbe::run();
@@ -149,7 +149,7 @@ fn cpuid(leaf: u32, subleaf: u32) -> CpuidRegs {
 }
 
 /// 2. Make every access to a PMU register exit. Without the filter KVM handles some of them itself
-///   and returns 0.
+///    and returns 0.
 pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
     let args = [MsrExitReason::Filter.bits().into(), 0, 0, 0];
     let cap = KVM_CAP_X86_USER_SPACE_MSR;

@@ -20,7 +20,7 @@ pub const MAX_ENTRIES: usize = 4096;
 /// Maximum size of a filter file, in bytes.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Action for the events that a filter lists.
+/// Effect of a filter on the events that it lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
@@ -55,7 +55,7 @@ pub struct EntrySpec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterSpec {
-    /// Action for the listed events.
+    /// Effect on the listed events.
     pub action: Action,
     /// Bitmap of listed fixed counters: bit n is fixed counter n.
     #[serde(default)]
@@ -96,7 +96,7 @@ pub enum FilterError {
         "entry {entry} of the event filter: {field} = {value:#x} is out of range, the highest is {limit:#x}; correct the entry"
     )]
     OutOfRange {
-        /// Entry number, from 1.
+        /// Number of the entry, from 1.
         entry: usize,
         /// Field name.
         field: &'static str,
@@ -108,7 +108,7 @@ pub enum FilterError {
     /// Unit mask given both exactly and by mask, or `umask-mask` or `umask-match` given alone.
     #[error("entry {0} of the event filter: give either umask, or umask-mask together with umask-match")]
     UnitMask(usize),
-    /// Entry that cannot match any unit mask.
+    /// An entry that cannot match any unit mask.
     #[error(
         "entry {0} of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them"
     )]

@@ -17,7 +17,7 @@ pub enum Enabled {
     Refused(Lack),
 }
 
-/// Loss of an event that was counting.
+/// Time and reason at which an event stopped counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
     /// Time of the loss, in nanoseconds of the vCPU's event time.

@@ -112,7 +112,7 @@ fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
         && !request.is_modified()
 }
 
-/// Paused counters and the number of passes until the pause ends.
+/// Mask of paused counters and the number of passes until the pause ends.
 #[derive(Clone, Copy, Debug, Default)]
 struct Paused {
     counters: u64,
@@ -148,8 +148,8 @@ pub struct Vpmu {
     pub(crate) pmi_due: bool,
     /// Mask of counters that requested the due PMI and have not been served since.
     pub(crate) pmi_sources: u64,
-    /// Set if the due PMI could not be delivered. The PMI then stays due only while at least one
-    /// source remains.
+    /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
+    /// that requested it remains unserved.
     pmi_waits: bool,
     /// Set if the due PMI has been counted as throttled.
     pmi_held: bool,

@@ -249,14 +249,14 @@ impl Notes {
     }
 }
 
-/// Section with contents in the file.
+/// A section with contents in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct Section<'a> {
-    /// Section name, or empty if the name is not UTF-8.
+    /// Name of the section, or empty if the name is not UTF-8.
     pub name: &'a str,
     /// Link-time address.
     pub virt: u64,
-    /// Section contents.
+    /// Contents of the section.
     pub data: &'a [u8],
     /// Set for executable sections.
     pub executable: bool,

@@ -85,7 +85,7 @@ pub enum ImageError {
     },
 }
 
-/// Damage found in a kernel image.
+/// Kind of damage in a kernel image.
 #[derive(Debug, thiserror::Error)]
 pub enum Damage {
     /// Machine other than x86-64.

@@ -5,12 +5,12 @@
 //! structure:
 //!
 //! 1. Token table: 256 NUL-terminated strings that include the single characters `0` to `9` in
-//!   order, followed by the token index: 256 16-bit offsets, all of which must match the strings.
-//! 2. Names: the number of symbols, the names (`length, tokens…` each), and one marker per 256
-//!   names. A candidate is accepted if all names can be parsed and all markers match.
+//!    order, followed by the token index: 256 16-bit offsets, all of which must match the strings.
+//! 2. Symbol names: the number of symbols, the names (`length, tokens…` each), and one marker per
+//!    256 names. A candidate is accepted if all names can be parsed and all markers match.
 //! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. Up to 6.3 they precede the symbol
-//!   count, since 6.4 they follow the token index. Either negative offsets count down from the base
-//!   and other offsets are absolute (`KALLSYMS_ABSOLUTE_PERCPU`), or all offsets count up.
+//!    count, since 6.4 they follow the token index. Either negative offsets count down from the
+//!    base and other offsets are absolute (`KALLSYMS_ABSOLUTE_PERCPU`), or all offsets count up.
 //!
 //! The search tries all widths that changed over time (32- or 64-bit counts and markers, two-byte
 //! lengths since 6.1).
@@ -27,7 +27,7 @@ pub enum KallsymsError {
     /// No names that match the tokens and markers.
     #[error("no kallsyms names that fit the token table")]
     NoNames,
-    /// Names without matching addresses.
+    /// Symbol names without matching addresses.
     #[error("no kallsyms addresses that fit the names")]
     NoAddresses,
 }

@@ -4,12 +4,12 @@
 //!
 //! The following evidence is used, strongest first:
 //! 1. Instruction boundaries from the kernel's ORC unwind table, which has one for each change of
-//!   the stack layout. Decoding from the nearest boundary before the pair either reaches the pair
-//!   or not, which is conclusive.
+//!    the stack layout. Decoding from the nearest boundary before the pair either reaches the pair
+//!    or not, which is conclusive.
 //! 2. Symbol addresses, used in the same way.
 //! 3. Without either, decoding from many start addresses before the pair. x86 decoding synchronizes
-//!   within a few instructions, so nearly all starts must reach the pair. In addition, the
-//!   surrounding code must be plausible: ECX is set before, and EAX or EDX is used after the pair.
+//!    within a few instructions, so nearly all starts must reach the pair. In addition, the
+//!    surrounding code must be plausible: ECX is set before, and EAX or EDX is used after the pair.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,

@@ -117,8 +117,9 @@ impl Vpmu {
         self.pmi_held = false;
     }
 
-    /// Restores a PMI that was due when the state was saved. The sources are not part of the saved
-    /// state, so every possible counter becomes a source: a spurious PMI is better than a lost one.
+    /// Restores a PMI that was due when the state was saved. The saved state does not include the
+    /// counters that requested it, so every possible counter is assumed to have done so: a spurious
+    /// PMI is better than a lost one.
     pub(crate) fn restore_pmi(&mut self, due: bool) {
         self.forget_pmi();
         if due {
