@@ -1,13 +1,14 @@
-//! The bare-metal guests of `bare-metal/`, as one ELF64 multiboot kernel each in `OUT_DIR`: compiled with the
-//! host's C compiler and linker, each directory of [`guests::KERNELS`] together with `bare-metal/lib`, or
-//! taken as they were compiled before. They come from
+//! Builds the bare-metal guests of `bare-metal/` as ELF64 multiboot kernels in `OUT_DIR`. Each
+//! directory of [`guests::KERNELS`] is compiled with the host's C compiler and linker together with
+//! `bare-metal/lib`, or a prebuilt kernel is copied. The source of the kernels is the first of the
+//! following that applies:
 //!
 //! 1. the directory that `GUEST_ELF_DIR` names;
-//! 2. the sources, if `GUEST_CC` or `GUEST_LD` names a tool for them;
-//! 3. `prebuilt/`, which `make source` puts into the source archive, unless the sources have changed since;
-//! 4. the sources.
+//! 2. compilation, if `GUEST_CC` or `GUEST_LD` names a tool;
+//! 3. `prebuilt/`, which `make source` adds to the source archive, if the sources are unchanged;
+//! 4. compilation.
 //!
-//! Each is there compressed, too: the program has them so, which are less than half as large then.
+//! Each kernel is also stored compressed, for embedding in the program at less than half the size.
 
 #[path = "build/guests.rs"]
 mod guests;
@@ -27,7 +28,7 @@ fn main() {
     }
 }
 
-/// Writes `FILE.gz` beside a file.
+/// Writes a compressed copy `FILE.gz` of a file.
 fn pack(file: &Path) {
     let image =
         fs::read(file).unwrap_or_else(|e| guests::fail(&format!("cannot read {}: {e}", file.display())));

@@ -1,6 +1,7 @@
-//! Compiles the bare-metal guests, or takes them as they were compiled before.
+//! Compiles the bare-metal guests or copies prebuilt ones.
 //!
-//! It uses the standard library alone: `packaging/source.sh` compiles it as a program, without cargo.
+//! This file only uses the standard library, because `packaging/source.sh` compiles it as a program
+//! without cargo.
 
 use std::env;
 use std::ffi::OsStr;
@@ -8,17 +9,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-/// This file: the options of compiler and linker are in it.
+/// Contents of this file, which contains the compiler and linker options.
 const BUILD_SCRIPT: &[u8] = include_bytes!("guests.rs");
-/// In a directory of guests: the fingerprint of the sources that they were compiled from.
+/// Name of the file with the fingerprint of the sources, in a directory of prebuilt guests.
 const FINGERPRINT: &str = "sources.fnv1a";
 
-/// The kernels: directory under `bare-metal/` and name of the file made.
+/// Kernels to build: directory under `bare-metal/` and name of the output file.
 pub const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
 
-/// Freestanding code for the privileged levels: no SSE registers, no red zone, no position independence, no
-/// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for
-/// call chains.
+/// Compiler flags for freestanding privileged code: no SSE registers, no red zone, no position
+/// independence, frame pointers for call chains, and no CET markers, because the instruction
+/// emulator of a software-only KVM does not support ENDBR64.
 const CFLAGS: [&str; 23] = [
     "-std=gnu11",
     "-O2",
@@ -45,18 +46,18 @@ const CFLAGS: [&str; 23] = [
     "-fno-toplevel-reorder",
 ];
 
-/// The program that `packaging/source.sh` makes of this file.
+/// Entry point of the program that `packaging/source.sh` builds from this file.
 #[allow(dead_code, reason = "it is a module elsewhere")]
 fn main() {
     make(&out_dir());
 }
 
-/// Where cargo wants what is made.
+/// Returns cargo's output directory.
 pub fn out_dir() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
 }
 
-/// Compiles the guests, or takes them as they were compiled before.
+/// Compiles the guests or copies prebuilt ones.
 pub fn make(out_dir: &Path) {
     let manifest_dir =
         PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
@@ -66,7 +67,7 @@ pub fn make(out_dir: &Path) {
         println!("cargo:rerun-if-changed={file}");
     }
     let prebuilt = manifest_dir.join("prebuilt");
-    // Of a file that is not there cargo thinks that it has changed.
+    // Cargo treats a missing file as changed.
     if prebuilt.exists() {
         println!("cargo:rerun-if-changed={}", prebuilt.display());
     }
@@ -94,7 +95,7 @@ pub fn make(out_dir: &Path) {
     fs::write(&file, fingerprint).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", file.display())));
 }
 
-/// Copies guests that were compiled before.
+/// Copies prebuilt guests.
 fn take(from: &Path, out_dir: &Path) {
     for kernel in KERNELS {
         let file = from.join(format!("{kernel}.elf"));
@@ -114,8 +115,8 @@ fn take(from: &Path, out_dir: &Path) {
     }
 }
 
-/// FNV-1a, 64 bits, of all that the guests are made of but the compiler: every file's path and text, and this
-/// one's. It tells sources that somebody has changed; it is no guard against those who mean no good.
+/// Computes the 64-bit FNV-1a hash of the path and contents of every source file and of this file.
+/// Detects accidental changes of the sources and is not a protection against tampering.
 fn fingerprint(source_dir: &Path) -> u64 {
     let mut files = Vec::new();
     list(source_dir, &mut files);
@@ -135,7 +136,7 @@ fn fingerprint(source_dir: &Path) -> u64 {
     hash
 }
 
-/// All files below `dir`.
+/// Collects all files below `dir`.
 fn list(dir: &Path, files: &mut Vec<PathBuf>) {
     for entry in entries(dir) {
         if entry.is_dir() {
@@ -146,17 +147,18 @@ fn list(dir: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// What a directory has.
+/// Returns the entries of a directory.
 fn entries(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", dir.display())));
     entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
 }
 
-/// Compiles and links all of them.
+/// Compiles and links all guests.
 fn compile(source_dir: &Path, out_dir: &Path) {
     let cc = env::var("GUEST_CC").unwrap_or_else(|_| "gcc".to_owned());
     let ld = env::var("GUEST_LD").unwrap_or_else(|_| "ld".to_owned());
-    // What a debugger needs of the guests is two thirds of them, and they are all in the program.
+    // Debug information is two thirds of a guest's size, and all guests are embedded in the
+    // program.
     let release = env::var_os("PROFILE").is_some_and(|profile| profile == "release");
     let without_debugging: &[&str] = if release { &["--strip-debug"] } else { &[] };
     let library = compile_dir(&cc, source_dir, "lib", out_dir);
@@ -182,7 +184,7 @@ fn compile(source_dir: &Path, out_dir: &Path) {
     }
 }
 
-/// Compiles every `.c` and `.S` file of one directory and returns the objects, in the order of their names.
+/// Compiles every `.c` and `.S` file of a directory and returns the objects, sorted by name.
 fn compile_dir(cc: &str, source_dir: &Path, name: &str, out_dir: &Path) -> Vec<PathBuf> {
     let mut sources: Vec<PathBuf> = entries(&source_dir.join(name))
         .into_iter()
@@ -192,7 +194,7 @@ fn compile_dir(cc: &str, source_dir: &Path, name: &str, out_dir: &Path) -> Vec<P
     let object_dir = out_dir.join(name);
     fs::create_dir_all(&object_dir)
         .unwrap_or_else(|e| fail(&format!("cannot create {}: {e}", object_dir.display())));
-    // Two source trees at different places must give the same bytes.
+    // The output must not depend on the location of the source tree.
     let prefix_map = format!("-ffile-prefix-map={}=bare-metal", source_dir.display());
     let compile = |source: &PathBuf| {
         let file_name = source
@@ -213,7 +215,7 @@ fn compile_dir(cc: &str, source_dir: &Path, name: &str, out_dir: &Path) -> Vec<P
     sources.iter().map(compile).collect()
 }
 
-/// Runs a tool and ends the build with one line if that fails.
+/// Runs a tool and aborts the build with a one-line message on failure.
 fn run(mut command: Command, variable: &str) {
     let tool = command.get_program().to_string_lossy().into_owned();
     match command.output() {
@@ -233,7 +235,7 @@ fn run(mut command: Command, variable: &str) {
     }
 }
 
-/// Ends the build with one clear line.
+/// Aborts the build with a one-line message.
 pub fn fail(message: &str) -> ! {
     println!("cargo::error={message}");
     exit(1);

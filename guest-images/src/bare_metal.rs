@@ -1,30 +1,31 @@
-//! The bare-metal guests: small multiboot kernels in C and assembly, compiled by the build script.
+//! Bare-metal guests: small multiboot kernels in C and assembly, compiled by the build script.
 //!
-//! They run on every KVM, the software-only one included, and under plain QEMU. Sources and the way to write
-//! a new test are in `guest-images/bare-metal/`, their use is in `docs/guide/bare-metal-guests.md`.
+//! The guests run on every KVM, including a software-only KVM, and under plain QEMU.
+//! `guest-images/bare-metal/` contains the sources and explains how to write a new test;
+//! `docs/guide/bare-metal-guests.md` describes their use.
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// The image of the first of [`GUESTS`], which `perfvisor run` starts when it is given no kernel.
+/// Image of the first of [`GUESTS`], which `perfvisor run` boots if no kernel is given.
 pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
 
-/// One bare-metal guest.
+/// Bare-metal guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Guest {
-    /// Its name, also that of its file without `.elf`.
+    /// Name of the guest and of its file, without `.elf`.
     pub name: &'static str,
-    /// What it is for, in one line.
+    /// One-line description.
     pub purpose: &'static str,
-    /// [`Guest::image`], compressed with gzip.
+    /// Contents of [`Guest::image`], compressed with gzip.
     pub packed: &'static [u8],
 }
 
 impl Guest {
-    /// The ELF64 image with a multiboot 1 header in its first 8 KiB.
+    /// Returns the ELF64 image, which has a multiboot 1 header in its first 8 KiB.
     ///
     /// # Panics
-    /// If the build script has packed it wrong.
+    /// Panics if the embedded data is not valid gzip data.
     #[must_use]
     pub fn image(&self) -> Vec<u8> {
         let mut image = Vec::new();
@@ -35,23 +36,24 @@ impl Guest {
     }
 }
 
-/// The guest of this name in [`GUESTS`], as the build script has packed it.
+/// Returns the compressed image of this name from the build script's output.
 macro_rules! packed {
     ($name:literal) => {
         include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf.gz"))
     };
 }
 
-/// The test kernel that asserts the virtual PMU's rules from inside and prints TAP.
+/// Test kernel that checks the virtual PMU from within the guest and prints TAP.
 pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.elf"));
 
-/// The test kernel whose hand-counted blocks must be counted to the last instruction, in TAP.
+/// Test kernel that checks exact counts of code blocks with known instruction counts and prints
+/// TAP.
 pub static EXACT_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exact.elf"));
 
-/// The test kernel that executes RDPMC in code it made itself and in programs, in TAP.
+/// Test kernel that executes RDPMC in generated code and in user programs and prints TAP.
 pub static RDPMC_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rdpmc.elf"));
 
-/// The guest that `perfvisor validate` asks for measurements over its console.
+/// Guest that performs measurements for `perfvisor validate`, controlled through its console.
 pub static VALIDATE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/validate.elf"));
 
 /// All bare-metal guests.
@@ -83,12 +85,12 @@ pub static GUESTS: [Guest; 5] = [
     },
 ];
 
-/// Writes every guest as `NAME.elf` into `dir`, which is created if it is missing, and returns the paths.
+/// Writes every guest as `NAME.elf` into `dir`, creating the directory if needed, and returns the
+/// paths.
 ///
 /// # Errors
 ///
-/// The error of creating the directory or of the first file that cannot be written; its message names the
-/// path.
+/// Returns the error of creating the directory or of writing a file. The message names the path.
 pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
@@ -116,7 +118,8 @@ mod tests {
         u64::from_le_bytes(image[at..at + 8].try_into().unwrap())
     }
 
-    /// Offset of the multiboot header; the specification wants it 4-byte aligned in the first 8 KiB.
+    /// Returns the offset of the multiboot header, which must be 4-byte aligned within the first 8
+    /// KiB.
     fn multiboot_header(image: &[u8]) -> usize {
         (0..8192 - 12)
             .step_by(4)

@@ -1,7 +1,7 @@
-//! Shared libraries a program needs, found by reading ELF files and fetching packages.
+//! Finds the shared libraries that a program needs by reading ELF files and fetching packages.
 //!
-//! The host's `ldd` would answer for the host's libraries. This looks only at what was unpacked
-//! from packages, and fetches a dependency of a package already fetched when a library is missing.
+//! The host's `ldd` would resolve against the host's libraries. This module only searches unpacked
+//! packages, and fetches dependencies of already fetched packages when a library is missing.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -13,7 +13,7 @@ use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
 
 use crate::deb::{Archive, DebError};
 
-/// Where Debian keeps amd64 libraries, newest layout first.
+/// Debian's library directories for amd64, newest layout first.
 const LIBRARY_DIRS: [&str; 4] = [
     "usr/lib/x86_64-linux-gnu",
     "lib/x86_64-linux-gnu",
@@ -21,32 +21,32 @@ const LIBRARY_DIRS: [&str; 4] = [
     "lib64",
 ];
 
-/// Why a closure could not be completed.
+/// Error returned when the libraries of a program cannot be completed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClosureError {
-    /// A package could not be had.
+    /// Failure to get a package.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// A file that should be an ELF object is not one we can read.
+    /// File that should be an ELF object but cannot be parsed.
     #[error("{path}: not a readable ELF file: {message}")]
     Elf {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         message: String,
     },
-    /// No dependency provides a library.
+    /// Library that no dependency provides.
     #[error("no dependency of {package} provides {sonames}")]
     Missing {
-        /// The package whose program was to be completed.
+        /// Package of the program.
         package: String,
-        /// The libraries nobody provides.
+        /// Missing libraries.
         sonames: String,
     },
 }
 
-/// Unpacks what `program` (a path below `root`, from `package`) needs into `root`, and returns
-/// each library's name with the file that provides it.
+/// Unpacks the libraries that `program` (a path below `root`, from `package`) needs into `root`.
+/// Returns the file that provides each library, by library name.
 pub fn complete(
     archive: &mut Archive<'_>,
     package: &str,
@@ -83,8 +83,9 @@ pub fn complete(
     }
 }
 
-/// The packages to fetch next: for each missing library the open package whose name is most like
-/// it (libdw.so.1 is in libdw1). When no name comes close, as for zlib1g, all that are open.
+/// Selects the packages to fetch next: for each missing library, the open package with the most
+/// similar name (libdw.so.1 is in libdw1). Returns all open packages if no name is similar, as for
+/// zlib1g.
 fn most_likely(missing: &BTreeSet<String>, open: &[String]) -> BTreeSet<String> {
     let close: BTreeSet<String> = missing
         .iter()
@@ -100,7 +101,7 @@ fn most_likely(missing: &BTreeSet<String>, open: &[String]) -> BTreeSet<String> 
     }
 }
 
-/// Packages that hold shared libraries, going by Debian's naming rules.
+/// Returns whether a package contains shared libraries, according to Debian's naming rules.
 fn is_library_package(name: &str) -> bool {
     (name.starts_with("lib") || name.starts_with("zlib"))
         && !["-dev", "-data", "-common", "-stdlib", "-minimal", "-bin", "-perl"]
@@ -108,7 +109,8 @@ fn is_library_package(name: &str) -> bool {
             .any(|ending| name.ends_with(ending))
 }
 
-/// Length of the common start of a library's and a package's name, separators ignored.
+/// Returns the length of the common prefix of a library name and a package name, ignoring
+/// separators.
 fn likeness(soname: &str, package: &str) -> usize {
     let plain = |name: &str| -> Vec<char> {
         name.chars()
@@ -125,7 +127,8 @@ fn likeness(soname: &str, package: &str) -> usize {
 
 type Resolved = (BTreeMap<String, PathBuf>, BTreeSet<String>);
 
-/// The libraries `program` needs, directly or not: those found below `root`, and those missing.
+/// Resolves the direct and indirect libraries of `program` to the files below `root`, and lists the
+/// missing ones.
 fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
     let mut found = BTreeMap::new();
     let mut missing = BTreeSet::new();
@@ -153,7 +156,7 @@ fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
     Ok((found, missing))
 }
 
-/// DT_NEEDED entries of an ELF file, and the name of its PT_INTERP interpreter.
+/// Returns the DT_NEEDED entries of an ELF file and the name of its PT_INTERP interpreter.
 fn needed(path: &Path) -> Result<Vec<String>, ClosureError> {
     let data = fs::read(path).map_err(|source| DebError::Io {
         path: path.to_owned(),
@@ -204,7 +207,7 @@ mod tests {
             best("libunwind-x86_64.so.8"),
             BTreeSet::from(["libunwind8".to_owned()])
         );
-        // Nothing is named like libz.so.1: everything is tried rather than nothing.
+        // No package name resembles libz.so.1, so all packages are tried.
         assert_eq!(best("libz.so.1").len(), open.len());
     }
 
@@ -223,7 +226,7 @@ mod tests {
 
     #[test]
     fn needed_libraries_of_a_running_program_are_listed() {
-        // This test binary itself is a dynamically linked program.
+        // The test binary itself is dynamically linked.
         let names = needed(&std::env::current_exe().unwrap()).unwrap();
         assert!(names.iter().any(|name| name == "libc.so.6"), "{names:?}");
         assert!(names.iter().any(|name| name.starts_with("ld-linux")), "{names:?}");

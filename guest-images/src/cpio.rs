@@ -1,25 +1,25 @@
-//! Writing initramfs archives: the "newc" cpio format the Linux kernel unpacks.
+//! Writer for initramfs archives in the "newc" cpio format of the Linux kernel.
 //!
-//! The kernel accepts several archives one after the other, so a base initrd can be extended by
-//! appending a second, small archive. That is how scripts and binaries get into a guest.
+//! The kernel accepts concatenated archives, so a base initrd can be extended by appending a
+//! second, small archive with scripts and programs.
 //!
-//! Source of the format: `Documentation/driver-api/early-userspace/buffer-format.rst` in Linux.
+//! Format: `Documentation/driver-api/early-userspace/buffer-format.rst` in Linux.
 
 use std::io::{self, Write};
 
 /// Regular file, in `st_mode` bits.
 const S_IFREG: u32 = 0o100_000;
-/// Directory.
+/// Directory, in `st_mode` bits.
 const S_IFDIR: u32 = 0o040_000;
-/// Symbolic link.
+/// Symbolic link, in `st_mode` bits.
 const S_IFLNK: u32 = 0o120_000;
-/// Character device.
+/// Character device, in `st_mode` bits.
 const S_IFCHR: u32 = 0o020_000;
 
-/// An initramfs archive under construction.
+/// Writer of an initramfs archive.
 ///
-/// Entries are owned by root, carry no time stamps and get increasing inode numbers, so equal
-/// inputs give equal bytes.
+/// Entries are owned by root, have no time stamps and get increasing inode numbers, so equal inputs
+/// produce equal bytes.
 pub struct Archive<W: Write> {
     out: W,
     written: u64,
@@ -116,7 +116,7 @@ impl<W: Write> Archive<W> {
 mod tests {
     use super::*;
 
-    /// Reads an archive back: (path, mode, data) of each entry up to the trailer.
+    /// Parses an archive into the (path, mode, data) of each entry before the trailer.
     fn entries(mut bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
         let field = |bytes: &[u8], index: usize| {
             let text = std::str::from_utf8(&bytes[6 + index * 8..14 + index * 8]).unwrap();

@@ -1,8 +1,8 @@
-//! Debian packages: which version the configured archive offers, fetching it, unpacking it.
+//! Debian packages: queries candidate versions, downloads and unpacks packages.
 //!
-//! Uses apt and dpkg themselves, so the machine's own sources, keys and proxies apply. Nothing is
-//! installed: packages are downloaded into a cache directory and unpacked below it. The release's
-//! backports are asked through lists of our own: the machine's sources stay as they are.
+//! Uses apt and dpkg, so the machine's sources, keys and proxies apply. Packages are not installed,
+//! but downloaded to a cache directory and unpacked below it. Queries for backports use separate
+//! package lists, so the machine's sources do not change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -12,60 +12,60 @@ use std::{fs, io};
 
 use crate::progress::Progress;
 
-/// Why packages could not be had.
+/// Error returned when a package is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum DebError {
-    /// apt or dpkg is not there.
+    /// apt or dpkg is not installed.
     #[error("cannot run {program}: is this a Debian system?")]
     NoTool {
-        /// The program that could not be started.
+        /// Program that could not be started.
         program: &'static str,
-        /// Why not.
+        /// Error from starting the program.
         #[source]
         source: io::Error,
     },
     /// The configured sources do not offer the package.
     #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
     NotOffered(String),
-    /// This machine's release has no backports, or apt is configured for another one.
+    /// The machine's release has no backports, or apt is configured for another release.
     #[error("no backports: {0}")]
     NoBackports(String),
     /// apt-get or dpkg-deb failed.
     #[error("{command} failed: {message}")]
     Failed {
-        /// The command line.
+        /// Command line.
         command: String,
-        /// Its last words.
+        /// Last line of the error output.
         message: String,
     },
-    /// A file in the cache could not be read or written.
+    /// A cache file could not be read or written.
     #[error("{path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// I/O error.
         #[source]
         source: io::Error,
     },
 }
 
-/// The Debian archive as apt is configured here, with a cache for what was fetched.
+/// Debian archive as configured in apt, with a cache of downloaded packages.
 ///
-/// Each apt command reads the whole package list, a second on a slow machine. Questions and
-/// downloads are therefore asked for many packages at once, and answers are kept.
+/// Each apt command reads the whole package list, which takes about a second on a slow machine.
+/// Queries and downloads are therefore batched, and results are cached.
 pub struct Archive<'a> {
     cache: PathBuf,
-    /// What each apt command gets before its own arguments.
+    /// Options common to all apt commands.
     options: Vec<OsString>,
     progress: &'a Progress,
-    /// Control records of candidate versions; `None` for names the sources do not offer.
+    /// Control records of candidate versions, or `None` for names that the sources do not offer.
     records: BTreeMap<String, Option<Record>>,
-    /// Versions of everything fetched or found in the cache, by package name.
+    /// Versions of all fetched or cached packages, by package name.
     versions: BTreeMap<String, String>,
     lists_updated: bool,
 }
 
-/// What we use of a package's control record.
+/// Fields of a package's control record that are used here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Record {
     version: String,
@@ -74,7 +74,7 @@ struct Record {
 }
 
 impl<'a> Archive<'a> {
-    /// Uses `cache` for downloaded packages; creates it if need be.
+    /// Creates an archive that downloads to `cache`, creating the directory if needed.
     pub fn new(cache: &Path, progress: &'a Progress) -> Result<Self, DebError> {
         fs::create_dir_all(cache).map_err(|source| DebError::Io {
             path: cache.to_owned(),
@@ -90,14 +90,15 @@ impl<'a> Archive<'a> {
         })
     }
 
-    /// The backports of this machine's Debian release, from the mirror that apt is configured for, with
-    /// `lists` for apt's state. Whether they can be reached shows when something is asked.
+    /// Creates an archive for the backports of the machine's Debian release, from the mirror
+    /// configured in apt, with apt's state in `lists`. An unreachable mirror is only detected by
+    /// the first query.
     pub fn backports(cache: &Path, lists: &Path, progress: &'a Progress) -> Result<Self, DebError> {
         Self::suite(cache, lists, progress, |codename| format!("{codename}-backports"))
     }
 
-    /// A suite of Debian's, such as `trixie`, whatever release this machine has, from the mirror that apt is
-    /// configured for.
+    /// Creates an archive for a Debian suite such as `trixie`, independent of the machine's
+    /// release, from the mirror configured in apt.
     pub fn of_suite(
         cache: &Path,
         lists: &Path,
@@ -107,7 +108,7 @@ impl<'a> Archive<'a> {
         Self::suite(cache, lists, progress, |_| suite.to_owned())
     }
 
-    /// The suite that `name` makes of this machine's codename.
+    /// Creates an archive for the suite that `name` derives from the machine's codename.
     fn suite(
         cache: &Path,
         lists: &Path,
@@ -119,7 +120,7 @@ impl<'a> Archive<'a> {
         let codename = codename(&release)
             .ok_or_else(|| DebError::NoBackports("this is not a release of Debian".to_owned()))?;
         let mut targets = archive.index_targets()?;
-        // On a fresh machine apt has no lists at all.
+        // On a fresh machine apt has no package lists.
         if mirror(&targets, codename).is_none() && archive.update_lists() {
             targets = archive.index_targets()?;
         }
@@ -129,7 +130,7 @@ impl<'a> Archive<'a> {
             let path = path.to_owned();
             move |source| DebError::Io { path, source }
         };
-        // apt wants paths that do not depend on where it is started, and makes no directories.
+        // apt needs absolute paths and does not create directories.
         let state = lists.join("lists");
         fs::create_dir_all(state.join("partial")).map_err(io(&state))?;
         let lists = fs::canonicalize(lists).map_err(io(lists))?;
@@ -145,17 +146,18 @@ impl<'a> Archive<'a> {
             set("Dir::Etc::SourceParts", Path::new("-")),
             set("Dir::State::Lists", &lists.join("lists")),
             set("Dir::Cache", &lists),
-            // What is installed is no candidate.
+            // Installed packages are not candidates.
             set("Dir::State::status", Path::new("/dev/null")),
             set("APT::Sandbox::User", Path::new("root")),
         ];
-        // Nobody else refreshes these lists. Without network those of the last time serve.
+        // No other program refreshes these lists. Without a network connection the previous lists
+        // are used.
         archive.lists_updated = false;
         archive.update_lists();
         Ok(archive)
     }
 
-    /// What apt's configured sources consist of.
+    /// Returns apt's index targets for the configured sources.
     fn index_targets(&self) -> Result<String, DebError> {
         let fields = "$(CODENAME) $(COMPONENT) $(REPO_URI)";
         run(
@@ -165,19 +167,19 @@ impl<'a> Archive<'a> {
         )
     }
 
-    /// An apt command for this archive.
+    /// Creates an apt command for this archive.
     fn apt(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.args(&self.options);
         command
     }
 
-    /// Package versions used so far.
+    /// Returns the versions of the packages used so far.
     pub fn versions(&self) -> &BTreeMap<String, String> {
         &self.versions
     }
 
-    /// Those of `packages` that the configured sources offer. Virtual packages are left out.
+    /// Returns those of `packages` that the configured sources offer, without virtual packages.
     pub fn offered(&mut self, packages: Vec<String>) -> Result<Vec<String>, DebError> {
         self.look_up(packages.iter().map(String::as_str))?;
         Ok(packages
@@ -186,8 +188,8 @@ impl<'a> Archive<'a> {
             .collect())
     }
 
-    /// Names of the packages that the candidate versions of `packages` depend on, alternatives
-    /// included, versions and architectures left out.
+    /// Returns the names of the packages that the candidate versions of `packages` depend on,
+    /// including alternatives, without versions and architectures.
     pub fn dependencies<'n>(
         &mut self,
         packages: impl IntoIterator<Item = &'n str>,
@@ -201,7 +203,7 @@ impl<'a> Archive<'a> {
         Ok(found)
     }
 
-    /// All package names the configured sources know that start with `prefix`.
+    /// Returns all package names in the configured sources that start with `prefix`.
     pub fn names(&mut self, prefix: &str) -> Result<Vec<String>, DebError> {
         let ask = |archive: &Self| run(archive.apt("apt-cache").args(["pkgnames", prefix]), "apt-cache");
         let mut list = ask(self)?;
@@ -211,8 +213,8 @@ impl<'a> Archive<'a> {
         Ok(list.lines().map(str::to_owned).collect())
     }
 
-    /// Downloads the candidate versions of `packages`, except those in the cache, and returns the
-    /// paths of the .deb files in the same order.
+    /// Downloads the candidate versions of `packages` that are not cached, and returns the paths of
+    /// the .deb files in the same order.
     pub fn fetch(&mut self, packages: &[&str]) -> Result<Vec<PathBuf>, DebError> {
         self.look_up(packages.iter().copied())?;
         let mut missing = Vec::new();
@@ -230,7 +232,7 @@ impl<'a> Archive<'a> {
         if !missing.is_empty()
             && let Err(error) = self.download(&missing)
         {
-            // The lists may be older than the archive: once, refresh them and try again.
+            // The lists may be outdated. Refresh them once and retry.
             return if self.update_lists() {
                 self.fetch(packages)
             } else {
@@ -257,7 +259,7 @@ impl<'a> Archive<'a> {
         }
     }
 
-    /// Makes sure that `records` has an answer for each of `packages`.
+    /// Fills `records` for each of `packages`.
     fn look_up<'n>(&mut self, packages: impl IntoIterator<Item = &'n str>) -> Result<(), DebError> {
         let unknown: Vec<_> = packages
             .into_iter()
@@ -267,7 +269,7 @@ impl<'a> Archive<'a> {
             return Ok(());
         }
         let mut found = self.show(&unknown)?;
-        // On a fresh machine apt has no lists at all.
+        // On a fresh machine apt has no package lists.
         if found.is_empty() && self.update_lists() {
             found = self.show(&unknown)?;
         }
@@ -287,7 +289,7 @@ impl<'a> Archive<'a> {
     }
 
     fn cached(&self, package: &str, version: &str) -> Option<PathBuf> {
-        // apt writes the version's colon as %3a in the file name.
+        // apt encodes the colon of a version as %3a in file names.
         let start = format!("{package}_{}_", version.replace(':', "%3a"));
         fs::read_dir(&self.cache)
             .ok()?
@@ -307,7 +309,7 @@ impl<'a> Archive<'a> {
             format!("fetched {:.0} MB so far", fetched as f64 / 1e6)
         });
         let mut command = self.apt("apt-get");
-        // Without the option apt warns that its own user cannot write to our cache.
+        // Without this option, apt warns that its own user cannot write to the cache.
         command
             .args(["download", "-qq", "-o", "APT::Sandbox::User=root"])
             .args(packages)
@@ -315,8 +317,8 @@ impl<'a> Archive<'a> {
         run(&mut command, "apt-get").map(drop)
     }
 
-    /// Refreshes apt's lists, the machine's own of which only root may, at most once. Returns whether that
-    /// was done.
+    /// Refreshes apt's package lists at most once; refreshing the machine's own lists requires
+    /// root. Returns whether the lists were refreshed.
     fn update_lists(&mut self) -> bool {
         if std::mem::replace(&mut self.lists_updated, true) {
             return false;
@@ -326,12 +328,12 @@ impl<'a> Archive<'a> {
         run(self.apt("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
     }
 
-    /// The control records of the candidate versions of those of `packages` that exist.
+    /// Returns the control records of the candidate versions of the existing packages.
     fn show(&self, packages: &[&str]) -> Result<BTreeMap<String, Record>, DebError> {
         let mut command = self.apt("apt-cache");
         command.args(["show", "--no-all-versions"]).args(packages);
         match run(&mut command, "apt-cache") {
-            // Raised when none of the names exists.
+            // Returned if none of the packages exists.
             Err(DebError::Failed { .. }) => Ok(BTreeMap::new()),
             Err(error) => Err(error),
             Ok(text) => Ok(parse_records(&text)),
@@ -339,7 +341,7 @@ impl<'a> Archive<'a> {
     }
 }
 
-/// The release's codename, from an os-release file of Debian's; Debian's children have other backports.
+/// Returns the codename from an os-release file of Debian. Derivatives have other backports.
 fn codename(os_release: &str) -> Option<&str> {
     let value = |key: &str| {
         os_release
@@ -350,7 +352,8 @@ fn codename(os_release: &str) -> Option<&str> {
     value("VERSION_CODENAME").filter(|name| value("ID") == Some("debian") && !name.is_empty())
 }
 
-/// Where the main part of a release comes from, from lines of codename, component and address.
+/// Returns the address of a release's main component, from lines of codename, component and
+/// address.
 fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
     targets.lines().find_map(|line| {
         let mut words = line.split(' ');
@@ -360,14 +363,14 @@ fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
     })
 }
 
-/// Reads control records, separated by blank lines.
+/// Parses control records separated by blank lines.
 fn parse_records(text: &str) -> BTreeMap<String, Record> {
     let mut records = BTreeMap::new();
     for paragraph in text.split("\n\n") {
         let mut name = None;
         let mut record = Record::default();
         for line in paragraph.lines() {
-            // Continuation lines start with a space and belong to fields we do not use.
+            // Continuation lines start with a space and belong to unused fields.
             let Some((field, value)) = line.split_once(": ") else {
                 continue;
             };
@@ -392,7 +395,7 @@ fn parse_records(text: &str) -> BTreeMap<String, Record> {
     records
 }
 
-/// Total size of the files in a directory, in bytes.
+/// Returns the total size of the files in a directory, in bytes.
 fn size_of_files(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries
@@ -401,7 +404,7 @@ fn size_of_files(directory: &Path) -> u64 {
         .sum()
 }
 
-/// Runs a command to its end and returns what it printed.
+/// Runs a command and returns its output.
 fn run(command: &mut Command, program: &'static str) -> Result<String, DebError> {
     command
         .env("LC_ALL", "C")

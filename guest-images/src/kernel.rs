@@ -1,19 +1,19 @@
-//! Taking the ELF `vmlinux` out of a distribution's `bzImage`.
+//! Extracts the ELF `vmlinux` from a distribution's `bzImage`.
 //!
-//! A bzImage is real-mode setup code, then a protected-mode decompressor that carries the kernel
-//! as a compressed payload. The setup header says where the payload is (boot protocol 2.08+,
-//! `Documentation/arch/x86/boot.rst`).
+//! A bzImage consists of real-mode setup code and a protected-mode decompressor with the compressed
+//! kernel as its payload. The setup header contains the location of the payload (boot protocol
+//! 2.08+, `Documentation/arch/x86/boot.rst`).
 
 use std::io::Read;
 
-/// Largest kernel we unpack, in bytes. Distribution kernels are 30 to 120 MB.
+/// Maximum size of an unpacked kernel, in bytes. Distribution kernels have 30 to 120 MB.
 const MAX_VMLINUX_BYTES: u64 = 1 << 30;
 
-/// Offsets in the setup header, from the start of the file.
+/// Offsets of setup header fields, from the start of the file.
 mod header {
-    /// Size of the setup code in 512-byte sectors; 0 means 4.
+    /// Size of the setup code in 512-byte sectors. 0 means 4.
     pub const SETUP_SECTS: usize = 0x1F1;
-    /// "HdrS".
+    /// Magic "HdrS".
     pub const MAGIC: usize = 0x202;
     /// Boot protocol version, major in the high byte.
     pub const VERSION: usize = 0x206;
@@ -21,45 +21,45 @@ mod header {
     pub const PAYLOAD_OFFSET: usize = 0x248;
     /// Payload length in bytes (protocol 2.08).
     pub const PAYLOAD_LENGTH: usize = 0x24C;
-    /// First byte after the fields we read.
+    /// End of the fields that are read.
     pub const END: usize = 0x250;
 }
 
-/// Why a kernel image could not be unpacked.
+/// Error returned when a kernel image cannot be unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     /// The file has no Linux setup header.
     #[error("not a bzImage: no \"HdrS\" at offset 0x202")]
     NotBzImage,
-    /// The setup header predates the fields that say where the payload is.
+    /// The boot protocol is too old to contain the payload location.
     #[error("boot protocol {0:#x} is older than 2.08, which tells where the payload is")]
     TooOld(u16),
-    /// The payload lies outside the file.
+    /// The payload extends beyond the end of the file.
     #[error("truncated: the payload ends at byte {end}, the file at {len}")]
     Truncated {
-        /// Where the header says the payload ends.
+        /// End of the payload according to the header, in bytes.
         end: u64,
-        /// Size of the file.
+        /// Size of the file, in bytes.
         len: u64,
     },
-    /// The payload's first bytes match no compression we know.
+    /// The payload uses an unknown compression method.
     #[error("unknown payload compression (first bytes {0:02x?})")]
     UnknownCompression([u8; 4]),
     /// The payload is damaged.
     #[error("cannot decompress the {format} payload")]
     Decompress {
-        /// Name of the compression.
+        /// Name of the compression method.
         format: &'static str,
-        /// What the decompressor said.
+        /// Error of the decompressor.
         #[source]
         source: std::io::Error,
     },
-    /// What came out is not an ELF file.
+    /// The unpacked payload is not an ELF file.
     #[error("the payload is not an ELF image")]
     NotElf,
 }
 
-/// Returns the ELF kernel inside `bz_image`.
+/// Extracts the ELF kernel from `bz_image`.
 pub fn extract_vmlinux(bz_image: &[u8]) -> Result<Vec<u8>, KernelError> {
     if bz_image.len() < header::END || &bz_image[header::MAGIC..header::MAGIC + 4] != b"HdrS" {
         return Err(KernelError::NotBzImage);
@@ -78,7 +78,7 @@ pub fn extract_vmlinux(bz_image: &[u8]) -> Result<Vec<u8>, KernelError> {
     if end > len || end - start < 8 {
         return Err(KernelError::Truncated { end, len });
     }
-    // Both bounds are within the slice, so they fit in usize.
+    // Both bounds are within the slice and therefore fit in usize.
     let payload = &bz_image[start as usize..end as usize];
     let vmlinux = decompress(payload)?;
     if !vmlinux.starts_with(b"\x7fELF") {
@@ -98,9 +98,9 @@ fn read_u32(bytes: &[u8], offset: usize) -> u32 {
 
 fn decompress(payload: &[u8]) -> Result<Vec<u8>, KernelError> {
     let wrap = |format| move |source| KernelError::Decompress { format, source };
-    // Callers made sure of at least four bytes.
+    // The caller has checked that there are at least four bytes.
     match [payload[0], payload[1], payload[2], payload[3]] {
-        // LZ4's legacy frame, which is what `lz4 -l` in the kernel's build writes.
+        // Legacy LZ4 frame, as written by `lz4 -l` in the kernel build.
         [0x02, 0x21, 0x4C, 0x18] => unlz4(&payload[4..]).map_err(wrap("lz4")),
         [0x28, 0xB5, 0x2F, 0xFD] => {
             let decoder = ruzstd::decoding::StreamingDecoder::new(payload)
@@ -115,8 +115,8 @@ fn decompress(payload: &[u8]) -> Result<Vec<u8>, KernelError> {
     }
 }
 
-/// Unpacks `data` if it is compressed in a way the kernel's build uses, else returns it as it is.
-/// For kernel modules, which newer releases ship compressed.
+/// Decompresses `data` if it uses one of the kernel's compression methods, and returns other data
+/// unchanged. Used for kernel modules, which newer releases compress.
 pub fn decompress_if_packed(data: Vec<u8>) -> std::io::Result<Vec<u8>> {
     if data.len() < 4 || data.starts_with(b"\x7fELF") {
         return Ok(data);
@@ -124,15 +124,15 @@ pub fn decompress_if_packed(data: Vec<u8>) -> std::io::Result<Vec<u8>> {
     decompress(&data).map_err(std::io::Error::other)
 }
 
-/// Reads everything up to the size limit. The kernel's build appends the unpacked size as four
-/// bytes after the stream; the decoders stop before it.
+/// Reads up to the size limit. The kernel build appends the unpacked size as four bytes after the
+/// stream; the decoders stop before it.
 fn read_bounded(reader: impl Read) -> std::io::Result<Vec<u8>> {
     let mut out = Vec::new();
     reader.take(MAX_VMLINUX_BYTES).read_to_end(&mut out)?;
     Ok(out)
 }
 
-/// Legacy LZ4 frame: blocks of at most 8 MiB unpacked, each after its packed size.
+/// Unpacks a legacy LZ4 frame: blocks of up to 8 MiB, each preceded by its compressed size.
 fn unlz4(mut blocks: &[u8]) -> std::io::Result<Vec<u8>> {
     const BLOCK_BYTES: usize = 8 << 20;
     let mut out: Vec<u8> = Vec::new();
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// A bzImage-shaped file around `payload`.
+    /// Builds a file in bzImage format around `payload`.
     fn bz_image(payload: &[u8]) -> Vec<u8> {
         let mut image = vec![0; 5 * 512];
         image[header::MAGIC..header::MAGIC + 4].copy_from_slice(b"HdrS");

@@ -1,4 +1,5 @@
-//! A program by which a Linux guest starts another kernel. Not in the guest's initrd: few guests want it.
+//! Program with which a Linux guest starts another kernel. Not part of the guest's initrd, because
+//! few guests need it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,10 +9,10 @@ use crate::linux::{BuildError, compile};
 const SOURCE: &str = include_str!("../programs/kexec.c");
 const FLAGS: [&str; 5] = ["-O1", "-static", "-Wall", "-Wextra", "-Werror"];
 
-/// The static program `kexec [-p] KERNEL INITRD CMDLINE`, compiled below `target_dir`.
+/// Compiles the static program `kexec [-p] KERNEL INITRD CMDLINE` below `target_dir`.
 ///
 /// # Errors
-/// When there is no C compiler, or its directory cannot be written.
+/// Returns an error if there is no C compiler or the directory cannot be written.
 pub fn program(target_dir: &Path) -> Result<PathBuf, BuildError> {
     let directory = target_dir.join("guest").join("kexec");
     fs::create_dir_all(&directory).map_err(|source| BuildError::Io {

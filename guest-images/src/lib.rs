@@ -1,11 +1,11 @@
-//! Guests that Perfvisor builds.
+//! Builds guests for Perfvisor.
 //!
-//! - Bare-metal test guests, small enough to ship inside the `perfvisor` binary.
+//! - Bare-metal test guests, small enough to be embedded in the `perfvisor` binary.
 //! - The Linux guest and the lab host, built from Debian packages (feature `builder`): `linux`.
 //!
-//! Words: the *Linux guest* is Debian's kernel with busybox and perf in an initrd. The *lab host*
-//! is the same kernel in QEMU without hardware help, with a real KVM inside: it runs Perfvisor and
-//! the Linux guest on machines whose own KVM cannot.
+//! The *Linux guest* is Debian's kernel with busybox and perf in an initrd. The *lab host* is the
+//! same kernel in an emulating QEMU with KVM inside. The lab host runs Perfvisor and the Linux
+//! guest on machines whose own KVM is not sufficient.
 
 pub mod bare_metal;
 #[cfg(feature = "builder")]

@@ -1,7 +1,7 @@
-//! The Linux guest and the lab host: what is in them and how they are built.
+//! Builds the Linux guest and the lab host.
 //!
-//! Everything but two init scripts and a test program comes from Debian packages. The result is a
-//! directory of files, described by [`Images`], and a manifest of the package versions.
+//! All contents except two init scripts and a test program come from Debian packages. The result is
+//! a directory of files, described by [`Images`], and a manifest of the package versions.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -20,7 +20,7 @@ const GUEST_INIT: &str = include_str!("../init/guest");
 const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
-/// Scripts that the guest finds by name.
+/// Scripts that are installed in the guest's search path.
 const SCRIPTS: [(&str, &str); 7] = [
     ("beside-cpu-clock", include_str!("../scripts/beside-cpu-clock")),
     ("cycles", include_str!("../scripts/cycles")),
@@ -31,13 +31,13 @@ const SCRIPTS: [(&str, &str); 7] = [
     ("validate", include_str!("../scripts/validate")),
 ];
 
-/// Names under which `pvload` is called.
+/// Names of the links to `pvload`.
 const PROGRAMS: [&str; 9] = [
     "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
 
-/// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, a serial port over virtio to
-/// talk to the test runner, and what guests' network devices use of it.
+/// Modules of the lab host that are not built into Debian's cloud kernel: KVM, a virtio serial port
+/// for the test runner, and the host side of the guests' network devices.
 const LAB_MODULES: [&str; 7] = [
     "irqbypass",
     "kvm_amd",
@@ -48,10 +48,10 @@ const LAB_MODULES: [&str; 7] = [
     "vhost_net",
 ];
 
-/// Drivers of the power button and of what its key comes by, which the guest's scripts may load.
+/// Drivers of the power button and its input events, which the guest's scripts may load.
 const BUTTON_MODULES: [&str; 2] = ["evdev", "button"];
 
-/// What a script in the guest can load: drivers of virtio devices, and a file system.
+/// Modules that guest scripts can load: virtio device drivers and a file system.
 const GUEST_MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_blk",
@@ -67,11 +67,12 @@ const GUEST_MODULES: [&str; 9] = [
 /// Programs of e2fsprogs in the guest.
 const EXT_PROGRAMS: [&str; 2] = ["mke2fs", "e2fsck"];
 
-/// A program as Debian builds them, with shared libraries and without frame pointers, and its package.
+/// Program built with Debian's default options (shared libraries, no frame pointers).
 const PLAIN_PROGRAM: &str = "usr/bin/xz";
 const PLAIN_PACKAGE: &str = "xz-utils";
 
-/// Flags for the test program: frame pointers and real calls, so that profiles show what ran.
+/// Compiler flags of the test program: frame pointers and no inlining, so that profiles show all
+/// functions.
 const PVLOAD_FLAGS: [&str; 8] = [
     "-O1",
     "-g",
@@ -83,85 +84,85 @@ const PVLOAD_FLAGS: [&str; 8] = [
     "-Wextra",
 ];
 
-/// Flags for the program whose every instruction is known.
+/// Compiler flags of the program with a known instruction count.
 const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 
-/// Why images could not be built.
+/// Error returned when images cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// A package could not be had.
+    /// Failure to get a package.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// perf's libraries could not be completed.
+    /// Failure to complete perf's libraries.
     #[error(transparent)]
     Closure(#[from] ClosureError),
-    /// The lab's modules could not be collected.
+    /// Failure to collect the lab's modules.
     #[error(transparent)]
     Module(#[from] ModuleError),
-    /// The kernel image could not be unpacked.
+    /// Failure to unpack the kernel image.
     #[error("{path}")]
     Kernel {
-        /// The kernel image.
+        /// Path of the kernel image.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Cause of the failure.
         #[source]
         source: KernelError,
     },
-    /// The package is not a kernel image.
+    /// Package without a kernel image.
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
-    /// The archive has no kernel of the kind asked for.
+    /// Archive without a kernel of the requested kind.
     #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
     NoneOffered(&'static str),
-    /// The C compiler is missing or failed.
+    /// Missing or failing C compiler.
     #[error("cannot build the guest's test program: {0} (try: sudo apt-get install gcc libc6-dev)")]
     Compiler(String),
-    /// A file could not be read or written.
+    /// Failure to read or write a file.
     #[error("{path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// I/O error.
         #[source]
         source: io::Error,
     },
 }
 
-/// Which of Debian's kernels to build images from.
+/// Debian kernel to build images from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub enum KernelChoice {
-    /// The release's cloud kernel, what `linux-image-cloud-amd64` stands for.
+    /// Cloud kernel of the release, as selected by `linux-image-cloud-amd64`.
     #[default]
     Cloud,
-    /// The release's general kernel, what `linux-image-amd64` stands for.
+    /// General-purpose kernel of the release, as selected by `linux-image-amd64`.
     Generic,
-    /// The highest version among all cloud kernels that the configured sources and, where they can be
-    /// reached, the release's backports offer.
+    /// Cloud kernel with the highest version in the configured sources and, if reachable, in the
+    /// release's backports.
     Newest,
-    /// This package, or the kernel this metapackage depends on.
+    /// Kernel package, or metapackage that depends on one.
     Package(String),
-    /// A kernel of Debian 13, on whatever release of Debian.
+    /// Kernel of Debian 13, on any release of Debian.
     Debian13(Debian13),
 }
 
-/// Kernels of Debian 13.
+/// Kernel of Debian 13.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Debian13 {
-    /// The release's cloud kernel.
+    /// Cloud kernel of the release.
     Cloud,
-    /// The release's general kernel.
+    /// General-purpose kernel of the release.
     Generic,
-    /// The release's real-time kernel.
+    /// Real-time kernel of the release.
     Rt,
-    /// The cloud kernel of the highest version in its backports.
+    /// Cloud kernel with the highest version in the backports.
     Backports,
 }
 
 impl Debian13 {
-    /// All of them.
+    /// All kernels of Debian 13.
     pub const ALL: [Self; 4] = [Self::Cloud, Self::Generic, Self::Rt, Self::Backports];
 
-    /// Its name on command lines.
+    /// Returns the name used on command lines.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cloud => "debian13-cloud",
@@ -171,7 +172,7 @@ impl Debian13 {
         }
     }
 
-    /// Where it is in Debian's archive.
+    /// Returns the Debian suite that contains the kernel.
     fn suite(self) -> &'static str {
         match self {
             Self::Backports => "trixie-backports",
@@ -181,8 +182,7 @@ impl Debian13 {
 }
 
 impl KernelChoice {
-    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest`, `debian13-…` or a package
-    /// name.
+    /// Parses a command-line choice: `cloud`, `generic`, `newest`, `debian13-…` or a package name.
     pub fn parse(text: &str) -> Self {
         if let Some(kernel) = Debian13::ALL.into_iter().find(|kernel| kernel.name() == text) {
             return Self::Debian13(kernel);
@@ -195,7 +195,7 @@ impl KernelChoice {
         }
     }
 
-    /// Name of the directory the images of this choice live in.
+    /// Returns the name of the image directory for this choice.
     fn directory(&self) -> &str {
         match self {
             Self::Cloud => "cloud",
@@ -207,31 +207,32 @@ impl KernelChoice {
     }
 }
 
-/// The files that make the Linux guest and the lab host.
+/// Paths of the files that make up the Linux guest and the lab host.
 #[derive(Debug, Clone)]
 pub struct Images {
-    /// Directory of all of them.
+    /// Directory that contains all files.
     pub directory: PathBuf,
-    /// The kernel as an ELF image, unpacked from the bzImage.
+    /// Kernel as an ELF image, unpacked from the bzImage.
     pub vmlinux: PathBuf,
-    /// The kernel as packaged.
+    /// Kernel as packaged (bzImage).
     pub bz_image: PathBuf,
-    /// `System.map` of the kernel, when the package has a real one.
+    /// `System.map` of the kernel, if the package contains a real one.
     pub system_map: Option<PathBuf>,
     /// Initrd of the guest: busybox, perf, test programs, init.
     pub initrd: PathBuf,
     /// Initrd of the lab host, without Perfvisor and guests.
     pub lab_initrd: PathBuf,
-    /// perf and its libraries as an archive of their own, to append to an initrd.
+    /// Separate archive of perf and its libraries, which can be appended to an initrd.
     pub perf_cpio: PathBuf,
-    /// The guest's test program, a static binary with symbols.
+    /// Test program of the guest, a static binary with symbols.
     pub pvload: PathBuf,
-    /// Package names and versions the images were built from, one per line.
+    /// Names and versions of the packages used for the images, one per line.
     pub manifest: PathBuf,
 }
 
 impl Images {
-    /// Where the images of `choice` are or will be, below Cargo's target directory.
+    /// Returns the paths of the images of `choice` below Cargo's target directory. The files need
+    /// not exist.
     pub fn locate(target_dir: &Path, choice: &KernelChoice) -> Self {
         let directory = target_dir.join("guest").join(choice.directory());
         let file = |name: &str| directory.join(name);
@@ -249,7 +250,7 @@ impl Images {
         }
     }
 
-    /// Whether a build from the present recipe is complete.
+    /// Returns whether a complete build with the current recipe exists.
     pub fn is_current(&self) -> bool {
         fs::read_to_string(self.stamp()).is_ok_and(|stamp| stamp == recipe())
             && [
@@ -268,10 +269,10 @@ impl Images {
     }
 }
 
-/// Changes whenever what goes into the images changes, package versions aside.
+/// Returns a text that changes when the contents of the images change, except for package versions.
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
-    // Raise the number when the code of this crate changes what it builds.
+    // Increase this number when the code of this crate changes the images.
     let layout = 5u32;
     (
         layout,
@@ -291,10 +292,10 @@ fn recipe() -> String {
     format!("{:016x}\n", hasher.finish())
 }
 
-/// Builds the images of `choice` below `target_dir`, unless they are there already.
+/// Builds the images of `choice` below `target_dir` unless they exist.
 ///
-/// `refresh` asks the archive again for newer packages. Safe to call from several processes at
-/// once: the second waits for the first.
+/// `refresh` checks the archive for newer packages. Concurrent calls from several processes are
+/// safe: the second process waits for the first.
 pub fn ensure(
     target_dir: &Path,
     choice: &KernelChoice,
@@ -313,14 +314,14 @@ pub fn ensure(
     if refresh || !images.is_current() {
         build(&base, &images, choice, progress)?;
     }
-    // A System.map may have come to exist.
+    // The build may have created a System.map.
     Ok(Images::locate(target_dir, choice))
 }
 
 fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progress) -> Result<(), BuildError> {
     let directory = &images.directory;
     fs::create_dir_all(directory).map_err(io_error(directory))?;
-    // Whatever happens next, half-built images must not pass for complete ones.
+    // Incomplete images must not be mistaken for complete ones if the build fails later.
     match fs::remove_file(images.stamp()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(io_error(&images.stamp())(error));
@@ -343,7 +344,8 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     }
     drop(unpacking);
     let collecting = progress.begin("collecting perf's libraries");
-    // The package holds the program as usr/bin/perf, older ones as perf_6.1 behind a wrapper.
+    // The package contains the program as usr/bin/perf; older packages contain perf_6.1 and a
+    // wrapper.
     let mut libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
     for program in EXT_PROGRAMS {
         let program = ext_program(&root, program);
@@ -398,12 +400,12 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
         .map(|(name, version)| format!("{name} {version}\n"))
         .collect();
     write(&images.manifest, manifest.as_bytes())?;
-    // Unpacked packages are 200 MB; all that is needed of them is in the images now.
+    // Unpacked packages take 200 MB, and the images contain everything that is needed.
     fs::remove_dir_all(&root).map_err(io_error(&root))?;
     write(&images.stamp(), recipe().as_bytes())
 }
 
-/// The package of the kernel that is asked for, and the archive that has it, if that is not `archive`.
+/// Returns the package of the requested kernel, and the archive that offers it if not `archive`.
 fn choose_kernel<'p>(
     archive: &mut Archive<'p>,
     base: &Path,
@@ -423,8 +425,8 @@ fn choose_kernel<'p>(
     }
 }
 
-/// The packages of a kernel. From 7.1 on the image, its modules and the list of those built in are packages
-/// of their own, which the kernel's depends on.
+/// Fetches the packages of a kernel. From 7.1 on, the image, the modules and the list of built-in
+/// modules are separate packages, on which the kernel package depends.
 fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
     let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
     let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));
@@ -434,7 +436,7 @@ fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>,
     Ok(source.fetch(&packages)?)
 }
 
-/// The package that holds the kernel itself.
+/// Returns the package that contains the kernel itself.
 fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<String, BuildError> {
     let name = match choice {
         KernelChoice::Cloud => "linux-image-cloud-amd64",
@@ -456,10 +458,10 @@ fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<St
     Ok(real.unwrap_or_else(|| name.to_owned()))
 }
 
-/// How names of kernel packages begin.
+/// Prefix of kernel package names.
 const IMAGE: &str = "linux-image-";
 
-/// The kernel of the highest version among package names.
+/// Returns the kernel package with the highest version.
 fn newest(names: Vec<String>) -> Option<String> {
     names
         .into_iter()
@@ -473,7 +475,8 @@ fn newest(names: Vec<String>) -> Option<String> {
         .max_by_key(|name| numbers(name))
 }
 
-/// The backports and their newest kernel, where the newest is wanted and it is newer than `offered`.
+/// Returns the backports archive and its newest kernel if the newest kernel is requested and the
+/// backports have a newer one than `offered`.
 fn newer_in_backports<'p>(
     base: &Path,
     choice: &KernelChoice,
@@ -501,7 +504,7 @@ fn newer_in_backports<'p>(
     }
 }
 
-/// The version and ABI numbers in a kernel package's name, for comparing.
+/// Returns the version and ABI numbers in a kernel package name, for comparison.
 fn numbers(name: &str) -> Vec<u64> {
     name.trim_end_matches("-cloud-amd64")
         .split(|c: char| !c.is_ascii_digit())
@@ -509,7 +512,7 @@ fn numbers(name: &str) -> Vec<u64> {
         .collect()
 }
 
-/// Puts the kernel's files in place and returns its release string.
+/// Copies the kernel's files to their destination and returns the release string.
 fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, BuildError> {
     let boot = root.join("boot");
     let names = |directory: &Path| -> Vec<String> {
@@ -522,7 +525,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, 
         .iter()
         .find_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
         .map(|release| (boot.join(format!("vmlinuz-{release}")), release));
-    // Beside its modules from 7.1 on.
+    // From 7.1 on, the file is next to the kernel's modules.
     let modules = root.join("usr/lib/modules");
     let (packaged, release) = in_boot
         .or_else(|| {
@@ -540,7 +543,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, 
     })?;
     write(&images.bz_image, &bz_image)?;
     write(&images.vmlinux, &vmlinux)?;
-    // Debian ships a one-line placeholder; the real one is in the debug package.
+    // Debian ships a one-line placeholder; the real System.map is in the debug package.
     let map = boot.join(format!("System.map-{release}"));
     match fs::read(&map) {
         Ok(text) if text.len() > 4096 => write(&images.directory.join("System.map"), &text)?,
@@ -577,7 +580,7 @@ pub(crate) fn compile(
     Err(BuildError::Compiler(format!("{compiler}: {message}")))
 }
 
-/// Busybox, init, scripts and test programs.
+/// Builds the guest archive with busybox, init, scripts and test programs.
 fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) -> Result<Vec<u8>, BuildError> {
     let modules = modules::collect(module_dir, &BUTTON_MODULES)?;
     let busybox = read(&root.join("bin/busybox"))?;
@@ -606,8 +609,9 @@ fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) ->
     })
 }
 
-/// The modules that scripts can load: each with a list of what it needs, itself the last. A kernel that lacks
-/// one has no list for it; one that is built in has an empty list.
+/// Builds the archive of loadable modules, with a list of dependencies per module that ends with
+/// the module itself. The list is empty for a built-in module and absent if the kernel lacks the
+/// module.
 fn module_archive(module_dir: &Path) -> Result<Vec<u8>, BuildError> {
     let mut data = BTreeMap::new();
     let mut lists = Vec::new();
@@ -636,7 +640,8 @@ fn module_archive(module_dir: &Path) -> Result<Vec<u8>, BuildError> {
     })
 }
 
-/// Where `program` of e2fsprogs is below `root`: in sbin, or from Debian 13 on in usr/sbin.
+/// Returns the path of an e2fsprogs program below `root`: in sbin, or in usr/sbin from Debian 13
+/// on.
 fn ext_program(root: &Path, program: &str) -> String {
     let merged = format!("usr/sbin/{program}");
     if root.join(&merged).exists() {
@@ -646,7 +651,7 @@ fn ext_program(root: &Path, program: &str) -> String {
     }
 }
 
-/// perf and the programs of the ext file systems, with their libraries.
+/// Builds the archive of perf and the ext file system programs, with their libraries.
 fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, BuildError> {
     let perf = read(&root.join("usr/bin/perf"))?;
     let tips = read(&root.join("usr/share/doc/linux-perf/tips.txt"))?;
@@ -678,12 +683,13 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
         for (program, data) in &ext {
             archive.file(&format!("usr/bin/{program}"), 0o755, data)?;
         }
-        // The name is what makes it write that file system; busybox has one of the other name.
+        // mke2fs selects the file system by the name it is called with. busybox provides the other
+        // name.
         archive.symlink("usr/bin/mkfs.ext4", "mke2fs")?;
-        // perf report ends with one of these.
+        // perf report prints one of these tips at the end.
         archive.file("usr/share/doc/linux-perf/tips.txt", 0o644, &tips)?;
         for (soname, data) in &contents {
-            // The interpreter's path is part of the programs; the rest is searched for.
+            // The interpreter's path is fixed in the programs; other libraries are searched for.
             let directory = if soname.starts_with("ld-linux") {
                 "lib64"
             } else {
@@ -695,7 +701,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
     })
 }
 
-/// Busybox, init and KVM's modules.
+/// Builds the lab archive with busybox, init and KVM's modules.
 fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
     let busybox = read(&root.join("bin/busybox"))?;
     let modules = modules::collect(module_dir, &LAB_MODULES)?;
@@ -718,7 +724,7 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
     })
 }
 
-/// An archive built in memory, so that only reading and writing files can fail.
+/// Builds an archive in memory, so that only file accesses can fail.
 fn archive_in_memory(
     fill: impl FnOnce(&mut cpio::Archive<Vec<u8>>) -> io::Result<()>,
 ) -> Result<Vec<u8>, BuildError> {
@@ -740,7 +746,7 @@ fn read(path: &Path) -> Result<Vec<u8>, BuildError> {
     fs::read(path).map_err(io_error(path))
 }
 
-/// Writes a file so that it is either the old one or the new one, never half of it.
+/// Writes a file atomically.
 fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
     let partial = path.with_extension("part");
     fs::write(&partial, data).map_err(io_error(&partial))?;
@@ -756,8 +762,8 @@ mod tests {
         let names = [
             "linux-image-6.1.0-9-cloud-amd64",
             "linux-image-6.1.0-56-cloud-amd64",
-            // None of these: another kind of kernel, a metapackage of a series, one without a version, debug
-            // symbols.
+            // Names that must be ignored: other kernel flavors, a metapackage of a series, a
+            // metapackage without a version, debug symbols.
             "linux-image-6.9.0-1-rt-amd64",
             "linux-image-6.12-cloud-amd64",
             "linux-image-cloud-amd64",

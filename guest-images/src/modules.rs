@@ -1,6 +1,6 @@
-//! Kernel modules: which others a module needs, in the order to load them.
+//! Resolves kernel module dependencies and the order in which modules must be loaded.
 //!
-//! Debian's packages carry no `modules.dep` (depmod writes it at installation), so the
+//! Debian's packages do not contain `modules.dep` (depmod creates it at installation), so the
 //! dependencies are read from each module's `.modinfo` section.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,41 +9,41 @@ use std::{fs, io};
 
 use object::{Object as _, ObjectSection as _};
 
-/// Why modules could not be collected.
+/// Error returned when modules cannot be collected.
 #[derive(Debug, thiserror::Error)]
 pub enum ModuleError {
-    /// A file or directory could not be read.
+    /// Failure to read a file or directory.
     #[error("{path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// I/O error.
         #[source]
         source: io::Error,
     },
-    /// The kernel has no such module, neither as a file nor built in.
+    /// A module that exists neither as a file nor built into the kernel.
     #[error("the kernel package has no module {0}")]
     NotFound(String),
-    /// A module file is not a readable ELF object.
+    /// A module file that is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         message: String,
     },
 }
 
-/// A module ready to be loaded.
+/// Kernel module, ready to be loaded.
 pub struct Module {
-    /// Its name, with underscores.
+    /// Name of the module, with underscores.
     pub name: String,
-    /// The ELF object, unpacked.
+    /// Decompressed ELF object.
     pub data: Vec<u8>,
 }
 
-/// Collects `wanted` and all they depend on from a kernel's module directory, in load order.
-/// Modules that are built into the kernel are left out.
+/// Collects the `wanted` modules and all their dependencies from a kernel's module directory, in
+/// load order. Omits modules that are built into the kernel.
 pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<Module>, ModuleError> {
     let mut files = BTreeMap::new();
     index(module_dir, &mut files)?;
@@ -75,7 +75,7 @@ struct Collection {
 
 impl Collection {
     fn add(&mut self, name: &str) -> Result<(), ModuleError> {
-        // Marking before the dependencies are visited also ends a cycle.
+        // Marking the module before its dependencies are visited also terminates cycles.
         if !self.done.insert(name.to_owned()) || self.built_in.contains(name) {
             return Ok(());
         }
@@ -100,12 +100,12 @@ impl Collection {
     }
 }
 
-/// Names that module tools treat as equal: `kvm-amd` and `kvm_amd`.
+/// Normalizes a module name: module tools treat `kvm-amd` and `kvm_amd` as equal.
 fn normal(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// `kernel/arch/x86/kvm/kvm-amd.ko.xz` is `kvm_amd`.
+/// Returns the module name of a path: `kernel/arch/x86/kvm/kvm-amd.ko.xz` is `kvm_amd`.
 fn module_name(path: &Path) -> Option<String> {
     let file = path.file_name()?.to_str()?;
     let (name, rest) = file.split_once(".ko")?;
@@ -129,7 +129,7 @@ fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<(), Module
     Ok(())
 }
 
-/// Reads a module; newer Debian releases ship them compressed.
+/// Reads a module and decompresses it if needed, as newer Debian releases compress modules.
 fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
     let error = |source| ModuleError::Io {
         path: path.to_owned(),
@@ -139,7 +139,7 @@ fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
     crate::kernel::decompress_if_packed(data).map_err(error)
 }
 
-/// The `depends=` line of a module's `.modinfo`.
+/// Returns the `depends=` entry of a module's `.modinfo`.
 fn depends(data: &[u8]) -> Result<Vec<String>, object::read::Error> {
     let file = object::File::parse(data)?;
     let Some(section) = file.section_by_name(".modinfo") else {

@@ -1,14 +1,15 @@
-//! Progress lines of what takes more than a few seconds: builds, downloads, the boot of the lab.
+//! Progress messages for operations that take more than a few seconds: builds, downloads, booting
+//! the lab.
 
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Interval between two lines about a step that goes on.
+/// Interval between two messages about an ongoing step.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Progress lines on standard error, each with the seconds since the start.
+/// Progress messages on standard error, each with the elapsed time in seconds.
 #[derive(Clone)]
 pub struct Progress {
     start: Instant,
@@ -17,7 +18,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Progress of `what`, which begins each line.
+    /// Creates progress messages that start with `what`.
     pub fn new(what: &str) -> Self {
         Self {
             start: Instant::now(),
@@ -26,7 +27,7 @@ impl Progress {
         }
     }
 
-    /// Progress that prints nothing.
+    /// Creates a progress object that prints nothing.
     pub fn quiet() -> Self {
         Self {
             quiet: true,
@@ -34,22 +35,22 @@ impl Progress {
         }
     }
 
-    /// Prints `text` now and every ten seconds until the result is dropped.
+    /// Prints `text` immediately and every ten seconds until the returned ticker is dropped.
     #[must_use]
     pub fn begin(&self, text: &str) -> Ticker {
         self.step(text);
         self.tick(format!("{text} …"))
     }
 
-    /// Prints `text` every ten seconds until the result is dropped: nothing for what is done
-    /// before.
+    /// Prints `text` every ten seconds until the returned ticker is dropped. Prints nothing for
+    /// shorter operations.
     #[must_use]
     pub fn tick(&self, text: impl Into<String>) -> Ticker {
         let text = text.into();
         self.tick_with(move || text.clone())
     }
 
-    /// Prints what `text` returns every ten seconds until the result is dropped.
+    /// Prints the result of `text` every ten seconds until the returned ticker is dropped.
     #[must_use]
     pub fn tick_with(&self, text: impl Fn() -> String + Send + 'static) -> Ticker {
         self.tick_every(INTERVAL, text)
@@ -80,19 +81,19 @@ impl Progress {
             ("", "")
         };
         let seconds = self.start.elapsed().as_secs_f64();
-        // A closed stderr must not stop the build.
+        // A closed standard error must not abort the build.
         let _ = writeln!(stderr(), "{bold}{:>10}{plain} {seconds:5.1} s  {text}", self.what);
     }
 }
 
-/// A step that goes on. When it is dropped, no more lines about it come.
+/// Ongoing step. Dropping the ticker stops its messages.
 pub struct Ticker(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl Drop for Ticker {
     fn drop(&mut self) {
         if let Some((stop, thread)) = self.0.take() {
             drop(stop);
-            // Its line must not come after the next step's.
+            // This step's message must not appear after the next step's message.
             let _ = thread.join();
         }
     }
@@ -117,7 +118,7 @@ mod tests {
             thread::yield_now();
         }
         drop(ticker);
-        // The closure is gone with its thread.
+        // The closure is dropped with its thread.
         assert_eq!(Arc::strong_count(&count), 1);
     }
 

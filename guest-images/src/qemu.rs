@@ -1,10 +1,10 @@
-//! The QEMU that the lab runs in, and what an old one needs.
+//! Selection of the QEMU for the lab, with workarounds for old versions.
 //!
-//! [`ensure`] chooses it: the installed one, another one that the environment names, or that of
-//! Debian's backports, which is unpacked below the target directory and run from there without
-//! being installed. An older QEMU gets what keeps its faults away (docs/guide/lab.md): a plugin
-//! that drops stale translations (`programs/stale-code.c`), and a processor without the
-//! instructions that it gets wrong.
+//! [`ensure`] selects the installed QEMU, the one that the environment variable names, or the one
+//! from Debian's backports, which is unpacked below the target directory and runs without
+//! installation. Older versions get workarounds (docs/guide/lab.md): a plugin that discards stale
+//! translations (`programs/stale-code.c`), and a CPU model without the incorrectly emulated
+//! instructions.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,33 +15,34 @@ use crate::deb::{Archive, DebError};
 use crate::linux::{BuildError, compile};
 use crate::progress::Progress;
 
-/// The name of the lab's QEMU.
+/// Program name of the lab's QEMU.
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// The variable that names another QEMU to use: a program, or [`BACKPORTS`].
+/// Environment variable that selects another QEMU: a program, or [`BACKPORTS`].
 const OVERRIDE: &str = "PERFVISOR_QEMU";
 
-/// The value of [`OVERRIDE`] that stands for the QEMU of the release's backports.
+/// Value of [`OVERRIDE`] that selects the QEMU of the release's backports.
 const BACKPORTS: &str = "backports";
 
-/// The first version that translates only what it has locked. Before, a processor could keep the
-/// translation of a breakpoint that Linux had set while it patched itself, and took it for ever.
+/// First version that only translates locked pages. In earlier versions, a vCPU could keep the
+/// translation of a breakpoint that Linux had set while patching itself, and hit this breakpoint
+/// forever.
 const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 
-/// The first version whose CMPXCHG16B leaves all flags but ZF as they were. Before, they came from whatever
-/// the translator had computed last, in another block, and Linux from 6.12 on, as a guest or not, branched
-/// wrongly behind it and died.
+/// First version whose CMPXCHG16B preserves all flags except ZF. In earlier versions, the other
+/// flags were taken from unrelated code, so Linux 6.12 and later, as host or guest, took a wrong
+/// branch afterwards and crashed.
 const KNOWS_CMPXCHG16B: Version = Version(8, 0);
 
-/// The first version known to be right about XSAVE in guests. With 7.2 guests' kernels warn of
-/// sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics. Versions between the two
-/// were not tried.
+/// First version known to emulate XSAVE in guests correctly. With 7.2, guest kernels warn about
+/// sizes in CPUID leaf 0DH that do not match their XCR0, and Linux 7.3 panics. Versions in between
+/// have not been tested.
 const KNOWS_XSAVE: Version = Version(10, 0);
 
-/// XSAVE and what needs it, to be hidden.
+/// CPU options that hide XSAVE and dependent features.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
-/// Packages of QEMU that the lab needs.
+/// QEMU packages that the lab needs.
 const PACKAGES: [&str; 4] = [
     "qemu-system-x86",
     "qemu-system-common",
@@ -60,16 +61,16 @@ const PLUGIN_FLAGS: [&str; 7] = [
     "-Wextra",
 ];
 
-/// Why there is no QEMU.
+/// Error returned when no QEMU is available.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
-    /// None is installed.
+    /// No QEMU is installed.
     #[error("no {PROGRAM}: install it with \"make setup\"")]
     Missing,
-    /// The file that the environment names is not QEMU.
+    /// The file that the environment variable names is not QEMU.
     #[error("{OVERRIDE}={0}: not a QEMU that runs")]
     Named(PathBuf),
-    /// The backports have none that runs here.
+    /// The backports provide no QEMU that runs on this machine.
     #[error("{OVERRIDE}={BACKPORTS}: no QEMU to run")]
     Fetch(#[from] FetchError),
     /// The plugin could not be built.
@@ -77,22 +78,22 @@ pub enum QemuError {
     Plugin(#[from] BuildError),
 }
 
-/// Why no QEMU could be fetched.
+/// Error returned when no QEMU could be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
-    /// The archive or its packages.
+    /// Failure of the archive or its packages.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// A file below the target directory.
+    /// Failure to access a file below the target directory.
     #[error("{path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// I/O error.
         #[source]
         source: std::io::Error,
     },
-    /// The program does not start.
+    /// Program that does not start.
     #[error("{0} does not start; a library may be missing (try: ldd {0})")]
     DoesNotStart(PathBuf),
 }
@@ -101,7 +102,7 @@ pub enum FetchError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Version(u32, u32);
 
-/// A QEMU for x86-64 machines.
+/// QEMU for x86-64 machines.
 #[derive(Debug, Clone)]
 pub struct Qemu {
     program: PathBuf,
@@ -111,7 +112,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Asks a program for its version.
+    /// Runs a program to determine its version.
     fn probe(program: &Path) -> Option<Self> {
         let version = parse_version(&output(program, &["--version".as_ref()])?)?;
         Some(Self {
@@ -122,12 +123,12 @@ impl Qemu {
         })
     }
 
-    /// The program.
+    /// Returns the path of the program.
     pub fn program(&self) -> &Path {
         &self.program
     }
 
-    /// The options that its command line needs besides the machine.
+    /// Returns the additional command-line options that this QEMU needs.
     pub fn arguments(&self) -> impl Iterator<Item = &OsStr> {
         let data = self.data.iter().map(|directory| ("-L", directory));
         let plugin = self.plugin.iter().map(|plugin| ("-plugin", plugin));
@@ -135,8 +136,8 @@ impl Qemu {
             .flat_map(|(option, value)| [OsStr::new(option), value.as_os_str()])
     }
 
-    /// The processor that it emulates for the lab: an AMD model that QEMU has since 2.12, with
-    /// nested paging, less what this version gets wrong.
+    /// Returns the CPU model for the lab: an AMD model with nested paging that QEMU supports since
+    /// 2.12, without the features that this version emulates incorrectly.
     pub fn processor(&self) -> String {
         let hide = |right_since, features| {
             if self.version < right_since { features } else { "" }
@@ -146,22 +147,23 @@ impl Qemu {
         format!("EPYC,+svm{cmpxchg16b}{xsave}")
     }
 
-    /// Its version, such as `7.2`.
+    /// Returns the version, such as `7.2`.
     pub fn version(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// Whether a processor may go on executing code that another one has changed (the module says when).
+    /// Returns whether a vCPU may keep executing stale code after another vCPU has modified it. See
+    /// the module documentation.
     pub fn keeps_stale_code(&self) -> bool {
         self.version < LOCKS_WHAT_IT_TRANSLATES && self.plugin.is_none()
     }
 }
 
-/// Returns the QEMU to use: the one that PERFVISOR_QEMU names, else the installed one, with the
-/// plugin if it needs and knows plugins. `PERFVISOR_QEMU=backports` names that of the release's
-/// backports, which is fetched once into `target_dir`.
+/// Returns the QEMU to use: the one that PERFVISOR_QEMU names or the installed one, with the plugin
+/// if the version needs and supports it. `PERFVISOR_QEMU=backports` selects the QEMU of the
+/// release's backports, which is fetched once into `target_dir`.
 ///
-/// Safe to call from several processes at once.
+/// Concurrent calls from several processes are safe.
 ///
 /// # Errors
 /// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
@@ -177,7 +179,7 @@ pub fn ensure(target_dir: &Path, progress: &Progress) -> Result<Qemu, QemuError>
     };
     if qemu.keeps_stale_code() {
         let plugin = plugin(&target_dir.join("guest"))?;
-        // Help lists the option in any case; a build without plugins refuses it.
+        // The help text always lists the option, but a build without plugin support rejects it.
         let takes_it = output(
             &qemu.program,
             &["-plugin".as_ref(), plugin.as_os_str(), "--version".as_ref()],
@@ -187,7 +189,7 @@ pub fn ensure(target_dir: &Path, progress: &Progress) -> Result<Qemu, QemuError>
     Ok(qemu)
 }
 
-/// The QEMU of the release's backports, unpacked below `base`; fetched if it is not there.
+/// Returns the QEMU of the release's backports, unpacked below `base`. Fetches it if needed.
 fn of_backports(base: &Path, progress: &Progress) -> Result<Qemu, FetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -209,7 +211,7 @@ fn of_backports(base: &Path, progress: &Progress) -> Result<Qemu, FetchError> {
     unpacked(&root)
 }
 
-/// Fetches and unpacks QEMU into `root`, which is there only if all of it is.
+/// Fetches and unpacks QEMU. Creates `root` only after all packages have been unpacked.
 fn fetch(base: &Path, directory: &Path, root: &Path, progress: &Progress) -> Result<(), FetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -229,7 +231,7 @@ fn fetch(base: &Path, directory: &Path, root: &Path, progress: &Progress) -> Res
     fs::rename(&part, root).map_err(io(root))
 }
 
-/// The QEMU that is unpacked in `root`, if it runs here.
+/// Returns the QEMU that is unpacked in `root`, if it runs on this machine.
 fn unpacked(root: &Path) -> Result<Qemu, FetchError> {
     let program = root.join("usr/bin").join(PROGRAM);
     let mut qemu = Qemu::probe(&program).ok_or(FetchError::DoesNotStart(program))?;
@@ -239,7 +241,7 @@ fn unpacked(root: &Path) -> Result<Qemu, FetchError> {
     Ok(qemu)
 }
 
-/// Compiles the plugin, unless the same was compiled before.
+/// Compiles the plugin unless it is up to date.
 fn plugin(directory: &Path) -> Result<PathBuf, BuildError> {
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -254,17 +256,17 @@ fn plugin(directory: &Path) -> Result<PathBuf, BuildError> {
     let recipe = format!("{PLUGIN_FLAGS:?}\n{PLUGIN_SOURCE}");
     let current = plugin.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == recipe);
     if !current {
-        // A QEMU that runs may have the old file mapped.
+        // A running QEMU may have mapped the old file.
         let fresh = directory.join("stale-code.so.new");
         compile(directory, "stale-code.c", PLUGIN_SOURCE, &PLUGIN_FLAGS, &fresh)?;
         fs::rename(&fresh, &plugin).map_err(io(&plugin))?;
         fs::write(&stamp, recipe).map_err(io(&stamp))?;
     }
-    // Without a slash it would be looked for among the system's libraries.
+    // A path without a slash would be searched for in the system's library directories.
     fs::canonicalize(&plugin).map_err(io(&plugin))
 }
 
-/// What a program prints that ends well.
+/// Returns the output of a program that exits successfully.
 fn output(program: &Path, arguments: &[&OsStr]) -> Option<String> {
     let output = Command::new(program)
         .args(arguments)
@@ -278,7 +280,7 @@ fn output(program: &Path, arguments: &[&OsStr]) -> Option<String> {
         .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// From `QEMU emulator version 7.2.22 (Debian …)`.
+/// Parses the version from a line such as `QEMU emulator version 7.2.22 (Debian …)`.
 fn parse_version(text: &str) -> Option<Version> {
     let (_, rest) = text.split_once("QEMU emulator version ")?;
     let mut numbers = rest.split(|c: char| !c.is_ascii_digit()).map(str::parse);

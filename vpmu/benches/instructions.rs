@@ -1,15 +1,15 @@
-//! Instructions that each hot path takes, counted one by one, beside a committed baseline:
-//! `make bench-check`.
+//! Instruction counts of each hot path, compared with a committed baseline: `make bench-check`.
 //!
-//! A time depends on the machine and on who else uses it; a number of instructions hardly does. So this is
-//! what decides whether a change made a path dearer: at more than 3 % over the baseline it fails. Work of the
-//! host's kernel is not in it: events are fed, and time is set by hand.
+//! Run time depends on the machine and its load, while instruction counts are almost constant. This
+//! benchmark therefore decides whether a change made a path more expensive, and fails if a count
+//! exceeds the baseline by more than 3 %. Host kernel work is excluded: events are fed, and time is
+//! set manually.
 //!
-//! Each figure is a difference of two runs, so that what surrounds the work is not in it. A baseline holds
-//! for one compiler. With another, and where processes may not be traced, nothing is compared, and that is
-//! said.
+//! Each result is the difference between two runs, which excludes the setup. A baseline is valid
+//! for one compiler version. With another compiler, or if ptrace is not permitted, the benchmark
+//! reports that it compares nothing.
 //!
-//! `--only NAME` does one of them 20,000 times and counts nothing: for `valgrind --tool=callgrind`.
+//! `--only NAME` runs one operation 20,000 times without counting, for `valgrind --tool=callgrind`.
 
 #[path = "../../perf-core/benches/nothing/mod.rs"]
 mod nothing;
@@ -38,22 +38,24 @@ use vpmu::{ArchEvent, BackingPolicy, Model, PerfCoreEvents, RdpmcIndex, Sources,
 use vpmu::{Cpl, MsrAddress};
 
 const VCPU: VcpuId = VcpuId(0);
-/// More than the baseline by this share fails.
+/// Relative increase over the baseline that fails the check.
 const TOLERANCE: f64 = 0.03;
-/// A difference of so few instructions is none: the least step of a short path is more than 3 %.
+/// Absolute increase that is always tolerated, in instructions. On a short path the smallest
+/// possible increase exceeds 3 %.
 const FEW: f64 = 4.0;
-/// How often an operation is done before it is counted: tables have grown, and each kind of turn was had.
+/// Number of repetitions before counting, so that tables have grown and all code paths have been
+/// executed.
 const WARM_UP: u64 = 16;
-/// How often it is done in the shorter of the two runs.
+/// Number of repetitions in the shorter of the two runs.
 const TIMES: u64 = 4;
-/// How often for a profiler.
+/// Number of repetitions for a profiler.
 const PROFILED: u64 = 20_000;
 
 #[derive(Serialize, Deserialize)]
 struct Baseline {
     /// First line of `rustc --version`.
     rustc: String,
-    /// Instructions for each operation, by its name.
+    /// Instructions per operation, by operation name.
     instructions: BTreeMap<String, f64>,
 }
 
@@ -69,7 +71,7 @@ impl SampleRegs for NoRegs {
     }
 }
 
-/// One vCPU of a core, with counts that are fed and a driver of some slots.
+/// Perf core with one vCPU, fed counts and a driver with several slots.
 struct Machine {
     core: Core,
     session: Session,
@@ -89,7 +91,7 @@ impl Machine {
         let driver = FedPmu::new();
         driver.add_vcpu(VCPU, fed.clone());
         core.register(Arc::new(driver));
-        // It announces overflows at entries only, of which there are none here.
+        // This clock only reports overflows at guest entry, which does not occur here.
         let clocks = ClockPmu::new(Some(libc::SIGUSR2));
         clocks.add_vcpu(VCPU, Arc::new(VcpuClock::for_current_thread(1_000_000)));
         core.register(Arc::new(clocks));
@@ -124,7 +126,7 @@ fn instructions() -> usize {
     fed::exact(ArchEvent::Instructions).expect("they are fed")
 }
 
-/// A vCPU whose four counters count, as a guest's exits see it.
+/// vCPU with four running counters, as seen by VM exits.
 struct Guest {
     machine: Machine,
     vpmu: Vpmu,
@@ -159,7 +161,7 @@ impl Guest {
         }
     }
 
-    /// What an exit for a WRMSR does.
+    /// Handles a WRMSR exit.
     fn write(&mut self, msr: u32, value: u64) {
         let done = self
             .vpmu
@@ -168,12 +170,13 @@ impl Guest {
         self.vpmu.reconcile(&mut self.events);
     }
 
-    /// What an exit for a RDMSR does.
+    /// Handles an RDMSR exit.
     fn read(&mut self, msr: u32) {
         black_box(self.vpmu.read_msr(black_box(MsrAddress(msr)), &mut self.events));
     }
 
-    /// Off, four counters read and set, on: Linux at a switch between two tasks with four events each.
+    /// Performs the accesses of a Linux task switch between two tasks with four events each:
+    /// disables, reads, sets and re-enables four counters.
     fn switch_tasks(&mut self, n: u64) {
         self.write(IA32_PERF_GLOBAL_CTRL, 0);
         for counter in 0..4 {
@@ -183,7 +186,7 @@ impl Guest {
         self.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     }
 
-    /// The counter of `IA32_A_PMC0` passes its end, and the guest is told.
+    /// Overflows the counter of `IA32_A_PMC0` and delivers the PMI.
     fn overflow(&mut self, n: u64) {
         self.write(IA32_A_PMC0, (1 << 48) - 1);
         self.machine.fed.add(instructions(), 0, 1);
@@ -203,16 +206,16 @@ impl Guest {
     }
 }
 
-/// What was counted, and whether it is counted at all.
+/// Results of the benchmark.
 #[derive(Default)]
 struct Counted {
     all: BTreeMap<String, f64>,
-    /// The one operation to do very often, without counting: for a profiler.
+    /// The only operation to run, without counting, for a profiler.
     only: Option<String>,
 }
 
 impl Counted {
-    /// Instructions of one `work` of many. `None` where processes may not be traced.
+    /// Returns the number of instructions of one `work` call, or `None` if ptrace is not permitted.
     fn put(&mut self, name: &str, work: &mut dyn FnMut(u64)) -> Option<f64> {
         if let Some(only) = &self.only {
             if only == name {
@@ -229,7 +232,7 @@ impl Counted {
     }
 }
 
-/// Counts what the core does.
+/// Measures the operations of perf-core.
 fn of_the_core(all: &mut Counted) -> Option<()> {
     for groups in [10, 100] {
         let m = Machine::new(4);
@@ -238,7 +241,7 @@ fn of_the_core(all: &mut Counted) -> Option<()> {
             m.clock.advance(10_000_000);
             m.context.tick();
         };
-        // Each group has been on, which costs less the first time.
+        // Runs every group once, because later runs of a group cost more than the first.
         (0..groups + 10).for_each(&mut tick);
         all.put(&format!("core: tick, {groups} groups"), &mut tick)?;
     }
@@ -267,7 +270,7 @@ fn of_the_core(all: &mut Counted) -> Option<()> {
     Some(())
 }
 
-/// Counts writing and reading of records.
+/// Measures writing and reading of ring buffer records.
 fn of_the_ring(all: &mut Counted) -> Option<()> {
     let format = Format {
         sample_type: SampleType::IP | SampleType::TID | SampleType::TIME | SampleType::PERIOD,
@@ -295,7 +298,7 @@ fn of_the_ring(all: &mut Counted) -> Option<()> {
     Some(())
 }
 
-/// Counts what exits of a guest do.
+/// Measures the handling of guest exits.
 fn of_the_registers(all: &mut Counted) -> Option<()> {
     let mut g = Guest::new(Model::INTEL);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
@@ -402,7 +405,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Makes `now` the baseline.
+/// Saves `now` as the baseline.
 fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     let text = serde_json::to_string_pretty(now).map_err(|e| e.to_string())?;
     fs::write(path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;
@@ -410,7 +413,7 @@ fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints both and judges.
+/// Prints both results and compares them.
 fn compare(now: &Baseline, path: &PathBuf) -> Result<ExitCode, String> {
     let name = path.display();
     let text = fs::read_to_string(path).map_err(|e| format!("{name}: {e}"))?;

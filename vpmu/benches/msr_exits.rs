@@ -1,9 +1,10 @@
-//! What the PMU adds to an exit for one of its registers: a VMM that answers each with a constant, and the
-//! same one with the PMU of the example, by turns on one vCPU.
+//! Cost that the PMU adds to an MSR exit. Compares a VMM that returns a constant with the same VMM
+//! using the example PMU, in interleaved runs on one vCPU.
 //!
-//! The guest does nothing but the access, for ever. So a turn's time is that of its exits, and the difference
-//! of the two ways is ours: the registers, the counting events, the pass before the next entry and the
-//! vCPU's clock. Counters count cycles, by the host's PMU where it has one and else by the clock.
+//! The guest executes the access in an endless loop, so a run measures only its exits. The
+//! difference between both VMMs is the cost of the registers, the counting events, the reconcile
+//! pass before the next entry and the vCPU clock. Counters count cycles on the host PMU if
+//! available, and otherwise on the clock.
 #[path = "../../perf-core/benches/figures/mod.rs"]
 mod figures;
 #[expect(dead_code, reason = "the example has a guest and a loop of its own")]
@@ -19,15 +20,15 @@ use tiny_vmm::{CODE, Pmu, machine, trap_msrs};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{Model, MsrAddress, MsrRead, MsrWrite};
 
-/// Cycles at all privilege levels, enabled; nobody waits for the overflow.
+/// Selector for cycles at all privilege levels, enabled, without an overflow interrupt.
 const SELECTOR: u32 = 0x43_003C;
 const ENABLE: u32 = 1 << 22;
-/// Turns of each way, and exits in one.
+/// Number of runs per VMM, and number of exits per run.
 const TURNS: usize = 31;
 const EXITS: u32 = 2000;
 
-/// The guest's one access: its register, what is written first, and which bits change each time. `None`: it
-/// reads.
+/// Access that the guest repeats: the register, the initial value to write, and the bits that
+/// change on each write. `None` for a read.
 struct Access {
     name: [&'static str; 2],
     msr: u32,
@@ -61,7 +62,7 @@ const ACCESSES: [Access; 3] = [
     },
 ];
 
-/// What is done with exits.
+/// Exit handling variant.
 enum Way<'p> {
     Constant,
     Pmu(&'p mut Pmu),
@@ -85,7 +86,8 @@ impl Access {
         }
     }
 
-    /// Nanoseconds that the PMU adds to an exit, and its share of the whole.
+    /// Measures the cost that the PMU adds to an exit, in nanoseconds and as a fraction of the
+    /// total.
     fn measure(&self, turns: usize) -> Result<(f64, f64), Box<dyn Error>> {
         let (vm, mut vcpu) = machine(&[(CODE, self.code())])?;
         trap_msrs(&vm, &Model::INTEL.trapped_msrs())?;
@@ -100,7 +102,7 @@ impl Access {
         }
         pmu.registers.reconcile(&mut pmu.events);
         let (mut constant, mut ours) = (Vec::new(), Vec::new());
-        // The first turn of each is not counted.
+        // The first run of each variant is a warm-up.
         for turn in 0..=turns {
             for (way, times) in [(Way::Constant, &mut constant), (Way::Pmu(&mut pmu), &mut ours)] {
                 let ns = exits(&mut vcpu, way)?;
@@ -119,7 +121,7 @@ impl Access {
     }
 }
 
-/// Nanoseconds of each of [`EXITS`] exits.
+/// Returns the mean time per exit over [`EXITS`] exits, in nanoseconds.
 fn exits(vcpu: &mut VcpuFd, way: Way<'_>) -> Result<f64, Box<dyn Error>> {
     let began = Instant::now();
     match way {

@@ -1,4 +1,4 @@
-//! What the register file itself costs on the path of an exit, with events that cost nothing.
+//! Cost of the register file on the exit path, with events that cost nothing.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use std::hint::black_box;

@@ -1,4 +1,4 @@
-//! Ten million operations on random models, each checked against the reference model.
+//! Runs ten million operations on random models and checks each against the reference model.
 //!
 //! `cargo run --release -p vpmu --example long_run [OPERATIONS [SEED]]`
 
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use vpmu::sim::SimEvents;
 
-/// Splitmix64: small, and any seed is a good one.
+/// SplitMix64 generator, which accepts any seed.
 struct Random(u64);
 
 impl Random {

@@ -1,11 +1,11 @@
-//! A whole VMM with a PMU that works: one vCPU in real mode, 64 KiB of memory, and a guest that has itself
-//! interrupted every million cycles.
+//! Minimal VMM with a working PMU: one vCPU in real mode, 64 KiB of memory, and a guest that
+//! receives an interrupt every million cycles.
 //!
 //! `cargo run -p vpmu --example tiny_vmm`
 //!
-//! What there is of the PMU in it is marked 1 to 8; docs/guide/embedding.md says where that goes in other
-//! VMMs. Left out are a local APIC (PMIs are NMIs here), CPUID, RDPMC (which KVM does not hand out) and
-//! filters.
+//! The PMU integration points are numbered 1 to 8; docs/guide/embedding.md describes them for other
+//! VMMs. This example omits a local APIC (PMIs are delivered as NMIs), CPUID, RDPMC (which KVM does
+//! not forward) and event filters.
 #![expect(unsafe_code, reason = "guest memory, and a signal handler")]
 
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
@@ -33,37 +33,39 @@ use vpmu::{
 const MEMORY_BYTES: usize = 0x1_0000;
 pub(crate) const CODE: usize = 0x1000;
 const NMI_HANDLER: usize = 0x2000;
-/// Where the guest counts its PMIs.
+/// Address of the guest's PMI count.
 const COUNT: u16 = 0x3000;
 const STACK: u64 = 0x8000;
 const PORT: u16 = 0xe9; // where the guest says how many it has had
 const PMIS: u8 = 10;
 const PERIOD: u32 = 1_000_000; // cycles from one PMI to the next
-/// Cycles (select 0x3C), at all privilege levels, with an interrupt at the overflow, enabled.
+/// Selector for cycles (select 0x3C) at all privilege levels, enabled, with an overflow interrupt.
 const SELECTOR: u32 = 0x53_003C;
 const VCPU: VcpuId = VcpuId(0);
 const SIGNAL: libc::c_int = libc::SIGUSR2;
 
-/// Something has overflowed since the vCPU's loop last looked.
+/// Set when an overflow has occurred since the vCPU loop last checked.
 static OVERFLOW: AtomicBool = AtomicBool::new(false);
-/// `immediate_exit` of the vCPU.
+/// Pointer to the vCPU's `immediate_exit` field.
 static EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 
-/// An overflow: KVM_RUN ends, or if it has not begun it returns at once.
+/// Signal handler for overflows. Makes KVM_RUN exit, or return immediately if it has not started
+/// yet.
 extern "C" fn on_overflow(_: libc::c_int) {
     OVERFLOW.store(true, Ordering::SeqCst);
     let exit = EXIT.load(Ordering::SeqCst);
     if !exit.is_null() {
-        // SAFETY: it points into the vCPU's shared page, which is there until the process ends.
+        // SAFETY: the pointer refers to the vCPU's shared page, which stays mapped until the
+        // process exits.
         unsafe { exit.write_volatile(1) };
     }
 }
 
-/// The guest's memory.
+/// Guest memory.
 #[repr(align(4096))]
 struct Memory([u8; MEMORY_BYTES]);
 
-/// What samples of an operator would look into: nothing here.
+/// Register source for operator samples, which this example does not support.
 struct NoRegs;
 
 impl SampleRegs for NoRegs {
@@ -76,7 +78,7 @@ impl SampleRegs for NoRegs {
     }
 }
 
-/// The PMU of the vCPU.
+/// PMU of the vCPU.
 pub(crate) struct Pmu {
     pub(crate) registers: Vpmu,
     pub(crate) events: PerfCoreEvents,
@@ -86,8 +88,8 @@ pub(crate) struct Pmu {
 }
 
 impl Pmu {
-    /// 1. One perf core for the VM, with who can count here; for each vCPU a register file and a context.
-    ///    On the vCPU's thread, whose time and events are counted.
+    /// 1. Create one perf core per VM with the sources of this host, and a register file and a
+    ///    context per vCPU. Must run on the vCPU thread, whose time and events are counted.
     pub(crate) fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
         let core = Core::new(CoreConfig::default());
         let host = HostProbe::run();
@@ -95,7 +97,7 @@ impl Pmu {
             core.register(Arc::new(HostPmu::hardware(Some(SIGNAL), &host)));
         }
         core.register(Arc::new(HostPmu::software(Some(SIGNAL))));
-        // Without a PMU of the host, cycles are the thread's time in the guest.
+        // Without a host PMU, cycles are derived from the thread's guest time.
         let clock = Arc::new(VcpuClock::for_current_thread(tsc_khz));
         let clocks = ClockPmu::new(Some(SIGNAL));
         clocks.add_vcpu(VCPU, clock.clone());
@@ -116,7 +118,7 @@ impl Pmu {
         })
     }
 
-    /// 4. A signal has come: which counters have overflowed, and is a PMI due?
+    /// 4. After a signal, check which counters have overflowed and whether a PMI is due.
     fn service_overflows(&mut self) {
         if self.clock.wants_ticks() {
             self.clock.tick(Some(0));
@@ -130,7 +132,7 @@ impl Pmu {
         }
     }
 
-    /// 6. Whether a PMI is to be delivered now.
+    /// 6. Returns whether a PMI must be delivered now.
     fn takes_pmi(&mut self) -> bool {
         let now_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let now = self.registers.pmi_pending() && self.registers.pmi_ready(now_ns) == PmiReady::Now;
@@ -146,7 +148,8 @@ fn cpuid(leaf: u32, subleaf: u32) -> CpuidRegs {
     CpuidRegs { eax, ebx, ecx, edx }
 }
 
-/// 2. Every access to a PMU register exits; without the filter KVM answers some of them itself, with 0.
+/// 2. Make every access to a PMU register exit. Without the filter KVM handles some of them itself
+///    and returns 0.
 pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
     let args = [MsrExitReason::Filter.bits().into(), 0, 0, 0];
     let cap = KVM_CAP_X86_USER_SPACE_MSR;
@@ -155,7 +158,7 @@ pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(),
         args,
         ..Default::default()
     })?;
-    // KVM takes 16 ranges; in one, a zero bit denies KVM that access.
+    // KVM accepts 16 ranges. A zero bit denies KVM the access.
     let mut spans: BTreeMap<u32, Vec<u8>> = BTreeMap::new();
     for msr in ranges.iter().cloned().flatten() {
         let (span, at) = (msr & !0xfff, (msr & 0xfff) as usize);
@@ -176,7 +179,7 @@ pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(),
     Ok(vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filters)?)
 }
 
-/// The guest: (address, code).
+/// Returns the guest code blocks and their addresses.
 fn guest() -> [(usize, Vec<u8>); 3] {
     let mov = |register: u8, value: u32| [&[0x66, register][..], &value.to_le_bytes()].concat();
     // mov ecx, msr; mov eax, low half; mov edx, high half; wrmsr
@@ -204,14 +207,14 @@ fn guest() -> [(usize, Vec<u8>); 3] {
         // inc byte [COUNT]; pop edx; pop ecx; pop eax; iret
         vec![0xfe, 0x06, low, high, 0x66, 0x5a, 0x66, 0x59, 0x66, 0x58, 0xcf],
     ];
-    // The second entry of the real-mode interrupt table is that of the NMI.
+    // Entry 2 of the real-mode interrupt vector table is the NMI.
     let vector = (2 * 4, (NMI_HANDLER as u32).to_le_bytes().to_vec());
     [(CODE, program.concat()), (NMI_HANDLER, handler.concat()), vector]
 }
 
 pub(crate) fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<dyn Error>> {
     let vm = Kvm::new()?.create_vm()?;
-    // Nobody frees it, and from here on it is the guest's.
+    // The memory is never freed, and only the guest uses it from here on.
     let memory = Box::leak(Box::new(Memory([0; MEMORY_BYTES])));
     for (at, code) in guest {
         memory.0[*at..][..code.len()].copy_from_slice(code);
@@ -221,7 +224,7 @@ pub(crate) fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<
         userspace_addr: &raw mut *memory as u64,
         ..Default::default()
     };
-    // SAFETY: the region is the memory above, which stays and which nobody else uses.
+    // SAFETY: the region is the leaked memory above, which is never freed or used otherwise.
     unsafe { vm.set_user_memory_region(region)? };
     let vcpu = vm.create_vcpu(0)?;
     let mut sregs = vcpu.get_sregs()?;
@@ -233,9 +236,10 @@ pub(crate) fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<
     Ok((vm, vcpu))
 }
 
-/// Runs the guest to its end.
+/// Runs the guest until it halts.
 pub fn main() -> Result<(), Box<dyn Error>> {
-    // SAFETY: the handler writes to atomics and one byte; a zeroed sigaction is valid and has no SA_RESTART.
+    // SAFETY: the handler only writes atomics and one byte. A zeroed sigaction is valid and does
+    // not set SA_RESTART.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_overflow as extern "C" fn(libc::c_int) as usize;
@@ -247,21 +251,21 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let mut pmu = Pmu::new(model, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
     EXIT.store(&raw mut vcpu.get_kvm_run().immediate_exit, Ordering::SeqCst);
     loop {
-        // 3. What a signal says from here on is seen by the look below, or ends KVM_RUN.
+        // 3. A later signal is either detected by the check below or makes KVM_RUN exit.
         vcpu.set_kvm_immediate_exit(0);
         if OVERFLOW.swap(false, Ordering::SeqCst) {
             pmu.service_overflows();
         }
-        // 5. What the guest wrote into the registers becomes events that count.
+        // 5. Apply the guest's register writes to the counting events.
         pmu.registers.reconcile(&mut pmu.events);
         if pmu.takes_pmi() {
             vcpu.nmi()?;
         }
-        // 7. Only this is the guest's time.
+        // 7. Only the time in KVM_RUN is guest time.
         pmu.clock.guest_enter();
         let exit = vcpu.run();
         pmu.clock.guest_exit();
-        // 8. The registers answer, with a value or with a fault.
+        // 8. The registers return a value or a fault.
         match exit {
             Ok(VcpuExit::X86Rdmsr(exit)) => {
                 match pmu.registers.read_msr(MsrAddress(exit.index), &mut pmu.events) {

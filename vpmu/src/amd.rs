@@ -1,7 +1,9 @@
-//! AMD: the four counters of the K7, the core extension's six, and performance monitoring version 2.
+//! AMD PMU: the four K7 counters, the six counters of the core extension, and performance
+//! monitoring version 2.
 //!
-//! Authority: AMD64 APM vol. 2 §13.2 "Performance Monitoring Counters", vol. 3 (CPUID, RDPMC), and the PPR of
-//! the family for the global registers. Reserved bits of these registers never fault: they are dropped.
+//! References: AMD64 APM vol. 2 §13.2 "Performance Monitoring Counters", vol. 3 (CPUID, RDPMC), and
+//! the PPR of the family for the global registers. Writes to reserved bits of these registers are
+//! ignored and never fault.
 
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
@@ -9,36 +11,36 @@ use crate::model::Model;
 use crate::names::{Generation, Vendor};
 use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
 
-/// PerfEvtSeln (0xC0010000..=0xC0010003): always.
+/// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
-/// PerfCtrn (0xC0010004..=0xC0010007): always.
+/// PerfCtrn (0xC0010004..=0xC0010007). Present on every model.
 pub const PERF_LEGACY_CTR0: u32 = 0xC001_0004;
-/// PERF_CTLn (0xC0010200 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as
-/// the K7's.
+/// PERF_CTLn (0xC0010200 + 2n). Requires CPUID.80000001H:ECX.PERFCTR_CORE. The first four alias the
+/// K7 registers.
 pub const PERF_CTL0: u32 = 0xC001_0200;
-/// PERF_CTRn (0xC0010201 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as
-/// the K7's.
+/// PERF_CTRn (0xC0010201 + 2n). Requires CPUID.80000001H:ECX.PERFCTR_CORE. The first four alias the
+/// K7 registers.
 pub const PERF_CTR0: u32 = 0xC001_0201;
-/// PerfCntrGlobalStatus (0xC0000300): CPUID.80000022H:EAX\[0\]. Writes are ignored.
+/// PerfCntrGlobalStatus (0xC0000300). Requires CPUID.80000022H:EAX\[0\]. Writes are ignored.
 pub const PERF_CNTR_GLOBAL_STATUS: u32 = 0xC000_0300;
-/// PerfCntrGlobalCtl (0xC0000301): CPUID.80000022H:EAX\[0\].
+/// PerfCntrGlobalCtl (0xC0000301). Requires CPUID.80000022H:EAX\[0\].
 pub const PERF_CNTR_GLOBAL_CTL: u32 = 0xC000_0301;
-/// PerfCntrGlobalStatusClr (0xC0000302): CPUID.80000022H:EAX\[0\]. Reads 0.
+/// PerfCntrGlobalStatusClr (0xC0000302). Requires CPUID.80000022H:EAX\[0\]. Reads as 0.
 pub const PERF_CNTR_GLOBAL_STATUS_CLR: u32 = 0xC000_0302;
-/// PerfCntrGlobalStatusSet (0xC0000303): CPUID.80000022H:EAX\[0\]. Reads 0.
+/// PerfCntrGlobalStatusSet (0xC0000303). Requires CPUID.80000022H:EAX\[0\]. Reads as 0.
 pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
 
-/// How many counters the K7 registers reach.
+/// Number of counters with K7 registers.
 const LEGACY_COUNTERS: u32 = 4;
 
-/// Bits of an event selector that are dropped: 63:36 (host-only and guest-only among them), 21 and 19.
+/// Event selector bits that ignore writes: 63:36 (including host-only and guest-only), 21 and 19.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFF0_0028_0000;
 
-/// Every address at which an AMD processor may have a PMU register, whether ours exist or not.
+/// All addresses at which an AMD processor may have a PMU register, including unimplemented ones.
 const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     // Lightweight profiling: LWP_CFG, LWP_CBADDR.
     0xC000_0105..=0xC000_0106,
-    // LBR_SELECT, DBG_EXTN_CFG: branch records of version 2.
+    // LBR_SELECT and DBG_EXTN_CFG of LBR version 2.
     0xC000_010E..=0xC000_010F,
     PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET,
     PERF_LEGACY_CTL0..=0xC001_0007,
@@ -48,7 +50,7 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     0xC001_0230..=0xC001_025F,
     // Performance timestamp.
     0xC001_0280..=0xC001_0280,
-    // LBR_FROM and LBR_TO 0 to 15 of version 2.
+    // LBR_FROM and LBR_TO 0 to 15 of LBR version 2.
     0xC001_0300..=0xC001_031F,
     // Memory controller counters.
     0xC001_0800..=0xC001_08FF,
@@ -56,7 +58,7 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     0xC001_1030..=0xC001_103D,
 ];
 
-/// The definition.
+/// AMD implementation of [`VendorOps`].
 #[derive(Debug)]
 pub(crate) struct Amd;
 
@@ -68,7 +70,7 @@ impl VendorOps for Amd {
             _ => None,
         };
         match msr.0 {
-            // Without a PMU the K7's registers still decode.
+            // The K7 registers still decode without a PMU.
             PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(Register::Absent),
             PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, Register::Selector),
             PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, Register::Counter),
@@ -95,7 +97,7 @@ impl VendorOps for Amd {
         }
     }
 
-    /// APM vol. 3, RDPMC: ECX is the number of the counter. The K7 has only its four.
+    /// APM vol. 3, RDPMC: ECX holds the counter number. The K7 has only four counters.
     fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
         if model.generation() == Generation::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;
@@ -110,13 +112,14 @@ impl VendorOps for Amd {
             Register::GlobalControl | Register::GlobalStatusReset | Register::GlobalStatusSet => {
                 Written::Store(value & model.counters_mask())
             }
-            // The global status ignores writes; the other roles are at no address of an AMD model.
+            // The global status ignores writes. The remaining registers have no address on AMD
+            // models.
             _ => Written::Dropped,
         }
     }
 
-    /// Everything 0, but the global control has a one for each counter, so that software which knows only the
-    /// selectors still counts.
+    /// Returns zero for all registers except the global control, which enables every counter, so
+    /// that software that only programs the selectors still counts.
     fn at_reset(&self, model: &Model) -> Registers {
         Registers {
             selectors: [0; MAX_GENERAL],
@@ -154,7 +157,7 @@ impl VendorOps for Amd {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// CPUID.80000022H:EAX\[2\] (freeze on PMI) is 0 in our models.
+    /// Returns `false`: all AMD models report CPUID.80000022H:EAX\[2\] (freeze on PMI) as 0.
     fn freeze(&self, _: &Model, _: &mut Registers) -> bool {
         false
     }
@@ -185,7 +188,7 @@ impl VendorOps for Amd {
         model.generation() == Generation::AmdV2
     }
 
-    /// APM vol. 2 §16.4: no entry of the local vector table is masked by a delivery.
+    /// Returns `false`: delivery does not mask any local vector table entry (APM vol. 2 §16.4).
     fn delivery_masks_lvtpc(&self) -> bool {
         false
     }

@@ -1,11 +1,10 @@
-//! Counting events made of perf-core events: one for each counter.
+//! [`PerfCoreEvents`]: counter events implemented with perf-core events, one per counter.
 //!
-//! Which driver counts for a request is decided elsewhere ([`Sources::choose`]). An event is opened when a
-//! counter is first enabled for a request, pinned and stopped, and kept: enabling, disabling and re-arming
-//! open nothing. Each time a counter is enabled the best way to count for it is tried first; where that one
-//! has no place the next counts meanwhile, if there is one. A counter also keeps the last few events it no
-//! longer counts, because guests that share their counters among more events than there are take turns
-//! between the same few.
+//! [`Sources::choose`] selects the drivers for a request. An event is opened, pinned and stopped,
+//! when a counter is first enabled for a request. Events are then kept, so enabling, disabling and
+//! re-arming a counter do not open events. Each enable tries the best candidate first and falls
+//! back to the next one if no slot is available. A counter also keeps its most recent events,
+//! because guests that multiplex events over few counters rotate through a small set.
 
 use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
@@ -19,26 +18,27 @@ use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 use crate::sources::Sources;
 
-/// Events a counter keeps besides the one it counts.
+/// Number of stopped events that a counter keeps in addition to its current event.
 const PARKED: usize = 3;
-/// Events that a counter has open at most, the one it counts among them; one of the host's is a descriptor.
+/// Maximum number of open events per counter, including the current one. Each host event uses one
+/// file descriptor.
 pub const EVENTS_OF_A_COUNTER: usize = PARKED + 1;
 
-/// One way to count for a request.
+/// Candidate backing for a request.
 #[derive(Debug)]
 struct Way {
     backing: Backing,
     attr: Attr,
-    /// Opened when first tried.
+    /// Opened on first use.
     handle: Option<Handle>,
 }
 
-/// Why a way does not count.
+/// Reason why a candidate does not count.
 #[derive(Debug)]
 enum No {
-    /// It may another time.
+    /// Temporary failure.
     Now(Lack),
-    /// The event cannot be counted in this form, ever.
+    /// Permanent failure: the event cannot be counted in this form.
     Never(OpenError),
 }
 
@@ -55,17 +55,16 @@ impl No {
     }
 }
 
-/// The ways to count for a request, best first, without those that never can.
+/// Candidates for a request in order of preference, without those that failed permanently.
 #[derive(Debug)]
 struct Open {
     request: EventRequest,
     ways: [Option<Way>; 2],
-    /// Which of them counts, or counted last.
+    /// Index of the candidate that is counting or counted last.
     using: usize,
 }
 
 impl Open {
-    /// The way in use.
     fn way(&self) -> Option<&Way> {
         self.ways[self.using].as_ref()
     }
@@ -74,7 +73,8 @@ impl Open {
         self.way()?.handle.as_ref()
     }
 
-    /// The levels at which the vCPU is stepped while this counts.
+    /// Returns the privilege levels at which the vCPU must be single-stepped while this event
+    /// counts.
     fn stepped_levels(&self) -> SteppedLevels {
         let stepped = self.way().is_some_and(|way| way.backing == Backing::Exact)
             && matches!(self.request.event, GuestEvent::Architectural(_));
@@ -84,7 +84,7 @@ impl Open {
         }
     }
 
-    /// The best way that may count.
+    /// Returns the backing of the best remaining candidate.
     fn backing(&self) -> Backing {
         self.ways
             .iter()
@@ -97,19 +97,19 @@ impl Open {
 #[derive(Debug, Default)]
 struct Slot {
     current: Option<Box<Open>>,
-    /// Stopped events, the one used last in front.
+    /// Stopped events, most recently used first.
     parked: [Option<Box<Open>>; PARKED],
-    /// A refusal of this counter's event was logged.
+    /// Set once a failure of this counter's event has been logged.
     warned: bool,
 }
 
 impl Slot {
-    /// The way in use.
     fn way(&self) -> Option<&Way> {
         self.current.as_ref()?.way()
     }
 
-    /// Puts the current event aside; the one that was unused for longest goes.
+    /// Parks the current event and drops the least recently used parked event if all slots are
+    /// full.
     fn park(&mut self) {
         if let Some(open) = self.current.take() {
             self.parked.rotate_right(1);
@@ -117,7 +117,7 @@ impl Slot {
         }
     }
 
-    /// Takes an event for `request` out of those put aside.
+    /// Removes and returns the parked event for `request`.
     fn unpark(&mut self, request: &EventRequest) -> Option<Box<Open>> {
         let at = self
             .parked
@@ -133,7 +133,7 @@ impl Slot {
     }
 }
 
-/// Privilege levels that are counted by single steps.
+/// Privilege levels that are counted by single-stepping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SteppedLevels {
     /// CPL 1 to 3.
@@ -143,30 +143,31 @@ pub struct SteppedLevels {
 }
 
 impl SteppedLevels {
-    /// Whether there is anything to step.
+    /// Returns whether any privilege level is single-stepped.
     pub const fn any(self) -> bool {
         self.user || self.kernel
     }
 }
 
-/// The counting events of one vCPU, on perf-core.
+/// Counter events of one vCPU, backed by perf-core.
 #[derive(Debug)]
 pub struct PerfCoreEvents {
     core: Core,
     session: Session,
     vcpu: VcpuId,
     context: Option<Arc<VcpuContext>>,
-    /// An event of the context failed, and it was not looked which.
+    /// Set when an event of the context has failed and [`CounterEvents::may_have_lost`] has not
+    /// reported the failure yet.
     unseen: bool,
     sources: Sources,
     slots: [Slot; MAX_COUNTERS],
-    /// Enabled counters that the single-stepper counts for, of CPL 1 to 3 and of CPL 0.
+    /// Masks of the enabled exact-backed counters that count at CPL 1 to 3 and at CPL 0.
     stepping_user: u64,
     stepping_kernel: u64,
 }
 
 impl PerfCoreEvents {
-    /// Events for `vcpu`, which must have been added to `core`.
+    /// Creates the counter events of `vcpu`, which must already exist in `core`.
     pub fn new(core: Core, vcpu: VcpuId, sources: Sources) -> Self {
         let session = core.session(0, Role::Guest);
         let context = core.vcpu(vcpu);
@@ -183,18 +184,19 @@ impl PerfCoreEvents {
         }
     }
 
-    /// The counter whose overflow perf-core reports with `cookie`; `None` for an event that is not a
-    /// counter's.
+    /// Returns the counter of the perf-core event with this `cookie`, or `None` if the event does
+    /// not back a counter.
     pub fn counter_of(cookie: u64) -> Option<CounterIndex> {
         CounterIndex::from_bit(u32::try_from(cookie).ok()?)
     }
 
-    /// Whether some counter that the single-stepper counts for is enabled: then the vCPU must be stepped.
+    /// Returns whether any enabled counter uses the exact backing, so that the vCPU must be
+    /// single-stepped.
     pub const fn needs_stepping(&self) -> bool {
         self.stepping_levels().any()
     }
 
-    /// The privilege levels at which enabled counters count by single steps.
+    /// Returns the privilege levels at which enabled counters require single-stepping.
     #[inline]
     pub const fn stepping_levels(&self) -> SteppedLevels {
         SteppedLevels {
@@ -203,7 +205,7 @@ impl PerfCoreEvents {
         }
     }
 
-    /// Whether some counter's present event is `event`, enabled or not.
+    /// Returns whether any counter, enabled or not, is programmed with `event`.
     pub fn counts(&self, event: ParavirtualEvent) -> bool {
         self.slots
             .iter()
@@ -211,23 +213,23 @@ impl PerfCoreEvents {
             .any(|open| open.request.event == GuestEvent::Paravirtual(event))
     }
 
-    /// The counter's present event. One that could not be opened yet has counted nothing; and handles are
-    /// closed only with their slot.
+    /// Returns the handle of the counter's current event, or `None` if the event has not been
+    /// opened.
     #[inline]
     fn of(&self, counter: CounterIndex) -> Option<&Handle> {
         self.slots[counter.slot()].current.as_ref()?.handle()
     }
 
-    /// An event failed while this thread enabled it: nobody need tell it. Others that may have failed at the
-    /// same time are looked for at the next entry.
+    /// Acknowledges a failure that this thread observed while it enabled an event, so that no kick
+    /// is needed. The next entry checks for other events that failed at the same time.
     fn seen_here(&mut self) {
         if let Some(context) = &self.context {
             self.unseen |= context.see_errors();
         }
     }
 
-    /// The ways to count for `request`. The best one that can is opened, so that those that never can are
-    /// known.
+    /// Returns the candidates for `request`. Opens the best candidate that does not fail
+    /// permanently and drops those that do.
     fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Open {
         let mut ways = [None, None];
         for (way, (backing, attr)) in ways.iter_mut().zip(self.sources.choose(request)) {
@@ -269,7 +271,7 @@ impl PerfCoreEvents {
     }
 }
 
-/// The way's event, opened now if it is not yet.
+/// Returns the handle of a candidate, and opens its event on first use.
 fn open_way<'w>(
     core: &Core,
     session: &Session,
@@ -290,7 +292,7 @@ fn open_way<'w>(
     way.handle.as_ref().ok_or(No::Now(Lack::Busy))
 }
 
-/// Starts an event, and says from which count; or leaves it stopped and says why.
+/// Starts an event and returns its current count. On failure the event stays disabled.
 fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, Lack> {
     let lack = match handle.start(overflow_in) {
         Ok(Ok(count)) => return Ok(count),

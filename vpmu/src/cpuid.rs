@@ -1,4 +1,4 @@
-//! What CPUID tells a guest of its PMU.
+//! CPUID leaves that describe the PMU to a guest.
 
 use crate::events::{ArchEvent, Backability};
 use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
@@ -9,18 +9,18 @@ pub use crate::host_pmu::{LEAF_AMD_PERFMON_V2, LEAF_ARCH_PERFMON};
 
 /// CPUID.01H:ECX.PDCM: IA32_PERF_CAPABILITIES (0x345) exists.
 const LEAF1_ECX_PDCM: u32 = 1 << 15;
-/// CPUID.01H:ECX: DTES64 (2) and DS-CPL (4), parts of the debug store.
+/// CPUID.01H:ECX.DTES64 (2) and DS-CPL (4), features of the debug store.
 const LEAF1_ECX_DEBUG_STORE: u32 = 1 << 2 | 1 << 4;
-/// CPUID.01H:EDX.DS: the debug store, which PEBS and BTS write to.
+/// CPUID.01H:EDX.DS: the debug store, used by PEBS and BTS.
 const LEAF1_EDX_DS: u32 = 1 << 21;
 /// CPUID.(07H,0):EBX: processor trace (25).
 const LEAF7_EBX_TRACE: u32 = 1 << 25;
 /// CPUID.(07H,0):EDX: hybrid (15) and architectural LBRs (19).
 const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
-/// CPUID.(07H,1):EAX: the extended performance monitoring leaf 23H exists.
+/// CPUID.(07H,1):EAX: leaf 23H (extended performance monitoring) exists.
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
-/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters
-/// (24), performance timestamp (27) and last-level-cache counters (28).
+/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge
+/// counters (24), performance timestamp (27) and last-level-cache counters (28).
 const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
 /// CPUID.80000008H:ECX: size of the performance timestamp.
 const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
@@ -29,7 +29,7 @@ const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
 const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::CoreCycles,
     ArchEvent::Instructions,
-    // Event 3CH/01H, which is not what fixed counter 2 counts.
+    // Event 3CH/01H, which differs from the event of fixed counter 2.
     ArchEvent::BusCycles,
     ArchEvent::CacheReferences,
     ArchEvent::CacheMisses,
@@ -39,8 +39,8 @@ const EBX_EVENTS: [ArchEvent; 8] = [
 ];
 
 impl Backability {
-    /// What leaf 0AH says that can be counted: EBX has a one for an event that cannot, and EAX\[31:24\] their
-    /// number.
+    /// Decodes the available events from CPUID leaf 0AH. EAX\[31:24\] is the length of the event
+    /// vector; a set bit in EBX marks an unavailable event.
     pub fn of_leaf_a(leaf: CpuidRegs) -> Self {
         EBX_EVENTS
             .into_iter()
@@ -53,8 +53,9 @@ impl Backability {
 }
 
 impl Model {
-    /// Leaves (and subleaf 0 of each) the guest's CPUID table must contain for this model to be found. A VMM
-    /// whose host lacks one adds it with zeros and passes it through [`Model::adjust_cpuid`] like the others.
+    /// Returns the leaves (subleaf 0 of each) that the guest's CPUID table must contain for the
+    /// guest to detect this model. If the host lacks a leaf, the VMM adds an all-zero entry and
+    /// passes it through [`Model::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             Generation::Off(_) => &[],
@@ -64,11 +65,11 @@ impl Model {
         }
     }
 
-    /// Turns one entry of the host's CPUID into the guest's: our PMU in, every other performance facility
-    /// out.
+    /// Adjusts one host CPUID entry for the guest: describes this model's PMU and hides all other
+    /// performance monitoring features.
     ///
-    /// The vendor's name in leaf 0 is the VMM's to set, from [`Model::vendor`]. `backability` marks what will
-    /// not count, where the vendor's CPUID has a bit for that.
+    /// The VMM sets the vendor string in leaf 0 from [`Model::vendor`]. Events that are missing
+    /// from `backability` are reported as unavailable if the vendor's CPUID can express this.
     pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: Backability) {
         let version = self.intel_version();
         match (leaf, subleaf) {
@@ -114,9 +115,10 @@ impl Model {
         }
     }
 
-    /// CPUID.0AH. EAX: version, counters, width, length of the event vector. EBX: 1 for an event that is not
-    /// available. ECX: bitmap of fixed counters (version 5). EDX: run of fixed counters, their width,
-    /// AnyThread deprecated (from version 2).
+    /// Fills CPUID.0AH. EAX: version, number and width of general-purpose counters, length of the
+    /// event vector. EBX: 1 for each unavailable event. ECX: bitmap of fixed counters (version 5).
+    /// EDX (from version 2): number of contiguous fixed counters, their width, AnyThread
+    /// deprecation.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "one bit for each of a handful of events"
@@ -126,7 +128,7 @@ impl Model {
         if version == 0 {
             return CpuidRegs::default();
         }
-        // The eighth architectural event came with version 5's fixed counter 3.
+        // The eighth architectural event was introduced with version 5's fixed counter 3.
         let vector_length = if self.fixed_bitmap() & 0b1000 != 0 { 8 } else { 7 };
         let unavailable = EBX_EVENTS[..vector_length]
             .iter()
@@ -178,7 +180,7 @@ mod tests {
     #[test]
     fn leaf_a_has_the_fields_of_its_version() {
         let clock = Backability::CLOCK;
-        // Instructions, cache and branch events cannot be counted by the clock.
+        // The clock backing cannot count instructions, cache events or branches.
         let v2 = leaf(&Model::INTEL, 0xA, 0, clock, ONES);
         assert_eq!(
             v2,

@@ -1,7 +1,7 @@
-//! What a counter is asked to count, and what that means.
+//! Guest events: decoding of event selectors and the backing types that can count them.
 //!
-//! A guest names an event by numbers (event select, unit mask, or a fixed counter). [`GuestEvent`] is the
-//! meaning of the numbers; the choice of a backing starts from it.
+//! A guest selects an event by number (event select and unit mask, or a fixed counter).
+//! [`GuestEvent`] is the decoded event, from which the backing is chosen.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,12 +16,12 @@ pub struct EventSelect(pub u16);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitMask(pub u8);
 
-/// Event select of the paravirtual events on an Intel model (no Intel processor uses it).
+/// Event select of the paravirtual events on Intel models. Unused by Intel processors.
 pub const PARAVIRTUAL_SELECT_INTEL: EventSelect = EventSelect(0xFF);
-/// Event select of the paravirtual events on an AMD model (no AMD processor uses it).
+/// Event select of the paravirtual events on AMD models. Unused by AMD processors.
 pub const PARAVIRTUAL_SELECT_AMD: EventSelect = EventSelect(0xFFF);
 
-/// An event whose meaning does not depend on the processor's generation.
+/// Event with the same meaning on every processor generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ArchEvent {
@@ -41,7 +41,7 @@ pub enum ArchEvent {
     BranchMisses,
     /// Branches retired that were taken.
     TakenBranches,
-    /// Branches retired that go by a condition, taken or not.
+    /// Conditional branches retired, taken or not.
     ConditionalBranches,
     /// Instructions retired that load from memory.
     Loads,
@@ -49,13 +49,13 @@ pub enum ArchEvent {
     Stores,
     /// Issue slots for the top-down method.
     TopdownSlots,
-    /// Cycles at a constant frequency while not halted, of a clock that each processor chooses: the core
-    /// crystal's, the bus's or the TSC's.
+    /// Cycles at a constant frequency while not halted. The clock is model-specific: the core
+    /// crystal clock, the bus clock or the TSC.
     BusCycles,
 }
 
 impl ArchEvent {
-    /// Every event, for tables and checks.
+    /// All architectural events.
     pub const ALL: [Self; 13] = [
         Self::CoreCycles,
         Self::RefCycles,
@@ -72,7 +72,7 @@ impl ArchEvent {
         Self::BusCycles,
     ];
 
-    /// The name `perf list` users know.
+    /// Returns the event name used by `perf list`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::CoreCycles => "cycles",
@@ -91,10 +91,10 @@ impl ArchEvent {
         }
     }
 
-    /// Whether a PMU of another vendor that has an event of this name counts the same.
+    /// Returns whether PMUs of all vendors count the same for this event.
     ///
-    /// The last level cache of one vendor's events is the second level of the other's, and the clock of the
-    /// bus cycles is each processor's own.
+    /// The last-level cache events of one vendor refer to the second-level cache on the other, and
+    /// the clock of bus cycles is model-specific.
     pub const fn means_the_same_everywhere(self) -> bool {
         !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
@@ -104,25 +104,25 @@ impl ArchEvent {
     }
 }
 
-/// What the host did to a vCPU, offered to the guest as events of its own.
+/// Host-side vCPU event that is offered to the guest as a PMU event.
 ///
-/// The number of each is its unit mask, under event select 0xFF (Intel) or 0xFFF (AMD).
+/// The discriminant is the unit mask, under event select 0xFF (Intel) or 0xFFF (AMD).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ParavirtualEvent {
-    /// Exits from guest mode.
+    /// VM exits.
     VmExits = 1,
     /// Exits to user space for port I/O.
     IoExits = 2,
     /// Exits to user space for memory-mapped I/O.
     MmioExits = 3,
-    /// Times the vCPU executed HLT and left guest mode.
+    /// HLT instructions that caused an exit.
     Halts = 4,
-    /// Page faults of the host on the guest's memory.
+    /// Host page faults on guest memory.
     HostPageFaults = 5,
     /// Context switches of the vCPU thread.
     HostContextSwitches = 6,
-    /// Moves of the vCPU thread to another host CPU.
+    /// Migrations of the vCPU thread to another host CPU.
     HostMigrations = 7,
     /// Interrupts injected.
     IrqInjections = 8,
@@ -130,14 +130,14 @@ pub enum ParavirtualEvent {
     NmiInjections = 9,
     /// Exits to user space for RDMSR and WRMSR.
     MsrExits = 10,
-    /// Nanoseconds the vCPU was ready to run and waited for a host CPU.
+    /// Steal time, in nanoseconds: time in which the vCPU was runnable but waited for a host CPU.
     StealNs = 11,
-    /// Nanoseconds in which at least one counter that the guest has enabled was not counted.
+    /// Uncounted time, in nanoseconds, of at least one counter that the guest has enabled.
     UncountedNs = 12,
 }
 
 impl ParavirtualEvent {
-    /// Every event, in the order of the unit masks.
+    /// All paravirtual events, ordered by unit mask.
     pub const ALL: [Self; 12] = [
         Self::VmExits,
         Self::IoExits,
@@ -153,17 +153,17 @@ impl ParavirtualEvent {
         Self::UncountedNs,
     ];
 
-    /// The event with this unit mask.
+    /// Returns the event with this unit mask.
     pub fn from_umask(umask: UnitMask) -> Option<Self> {
         Self::ALL.into_iter().find(|event| event.umask() == umask)
     }
 
-    /// Its unit mask.
+    /// Returns the unit mask of the event.
     pub const fn umask(self) -> UnitMask {
         UnitMask(self as u8)
     }
 
-    /// What it counts, in one line.
+    /// Returns a one-line description of the event.
     pub const fn description(self) -> &'static str {
         match self {
             Self::VmExits => "Exits from guest mode",
@@ -181,7 +181,7 @@ impl ParavirtualEvent {
         }
     }
 
-    /// Its name in our `perf` event files.
+    /// Returns the event name used in the `perf` event files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::VmExits => "vm-exits",
@@ -200,7 +200,7 @@ impl ParavirtualEvent {
     }
 }
 
-/// The paravirtual events as an argument of `perf stat -e` in a guest whose model is `vendor`'s.
+/// Formats the paravirtual events as an argument of `perf stat -e` for a guest PMU of `vendor`.
 pub fn perf_event_list(vendor: Vendor) -> String {
     let select = paravirtual_select(vendor).0;
     let terms = ParavirtualEvent::ALL.map(|event| {
@@ -213,7 +213,7 @@ pub fn perf_event_list(vendor: Vendor) -> String {
     terms.join(",") + "\n"
 }
 
-/// The paravirtual events in the format of perf's own event tables (JSON).
+/// Formats the paravirtual events as a perf event table (JSON) for a guest PMU of `vendor`.
 pub fn perf_event_table(vendor: Vendor) -> String {
     let select = paravirtual_select(vendor).0;
     let entries = ParavirtualEvent::ALL.map(|event| {
@@ -228,7 +228,7 @@ pub fn perf_event_table(vendor: Vendor) -> String {
     format!("[\n{}\n]\n", entries.join(",\n"))
 }
 
-/// Event select of the paravirtual events on a model of `vendor`.
+/// Returns the event select of the paravirtual events on models of `vendor`.
 pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
     match vendor {
         Vendor::Intel => PARAVIRTUAL_SELECT_INTEL,
@@ -236,14 +236,14 @@ pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
     }
 }
 
-/// The meaning of the numbers in a selector.
+/// Decoded event of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GuestEvent {
-    /// One of the events every backing knows by name.
+    /// Architectural event, which every backing identifies by name.
     Architectural(ArchEvent),
-    /// One of our own.
+    /// Paravirtual event.
     Paravirtual(ParavirtualEvent),
-    /// Anything else: only a host PMU of the same vendor can count it.
+    /// Any other event. Only a host PMU of the same vendor can count a raw event.
     Raw,
 }
 
@@ -257,43 +257,43 @@ impl fmt::Display for GuestEvent {
     }
 }
 
-/// Which event, as the guest wrote it.
+/// Event number as programmed by the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Selection {
-    /// A general-purpose counter's event select and unit mask.
+    /// Event select and unit mask of a general-purpose counter.
     General(EventSelect, UnitMask),
-    /// The fixed counter of this number, whose event cannot be chosen.
+    /// Number of a fixed counter, whose event is not programmable.
     Fixed(u8),
 }
 
-/// Everything a backing must know to count for a counter. Two equal requests count the same.
+/// Complete description of what a counter counts. Equal requests produce equal counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct EventRequest {
-    /// Whose numbers `selection` are.
+    /// Vendor that defines the event numbers in `selection`.
     pub vendor: Vendor,
-    /// The numbers.
+    /// Programmed event number.
     pub selection: Selection,
-    /// Their meaning.
+    /// Decoded event.
     pub event: GuestEvent,
     /// Count at CPL 1 to 3.
     pub user: bool,
     /// Count at CPL 0.
     pub kernel: bool,
-    /// Count rising edges of the condition instead of the cycles it lasts.
+    /// Edge detect: count rising edges of the condition instead of cycles.
     pub edge: bool,
     /// Invert the comparison with `cmask`.
     pub invert: bool,
-    /// Count cycles in which at least this many events happened; 0: count the events.
+    /// Counter mask: count cycles with at least this many events. 0 counts events.
     pub cmask: u8,
-    /// Count inside transactions only (Intel).
+    /// Count inside transactions only (Intel IN_TX).
     pub in_transaction: bool,
-    /// Count what happened in transactions that were aborted not at all (Intel).
+    /// Exclude counts of aborted transactions (Intel IN_TXCP).
     pub checkpointed: bool,
 }
 
 impl EventRequest {
-    /// The request of a general-purpose counter whose selector is `config`, as `perf_event_attr.config` of a
-    /// raw event has it, at every privilege level: the reverse of [`EventRequest::raw_config`].
+    /// Creates the request of a general-purpose counter from the `perf_event_attr.config` value of
+    /// a raw event, at all privilege levels. Inverse of [`EventRequest::raw_config`].
     #[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
     pub fn from_raw_config(vendor: Vendor, config: u64) -> Self {
         let select = match vendor {
@@ -315,8 +315,8 @@ impl EventRequest {
         }
     }
 
-    /// The selector as `perf_event_attr.config` of a raw event has it on a host of the same vendor; `None`
-    /// for a fixed counter.
+    /// Returns the selector as the `perf_event_attr.config` value of a raw event on a host of the
+    /// same vendor, or `None` for a fixed counter.
     pub const fn raw_config(&self) -> Option<u64> {
         let Selection::General(select, umask) = self.selection else {
             return None;
@@ -329,32 +329,34 @@ impl EventRequest {
                 | (self.edge as u64) << 18
                 | (self.invert as u64) << 23
                 | (self.cmask as u64) << 24
-                // Bits of AMD's event select, whose requests have neither.
+                // AMD uses bits 33:32 for the event select. AMD requests set neither flag.
                 | (self.in_transaction as u64) << 32
                 | (self.checkpointed as u64) << 33,
         )
     }
 
-    /// Whether the request changes *how* its event is counted: an edge, an inversion, a threshold, or by
-    /// transactions. Only hardware can do that, cycle by cycle.
+    /// Returns whether the request uses edge detect, inversion, a counter mask or transaction
+    /// filters. Only hardware can evaluate these modifiers, which apply to individual cycles.
     pub const fn is_modified(&self) -> bool {
         self.edge || self.invert || self.cmask > 0 || self.in_transaction || self.checkpointed
     }
 }
 
-/// The event selects of [`decode`] that have architectural events, of either vendor.
+/// Event selects for which [`decode`] returns architectural events on at least one vendor.
 pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
     0x29, 0x2E, 0x3C, 0x76, 0xA4, 0xC0, 0xC2, 0xC3, 0xC4, 0xC5, 0xD0, 0xD1, 0x120,
 ];
 
-/// Meaning of an event select and unit mask.
+/// Decodes an event select and unit mask.
 ///
-/// Intel: SDM vol. 3 "Pre-defined Architectural Performance Events"; taken branches, loads and stores
-/// are BR_INST_RETIRED.NEAR_TAKEN and MEM_INST_RETIRED.ALL_LOADS/ALL_STORES, the same numbers since Haswell.
-/// Conditional branches are BR_INST_RETIRED.COND since Ice Lake: both of those that were taken (0x01) and
-/// those that were not (0x10). Before Ice Lake 0x01 alone was all of them, so the two together are as well.
-/// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1, PMCx029,
-/// PMCx120.
+/// Intel: SDM vol. 3 "Pre-defined Architectural Performance Events". Taken branches, loads and
+/// stores are BR_INST_RETIRED.NEAR_TAKEN and MEM_INST_RETIRED.ALL_LOADS/ALL_STORES, with unchanged
+/// numbers since Haswell. Conditional branches are BR_INST_RETIRED.COND since Ice Lake, the sum of
+/// taken (0x01) and not taken (0x10). Before Ice Lake, 0x01 alone counted all conditional branches,
+/// so the union of both masks has the same meaning there.
+///
+/// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1,
+/// PMCx029, PMCx120.
 pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEvent {
     use ArchEvent::*;
     let arch = match (vendor, select.0, umask.0) {
@@ -381,8 +383,8 @@ pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEven
     GuestEvent::Architectural(arch)
 }
 
-/// Meaning of Intel's fixed counter `n` (SDM vol. 3, "Association of Fixed-Function Performance Counters with
-/// Architectural Performance Events").
+/// Returns the event of Intel's fixed counter `n` (SDM vol. 3, "Association of Fixed-Function
+/// Performance Counters with Architectural Performance Events").
 pub const fn decode_fixed(n: u32) -> GuestEvent {
     match n {
         0 => GuestEvent::Architectural(ArchEvent::Instructions),
@@ -393,22 +395,22 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
     }
 }
 
-/// Which architectural events the chosen backing can count on this host. The VMM finds it out; the guest's
-/// CPUID says it.
+/// Set of architectural events that the chosen backing can count on this host. The VMM determines
+/// the set and reports it in the guest's CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backability(u16);
 
 impl Backability {
-    /// Nothing can be counted.
+    /// The empty set.
     pub const NONE: Self = Self(0);
-    /// Everything can be counted.
+    /// All architectural events.
     pub const ALL: Self = Self((1 << ArchEvent::ALL.len()) - 1);
-    /// What the clock backing counts.
+    /// Events of the clock backing.
     pub const CLOCK: Self = Self::NONE
         .with(ArchEvent::CoreCycles)
         .with(ArchEvent::RefCycles)
         .with(ArchEvent::BusCycles);
-    /// What the exact backing counts. Cycles are its retired instructions.
+    /// Events of the exact backing, which counts retired instructions for cycle events.
     pub const EXACT: Self = Self::CLOCK
         .with(ArchEvent::Instructions)
         .with(ArchEvent::Branches)
@@ -417,19 +419,19 @@ impl Backability {
         .with(ArchEvent::Loads)
         .with(ArchEvent::Stores);
 
-    /// The same and `event`.
+    /// Returns the set with `event` added.
     #[must_use]
     pub const fn with(self, event: ArchEvent) -> Self {
         Self(self.0 | event.bit())
     }
 
-    /// What both have.
+    /// Returns the intersection of both sets.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Whether `event` can be counted.
+    /// Returns whether the set contains `event`.
     pub const fn has(self, event: ArchEvent) -> bool {
         self.0 & event.bit() != 0
     }
@@ -441,21 +443,22 @@ impl FromIterator<ArchEvent> for Backability {
     }
 }
 
-/// `--backing`: who may count for the guest's counters. The paravirtual events work with every policy.
+/// Value of `--backing`: the backings that may count for guest counters. Paravirtual events are
+/// available with every policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BackingPolicy {
-    /// The host's PMU where it has one, else the clock.
+    /// Host PMU if available, otherwise the clock.
     #[default]
     Auto,
-    /// The host's PMU only.
+    /// Host PMU only.
     Hardware,
-    /// The clock only, also where the host has a PMU.
+    /// Clock only, even if the host has a PMU.
     Clock,
-    /// The single-stepper.
+    /// Exact backing (single-stepping).
     Exact,
-    /// KVM's own vPMU: its registers are KVM's, and nothing here counts.
+    /// KVM's own vPMU, which then emulates the registers instead of this crate.
     Kvm,
-    /// Nothing: registers only.
+    /// No backing: registers are emulated but do not count.
     None,
 }
 
@@ -475,39 +478,39 @@ impl FromStr for BackingPolicy {
     }
 }
 
-/// `--backing` names no policy.
+/// Error returned for an unknown `--backing` value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("unknown backing \"{0}\": choose auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownPolicy(String);
 
-/// Who counts for a counter.
+/// Mechanism that counts for a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Backing {
-    /// A hardware event of the host.
+    /// Host hardware event.
     Hardware,
-    /// The vCPU's run time scaled to cycles.
+    /// vCPU run time scaled to cycles.
     Clock,
-    /// The single-stepper, which decodes each instruction.
+    /// Single-stepping with instruction decoding.
     Exact,
-    /// A software event of the host's kernel.
+    /// Host kernel software event.
     Software,
-    /// A KVM statistic.
+    /// KVM statistic.
     KvmStat,
     /// KVM's own vPMU.
     Kvm,
-    /// Nobody: the counter stays where it is.
+    /// No backing: the counter value does not change.
     None,
 }
 
 impl Backing {
-    /// Whether an event of this backing counts on while its counter pauses: to stop and start it costs system
-    /// calls, and to let it count nothing.
+    /// Returns whether events of this backing keep counting while their counter is paused. Stopping
+    /// and restarting such an event costs system calls, and it counts nothing during a pause.
     #[inline]
     pub const fn counts_through_pauses(self) -> bool {
         matches!(self, Self::Hardware)
     }
 
-    /// The word used in reports.
+    /// Returns the backing's name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Hardware => "hardware",

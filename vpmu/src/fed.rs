@@ -1,11 +1,11 @@
-//! Numbers of the counts that a VMM feeds to perf-core itself, for [`perf_core::pmu::fed::FedCounts`].
+//! Selector numbers of the counts that the VMM feeds to [`perf_core::pmu::fed::FedCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 
-/// How many selectors a vCPU's fed counts need.
+/// Number of selectors for the fed counts of one vCPU.
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
-/// What the exact backing counts, in the order of its selectors.
+/// Architectural events of the exact backing, in selector order.
 pub const EXACT: [ArchEvent; 6] = [
     ArchEvent::Instructions,
     ArchEvent::Branches,
@@ -15,7 +15,8 @@ pub const EXACT: [ArchEvent; 6] = [
     ArchEvent::Stores,
 ];
 
-/// Selector of what the single-stepper counts. Cycles of all kinds are retired instructions there.
+/// Returns the selector of an event that the exact backing counts, or `None` for other events. The
+/// exact backing counts retired instructions for every cycle event.
 pub fn exact(event: ArchEvent) -> Option<usize> {
     let counted = match event {
         ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => ArchEvent::Instructions,
@@ -24,7 +25,7 @@ pub fn exact(event: ArchEvent) -> Option<usize> {
     EXACT.iter().position(|&e| e == counted)
 }
 
-/// Selector of a paravirtual event that the VMM counts.
+/// Returns the selector of a paravirtual event that the VMM counts.
 pub fn paravirtual(event: ParavirtualEvent) -> usize {
     EXACT.len() + usize::from(event.umask().0) - 1
 }

@@ -1,9 +1,8 @@
-//! Which events a guest may count.
+//! Event filter: selects the events that a guest may count.
 //!
-//! The rules are a list of event selects and unit masks that are allowed (all others denied) or denied (all
-//! others allowed), with masked entries and exceptions, and a bitmap that alone decides for the fixed
-//! counters. A denied event does not fault: its counter stays where it is. `docs/reference/event-filter.md`
-//! has the file format.
+//! A filter is an allowlist or a denylist of event selects and unit masks, with masked entries and
+//! exclusions. A separate bitmap controls the fixed counters. A denied event does not fault; its
+//! counter keeps its value. `docs/reference/event-filter.md` describes the file format.
 
 use std::path::Path;
 
@@ -16,75 +15,75 @@ use crate::events::{
 use crate::index::MAX_FIXED;
 use crate::names::Vendor;
 
-/// Most entries of a filter.
+/// Maximum number of filter entries.
 pub const MAX_ENTRIES: usize = 4096;
-/// Largest filter file, in bytes.
+/// Maximum size of a filter file, in bytes.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// What happens to the events a filter lists.
+/// Effect of a filter on the events that it lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
-    /// They may be counted, and no others.
+    /// Allow listed events and deny all others.
     Allow,
-    /// They may not be counted; all others may.
+    /// Deny listed events and allow all others.
     Deny,
 }
 
-/// One entry as it is written. The unit mask is given either exactly (`umask`) or by `umask-mask` and
-/// `umask-match`; with neither, every unit mask of the event select is meant.
+/// Filter entry as given in the file. The unit mask is matched exactly (`umask`) or by `umask-mask`
+/// and `umask-match`. Without either, the entry matches all unit masks of the event select.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct EntrySpec {
     /// Event select, 0 to 0xFFF.
     pub select: u64,
-    /// Exactly this unit mask, 0 to 0xFF.
+    /// Exact unit mask, 0 to 0xFF.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask: Option<u64>,
-    /// Bits of the unit mask that are compared.
+    /// Bits of the unit mask to compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_mask: Option<u64>,
-    /// What the compared bits must be.
+    /// Expected value of the compared bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_match: Option<u64>,
-    /// The entry takes events out of the list that other entries put in.
+    /// Excludes events that other entries list.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub exclude: bool,
 }
 
-/// A filter as it is written.
+/// Event filter as given in the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterSpec {
-    /// What happens to the listed events.
+    /// Effect on the listed events.
     pub action: Action,
-    /// Bit n: fixed counter n is listed.
+    /// Bitmap of listed fixed counters: bit n is fixed counter n.
     #[serde(default)]
     pub fixed_counters: u64,
-    /// The list for general-purpose counters.
+    /// Entries for general-purpose counters.
     #[serde(default)]
     pub events: Vec<EntrySpec>,
 }
 
-/// Why a filter cannot be used. Each message is one line, which does not name the file: whoever knows why it
-/// is read does.
+/// Error returned for an unusable filter. Each message is one line and does not include the file
+/// name, which the caller adds.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FilterError {
-    /// The file cannot be read.
+    /// Failed to read the file.
     #[error("cannot read the event filter")]
     Read(#[source] std::io::Error),
-    /// The file is too large to be a filter.
+    /// File exceeds [`MAX_FILE_BYTES`].
     #[error(
         "the event filter has {0} bytes: at most {MAX_FILE_BYTES} are read; shorten it with masked entries"
     )]
     TooLarge(u64),
-    /// It is not TOML, or has unknown or missing fields.
+    /// Invalid TOML, or an unknown or missing field.
     #[error("line {line} of the event filter: {message}")]
     Syntax {
         /// Line number, from 1.
         line: usize,
-        /// What the parser says.
+        /// Message of the parser.
         message: String,
     },
     /// Too many entries.
@@ -92,49 +91,49 @@ pub enum FilterError {
         "the event filter has {0} entries: at most {MAX_ENTRIES} are possible; join some with umask-mask and umask-match"
     )]
     TooManyEntries(usize),
-    /// A field is out of range.
+    /// Field value out of range.
     #[error(
         "entry {entry} of the event filter: {field} = {value:#x} is out of range, the highest is {limit:#x}; correct the entry"
     )]
     OutOfRange {
-        /// Which entry, from 1.
+        /// Number of the entry, from 1.
         entry: usize,
-        /// Which field.
+        /// Field name.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: u64,
-        /// The highest possible.
+        /// Maximum value.
         limit: u64,
     },
-    /// The unit mask is given twice, or half.
+    /// Unit mask given both exactly and by mask, or `umask-mask` or `umask-match` given alone.
     #[error("entry {0} of the event filter: give either umask, or umask-mask together with umask-match")]
     UnitMask(usize),
-    /// The entry can match nothing.
+    /// An entry that cannot match any unit mask.
     #[error(
         "entry {0} of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them"
     )]
     NeverMatches(usize),
-    /// The bitmap has bits no fixed counter has.
+    /// Bitmap with bits of nonexistent fixed counters.
     #[error(
         "fixed-counters = {0:#x} of the event filter: there are {MAX_FIXED} fixed counters, bits 0 to 3; clear the others"
     )]
     FixedCounters(u64),
 }
 
-/// One checked entry.
+/// Validated filter entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     /// Event select, 12 bits.
     pub select: u16,
-    /// Bits of the unit mask that are compared.
+    /// Bits of the unit mask to compare.
     pub mask: u8,
-    /// What they must be.
+    /// Expected value of the compared bits.
     pub matches: u8,
-    /// It takes events out of the list that others put in.
+    /// Excludes events that other entries list.
     pub exclude: bool,
 }
 
-/// A filter, checked and ready for use. Asking it allocates nothing.
+/// Validated event filter. Lookups do not allocate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventFilter {
     action: Action,
@@ -144,7 +143,7 @@ pub struct EventFilter {
 }
 
 impl EventFilter {
-    /// A filter that denies nothing.
+    /// Returns a filter that allows all events.
     pub fn allow_all() -> Self {
         Self {
             action: Action::Deny,
@@ -153,8 +152,8 @@ impl EventFilter {
         }
     }
 
-    /// Allows the architectural events of a vendor, on any counter, and nothing else: what a tenant of a
-    /// shared host needs to find where its own programs spend their time.
+    /// Returns a filter that allows only the architectural events of a vendor, on any counter.
+    /// Sufficient for a tenant of a shared host to profile its own programs.
     #[must_use]
     pub fn architectural(vendor: Vendor) -> Self {
         let architectural = |select: u16, umask: u8| {
@@ -181,7 +180,7 @@ impl EventFilter {
         }
     }
 
-    /// The same without the paravirtual events of a vendor's model, whatever the filter says of them.
+    /// Returns this filter with the paravirtual events of the vendor's models denied.
     #[must_use]
     pub fn without_paravirtual(self, vendor: Vendor) -> Self {
         let select = paravirtual_select(vendor).0;
@@ -201,10 +200,10 @@ impl EventFilter {
         }
     }
 
-    /// Checks a written filter.
+    /// Validates a filter specification.
     ///
     /// # Errors
-    /// [`FilterError`] names the entry, the limit and the remedy.
+    /// Returns a [`FilterError`] that names the entry, the limit and the remedy.
     #[expect(clippy::cast_possible_truncation, reason = "checked above")]
     pub fn new(spec: &FilterSpec) -> Result<Self, FilterError> {
         if spec.events.len() > MAX_ENTRIES {
@@ -226,16 +225,16 @@ impl EventFilter {
         })
     }
 
-    /// Reads the TOML text of a filter.
+    /// Parses a filter from TOML text.
     ///
     /// # Errors
-    /// [`FilterError`] on bad syntax, unknown fields and values out of range.
+    /// Returns a [`FilterError`] for invalid syntax, unknown fields and values out of range.
     pub fn from_toml(text: &str) -> Result<Self, FilterError> {
         let spec = toml::from_str::<FilterSpec>(text).map_err(|error| {
             let at = error.span().map_or(0, |span| span.start.min(text.len()));
             FilterError::Syntax {
                 line: text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count() + 1,
-                // The parser may repeat the user's text and break lines.
+                // The parser's message may repeat user input and contain line breaks.
                 message: error
                     .message()
                     .split_whitespace()
@@ -249,27 +248,28 @@ impl EventFilter {
         Self::new(&spec)
     }
 
-    /// Reads a filter file.
+    /// Reads and parses a filter file.
     ///
     /// # Errors
-    /// [`FilterError`] when the file cannot be read or its text is no filter.
+    /// Returns a [`FilterError`] if the file cannot be read or its text is not a valid filter.
     pub fn from_file(path: &Path) -> Result<Self, FilterError> {
         Self::from_opened(path, std::fs::File::open(path))
     }
 
-    /// Likewise of what `path` was opened as, by whoever opens files in another way than
-    /// [`std::fs::File::open`], which waits at a pipe that nobody writes to.
+    /// Reads a filter from the result of opening `path`. For callers that must not block when
+    /// opening a pipe, as [`std::fs::File::open`] does.
     ///
     /// # Errors
-    /// [`FilterError`] when the file could not be opened, cannot be read, or its text is no filter.
+    /// Returns a [`FilterError`] if the file could not be opened, cannot be read, or its text is
+    /// not a valid filter.
     pub fn from_opened(
         path: &Path,
         opened: std::io::Result<impl std::io::Read>,
     ) -> Result<Self, FilterError> {
         use std::io::Read;
         let mut text = String::new();
-        // One byte more than is allowed tells a file that is too large, even one whose size is not known
-        // beforehand.
+        // Reads one byte beyond the limit to detect oversized files, even if the size is not known
+        // in advance.
         opened
             .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
             .map_err(FilterError::Read)?;
@@ -280,7 +280,7 @@ impl EventFilter {
         Self::from_toml(&text)
     }
 
-    /// Whether a counter may count what its selector asks for.
+    /// Returns whether the filter allows the event that a counter selects.
     pub fn allows(&self, selection: Selection) -> bool {
         let listed = match selection {
             Selection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
@@ -289,8 +289,9 @@ impl EventFilter {
         listed == (self.action == Action::Allow)
     }
 
-    /// The architectural events of a vendor that some counter may count, general or fixed: a guest that is
-    /// told of others reads 0 where nobody counted.
+    /// Returns the architectural events of a vendor that are allowed on at least one
+    /// general-purpose or fixed counter. A guest would read a misleading zero for any other event
+    /// that CPUID offers.
     #[must_use]
     pub fn leaves(&self, vendor: Vendor) -> Backability {
         let general = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
@@ -315,22 +316,23 @@ impl EventFilter {
         general.chain(fixed).filter_map(counted).collect()
     }
 
-    /// What happens to the listed events.
+    /// Returns the action for listed events.
     pub fn action(&self) -> Action {
         self.action
     }
 
-    /// Bit n: fixed counter n is listed.
+    /// Returns the bitmap of listed fixed counters.
     pub fn fixed_counters(&self) -> u8 {
         self.fixed_counters
     }
 
-    /// The list for general-purpose counters, by event select and without doubles.
+    /// Returns the entries for general-purpose counters, sorted by event select and without
+    /// duplicates.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Whether some entry puts the event in and none takes it out.
+    /// Returns whether an entry lists the event and no entry excludes it.
     pub fn lists(&self, select: u16, umask: UnitMask) -> bool {
         let first = self.entries.partition_point(|entry| entry.select < select);
         let mut included = false;
@@ -390,7 +392,7 @@ mod tests {
     use super::*;
     use crate::events::ArchEvent;
 
-    /// Of all numbers that a counter can be programmed with.
+    /// Iterates over all event selects and unit masks that can be programmed.
     fn general_events() -> impl Iterator<Item = (u16, u8)> {
         (0..=0xFFF).flat_map(|select| (0..=u8::MAX).map(move |umask| (select, umask)))
     }
@@ -474,8 +476,8 @@ mod tests {
 
     #[test]
     fn the_bitmap_alone_decides_for_fixed_counters() {
-        // Instructions are allowed on general-purpose counters, but not on fixed counter 0, which counts the
-        // same.
+        // The filter allows instructions on general-purpose counters, but not on fixed counter 0,
+        // which counts the same event.
         let filter = EventFilter::from_toml(
             "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0xC0, umask = 0 }]",
         )

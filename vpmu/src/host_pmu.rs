@@ -1,8 +1,8 @@
-//! CPUID's registers, and what the host's CPUID says of its PMU.
+//! CPUID register values and detection of the host PMU from CPUID.
 
 use crate::names::{Generation, Vendor};
 
-/// The four registers CPUID fills.
+/// Output registers of the CPUID instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuidRegs {
     /// EAX.
@@ -15,7 +15,7 @@ pub struct CpuidRegs {
     pub edx: u32,
 }
 
-/// Executes CPUID for a leaf and subleaf.
+/// Function that executes CPUID for a leaf and a subleaf.
 pub type CpuidReader<'a> = dyn FnMut(u32, u32) -> CpuidRegs + 'a;
 
 /// Architectural performance monitoring leaf. Intel SDM vol. 2, CPUID.
@@ -28,22 +28,22 @@ pub(crate) const EXT1_ECX_PERFCTR_CORE: u32 = 1 << 23;
 /// CPUID.80000022H:EAX: performance monitoring version 2.
 pub(crate) const EXT22_EAX_PERFMON_V2: u32 = 1;
 
-/// The PMU the host's CPUID shows.
+/// Properties of the host PMU as reported by CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostPmu {
-    /// Its generation; versions above 5 are shown as 5, which they contain.
+    /// PMU generation. Versions above 5 are reported as 5, which they are compatible with.
     pub generation: Generation,
-    /// General-purpose counters.
+    /// Number of general-purpose counters.
     pub general: u32,
-    /// Bit n: fixed counter n.
+    /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
     pub fixed_bitmap: u32,
-    /// Width in bits.
+    /// Counter width in bits.
     pub width: u32,
 }
 
 impl HostPmu {
-    /// The vendor whose manual the host follows. Anything that does not call itself AMD's or Hygon's is taken
-    /// for Intel's.
+    /// Returns the vendor whose PMU the host implements. All processors other than AMD and Hygon
+    /// count as Intel.
     pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
         let leaf = host(0, 0);
         let mut name = [0; 12];
@@ -57,7 +57,7 @@ impl HostPmu {
         }
     }
 
-    /// What CPUID shows, `None` when it shows no PMU.
+    /// Reads the host PMU properties, or returns `None` if CPUID reports no PMU.
     pub fn read(host: &mut CpuidReader<'_>) -> Option<Self> {
         match Self::vendor(host) {
             Vendor::Intel => {
@@ -67,7 +67,7 @@ impl HostPmu {
                 let leaf = host(LEAF_ARCH_PERFMON, 0);
                 let version = leaf.eax & 0xFF;
                 let general = leaf.eax >> 8 & 0xFF;
-                // One counter is no PMU for Linux either.
+                // Linux does not support a PMU with a single counter either.
                 if version == 0 || general < 2 {
                     return None;
                 }

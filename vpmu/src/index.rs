@@ -1,20 +1,19 @@
-//! The three index spaces of a PMU, as types that cannot be mixed up.
-//!
-//! See the glossary at the top of the crate for what each of them numbers.
+//! Types for the three counter numberings of a PMU. See the glossary in the crate documentation.
 
 use std::fmt;
 
-/// Most general-purpose counters of any model (AMD PerfMonV2 can enumerate fifteen).
+/// Maximum number of general-purpose counters of any model (AMD PerfMonV2 can enumerate fifteen).
 pub const MAX_GENERAL: usize = 15;
-/// Most fixed counters of any model.
+/// Maximum number of fixed counters of any model.
 pub const MAX_FIXED: usize = 4;
-/// Most counters of any model, and the size of every table indexed by [`CounterIndex::slot`].
+/// Maximum number of counters of any model, and the size of every table indexed by
+/// [`CounterIndex::slot`].
 pub const MAX_COUNTERS: usize = MAX_GENERAL + MAX_FIXED;
 
-/// Where the fixed counters begin in a counter index and in Intel's global registers.
+/// Bit number of fixed counter 0 in a counter index and in Intel's global registers.
 const FIXED_BASE: u8 = 32;
 
-/// Address of a model-specific register, as RDMSR and WRMSR take it in ECX.
+/// Address of a model-specific register, as passed in ECX to RDMSR and WRMSR.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MsrAddress(pub u32);
 
@@ -24,7 +23,7 @@ impl fmt::Debug for MsrAddress {
     }
 }
 
-/// Operand of RDPMC, as it stands in ECX.
+/// Operand of RDPMC, as passed in ECX.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RdpmcIndex(pub u32);
 
@@ -34,15 +33,15 @@ impl fmt::Debug for RdpmcIndex {
     }
 }
 
-/// A counter of this PMU: its bit in the global control and status registers.
+/// Counter number: the counter's bit in the global control and status registers.
 ///
-/// General-purpose counters are 0 to 14, fixed counters 32 to 35. A value of this type always lies in one of
-/// these ranges, but the counter need not exist in a given model.
+/// General-purpose counters are 0 to 14, fixed counters 32 to 35. A value is always in one of these
+/// ranges, but a given model may not have the counter.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CounterIndex(u8);
 
 impl CounterIndex {
-    /// The `n`th general-purpose counter; `None` past [`MAX_GENERAL`].
+    /// Returns general-purpose counter `n`, or `None` if `n` is not below [`MAX_GENERAL`].
     #[expect(clippy::cast_possible_truncation, reason = "below MAX_GENERAL")]
     pub const fn general(n: u32) -> Option<Self> {
         if n < MAX_GENERAL as u32 {
@@ -52,7 +51,7 @@ impl CounterIndex {
         }
     }
 
-    /// The `n`th fixed counter; `None` past [`MAX_FIXED`].
+    /// Returns fixed counter `n`, or `None` if `n` is not below [`MAX_FIXED`].
     #[expect(clippy::cast_possible_truncation, reason = "below MAX_FIXED")]
     pub const fn fixed(n: u32) -> Option<Self> {
         if n < MAX_FIXED as u32 {
@@ -62,7 +61,8 @@ impl CounterIndex {
         }
     }
 
-    /// The counter whose bit in the global registers is number `bit`.
+    /// Returns the counter with bit number `bit` in the global registers, or `None` if there is
+    /// none.
     pub const fn from_bit(bit: u32) -> Option<Self> {
         if bit < FIXED_BASE as u32 {
             Self::general(bit)
@@ -71,17 +71,17 @@ impl CounterIndex {
         }
     }
 
-    /// Bit mask of the counter in the global registers.
+    /// Returns the bit mask of the counter in the global registers.
     pub const fn mask(self) -> u64 {
         1 << self.0
     }
 
-    /// Bit number of the counter in the global registers.
+    /// Returns the bit number of the counter in the global registers.
     pub const fn bit(self) -> u32 {
         self.0 as u32
     }
 
-    /// Number among the fixed counters, `None` for a general-purpose counter.
+    /// Returns the number of a fixed counter, or `None` for a general-purpose counter.
     pub const fn fixed_number(self) -> Option<u32> {
         if self.0 >= FIXED_BASE {
             Some((self.0 - FIXED_BASE) as u32)
@@ -90,7 +90,7 @@ impl CounterIndex {
         }
     }
 
-    /// Dense number below [`MAX_COUNTERS`]: general-purpose counters first.
+    /// Returns a dense index below [`MAX_COUNTERS`], with general-purpose counters first.
     pub const fn slot(self) -> usize {
         if self.0 >= FIXED_BASE {
             (self.0 - FIXED_BASE) as usize + MAX_GENERAL
@@ -99,7 +99,7 @@ impl CounterIndex {
         }
     }
 
-    /// The counter with dense number `slot`.
+    /// Returns the counter with dense index `slot`.
     #[expect(clippy::cast_possible_truncation, reason = "nobody has 2^32 slots")]
     pub const fn from_slot(slot: usize) -> Option<Self> {
         if slot < MAX_GENERAL {
@@ -116,7 +116,7 @@ impl fmt::Debug for CounterIndex {
     }
 }
 
-/// `gp3` or `fixed1`.
+/// Formats the counter as `gp3` or `fixed1`.
 impl fmt::Display for CounterIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.fixed_number() {
@@ -126,7 +126,8 @@ impl fmt::Display for CounterIndex {
     }
 }
 
-/// The counters whose bits are set in `mask`, lowest first. Bits that name no counter are skipped.
+/// Iterates over the counters whose bits are set in `mask`, in ascending order. Ignores bits that
+/// belong to no counter.
 pub fn counters_in(mut mask: u64) -> impl Iterator<Item = CounterIndex> {
     std::iter::from_fn(move || {
         while mask != 0 {

@@ -1,7 +1,7 @@
-//! Intel: architectural performance monitoring, versions 1 to 5.
+//! Intel PMU: architectural performance monitoring, versions 1 to 5.
 //!
-//! Authority: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural Performance
-//! Monitoring" (one subsection per version), and vol. 4 for the addresses.
+//! References: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural
+//! Performance Monitoring" (one subsection per version), and vol. 4 for the addresses.
 
 use crate::events::{EventRequest, EventSelect, Selection, decode_fixed};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
@@ -9,92 +9,98 @@ use crate::model::Model;
 use crate::names::Vendor;
 use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
 
-/// IA32_PMCn (0xC1..=0xC8): CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0, sign-extended.
+/// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,
+/// sign-extended.
 pub const IA32_PMC0: u32 = 0xC1;
-/// IA32_PERFEVTSELn (0x186..=0x18D): CPUID.0AH:EAX\[15:8\] > n.
+/// IA32_PERFEVTSELn (0x186..=0x18D). Requires CPUID.0AH:EAX\[15:8\] > n.
 pub const IA32_PERFEVTSEL0: u32 = 0x186;
-/// IA32_DEBUGCTL (0x1D9); bit 12 freezes counters on a PMI: CPUID.0AH:EAX\[7:0\] > 1.
+/// IA32_DEBUGCTL (0x1D9). Bit 12 (freeze counters on PMI) requires CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_DEBUGCTL: u32 = 0x1D9;
-/// IA32_FIXED_CTRn (0x309..=0x30C): CPUID.0AH:EDX\[4:0\] > n, or from version 5 CPUID.0AH:ECX\[n\].
+/// IA32_FIXED_CTRn (0x309..=0x30C). Requires CPUID.0AH:EDX\[4:0\] > n or, from version 5,
+/// CPUID.0AH:ECX\[n\].
 pub const IA32_FIXED_CTR0: u32 = 0x309;
-/// IA32_PERF_CAPABILITIES (0x345): CPUID.01H:ECX.PDCM. Read-only.
+/// IA32_PERF_CAPABILITIES (0x345). Requires CPUID.01H:ECX.PDCM. Read-only.
 pub const IA32_PERF_CAPABILITIES: u32 = 0x345;
-/// IA32_FIXED_CTR_CTRL (0x38D): CPUID.0AH:EAX\[7:0\] > 1.
+/// IA32_FIXED_CTR_CTRL (0x38D). Requires CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_FIXED_CTR_CTRL: u32 = 0x38D;
-/// IA32_PERF_GLOBAL_STATUS (0x38E): CPUID.0AH:EAX\[7:0\] > 1. Read-only.
+/// IA32_PERF_GLOBAL_STATUS (0x38E). Requires CPUID.0AH:EAX\[7:0\] > 1. Read-only.
 pub const IA32_PERF_GLOBAL_STATUS: u32 = 0x38E;
-/// IA32_PERF_GLOBAL_CTRL (0x38F): CPUID.0AH:EAX\[7:0\] > 1.
+/// IA32_PERF_GLOBAL_CTRL (0x38F). Requires CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_CTRL: u32 = 0x38F;
-/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390):
+/// IA32_PERF_GLOBAL_OVF_CTRL (0x390), named IA32_PERF_GLOBAL_STATUS_RESET from version 4. Requires
 /// CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_STATUS_RESET: u32 = 0x390;
-/// IA32_PERF_GLOBAL_STATUS_SET (0x391): CPUID.0AH:EAX\[7:0\] > 3.
+/// IA32_PERF_GLOBAL_STATUS_SET (0x391). Requires CPUID.0AH:EAX\[7:0\] > 3.
 pub const IA32_PERF_GLOBAL_STATUS_SET: u32 = 0x391;
-/// IA32_PERF_GLOBAL_INUSE (0x392): CPUID.0AH:EAX\[7:0\] > 3. Read-only.
+/// IA32_PERF_GLOBAL_INUSE (0x392). Requires CPUID.0AH:EAX\[7:0\] > 3. Read-only.
 pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
-/// IA32_A_PMCn (0x4C1..=0x4C8): IA32_PERF_CAPABILITIES\[13\] and CPUID.0AH:EAX\[15:8\] > n.
+/// IA32_A_PMCn (0x4C1..=0x4C8). Requires IA32_PERF_CAPABILITIES\[13\] and CPUID.0AH:EAX\[15:8\] >
+/// n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
-/// IA32_PERF_CAPABILITIES.FW_WRITE: the registers at 0x4C1 exist. LBR and PEBS formats are 0: neither exists.
+/// IA32_PERF_CAPABILITIES.FW_WRITE: the full-width registers from 0x4C1 exist. The LBR and PEBS
+/// formats are 0 because neither LBR nor PEBS is implemented.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
 
-/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\]
-/// declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
+/// IA32_PERFEVTSELn bits that fault when set: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\]
+/// declares deprecated. Pin control (19) is writable and has no effect, as on processors without
+/// the pins.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFFF_0000_0000 | 1 << 21;
-/// IA32_PERFEVTSELn.IN_TX: count in transactions only. CPUID.(07H,0):EBX.RTM or HLE. SDM vol. 3, "Intel TSX
-/// and Performance Monitoring".
+/// IA32_PERFEVTSELn.IN_TX: count in transactions only. Requires CPUID.(07H,0):EBX.RTM or HLE. See
+/// SDM vol. 3, "Intel TSX and Performance Monitoring".
 const SELECTOR_IN_TX: u64 = 1 << 32;
-/// IA32_PERFEVTSEL2.IN_TXCP: leave out what aborted transactions did. The same bits of CPUID; in this
-/// selector only.
+/// IA32_PERFEVTSEL2.IN_TXCP: exclude counts of aborted transactions. Requires the same CPUID bits
+/// as IN_TX and exists in this selector only.
 const SELECTOR_IN_TXCP: u64 = 1 << 33;
-/// The counter that has IN_TXCP.
+/// Index of the only counter that supports IN_TXCP.
 const IN_TXCP_COUNTER: u32 = 2;
 
-/// Each fixed counter's field of IA32_FIXED_CTR_CTRL: four bits.
+/// Width of each fixed counter's field in IA32_FIXED_CTR_CTRL, in bits.
 const FIXED_FIELD_BITS: u32 = 4;
-/// Field: count at CPL 0.
+/// IA32_FIXED_CTR_CTRL field: count at CPL 0.
 const FIXED_OS: u64 = 0b0001;
-/// Field: count at CPL 1 to 3.
+/// IA32_FIXED_CTR_CTRL field: count at CPL 1 to 3.
 const FIXED_USR: u64 = 0b0010;
-/// Field: interrupt on overflow.
+/// IA32_FIXED_CTR_CTRL field: interrupt on overflow.
 const FIXED_PMI: u64 = 0b1000;
-/// Field: what may be written. Bit 2 is the deprecated AnyThread.
+/// IA32_FIXED_CTR_CTRL field: writable bits. Bit 2 is the deprecated AnyThread.
 const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 
-/// IA32_PERF_GLOBAL_STATUS.CTR_FRZ (version 4): counters are frozen since a PMI.
+/// IA32_PERF_GLOBAL_STATUS.CTR_FRZ (version 4): a PMI has frozen the counters.
 pub const STATUS_CTR_FRZ: u64 = 1 << 59;
-/// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4): never set by us, we have no branch records.
+/// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4). Never set by hardware here because LBRs are not
+/// implemented.
 const STATUS_LBR_FRZ: u64 = 1 << 58;
-/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include work for an enclave; only software can set it
-/// here.
+/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include enclave execution. Only software
+/// can set this bit here.
 const STATUS_ASCI: u64 = 1 << 60;
-/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed; only software can set it
-/// here (version 4).
+/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed. Only software can
+/// set this bit here (version 4).
 const STATUS_OVF_UNCORE: u64 = 1 << 61;
-/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store's buffer overflowed; only software can set it here
-/// (version 4).
+/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store buffer overflowed. Only software can set this
+/// bit here (version 4).
 const STATUS_OVF_BUF: u64 = 1 << 62;
-/// IA32_PERF_GLOBAL_STATUS.CondChgd: never set, not by software either.
+/// IA32_PERF_GLOBAL_STATUS.CondChgd. Never set; software cannot set this bit either.
 const STATUS_COND_CHGD: u64 = 1 << 63;
 
-/// IA32_PERF_GLOBAL_INUSE.PMI: some counter would interrupt.
+/// IA32_PERF_GLOBAL_INUSE.PMI: at least one counter has its interrupt enabled.
 const INUSE_PMI: u64 = 1 << 63;
 
 /// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
 pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
-/// The bits of IA32_DEBUGCTL that are the PMU's. A VMM gives the others to the processor, as far as it has
-/// them: no branch records, no branch trace, no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0).
+/// IA32_DEBUGCTL bits that belong to the PMU. The VMM handles the remaining bits. Branch records,
+/// branch trace and freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0) are not implemented.
 pub const DEBUGCTL_PMU: u64 = DEBUGCTL_FREEZE_ON_PMI;
 
 /// RDPMC: ECX\[30\] selects the fixed counters.
 const RDPMC_FIXED: u32 = 1 << 30;
 
-/// Every address at which an Intel processor may have a PMU register, whether ours exist or not.
+/// All addresses at which an Intel processor may have a PMU register, including unimplemented ones.
 ///
-/// KVM answers some of them with 0 on its own when its PMU is off, so all of them must come to us.
-/// IA32_DEBUGCTL is not among them: see [`Model::trapped_msrs`].
+/// The VMM must trap all of them because KVM returns 0 for some of them when its own PMU is off.
+/// IA32_DEBUGCTL is not in the list; see [`Model::trapped_msrs`].
 const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
-    // MSR_LASTBRANCH_n_FROM_IP and _TO_IP of the Core 2 and of Atoms.
+    // MSR_LASTBRANCH_n_FROM_IP and _TO_IP of Core 2 and Atom processors.
     0x40..=0x47,
     0x60..=0x67,
     IA32_PMC0..=0xC8,
@@ -125,33 +131,35 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     0x14CE..=0x14CF,
     0x1500..=0x151F,
     0x1600..=0x161F,
-    // Version 6: IA32_PMC_GPn and IA32_PMC_FXn, four registers each, as far as such addresses may reach.
+    // Version 6: IA32_PMC_GPn and IA32_PMC_FXn with four registers each, up to the maximum address.
     0x1900..=0x19FF,
 ];
 
-/// The definition.
+/// Intel implementation of [`VendorOps`].
 #[derive(Debug)]
 pub(crate) struct Intel;
 
-/// The general-purpose counter at `address` of a bank that begins at `base`, if the model has it.
+/// Returns the general-purpose counter at `address` in the bank that starts at `base`, if the model
+/// has this counter.
 fn in_bank(model: &Model, address: u32, base: u32) -> Option<CounterIndex> {
     CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
 }
 
-/// The four bits of IA32_FIXED_CTR_CTRL that belong to fixed counter `n`.
+/// Returns the four bits of IA32_FIXED_CTR_CTRL that control fixed counter `n`.
 fn fixed_field(registers: &Registers, n: u32) -> u64 {
     registers.fixed_control >> (n * FIXED_FIELD_BITS) & 0xF
 }
 
-/// Bits of IA32_FIXED_CTR_CTRL that may be written.
+/// Returns the writable bits of IA32_FIXED_CTR_CTRL.
 fn fixed_control_mask(model: &Model) -> u64 {
     (0..u8::BITS)
         .filter(|n| model.fixed_bitmap() >> n & 1 != 0)
         .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
 }
 
-/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_RESET takes. SDM vol. 4, 390H;
-/// Trace_ToPA_PMI (55) exists with processor trace only, which no model has.
+/// Returns the status bits, other than those of the counters, that IA32_PERF_GLOBAL_STATUS_RESET
+/// can clear (SDM vol. 4, 390H). Trace_ToPA_PMI (55) is excluded because no model has processor
+/// trace.
 fn clearable_status(version: u8) -> u64 {
     let mut bits = STATUS_OVF_BUF | STATUS_COND_CHGD;
     if version >= 3 {
@@ -163,7 +171,8 @@ fn clearable_status(version: u8) -> u64 {
     bits
 }
 
-/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_SET takes. SDM vol. 4, 391H.
+/// Returns the status bits, other than those of the counters, that IA32_PERF_GLOBAL_STATUS_SET can
+/// set (SDM vol. 4, 391H).
 fn settable_status(version: u8) -> u64 {
     if version >= 4 {
         STATUS_LBR_FRZ | STATUS_CTR_FRZ | STATUS_ASCI | STATUS_OVF_UNCORE | STATUS_OVF_BUF
@@ -172,7 +181,7 @@ fn settable_status(version: u8) -> u64 {
     }
 }
 
-/// Bits that may be written to the selector of `counter`.
+/// Returns the writable bits of the selector of `counter`.
 fn selector_mask(model: &Model, counter: CounterIndex) -> u64 {
     let transactions = match (model.has_transactions(), counter.bit()) {
         (false, _) => 0,
@@ -182,7 +191,7 @@ fn selector_mask(model: &Model, counter: CounterIndex) -> u64 {
     !SELECTOR_RESERVED | transactions
 }
 
-/// `value` if it has no bit outside `allowed`.
+/// Stores `value` if all its bits are in `allowed`, and faults otherwise.
 fn checked(value: u64, allowed: u64) -> Written {
     if value & !allowed == 0 {
         Written::Store(value)
@@ -196,7 +205,7 @@ impl VendorOps for Intel {
         let version = model.intel_version();
         let from = |needed: u8, register| (version >= needed).then_some(register);
         match msr.0 {
-            // The two counters of the P6 answer even where there is no PMU.
+            // The two P6 counters read as 0 even without a PMU.
             0xC1 | 0xC2 if model.is_off() => Some(Register::Absent),
             IA32_PMC0..=0xC8 => in_bank(model, msr.0, IA32_PMC0).map(Register::Counter),
             IA32_PERFEVTSEL0..=0x18D => in_bank(model, msr.0, IA32_PERFEVTSEL0).map(Register::Selector),
@@ -218,8 +227,8 @@ impl VendorOps for Intel {
         }
     }
 
-    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter, ECX\[30\] the type, ECX\[31\] the fast mode, which no
-    /// processor with architectural performance monitoring has.
+    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter number, ECX\[30\] the type, and ECX\[31\] the
+    /// fast mode, which no processor with architectural performance monitoring supports.
     fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
         let counter = if index.0 & RDPMC_FIXED != 0 {
             CounterIndex::fixed(index.0 & !RDPMC_FIXED)
@@ -239,7 +248,8 @@ impl VendorOps for Intel {
             Register::FixedControl => checked(value, fixed_control_mask(model)),
             Register::GlobalControl => checked(value, counters),
             Register::GlobalStatusReset => checked(value, counters | clearable_status(model.intel_version())),
-            // Before version 4 nothing but an overflow sets a bit; this then serves to check a saved state.
+            // Before version 4 only an overflow sets a status bit. This arm then validates a saved
+            // state.
             Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             Register::DebugControl => checked(value, DEBUGCTL_PMU),
             Register::Absent => Written::Dropped,
@@ -247,8 +257,9 @@ impl VendorOps for Intel {
         }
     }
 
-    /// SDM vol. 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT": everything
-    /// 0, but IA32_PERF_GLOBAL_CTRL has a one for each general-purpose counter.
+    /// Returns zero for all registers except IA32_PERF_GLOBAL_CTRL, which enables every
+    /// general-purpose counter (SDM vol. 3, table "IA-32 and Intel 64 Processor States Following
+    /// Power-up, Reset, or INIT").
     fn at_reset(&self, model: &Model) -> Registers {
         let global_control = if model.intel_version() >= 2 {
             (1 << model.general()) - 1
@@ -279,7 +290,8 @@ impl VendorOps for Intel {
     }
 
     fn globally_enabled(&self, registers: &Registers) -> u64 {
-        // CTR_FRZ can only be set from version 4. SDM vol. 3, "Streamlined Freeze_PerfMon_On_PMI".
+        // CTR_FRZ can only be set from version 4 on (SDM vol. 3, "Streamlined
+        // Freeze_PerfMon_On_PMI").
         if registers.global_status & STATUS_CTR_FRZ != 0 {
             0
         } else {
@@ -324,8 +336,9 @@ impl VendorOps for Intel {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// SDM vol. 3, "Freeze_PerfMon_On_PMI": versions 2 and 3 clear IA32_PERF_GLOBAL_CTRL, from version 4 the
-    /// PMI sets CTR_FRZ and leaves the control register alone.
+    /// Freezes the counters on a PMI (SDM vol. 3, "Freeze_PerfMon_On_PMI"). Versions 2 and 3 clear
+    /// IA32_PERF_GLOBAL_CTRL. From version 4 the PMI sets CTR_FRZ and leaves the control register
+    /// unchanged.
     fn freeze(&self, model: &Model, registers: &mut Registers) -> bool {
         if registers.debug_control & DEBUGCTL_FREEZE_ON_PMI == 0 {
             return false;
@@ -338,8 +351,9 @@ impl VendorOps for Intel {
         true
     }
 
-    /// SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR": a general-purpose counter is in use when its event select is
-    /// not 0, a fixed counter when its enable field is not 0, the PMI when any control would interrupt.
+    /// Returns IA32_PERF_GLOBAL_INUSE (SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR"). A general-purpose
+    /// counter is in use when its event select is not 0, a fixed counter when its enable field is
+    /// not 0, and the PMI when any control enables an interrupt.
     fn in_use(&self, model: &Model, registers: &Registers) -> u64 {
         counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {
@@ -378,8 +392,8 @@ impl VendorOps for Intel {
         model.intel_version() >= 2
     }
 
-    /// SDM vol. 3, "Local Vector Table": the performance counter entry is masked when its interrupt is
-    /// delivered.
+    /// Returns `true`: delivery masks the performance counter entry of the local vector table (SDM
+    /// vol. 3, "Local Vector Table").
     fn delivery_masks_lvtpc(&self) -> bool {
         true
     }

@@ -1,35 +1,39 @@
-//! The guest-visible performance monitoring unit: registers, faults, CPUID, overflow, PMI, event filter,
-//! saved state.
+//! Guest-visible performance monitoring unit: registers, faults, CPUID, overflow, PMI, event filter
+//! and saved state.
 //!
-//! Nothing here knows KVM. A VMM hands guest accesses to a [`Vpmu`], one per vCPU, and gives it a
-//! [`CounterEvents`], which counts.
+//! This crate does not depend on KVM. A VMM creates one [`Vpmu`] per vCPU with a [`CounterEvents`],
+//! which provides the counts, and passes guest register accesses to it.
 //!
 //! # Glossary
 //!
-//! Three numberings of the same counters must not be mixed up, so each is a type:
+//! Counters are numbered in three ways. Each numbering has its own type:
 //!
-//! - [`MsrAddress`]: the address of a register, in ECX of RDMSR and WRMSR. One counter may have several
-//!   (Intel's legacy and full-width address, AMD's K7 and core address), and its selector has another.
-//! - [`RdpmcIndex`]: the operand of RDPMC, in ECX. Intel numbers general-purpose counters from 0 and fixed
-//!   counters from 1 << 30; AMD numbers all from 0.
-//! - [`CounterIndex`]: our own, for both vendors: the counter's bit in the global control and status
-//!   registers. General-purpose counters from 0, fixed counters from 32.
+//! - [`MsrAddress`]: the address of a register, in ECX of RDMSR and WRMSR. A counter may have
+//!   several addresses (Intel: legacy and full-width, AMD: K7 and core extension); its event
+//!   selector has another.
+//! - [`RdpmcIndex`]: the operand of RDPMC, in ECX. Intel numbers general-purpose counters from 0
+//!   and fixed counters from 1 << 30; AMD numbers all counters from 0.
+//! - [`CounterIndex`]: the vendor-independent number used in this crate, which is the counter's bit
+//!   in the global control and status registers. General-purpose counters start at 0, fixed
+//!   counters at 32.
 //!
-//! Other words:
+//! Other terms:
 //!
-//! - *counter*: a register that counts. *selector*: the register (or field) that says what a counter counts.
-//! - *event*: what counts for a counter, behind [`CounterEvents`]. *backing*: which kind of event
-//!   ([`Backing`]).
-//! - *PMI*: performance monitoring interrupt. *due*: an overflow asked for one and it has not been delivered.
-//! - *fold*: to bring a counter's value up to date from its event.
-//! - *reconcile*: to bring the events in line with the registers.
+//! - *counter*: a guest-visible PMC. *selector*: the register (or field) that selects the counter's
+//!   event.
+//! - *event*: the object behind [`CounterEvents`] that counts for a counter. *backing*: the kind of
+//!   event ([`Backing`]).
+//! - *PMI*: performance monitoring interrupt. *due*: requested by an overflow and not yet
+//!   delivered.
+//! - *fold*: to add an event's new counts to the counter's value.
+//! - *reconcile*: to apply register changes to the events.
 //!
 //! # Use
 //!
-//! At each exit for a PMU register call [`Vpmu::read_msr`], [`Vpmu::write_msr`] or [`Vpmu::rdpmc`]. When the
-//! host notifies an overflow call [`Vpmu::overflowed`]. Before each entry call [`Vpmu::reconcile`], then, if
-//! [`Vpmu::pmi_pending`], ask [`Vpmu::pmi_ready`] and deliver through LVTPC; [`Vpmu::pmi_delivered`] when it
-//! was.
+//! On each exit for a PMU register, call [`Vpmu::read_msr`], [`Vpmu::write_msr`] or
+//! [`Vpmu::rdpmc`]. When the host notifies an overflow, call [`Vpmu::overflowed`]. Before each
+//! entry, call [`Vpmu::reconcile`]. If [`Vpmu::pmi_pending`] returns `true`, call
+//! [`Vpmu::pmi_ready`], deliver the PMI through LVTPC, and then call [`Vpmu::pmi_delivered`].
 #![cfg_attr(
     not(test),
     warn(
@@ -39,7 +43,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// A library prints nothing: what there is to say goes to the log or to the caller.
+// A library does not print. Diagnostics go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod amd;

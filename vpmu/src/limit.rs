@@ -1,26 +1,27 @@
-//! A limit on the rate of PMIs, so that a guest which asks for one after every count cannot occupy its vCPU
-//! thread.
+//! Rate limit for PMIs, which prevents a guest that requests a PMI after every count from
+//! monopolizing its vCPU thread.
 
-/// PMIs per second when the user does not say: more than any guest's own limit (Linux samples at most 100,000
-/// times a second by default and reduces that itself), less than what an exit costs allows.
+/// Default PMI rate limit, in PMIs per second. Chosen above the rate at which guests sample in
+/// practice (Linux allows 100,000 samples per second by default and lowers this limit under load)
+/// and below the rate that the cost of an exit permits.
 pub const DEFAULT_PMI_LIMIT: u32 = 50_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// A leaky bucket over nanoseconds of a monotonic clock.
+/// Leaky bucket over a monotonic clock, in nanoseconds.
 #[derive(Clone, Debug)]
 pub(crate) struct RateLimit {
-    /// Nanoseconds one event uses up.
+    /// Cost of one event, in nanoseconds.
     interval_ns: u64,
-    /// How far ahead of the clock the bucket may be filled.
+    /// Bucket depth, in nanoseconds.
     burst_ns: u64,
-    /// The bucket: when all that has passed will have been paid for.
+    /// Time at which the bucket is empty, in nanoseconds.
     paid_until_ns: u64,
 }
 
 impl RateLimit {
-    /// At most `per_second` events in the long run (0 counts as 1), and a hundredth of that, at least 16, at
-    /// once.
+    /// Creates a limiter for `per_second` events on average (0 counts as 1) and bursts of
+    /// `per_second` / 100, but at least 16.
     pub(crate) fn new(per_second: u32) -> Self {
         let interval_ns = NS_PER_S / u64::from(per_second.max(1));
         let burst = u64::from(per_second / 100).max(16);
@@ -31,12 +32,13 @@ impl RateLimit {
         }
     }
 
-    /// When the next event may pass; not after `now_ns` means now.
+    /// Returns the earliest time of the next event, in nanoseconds. A time not later than `now_ns`
+    /// allows the event immediately.
     pub(crate) fn next_ns(&self) -> u64 {
         self.paid_until_ns.saturating_sub(self.burst_ns)
     }
 
-    /// An event passes.
+    /// Accounts for one event.
     pub(crate) fn take(&mut self, now_ns: u64) {
         self.paid_until_ns = self.paid_until_ns.max(now_ns).saturating_add(self.interval_ns);
     }

@@ -1,65 +1,64 @@
-//! Counters that the guest has enabled and that are not counted: since when, when it is tried again, and how
-//! long it was in all.
+//! Uncounted counters: retries and accounting of uncounted time.
 //!
-//! A counter is *uncounted* while the guest has it enabled and nothing counts for it: the host has no counter
-//! free, took one away or refuses, the event filter forbids it, or there is nobody on this host who could
-//! count such an event. What may pass is tried again, at first after [`FIRST_WAIT_NS`], then after twice as
-//! long each time. A guest that programs the counter anew, or stops and starts it, makes that wait short
-//! again, but no refusal is followed by another try before [`FIRST_WAIT_NS`] have passed.
+//! A counter is *uncounted* while the guest has it enabled and no event counts for it: no host
+//! counter is free, the host revoked the counter or refuses the event, the event filter denies the
+//! event, or no backing on this host supports it. Temporary failures are retried after
+//! [`FIRST_WAIT_NS`] with exponential back-off. Reprogramming or restarting the counter resets the
+//! back-off, but a refused counter is never retried before [`FIRST_WAIT_NS`] has passed.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::source::Lack;
 
-/// How soon it is tried for the first time whether a lost place is back.
+/// Delay before the first retry, in nanoseconds.
 const FIRST_WAIT_NS: u64 = 1_000_000;
-/// The longest time between two such tries.
+/// Maximum delay between retries, in nanoseconds.
 const LONGEST_WAIT_NS: u64 = 256_000_000;
-/// Least time between two warnings.
+/// Minimum interval between two warnings, in nanoseconds.
 const LOG_EVERY_NS: u64 = 1_000_000_000;
 
-/// One counter's part.
+/// Uncounted state of one counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
-    /// While uncounted: accounted up to here.
+    /// Time up to which uncounted time has been accounted, in nanoseconds.
     since_ns: u64,
-    /// Time uncounted since the present event was programmed.
+    /// Uncounted time since the current event was programmed, in nanoseconds.
     uncounted_ns: u64,
-    /// When it is tried again, and how long it was waited for that.
+    /// Time of the next retry and the delay that preceded it, in nanoseconds.
     next_ns: u64,
     wait_ns: u64,
-    /// When the host last had no place for this counter, whatever it was programmed for; `None` since it
-    /// counts.
+    /// Time of the host's last refusal, independent of the programmed event, in nanoseconds. `None`
+    /// while the counter is counted.
     refused_ns: Option<u64>,
-    /// It was said, or would have been but for too many such lines.
+    /// Set if the loss has been logged or suppressed by the log rate limit.
     told: bool,
 }
 
-/// The uncounted counters of a vCPU. All times are the vCPU's event time.
+/// Uncounted counters of one vCPU. All times are in the vCPU's event time.
 #[derive(Debug, Default)]
 pub(crate) struct Lost {
-    /// Counters that are uncounted.
+    /// Mask of uncounted counters.
     uncounted: u64,
-    /// Counters that somebody else counts than who should.
+    /// Mask of counters whose fallback backing is counting.
     fallback: u64,
-    /// Counters of either kind that are tried again.
+    /// Mask of uncounted and fallback counters that wait for a retry.
     retrying: u64,
     entries: [Entry; MAX_COUNTERS],
-    /// Time in which at least one counter was uncounted.
+    /// Time in which at least one counter was uncounted, in nanoseconds.
     total_ns: u64,
-    /// When the present stretch of that began, up to where it is in the total, and when the one before
-    /// ended.
+    /// Start of the current uncounted interval, end of the part already included in the total, and
+    /// end of the previous interval, in nanoseconds.
     began_ns: u64,
     upto_ns: u64,
     ended_ns: u64,
-    /// How often a counter lost its place or found none.
+    /// Number of times a counter lost its slot or failed to get one.
     times: u64,
     logged_ns: Option<u64>,
-    /// Changes that were not logged since.
+    /// Number of losses since the last log message that were not logged.
     unlogged: u32,
 }
 
 impl Lost {
-    /// Whether there is anything to try again.
+    /// Returns whether any counter waits for a retry.
     #[inline]
     pub fn is_retrying(&self) -> bool {
         self.retrying != 0
@@ -73,13 +72,13 @@ impl Lost {
         self.fallback & counter.mask() != 0
     }
 
-    /// Counters of which there is anything to be said.
+    /// Returns the mask of counters that are uncounted, use a fallback, or wait for a retry.
     #[inline]
     pub fn concerned(&self) -> u64 {
         self.uncounted | self.fallback | self.retrying
     }
 
-    /// Whether the counter waits for a try whose time has not come.
+    /// Returns whether the counter is uncounted and its retry is not due yet.
     pub fn waits(&self, counter: CounterIndex) -> bool {
         self.retrying & self.uncounted & counter.mask() != 0
     }
@@ -88,7 +87,7 @@ impl Lost {
         self.uncounted != 0
     }
 
-    /// Counters whose next try is due. They no longer wait.
+    /// Returns the mask of counters whose retry is due and removes them from the retry set.
     pub fn take_due(&mut self, now_ns: u64) -> u64 {
         let due = counters_in(self.retrying)
             .filter(|counter| self.entries[counter.slot()].next_ns <= now_ns)
@@ -97,14 +96,15 @@ impl Lost {
         due
     }
 
-    /// When the next try is due.
+    /// Returns the time of the next retry, in nanoseconds.
     pub fn next_try_ns(&self) -> Option<u64> {
         counters_in(self.retrying)
             .map(|counter| self.entries[counter.slot()].next_ns)
             .min()
     }
 
-    /// The counter is uncounted since `since_ns`, or still. Returns whether that is new.
+    /// Marks the counter as uncounted since `since_ns`. Returns `true` if the counter was not
+    /// uncounted before.
     pub fn begin(&mut self, counter: CounterIndex, since_ns: u64, now_ns: u64) -> bool {
         self.account(now_ns);
         self.fallback &= !counter.mask();
@@ -113,14 +113,14 @@ impl Lost {
         }
         let since_ns = since_ns.min(now_ns);
         let entry = &mut self.entries[counter.slot()];
-        // Never before the end of its last stretch.
+        // Excludes time before the end of the counter's last uncounted interval.
         entry.uncounted_ns += now_ns - since_ns.max(entry.since_ns).min(now_ns);
         entry.since_ns = now_ns;
         (entry.wait_ns, entry.told) = (0, false);
         if self.uncounted == 0 {
             (self.began_ns, self.upto_ns) = (now_ns, now_ns);
         }
-        // It may have been lost before those that were found to be lost before it.
+        // This counter may have been lost before counters whose loss was detected earlier.
         let from_ns = since_ns.max(self.ended_ns);
         self.total_ns += self.began_ns.saturating_sub(from_ns);
         self.began_ns = self.began_ns.min(from_ns);
@@ -129,7 +129,7 @@ impl Lost {
         true
     }
 
-    /// The counter is counted, or disabled. Returns whether it was uncounted until now.
+    /// Marks the counter as counted or disabled. Returns whether the counter was uncounted.
     pub fn end(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
         let mask = counter.mask();
         self.retrying &= !mask;
@@ -146,7 +146,7 @@ impl Lost {
         true
     }
 
-    /// Somebody else counts for the counter from now on, or still.
+    /// Marks the counter as counted by its fallback backing.
     pub fn fall_back(&mut self, counter: CounterIndex, now_ns: u64) {
         let new = !self.is_fallback(counter);
         if new {
@@ -157,7 +157,7 @@ impl Lost {
         self.fallback |= counter.mask();
     }
 
-    /// Tries the counter again some time: soon, if it has not been tried yet, else after twice the last wait.
+    /// Schedules a retry after [`FIRST_WAIT_NS`], or after twice the previous delay.
     pub fn retry(&mut self, counter: CounterIndex, now_ns: u64) {
         let entry = &mut self.entries[counter.slot()];
         entry.wait_ns = match entry.wait_ns {
@@ -168,19 +168,19 @@ impl Lost {
         self.retrying |= counter.mask();
     }
 
-    /// The host has no place for the counter: it is tried again as [`Self::retry`] says.
+    /// Records that the host refused the counter and schedules a retry as [`Self::retry`] does.
     pub fn refused(&mut self, counter: CounterIndex, now_ns: u64) {
         self.entries[counter.slot()].refused_ns = Some(now_ns);
         self.retry(counter, now_ns);
     }
 
-    /// The host has a place for the counter.
+    /// Records that the host counts for the counter.
     pub fn placed(&mut self, counter: CounterIndex) {
         self.entries[counter.slot()].refused_ns = None;
     }
 
-    /// Whether the host refused the counter just now, so that it is not tried before some time has passed. It
-    /// is uncounted until then. The clock is looked at only after a refusal.
+    /// Returns whether the host refused the counter less than [`FIRST_WAIT_NS`] ago. If so, marks
+    /// the counter as uncounted and schedules a retry. Reads the clock only after a refusal.
     pub fn is_too_soon(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
         let Some(refused_ns) = self.entries[counter.slot()].refused_ns else {
             return false;
@@ -196,7 +196,7 @@ impl Lost {
         true
     }
 
-    /// Brings all sums up to `now_ns`.
+    /// Accounts uncounted time up to `now_ns`.
     fn account(&mut self, now_ns: u64) {
         for counter in counters_in(self.uncounted) {
             let entry = &mut self.entries[counter.slot()];
@@ -209,7 +209,8 @@ impl Lost {
         }
     }
 
-    /// Time in which at least one counter was uncounted. The clock is looked at only while one is.
+    /// Returns the time in which at least one counter was uncounted, in nanoseconds. Reads the
+    /// clock only while a counter is uncounted.
     pub fn total_ns(&mut self, now_ns: impl FnOnce() -> u64) -> u64 {
         if self.uncounted != 0 {
             self.account(now_ns());
@@ -217,17 +218,18 @@ impl Lost {
         self.total_ns
     }
 
-    /// Time the counter's present event was uncounted, as of the last [`Lost::total_ns`].
+    /// Returns the uncounted time of the counter's current event, in nanoseconds, as of the last
+    /// [`Lost::total_ns`].
     pub fn of(&self, counter: CounterIndex) -> u64 {
         self.entries[counter.slot()].uncounted_ns
     }
 
-    /// How often a counter lost its place, or found none.
+    /// Returns the number of times a counter lost its slot or failed to get one.
     pub fn times(&self) -> u64 {
         self.times
     }
 
-    /// The counter is programmed for another event.
+    /// Resets the state of a counter that is programmed with another event.
     pub fn forget(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) {
         if self.uncounted & counter.mask() != 0 {
             self.account(now_ns());
@@ -240,8 +242,8 @@ impl Lost {
         };
     }
 
-    /// Warns, once for each time and at most once a second, that a counter is not counted, or by somebody
-    /// else.
+    /// Logs a warning that a counter is uncounted or uses a fallback, once per loss and at most
+    /// once per second.
     pub fn warn(
         &mut self,
         counter: CounterIndex,
@@ -278,7 +280,7 @@ impl Lost {
     }
 }
 
-/// What the operator can do, if anything.
+/// Returns the remedy for the operator, or an empty string.
 fn remedy(lack: Lack) -> &'static str {
     match lack {
         Lack::NoSlot => {
@@ -309,7 +311,7 @@ mod tests {
         CounterIndex::from_bit(n).unwrap()
     }
 
-    /// Two counters at once are one time, not two; each has its own besides.
+    /// Overlapping uncounted intervals of two counters count once in the total.
     #[test]
     fn time_with_any_counter_uncounted_is_counted_once() {
         let mut lost = Lost::default();
@@ -323,7 +325,7 @@ mod tests {
         assert_eq!(lost.total_ns(|| 900), 300);
     }
 
-    /// A loss that is noticed late counts from when it was; never twice.
+    /// A loss that is detected late is accounted from its actual time, without double counting.
     #[test]
     fn late_notices_are_backdated() {
         let mut lost = Lost::default();
@@ -355,7 +357,7 @@ mod tests {
         assert_eq!(waits, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256, 256]);
     }
 
-    /// A counter is warned of once for each time that it has no place, and a second has one line.
+    /// Each loss is logged once, and at most one line is logged per second.
     #[test]
     fn a_warning_comes_once_a_second_and_once_for_each_time() {
         let mut lost = Lost::default();
@@ -377,7 +379,7 @@ mod tests {
         );
     }
 
-    /// What the host says is told with what helps.
+    /// The message for a refusal includes a remedy.
     #[test]
     fn a_refusal_comes_with_its_meaning() {
         for (lack, word) in [
@@ -396,7 +398,8 @@ mod tests {
     }
 
     proptest! {
-        /// The time with any counter uncounted is what a clock with a tick for each nanosecond would say.
+        /// Property: the total equals a reference that counts each nanosecond with at least one
+        /// uncounted counter.
         #[test]
         fn total_is_the_union(steps in prop::collection::vec((0u32..4, any::<bool>(), 0u64..50), 0..60)) {
             let mut lost = Lost::default();

@@ -1,4 +1,4 @@
-//! Which PMU a guest gets: vendor, generation, number and width of counters.
+//! [`Model`]: vendor, generation, number and width of the counters of a guest's PMU.
 
 use std::fmt;
 
@@ -8,23 +8,25 @@ use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
 use crate::names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
 use crate::width::CounterWidth;
 
-/// A PMU that can be built: everything in it is within the limits of its generation.
+/// PMU model. All properties are within the limits of the generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Model {
     generation: Generation,
     general: u8,
-    /// Bit n: fixed counter n exists.
+    /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
     fixed_bitmap: u8,
     width: CounterWidth,
-    /// The processor has transactions (Intel TSX), and selectors the bits for them.
+    /// Set if the processor supports transactions (Intel TSX), so that selectors have the
+    /// transaction bits.
     transactions: bool,
 }
 
 impl Model {
-    /// Fewest and most bits `--pmu-width` takes on an Intel model.
+    /// Counter widths that `--pmu-width` accepts for Intel models, in bits.
     const INTEL_WIDTHS: std::ops::RangeInclusive<u32> = 32..=48;
 
-    /// `--pmu intel`: version 2, four general-purpose and three fixed counters of 48 bits.
+    /// The `--pmu intel` model: version 2 with four general-purpose and three fixed counters of 48
+    /// bits.
     pub const INTEL: Self = Self {
         generation: Generation::Intel(2),
         general: 4,
@@ -32,7 +34,7 @@ impl Model {
         width: CounterWidth::W48,
         transactions: false,
     };
-    /// `--pmu amd`: the core extension's six counters of 48 bits.
+    /// The `--pmu amd` model: the core extension with six counters of 48 bits.
     pub const AMD: Self = Self {
         generation: Generation::AmdCore,
         general: 6,
@@ -41,10 +43,10 @@ impl Model {
         transactions: false,
     };
 
-    /// The model for what the user asked, `--pmu`, `--pmu-counters` and `--pmu-width`.
+    /// Builds the model for `--pmu`, `--pmu-counters` and `--pmu-width`.
     ///
     /// # Errors
-    /// [`ModelError`] when the numbers do not fit the model, or the host has nothing to copy.
+    /// Returns a [`ModelError`] if the numbers do not fit the model or the host has no PMU to copy.
     pub fn resolve(
         name: ModelName,
         counters: Option<CounterNumbers>,
@@ -66,11 +68,12 @@ impl Model {
         Self::new(generation, counters, width)
     }
 
-    /// A model of `generation`; what is `None` takes the generation's own number: Intel 4 general-purpose and
-    /// 3 fixed counters (version 1: none fixed), AMD 4 for K7 and 6 otherwise, 48 bits.
+    /// Builds a model of `generation`. `None` selects the default: 4 general-purpose and 3 fixed
+    /// counters on Intel (no fixed counters in version 1), 4 counters on AMD K7 and 6 on other AMD
+    /// generations, 48 bits.
     ///
     /// # Errors
-    /// [`ModelError`] when a number is outside what the generation can have.
+    /// Returns a [`ModelError`] if a number is outside the limits of the generation.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "checked above to be at most 15, and 4"
@@ -90,7 +93,7 @@ impl Model {
         let bits = width.unwrap_or(48);
         let (may_have, limit) = match generation {
             Generation::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
-            // AMD's CPUID has no field for the width.
+            // AMD's CPUID does not report the counter width.
             _ => (bits == 48, "48 only"),
         };
         let width = match CounterWidth::new(bits) {
@@ -104,7 +107,8 @@ impl Model {
             }
         };
 
-        // With four counters the core extension's bit must stay clear, which is what a K7 is.
+        // With four counters the core extension's CPUID bit must stay clear, which makes the model
+        // a K7.
         let generation = match (generation, general) {
             (Generation::AmdCore, 4) => Generation::AmdK7,
             _ => generation,
@@ -118,7 +122,7 @@ impl Model {
         })
     }
 
-    /// No PMU, on a processor of `vendor`.
+    /// Returns a model without a PMU for a processor of `vendor`.
     pub const fn off(vendor: Vendor) -> Self {
         Self {
             generation: Generation::Off(vendor),
@@ -129,11 +133,12 @@ impl Model {
         }
     }
 
-    /// What the host's CPUID says, within the limits of ours: version 5, eight general-purpose and four fixed
-    /// counters on Intel; six counters, or what version 2 says, on AMD.
+    /// Builds a model from the host's CPUID, limited to version 5 with eight general-purpose and
+    /// four fixed counters on Intel, and to six counters, or the number that version 2 reports, on
+    /// AMD.
     ///
     /// # Errors
-    /// [`ModelError::HostHasNone`] when the host's CPUID shows no PMU.
+    /// Returns [`ModelError::HostHasNone`] if the host's CPUID reports no PMU.
     #[expect(clippy::cast_possible_truncation, reason = "constants, and at most four bits")]
     pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, ModelError> {
         let pmu = HostPmu::read(host).ok_or(ModelError::HostHasNone)?;
@@ -157,7 +162,8 @@ impl Model {
         .map_err(|_| ModelError::HostHasNone)?;
         let fixed_bitmap = match generation {
             Generation::Intel(2..=4) => {
-                // Before version 5 only a run of counters from number 0 can be enumerated.
+                // Before version 5, CPUID can only enumerate a contiguous range of fixed counters
+                // from 0.
                 ((1u32 << pmu.fixed_bitmap.trailing_ones().min(MAX_FIXED as u32)) - 1) as u8
             }
             Generation::Intel(5) => (pmu.fixed_bitmap & 0xF) as u8,
@@ -183,11 +189,13 @@ impl Model {
         }
     }
 
-    /// The nearest model with fewer counters for which `holds` says yes: this one, or one with fewer general
-    /// counters, or with fewer fixed ones too. The smallest there is if `holds` says no to all.
+    /// Returns the largest model, starting with this one, for which `holds` returns `true`. Removes
+    /// general-purpose counters first and fixed counters second. Returns the smallest model if
+    /// `holds` accepts none.
     ///
-    /// General counters go first, down to two, which is the least that every guest's driver takes: a fixed
-    /// counter may be the only one for its event. AMD's models have four at least.
+    /// At least two general-purpose counters remain (four on AMD), the minimum that every guest
+    /// driver supports. Fixed counters are removed last because a fixed counter may be the only one
+    /// that supports its event.
     #[must_use]
     pub fn lowered(self, mut holds: impl FnMut(&Self) -> bool) -> Self {
         let mut model = self;
@@ -221,8 +229,8 @@ impl Model {
         })
     }
 
-    /// The same model with exactly the fixed counters of `bitmap`; used when a saved state is read.
-    /// `None` where the generation cannot have or enumerate them.
+    /// Returns this model with exactly the fixed counters of `bitmap`, for restoring a saved state.
+    /// Returns `None` if the generation does not support or cannot enumerate them.
     pub(crate) fn with_fixed_bitmap(self, bitmap: u8) -> Option<Self> {
         let run_from_zero = bitmap & bitmap.wrapping_add(1) == 0;
         let possible = match self.generation {
@@ -236,8 +244,8 @@ impl Model {
         })
     }
 
-    /// The same model on a processor that shows the guest transactions (CPUID.(07H,0):EBX.RTM or HLE).
-    /// Nothing changes on AMD models, and with the PMU off.
+    /// Returns this model on a processor that reports transactions to the guest
+    /// (CPUID.(07H,0):EBX.RTM or HLE). Has no effect on AMD models or without a PMU.
     #[must_use]
     pub const fn with_transactions(self) -> Self {
         Self {
@@ -246,14 +254,14 @@ impl Model {
         }
     }
 
-    /// Whether selectors have the bits for transactions.
+    /// Returns whether selectors have the transaction bits.
     pub const fn has_transactions(&self) -> bool {
         self.transactions
     }
 
-    /// The same model without the fixed counters whose event `backability` lacks and for which CPUID has no
-    /// other way to say so. That is fixed counter 3, top-down slots: Linux uses the first three whatever
-    /// CPUID.0AH:EBX says of their events.
+    /// Returns this model without fixed counter 3 (top-down slots) if `backability` does not
+    /// include its event. CPUID has no other way to report this event as unavailable. The other
+    /// fixed counters stay, because Linux uses the first three regardless of CPUID.0AH:EBX.
     #[must_use]
     pub const fn without_uncountable_slots(self, backability: Backability) -> Self {
         let slots = if backability.has(ArchEvent::TopdownSlots) {
@@ -267,22 +275,23 @@ impl Model {
         }
     }
 
-    /// Its generation.
+    /// Returns the generation.
     pub const fn generation(&self) -> Generation {
         self.generation
     }
 
-    /// Whose PMU it is. CPUID leaf 0 must name the same vendor.
+    /// Returns the vendor. CPUID leaf 0 must report the same vendor.
     pub const fn vendor(&self) -> Vendor {
         self.generation.vendor()
     }
 
-    /// Whether the guest has a PMU at all.
+    /// Returns whether the guest has no PMU.
     pub const fn is_off(&self) -> bool {
         matches!(self.generation, Generation::Off(_))
     }
 
-    /// Version of Intel's architectural performance monitoring; 0 on AMD models and with the PMU off.
+    /// Returns the version of Intel architectural performance monitoring, or 0 on AMD models and
+    /// without a PMU.
     pub const fn intel_version(&self) -> u8 {
         match self.generation {
             Generation::Intel(version) => version,
@@ -290,38 +299,38 @@ impl Model {
         }
     }
 
-    /// Number of general-purpose counters.
+    /// Returns the number of general-purpose counters.
     pub const fn general(&self) -> u32 {
         self.general as u32
     }
 
-    /// Number of fixed counters.
+    /// Returns the number of fixed counters.
     pub const fn fixed(&self) -> u32 {
         self.fixed_bitmap.count_ones()
     }
 
-    /// Bit n is set when fixed counter n exists.
+    /// Returns the bitmap of fixed counters: bit n is set if fixed counter n exists.
     pub const fn fixed_bitmap(&self) -> u8 {
         self.fixed_bitmap
     }
 
-    /// Width of all counters.
+    /// Returns the width of all counters.
     pub const fn width(&self) -> CounterWidth {
         self.width
     }
 
-    /// Every existing counter's bit of the global registers.
+    /// Returns the mask of all existing counters in the global registers.
     pub const fn counters_mask(&self) -> u64 {
         ((1 << self.general) - 1) | ((self.fixed_bitmap as u64) << 32)
     }
 
-    /// Whether the model has this counter.
+    /// Returns whether the model has this counter.
     pub const fn has(&self, counter: CounterIndex) -> bool {
         self.counters_mask() & counter.mask() != 0
     }
 }
 
-/// Whether a model of `generation` can have so many general-purpose and fixed counters.
+/// Validates the numbers of general-purpose and fixed counters for a generation.
 #[expect(clippy::cast_possible_truncation, reason = "constants")]
 fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(), ModelError> {
     let (may_have, limit, remedy) = match generation {
@@ -330,8 +339,8 @@ fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(),
             "none",
             "choose a model by name, for example --pmu intel",
         ),
-        // Linux takes a processor with one counter for one that has no PMU (its
-        // X86_FEATURE_ARCH_PERFMON).
+        // Linux ignores the PMU of a processor with a single counter (X86_FEATURE_ARCH_PERFMON
+        // stays clear).
         Generation::Intel(_) => (
             (2..=8).contains(&general),
             "2 to 8",
@@ -342,8 +351,8 @@ fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(),
             "4",
             "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
         ),
-        // CPUID enumerates the core extension as one bit that stands for six counters. Four of them
-        // without the bit are what K7 has; five cannot be told to a guest.
+        // CPUID enumerates the core extension with one bit that means six counters. Four counters
+        // without the bit are a K7; five counters cannot be enumerated.
         Generation::AmdCore => (
             general == 4 || general == 6,
             "4 (without the core extension) or 6",
@@ -392,7 +401,7 @@ fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(),
     Ok(())
 }
 
-/// For example `intel-v2 with 4+3 counters of 48 bits`.
+/// Formats the model, for example `intel-v2 with 4+3 counters of 48 bits`.
 impl fmt::Display for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_off() {
@@ -572,7 +581,7 @@ mod tests {
         );
     }
 
-    /// A model is made smaller step by step, and each step is one that the generation can have.
+    /// Models are reduced step by step, and each step is valid for the generation.
     #[test]
     fn models_are_lowered_to_what_holds() {
         let numbers = |m: Model| (m.generation(), m.general(), m.fixed_bitmap());
@@ -589,7 +598,8 @@ mod tests {
             (Generation::Intel(2), 2, 0b001)
         );
         assert_eq!(numbers(intel.lowered(|_| false)), (Generation::Intel(2), 2, 0));
-        // Five cannot be told by the core extension's bit, and four are told without it.
+        // The core extension's CPUID bit cannot express five counters; four are expressed by a
+        // clear bit.
         let amd = new(Generation::AmdCore);
         assert_eq!(numbers(amd.lowered(at_most(5))), (Generation::AmdK7, 4, 0));
         let v2 = new(Generation::AmdV2);

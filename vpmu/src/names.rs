@@ -1,20 +1,19 @@
-//! What a model is asked for by: vendors, generations, the words of `--pmu` and `--pmu-counters`, and what is
-//! wrong with them.
+//! PMU vendors and generations, and parsing of the `--pmu` and `--pmu-counters` arguments.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Whose manual describes the PMU.
+/// PMU vendor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Vendor {
-    /// Intel Software Developer's Manual.
+    /// Intel, defined by the Software Developer's Manual.
     Intel,
-    /// AMD64 Architecture Programmer's Manual.
+    /// AMD, defined by the AMD64 Architecture Programmer's Manual.
     Amd,
 }
 
 impl Vendor {
-    /// The twelve letters of CPUID leaf 0, in the order EBX, EDX, ECX.
+    /// Returns the twelve-character vendor string of CPUID leaf 0, in the order EBX, EDX, ECX.
     pub const fn cpuid_name(self) -> &'static str {
         match self {
             Self::Intel => "GenuineIntel",
@@ -32,23 +31,24 @@ impl fmt::Display for Vendor {
     }
 }
 
-/// Generation of a PMU.
+/// PMU generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Generation {
-    /// No PMU. What is left are the registers that answer 0 on every processor of the vendor.
+    /// No PMU. Only registers that read as 0 on every processor of the vendor remain.
     Off(Vendor),
     /// Intel architectural performance monitoring, version 1 to 5.
     Intel(u8),
-    /// AMD's four counters of the K7.
+    /// AMD K7: four counters.
     AmdK7,
-    /// AMD's core performance counter extension: six counters.
+    /// AMD core performance counter extension: six counters.
     AmdCore,
-    /// AMD's performance monitoring version 2: global control and status, as many counters as CPUID says.
+    /// AMD performance monitoring version 2: global control and status, and the number of counters
+    /// that CPUID reports.
     AmdV2,
 }
 
 impl Generation {
-    /// Whose PMU it is.
+    /// Returns the vendor of this generation.
     pub const fn vendor(self) -> Vendor {
         match self {
             Self::Off(vendor) => vendor,
@@ -58,7 +58,7 @@ impl Generation {
     }
 }
 
-/// The name `--pmu` takes.
+/// Formats the generation as a `--pmu` argument.
 impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -71,16 +71,16 @@ impl fmt::Display for Generation {
     }
 }
 
-/// What `--pmu` asks for, before the host was looked at.
+/// Value of `--pmu`, not yet resolved against the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ModelName {
-    /// The first model of the host's vendor: `intel` or `amd`.
+    /// Default model of the host's vendor: `intel` or `amd`.
     Auto,
-    /// What the host's own CPUID says.
+    /// Same properties as the host's PMU, according to CPUID.
     Host,
     /// No PMU.
     Off,
-    /// This generation.
+    /// Specific generation.
     Generation(Generation),
 }
 
@@ -105,12 +105,12 @@ impl FromStr for ModelName {
     }
 }
 
-/// What `--pmu-counters GP[+FIXED]` asks for.
+/// Value of `--pmu-counters GP[+FIXED]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterNumbers {
-    /// General-purpose counters.
+    /// Number of general-purpose counters.
     pub general: u32,
-    /// Fixed counters; `None`: the model's own number.
+    /// Number of fixed counters, or `None` for the model's default.
     pub fixed: Option<u32>,
 }
 
@@ -119,7 +119,7 @@ impl FromStr for CounterNumbers {
 
     fn from_str(text: &str) -> Result<Self, ModelError> {
         let number = |part: &str| -> Result<u32, ModelError> {
-            // `u32::from_str` takes a leading plus sign, which would let "4++3" pass.
+            // `u32::from_str` accepts a leading plus sign, so "4++3" would parse.
             if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
                 return Err(ModelError::CounterNumbers(printable(text)));
             }
@@ -139,8 +139,8 @@ impl FromStr for CounterNumbers {
     }
 }
 
-/// At most forty characters of a user's text, with control characters made visible, for a message of one
-/// line.
+/// Returns the first forty characters of `text` with control characters escaped, for a one-line
+/// message.
 pub(crate) fn printable(text: &str) -> String {
     let mut shown: String = text.chars().take(40).flat_map(char::escape_debug).collect();
     if text.chars().nth(40).is_some() {
@@ -149,60 +149,60 @@ pub(crate) fn printable(text: &str) -> String {
     shown
 }
 
-/// Why a model cannot be built. Each message names the input, the limit and the remedy.
+/// Error returned for an invalid PMU model.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// `--pmu` names no model.
+    /// Unknown `--pmu` value.
     #[error(
         "unknown PMU model \"{0}\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2"
     )]
     UnknownModel(String),
-    /// `--pmu-counters` does not parse.
+    /// Malformed `--pmu-counters` value.
     #[error(
         "cannot read the counter numbers \"{0}\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3"
     )]
     CounterNumbers(String),
-    /// Too few or too many general-purpose counters.
+    /// Number of general-purpose counters outside the model's limits.
     #[error("{given} general-purpose counters: {generation} can have {limit}; {remedy}")]
     General {
-        /// What was asked for.
+        /// Requested number.
         given: u32,
-        /// Of which model.
+        /// Requested model.
         generation: Generation,
-        /// What it can have.
+        /// Limit of the model.
         limit: &'static str,
-        /// What to do instead.
+        /// Suggested remedy.
         remedy: &'static str,
     },
     /// Too many fixed counters.
     #[error("{given} fixed counters: {generation} can have {limit}; {remedy}")]
     Fixed {
-        /// What was asked for.
+        /// Requested number.
         given: u32,
-        /// Of which model.
+        /// Requested model.
         generation: Generation,
-        /// What it can have.
+        /// Limit of the model.
         limit: &'static str,
-        /// What to do instead.
+        /// Suggested remedy.
         remedy: &'static str,
     },
-    /// A width the model cannot have.
+    /// Counter width that the model does not support.
     #[error("a counter width of {given} bits: {generation} can have {limit}; leave --pmu-width out for 48")]
     Width {
-        /// What was asked for.
+        /// Requested width in bits.
         given: u32,
-        /// Of which model.
+        /// Requested model.
         generation: Generation,
-        /// What it can have.
+        /// Limit of the model.
         limit: &'static str,
     },
-    /// `--pmu host`, `off` or `auto` together with numbers that belong to a chosen model.
+    /// Counter numbers or a width given together with `--pmu host`, `off` or `auto`.
     #[error(
         "--pmu {0} takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2"
     )]
     NotAdjustable(&'static str),
-    /// `--pmu host` on a host whose CPUID shows no PMU.
+    /// `--pmu host` on a host whose CPUID reports no PMU.
     #[error(
         "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel"
     )]

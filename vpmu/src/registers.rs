@@ -1,7 +1,7 @@
-//! The registers of both vendors: their addresses, for VMMs and tests; whose definition is a model's; which
-//! of them are its state; and which must trap.
+//! MSR addresses of both vendors, the MSRs that a VMM must trap, and the MSRs of the saved state.
 //!
-//! The definitions are in `intel.rs` and `amd.rs`. Here is the one place that knows both.
+//! The vendor-specific definitions are in `intel.rs` and `amd.rs`. Only this module depends on
+//! both.
 
 use crate::index::MsrAddress;
 use crate::model::Model;
@@ -18,7 +18,7 @@ pub use crate::intel::{
     IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0, STATUS_CTR_FRZ,
 };
 
-/// The vendor's definition of a PMU.
+/// Returns the PMU definition of a vendor.
 pub(crate) const fn of(vendor: Vendor) -> &'static dyn VendorOps {
     match vendor {
         Vendor::Intel => &crate::intel::Intel,
@@ -27,15 +27,16 @@ pub(crate) const fn of(vendor: Vendor) -> &'static dyn VendorOps {
 }
 
 impl Model {
-    /// The registers that together are the state of such a PMU: controls and status, selectors, then
-    /// counters. None with the PMU off.
+    /// Returns the MSRs that make up the saved state of the model: control and status registers,
+    /// selectors, then counters. Empty if the PMU is off.
     pub fn state_msrs(&self) -> Vec<MsrAddress> {
         of(self.vendor()).state_msrs(self)
     }
 
-    /// Every MSR that must come to [`crate::Vpmu::read_msr`] and [`crate::Vpmu::write_msr`], sorted: all PMU
-    /// registers of *both* vendors, whether the model has them or not, because a hypervisor may answer some
-    /// of them itself; and IA32_DEBUGCTL for models that can freeze counters on a PMI.
+    /// Returns all MSRs that the VMM must trap to [`crate::Vpmu::read_msr`] and
+    /// [`crate::Vpmu::write_msr`], sorted. The list contains the PMU registers of *both* vendors,
+    /// including those that the model lacks, because a hypervisor may otherwise handle some of them
+    /// itself. IA32_DEBUGCTL is included for models that can freeze counters on a PMI.
     pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
         let mut ranges = [Vendor::Intel, Vendor::Amd]
             .map(|vendor| of(vendor).addresses())

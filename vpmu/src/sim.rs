@@ -1,4 +1,5 @@
-//! Counting events without a host: a guest's work is a number of calls. For tests, fuzzing and benchmarks.
+//! Simulated counter events for tests, fuzzing and benchmarks. Guest execution is simulated by
+//! explicit calls.
 
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
@@ -8,13 +9,14 @@ use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 struct SimEvent {
     request: Option<EventRequest>,
     count: u64,
-    /// Counts left to the armed overflow.
+    /// Counts remaining until the armed overflow.
     armed: Option<u64>,
-    /// It lost its place at this tick.
+    /// Tick at which the event lost its slot.
     lost: Option<u64>,
-    /// Ticks for which it was enabled.
+    /// Number of ticks in which the event was enabled.
     ran: u64,
-    /// Counts and ticks are those of the clock, which counts while there is no place.
+    /// Set if counts and ticks come from the clock backing, which counts while no slot is
+    /// available.
     on_clock: bool,
     clock_count: u64,
 }
@@ -29,27 +31,27 @@ impl SimEvent {
     }
 }
 
-/// Events of which each counts every tick while it is enabled.
+/// Simulated events that each count once per tick while enabled.
 #[derive(Clone, Debug)]
 pub struct SimEvents {
     events: [SimEvent; MAX_COUNTERS],
     running: u64,
     notified: u64,
     now: u64,
-    /// Somebody has not looked yet.
+    /// Set if a loss has not been reported yet.
     unseen: bool,
-    /// How many more hardware events there are places for; events that lost theirs are those of the highest
-    /// counters.
+    /// Number of free slots for hardware events, or `None` if unlimited. The highest counters lose
+    /// their slots first.
     places: Option<usize>,
-    /// What is said to those without a place.
+    /// Failure cause reported for events without a slot.
     pub lack: Lack,
-    /// Cycles without a place are counted by the clock.
+    /// Enables the clock backing as a fallback for cycle events without a slot.
     pub clock: bool,
-    /// Calls that a real backing would turn into system calls, for tests of what a pass costs.
+    /// Number of calls for which a real backing would execute system calls.
     pub calls: u64,
-    /// Those among them that ask for a place.
+    /// Number of those calls that request a slot.
     pub enables: u64,
-    /// Answers a request; by default everything is counted by hardware.
+    /// Function that selects the backing of a request. The default is hardware for every request.
     pub backing_of: fn(&EventRequest) -> Backing,
 }
 
@@ -72,8 +74,8 @@ impl Default for SimEvents {
 }
 
 impl SimEvents {
-    /// Lets the guest run for at most `ticks`, up to and including the first tick at which an armed overflow
-    /// comes. Returns how many ticks passed.
+    /// Runs the guest for up to `ticks` and stops after the first tick with an armed overflow.
+    /// Returns the number of ticks run.
     pub fn run(&mut self, ticks: u64) -> u64 {
         let passed = counters_in(self.running)
             .filter_map(|counter| self.events[counter.slot()].armed)
@@ -99,7 +101,7 @@ impl SimEvents {
         passed
     }
 
-    /// Lets the guest run for `ticks` on end; overflows on the way are notified late.
+    /// Runs the guest for `ticks` without stopping. Overflows are notified late.
     pub fn run_through(&mut self, ticks: u64) {
         let mut left = ticks;
         while left > 0 {
@@ -107,7 +109,8 @@ impl SimEvents {
         }
     }
 
-    /// From now on there are so many places; `None`: enough for all. Events above that lose theirs at once.
+    /// Sets the number of hardware slots; `None` means unlimited. Excess events lose their slots
+    /// immediately.
     pub fn set_places(&mut self, places: Option<usize>) {
         self.places = places;
         let on: Vec<CounterIndex> = counters_in(self.running)
@@ -120,22 +123,22 @@ impl SimEvents {
         }
     }
 
-    /// Whether the clock counts for the counter.
+    /// Returns whether the clock backing counts for the counter.
     pub fn is_on_clock(&self, counter: CounterIndex) -> bool {
         self.is_running(counter) && self.events[counter.slot()].on_clock
     }
 
-    /// Counters whose armed overflow came and was not taken yet.
+    /// Takes the counters whose armed overflow occurred and has not been taken yet.
     pub fn take_notified(&mut self) -> impl Iterator<Item = CounterIndex> + use<> {
         counters_in(std::mem::take(&mut self.notified))
     }
 
-    /// What the counter's event counts, `None` while it has no event.
+    /// Returns the request that the counter is programmed with.
     pub fn request(&self, counter: CounterIndex) -> Option<EventRequest> {
         self.events[counter.slot()].request
     }
 
-    /// Whether the counter's event counts through a pause.
+    /// Returns whether the counter's event keeps counting during a pause.
     fn counts_on(&self, counter: CounterIndex) -> bool {
         let event = &self.events[counter.slot()];
         !event.on_clock
@@ -144,7 +147,7 @@ impl SimEvents {
                 .is_some_and(|request| (self.backing_of)(&request).counts_through_pauses())
     }
 
-    /// Whether the counter's event is counting.
+    /// Returns whether the counter's event is counting.
     pub fn is_running(&self, counter: CounterIndex) -> bool {
         self.running & counter.mask() != 0
     }
@@ -199,7 +202,7 @@ impl CounterEvents for SimEvents {
         event.counted()
     }
 
-    /// Hardware counts on; what is counted otherwise stops.
+    /// Hardware events keep counting; all other events stop.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
         for counter in counters_in(counters) {
             self.calls += 1;

@@ -1,84 +1,92 @@
-//! Where counts come from, as the register file sees it.
+//! [`CounterEvents`]: the interface between the register file and the events that count for it.
 
 use crate::events::{Backing, EventRequest};
 use crate::index::CounterIndex;
 
 pub use perf_core::FailureCause as Lack;
 
-/// What came of enabling a counter's event.
+/// Result of enabling a counter's event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Enabled {
-    /// It counts.
+    /// The preferred backing counts.
     Counting(Backing),
-    /// Who should count has no place for it or refuses; this backing counts meanwhile.
+    /// The preferred backing is unavailable for the given reason, and another backing counts
+    /// instead.
     Fallback(Backing, Lack),
-    /// Nobody counts: there is no place, or it is refused.
+    /// No backing counts, for the given reason.
     Refused(Lack),
 }
 
-/// An event that was counting and no longer is.
+/// Time and reason at which an event stopped counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
-    /// Since when, in the vCPU's event time.
+    /// Time of the loss, in nanoseconds of the vCPU's event time.
     pub since_ns: u64,
-    /// Why.
+    /// Reason for the loss.
     pub cause: Lack,
 }
 
-/// How long a counter's event was wanted and how long it counted.
+/// Time enabled and time running of a counter's event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CounterTimes {
-    /// Nanoseconds of vCPU time during which the event was enabled.
+    /// Time enabled, in nanoseconds of vCPU time.
     pub time_enabled_ns: u64,
-    /// Nanoseconds during which it counted.
+    /// Time running, in nanoseconds of vCPU time.
     pub time_running_ns: u64,
 }
 
-/// One vCPU's counting events, one for each counter.
+/// Events that back the counters of one vCPU, one event per counter.
 ///
-/// Every call comes from the vCPU's own thread while the vCPU is out of guest mode. An event that is stopped
-/// costs its owner nothing and is kept until another request takes its place, so that a guest which disables
-/// and enables a counter opens nothing.
+/// All methods are called by the vCPU thread while the vCPU is outside guest mode. A stopped event
+/// is kept until the counter is programmed with another request, so disabling and re-enabling a
+/// counter opens no event.
 pub trait CounterEvents {
-    /// Makes `request` the event of `counter`, stopped; `None` releases what the counter holds. Returns who
-    /// will count it, or will when it is enabled; [`Backing::None`] when nobody ever can.
+    /// Programs `counter` with `request` and leaves it stopped. `None` releases the counter's
+    /// events. Returns the backing that counts when the counter is enabled, or [`Backing::None`] if
+    /// no backing can ever count the request.
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing;
 
-    /// Starts counting. `overflow_in` asks for a notification, through [`crate::Vpmu::overflowed`], after
-    /// that many further counts; `None`: nobody waits for the overflow. Each call begins with the best
-    /// backing there is for the event. When another backing than before counts now, the counter's count is
-    /// that one's own. If it counts, the count from which it goes on comes with it.
+    /// Starts counting and returns the result and the current count of the event.
+    ///
+    /// `overflow_in` requests a notification, delivered through [`crate::Vpmu::overflowed`], after
+    /// that many further counts; `None` requests no notification. Each call tries the best backing
+    /// first. If the backing changes, the returned count is that of the new backing.
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64);
 
-    /// Stops counting. The count is kept, and returned: what [`Self::count`] says from now on.
+    /// Stops counting and returns the final count, which [`Self::count`] then keeps returning.
     fn disable(&mut self, counter: CounterIndex) -> u64;
 
-    /// Stops running counters that are likely to go on soon. Each event keeps its place, and one whose
-    /// backing [`Backing::counts_through_pauses`] counts on. `each` is told the counter and its count.
+    /// Pauses running counters that are expected to resume soon. Events keep their slots, and
+    /// events whose backing [`Backing::counts_through_pauses`] keep counting. Calls `each` with
+    /// each counter and its count.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
 
-    /// Lets paused counters go on. `each` is told the counter and the count from which it goes on, and says
-    /// as for [`Self::enable`] what to arm an event with that has stopped; one that has counted on is still
-    /// armed. Returns those whose event does not count: they are to be stopped.
+    /// Resumes paused counters. Calls `each` with each counter and its count; the return value
+    /// re-arms a stopped event as in [`Self::enable`]. An event that kept counting is still armed.
+    /// Returns the mask of counters whose events failed to resume; the caller must stop these
+    /// counters.
     fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
 
-    /// Counts collected by the counter's present event. Never decreases while the event is the same.
+    /// Returns the count of the counter's current event. Does not decrease while the event stays
+    /// the same.
     fn count(&mut self, counter: CounterIndex) -> u64;
 
-    /// Asks a running event for a notification after `overflow_in` further counts from now, instead of what
-    /// was asked before. Returns what [`Self::count`] says now.
+    /// Re-arms the overflow notification of a running event to `overflow_in` further counts.
+    /// Returns the current count, as [`Self::count`] does.
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64;
 
-    /// Whether an event may have lost its place since the last call. Asked at every entry: it must cost next
-    /// to nothing.
+    /// Returns whether an event may have lost its slot since the last call. Called on every entry,
+    /// so the implementation must be cheap.
     fn may_have_lost(&mut self) -> bool;
 
-    /// Since when and why the counter's event, which was enabled, no longer counts; `None` while it does.
+    /// Returns when and why the counter's enabled event stopped counting, or `None` if it is
+    /// counting.
     fn lost(&mut self, counter: CounterIndex) -> Option<Loss>;
 
-    /// The vCPU's event time in ns: it stands still while the vCPU is paused.
+    /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;
 
-    /// Times of the counter's present event, with all backings that counted for it.
+    /// Returns the times of the counter's current event, summed over all backings that counted for
+    /// it.
     fn times(&mut self, counter: CounterIndex) -> CounterTimes;
 }

@@ -1,10 +1,10 @@
-//! Who counts what: one table, which answers the guest's request, the operator's event and the availability
-//! bits of the guest's CPUID alike.
+//! [`Sources`]: the table of backings for each event, used for guest requests, operator events and
+//! the availability bits of the guest's CPUID.
 //!
-//! For an architectural event the table (`row`) says by which number the host's kernel, the vCPU's clock
-//! and the single-stepper count it. `Sources::ways` is the only reader of that table. What is particular to
-//! who asks comes after it: a guest's request has a threshold or an edge, an operator's event follows no
-//! policy of the guest's, and CPUID promises only what is known to count.
+//! For each architectural event, `row` returns the event numbers of the host kernel, the clock
+//! driver and the exact backing. Only `Sources::ways` reads this table. The callers then apply
+//! their own rules: guest requests may have a counter mask or edge detect, operator events ignore
+//! the guest's policy, and CPUID only reports events that are known to count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
@@ -15,20 +15,20 @@ use crate::events::{
 use crate::fed;
 use crate::names::Vendor;
 
-/// `PERF_COUNT_SW_*` of the host's software events that serve paravirtual events.
+/// `PERF_COUNT_SW_*` numbers of the host software events that back paravirtual events.
 mod software {
     pub const PAGE_FAULTS: u64 = 2;
     pub const CONTEXT_SWITCHES: u64 = 3;
     pub const CPU_MIGRATIONS: u64 = 4;
 }
 
-/// A row of the table: the numbers by which an architectural event can be counted.
+/// Event numbers by which each driver counts an architectural event.
 struct Row {
-    /// The host's kernel: `PERF_COUNT_HW_*`.
+    /// Generic event number of the host kernel (`PERF_COUNT_HW_*`).
     generic: Option<u64>,
-    /// The clock driver.
+    /// Event number of the clock driver.
     clock: Option<u64>,
-    /// The single-stepper.
+    /// Selector of the exact backing.
     exact: Option<usize>,
 }
 
@@ -40,7 +40,7 @@ fn row(event: ArchEvent) -> Row {
         ArchEvent::CacheMisses => (Some(3), None),
         ArchEvent::Branches => (Some(4), None),
         ArchEvent::BranchMisses => (Some(5), None),
-        // The SDM leaves the clock of the bus cycles open and names the TSC's among those in use.
+        // The SDM does not define the clock of bus cycles and lists the TSC clock as one option.
         ArchEvent::BusCycles => (Some(6), Some(clock::REF_CYCLES)),
         ArchEvent::RefCycles => (Some(9), Some(clock::REF_CYCLES)),
         ArchEvent::TakenBranches
@@ -57,46 +57,48 @@ fn row(event: ArchEvent) -> Row {
 }
 
 impl ArchEvent {
-    /// The number that perf has for it on every host (`PERF_COUNT_HW_*`); `None` where it has none.
+    /// Returns the generic perf event number (`PERF_COUNT_HW_*`), which is the same on every host,
+    /// or `None` if there is none.
     pub fn generic_number(self) -> Option<u64> {
         row(self).generic
     }
 }
 
-/// A way to count something.
+/// Driver and event number that can count an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// Who counts.
+    /// Backing of the event.
     pub backing: Backing,
-    /// The driver.
+    /// PMU type of the driver.
     pub ty: EventType,
-    /// The driver's number for it.
+    /// Event number of the driver.
     pub config: u64,
-    /// It is known to count. Otherwise it is a try: raw numbers of which the host's kernel cannot tell what
-    /// they are.
+    /// Set if the event is known to count. Otherwise the event must be probed: the host kernel does
+    /// not report which raw event numbers exist.
     pub known: bool,
 }
 
-/// The number of ways there can be, best first.
+/// Candidates for an event, best first.
 type Ways = [Option<Way>; 2];
 
-/// Who can count what on this host.
+/// Event sources available on this host.
 #[derive(Clone, Debug)]
 pub struct Sources {
     policy: BackingPolicy,
-    /// The single-stepper cannot step CPL 3.
+    /// Set if the single-stepper cannot step CPL 3.
     kernel_only: bool,
-    /// Vendor of the host's PMU, `None` when it has none that we may use.
+    /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
-    /// What the host's kernel opens of its generic events.
+    /// Generic events that the host kernel can open.
     opens: Backability,
-    /// Number of the KVM statistic that counts each paravirtual event, in the order of their unit masks.
+    /// KVM statistic number of each paravirtual event, indexed by unit mask order.
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
 }
 
 impl Sources {
-    /// What `policy` allows on a host whose PMU, if it has one, is `hardware`'s, and opens all generic
-    /// events. `statistic` gives the kvm driver's number of the KVM statistic that counts an event.
+    /// Creates the sources that `policy` allows on a host with a PMU of vendor `hardware`, which
+    /// supports all generic events. `statistic` returns the KVM statistic number of a paravirtual
+    /// event in the kvm driver.
     pub fn new(
         policy: BackingPolicy,
         hardware: Option<Vendor>,
@@ -111,13 +113,13 @@ impl Sources {
         }
     }
 
-    /// The host's kernel opens these of its generic events, and no others.
+    /// Limits the generic events to those that the host kernel can open.
     #[must_use]
     pub fn opening(self, opens: Backability) -> Self {
         Self { opens, ..self }
     }
 
-    /// The single-stepper steps CPL 0 only: what counts user mode alone is not counted.
+    /// Limits single-stepping to CPL 0. Events that count only user mode are then not counted.
     #[must_use]
     pub fn stepping_kernel_only(self) -> Self {
         Self {
@@ -126,8 +128,8 @@ impl Sources {
         }
     }
 
-    /// The ways to count an event of a model of `vendor` under `policy`, best first. `raw`: the numbers that
-    /// vendor's processors have for it.
+    /// Returns the candidates for an event of a model of `vendor` under `policy`, best first. `raw`
+    /// is the raw event number on processors of that vendor.
     fn ways(
         &self,
         policy: BackingPolicy,
@@ -137,7 +139,7 @@ impl Sources {
     ) -> Ways {
         let row = event.map(row);
         let own = self.hardware == Some(vendor);
-        // Another vendor's generic event may be another thing.
+        // Generic events may have a different meaning on another vendor's processor.
         let generic =
             event.filter(|event| own || self.hardware.is_some() && event.means_the_same_everywhere());
         let backing = match policy {
@@ -172,7 +174,7 @@ impl Sources {
             known: true,
         });
         match policy {
-            // A clock of another frequency must not go on with what the host's own event counts.
+            // Counting must not continue with a clock of another frequency after the host's event.
             BackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
             BackingPolicy::Auto => [hardware, by_clock],
             BackingPolicy::Hardware | BackingPolicy::Kvm => [hardware, None],
@@ -182,7 +184,7 @@ impl Sources {
         }
     }
 
-    /// Who counts a paravirtual event for the guest: these work with every policy.
+    /// Returns the source of a paravirtual event for the guest, which is independent of the policy.
     fn paravirtual(&self, event: ParavirtualEvent) -> Option<Way> {
         let (backing, ty, config) = match event {
             ParavirtualEvent::VmExits
@@ -201,7 +203,7 @@ impl Sources {
             ParavirtualEvent::HostMigrations => {
                 (Backing::Software, EventType::SOFTWARE, software::CPU_MIGRATIONS)
             }
-            // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
+            // KVM's io_exits and mmio_exits do not include accesses by emulated code.
             ParavirtualEvent::IoExits
             | ParavirtualEvent::MmioExits
             | ParavirtualEvent::MsrExits
@@ -218,13 +220,14 @@ impl Sources {
         })
     }
 
-    /// The ways to count what a guest asks for, best first.
+    /// Returns the candidates for a guest request, best first.
     pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = Way> + use<> {
         let plain = !request.is_modified();
         let ways = match request.event {
-            // What the host does to a vCPU has no privilege level and no cycles to compare with a threshold.
+            // Paravirtual events support neither privilege levels nor counter masks.
             GuestEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
-            // Thresholds, edges and transactions only hardware knows, by its own numbers.
+            // Counter masks, edge detect and transaction filters require a hardware event with raw
+            // numbers.
             GuestEvent::Architectural(event) if plain => {
                 self.ways(self.policy, request.vendor, Some(event), request.raw_config())
             }
@@ -240,7 +243,7 @@ impl Sources {
             .filter(move |way| paravirtual || steppable(way))
     }
 
-    /// The same as events of perf-core: the guest's, pinned and stopped.
+    /// Returns the candidates for a guest request as pinned, initially disabled perf-core events.
     pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (Backing, Attr)> + use<> {
         let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
         let base = Attr {
@@ -251,7 +254,7 @@ impl Sources {
             exclude_kernel: has_levels && !request.kernel,
             ..Attr::default()
         };
-        // KVM opens its own.
+        // KVM opens its own events.
         let ours = self.of_request(request).filter(|way| way.backing != Backing::Kvm);
         ours.map(move |way| {
             let attr = Attr {
@@ -263,30 +266,32 @@ impl Sources {
         })
     }
 
-    /// Who counts an architectural event for a model of `vendor`, if it is known that anybody does.
+    /// Returns the source of an architectural event for a model of `vendor`, if the event is known
+    /// to count.
     pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<Way> {
         let ways = self.ways(self.policy, vendor, Some(event), None);
         ways.into_iter().flatten().find(|way| way.known)
     }
 
-    /// What the CPUID of a model of `vendor` may promise.
+    /// Returns the events that the CPUID of a model of `vendor` may report as available.
     pub fn backability(&self, vendor: Vendor) -> Backability {
         let counted = |event: &ArchEvent| self.known(*event, vendor).is_some();
         ArchEvent::ALL.into_iter().filter(counted).collect()
     }
 
-    /// Who counts one of perf's generic events for an operator, whatever counts for the guest. The events are
-    /// those of the host's own vendor.
+    /// Returns the source of a generic perf event for an operator, regardless of the guest's
+    /// policy. Uses the events of the host's vendor.
     pub fn for_operator(&self, event: ArchEvent) -> Option<Way> {
         let vendor = self.hardware.unwrap_or(Vendor::Intel);
         let ways = self.ways(BackingPolicy::Auto, vendor, Some(event), None);
         ways.into_iter().flatten().next()
     }
 
-    /// Who counts a paravirtual event for an operator.
+    /// Returns the source of a paravirtual event for an operator.
     pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<Way> {
         match event {
-            // The guest's is fed in steps; an operator asks the host directly.
+            // The guest's counter is fed in steps, while an operator reads the host counter
+            // directly.
             ParavirtualEvent::StealNs => Some(Way {
                 backing: Backing::Software,
                 ty: EventType::SCHED,
@@ -331,9 +336,10 @@ mod tests {
             .collect()
     }
 
-    /// Each architectural event, under each policy, on hosts with and without a PMU, of the model's vendor or
-    /// the other, whose kernel opens all generic events, some or none: CPUID promises an event exactly if the
-    /// guest's request for it is known to be counted, and an operator's event is counted by the same.
+    /// Tests each architectural event under each policy, on hosts without a PMU and with a PMU of
+    /// either vendor that opens all, some or no generic events. CPUID reports an event if and only
+    /// if the guest's request for it is known to count, and an operator's event uses the same
+    /// source.
     #[test]
     fn the_three_answers_agree() {
         let some = Backability::NONE
@@ -378,7 +384,8 @@ mod tests {
             let counted = ways.iter().find(|way| way.known);
             assert_eq!(promised, counted.is_some(), "{case}");
             assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
-            // What is not promised is at most tried, by the numbers of the host's own processor.
+            // Events that CPUID does not report are at most probed with the raw numbers of the
+            // host's processor.
             let tried = |way: &Way| way.known || way.ty == EventType::RAW && sources.hardware == Some(vendor);
             assert!(ways.iter().all(tried), "{case}");
             let ours = sources
@@ -391,7 +398,7 @@ mod tests {
                 assert_eq!(sources.for_operator(event), counted.copied(), "{case}");
             }
         }
-        // An operator's event does not change with the guest's policy.
+        // An operator's event does not depend on the guest's policy.
         let auto = Sources {
             policy: BackingPolicy::Auto,
             ..sources.clone()
@@ -399,7 +406,7 @@ mod tests {
         assert_eq!(sources.for_operator(event), auto.for_operator(event), "{case}");
     }
 
-    /// A number means one event.
+    /// Each event number identifies one event.
     #[test]
     fn generic_numbers_are_told_apart() {
         let mut numbers: Vec<u64> = ArchEvent::ALL
@@ -410,7 +417,8 @@ mod tests {
         assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 9]);
     }
 
-    /// What the host's kernel does not open is not tried in vain, and the clock counts what it can of it.
+    /// Events that the host kernel cannot open are not attempted, and the clock counts those that
+    /// it supports.
     #[test]
     fn events_that_the_host_does_not_open_are_left_to_the_clock() {
         let cycles_only = Backability::NONE.with(ArchEvent::CoreCycles);
@@ -424,7 +432,7 @@ mod tests {
         assert_eq!(ways(0xC0, 0), []);
     }
 
-    /// The guest's steal time is fed in steps; an operator asks the host.
+    /// The guest's steal time is fed in steps, while an operator reads the host counter.
     #[test]
     fn operators_ask_the_host_for_stolen_time() {
         let sources = Sources::new(BackingPolicy::None, None, |_| Some(7));
@@ -478,8 +486,8 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
 
-    /// The bus cycles of a host of the same vendor run at that host's clock, which is not the TSC's; with
-    /// anything else they are the TSC's.
+    /// On a host of the same vendor, bus cycles use the host's clock, which is not the TSC clock.
+    /// All other backings use the TSC clock.
     #[test]
     fn bus_cycles_have_one_clock_for_all_their_time() {
         let bus = request(Vendor::Intel, 0x3C, 1);
@@ -494,7 +502,7 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
     }
 
-    /// Linux's generic cache events are the second level's on AMD.
+    /// Linux's generic cache events refer to the second-level cache on AMD.
     #[test]
     fn the_last_level_cache_is_not_counted_by_another_vendors_events() {
         for umask in [0x4F, 0x41] {
@@ -550,7 +558,7 @@ mod tests {
             ),
             []
         );
-        // This host's KVM has no such statistic.
+        // The host's KVM lacks this statistic.
         assert_eq!(
             chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 4)),
             []

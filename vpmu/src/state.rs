@@ -1,10 +1,10 @@
-//! A PMU's state as bytes, to be restored in another process or on another host.
+//! Serialization of the PMU state, for restoring in another process or on another host.
 //!
-//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the version of that
-//! vendor's layout (u16); the length of the body (u32); the body; CRC-32 of everything before it (u32). The
-//! body begins with the model, then the registers, then the counters with their numbers in front, so that a
-//! later version may have more. Which event counted for a counter is not part of the state: the registers say
-//! what to count, and the other host chooses who does.
+//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the layout
+//! version of that vendor (u16); the length of the body (u32); the body; CRC-32 of all preceding
+//! bytes (u32). The body contains the model, the registers, and the counters, each preceded by its
+//! number so that a later version can add counters. The backing of each counter is not saved: the
+//! registers determine the events, and the destination host chooses the backings.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::Model;
@@ -18,7 +18,7 @@ const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
 
-/// Version of the body's layout, for each vendor.
+/// Returns the version of the body layout of a vendor.
 const fn layout_version(vendor: Vendor) -> u16 {
     match vendor {
         Vendor::Intel => 1,
@@ -26,53 +26,53 @@ const fn layout_version(vendor: Vendor) -> u16 {
     }
 }
 
-/// Why bytes cannot be restored.
+/// Error returned when a saved state cannot be restored.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StateError {
-    /// They do not begin with our magic.
+    /// Missing magic.
     #[error("this is no saved PMU state: it does not begin with PVPM")]
     Magic,
-    /// They end early, or go on after the end.
+    /// Truncated data or trailing bytes.
     #[error(
         "the saved PMU state has {have} bytes where {need} belong: it was cut off or joined with something else"
     )]
     Length {
-        /// Bytes there are.
+        /// Actual length, in bytes.
         have: usize,
-        /// Bytes there should be.
+        /// Expected length, in bytes.
         need: usize,
     },
-    /// The checksum is wrong.
+    /// Checksum mismatch.
     #[error("the saved PMU state is damaged: its checksum does not match")]
     Checksum,
-    /// A version we do not know.
+    /// Unsupported layout version.
     #[error(
         "the saved PMU state has layout version {have}, this program reads up to {known}: restore it with a newer one"
     )]
     Version {
-        /// Version of the bytes.
+        /// Layout version of the saved state.
         have: u16,
-        /// Highest version we read.
+        /// Highest supported layout version.
         known: u16,
     },
-    /// It belongs to another model.
+    /// Saved state of a different model.
     #[error(
         "the saved state is of a PMU {saved}, this one is {here}: start the VM with the same --pmu options"
     )]
     OtherModel {
-        /// Model of the bytes.
+        /// Saved model.
         saved: Model,
-        /// Model to be restored.
+        /// The model of this PMU.
         here: Model,
     },
-    /// A field has a value that no PMU can have.
+    /// Field value that is impossible for a PMU.
     #[error("the saved PMU state is not one a PMU can be in: {0}")]
     Impossible(&'static str),
 }
 
 impl Vpmu {
-    /// The state as bytes. Running counters are folded in; the PMU goes on as before.
+    /// Serializes the state. Folds running counters; the PMU continues to run.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
@@ -111,11 +111,11 @@ impl Vpmu {
         bytes
     }
 
-    /// Takes over a saved state. Counters continue at the next [`Vpmu::reconcile`].
+    /// Restores a saved state. Counters resume at the next [`Vpmu::reconcile`].
     ///
     /// # Errors
-    /// [`StateError`] when the bytes are not the state of a PMU of this model; the PMU is then left as it
-    /// was.
+    /// Returns a [`StateError`] if the bytes are not a valid state for this model. The PMU is then
+    /// unchanged.
     pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), StateError> {
         let body = check_frame(bytes)?;
         let mut reader = Reader { rest: body };
@@ -182,7 +182,7 @@ impl Vpmu {
     }
 }
 
-/// Whether the guest could have written these values.
+/// Checks that a guest could have written these register values.
 fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateError> {
     let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
@@ -192,7 +192,7 @@ fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateErro
             return Err(StateError::Impossible("a selector has reserved bits"));
         }
     }
-    // Values at reset are possible also where a model has no such register and nothing can be written.
+    // Reset values are valid even if the model lacks the register and does not accept writes.
     for (register, value, initial, what) in [
         (
             Register::FixedControl,
@@ -226,7 +226,7 @@ fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateErro
     Ok(())
 }
 
-/// The body, once magic, version, length and checksum are right.
+/// Checks magic, version, length and checksum, and returns the body.
 fn check_frame(bytes: &[u8]) -> Result<&[u8], StateError> {
     if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
         return Err(StateError::Magic);
@@ -272,8 +272,8 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     }
 }
 
-/// Generation (Intel's with and without transactions are two), its version, general-purpose counters, fixed
-/// bitmap, width: one byte each.
+/// Serializes the model, one byte per field: generation (Intel with and without transactions are
+/// distinct), version, number of general-purpose counters, fixed counter bitmap, width.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "at most 15 counters of at most 63 bits"
@@ -331,7 +331,7 @@ fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
     .ok_or(BAD)
 }
 
-/// Takes numbers off the front of the bytes.
+/// Bounds-checked reader for integers.
 struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -365,8 +365,8 @@ impl Reader<'_> {
     }
 }
 
-/// Makes the checksum of a saved state right, whatever the bytes are. For fuzzing, which could not get past
-/// it.
+/// Recomputes the checksum of a saved state. Fuzz targets use this to reach the code behind the
+/// checksum check.
 #[doc(hidden)]
 pub fn fix_checksum(bytes: &mut [u8]) {
     if let Some(end) = bytes.len().checked_sub(CRC_BYTES) {
@@ -375,7 +375,7 @@ pub fn fix_checksum(bytes: &mut [u8]) {
     }
 }
 
-/// CRC-32 as Ethernet and zip have it (polynomial 0xEDB88320, reflected).
+/// Computes the CRC-32 of Ethernet and zip (polynomial 0xEDB88320, reflected).
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0u32, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {
@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(vpmu.save(&mut events), bytes);
     }
 
-    /// Makes the frame right again, so that the check behind the checksum is reached.
+    /// Recomputes the length and checksum, so that the tests reach the subsequent checks.
     fn reframe(mut bytes: Vec<u8>) -> Vec<u8> {
         fix_checksum(&mut bytes);
         bytes

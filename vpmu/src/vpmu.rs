@@ -1,11 +1,11 @@
-//! The PMU of one vCPU: its registers, its counters, its pending PMI.
+//! [`Vpmu`]: the PMU of one vCPU with its registers, counters and pending PMI.
 //!
-//! A guest's write changes registers and marks the counters it concerns; [`Vpmu::reconcile`] turns the marks
-//! into calls to the counting events just before the guest runs again. A counter's value is kept as a pair:
-//! the value it had when its event's count was `base`. While it runs, its value is that plus what the event
-//! counted since. Bringing the pair up to date is called *folding*, and is where overflows are found: by
-//! arithmetic, so that each is accounted exactly once no matter whether a read, a write or the host's
-//! notification comes first.
+//! A guest write changes registers and marks the affected counters. [`Vpmu::reconcile`] applies the
+//! marks to the counting events just before the guest runs again. Each counter stores `value`, its
+//! value at the time when its event's count was `base`. While the event is running, the counter's
+//! value is `value` plus the counts since `base`. *Folding* updates this pair and detects overflows
+//! arithmetically. Each overflow is therefore accounted exactly once, regardless of whether a read,
+//! a write or the host's notification occurs first.
 
 mod paused;
 mod places;
@@ -27,73 +27,73 @@ use crate::vendor::{Register, Registers, VendorOps, Written, selector};
 pub use pmi::{PmiCounts, PmiReady};
 pub use view::CounterView;
 
-/// Outcome of a guest's RDMSR or RDPMC.
+/// Result of a guest RDMSR or RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrRead {
-    /// The value for EDX:EAX.
+    /// Value for EDX:EAX.
     Value(u64),
-    /// The guest gets a general protection fault.
+    /// Inject a general-protection fault.
     InjectGp,
 }
 
-/// Outcome of a guest's WRMSR.
+/// Result of a guest WRMSR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrWrite {
-    /// The instruction completes.
+    /// The write completed.
     Done,
-    /// The guest gets a general protection fault.
+    /// Inject a general-protection fault.
     InjectGp,
 }
 
-/// Current privilege level: 0 to 3.
+/// Current privilege level, 0 to 3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// An instruction of [`Vpmu::retired_outside`] puts off a PMI by one instruction. Up to this part of the way
-/// to the overflow that is let be, because arming the host's event anew costs system calls: within the skid
-/// that PMIs have anyway.
+/// Divisor of the tolerated PMI delay. Each instruction reported by [`Vpmu::retired_outside`]
+/// delays an armed overflow by one count. Re-arming the host event costs system calls, so the delay
+/// is tolerated up to this fraction of the armed period, which is within the normal PMI skid.
 const LATE_PART: u64 = 256;
 
-/// What the event of a counter must count now, beside what it was programmed for.
+/// Event that a counter must count after reconciliation.
 #[derive(Clone, Copy, Debug)]
 enum Wanted {
-    /// Nothing; whether the guest has the counter enabled all the same.
+    /// No event. `enabled` is set if the guest has enabled the counter nevertheless.
     Nothing { enabled: bool },
-    /// What it was programmed for.
+    /// The currently programmed event.
     Same,
-    /// Something else.
+    /// A different event.
     Other(EventRequest),
 }
 
-/// A counter's value and its event.
+/// Value and event of a counter.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counter {
-    /// Value when the event's count was `base`.
+    /// Counter value when the event's count was `base`.
     pub(crate) value: u64,
     base: u64,
-    /// What was counted since the event was programmed.
+    /// Number of counts since the event was programmed.
     counted: u64,
-    /// The event's request and who counts it.
+    /// Programmed request and the backing that counts for it.
     programmed: Option<(EventRequest, Backing)>,
-    /// Counts to the overflow when the host's event was last armed for it, and how many came otherwise
-    /// since.
+    /// Counts until overflow when the host event was last armed, and instructions since then that
+    /// retired outside guest mode.
     armed: u64,
     outside: u64,
-    /// What the event counted in pauses since it was armed.
+    /// Counts of the event during pauses since it was last armed.
     left_out: u64,
     pub(crate) overflows: u64,
     pub(crate) pmi_requests: u64,
 }
 
 impl Counter {
-    /// The host's event was armed.
+    /// Records that the host event was armed.
     fn armed_for(&mut self, until_overflow: u64) {
         self.armed = until_overflow;
         self.outside = 0;
         self.left_out = 0;
     }
 
-    /// A counter without an event.
+    /// Creates a counter without an event from saved values.
     pub(crate) fn restored(value: u64, overflows: u64, pmi_requests: u64) -> Self {
         Self {
             value,
@@ -104,22 +104,22 @@ impl Counter {
     }
 }
 
-/// Whether this event, counted by this backing, counts instructions but not those that a hypervisor completes
-/// for the guest. The single-stepper decodes these too.
+/// Returns whether the event counts instructions, but misses instructions that the hypervisor
+/// completes for the guest. The exact backing decodes these instructions as well.
 fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
     backing == Backing::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
         && !request.is_modified()
 }
 
-/// The counters that pause, and passes until that ends.
+/// Mask of paused counters and the number of passes until the pause ends.
 #[derive(Clone, Copy, Debug, Default)]
 struct Paused {
     counters: u64,
     passes_left: u32,
 }
 
-/// The PMU of one vCPU.
+/// PMU of one vCPU.
 #[derive(Debug)]
 pub struct Vpmu {
     pub(crate) model: Model,
@@ -127,40 +127,42 @@ pub struct Vpmu {
     filter: Arc<EventFilter>,
     pub(crate) registers: Registers,
     pub(crate) counters: [Counter; MAX_COUNTERS],
-    /// Counters whose event may no longer be what the registers ask for.
+    /// Mask of counters whose event may no longer match the registers.
     dirty: u64,
-    /// Counters whose own control, or the filter, changed since their event was programmed.
+    /// Mask of counters whose own control or filter changed since their event was programmed.
     stale: u64,
-    /// Counters whose event has not counted yet since it was programmed: from where it does is not known.
+    /// Mask of counters whose event has not been enabled since it was programmed, so that its
+    /// initial count is unknown.
     fresh: u64,
-    /// Counters whose event is counting.
+    /// Mask of counters whose event is counting.
     running: u64,
-    /// Counters whose event counts although the guest has stopped them.
+    /// Counters that the guest has stopped but whose event is paused instead of stopped.
     paused: Paused,
-    /// Counters that the guest has enabled and nobody counts, or not who should.
+    /// Counters that are enabled and either uncounted or counted by a fallback.
     lost: Lost,
-    /// Running counters whose armed overflow is out of date.
+    /// Mask of running counters whose armed overflow is outdated.
     rearm: u64,
-    /// Running counters of instructions whose event does not see those that leave guest mode.
+    /// Mask of running instruction counters whose event misses instructions that exit to the
+    /// hypervisor.
     misses_exits: u64,
     pub(crate) pmi_due: bool,
-    /// Counters that asked for the due PMI and have not been served since.
+    /// Mask of counters that requested the due PMI and have not been served since.
     pub(crate) pmi_sources: u64,
-    /// The due PMI could not be delivered when it was to be: from now on it is only kept while it has a
-    /// source.
+    /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
+    /// that requested it remains unserved.
     pmi_waits: bool,
-    /// The due PMI was already counted as throttled.
+    /// Set if the due PMI has been counted as throttled.
     pmi_held: bool,
     pmi_limit: RateLimit,
     pmi_counts: PmiCounts,
     throttle_logged_ns: Option<u64>,
-    /// Events whose lack of a backing was logged: bit n for architectural event n, the top bit for all
-    /// others.
+    /// Events for which a missing backing was logged: bit n for architectural event n, the top bit
+    /// for all others.
     warned: u32,
 }
 
 impl Vpmu {
-    /// A PMU in its reset state, that counts everything and limits PMIs to [`DEFAULT_PMI_LIMIT`].
+    /// Creates a PMU in its reset state, without an event filter and with [`DEFAULT_PMI_LIMIT`].
     pub fn new(model: Model) -> Self {
         let vendor = registers::of(model.vendor());
         Self {
@@ -188,19 +190,19 @@ impl Vpmu {
         }
     }
 
-    /// What was said of the PMU of the same vCPU before the machine was reset is not said again: a guest
-    /// may do nothing but reset it.
+    /// Copies the set of logged warnings from the PMU before a machine reset, so that a guest
+    /// cannot flood the log by resetting itself.
     pub fn said_before(&mut self, before: &Self) {
         self.warned = before.warned;
         self.throttle_logged_ns = before.throttle_logged_ns;
     }
 
-    /// The model this PMU is of.
+    /// Returns the PMU model.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// Replaces the event filter. Counters that are already programmed follow at the next
+    /// Replaces the event filter. The change applies to programmed counters at the next
     /// [`Self::reconcile`].
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter;
@@ -212,7 +214,7 @@ impl Vpmu {
         self.pmi_limit = RateLimit::new(per_second);
     }
 
-    /// RDMSR.
+    /// Handles a guest RDMSR.
     pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrRead {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return MsrRead::InjectGp;
@@ -222,8 +224,8 @@ impl Vpmu {
             Register::Counter(counter) | Register::FullWidthCounter(counter) => self.value(counter, events),
             Register::FixedControl => self.registers.fixed_control,
             Register::GlobalStatus => {
-                // A counter whose overflow has not been notified yet must not be seen past it with its bit
-                // clear.
+                // Fold first so that the guest cannot see a counter wrapped with its overflow bit
+                // still clear.
                 self.fold_all(events);
                 self.registers.global_status
             }
@@ -235,7 +237,7 @@ impl Vpmu {
         })
     }
 
-    /// WRMSR.
+    /// Handles a guest WRMSR.
     pub fn write_msr(&mut self, msr: MsrAddress, value: u64, events: &mut dyn CounterEvents) -> MsrWrite {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return MsrWrite::InjectGp;
@@ -250,7 +252,7 @@ impl Vpmu {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
                     let same_event = differing & !(selector::INT | selector::EN) == 0;
-                    // What was counted belongs to the old selector, its interrupt bit included.
+                    // Previous counts belong to the old selector, including its interrupt bit.
                     if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
                     } else if same_event {
@@ -271,7 +273,7 @@ impl Vpmu {
             Register::Counter(counter) | Register::FullWidthCounter(counter) => {
                 self.fold_for(counter, value, events);
                 if !self.vendor.has_status(&self.model) {
-                    // Without a status register this is how a handler serves a counter.
+                    // Without a status register, a handler serves a counter by writing it.
                     self.served(counter.mask(), events);
                 }
                 self.counters[counter.slot()].value = value;
@@ -292,15 +294,15 @@ impl Vpmu {
                 self.reprogrammed(changed);
             }
             Register::GlobalControl => {
-                // With freeze-on-PMI an overflow that was not notified yet has stopped the counters before
-                // this write; without it the order does not show.
+                // With freeze-on-PMI, an overflow that has not been notified yet stopped the
+                // counters before this write. Otherwise the order is not visible.
                 if self.registers.debug_control != 0 {
                     self.fold_all(events);
                 }
                 self.change_globals(|registers| registers.global_control = value);
             }
             Register::GlobalStatusReset => {
-                // An overflow from before this write is cleared by it.
+                // This write also clears overflows that occurred before it.
                 self.fold_all(events);
                 self.served(value & self.model.counters_mask(), events);
                 self.change_globals(|registers| registers.global_status &= !value);
@@ -310,15 +312,15 @@ impl Vpmu {
                 self.fold_all(events);
                 self.registers.debug_control = value;
             }
-            // The vendors store nothing in these.
+            // Vendors never store values in these registers.
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities | Register::Absent => {}
         }
         MsrWrite::Done
     }
 
-    /// Takes over what a register of another PMU of the same model holds, as it is: nothing that a guest's
-    /// write would do is done. For PMUs that others emulate, whose state is shown or saved by this one; see
-    /// [`Model::state_msrs`]. Returns whether the model has that register.
+    /// Sets a register to its value in another PMU of the same model, without the side effects of a
+    /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
+    /// [`Model::state_msrs`]. Returns whether the model has this register.
     pub fn take_over(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;
@@ -342,8 +344,8 @@ impl Vpmu {
         true
     }
 
-    /// RDPMC with ECX = `index` at privilege level `cpl`; `cr4_pce` is CR4.PCE. Intel SDM vol. 2 and AMD APM
-    /// vol. 3, RDPMC: outside CPL 0 it needs CR4.PCE.
+    /// Handles RDPMC with ECX = `index` at privilege level `cpl`. `cr4_pce` is CR4.PCE, which must
+    /// be set outside CPL 0 (Intel SDM vol. 2 and AMD APM vol. 3, RDPMC).
     pub fn rdpmc(
         &mut self,
         index: RdpmcIndex,
@@ -360,8 +362,8 @@ impl Vpmu {
         }
     }
 
-    /// Makes the counting events follow the registers. Call it before every entry to the guest; with nothing
-    /// changed it is one test.
+    /// Applies register changes to the counting events. Must be called before every guest entry.
+    /// Costs a single test if nothing changed.
     #[inline]
     pub fn reconcile(&mut self, events: &mut dyn CounterEvents) {
         if events.may_have_lost() {
@@ -372,15 +374,16 @@ impl Vpmu {
         }
     }
 
-    /// Brings all counters that were marked in line with the registers.
+    /// Reconciles all marked counters with the registers.
     fn pass(&mut self, events: &mut dyn CounterEvents) {
         let mut due = 0;
         if self.lost.is_retrying() {
             due = self.lost.take_due(events.now_ns());
             self.dirty |= due;
         }
-        // A fold in the pass may find an overflow that freezes the other counters, hence the loop. It ends: a
-        // counter is only marked again by an overflow, and nothing counts outside guest mode.
+        // Folding may find an overflow that freezes other counters, so the pass loops. The loop
+        // terminates because only an overflow marks counters again, and nothing counts outside
+        // guest mode.
         while self.dirty != 0 {
             let dirty = std::mem::take(&mut self.dirty);
             let dirty = self.toggle(dirty, events);
@@ -391,13 +394,13 @@ impl Vpmu {
         self.passed(events);
     }
 
-    /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed:
-    /// `false` when the notification is early (it is armed again for the rest), or late (the overflow is
-    /// already accounted).
+    /// Handles an overflow notification from the host for `counter`. Returns whether the counter
+    /// has overflowed. Returns `false` if the notification is early (the event is then re-armed for
+    /// the remainder) or late (the overflow has already been accounted).
     pub fn overflowed(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> bool {
         let before = self.counters[counter.slot()].overflows;
         self.fold(counter, events);
-        // Whatever the host armed is used up.
+        // The notification disarmed the host event.
         if self.running & counter.mask() != 0 {
             self.changed(counter.mask());
         }
@@ -405,8 +408,8 @@ impl Vpmu {
         self.counters[counter.slot()].overflows != before
     }
 
-    /// Whether some counter that counts now wants to hear of instructions that complete outside guest mode,
-    /// and whether it must know at which privilege level.
+    /// Returns whether any running counter must be notified of instructions that complete outside
+    /// guest mode, and whether such a counter depends on the privilege level.
     #[inline]
     pub fn wants_retired_outside(&self) -> (bool, bool) {
         if self.misses_exits == 0 {
@@ -420,13 +423,13 @@ impl Vpmu {
         (true, counters_in(self.misses_exits).any(one_level))
     }
 
-    /// The guest executed an instruction at `cpl` that left guest mode and was completed by its hypervisor:
-    /// the processor did not retire it there, so no host event has counted it. Instructions count it, as on a
-    /// processor (and as KVM's `kvm_pmu_trigger_event` does for its own vPMU); no such instruction is a
-    /// branch.
+    /// Counts an instruction that exited at `cpl` and was completed by the hypervisor. The
+    /// processor did not retire the instruction, so no host event has counted it. Instruction
+    /// counters include it, as on a physical processor and as in KVM's `kvm_pmu_trigger_event`. No
+    /// such instruction is a branch.
     ///
-    /// Call it after [`Self::reconcile`], so that the WRMSR that enables a counter counts and the one that
-    /// disables it does not; and call that again afterwards.
+    /// Call this method after [`Self::reconcile`], so that the WRMSR that enables a counter is
+    /// counted and the one that disables it is not. Call [`Self::reconcile`] again afterwards.
     pub fn retired_outside(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.misses_exits) {
             let held = &mut self.counters[counter.slot()];
@@ -440,8 +443,8 @@ impl Vpmu {
             if !counts {
                 continue;
             }
-            // What the event has counted since `base` comes on top of the value, now or later: the sum is the
-            // same.
+            // The order does not matter: counts of the event since `base` are added to the value
+            // before or after.
             let advanced = self.model.width().advance(held.value, 1);
             held.value = advanced.value;
             held.counted = held.counted.saturating_add(1);
@@ -459,11 +462,11 @@ impl Vpmu {
         }
     }
 
-    /// RESET of the vCPU: registers and counters take their reset values, a due PMI is forgotten, events are
-    /// released.
+    /// Resets the PMU: sets registers and counters to their reset values, discards a due PMI, and
+    /// releases all events.
     ///
-    /// Only for a machine that is reset as a whole. INIT and SIPI, with which guests start and restart
-    /// processors, leave a PMU as it is, so starting a vCPU must not call this.
+    /// Must only be called when the whole machine is reset. INIT and SIPI, which guests use to
+    /// start processors, do not change the PMU.
     pub fn reset(&mut self, events: &mut dyn CounterEvents) {
         self.release(events);
         self.registers = self.vendor.at_reset(&self.model);
@@ -472,15 +475,16 @@ impl Vpmu {
         self.forget_pmi();
     }
 
-    /// Folds the counters and releases their events, because the vCPU goes to another thread or pauses for
-    /// long. Counters go on at the next [`Self::reconcile`], with whatever events it is given.
+    /// Folds all counters and releases their events, because the vCPU moves to another thread or
+    /// pauses for a long time. Counting continues at the next [`Self::reconcile`], possibly with
+    /// other events.
     pub fn detach(&mut self, events: &mut dyn CounterEvents) {
         self.fold_all(events);
         self.release(events);
         self.all_changed();
     }
 
-    /// Stops and releases every event.
+    /// Stops and releases all events.
     pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.model.counters_mask()) {
             self.lost.end(counter, || events.now_ns());
@@ -497,24 +501,24 @@ impl Vpmu {
         self.rearm = 0;
     }
 
-    /// Marks every counter, so that the next reconcile brings its event in line.
+    /// Marks all counters for the next reconcile.
     pub(crate) fn all_changed(&mut self) {
         self.reprogrammed(self.model.counters_mask());
     }
 
-    /// Marks counters for the next reconcile whose event may be another one now.
+    /// Marks counters whose event may have changed for the next reconcile.
     fn reprogrammed(&mut self, counters: u64) {
         self.dirty |= counters;
         self.stale |= counters;
     }
 
-    /// Marks counters for the next reconcile, including what they are armed with.
+    /// Marks counters for the next reconcile, including their armed overflow.
     fn changed(&mut self, counters: u64) {
         self.dirty |= counters;
         self.rearm |= counters & (self.running | self.paused.counters);
     }
 
-    /// Changes global registers and marks the counters that count, or no longer count, because of it.
+    /// Changes global registers and marks the counters that start or stop as a result.
     fn change_globals(&mut self, change: impl FnOnce(&mut Registers)) {
         let before = self.vendor.globally_enabled(&self.registers);
         change(&mut self.registers);
@@ -522,20 +526,20 @@ impl Vpmu {
         self.dirty |= (before ^ after) & self.model.counters_mask();
     }
 
-    /// The counter's value now.
+    /// Returns the current counter value.
     fn value(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> u64 {
         self.fold(counter, events);
         self.counters[counter.slot()].value
     }
 
-    /// Folds every running counter.
+    /// Folds all running counters.
     pub(crate) fn fold_all(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.running) {
             self.fold(counter, events);
         }
     }
 
-    /// Brings a running counter's value up to date and accounts the overflow it may have had on the way.
+    /// Updates the value of a running counter and accounts an overflow, if any.
     fn fold(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.running & counter.mask() != 0 {
             let count = events.count(counter);
@@ -543,8 +547,8 @@ impl Vpmu {
         }
     }
 
-    /// Folds a counter that is about to be set to `value`. A running one that interrupts is armed for that
-    /// at once: what came before it is accounted by the same reading of its event.
+    /// Folds a counter that is about to be set to `value`. If the counter is running and interrupts
+    /// on overflow, the same operation re-arms its event for the new value.
     fn fold_for(&mut self, counter: CounterIndex, value: u64, events: &mut dyn CounterEvents) {
         let running = self.running & counter.mask() != 0;
         if !running || !self.vendor.interrupts(&self.registers, counter) {
@@ -557,7 +561,7 @@ impl Vpmu {
         self.fold_to(counter, count);
     }
 
-    /// Stops a running counter's event, with its value brought up to date.
+    /// Folds a counter and stops its event.
     fn stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         let count = events.disable(counter);
         self.fold_to(counter, count);
@@ -566,7 +570,7 @@ impl Vpmu {
         self.rearm &= !counter.mask();
     }
 
-    /// The counter's event has counted `count`.
+    /// Updates the counter's value for an event count of `count`.
     #[inline]
     fn fold_to(&mut self, counter: CounterIndex, count: u64) {
         let held = &mut self.counters[counter.slot()];
@@ -584,7 +588,7 @@ impl Vpmu {
         }
     }
 
-    /// A counter passed its highest value.
+    /// Accounts an overflow of the counter.
     fn account_overflow(&mut self, counter: CounterIndex) {
         self.registers.global_status |= counter.mask();
         self.changed(counter.mask());
@@ -599,14 +603,14 @@ impl Vpmu {
         }
     }
 
-    /// Whether the guest has the counter enabled, in its own control and globally.
+    /// Returns whether the guest has enabled the counter in its own control and globally.
     fn is_enabled(&self, counter: CounterIndex) -> bool {
         self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
             && self.vendor.is_selected(&self.registers, counter)
     }
 
-    /// What the counter's event must count now. Its control is decoded only after that or the filter has
-    /// changed.
+    /// Returns the event that the counter must count now. Decodes the counter's control only after
+    /// the control or the filter has changed.
     fn wanted(&self, counter: CounterIndex) -> Wanted {
         if !self.is_enabled(counter) {
             return Wanted::Nothing { enabled: false };
@@ -619,12 +623,13 @@ impl Vpmu {
             Some(request) if !self.filter.allows(request.selection) => Wanted::Nothing { enabled: true },
             Some(request) if programmed.is_some_and(|(before, _)| before == request) => Wanted::Same,
             Some(request) => Wanted::Other(request),
-            // At no privilege level.
+            // No privilege level is selected.
             None => Wanted::Nothing { enabled: false },
         }
     }
 
-    /// Brings one counter's event in line with the registers. `retry`: its time to look for a place has come.
+    /// Reconciles one counter's event with the registers. `retry` is set if the counter's retry is
+    /// due.
     fn reconcile_counter(&mut self, counter: CounterIndex, retry: bool, events: &mut dyn CounterEvents) {
         let mask = counter.mask();
         let slot = counter.slot();
@@ -638,7 +643,8 @@ impl Vpmu {
                 self.stop(counter, events);
             }
             if self.dirty & mask != 0 {
-                // It had overflowed, which may have frozen the counters; the next round sees to it.
+                // The counter had overflowed, which may have frozen the counters. The next
+                // iteration handles this.
                 return;
             }
         }
@@ -650,7 +656,7 @@ impl Vpmu {
                 self.lost.end(counter, || events.now_ns());
                 return;
             }
-            // The guest counts what it may not.
+            // The event filter denies the event.
             Wanted::Nothing { enabled: true } => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
@@ -674,14 +680,14 @@ impl Vpmu {
             .programmed
             .is_none_or(|(_, backing)| backing == Backing::None)
         {
-            // Nothing that passes.
+            // The failure is permanent.
             let now_ns = events.now_ns();
             self.lost.begin(counter, now_ns, now_ns);
             return;
         }
         let until_overflow = self.model.width().until_overflow(self.counters[slot].value);
-        // Nobody can tell when exactly a status bit was set unless an interrupt tells it: without one the
-        // overflow is found when the guest looks, and the host need not be bothered.
+        // Without an interrupt, a guest cannot observe when the status bit was set. The overflow is
+        // then detected on the next access, and no host notification is needed.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         self.resume(counter, events);
         if self.running & mask == 0 {
@@ -703,7 +709,7 @@ impl Vpmu {
         self.rearm &= !mask;
     }
 
-    /// Starts the counter's event, as well as can be.
+    /// Enables the counter's event with the best available backing.
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>, events: &mut dyn CounterEvents) {
         let (enabled, count) = events.enable(counter, overflow_in);
         let Some((request, before)) = &mut self.counters[counter.slot()].programmed else {
@@ -713,7 +719,7 @@ impl Vpmu {
         if let Enabled::Counting(backing) | Enabled::Fallback(backing, _) = enabled {
             self.running |= counter.mask();
             if self.fresh & counter.mask() != 0 || *before != backing {
-                // Another counts than before, from a count of its own.
+                // The backing has changed, and the new backing has its own count.
                 *before = backing;
                 self.fresh &= !counter.mask();
                 self.counters[counter.slot()].base = count;
@@ -741,7 +747,7 @@ impl Vpmu {
         }
     }
 
-    /// Logs once for each kind of event that it will not count.
+    /// Logs once per event that no backing can count it.
     fn warn_uncountable(&mut self, event: GuestEvent) {
         let bit = match event {
             GuestEvent::Architectural(arch) => 1 << arch as u32,

@@ -1,24 +1,25 @@
-//! Arithmetic on counters of fewer than 64 bits. Nothing else in the crate adds to a counter's value.
+//! Arithmetic on counters narrower than 64 bits. All additions to counter values in this crate use
+//! this module.
 
-/// How many bits a counter has: 32 to 63.
+/// Counter width, 32 to 63 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterWidth(u8);
 
-/// A counter's value after counts were added, and how often it passed its highest value on the way.
+/// Result of adding counts to a counter value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Advanced {
-    /// The new value, within the width.
+    /// New counter value, truncated to the width.
     pub value: u64,
-    /// How many times the counter overflowed.
+    /// Number of overflows.
     pub overflows: u64,
 }
 
 impl CounterWidth {
-    /// The width every processor of the last decade has.
+    /// 48 bits, the width of all processors of the last decade.
     pub const W48: Self = Self(48);
 
-    /// A width of `bits`; `None` unless 32 to 63. Below 32 the sign extension of a legacy write has no
-    /// meaning.
+    /// Creates a width of `bits`, or returns `None` if `bits` is not between 32 and 63. Below 32
+    /// bits the sign extension of a legacy write has no meaning.
     #[expect(clippy::cast_possible_truncation, reason = "at most 63")]
     pub const fn new(bits: u32) -> Option<Self> {
         if bits >= 32 && bits <= 63 {
@@ -28,28 +29,29 @@ impl CounterWidth {
         }
     }
 
-    /// Number of bits.
+    /// Returns the number of bits.
     pub const fn bits(self) -> u32 {
         self.0 as u32
     }
 
-    /// Ones in every bit the counter has.
+    /// Returns a mask of all bits of the counter.
     pub const fn mask(self) -> u64 {
         (1 << self.0) - 1
     }
 
-    /// `value` without the bits the counter does not have.
+    /// Truncates `value` to the counter width.
     pub const fn truncate(self, value: u64) -> u64 {
         value & self.mask()
     }
 
-    /// What a legacy 32-bit counter write stores: bits 31:0 of `value`, sign-extended to the width.
+    /// Returns the value that a legacy 32-bit counter write stores: bits 31:0 of `value`,
+    /// sign-extended to the width.
     #[expect(clippy::cast_possible_truncation, reason = "bits 31:0 are what is stored")]
     pub const fn sign_extend_32(self, value: u64) -> u64 {
         self.truncate(((value as u32).cast_signed() as i64).cast_unsigned())
     }
 
-    /// How many more counts make a counter that holds `value` overflow: 1 to 2^width.
+    /// Returns the number of further counts until a counter with `value` overflows: 1 to 2^width.
     pub const fn until_overflow(self, value: u64) -> u64 {
         (1 << self.0) - self.truncate(value)
     }

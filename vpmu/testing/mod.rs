@@ -1,5 +1,5 @@
-//! What the tests, the fuzz target and the long run share: a reference model and a stream of operations that
-//! is applied to it and to the real thing.
+//! Code shared by the tests, the fuzz target and the long run: a reference model, and a stream of
+//! operations that is applied to the reference model and to the PMU.
 
 #[allow(
     clippy::needless_range_loop,

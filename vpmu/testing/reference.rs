@@ -1,10 +1,10 @@
-//! A PMU written straight from the manuals, register by register and count by count. It is slow and shares no
-//! code with the crate: addresses are literal numbers, every count is added alone, and every effect takes
-//! place at once.
+//! Reference PMU written directly from the manuals, register by register and count by count. Slow,
+//! and shares no code with the crate: addresses are literal numbers, counts are added one at a
+//! time, and effects are immediate.
 
 use vpmu::filter::{Action, FilterSpec};
 
-/// Which manual.
+/// Vendor and generation of the reference PMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     IntelOff,
@@ -15,7 +15,7 @@ pub enum Kind {
     V2,
 }
 
-/// The event select in a selector: twelve bits on AMD, eight on Intel.
+/// Returns the event select of a selector: twelve bits on AMD, eight bits on Intel.
 pub fn select_of(amd: bool, selector: u64) -> u64 {
     let low = selector & 0xFF;
     if amd {
@@ -25,10 +25,11 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
     }
 }
 
-/// Whether nothing counts for a general-purpose counter's selector (with `true` for AMD), or a fixed counter.
+/// Returns whether no backing can count for a selector of a general-purpose counter (with `true`
+/// for AMD) or for a fixed counter.
 pub type Uncountable = fn(bool, Option<u64>, u32) -> bool;
 
-/// The event select that nothing can count in these tests.
+/// Event select that no backing can count in these tests.
 pub const UNCOUNTABLE_SELECT: u64 = 0x55;
 
 #[derive(Clone, Debug)]
@@ -45,9 +46,9 @@ pub struct Reference {
     global_status: u64,
     debugctl: u64,
     pub pmi_due: bool,
-    /// Bits of the counters for which it is due.
+    /// Mask of counters that requested the due PMI.
     pmi_for: u64,
-    /// It was made to wait.
+    /// Set if the PMI could not be delivered immediately.
     pmi_waits: bool,
     filter: Option<FilterSpec>,
     uncountable: Uncountable,
@@ -88,14 +89,14 @@ impl Reference {
         self.pmi_is_over();
     }
 
-    /// The PMI was delivered.
+    /// Records the delivery of the PMI.
     pub fn pmi_is_over(&mut self) {
         self.pmi_due = false;
         self.pmi_for = 0;
         self.pmi_waits = false;
     }
 
-    /// The PMI cannot be delivered now.
+    /// Records that the PMI cannot be delivered now.
     pub fn pmi_waits(&mut self) {
         if self.pmi_due {
             self.pmi_waits = true;
@@ -103,7 +104,7 @@ impl Reference {
         }
     }
 
-    /// Counters whose overflow the guest has seen to.
+    /// Marks the overflows of these counters as served by the guest.
     fn served(&mut self, counters: u64) {
         self.pmi_for &= !counters;
         if self.pmi_waits && self.pmi_for == 0 {
@@ -115,7 +116,7 @@ impl Reference {
         self.version() >= 2 || self.kind == Kind::V2
     }
 
-    /// The PMU was saved and restored: who asked for a PMI is not known any more.
+    /// Applies the effect of save and restore: the sources of a due PMI are lost.
     pub fn moved(&mut self) {
         self.pmi_waits = false;
         if self.pmi_due && self.shows_status() {
@@ -152,14 +153,14 @@ impl Reference {
         2u64.pow(self.width) - 1
     }
 
-    /// Bits of all counters in the global registers.
+    /// Returns the mask of all counters in the global registers.
     fn all(&self) -> u64 {
         let general: u64 = (0..self.gp).map(|n| 1u64 << n).sum();
         let fixed: u64 = (0..self.fixed).map(|n| 1u64 << (32 + n)).sum();
         general + fixed
     }
 
-    /// RDMSR; `None` is #GP.
+    /// Executes RDMSR. Returns `None` for #GP.
     pub fn rdmsr(&self, msr: u32) -> Option<u64> {
         if self.is_amd() {
             self.rdmsr_amd(msr)
@@ -168,7 +169,7 @@ impl Reference {
         }
     }
 
-    /// WRMSR; `None` is #GP.
+    /// Executes WRMSR. Returns `None` for #GP.
     pub fn wrmsr(&mut self, msr: u32, value: u64) -> Option<()> {
         if self.is_amd() {
             self.wrmsr_amd(msr, value)
@@ -246,8 +247,8 @@ impl Reference {
                 self.pmc[(msr - 0x4C1) as usize] = value;
             }
             0x186..=0x18D => {
-                // Volume 3, figure of version 3's IA32_PERFEVTSELx: AnyThread (21), which CPUID calls
-                // deprecated, and all above the counter mask are reserved.
+                // SDM vol. 3, figure of version 3's IA32_PERFEVTSELx: AnyThread (21), which CPUID
+                // reports as deprecated, and all bits above the counter mask are reserved.
                 let fields = [0..=7u32, 8..=15, 16..=20, 22..=23, 24..=31];
                 no_bit_outside(fields.into_iter().flatten().map(|bit| 1u64 << bit).sum())?;
                 self.evtsel[(msr - 0x186) as usize] = value;
@@ -257,7 +258,7 @@ impl Reference {
                 self.fixed_ctr[(msr - 0x309) as usize] = value;
             }
             0x1D9 => {
-                // FREEZE_PERFMON_ON_PMI. The rest is for whoever has the processor.
+                // FREEZE_PERFMON_ON_PMI. The other bits do not belong to the PMU.
                 no_bit_outside(1 << 12)?;
                 self.debugctl = value;
             }
@@ -270,7 +271,7 @@ impl Reference {
                 self.global_ctrl = value;
             }
             0x390 => {
-                // Volume 4, 390H, bit by bit.
+                // SDM vol. 4, 390H, bit by bit.
                 let clear_ovf_buf = 1u64 << 62;
                 let clear_cond_chgd = 1u64 << 63;
                 let clear_ovf_uncore = if v > 2 { 1u64 << 61 } else { 0 };
@@ -282,7 +283,8 @@ impl Reference {
                 self.served(value & all);
             }
             0x391 => {
-                // Volume 4, 391H: 58 LBR_Frz, 59 CTR_Frz, 60 ASCI, 61 uncore, 62 OvfBuf; 63 is reserved.
+                // SDM vol. 4, 391H: 58 LBR_Frz, 59 CTR_Frz, 60 ASCI, 61 uncore, 62 OvfBuf; 63 is
+                // reserved.
                 no_bit_outside(all + [58u32, 59, 60, 61, 62].map(|bit| 1u64 << bit).iter().sum::<u64>())?;
                 self.global_status |= value;
             }
@@ -291,7 +293,8 @@ impl Reference {
         Some(())
     }
 
-    /// Number of the AMD counter behind a register, and whether it is the selector.
+    /// Returns the number of the AMD counter of a register, and whether the register is its
+    /// selector.
     fn amd_register(&self, msr: u32) -> Option<(usize, bool)> {
         let (n, selector) = match msr {
             0xC001_0000..=0xC001_0003 => (msr - 0xC001_0000, true),
@@ -344,7 +347,7 @@ impl Reference {
         Some(())
     }
 
-    /// RDPMC; `None` is #GP.
+    /// Executes RDPMC. Returns `None` for #GP.
     pub fn rdpmc(&self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
         if cpl != 0 && !pce {
             return None;
@@ -419,7 +422,7 @@ impl Reference {
         self.version() >= 4 && self.global_status & 1 << 59 != 0
     }
 
-    /// One count for everything that counts.
+    /// Adds one count to each enabled counter.
     pub fn tick(&mut self) {
         let general: Vec<bool> = (0..self.gp).map(|n| self.general_counts(n)).collect();
         let fixed: Vec<bool> = (0..self.fixed).map(|n| self.fixed_counts(n)).collect();
@@ -453,7 +456,7 @@ impl Reference {
         self.ask_for_pmi(interrupt);
     }
 
-    /// These counters overflowed and ask for a PMI.
+    /// Records that these counters overflowed and requested a PMI.
     fn ask_for_pmi(&mut self, counters: u64) {
         if counters == 0 {
             return;
@@ -469,8 +472,8 @@ impl Reference {
         }
     }
 
-    /// One instruction at CPL 0 or another, that its hypervisor completed. Events 0xC0 with unit mask 0 and
-    /// fixed counter 0 count instructions.
+    /// Counts one instruction that the hypervisor completed, at CPL 0 if `kernel` is set. Event
+    /// 0xC0 with unit mask 0 and fixed counter 0 count instructions.
     pub fn retire(&mut self, kernel: bool) {
         let mut interrupt = 0u64;
         for n in 0..self.gp {
@@ -499,7 +502,7 @@ impl Reference {
         self.ask_for_pmi(interrupt);
     }
 
-    /// CPUID.0AH as (EAX, EBX, ECX, EDX), when no event is unavailable.
+    /// Returns CPUID.0AH as (EAX, EBX, ECX, EDX), with all events available.
     pub fn cpuid_a(&self) -> [u32; 4] {
         let v = self.version();
         if v == 0 {

@@ -1,6 +1,8 @@
-//! Operations of a guest and its host, made from bytes and applied to a [`Vpmu`] and to the [`Reference`].
+//! Stream of guest and host operations, decoded from bytes and applied to a [`Vpmu`] and to the
+//! [`Reference`].
 //!
-//! Any bytes make a stream, so that a fuzzer, proptest and a plain generator can all feed it.
+//! Every byte string is a valid stream, so fuzzers, proptest and random generators can all provide
+//! input.
 
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use vpmu::*;
 
 use super::reference::{Kind, Reference, UNCOUNTABLE_SELECT, select_of};
 
-/// Takes numbers from bytes; zeros when they are used up.
+/// Reader of numbers from a byte string. Returns zeros after the end.
 pub struct Bytes<'a> {
     rest: &'a [u8],
 }
@@ -45,33 +47,34 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// A PMU and its reference, which must never disagree.
+/// PMU and reference model, which must always agree.
 pub struct Pair<H> {
     vpmu: Vpmu,
     events: H,
     reference: Reference,
     filter: Arc<EventFilter>,
-    /// Notifications have been held back; the real thing may know less than the reference until they come.
+    /// Set while notifications are delayed, so that the PMU may lag behind the reference.
     late: bool,
     now_ns: u64,
     addresses: Vec<u32>,
-    /// Operations applied.
+    /// Number of operations applied.
     pub operations: u64,
 }
 
-/// Counting events that a test can let tick.
+/// Counting events that a test can advance.
 pub trait Host: CounterEvents {
-    /// Events for a guest whose model is `vendor`'s.
+    /// Creates the events of a guest PMU of `vendor`.
     fn new(vendor: Vendor) -> Self;
 
-    /// Whether nothing counts for this general-purpose counter's selector, or for this fixed counter.
+    /// Returns whether no backing can count for this selector of a general-purpose counter or this
+    /// fixed counter.
     fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool;
 
-    /// Lets the guest run for at most `ticks`, up to and including the first at which an armed overflow
-    /// comes. Returns how many passed.
+    /// Runs the guest for up to `ticks` and stops after the first tick with an armed overflow.
+    /// Returns the number of ticks run.
     fn run(&mut self, ticks: u64) -> u64;
 
-    /// Counters whose armed overflow came and was not taken yet.
+    /// Takes the counters whose armed overflow occurred and has not been taken yet.
     fn take_notified(&mut self) -> Vec<CounterIndex>;
 }
 
@@ -99,7 +102,7 @@ impl Host for SimEvents {
 }
 
 impl<H: Host> Pair<H> {
-    /// A model chosen by the first bytes.
+    /// Creates a pair with a model that the first bytes select.
     pub fn new(bytes: &mut Bytes<'_>) -> Self {
         let kind = match bytes.below(16) {
             0 => Kind::IntelOff,
@@ -136,7 +139,7 @@ impl<H: Host> Pair<H> {
         };
         let model = Model::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
         let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
-        // The registers that exist, once more each: most accesses should go there.
+        // Existing registers are added once more, so that most accesses hit them.
         let reference = Reference::new(kind, gp, fixed, width, H::uncountable);
         let existing: Vec<u32> = addresses
             .iter()
@@ -167,8 +170,8 @@ impl<H: Host> Pair<H> {
         }
     }
 
-    /// A value for a register: mostly one a driver would write there, so that counters do run, overflow and
-    /// freeze.
+    /// Returns a register value, mostly one that a driver would write, so that counters run,
+    /// overflow and freeze.
     fn value(&self, msr: u32, bytes: &mut Bytes<'_>) -> u64 {
         let highest = (1u64 << self.reference.width) - 1;
         let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);
@@ -196,12 +199,12 @@ impl<H: Host> Pair<H> {
         match bytes.below(12) {
             0 => 0,
             1 => u64::from(bytes.byte()),
-            // Close to an overflow, for a full-width and for a sign-extended write.
+            // Value close to an overflow, for a full-width or a sign-extended write.
             2 | 3 => highest - u64::from(bytes.byte() % 64),
             4 => u64::MAX - u64::from(bytes.byte() % 64),
-            // A selector that is enabled: levels, interrupt and event at random.
+            // Enabled selector with random privilege levels, interrupt bit and event.
             5..=7 => self.selector(bytes),
-            // Control of fixed counters and global control.
+            // Fixed counter control and global control.
             8 => bytes.u64() & 0xBBBB,
             9 => bytes.u64() & all,
             10 => 1u64 << bytes.below(64) | 1 << bytes.below(64),
@@ -209,13 +212,13 @@ impl<H: Host> Pair<H> {
         }
     }
 
-    /// A selector that is enabled: levels, interrupt and event at random.
+    /// Returns an enabled selector with random privilege levels, interrupt bit and event.
     fn selector(&self, bytes: &mut Bytes<'_>) -> u64 {
         let select = [0x3C, 0xC0, 0x76, 0xFF, UNCOUNTABLE_SELECT, 1, 2, 3][bytes.below(8) as usize];
         select | (u64::from(bytes.byte() & 3) << 8) | (u64::from(bytes.byte() & 0x13) << 16) | (1 << 22)
     }
 
-    /// Lets notifications that were held back arrive.
+    /// Delivers the delayed notifications.
     fn deliver(&mut self) {
         for counter in self.events.take_notified() {
             self.vpmu.overflowed(counter, &mut self.events);
@@ -268,10 +271,10 @@ impl<H: Host> Pair<H> {
         })
     }
 
-    /// Takes one operation from the bytes and applies it to both.
+    /// Decodes one operation and applies it to both.
     ///
     /// # Panics
-    /// When they disagree.
+    /// Panics if the PMU and the reference disagree.
     pub fn step(&mut self, bytes: &mut Bytes<'_>) {
         self.operations += 1;
         match bytes.below(33) {
@@ -313,7 +316,8 @@ impl<H: Host> Pair<H> {
             }
             20..=25 => {
                 let ticks = u64::from(bytes.byte() % 48);
-                // What an overflow freezes depends on when it is noticed, so then it must be noticed at once.
+                // The effect of a freeze depends on when an overflow is detected, so with
+                // freeze-on-PMI the notification must not be delayed.
                 let late = bytes.flag() && !self.reference.freezes();
                 if !late {
                     self.deliver();
@@ -322,7 +326,7 @@ impl<H: Host> Pair<H> {
             }
             26 => self.deliver(),
             27 => {
-                // A notification nobody asked for must do no harm.
+                // A spurious notification must be harmless.
                 let counter = CounterIndex::from_slot(bytes.below(MAX_COUNTERS as u32) as usize);
                 self.vpmu.overflowed(counter.expect("a slot"), &mut self.events);
                 self.vpmu.reconcile(&mut self.events);
@@ -346,7 +350,7 @@ impl<H: Host> Pair<H> {
                         self.vpmu.pmi_delivered(self.now_ns);
                         self.reference.pmi_is_over();
                     }
-                    // Not due any more, or not yet to be delivered.
+                    // The PMI is no longer due or must be delayed.
                     PmiReady::No | PmiReady::NotBefore { .. } => self.reference.pmi_waits(),
                 }
                 assert_eq!(
@@ -362,14 +366,14 @@ impl<H: Host> Pair<H> {
                     Some(spec) => EventFilter::new(spec).expect("entries within their limits"),
                     None => EventFilter::allow_all(),
                 });
-                // The filter is changed from outside, between two runs of the guest.
+                // The filter is changed from outside between two guest runs.
                 self.deliver();
                 self.vpmu.set_filter(self.filter.clone());
                 self.reference.set_filter(spec);
                 self.vpmu.reconcile(&mut self.events);
             }
             30 => {
-                // The VM moves: a new process, new events, the same PMU.
+                // VM migration: a new process with new events and the same PMU.
                 let saved = self.vpmu.save(&mut self.events);
                 let mut there = Vpmu::new(*self.vpmu.model());
                 there.set_filter(self.filter.clone());
@@ -384,7 +388,7 @@ impl<H: Host> Pair<H> {
                 self.late = false;
             }
             32 => {
-                // An instruction that left guest mode. Its counters are as the registers say by then.
+                // An instruction that exited. The registers have been reconciled by then.
                 let cpl = if bytes.flag() { Cpl(0) } else { Cpl(3) };
                 self.deliver();
                 for _ in 0..bytes.below(8) {
@@ -396,7 +400,7 @@ impl<H: Host> Pair<H> {
             }
             _ => match bytes.below(9) {
                 8 => {
-                    // The vCPU goes to another thread, with events of its own.
+                    // The vCPU moves to another thread with its own events.
                     self.vpmu.detach(&mut self.events);
                     self.events = H::new(self.vpmu.model().vendor());
                     self.late = false;
@@ -430,7 +434,7 @@ impl<H: Host> Pair<H> {
         assert_eq!([regs.eax, regs.ebx, regs.ecx, regs.edx], self.reference.cpuid_a());
     }
 
-    /// Compares everything a guest can see.
+    /// Compares all guest-visible state.
     pub fn compare_all(&mut self) {
         self.deliver();
         let addresses: Vec<u32> = self.vpmu.model().trapped_msrs().into_iter().flatten().collect();
@@ -446,7 +450,8 @@ impl<H: Host> Pair<H> {
     }
 }
 
-/// Applies everything the bytes say, on events of kind `H`. Returns the number of operations.
+/// Applies all operations of a byte string with events of type `H`. Returns the number of
+/// operations.
 pub fn run<H: Host>(bytes: &[u8]) -> u64 {
     let mut bytes = Bytes::new(bytes);
     let mut pair = Pair::<H>::new(&mut bytes);

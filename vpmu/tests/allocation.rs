@@ -1,6 +1,7 @@
-//! Nothing a guest can do makes the PMU allocate.
+//! Tests that guest actions never make the PMU allocate.
 //!
-//! A program of its own, because it has the counting allocator of `allocation_counter`.
+//! This is a separate test program because the `allocation_counter` crate installs a global
+//! allocator.
 
 use std::sync::Arc;
 
@@ -52,7 +53,7 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
                 .wrapping_add(1_442_695_040_888_963_407);
             let random = state >> 20;
             let msr = MsrAddress(addresses[random as usize % addresses.len()]);
-            // Enabled selectors with the interrupt bit, and values shortly before the overflow.
+            // Enabled selectors with the interrupt bit, and values just before the overflow.
             let value = match random % 3 {
                 0 => 0x53_0000 | random & 0xFFFF,
                 1 => u64::MAX >> 16 & !(random & 0xFF),
@@ -97,7 +98,7 @@ impl perf_core::SampleRegs for NoRegs {
     }
 }
 
-/// Down to the driver: once a guest's events are open, sampling with them allocates nothing.
+/// Sampling does not allocate down to the driver once a guest's events are open.
 #[test]
 fn sampling_on_perf_core_allocates_nothing() {
     let vcpu = VcpuId(0);

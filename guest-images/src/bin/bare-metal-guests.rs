@@ -1,4 +1,4 @@
-//! Writes the bare-metal guests to a directory (`target/guests` unless one is named) and lists them.
+//! Writes the bare-metal guests to a directory (default: `target/guests`) and lists them.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Says what was built, with sizes.
+/// Prints the paths and sizes of the built images.
 fn report(images: &guest_images::linux::Images) {
     println!("{}:", images.directory.display());
     for path in [
@@ -67,7 +67,7 @@ fn report(images: &guest_images::linux::Images) {
     println!("  packages.txt (versions of the packages used)");
 }
 
-/// An error and its causes on one line.
+/// Formats an error and its causes on one line.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,6 +1,6 @@
-//! The bare-metal guests boot on a machine that is not ours: QEMU without KVM, which reads the multiboot
-//! address fields instead of the ELF headers and has no PMU. Skipped where QEMU is not installed; with `CI`
-//! set that is a failure.
+//! Boots the bare-metal guests in QEMU without KVM, which uses the multiboot address fields instead
+//! of the ELF headers and has no PMU. Skipped if QEMU is not installed; with `CI` set this is a
+//! failure.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -11,17 +11,19 @@ use std::time::{Duration, Instant};
 use crate::skip;
 use guest_images::bare_metal::{GUESTS, write_all};
 
-/// Far more than the second that a run takes, so that only a hang reaches it.
+/// Time limit of a run. A run takes about a second, so only a hang reaches the limit.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// What a guest printed and how QEMU ended: `Some(0)` for a power-off, (N << 1) | 1 for a debug exit.
+/// Output of a guest and exit status of QEMU: `Some(0)` for a power-off, (N << 1) | 1 for a debug
+/// exit.
 struct Run {
     output: String,
     status: Option<i32>,
 }
 
 fn run(name: &str, cmdline: &str, cpus: u32) -> Option<Run> {
-    // Tests run side by side in one process, and test runs in several.
+    // Tests run in parallel within one process, and several test processes may run at the same
+    // time.
     static RUNS: AtomicU32 = AtomicU32::new(0);
     let number = RUNS.fetch_add(1, Ordering::Relaxed);
     let own = format!("bare-metal-{}-{number}", std::process::id());
@@ -95,7 +97,7 @@ fn spinning_uses_every_cpu_at_cpl3_and_ends() {
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
-/// A slip in the time does not run for ever.
+/// An invalid duration must not make the guest run forever.
 #[test]
 fn spinning_for_no_time_is_refused() {
     for time in ["abc", "", "0", "10s", "99999999999999999999"] {
@@ -111,9 +113,9 @@ fn spinning_for_no_time_is_refused() {
     }
 }
 
-/// QEMU answers AMD's core counter registers although its CPUID does not announce them, so the test kernel
-/// must find fault with it: a check that the assertions can fail, and that a failure shows in the exit
-/// status.
+/// QEMU implements AMD's core counter registers without reporting them in CPUID, so the test kernel
+/// must report failures. This shows that its assertions can fail and that a failure affects the
+/// exit status.
 #[test]
 fn the_test_kernel_reports_what_is_wrong_with_qemu() {
     let Some(run) = run("vpmu", "", 1) else { return };

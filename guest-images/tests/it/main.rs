@@ -1,4 +1,4 @@
-//! Integration tests of the guests that Perfvisor builds: one program, with a module for each subject.
+//! Integration tests of the guest images in one program, with one module per subject.
 
 mod bare_metal_qemu;
 #[path = "../../../perf-core/tests/common/skip.rs"]

@@ -1,26 +1,27 @@
-//! BTF, the kernel's compact type information: where the members of its structures are.
+//! BTF, the kernel's compact type information: offsets of structure members.
 //!
-//! Only what that takes is read (`Documentation/bpf/btf.rst`): the type records, struct and union members
-//! with anonymous ones looked through, and the variables of a data section. The bytes may come out of a
-//! guest's memory, so every index and length in them is checked.
+//! This reader supports the subset of `Documentation/bpf/btf.rst` that is needed for member
+//! offsets: type records, struct and union members (including those of anonymous members), and the
+//! variables of a data section. The bytes may come from guest memory, so every index and length is
+//! checked.
 
 use std::collections::HashMap;
 
 use crate::le;
 
-/// Why type information cannot be used.
+/// Error returned for unusable type information.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BtfError {
-    /// No BTF header, or one of another version or byte order.
+    /// Missing BTF header, or a header with another version or byte order.
     #[error("not BTF version 1")]
     Header,
-    /// A length or record runs over the end.
+    /// Length or record beyond the end of the data.
     #[error("the BTF is cut short")]
     Truncated,
-    /// A record of a kind that is not known, so its length is not either.
+    /// Unknown type record kind, whose length is therefore unknown.
     #[error("BTF type kind {0} is not known")]
     Kind(u32),
-    /// Names of structs that take more memory than those of any kernel: a table that was made to.
+    /// Struct names that exceed the memory limit, as in a malicious table.
     #[error("the names of its structs take more than {MAX_NAMES_BYTES} bytes")]
     Names,
 }
@@ -46,22 +47,23 @@ mod kind {
     pub const ENUM64: u32 = 19;
 }
 
-/// Longest name. What has no end within it is no name.
+/// Maximum name length, in bytes. A name without a terminator within this limit is ignored.
 const MAX_NAME: usize = 512;
-/// Most bytes of structs' names together. A distribution's kernel has a quarter of a million.
+/// Maximum total size of struct names, in bytes. Distribution kernels have about 250,000.
 const MAX_NAMES_BYTES: usize = 8 << 20;
-/// Most members that are looked at for one name. A kernel's largest struct has some hundred, with those of
-/// its anonymous parts; a table that was made to can have 65,535 of them in each of [`MAX_DEPTH`] levels.
+/// Maximum number of members visited per name lookup. A kernel's largest struct has some hundred
+/// members, including those of its anonymous members; a malicious table can have 65,535 in each of
+/// [`MAX_DEPTH`] levels.
 const MAX_STEPS: u32 = 200_000;
-/// Depth to which typedefs and nested members are followed.
+/// Maximum depth of typedefs and nested members.
 const MAX_DEPTH: u32 = 8;
 
-/// Parsed type information.
+/// Parsed BTF type information.
 #[derive(Debug)]
 pub struct Btf {
     types: Vec<u8>,
     strings: Vec<u8>,
-    /// Offset in `types` of each type id; id 0 is `void` and has none.
+    /// Offset of each type in `types`, by type ID. ID 0 is `void` and has no record.
     at: Vec<u32>,
     /// Structs and unions by name.
     composites: HashMap<Box<[u8]>, u32>,
@@ -77,7 +79,7 @@ struct Record {
 }
 
 impl Btf {
-    /// Reads a `.BTF` section.
+    /// Parses a `.BTF` section.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "lengths in the section's header have 32 bits, and nothing lies behind them"
@@ -130,9 +132,10 @@ impl Btf {
         Ok(btf)
     }
 
-    /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and
-    /// unions count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte
-    /// boundary. Gives up after `MAX_STEPS` members for each name of the path.
+    /// Returns the byte offset of a member, which may be a path ("f_path.dentry"). Members of
+    /// anonymous structs and unions belong to the enclosing type. Returns `None` if the member does
+    /// not exist, is a bit field that is not byte-aligned, or is not found within `MAX_STEPS`
+    /// members per path component.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
         let mut bits = 0u64;
@@ -144,7 +147,7 @@ impl Btf {
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 
-    /// Size in bytes of a struct or union.
+    /// Returns the size of a struct or union, in bytes.
     pub fn size_of(&self, composite: &str) -> Option<u64> {
         Some(u64::from(
             self.get(*self.composites.get(composite.as_bytes())?)?
@@ -152,7 +155,7 @@ impl Btf {
         ))
     }
 
-    /// Offset of a variable in a data section, such as `.data..percpu`.
+    /// Returns the offset of a variable in a data section such as `.data..percpu`.
     pub fn variable(&self, section: &str, name: &str) -> Option<u64> {
         for &at in &self.at[1..] {
             let r = self.record(at as usize)?;
@@ -169,7 +172,8 @@ impl Btf {
         None
     }
 
-    /// (offset in bits, type) of a member of composite `id`, its typedefs and qualifiers looked through.
+    /// Returns the offset in bits and the type of a member of composite `id`, after resolving
+    /// typedefs and qualifiers.
     fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;
@@ -229,8 +233,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x; int y; }, one
-    /// variable.
+    /// Encodes struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x;
+    /// int y; }, and one variable.
     fn sample() -> Vec<u8> {
         let strings = b"\0int\0outer\0inner\0a\0b\0in\0x\0y\0current\0.data..percpu\0";
         let s = |name: &str| {
@@ -287,7 +291,7 @@ mod tests {
         assert_eq!(Btf::parse(&s[..s.len() - 1]).unwrap_err(), BtfError::Truncated);
     }
 
-    /// A section with these types and strings.
+    /// Encodes a BTF section with these types and strings.
     fn section(types: &[u32], strings: &[u8]) -> Vec<u8> {
         let (types_bytes, strings_bytes) = (types.len() as u32 * 4, strings.len() as u32);
         let header = [0x0001_EB9F, 24, 0, types_bytes, types_bytes, strings_bytes];
@@ -295,7 +299,8 @@ mod tests {
         words.chain(strings.iter().copied()).collect()
     }
 
-    /// Each of eight levels has as many anonymous members as a struct can have, all of the next level.
+    /// Eight levels of anonymous members, each with the maximum number of members of the next
+    /// level, exhaust the step limit.
     #[test]
     fn anonymous_members_in_anonymous_members_cost_a_budget_of_steps() {
         const MEMBERS: u32 = 0xffff;
@@ -318,7 +323,7 @@ mod tests {
         assert_eq!(btf.offset_of("bomb", "none"), None);
     }
 
-    /// Names without an end, or that are each the end of one long name, take no memory to speak of.
+    /// Unterminated names, and names that are suffixes of one long name, use little memory.
     #[test]
     fn names_without_an_end_are_none_and_many_long_ones_are_refused() {
         let structs = |at: &dyn Fn(u32) -> u32, count: u32| -> Vec<u32> {
@@ -326,7 +331,7 @@ mod tests {
         };
         let endless = Btf::parse(&section(&structs(&|n| n + 1, 10_000), &[b'x'; 1 << 20])).unwrap();
         assert!(endless.composites.keys().all(|name| name.is_empty()));
-        // Each has nearly the longest name that is taken.
+        // Each name has almost the maximum length.
         let strings = [[b'x'; MAX_NAME - 1].as_slice(), &[0]].concat();
         let most = u32::try_from(MAX_NAMES_BYTES / (MAX_NAME - 2)).unwrap();
         let fits = section(&structs(&|_| 1, most), &strings);

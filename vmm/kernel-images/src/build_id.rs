@@ -1,16 +1,16 @@
-//! Build-ids: what names one build of a kernel, a program or a library (`ld --build-id`).
+//! Build IDs, which identify one build of a kernel, program or library (`ld --build-id`).
 //!
-//! They are in ELF notes. `perf` and debuginfod look for symbols by them, so that those of another build are
-//! not taken.
+//! Build IDs are stored in ELF notes. `perf` and debuginfod use them to find the symbols of exactly
+//! this build.
 
 use std::fmt;
 
 use crate::le::u32_at;
 
-/// Most bytes of one; perf and the usual linkers have 20.
+/// Maximum length of a build ID, in bytes. perf and the usual linkers use 20.
 pub const MAX_BYTES: usize = 20;
 
-/// A build-id: 1 to 20 bytes.
+/// Build ID of 1 to 20 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BuildId {
     bytes: [u8; MAX_BYTES],
@@ -19,11 +19,12 @@ pub struct BuildId {
 
 /// `NT_GNU_BUILD_ID`.
 const GNU_BUILD_ID: u32 = 3;
-/// Notes looked at before giving up.
+/// Maximum number of notes to search.
 const MOST_NOTES: usize = 64;
 
 impl BuildId {
-    /// Of its bytes. `None`: there are none, more than 20, or only zeros, which perf takes for no build-id.
+    /// Creates a build ID. Returns `None` if `id` is empty, longer than 20 bytes, or all zeros,
+    /// which perf treats as no build ID.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_BYTES")]
     pub fn new(id: &[u8]) -> Option<Self> {
         let mut bytes = [0; MAX_BYTES];
@@ -32,7 +33,7 @@ impl BuildId {
         id.iter().any(|&b| b != 0).then_some(Self { bytes, len })
     }
 
-    /// Of the hexadecimal digits that [`fmt::Display`] writes.
+    /// Parses the hexadecimal digits that [`fmt::Display`] writes.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.as_bytes();
         if !digits.len().is_multiple_of(2) || digits.len() > 2 * MAX_BYTES {
@@ -44,17 +45,17 @@ impl BuildId {
         Self::new(&bytes?)
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the build ID.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// How many bytes it has.
+    /// Returns the length of the build ID, in bytes.
     pub fn length(&self) -> u8 {
         self.len
     }
 
-    /// The one in ELF notes, each aligned to 4 bytes.
+    /// Finds the build ID in ELF notes, which are 4-byte aligned.
     pub fn in_notes(notes: &[u8]) -> Option<Self> {
         let mut at = 0usize;
         for _ in 0..MOST_NOTES {
@@ -130,7 +131,7 @@ mod tests {
     }
 
     proptest! {
-        /// Notes come out of a guest's memory.
+        /// Notes come from guest memory and must not cause a panic.
         #[test]
         fn no_notes_make_it_panic(notes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = BuildId::in_notes(&notes);

@@ -1,8 +1,8 @@
-//! The ELF image inside a bzImage.
+//! Extraction of the ELF image from a bzImage.
 //!
-//! Linux's setup header names where the compressed kernel lies (boot protocol 2.08 and later).
-//! Unpacking it here, instead of letting the guest do so, gives us the kernel's text to look for
-//! RDPMC in and its symbols. Linux, Documentation/arch/x86/boot.rst.
+//! Linux's setup header gives the location of the compressed kernel (boot protocol 2.08 and later).
+//! Decompressing the kernel in the VMM instead of the guest provides its text, which is searched
+//! for RDPMC, and its symbols. See Linux, Documentation/arch/x86/boot.rst.
 
 use std::io::Read;
 
@@ -11,44 +11,46 @@ use lzma_rust2::XzReader;
 use crate::error::{BlockError, ImageError};
 use crate::le;
 
-/// Most bytes a kernel may unpack to.
+/// Maximum size of an unpacked kernel, in bytes.
 pub const MAX_UNPACKED_BYTES: u64 = 512 << 20;
-/// Memory the xz decoder may use, in KiB. The kernel's own limit on the dictionary is 32 to 128 MiB.
+/// Memory limit of the xz decoder, in KiB. The kernel itself limits the dictionary to 32 to 128
+/// MiB.
 const XZ_MEMORY_KIB: u32 = 192 << 10;
-/// Uncompressed size of one block of lz4's legacy format.
+/// Uncompressed size of one block in the legacy lz4 format, in bytes.
 const LZ4_LEGACY_BLOCK_BYTES: usize = 8 << 20;
 const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4C, 0x18];
 
 /// Offset of the setup header in the file and in boot_params.
 pub const SETUP_HEADER_OFFSET: usize = 0x1F1;
 
-/// What the loader needs of a bzImage's setup header.
+/// Fields of a bzImage's setup header that the loader uses.
 #[derive(Clone, Copy, Debug)]
 pub struct SetupHeader {
-    /// Highest address an initrd may reach.
+    /// Maximum address of an initrd.
     pub initrd_addr_max: u32,
-    /// Longest command line without its NUL.
+    /// Maximum length of the command line, without the terminating NUL.
     pub cmdline_bytes: u32,
-    /// Byte offset after the header, relative to the file.
+    /// End of the setup header, as a byte offset in the file.
     pub end: usize,
     payload_start: usize,
     payload_end: usize,
 }
 
-/// Whether `data` starts like a bzImage.
+/// Returns whether `data` starts with a bzImage.
 pub fn is_bzimage(data: &[u8]) -> bool {
     data.get(0x1FE..0x200) == Some(&[0x55, 0xAA]) && data.get(0x202..0x206) == Some(b"HdrS")
 }
 
-/// A field of the header; 0 beyond the end.
+/// Reads a 32-bit header field, or returns 0 if the field is beyond the end.
 fn u32_at(data: &[u8], at: usize) -> u32 {
     le::u32_at(data, at).unwrap_or(0)
 }
 
-/// Reads and checks the setup header.
+/// Reads and validates the setup header.
 ///
 /// # Errors
-/// [`ImageError`], when the file is too short for what the header says, or too old.
+/// Returns an [`ImageError`] if the file is shorter than its header claims, or its boot protocol is
+/// too old.
 pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> {
     const FIELDS_END: usize = 0x250;
     if data.len() < FIELDS_END {
@@ -68,7 +70,7 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
             minor,
         });
     }
-    // The jump instruction at 0x200 skips the rest of the header; its displacement gives its end.
+    // The displacement of the jump instruction at 0x200 gives the end of the header.
     let end = 0x202 + usize::from(data[0x201]);
     // 0 means 4 (boot protocol, "setup_sects").
     let sectors = match data[SETUP_HEADER_OFFSET] {
@@ -79,7 +81,8 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
     let payload_bytes = u32_at(data, 0x24C) as usize;
     let payload_end = payload_start.saturating_add(payload_bytes);
     if payload_bytes < 16 {
-        // Sound, but nothing for us: such programs are entered at 1 MiB by the 32-bit protocol.
+        // A valid image of another kind: such programs start at 1 MiB through the 32-bit protocol,
+        // which is not supported.
         return Err(ImageError::NotAKernel {
             name: name.into(),
             found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
@@ -109,13 +112,15 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
     })
 }
 
-/// Unpacks the kernel. Returns the image and the name of the compression.
+/// Unpacks the kernel. Returns the image and the name of the compression method.
 ///
 /// # Errors
-/// [`ImageError`], when the payload is damaged, too large or compressed in a way that is not known.
+/// Returns an [`ImageError`] if the payload is damaged, too large or compressed with an unsupported
+/// method.
 pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>, &'static str), ImageError> {
     let payload = &data[header.payload_start..header.payload_end];
-    // The build appends the unpacked size (for gzip its own trailer is that); it bounds the output.
+    // The kernel build appends the unpacked size (gzip's own trailer serves this purpose), which
+    // bounds the output.
     let claimed = u64::from(u32_at(payload, payload.len() - 4));
     let method = method_of(payload);
     let unsupported = |method| ImageError::UnsupportedCompression {
@@ -124,7 +129,7 @@ pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>
     };
     let image = match method {
         "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
-        // One stream: behind it is the size.
+        // Decode a single stream, because the size follows it.
         "xz" => {
             let decoder = XzReader::new_mem_limit(payload, false, XZ_MEMORY_KIB);
             bounded(name, method, claimed, decoder)?
@@ -141,7 +146,7 @@ pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>
     Ok((image, method))
 }
 
-/// The compression by the payload's first bytes.
+/// Detects the compression method from the first bytes of the payload.
 fn method_of(payload: &[u8]) -> &'static str {
     match payload {
         [0x1F, 0x8B, ..] => "gzip",
@@ -168,14 +173,14 @@ fn unpack_error(
     }
 }
 
-/// Reads `decoder` to its end, at most [`MAX_UNPACKED_BYTES`].
+/// Reads `decoder` to its end, up to [`MAX_UNPACKED_BYTES`].
 fn bounded(
     name: &str,
     method: &'static str,
     claimed: u64,
     decoder: impl Read,
 ) -> Result<Vec<u8>, ImageError> {
-    // The claim is only a hint for the allocation: a wrong one costs a reallocation.
+    // The claimed size is only an allocation hint. A wrong value costs a reallocation.
     let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
     let read = decoder.take(MAX_UNPACKED_BYTES + 1).read_to_end(&mut out);
     if out.len() as u64 > MAX_UNPACKED_BYTES {
@@ -189,8 +194,9 @@ fn bounded(
     Ok(out)
 }
 
-/// lz4's legacy format: a magic number, then blocks of (compressed size, bytes), each unpacking to
-/// 8 MiB except the last. The kernel build appends the unpacked size, which ends the stream.
+/// Unpacks the legacy lz4 format: a magic number, then blocks of (compressed size, bytes) that each
+/// unpack to 8 MiB except the last. The unpacked size, appended by the kernel build, ends the
+/// stream.
 fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, ImageError> {
     let method = "lz4";
     if claimed > MAX_UNPACKED_BYTES {
@@ -238,7 +244,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// A bzImage around `payload`: boot protocol 2.15, one setup sector.
+    /// Builds a bzImage around `payload`: boot protocol 2.15, one setup sector.
     fn bzimage(payload: &[u8], unpacked_bytes: u32) -> Vec<u8> {
         let mut f = vec![0u8; 1024];
         f[SETUP_HEADER_OFFSET] = 1;
@@ -259,7 +265,8 @@ mod tests {
         payload("k", file, &header)
     }
 
-    /// [`sample`], packed as the kernel's build does: `xz --check=crc32 --x86 --lzma2=preset=1` (xz 5.4.1).
+    /// [`sample`], compressed like a kernel build: `xz --check=crc32 --x86 --lzma2=preset=1` (xz
+    /// 5.4.1).
     const XZ: &[u8] = include_bytes!("../tests/fixtures/as-the-kernels-build.xz");
 
     fn sample() -> Vec<u8> {
@@ -310,7 +317,7 @@ mod tests {
         }
     }
 
-    /// Checksums stand over every byte, so all that can still unpack is the same.
+    /// Checksums cover every byte, so a damaged payload that still unpacks has the same contents.
     #[test]
     fn a_damaged_xz_payload_is_an_error_or_unpacks_to_the_same() {
         let plain = sample();
@@ -327,7 +334,8 @@ mod tests {
         }
     }
 
-    /// The header of `xz --lzma2=preset=0,dict=256MiB`: memory for that is not to be had by a file's word.
+    /// A payload with the header of `xz --lzma2=preset=0,dict=256MiB` must not make the decoder
+    /// allocate that much memory.
     #[test]
     fn an_xz_payload_gets_no_more_memory_than_a_kernel_needs() {
         let large = include_bytes!("../tests/fixtures/large-dictionary.xz");

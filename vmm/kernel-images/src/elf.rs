@@ -1,7 +1,7 @@
-//! ELF images: segments, sections, symbols and unwind anchors.
+//! Parser for ELF images: segments, sections, symbols and unwind anchors.
 //!
-//! The file is untrusted: every offset is checked by the `object` crate's readers or here, and a
-//! damaged section or symbol table only costs the symbols, never the boot.
+//! The file is untrusted. Every offset is checked, either by the `object` crate or here. A damaged
+//! section or symbol table only makes the symbols unavailable and does not prevent booting.
 
 use object::Endianness;
 use object::elf;
@@ -12,70 +12,72 @@ use crate::orc;
 use crate::rdpmc::Text;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Program headers looked at; Linux has five.
+/// Maximum number of program headers; Linux has five.
 const MAX_SEGMENTS: usize = 64;
-/// Notes looked at in one segment of them; Linux has a dozen.
+/// Maximum number of notes per PT_NOTE segment; Linux has about a dozen.
 const MAX_NOTES: usize = 256;
-/// Type of the note that has the 32-bit entry point of PVH, by the name "Xen" (Xen, public/elfnote.h).
+/// Type of the note named "Xen" that holds the 32-bit PVH entry point (Xen, public/elfnote.h).
 const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
 
-/// One PT_LOAD segment.
+/// PT_LOAD segment.
 #[derive(Clone, Debug)]
 pub struct Segment<'a> {
-    /// Index of its program header.
+    /// Index of the program header.
     pub index: usize,
     /// Link-time (virtual) address.
     pub virt: u64,
     /// Guest-physical address.
     pub phys: u64,
-    /// Bytes it occupies in memory.
+    /// Size in memory, in bytes.
     pub mem_bytes: u64,
-    /// Bytes it has in the file.
+    /// Contents in the file.
     pub data: &'a [u8],
-    /// PF_X is set.
+    /// Set if the segment is executable (PF_X).
     pub executable: bool,
 }
 
 impl Segment<'_> {
-    /// Guest-physical address of a virtual address inside the segment's file bytes.
+    /// Returns the guest-physical address of a virtual address within the segment's file contents.
     fn phys_of(&self, virt: u64) -> Option<u64> {
         let offset = virt.checked_sub(self.virt)?;
         (offset < self.data.len() as u64).then(|| self.phys.wrapping_add(offset))
     }
 }
 
-/// A parsed image.
+/// Parsed ELF image.
 #[derive(Debug)]
 pub struct ElfImage<'a> {
-    /// ELFCLASS64.
+    /// Set for 64-bit images (ELFCLASS64).
     pub is_64: bool,
-    /// Machine, `EM_*`.
+    /// ELF machine, `EM_*`.
     pub machine: u16,
-    /// Entry point as the header has it.
+    /// Entry point from the ELF header.
     pub entry: u64,
-    /// Entry point of the PVH boot protocol, a guest-physical address, if a note names one.
+    /// Guest-physical PVH entry point, if a note contains one.
     pub pvh_entry: Option<u32>,
-    /// A note is by the name "Linux": every Linux kernel since 4.19 has one.
+    /// Set if the image has a note named "Linux", as every Linux kernel since 4.19.
     pub is_linux: bool,
-    /// PT_LOAD segments with bytes in memory.
+    /// PT_LOAD segments with a nonzero size in memory.
     pub segments: Vec<Segment<'a>>,
-    /// Executable bytes: the sections where the image has section headers, else the segments.
+    /// Executable code: the executable sections if the image has section headers, otherwise the
+    /// executable segments.
     pub code: Vec<Text<'a>>,
-    /// What its symbol table names.
+    /// Symbols of the image's symbol table.
     pub symbols: KernelSymbols,
     /// Addresses of instruction boundaries from the kernel's ORC unwind table, sorted.
     pub orc_ips: Vec<u64>,
 }
 
-/// Whether `data` starts with the ELF magic.
+/// Returns whether `data` starts with the ELF magic.
 pub fn is_elf(data: &[u8]) -> bool {
     data.starts_with(&elf::ELFMAG)
 }
 
-/// Parses a 32- or 64-bit little-endian image that is to be loaded.
+/// Parses a 32- or 64-bit little-endian loadable image.
 ///
 /// # Errors
-/// [`ImageError`], when a header or a segment is damaged. Damaged sections cost the symbols only.
+/// Returns an [`ImageError`] if a header or a segment is damaged. Damaged sections only make the
+/// symbols unavailable.
 pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError> {
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),
@@ -135,7 +137,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     Ok(image)
 }
 
-/// The table of program headers, whole and of a size that an image to be loaded can have.
+/// Reads the program header table, which must be complete and have a plausible size.
 fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],
@@ -168,7 +170,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     Ok(headers)
 }
 
-/// The PT_LOAD segments with bytes in memory; at least one.
+/// Returns the PT_LOAD segments with a nonzero size in memory, at least one.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     name: &str,
@@ -220,7 +222,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     Ok(segments)
 }
 
-/// What the notes of an image say. Those that are damaged say nothing.
+/// Information from the notes of an image. Damaged notes are ignored.
 #[derive(Debug, Default)]
 struct Notes {
     pvh_entry: Option<u32>,
@@ -237,7 +239,7 @@ impl Notes {
             match note.name() {
                 b"Linux" => self.is_linux = true,
                 b"Xen" if note.n_type(endian).0 == XEN_ELFNOTE_PHYS32_ENTRY => {
-                    // Four bytes, or eight of which the upper are zero.
+                    // Four bytes, or eight bytes with a zero upper half.
                     let low = note.desc().first_chunk();
                     self.pvh_entry = self.pvh_entry.or(low.map(|bytes| u32::from_le_bytes(*bytes)));
                 }
@@ -247,41 +249,43 @@ impl Notes {
     }
 }
 
-/// A section with bytes in the file.
+/// A section with contents in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct Section<'a> {
-    /// Its name; empty when it is no text.
+    /// Name of the section, or empty if the name is not UTF-8.
     pub name: &'a str,
     /// Link-time address.
     pub virt: u64,
-    /// Its bytes.
+    /// Contents of the section.
     pub data: &'a [u8],
-    /// The guest executes it.
+    /// Set for executable sections.
     pub executable: bool,
 }
 
-/// What section headers lead to. A section or a symbol table that is damaged is left out.
+/// Sections and symbols of an ELF file. Damaged sections and symbol tables are omitted.
 #[derive(Debug, Default)]
 pub struct Tables<'a> {
-    /// Machine, `EM_*`.
+    /// ELF machine, `EM_*`.
     pub machine: u16,
-    /// The sections that have bytes in the file.
+    /// Sections with contents in the file.
     pub sections: Vec<Section<'a>>,
-    /// What the symbol table names: functions and labels in code as text, all else as data.
+    /// Symbols of the symbol table. Functions and labels in code have type text, all other symbols
+    /// have type data.
     pub symbols: KernelSymbols,
 }
 
 impl<'a> Tables<'a> {
-    /// The section of that name.
+    /// Returns the section with this name.
     pub fn section(&self, name: &str) -> Option<&Section<'a>> {
         self.sections.iter().find(|section| section.name == name)
     }
 }
 
-/// Reads sections and symbols only, of a file that need not have anything to load.
+/// Reads only the sections and symbols of a file, which need not be loadable.
 ///
 /// # Errors
-/// [`ImageError::Malformed`] when it is no ELF file or has no usable section headers.
+/// Returns [`ImageError::Malformed`] if the file is not an ELF file or has no usable section
+/// headers.
 pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<Tables<'a>, ImageError> {
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
@@ -306,7 +310,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     data: &'a [u8],
 ) -> object::read::Result<Tables<'a>> {
     let sections = header.sections(endian, data)?;
-    // By index, as symbols refer to them.
+    // Indexed by section number, as used in symbols.
     let executable: Vec<bool> = sections
         .iter()
         .map(|section| {
@@ -344,7 +348,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
             continue;
         }
         let in_code = executable.get(usize::from(section.0)).copied().unwrap_or(false);
-        // The letters of nm(1).
+        // Type letters of nm(1).
         let letter = match kind {
             elf::STT_FUNC => b't',
             elf::STT_NOTYPE if in_code => b't',
@@ -363,14 +367,14 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     Ok(tables)
 }
 
-/// Takes over what section headers say of an image that is loaded.
+/// Adds information from the section headers to a loadable image.
 fn use_tables<'a>(image: &mut ElfImage<'a>, tables: Tables<'a>) {
     for section in tables
         .sections
         .iter()
         .filter(|s| s.executable && !s.data.is_empty())
     {
-        // Only what a segment really loads at that place is code the guest runs.
+        // Code is only trusted if a segment loads it at this address.
         let loaded = image.segments.iter().find_map(|s| {
             let offset = usize::try_from(section.virt.checked_sub(s.virt)?).ok()?;
             let end = offset.checked_add(section.data.len())?;

@@ -1,17 +1,17 @@
-//! What can be wrong with a kernel's file.
+//! Errors of the kernel image readers.
 
-/// Why a kernel cannot be read. Each message is one line that names the file.
+/// Error returned when a kernel image cannot be read. Each message is one line and names the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImageError {
-    /// None of the formats we load.
+    /// The file has none of the supported formats.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage and a multiboot v1 image"
     )]
     NotAKernel {
-        /// The file or `the built-in guest`.
+        /// File name, or `the built-in guest`.
         name: String,
-        /// What it looks like instead.
+        /// Detected format of the file.
         found: &'static str,
     },
     /// A header field points past the end of the file.
@@ -19,147 +19,147 @@ pub enum ImageError {
         "kernel {name} is truncated: {part} needs bytes up to {need_bytes} but the file has {have_bytes}"
     )]
     Truncated {
-        /// The file.
+        /// File name.
         name: String,
-        /// Which part is cut off.
+        /// Name of the truncated part.
         part: String,
-        /// First byte after that part.
+        /// End offset of the truncated part, in bytes.
         need_bytes: u64,
-        /// Bytes there are.
+        /// Size of the file, in bytes.
         have_bytes: u64,
     },
-    /// A header field that makes no sense.
+    /// A header field is invalid.
     #[error("kernel {name} is damaged")]
     Malformed {
-        /// The file.
+        /// File name.
         name: String,
-        /// What is wrong.
+        /// Description of the damage.
         #[source]
         damage: Damage,
     },
-    /// The bzImage is older than boot protocol 2.08.
+    /// The bzImage uses a boot protocol older than 2.08.
     #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
     OldProtocol {
-        /// The file.
+        /// File name.
         name: String,
         /// Protocol major version.
         major: u8,
         /// Protocol minor version.
         minor: u8,
     },
-    /// The payload is compressed in a way we do not unpack.
+    /// The payload uses an unsupported compression method.
     #[error(
         "kernel {name} is compressed with {method}, which is not supported; supported are gzip, xz, lz4 and zstd: rebuild it, or pass the unpacked vmlinux"
     )]
     UnsupportedCompression {
-        /// The file.
+        /// File name.
         name: String,
-        /// bzip2, lzma, lzo or `an unknown method`.
+        /// Compression method: bzip2, lzma, lzo or `an unknown method`.
         method: &'static str,
     },
-    /// Unpacking failed.
+    /// Decompression failed.
     #[error("kernel {name}: its {method} payload is damaged")]
     Unpack {
-        /// The file.
+        /// File name.
         name: String,
-        /// gzip, xz, lz4 or zstd.
+        /// Compression method: gzip, xz, lz4 or zstd.
         method: &'static str,
-        /// What the decoder said.
+        /// Error of the decoder.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The payload grows past the limit.
+    /// The unpacked payload exceeds the limit.
     #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
     UnpackedTooLarge {
-        /// The file.
+        /// File name.
         name: String,
-        /// gzip, xz, lz4 or zstd.
+        /// Compression method: gzip, xz, lz4 or zstd.
         method: &'static str,
-        /// The limit.
+        /// Maximum unpacked size, in bytes.
         limit_bytes: u64,
     },
-    /// Nothing to load.
+    /// The image has no loadable segment.
     #[error("kernel {name} has no loadable segment")]
     NoSegments {
-        /// The file.
+        /// File name.
         name: String,
     },
 }
 
-/// What in a kernel's file makes no sense.
+/// Kind of damage in a kernel image.
 #[derive(Debug, thiserror::Error)]
 pub enum Damage {
-    /// Its machine is another.
+    /// Machine other than x86-64.
     #[error("it is not for x86-64")]
     Machine,
-    /// It has another magic number.
+    /// Missing ELF magic.
     #[error("it is no ELF file")]
     NoElf,
-    /// What a bzImage unpacks to is something else.
+    /// bzImage payload that is not an ELF image.
     #[error("its payload is not an ELF image")]
     NoElfPayload,
-    /// `EI_CLASS`.
+    /// Invalid `EI_CLASS`.
     #[error("ELF class {0} is neither 32 nor 64 bits")]
     Class(u8),
-    /// `EI_DATA`.
+    /// Big-endian file (`EI_DATA`).
     #[error("it is big-endian")]
     BigEndian,
-    /// A header or a table of headers.
+    /// Damaged header or header table.
     #[error("{part}")]
     Headers {
-        /// Which.
+        /// Name of the header.
         part: &'static str,
-        /// What its reader said.
+        /// Error of the ELF reader.
         source: object::read::Error,
     },
-    /// More segments than a kernel has.
+    /// Too many program headers.
     #[error("it has {count} program headers, more than {most}")]
     Segments {
-        /// So many.
+        /// Number of program headers.
         count: usize,
-        /// The most that are read.
+        /// Maximum number of program headers.
         most: usize,
     },
-    /// More in the file than in memory.
+    /// Segment that is larger in the file than in memory.
     #[error("segment {index} has {file_bytes:#x} bytes in the file but {mem_bytes:#x} in memory")]
     SegmentSize {
-        /// Index of its program header.
+        /// Index of the program header.
         index: usize,
-        /// `p_filesz`.
+        /// Size in the file (`p_filesz`).
         file_bytes: u64,
-        /// `p_memsz`.
+        /// Size in memory (`p_memsz`).
         mem_bytes: u64,
     },
-    /// An address field of a multiboot header.
+    /// Invalid address field in a multiboot header.
     #[error("its multiboot {field} lies {place}")]
     Multiboot {
-        /// Which.
+        /// Name of the field.
         field: &'static str,
-        /// Where it cannot be.
+        /// Invalid location that the field refers to.
         place: &'static str,
     },
 }
 
-/// What is wrong with the blocks of an lz4 payload.
+/// Error in the blocks of an lz4 payload.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// A block's size.
+    /// Block size beyond the end of the payload.
     #[error("a block of {0} bytes reaches past the payload's end")]
     PastEnd(usize),
-    /// More than what was claimed.
+    /// Unpacked data larger than the claimed size.
     #[error("it is larger than the {0} bytes it claims")]
     Larger(u64),
-    /// Less than that.
+    /// Unpacked data smaller than the claimed size.
     #[error("it has {found} bytes but claims {claimed}")]
     Smaller {
-        /// What was unpacked.
+        /// Unpacked size, in bytes.
         found: usize,
-        /// What the build has appended.
+        /// Size appended by the kernel build, in bytes.
         claimed: u64,
     },
 }
 
 impl ImageError {
-    /// A header field that makes no sense.
+    /// Creates an [`ImageError::Malformed`] for an invalid header field.
     pub fn malformed(name: &str, damage: Damage) -> Self {
         Self::Malformed {
             name: name.into(),
@@ -167,7 +167,8 @@ impl ImageError {
         }
     }
 
-    /// `data` ends before `part`, which needs bytes up to `need_bytes`.
+    /// Creates an [`ImageError::Truncated`] for `data` that ends before the end of `part` at
+    /// `need_bytes`.
     pub fn truncated(name: &str, part: &str, need_bytes: u64, data: &[u8]) -> Self {
         Self::Truncated {
             name: name.into(),

@@ -1,7 +1,7 @@
-//! What a vmlinux tells: unwind tables, symbols, type information.
+//! [`KernelImage`]: unwind tables, symbols and type information of a vmlinux.
 //!
-//! The image is the ELF file the guest was booted from (for a bzImage: its unpacked payload). It comes from
-//! the operator, but may be anything, so it is parsed defensively.
+//! The image is the ELF file from which the guest was booted (for a bzImage, its unpacked payload).
+//! The operator provides the file, but its contents are treated as untrusted.
 
 use crate::btf::Btf;
 use crate::build_id::BuildId;
@@ -11,7 +11,7 @@ use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
 
-/// The tables of one kernel image. All addresses are link-time ones.
+/// Tables of one kernel image, with link-time addresses.
 #[derive(Debug)]
 pub struct KernelImage {
     orc: Option<OrcTable>,
@@ -25,11 +25,12 @@ pub struct KernelImage {
 }
 
 impl KernelImage {
-    /// Reads an ELF vmlinux, which errors call `name`. Parts that are missing or broken are left out and
-    /// noted ([`Self::notes`]): a kernel without BTF still has its stacks unwound.
+    /// Parses an ELF vmlinux. `name` identifies the file in errors. Missing or damaged parts are
+    /// omitted and recorded in [`Self::notes`]; for example, stacks of a kernel without BTF can
+    /// still be unwound.
     ///
     /// # Errors
-    /// [`ImageError`], when it is no ELF file or one for another processor.
+    /// Returns an [`ImageError`] if the file is not an ELF file or is for another processor.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         const EM_X86_64: u16 = 62;
@@ -66,7 +67,8 @@ impl KernelImage {
         let text = section(".text").map_or(0..0, |(at, data)| at..at.saturating_add(data.len() as u64));
         let mut symbols = (!tables.symbols.is_empty()).then(|| tables.symbols.clone());
         if symbols.is_none() {
-            // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
+            // A stripped image, such as the payload of a bzImage, still contains the kallsyms
+            // table.
             let rodata = section(".rodata").map(|(_, data)| data).into_iter();
             let init = section(".init.data").map(|(_, data)| data).into_iter();
             symbols = rodata.chain(init).find_map(|data| kallsyms::find(data).ok());
@@ -74,7 +76,8 @@ impl KernelImage {
         if symbols.is_none() {
             notes.push("kernel symbols: neither a symbol table nor kallsyms in the image".into());
         }
-        // The image holds look-alikes of the version line; the symbol says which is the real one.
+        // The image contains several strings that resemble the version line. The symbol identifies
+        // the real one.
         let banner = symbols
             .as_ref()
             .and_then(|s| s.by_name("linux_banner"))
@@ -100,8 +103,8 @@ impl KernelImage {
         })
     }
 
-    /// Reads the kernel out of its own memory: `bytes` are what is mapped from `start` on, holes as zeros.
-    /// The addresses are then running ones, and the slide to use with them is 0.
+    /// Reads the tables from a running kernel's memory. `bytes` is the memory mapped from `start`
+    /// on, with holes as zeros. All addresses are run-time addresses, for use with a slide of 0.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;
@@ -148,47 +151,48 @@ impl KernelImage {
         })
     }
 
-    /// Unwind tables, if the kernel is built with them.
+    /// Returns the unwind tables, if the kernel has them.
     pub fn orc(&self) -> Option<&OrcTable> {
         self.orc.as_ref()
     }
 
-    /// Type information, if the image has it.
+    /// Returns the type information, if the image has it.
     pub fn btf(&self) -> Option<&Btf> {
         self.btf.as_ref()
     }
 
-    /// Symbols from the image's symbol table or from the kallsyms tables in it.
+    /// Returns the symbols from the image's symbol table or from its kallsyms tables.
     pub fn symbols(&self) -> Option<&KernelSymbols> {
         self.symbols.as_ref()
     }
 
-    /// "Linux version …", the first line of the kernel's log.
+    /// Returns the kernel banner "Linux version …", the first line of the kernel log.
     pub fn banner(&self) -> Option<&str> {
         self.banner.as_deref()
     }
 
-    /// The kernel's release, for example `6.1.0-56-cloud-amd64`.
+    /// Returns the kernel release, for example `6.1.0-56-cloud-amd64`.
     pub fn release(&self) -> Option<&str> {
         self.banner()?.split(' ').nth(2)
     }
 
-    /// What names this build of the kernel, if its notes are there.
+    /// Returns the build ID of the kernel, if its notes contain one.
     pub fn build_id(&self) -> Option<BuildId> {
         self.build_id
     }
 
-    /// `.text`.
+    /// Returns the address range of `.text`.
     pub fn text(&self) -> std::ops::Range<u64> {
         self.text.clone()
     }
 
-    /// The assembly at the ways into and out of the kernel; empty when the symbols do not tell.
+    /// Returns the address range of the kernel's entry and exit assembly, or an empty range if the
+    /// symbols do not define it.
     pub fn entry_text(&self) -> std::ops::Range<u64> {
         self.entry_text.clone()
     }
 
-    /// What is missing, a line each, for the operator.
+    /// Returns one line for the operator for each missing part.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -204,12 +208,12 @@ fn entry_text(symbols: &KernelSymbols) -> std::ops::Range<u64> {
     }
 }
 
-/// The longest banner looked at.
+/// Maximum length of the banner, in bytes.
 const BANNER_MAX: usize = 512;
 
-/// The first line of the kernel's log, where `data` has it.
+/// Finds the kernel banner, the first line of the kernel log, in `data`.
 pub fn find_banner(data: &[u8]) -> Option<String> {
-    // The same words stand in the format string for /proc/version, with "%s" after them.
+    // The format string for /proc/version starts with the same words, followed by "%s".
     memchr::memmem::find_iter(data, b"Linux version ").find_map(|at| {
         let rest = &data[at..data.len().min(at + BANNER_MAX)];
         let end = rest.iter().position(|&b| b == b'\n' || b == 0)?;

@@ -1,55 +1,56 @@
-//! The kernel's own symbol table, found in a kernel image or in the memory of a running kernel.
+//! Search for the kallsyms table in a kernel image or in the memory of a running kernel.
 //!
-//! `scripts/kallsyms` compresses names with a table of 256 tokens and lays several arrays into `.rodata`,
-//! whose names are not there in a stripped image. They are found by what they must look like:
+//! `scripts/kallsyms` compresses symbol names with a table of 256 tokens and places several arrays
+//! into `.rodata`, whose symbols are missing in a stripped image. The arrays are found by their
+//! structure:
 //!
-//! 1. The token table: 256 NUL-terminated strings, among them the single characters `0` to `9` in a row, and
-//!    after it the token index: 256 16-bit offsets which must agree with the strings, each of them.
-//! 2. The names (`length, tokens…` each) with the number of symbols before them and, after them, one marker
-//!    for each 256 names. A candidate is right when all names parse and all markers agree.
-//! 3. The addresses: 64-bit ones, or 32-bit offsets with a base. To 6.3 they precede the count, since 6.4
-//!    they follow the token index. Negative offsets count down from the base and others are absolute
-//!    (`KALLSYMS_ABSOLUTE_PERCPU`), or all count up.
+//! 1. Token table: 256 NUL-terminated strings that include the single characters `0` to `9` in
+//!    order, followed by the token index: 256 16-bit offsets, all of which must match the strings.
+//! 2. Symbol names: the number of symbols, the names (`length, tokens…` each), and one marker per
+//!    256 names. A candidate is accepted if all names can be parsed and all markers match.
+//! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. Up to 6.3 they precede the symbol
+//!    count, since 6.4 they follow the token index. Either negative offsets count down from the
+//!    base and other offsets are absolute (`KALLSYMS_ABSOLUTE_PERCPU`), or all offsets count up.
 //!
-//! Widths that changed over time (32- or 64-bit counts and markers, lengths of two bytes since 6.1) are
-//! tried.
+//! The search tries all widths that changed over time (32- or 64-bit counts and markers, two-byte
+//! lengths since 6.1).
 
 use crate::le::{u32_at, u64_at};
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Why no table was found.
+/// Error returned when no table was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsError {
-    /// Nothing that looks like a token table with its index.
+    /// No token table with a matching index.
     #[error("no kallsyms token table")]
     NoTokens,
-    /// No names that the tokens decode and the markers agree with.
+    /// No names that match the tokens and markers.
     #[error("no kallsyms names that fit the token table")]
     NoNames,
-    /// Names but no addresses that fit.
+    /// Symbol names without matching addresses.
     #[error("no kallsyms addresses that fit the names")]
     NoAddresses,
 }
 
-/// Fewest and most symbols of a table that is believed.
+/// Accepted range for the number of symbols.
 const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
-/// Names are searched for at most this far before the token table.
+/// Maximum distance of the names before the token table, in bytes.
 const NAMES_REACH: usize = 32 << 20;
-/// Token tables looked at before giving up (memory may hold copies and look-alikes).
+/// Maximum number of token tables to examine. Memory may contain copies and similar data.
 const MAX_CANDIDATES: usize = 16;
-/// Counts whose names were parsed whole before giving up: each costs a pass over all names.
+/// Maximum number of candidates that are parsed completely. Each costs a pass over all names.
 const MAX_PROOFS: u32 = 64;
-/// Longest expanded name.
+/// Maximum length of an expanded name, in bytes.
 const MAX_NAME: usize = 1024;
 const UPPER_HALF: u64 = 1 << 63;
-/// Kernel images start in the top 2 GiB.
+/// Start of the kernel mapping: the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
 struct Tokens<'d> {
     data: &'d [u8],
     start: usize,
     index: [u16; 256],
-    /// End of the token index.
+    /// End offset of the token index.
     end: usize,
 }
 
@@ -60,9 +61,9 @@ impl<'d> Tokens<'d> {
         &rest[..memchr::memchr(0, rest).unwrap_or(0)]
     }
 
-    /// The table that holds the digits at `digits`, if it is one.
+    /// Parses the token table that contains the digits at offset `digits`.
     fn around(data: &'d [u8], digits: usize) -> Option<Self> {
-        // From "0" on there are 256 - 48 strings; then padding, then the index.
+        // 256 - 48 strings start at "0", followed by padding and the index.
         let mut at = digits;
         for _ in usize::from(b'0')..256 {
             let rest = data.get(at..)?;
@@ -94,18 +95,18 @@ impl<'d> Tokens<'d> {
     }
 }
 
-/// Where the names are and how they are to be read.
+/// Location and encoding of the names.
 struct Names {
     count: usize,
-    /// Offset of the count.
+    /// Offset of the symbol count.
     count_at: usize,
     /// Offset of the first name.
     start: usize,
-    /// Lengths of 128 up take two bytes.
+    /// Set if lengths from 128 on take two bytes.
     big: bool,
 }
 
-/// Offset of the next name and the range of this one's tokens.
+/// Returns the offset of the next name and the range of this name's tokens.
 fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<usize>)> {
     let first = usize::from(*data.get(at)?);
     let (len, from) = if big && first & 0x80 != 0 {
@@ -126,22 +127,22 @@ fn expand<'b>(tokens: &Tokens<'_>, packed: &[u8], buf: &'b mut [u8; MAX_NAME]) -
     Some(&buf[..len])
 }
 
-/// A type letter and a name behind it.
+/// Returns whether `text` is a type letter followed by a name.
 fn is_symbol(text: &[u8]) -> bool {
     text.len() >= 2
         && (text[0].is_ascii_alphabetic() || matches!(text[0], b'?' | b'-'))
         && text[1..].iter().all(u8::is_ascii_graphic)
 }
 
-/// Names looked at before a candidate is parsed whole.
+/// Number of names to check before a candidate is parsed completely.
 const TASTE: usize = 64;
 
 impl Names {
     fn before(tokens: &Tokens<'_>) -> Option<Self> {
         let data = tokens.data;
         let lowest = tokens.start.saturating_sub(NAMES_REACH);
-        // The names are within reach of their count, so going down from the tokens finds the real count first
-        // only by chance; each candidate is proven by parsing it whole.
+        // The search moves down from the token table, and the real count is not necessarily the
+        // first match. Each candidate is verified by parsing it completely.
         let mut at = (tokens.start & !7).checked_sub(8)?;
         let mut proofs = 0;
         while at >= lowest {
@@ -185,7 +186,7 @@ impl Names {
         })
     }
 
-    /// All names parse, and the markers behind them agree.
+    /// Returns whether all names can be parsed and the markers after them match.
     fn proven(&self, tokens: &Tokens<'_>) -> bool {
         let data = tokens.data;
         let mut markers = Vec::with_capacity(self.count / 256 + 1);
@@ -214,7 +215,7 @@ impl Names {
     }
 }
 
-/// Decodes the addresses: where they may lie, in the order of likelihood.
+/// Decodes the addresses, trying the possible locations in order of likelihood.
 fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
     let data = tokens.data;
     let n = names.count;
@@ -226,7 +227,7 @@ fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
     {
         return Some(found);
     }
-    // To 6.3: offsets, base, count.
+    // Up to 6.3: offsets, base, count.
     if let Some(base_at) = names.count_at.checked_sub(8)
         && let Some(base) = u64_at(data, base_at)
         && let Some(from) = base_at.checked_sub(offsets_len)
@@ -234,7 +235,7 @@ fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
     {
         return Some(found);
     }
-    // Without a base: addresses, count; or (6.4 and later) token index, addresses.
+    // Without a base: addresses, count; or, since 6.4, token index, addresses.
     [names.count_at.checked_sub(n * 8), Some(after)]
         .into_iter()
         .flatten()
@@ -269,13 +270,13 @@ fn relative(data: &[u8], from: usize, n: usize, base: u64) -> Option<Vec<u64>> {
     })
 }
 
-/// Most symbols are kernel addresses.
+/// Returns whether most addresses are kernel addresses.
 fn believable(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
 
-/// Finds and reads the tables in `data`: the bytes of `.rodata`, of a whole image, or of a kernel's memory in
-/// the order of its virtual addresses. Offsets in `data` must be congruent to addresses modulo 8.
+/// Finds and decodes the tables in `data`, which holds `.rodata`, a whole image, or a kernel's
+/// memory in virtual address order. Offsets in `data` must be congruent to addresses modulo 8.
 pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
     const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
     let mut worst = KallsymsError::NoTokens;
@@ -320,21 +321,22 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Layout {
-        /// 64-bit addresses, 64-bit counts and markers.
+        /// 64-bit addresses, counts and markers.
         V4_5,
-        /// Offsets before the names, absolute per-CPU.
+        /// Offsets before the names, absolute per-CPU symbols.
         V4_20,
-        /// The same with a permutation between markers and tokens.
+        /// Like `V4_20`, with a permutation between markers and tokens.
         V6_2,
-        /// Offsets behind the tokens.
+        /// Offsets after the tokens.
         V6_4,
-        /// Offsets behind the tokens, all upwards.
+        /// Offsets after the tokens, all counting up.
         V6_15,
     }
 
     const BASE: u64 = 0xffff_ffff_8100_0000;
 
-    /// Lays out tables as the kernel's build does, with one two-letter token and otherwise single characters.
+    /// Builds tables in the layout of the kernel build, with one two-letter token and
+    /// single-character tokens otherwise.
     fn build(layout: Layout, symbols: &[(u64, String)]) -> Vec<u8> {
         let n = symbols.len();
         let mut tokens = Vec::new();

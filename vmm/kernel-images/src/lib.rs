@@ -1,31 +1,31 @@
-//! What a kernel's image says: one reader for the loader, which has a file, and for the profiler, which has a
-//! guest's memory.
+//! Readers for kernel images, shared by the loader, which reads a file, and the profiler, which
+//! reads guest memory.
 //!
-//! | module | reads |
+//! | module | contents |
 //! |---|---|
-//! | [`elf`] | segments, sections, symbol tables of an ELF file |
-//! | [`bzimage`] | the setup header of a bzImage, and the ELF file inside it |
-//! | [`kallsyms`] | the symbols that a stripped kernel carries in its own data |
-//! | [`symbols`] | the table that all symbols end in |
-//! | [`packed`] | the same table, in a fifth of the memory, to be kept |
+//! | [`elf`] | segments, sections and symbol tables of an ELF file |
+//! | [`bzimage`] | setup header of a bzImage, and its ELF payload |
+//! | [`kallsyms`] | symbol table in a stripped kernel's own data |
+//! | [`symbols`] | common symbol table type |
+//! | [`packed`] | compressed symbol table, one fifth of the size, for long-term storage |
 //! | [`orc`] | the kernel's unwind tables |
-//! | [`btf`] | the kernel's types: where members of its structures are |
-//! | [`build_id`] | what names the build of a kernel or a program |
-//! | [`image`] | all tables of one kernel together, from a file or from memory |
-//! | [`rdpmc`] | the RDPMC instructions in a kernel's text |
-//! | [`le`] | little-endian numbers at an offset, for all of these |
+//! | [`btf`] | the kernel's types: offsets of structure members |
+//! | [`build_id`] | build IDs of kernels and programs |
+//! | [`image`] | all tables of one kernel, from a file or from memory |
+//! | [`rdpmc`] | RDPMC instructions in a kernel's text |
+//! | [`le`] | little-endian integers in untrusted bytes |
 //!
-//! Start with [`elf::parse`] to load a kernel, and with [`image::KernelImage`] to look into one.
+//! Use [`elf::parse`] to load a kernel, and [`image::KernelImage`] to inspect one.
 //!
-//! **Input is hostile.** A file may be anything, and memory is the guest's. Every offset is checked, every
-//! table has a limit on its size, and a search that could go on for long has a limit on its attempts. Nothing
-//! here panics on any input; the fuzz target `kernel_tables` looks for the contrary.
+//! **Untrusted input.** Files and guest memory may contain arbitrary bytes. Every offset is
+//! checked, the size of every table is limited, and the number of attempts of every search is
+//! limited. No input causes a panic; the fuzz target `kernel_tables` tests this.
 //!
-//! **Dependencies.** This crate reads bytes. It depends on decoders (ELF, compression, instructions) and on
-//! no other crate of Perfvisor: it knows neither KVM nor guest memory nor sockets.
+//! **Dependencies.** This crate depends on decoders (ELF, compression, instructions) and on no
+//! other Perfvisor crate. It does not access KVM, guest memory or sockets.
 //!
-//! Addresses are *link-time* addresses where they come from a file and *running* addresses where they come
-//! from memory.
+//! Addresses are *link-time* addresses if they come from a file, and *run-time* addresses if they
+//! come from memory.
 #![cfg_attr(
     not(test),
     warn(
@@ -35,7 +35,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// A library prints nothing: what there is to say goes to the log or to the caller.
+// A library does not print. Diagnostics go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod btf;

@@ -1,9 +1,10 @@
-//! ORC: the kernel's own unwind tables, as vmlinux carries them.
+//! ORC unwind tables of a vmlinux.
 //!
-//! `.orc_unwind_ip` holds sorted addresses (32-bit, relative to each slot's own address) and `.orc_unwind`
-//! one 6-byte entry for each: how to find the previous stack pointer (a register and an offset), where the
-//! caller's frame pointer was saved, and what lies at the top of the frame. The layout of the entry's last
-//! 16 bits changed twice (Linux `arch/x86/include/asm/orc_types.h`):
+//! `.orc_unwind_ip` holds sorted addresses (32-bit, relative to each slot's own address).
+//! `.orc_unwind` holds one 6-byte entry per address: the previous stack pointer (a register and an
+//! offset), the location of the caller's saved frame pointer, and the contents of the top of the
+//! frame. The layout of the entry's last 16 bits changed twice (Linux
+//! `arch/x86/include/asm/orc_types.h`):
 //!
 //! | kernels | bits 0-3 | 4-7 | 8 up |
 //! |---|---|---|---|
@@ -11,10 +12,10 @@
 //! | 6.3 | sp_reg | bp_reg | type:2, signal:1, end:1 |
 //! | from 6.4 | sp_reg | bp_reg | type:3 (0 undefined, 1 end, 2 call, 3 regs, 4 partial), signal:1 |
 //!
-//! Nothing in the older tables names their layout, so it is told from the entries: nearly all are calls,
-//! whose type is 0 in the old layouts and 2 in the new one.
+//! The older tables do not identify their layout. The layout is detected from the entries: nearly
+//! all of them are calls, whose type is 0 in the old layouts and 2 in the new one.
 
-/// A register an entry may be based on (the numbers of `orc_types.h`).
+/// Base register of an ORC entry (numbers from `orc_types.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the registers' names")]
 pub enum Reg {
@@ -26,9 +27,9 @@ pub enum Reg {
     Sp,
     R10,
     R13,
-    /// Memory at rbp + offset.
+    /// Value in memory at rbp + offset.
     BpIndirect,
-    /// Memory at rsp, then the offset is added.
+    /// Value in memory at rsp, to which the offset is added.
     SpIndirect,
 }
 
@@ -50,37 +51,38 @@ impl Reg {
     }
 }
 
-/// What lies at the top of a frame.
+/// Contents of the top of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Nothing is known about this address.
+    /// Unknown: the code at this address cannot be unwound.
     Undefined,
-    /// The outermost frame of a stack.
+    /// End of the stack (outermost frame).
     End,
     /// A return address.
     Call,
-    /// A whole `struct pt_regs`.
+    /// Complete `struct pt_regs`.
     Regs,
-    /// Only what the CPU pushes for an exception: ip, cs, flags, sp, ss.
+    /// Partial `struct pt_regs` that the CPU pushes for an exception: ip, cs, flags, sp, ss.
     RegsPartial,
 }
 
-/// One decoded entry.
+/// Decoded ORC entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OrcEntry {
-    /// Added to the register in `sp_reg` for the previous stack pointer.
+    /// Offset from the register in `sp_reg` to the previous stack pointer.
     pub sp_offset: i16,
-    /// Added to the base in `bp_reg` for the place of the saved frame pointer.
+    /// Offset from the base in `bp_reg` to the saved frame pointer.
     pub bp_offset: i16,
     /// Base of the previous stack pointer.
     pub sp_reg: Reg,
-    /// Base of the saved frame pointer: `PrevSp`, `Bp`, or `Undefined` when it is still in the register.
+    /// Base of the saved frame pointer: `PrevSp`, `Bp`, or `Undefined` if the frame pointer is
+    /// still in its register.
     pub bp_reg: Reg,
-    /// What lies at the top.
+    /// Contents of the top of the frame.
     pub kind: Kind,
 }
 
-/// The layout of the entries' flag bits.
+/// Layout of the entries' flag bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFormat {
     /// Linux 4.14 to 6.2.
@@ -91,39 +93,39 @@ pub enum OrcFormat {
     V6_4,
 }
 
-/// Why tables cannot be used.
+/// Error returned for unusable ORC tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OrcError {
-    /// The sections' sizes do not belong together.
+    /// Mismatched section sizes.
     #[error("the ORC sections disagree: {ips} addresses, {entries} entries")]
     Sizes {
-        /// Slots in `.orc_unwind_ip`.
+        /// Number of slots in `.orc_unwind_ip`.
         ips: usize,
-        /// Slots in `.orc_unwind`.
+        /// Number of slots in `.orc_unwind`.
         entries: usize,
     },
-    /// No entries.
+    /// Empty tables.
     #[error("the ORC tables are empty")]
     Empty,
-    /// The addresses span more than 4 GiB, which no kernel does.
+    /// Address range larger than 4 GiB, which no kernel has.
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
-    /// Those that came from another process do not ascend from 0.
+    /// Offsets received from another process that do not ascend from 0.
     #[error("the ORC tables are not in order")]
     Order,
 }
 
 const IP_SIZE: usize = 4;
-/// Bytes of an entry.
+/// Size of an entry, in bytes.
 pub const ENTRY_SIZE: usize = 6;
-/// One slot of the block index covers 256 bytes of text, like the kernel's own.
+/// Shift of the block size: one block index slot covers 256 bytes of text, as in the kernel.
 const BLOCK_SHIFT: u32 = 8;
-/// Most slots of the block index for each entry. A kernel has more entries than blocks; a few entries that
-/// somebody strewed over 4 GiB are not to cost 64 MiB.
+/// Maximum number of block index slots per entry. Real kernels have more entries than blocks. The
+/// limit prevents a table with a few entries scattered over 4 GiB from allocating 64 MiB.
 const BLOCKS_PER_ENTRY: u64 = 4;
 
-/// The addresses an `.orc_unwind_ip` section at `virt` describes: each entry is the distance from
-/// itself to an instruction, as a signed 32-bit number.
+/// Returns the sorted addresses of an `.orc_unwind_ip` section at `virt`. Each entry is the signed
+/// 32-bit distance from the entry itself to an instruction.
 pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
     let mut ips: Vec<u64> = slots(virt, data).collect();
     ips.sort_unstable();
@@ -131,7 +133,7 @@ pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
     ips
 }
 
-/// The addresses of the slots of an `.orc_unwind_ip` section at `virt`, in their order.
+/// Iterates over the addresses of an `.orc_unwind_ip` section at `virt` in section order.
 fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
     let (distances, _) = data.as_chunks::<IP_SIZE>();
     distances.iter().enumerate().map(move |(i, distance)| {
@@ -140,22 +142,23 @@ fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The tables of one kernel, in link-time addresses.
+/// ORC tables of one kernel, with link-time addresses.
 #[derive(Debug)]
 pub struct OrcTable {
     base: u64,
     format: OrcFormat,
-    /// Offsets from `base`, ascending.
+    /// Offsets from `base`, in ascending order.
     offsets: Vec<u32>,
     raw: Vec<[u8; ENTRY_SIZE]>,
-    /// For each block of text, the first slot of `offsets` at or above the block's start.
+    /// First slot of `offsets` at or after the start of each text block.
     blocks: Vec<u32>,
-    /// A block is `2^block_shift` bytes of text.
+    /// Size of a block as a power of two: `2^block_shift` bytes of text.
     block_shift: u32,
 }
 
 impl OrcTable {
-    /// Reads the sections' bytes. `ip_section_address` is the link-time address of `.orc_unwind_ip`.
+    /// Parses the contents of both sections. `ip_section_address` is the link-time address of
+    /// `.orc_unwind_ip`.
     #[expect(clippy::cast_possible_truncation, reason = "the span was checked to fit")]
     pub fn parse(ip_section: &[u8], ip_section_address: u64, entries: &[u8]) -> Result<Self, OrcError> {
         let n = ip_section.len() / IP_SIZE;
@@ -171,8 +174,8 @@ impl OrcTable {
         let (entries, _) = entries.as_chunks::<ENTRY_SIZE>();
         let ips = slots(ip_section_address, ip_section);
         let mut slots: Vec<(u64, [u8; ENTRY_SIZE])> = ips.zip(entries.iter().copied()).collect();
-        // Sorted at the kernel's build since 5.6; at its boot before that. Stable: of two entries for one
-        // address the later one wins below, as it does in the kernel.
+        // Kernels since 5.6 are sorted at build time, older kernels at boot. The sort is stable: of
+        // two entries with the same address the later one takes precedence below, as in the kernel.
         if !slots.is_sorted_by_key(|s| s.0) {
             slots.sort_by_key(|s| s.0);
         }
@@ -189,11 +192,11 @@ impl OrcTable {
         ))
     }
 
-    /// A table of another process, by what it was sent as: [`Self::base`], [`Self::offsets`] and
-    /// [`Self::entries`].
+    /// Rebuilds a table that was received from another process as [`Self::base`], [`Self::offsets`]
+    /// and [`Self::entries`].
     ///
     /// # Errors
-    /// [`OrcError`]: it is none that [`Self::parse`] makes.
+    /// Returns an [`OrcError`] if [`Self::parse`] could not have produced this table.
     pub fn from_parts(
         base: u64,
         offsets: Vec<u32>,
@@ -212,7 +215,8 @@ impl OrcTable {
         }
     }
 
-    /// Of as many entries as offsets, which ascend from 0.
+    /// Builds a table. The number of entries must equal the number of offsets, which must ascend
+    /// from 0.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "there are fewer entries than 2^32"
@@ -243,38 +247,38 @@ impl OrcTable {
         }
     }
 
-    /// The first address that there is an entry for.
+    /// Returns the address of the first entry.
     pub fn base(&self) -> u64 {
         self.base
     }
 
-    /// How far each entry's address is from the first, ascending.
+    /// Returns the offset of each entry's address from [`Self::base`], in ascending order.
     pub fn offsets(&self) -> &[u32] {
         &self.offsets
     }
 
-    /// The entries as the kernel has them, in that order.
+    /// Returns the raw entries in table order.
     pub fn entries(&self) -> &[[u8; ENTRY_SIZE]] {
         &self.raw
     }
 
-    /// The layout that was recognised.
+    /// Returns the detected layout.
     pub fn format(&self) -> OrcFormat {
         self.format
     }
 
-    /// Number of entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.offsets.len()
     }
 
-    /// Never true: an empty table is not made.
+    /// Returns `false`, because empty tables cannot be created.
     pub fn is_empty(&self) -> bool {
         self.offsets.is_empty()
     }
 
-    /// The entry in force at link-time address `ip`; `None` outside the table or for an entry that makes no
-    /// sense.
+    /// Returns the entry that applies to link-time address `ip`, or `None` if `ip` is outside the
+    /// table or the entry is invalid.
     pub fn find(&self, ip: u64) -> Option<OrcEntry> {
         let offset = u32::try_from(ip.checked_sub(self.base)?).ok()?;
         let block = (offset >> self.block_shift) as usize;
@@ -294,7 +298,8 @@ fn flags(raw: &[u8; ENTRY_SIZE]) -> u16 {
 fn detect(all: impl Iterator<Item = u16>) -> OrcFormat {
     let (mut zero, mut two, mut bit3) = (0u64, 0u64, 0u64);
     for f in all {
-        // Entries that find the previous stack from rsp or rbp are calls with few exceptions.
+        // Entries that derive the previous stack pointer from rsp or rbp are calls, with few
+        // exceptions.
         if matches!(Reg::from_nibble(f & 15), Some(Reg::Sp | Reg::Bp)) {
             match (f >> 8) & 7 {
                 0 => zero += 1,
@@ -318,7 +323,8 @@ fn decode(format: OrcFormat, raw: &[u8; ENTRY_SIZE]) -> Option<OrcEntry> {
     let sp_reg = Reg::from_nibble(f & 15)?;
     let bp_reg = Reg::from_nibble((f >> 4) & 15)?;
     let old = |end: bool| match ((f >> 8) & 3, sp_reg) {
-        // In the old layouts "no stack pointer" says that there is nothing to unwind, and the end bit why.
+        // In the old layouts an undefined stack pointer means that unwinding stops, and the end bit
+        // gives the reason.
         (_, Reg::Undefined) if end => Some(Kind::End),
         (_, Reg::Undefined) => Some(Kind::Undefined),
         (0, _) => Some(Kind::Call),
@@ -353,7 +359,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Builds the two sections for (address, sp_offset, bp_offset, flags) rows.
+    /// Builds both sections from (address, sp_offset, bp_offset, flags) rows.
     fn sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
         let (mut ips, mut entries) = (Vec::new(), Vec::new());
         for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {
@@ -371,7 +377,8 @@ mod tests {
 
     #[test]
     fn each_layout_is_told_apart_and_decoded_alike() {
-        // sp_reg 5 (rsp), bp_reg 1 (previous sp); then a pt_regs, a partial one, an end.
+        // sp_reg 5 (rsp), bp_reg 1 (previous sp), followed by a pt_regs, a partial pt_regs and an
+        // end entry.
         let rows = |call: u16, regs: u16, partial: u16, end: u16| {
             let (i, e) = sections(
                 AT,
@@ -399,7 +406,7 @@ mod tests {
                 (e.sp_offset, e.bp_offset, e.sp_reg, e.bp_reg),
                 (16, -16, Reg::Sp, Reg::PrevSp)
             );
-            // Between entries the last one below is in force, blocks without an entry included.
+            // An address without an entry uses the nearest lower entry, also across empty blocks.
             assert_eq!(table.find(TEXT + 0x3ff).unwrap().sp_offset, 24);
             assert_eq!(kind(0x405), Kind::Regs);
             assert_eq!(kind(0x410), Kind::RegsPartial);
@@ -409,7 +416,7 @@ mod tests {
         }
     }
 
-    /// A table that another process read, and one that it only says is one.
+    /// Tests a valid table and invalid tables from another process.
     #[test]
     fn a_table_goes_by_its_parts_from_one_process_to_another() {
         let rows = [
@@ -439,7 +446,7 @@ mod tests {
         assert_eq!(wrong(&[], 0), OrcError::Empty);
         assert_eq!(wrong(&[0, 9, 8], 3), OrcError::Order);
         assert_eq!(wrong(&[1, 8, 9], 3), OrcError::Order);
-        // Anywhere, also at the end of the address space.
+        // The table may be at any address, including the end of the address space.
         let top = OrcTable::from_parts(u64::MAX, vec![0, 1, u32::MAX], entries.clone()).unwrap();
         assert!(top.find(u64::MAX).is_some() && top.find(0).is_none());
     }
@@ -483,7 +490,7 @@ mod tests {
             let table = OrcTable::parse(&i, AT, &e).unwrap();
             let want = offs.iter().rposition(|&o| o <= probe).map(|i| i as i16);
             let got = table.find(TEXT + probe).map(|e| e.sp_offset);
-            // Beyond the last block there is no text and no answer.
+            // Addresses after the last block have no entry.
             if got.is_some() || probe <= *offs.last().unwrap() {
                 prop_assert_eq!(got, want);
             }

@@ -1,19 +1,20 @@
-//! Symbols that are kept for as long as a VM runs and looked at seldom: packed, in a fifth of their memory.
+//! Compressed storage for symbols that are kept during the lifetime of a VM and rarely used.
+//! Reduces their size to about one fifth.
 
 use std::fmt;
 
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// The symbols of a kernel, packed.
+/// Compressed kernel symbols.
 #[derive(Debug, Clone, Default)]
 pub struct PackedSymbols {
-    /// Compressed by LZ4 with its length before it; empty where there are no symbols.
+    /// LZ4 data with the uncompressed length as a prefix. Empty if there are no symbols.
     bytes: Box<[u8]>,
     count: usize,
 }
 
 impl PackedSymbols {
-    /// Packs `symbols`.
+    /// Compresses `symbols`.
     pub fn new(symbols: &KernelSymbols) -> Self {
         if symbols.is_empty() {
             return Self::default();
@@ -34,12 +35,12 @@ impl PackedSymbols {
         }
     }
 
-    /// As they were.
+    /// Decompresses the symbols.
     pub fn unpack(&self) -> KernelSymbols {
         let plain = lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default();
         let mut builder = SymbolsBuilder::default();
         let (mut rest, mut address) = (&plain[..], 0u64);
-        // Nobody else has had the bytes in hand, so it ends at their end.
+        // The bytes were written by `new`, so the last symbol ends at their end.
         while let Some(symbol) = take(&mut rest) {
             address = address.wrapping_add(symbol.distance);
             builder.add_sized(address, symbol.size_bytes, symbol.kind, symbol.name);
@@ -47,40 +48,40 @@ impl PackedSymbols {
         builder.finish().unwrap_or_default()
     }
 
-    /// Number of symbols.
+    /// Returns the number of symbols.
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no symbols.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Bytes that they take.
+    /// Returns the compressed size, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 }
 
-/// A text that is kept for long and looked at seldom, packed.
+/// Compressed text that is kept for a long time and rarely used.
 #[derive(Clone, Default)]
 pub struct PackedText {
-    /// Compressed by LZ4 with its length before it.
+    /// LZ4 data with the uncompressed length as a prefix.
     bytes: Box<[u8]>,
 }
 
 impl PackedText {
-    /// Packs `text`.
+    /// Compresses `text`.
     pub fn new(text: &[u8]) -> Self {
         Self {
             bytes: lz4_flex::block::compress_prepend_size(text).into_boxed_slice(),
         }
     }
 
-    /// As it was.
+    /// Decompresses the text.
     pub fn unpack(&self) -> Vec<u8> {
-        // Nobody else has had the bytes in hand.
+        // The bytes were written by `new`, so decompression cannot fail.
         lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default()
     }
 }
@@ -92,7 +93,7 @@ impl fmt::Debug for PackedText {
 }
 
 struct Taken<'a> {
-    /// From the symbol before it.
+    /// Distance from the previous symbol's address.
     distance: u64,
     size_bytes: u32,
     kind: u8,
@@ -114,7 +115,7 @@ fn take<'a>(rest: &mut &'a [u8]) -> Option<Taken<'a>> {
     })
 }
 
-/// A number as LEB128: seven bits in a byte, the lowest first.
+/// Appends a number in LEB128 encoding: seven bits per byte, lowest bits first.
 #[expect(clippy::cast_possible_truncation, reason = "seven bits")]
 fn put(bytes: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
@@ -188,7 +189,7 @@ mod tests {
         assert!(PackedText::default().unpack().is_empty());
     }
 
-    /// As many as a distribution's kernel has, with names like its.
+    /// Uses as many symbols as a distribution kernel, with similar names.
     #[test]
     fn a_kernel_s_symbols_take_a_third_of_their_memory() {
         let words = ["sched", "alloc", "ext4", "tcp", "virtio", "page", "lock", "iter"];

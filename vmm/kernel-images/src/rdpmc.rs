@@ -1,14 +1,15 @@
-//! Telling an RDPMC instruction from the byte pair 0F 33 inside another one. Prefixes before the pair
-//! (operand and address size, REP, segments, REX) belong to the instruction and change nothing about it.
+//! Detection of RDPMC instructions, as opposed to the byte pair 0F 33 inside another instruction.
+//! Prefixes before the pair (operand and address size, REP, segments, REX) belong to the
+//! instruction and do not change its meaning.
 //!
-//! Evidence, strongest first:
-//! 1. An instruction boundary the kernel itself names: its ORC unwind table has one for each place where the
-//!    stack layout changes. Decoding from the nearest boundary before the pair either lands on it or not, and
-//!    that decides.
-//! 2. A symbol's start, likewise.
-//! 3. Without either, decoding from each of many starts before the pair. x86 decoding falls in step within a
-//!    few instructions, so nearly all starts must land on the pair, and the neighbourhood must make sense:
-//!    ECX set before, EAX or EDX used after.
+//! The following evidence is used, strongest first:
+//! 1. Instruction boundaries from the kernel's ORC unwind table, which has one for each change of
+//!    the stack layout. Decoding from the nearest boundary before the pair either reaches the pair
+//!    or not, which is conclusive.
+//! 2. Symbol addresses, used in the same way.
+//! 3. Without either, decoding from many start addresses before the pair. x86 decoding synchronizes
+//!    within a few instructions, so nearly all starts must reach the pair. In addition, the
+//!    surrounding code must be plausible: ECX is set before, and EAX or EDX is used after the pair.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
@@ -17,28 +18,28 @@ use iced_x86::{
 
 use crate::symbols::KernelSymbols;
 
-/// The port a replaced RDPMC writes to. No PC device lives there.
+/// I/O port that a patched RDPMC writes to. No PC device uses this port.
 pub const TRAP_PORT: u16 = 0xE1;
-/// `rdpmc`.
+/// Opcode of `rdpmc`.
 pub const RDPMC: [u8; 2] = [0x0F, 0x33];
-/// `out TRAP_PORT, al`.
+/// Encoding of `out TRAP_PORT, al`.
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
 
-/// Longest instruction (SDM vol. 2 §2.3.11).
+/// Maximum instruction length, in bytes (SDM vol. 2 §2.3.11).
 pub const LONGEST: usize = 15;
 
-/// Executable bytes to search.
+/// Executable code to search.
 #[derive(Clone, Copy, Debug)]
 pub struct Text<'a> {
     /// Link-time address of the first byte.
     pub virt: u64,
     /// Guest-physical address of the first byte.
     pub phys: u64,
-    /// The bytes.
+    /// Code bytes.
     pub bytes: &'a [u8],
 }
 
-/// A range of the kernel's executable text.
+/// Address range of the kernel's executable text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextRange {
     /// Link-time address of the first byte.
@@ -49,12 +50,12 @@ pub struct TextRange {
     pub len_bytes: u64,
 }
 
-/// The processor mode the text is decoded for.
+/// Processor modes for which the code is decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodeBits {
-    /// 64-bit code only: a Linux kernel.
+    /// 64-bit code only, as in a Linux kernel.
     Only64,
-    /// 32- or 64-bit code: a multiboot image starts in one and may switch to the other.
+    /// 32- or 64-bit code. A multiboot image starts in 32-bit mode and may switch to 64-bit mode.
     Either,
 }
 
@@ -67,30 +68,32 @@ impl CodeBits {
     }
 }
 
-/// One RDPMC instruction.
+/// RDPMC instruction that can be patched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PatchedSite {
-    /// Link-time address of its first byte, which may be a prefix.
+    /// Link-time address of the first byte, which may be a prefix.
     pub virt: u64,
-    /// Guest-physical address of the same.
+    /// Guest-physical address of the first byte.
     pub phys: u64,
-    /// Its length in bytes: two and its prefixes.
+    /// Length in bytes: two opcode bytes and the prefixes.
     pub length: u8,
-    /// Bytes before it that are prefixes in 64-bit code and instructions in 32-bit code.
+    /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
+    /// code.
     pub lead: u8,
-    /// A port write of the guest's own is right before or behind it, as far as bytes tell.
+    /// Set if the adjacent bytes may be a port write of the guest's own.
     pub beside_out: bool,
-    /// Symbol it lies in and the offset into it.
+    /// Symbol that contains the instruction, and the offset into it.
     pub symbol: Option<(String, u64)>,
 }
 
 impl PatchedSite {
-    /// Guest-physical address of the two bytes that are replaced, its last.
+    /// Returns the guest-physical address of the two opcode bytes that are replaced, which are the
+    /// last bytes of the instruction.
     pub fn opcode(&self) -> u64 {
         self.phys + u64::from(self.length) - RDPMC.len() as u64
     }
 
-    /// `symbol+offset`, or the address where no symbol is known.
+    /// Returns the location as `symbol+offset`, or as an address if the symbol is unknown.
     pub fn place(&self) -> String {
         match &self.symbol {
             Some((name, offset)) => format!("{name}+{offset:#x}"),
@@ -99,32 +102,32 @@ impl PatchedSite {
     }
 }
 
-/// Farthest a boundary may lie before the pair, in bytes.
+/// Maximum distance from a boundary to the pair, in bytes.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
-/// Starts tried without boundaries: from this far before the pair …
+/// Maximum distance of a sweep start before the pair, in bytes.
 const SWEEP_FAR: usize = 160;
-/// … to this far, so that each has room to fall in step.
+/// Minimum distance of a sweep start before the pair, in bytes, so that each start can synchronize.
 const SWEEP_NEAR: usize = 48;
-/// Share of the usable starts that must land on the pair, in percent.
+/// Minimum percentage of usable starts that must reach the pair.
 const SWEEP_AGREE_PERCENT: usize = 90;
-/// Fewest usable starts.
+/// Minimum number of usable starts.
 const SWEEP_MIN_STARTS: usize = 16;
-/// Instructions looked at on each side of the pair.
+/// Number of instructions examined on each side of the pair.
 const NEIGHBOURS: usize = 10;
-/// Instructions after the pair that must decode.
+/// Number of instructions after the pair that must decode.
 const MUST_DECODE_AFTER: usize = 4;
 
-/// What one piece of evidence says.
+/// Result of evaluating one piece of evidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// It is the end of an RDPMC that starts here in the text; the pair, or a prefix of it.
+    /// The pair ends an RDPMC instruction that starts at this offset, at the pair or at a prefix.
     Instruction(usize),
     NotInstruction,
-    /// The boundary led into bytes that do not decode.
+    /// Decoding from the boundary reached invalid bytes.
     Unknown,
 }
 
-/// All RDPMC instructions in `texts`, by address.
+/// Returns all RDPMC instructions in `texts`, sorted by address.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "an instruction has at most 15 bytes"
@@ -143,7 +146,7 @@ pub fn find(
             let Some(start) = instruction(text, offset, symbols, boundaries, bits) else {
                 continue;
             };
-            // In 32-bit code a REX prefix is an instruction of its own, INC or DEC.
+            // In 32-bit code a REX prefix is a separate INC or DEC instruction.
             let rex = text.bytes[start..offset].last().is_some_and(|b| b & 0xF0 == 0x40);
             let (start, lead) = match bits {
                 CodeBits::Either if rex => (offset, offset - start),
@@ -172,7 +175,8 @@ pub fn find(
     sites
 }
 
-/// Whether `code` begins with a port write that may be to the port of the exit, in code of `mode` bits.
+/// Returns whether `code`, decoded for `mode` bits, starts with a port write that may target
+/// [`TRAP_PORT`].
 pub fn is_out(code: &[u8], mode: u32) -> bool {
     let instruction = Decoder::new(mode, code, DecoderOptions::NONE).decode();
     match instruction.code() {
@@ -186,12 +190,12 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
     }
 }
 
-/// Whether the bytes right before an instruction look like a port write that an exit could be of as well, or
-/// the next is one.
+/// Returns whether the bytes before an instruction, or the next instruction, may be a port write
+/// that causes the same exit as a patched RDPMC.
 fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
-        // To DX, of a string or not.
+        // OUT to DX, including the string variants.
         [.., 0xEE | 0xEF | 0x6E | 0x6F] => true,
         [.., 0xE6 | 0xE7, port] => u16::from(port) == TRAP_PORT,
         _ => false,
@@ -199,7 +203,7 @@ fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool 
     ends_in_out || modes.iter().any(|mode| is_out(behind, *mode))
 }
 
-/// Where in `text` the RDPMC starts whose last two bytes are at `offset`.
+/// Returns the start of the RDPMC instruction whose last two bytes are at `offset` in `text`.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn instruction(
     text: &Text<'_>,
@@ -214,7 +218,8 @@ fn instruction(
         .partition_point(|b| *b <= virt)
         .checked_sub(1)
         .map(|i| boundaries[i]);
-    // A symbol may label data in the text, so its word alone needs a sensible neighbourhood.
+    // A symbol may label data in the text, so its evidence also requires plausible surrounding
+    // code.
     for (anchor, needs_neighbours) in [
         (orc, false),
         (symbols.text_before(virt), bits == CodeBits::Either),
@@ -254,7 +259,7 @@ fn decoder<'a>(text: &Text<'a>, start: usize, mode: u32) -> Decoder<'a> {
     )
 }
 
-/// Decodes from `start`, a known boundary, up to `offset`.
+/// Decodes from the known boundary `start` up to `offset`.
 fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Verdict {
     let mut decoder = decoder(text, start, mode);
     let mut instruction = Instruction::default();
@@ -271,12 +276,12 @@ fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Ver
     Verdict::NotInstruction
 }
 
-/// Where the instruction starts, if nearly all starts before `offset` land on it, with a sensible
-/// neighbourhood.
+/// Returns the start of the instruction if nearly all sweep starts before `offset` reach it and the
+/// surrounding code is plausible.
 fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
-    // By where they land: the first of them, and how many.
+    // First start and number of starts, for each offset that decoding can land on.
     let mut landed = [(0usize, 0usize); LONGEST];
     let mut usable = 0usize;
     for start in far..=near {
@@ -293,7 +298,7 @@ fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
             }
         }
     }
-    // At the very start of a text there is no room for many starts; its first byte is a boundary.
+    // Too few starts fit at the beginning of a text, but its first byte is a boundary.
     if far == 0 && near < SWEEP_MIN_STARTS {
         return match from_boundary(text, 0, offset, mode) {
             Verdict::Instruction(at) => sensible(text, 0, at, mode).then_some(at),
@@ -306,8 +311,8 @@ fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
     (agreed && sensible(text, start, at, mode)).then_some(at)
 }
 
-/// Whether the instructions around that at `offset`, decoded from `start`, set ECX before and use EAX or EDX
-/// after it, and go on decoding.
+/// Returns whether the code around the instruction at `offset`, decoded from `start`, sets ECX
+/// before it, uses EAX or EDX after it, and continues with valid instructions.
 fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
     let mut info = InstructionInfoFactory::new();
     let mut decoder = decoder(text, start, mode);
@@ -335,7 +340,7 @@ fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
         return false;
     }
     let mut decoded = 0;
-    // The instruction itself.
+    // Skips the RDPMC instruction.
     let _ = decoder.decode();
     for _ in 0..NEIGHBOURS {
         if !decoder.can_decode() {
@@ -357,7 +362,8 @@ fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
     false
 }
 
-/// Whether the instructions up to the [`MUST_DECODE_AFTER`]th are valid, or one leaves the function.
+/// Returns whether the next instructions, up to [`MUST_DECODE_AFTER`], are valid or leave the
+/// function.
 fn decodes_on(decoder: &mut Decoder<'_>, decoded: usize) -> bool {
     for _ in decoded..MUST_DECODE_AFTER {
         if !decoder.can_decode() {
@@ -383,7 +389,7 @@ mod tests {
     use crate::symbols::SymbolsBuilder;
     use proptest::prelude::*;
 
-    /// `native_read_pmc` as compilers write it.
+    /// `native_read_pmc` as emitted by compilers.
     const FUNCTION: &[u8] = &[
         0x89, 0xF9, // mov ecx, edi
         0x0F, 0x33, // rdpmc
@@ -392,7 +398,7 @@ mod tests {
         0xC3, // ret
     ];
 
-    /// Plain code: nothing in it is or hides an RDPMC.
+    /// Returns plain code without an RDPMC instruction or its byte pair.
     fn filler(n: usize) -> Vec<u8> {
         let block = [
             0x55, 0x48, 0x89, 0xE5, // push rbp; mov rbp, rsp
@@ -436,7 +442,7 @@ mod tests {
         );
     }
 
-    /// Where it starts is where its first prefix is; how that is known does not matter.
+    /// An instruction starts at its first prefix, regardless of the kind of evidence.
     #[test]
     fn prefixes_belong_to_the_instruction() {
         for prefixes in [
@@ -473,7 +479,7 @@ mod tests {
                 assert_eq!(usize::from(site.length), prefixes.len() + 2);
             }
         }
-        // LOCK is none of them: that raises #UD.
+        // LOCK is not a valid prefix and raises #UD.
         let mut code = filler(20);
         code.extend_from_slice(&[0x89, 0xF9, 0xF0, 0x0F, 0x33]);
         code.extend_from_slice(&FUNCTION[4..]);
@@ -485,7 +491,7 @@ mod tests {
         );
     }
 
-    /// An exit right beside a port write of the guest's own may be of either.
+    /// An exit next to a port write of the guest's own may belong to either instruction.
     #[test]
     fn port_writes_beside_the_instruction_are_seen() {
         for (before, behind, expected) in [
@@ -496,7 +502,7 @@ mod tests {
             (&[], &[0x66, 0xEF], true),
             (&[], &[0xE6, 0xE1], true),
             (&[], &[0xE6, 0xF4], false),
-            // shl rdx, 32; a displacement with EE in it.
+            // shl rdx, 32; a displacement that contains EE.
             (&[0x89, 0xF9], &[0x48, 0xC1, 0xE2, 0x20], false),
             (&[], &[0xE9, 0xEE, 0xEE, 0xEE, 0xEE], false),
         ] {
@@ -518,7 +524,8 @@ mod tests {
             &[0x0F, 0x84, 0x0F, 0x33, 0x00, 0x00][..],       // je
         ] {
             let mut code = filler(20);
-            // ECX is set and EAX used around it, so only decoding can tell.
+            // The surrounding code sets ECX and uses EAX, so only decoding can distinguish this
+            // pair.
             code.extend_from_slice(&[0x89, 0xF9]);
             code.extend_from_slice(inside);
             code.extend_from_slice(&[0x48, 0x09, 0xD0, 0xC3]);
@@ -539,7 +546,7 @@ mod tests {
 
     #[test]
     fn a_boundary_decides_against_misleading_bytes_before_the_pair() {
-        // Data in the text before a function: only the boundary shows where code starts.
+        // Data in the text before a function: only the boundary shows where the code starts.
         let mut code = filler(20);
         code.extend_from_slice(&[0x48, 0xB8, 0xFF]); // looks like mov rax, imm64 swallowing what follows
         let function = code.len() as u64;
@@ -554,8 +561,8 @@ mod tests {
         assert_eq!(found, [function + 2]);
     }
 
-    /// What is INC ECX and RDPMC in 32-bit code is one instruction in 64-bit code. Its last two bytes are
-    /// what is replaced.
+    /// INC ECX followed by RDPMC in 32-bit code is a single instruction in 64-bit code. The last
+    /// two bytes are replaced.
     #[test]
     fn in_multiboot_images_a_rex_prefix_may_be_an_instruction() {
         // inc ecx (41) is a REX prefix in 64-bit code.

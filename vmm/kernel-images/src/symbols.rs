@@ -1,9 +1,9 @@
-//! Kernel symbols, whatever they were read from: names for addresses.
+//! Kernel symbol table, independent of its source.
 
 #[derive(Debug, Clone, Copy)]
 struct Entry {
     address: u64,
-    /// 0: not known.
+    /// Size in bytes, or 0 if unknown.
     size_bytes: u32,
     name_at: u32,
     name_len: u16,
@@ -17,14 +17,15 @@ pub struct KernelSymbols {
     entries: Vec<Entry>,
 }
 
-/// One symbol.
+/// Kernel symbol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSymbol<'s> {
-    /// Its address, as in its source (link-time, or running for a guest's `/proc/kallsyms`).
+    /// Address as in the symbol's source: a link-time address, or a run-time address for a guest's
+    /// `/proc/kallsyms`.
     pub address: u64,
-    /// The letter `nm` gives it.
+    /// Type letter as in `nm`.
     pub kind: u8,
-    /// Its name.
+    /// Symbol name.
     pub name: &'s str,
 }
 
@@ -32,19 +33,22 @@ fn is_text(kind: u8) -> bool {
     matches!(kind, b't' | b'T' | b'w' | b'W')
 }
 
-/// Kernel addresses are in the upper half; smaller values in a table are per-CPU offsets and constants.
+/// Start of the upper half, which contains all kernel addresses. Smaller values are per-CPU offsets
+/// and constants.
 const UPPER_HALF: u64 = 1 << 63;
-/// Names longer than this are cut: no kernel has them (KSYM_NAME_LEN is 512).
+/// Maximum name length, in bytes. Longer names are truncated; the kernel limit KSYM_NAME_LEN is
+/// 512.
 const MAX_NAME: usize = 1024;
 
-/// Most symbols kept. A distribution's kernel has 150,000 to 250,000.
+/// Maximum number of symbols. Distribution kernels have 150,000 to 250,000.
 pub const MAX_SYMBOLS: usize = 4_000_000;
-/// Most bytes of names kept. A distribution's kernel has 5,000,000 to 10,000,000.
+/// Maximum total size of names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
-/// Symbols looked at for text before an address, and for one of several names of an address that reaches it.
+/// Maximum number of symbols searched for a text symbol before an address, and for an alias that
+/// contains the address.
 const NEIGHBOURS: usize = 64;
 
-/// Collects symbols in any order.
+/// Builder that accepts symbols in any order.
 #[derive(Debug, Default)]
 pub struct SymbolsBuilder {
     names: Vec<u8>,
@@ -52,13 +56,13 @@ pub struct SymbolsBuilder {
 }
 
 impl SymbolsBuilder {
-    /// Adds one symbol. Names that are no ASCII text are dropped, and so is everything past [`MAX_SYMBOLS`]
-    /// or 128 MiB of names: a guest can make a table of any size.
+    /// Adds a symbol. Ignores names that are not ASCII, and all symbols after [`MAX_SYMBOLS`] or
+    /// 128 MiB of names, because a guest can create tables of any size.
     pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
         self.add_sized(address, 0, kind, name);
     }
 
-    /// As [`Self::add`], of a symbol that is `size_bytes` long; 0 when that is not known.
+    /// Adds a symbol of `size_bytes` bytes, or of unknown size if 0. See [`Self::add`].
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_NAME")]
     pub fn add_sized(&mut self, address: u64, size_bytes: u32, kind: u8, name: &[u8]) {
         let name = &name[..name.len().min(MAX_NAME)];
@@ -81,14 +85,14 @@ impl SymbolsBuilder {
         });
     }
 
-    /// The table, or `None` when nothing was added.
+    /// Builds the table, or returns `None` if no symbol was added.
     pub fn finish(mut self) -> Option<KernelSymbols> {
         if self.entries.is_empty() {
             return None;
         }
         let names = &self.names;
-        // Of several names for one address the last in this order is shown: text before data, global before
-        // local, fewer leading underscores.
+        // Of several symbols at one address, the last in this order is used: text before data,
+        // global before local, fewer leading underscores.
         self.entries.sort_by_key(|e| {
             let name = &names[e.name_at as usize..][..usize::from(e.name_len)];
             let underscores = name.iter().take_while(|&&b| b == b'_').count();
@@ -106,19 +110,19 @@ impl SymbolsBuilder {
     }
 }
 
-/// Why a text file of symbols cannot be used.
+/// Error returned for an unusable symbol text file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsTextError {
-    /// No line has the form "address type name".
+    /// No line of the form "address type name".
     #[error("no line of the form \"address type name\"")]
     NoSymbols,
-    /// All addresses are zero: it was read without the right to see them.
+    /// All addresses are zero because the reader lacked the permission to see them.
     #[error("all addresses are zero; read /proc/kallsyms as root with kernel.kptr_restrict=0")]
     AllZero,
 }
 
 impl KernelSymbols {
-    /// Reads the text of `/proc/kallsyms` or of a `System.map`. Lines of another form are skipped.
+    /// Parses the text of `/proc/kallsyms` or `System.map`. Skips malformed lines.
     pub fn parse_text(text: &[u8]) -> Result<Self, KallsymsTextError> {
         let mut builder = SymbolsBuilder::default();
         let mut any_address = false;
@@ -143,24 +147,26 @@ impl KernelSymbols {
         }
     }
 
-    /// The text symbol that `address` is in, and the offset into it.
+    /// Returns the text symbol that contains `address`, and the offset into it.
     pub fn resolve(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
         let (symbol, offset) = self.resolve_flat(address)?;
         (symbol.address >= UPPER_HALF).then_some((symbol, offset))
     }
 
-    /// As [`Self::resolve`], in the lower half too: for guests with one address space for everything.
+    /// Resolves an address like [`Self::resolve`], including addresses in the lower half, for
+    /// guests with a single address space.
     pub fn resolve_flat(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let at = self.entries.get(after.checked_sub(1)?)?.address;
         let offset = address - at;
-        // Past the last symbol anything may follow: modules, the next kernel's. One page is granted.
+        // Memory after the last symbol may belong to modules or another kernel, so the last symbol
+        // covers at most one page.
         let reaches = self
             .entries
             .get(after)
             .map_or(at.saturating_add(4096), |next| next.address);
         let (best, others) = self.entries[..after].split_last()?;
-        // A symbol that is not text is none to resolve to, whatever other names its address has.
+        // A data symbol is never returned, even if its address has other names.
         if !is_text(best.kind) || address >= reaches {
             return None;
         }
@@ -176,7 +182,7 @@ impl KernelSymbols {
             .map(|e| (self.symbol(e), offset))
     }
 
-    /// Where the last text symbol at or before `address` starts, if it is among the nearest.
+    /// Returns the address of the last text symbol at or before `address`, within the search limit.
     pub fn text_before(&self, address: u64) -> Option<u64> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let nearest = self.entries[..after].iter().rev().take(NEIGHBOURS);
@@ -185,7 +191,8 @@ impl KernelSymbols {
             .find_map(|(kind, at)| is_text(kind).then_some(at))
     }
 
-    /// The end of the symbol that starts at `address`: where the next one starts.
+    /// Returns the end of the symbol that starts at `address`, which is the start of the next
+    /// symbol.
     pub fn end_of(&self, address: u64) -> u64 {
         let after = self.entries.partition_point(|e| e.address <= address);
         self.entries
@@ -193,32 +200,33 @@ impl KernelSymbols {
             .map_or(address.saturating_add(4096), |e| e.address)
     }
 
-    /// The first symbol of that name. Searches the whole table.
+    /// Returns the first symbol with this name. Searches the whole table.
     pub fn by_name(&self, name: &str) -> Option<KernelSymbol<'_>> {
         self.iter().find(|s| s.name == name)
     }
 
-    /// All symbols by ascending address.
+    /// Iterates over all symbols by ascending address.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = KernelSymbol<'_>> {
         self.entries.iter().map(|e| self.symbol(e))
     }
 
-    /// The same, each with its size in bytes, which is 0 where it is not known.
+    /// Iterates over all symbols with their sizes in bytes, 0 if unknown.
     pub fn sized(&self) -> impl Iterator<Item = (KernelSymbol<'_>, u32)> {
         self.entries.iter().map(|e| (self.symbol(e), e.size_bytes))
     }
 
-    /// Number of symbols.
+    /// Returns the number of symbols.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no symbols.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The same symbols `slide` higher (wrapping). Per-CPU offsets and constants stay.
+    /// Returns the symbols with all kernel addresses moved up by `slide` (wrapping). Per-CPU
+    /// offsets and constants do not change.
     pub fn slid(&self, slide: u64) -> Self {
         let mut moved = self.clone();
         for e in &mut moved.entries {
@@ -230,7 +238,7 @@ impl KernelSymbols {
         moved
     }
 
-    /// As the text of a `/proc/kallsyms`, which `perf`'s `--guestkallsyms` reads.
+    /// Writes the symbols in the format of `/proc/kallsyms`, for `perf`'s `--guestkallsyms` option.
     pub fn write_text(&self, mut out: impl std::io::Write) -> std::io::Result<()> {
         for s in self.iter() {
             writeln!(out, "{:016x} {} {}", s.address, s.kind as char, s.name)?;
@@ -240,7 +248,7 @@ impl KernelSymbols {
 
     fn symbol(&self, e: &Entry) -> KernelSymbol<'_> {
         let name = &self.names[e.name_at as usize..][..usize::from(e.name_len)];
-        // Only ASCII is let in.
+        // The builder only accepts ASCII.
         KernelSymbol {
             address: e.address,
             kind: e.kind,
@@ -253,7 +261,7 @@ impl KernelSymbols {
 mod tests {
     use super::*;
 
-    /// 4,000,000 symbols with names of 1,024 bytes would be 4 GiB.
+    /// Without a limit, 4,000,000 symbols with names of 1,024 bytes would need 4 GiB.
     #[test]
     fn names_that_a_guest_made_take_a_bounded_memory() {
         let mut builder = SymbolsBuilder::default();
@@ -324,7 +332,7 @@ ffffffffc0001000 t in_module	[nf]
         builder.finish().unwrap()
     }
 
-    /// Multiboot kernels and the built-in guest are linked low, and their symbol tables have sizes.
+    /// Multiboot kernels and the built-in guest are linked at low addresses and have symbol sizes.
     #[test]
     fn an_address_belongs_to_the_symbol_that_contains_it() {
         let s = sized(&[

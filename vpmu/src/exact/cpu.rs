@@ -1,6 +1,6 @@
-//! What the meter must know of a vCPU, and what a VMM must know of the instruction ahead.
+//! vCPU state and guest memory access needed by [`super::StepMeter`].
 
-/// Size of the code that runs.
+/// Code size (default operation mode) of the current code segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodeSize {
     /// CS.L = 0, CS.D = 0.
@@ -21,48 +21,48 @@ impl CodeSize {
     }
 }
 
-/// The part of a vCPU's state that decides where an instruction leads.
+/// vCPU state that determines the control flow of the next instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuState {
-    /// Instruction pointer, relative to the code segment.
+    /// Instruction pointer, relative to the code segment base.
     pub rip: u64,
-    /// Flags.
+    /// RFLAGS.
     pub rflags: u64,
     /// Current privilege level.
     pub cpl: u8,
-    /// Size of the code.
+    /// Code size of the current code segment.
     pub size: CodeSize,
     /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
     pub gpr: [u64; 16],
-    /// Bases of ES, CS, SS, DS, FS, GS.
+    /// Segment bases of ES, CS, SS, DS, FS, GS.
     pub segment_bases: [u64; 6],
 }
 
-/// What the meter must see of the guest's memory.
+/// Access to guest memory.
 pub trait GuestMemory {
-    /// Reads at a linear address, through the guest's page tables, as the code that runs now could. Returns
-    /// how many bytes at the front of `buffer` were read.
+    /// Reads memory at a linear address through the guest's page tables with the permissions of the
+    /// current code. Returns the number of contiguous bytes read from the start of `buffer`.
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize;
 
-    /// Where the interrupt descriptor table sends `vector` (RIP, relative to the gate's code segment); `None`
-    /// for a vector without a gate.
+    /// Returns the handler address of `vector` from the interrupt descriptor table (RIP, relative
+    /// to the gate's code segment), or `None` if the vector has no gate.
     fn gate(&mut self, vector: u8) -> Option<u64>;
 }
 
-/// Format of an interrupt descriptor table.
+/// Format of the interrupt descriptor table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateFormat {
-    /// CR0.PE = 0: four bytes a vector, offset and segment.
+    /// Real mode (CR0.PE = 0): four bytes per vector, offset and segment.
     Real,
-    /// Protected mode: eight bytes a gate.
+    /// Protected mode: eight bytes per gate.
     Protected,
-    /// EFER.LMA = 1: sixteen bytes a gate.
+    /// Long mode (EFER.LMA = 1): sixteen bytes per gate.
     Long,
 }
 
-/// Where the table at `base` with `limit` sends `vector`, for implementing [`GuestMemory::gate`]; `None` for
-/// a vector outside the table, or whose gate is not present or is a task gate. Intel SDM vol. 3, "IDT
-/// Descriptors".
+/// Looks up the handler address of `vector` in the table at `base` with `limit`. Implements
+/// [`GuestMemory::gate`]. Returns `None` if the vector is outside the table, or the gate is not
+/// present or is a task gate. See Intel SDM vol. 3, "IDT Descriptors".
 pub fn gate_in_table(
     format: GateFormat,
     base: u64,
@@ -88,8 +88,8 @@ pub fn gate_in_table(
     if format == GateFormat::Real {
         return Some(word(0));
     }
-    // Byte 5: present bit, type in the low five bits (interrupt and trap gates of 16 bits: 6, 7; others: 14,
-    // 15).
+    // Byte 5: present bit; gate type in the low five bits (16-bit interrupt and trap gates: 6, 7;
+    // others: 14, 15).
     let (present, kind) = (gate[5] & 0x80 != 0, gate[5] & 0x1F);
     let low = match kind {
         6 | 7 if format == GateFormat::Protected => word(0),
@@ -104,24 +104,25 @@ pub fn gate_in_table(
     present.then_some(high | low)
 }
 
-/// What the next instruction is, for a VMM that must prepare for it.
+/// Class of the next instruction, for a VMM that must prepare to single-step it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ahead {
-    /// Nothing special: a step stops after it.
+    /// Ordinary instruction: the step stops after it.
     Plain,
-    /// The step may stop only after the instruction behind it (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and
-    /// SWAPGS where KVM emulates them).
+    /// Instruction with an interrupt shadow: the step may only stop after the following instruction
+    /// (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS if KVM emulates them).
     Shadow,
-    /// It enters the kernel through a register (SYSCALL, SYSENTER), which may clear the trap flag.
+    /// SYSCALL or SYSENTER, which may clear the trap flag.
     SystemCall,
-    /// It enters the kernel through the gate of this vector, which clears the trap flag.
+    /// Software interrupt through the gate of this vector, which clears the trap flag.
     Interrupt(u8),
-    /// It returns from an interrupt and loads the flags.
+    /// Interrupt return, which loads the flags.
     InterruptReturn,
-    /// It halts until an interrupt.
+    /// HLT, which waits for an interrupt.
     Halt,
-    /// It writes the flags, the trap flag among them (POPF), or shows them to the guest (PUSHF).
+    /// Instruction that writes the flags, including the trap flag (POPF), or exposes them to the
+    /// guest (PUSHF).
     Flags,
-    /// Its bytes cannot be read or are no instruction: it will fault.
+    /// Unreadable or invalid instruction, which will fault.
     Unreadable,
 }

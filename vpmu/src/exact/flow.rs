@@ -1,4 +1,4 @@
-//! Where an instruction leads, and what kind it is.
+//! Control-flow analysis: branch targets and classification of instructions.
 
 use iced_x86::{
     ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
@@ -6,7 +6,7 @@ use iced_x86::{
 
 use super::cpu::{Ahead, CodeSize, CpuState, GuestMemory};
 
-/// Longest instruction, in bytes.
+/// Maximum instruction length, in bytes.
 const LONGEST: usize = 15;
 
 const CF: u64 = 1;
@@ -15,12 +15,12 @@ const ZF: u64 = 1 << 6;
 const SF: u64 = 1 << 7;
 const OF: u64 = 1 << 11;
 
-/// Where an instruction may lead.
+/// Address of the next instruction, as far as it can be predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leads {
-    /// There, with the branch taken or not.
+    /// Known address, with `true` for a taken branch.
     To(u64, bool),
-    /// Somewhere that cannot be known beforehand.
+    /// Unpredictable address.
     Anywhere,
 }
 
@@ -34,7 +34,7 @@ pub(super) fn decode(cpu: &CpuState, rip: u64, memory: &mut dyn GuestMemory) -> 
     (!instruction.is_invalid()).then_some(instruction)
 }
 
-/// What a VMM must know of an instruction before it is stepped.
+/// Classifies an instruction for a VMM that is about to single-step it.
 pub(super) fn ahead(instruction: &Instruction) -> Ahead {
     match instruction.mnemonic() {
         Mnemonic::Mov | Mnemonic::Pop
@@ -42,7 +42,7 @@ pub(super) fn ahead(instruction: &Instruction) -> Ahead {
         {
             Ahead::Shadow
         }
-        // A software-only KVM's emulator does not stop after these.
+        // KVM's software emulator does not stop after these instructions.
         Mnemonic::Lfence | Mnemonic::Mfence | Mnemonic::Sfence | Mnemonic::Swapgs => Ahead::Shadow,
         Mnemonic::Syscall | Mnemonic::Sysenter => Ahead::SystemCall,
         Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => Ahead::InterruptReturn,
@@ -57,7 +57,7 @@ pub(super) fn ahead(instruction: &Instruction) -> Ahead {
     }
 }
 
-/// The vector of a software interrupt.
+/// Returns the vector of a software interrupt.
 pub(super) fn software_interrupt(instruction: &Instruction) -> Option<u8> {
     match instruction.mnemonic() {
         Mnemonic::Int => Some(instruction.immediate8()),
@@ -72,15 +72,15 @@ pub(super) fn is_repeated(instruction: &Instruction) -> bool {
     instruction.is_string_instruction() && (instruction.has_rep_prefix() || instruction.has_repne_prefix())
 }
 
-/// What is left in the count register of a repeated string instruction.
+/// Returns the remaining count of a repeated string instruction.
 pub(super) fn element_count(instruction: &Instruction, cpu: &CpuState) -> u64 {
     cpu.gpr[1] & address_mask(instruction)
 }
 
-/// Ones in the bits of the instruction's address size, which is also the size of its count register.
+/// Returns a mask of the instruction's address size, which is also the size of its count register.
 fn address_mask(instruction: &Instruction) -> u64 {
     let code = instruction.code();
-    // The string operands and the counter of JrCXZ and LOOP name the size.
+    // String operands and the counter of JrCXZ and LOOP determine the address size.
     let register = match code.mnemonic() {
         Mnemonic::Jcxz => Register::CX,
         Mnemonic::Jecxz => Register::ECX,
@@ -115,7 +115,7 @@ fn loop_counter(instruction: &Instruction) -> Register {
     }
 }
 
-/// Where the instruction leads from `cpu` when it completes.
+/// Predicts the address of the next instruction if this one completes, starting from `cpu`.
 pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Leads {
     let next = instruction.next_ip();
     let known = |target: Option<u64>| target.map_or(Leads::Anywhere, |target| Leads::To(target, true));
@@ -137,7 +137,8 @@ pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn 
                 OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
                     Leads::To(instruction.near_branch_target(), true)
                 }
-                // VMCALL and the like are calls to the decoder, but go on behind themselves.
+                // The decoder classifies VMCALL and similar instructions as calls, but execution
+                // continues at the next instruction.
                 _ => Leads::To(next, false),
             }
         }
@@ -164,7 +165,7 @@ pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn 
     }
 }
 
-/// The target of an indirect branch.
+/// Returns the target of an indirect branch.
 fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
     if instruction.op0_kind() == OpKind::Register {
         return register(cpu, instruction.op0_register());
@@ -174,9 +175,9 @@ fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemo
     read_number(address, size, memory)
 }
 
-/// What a return of `bytes` finds on the stack.
+/// Returns the return address on the stack for a return that pops `bytes`.
 fn on_stack(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
-    // Code of 16 bits on a stack of 32, or the reverse, does not occur outside compatibility tricks.
+    // Mixed 16-bit code and 32-bit stacks (or the reverse) only occur in rare compatibility code.
     let mask = match cpu.size {
         CodeSize::Bits16 => 0xFFFF,
         CodeSize::Bits32 => 0xFFFF_FFFF,
@@ -195,7 +196,7 @@ fn read_number(linear: u64, bytes: usize, memory: &mut dyn GuestMemory) -> Optio
     (memory.read(linear, wanted) == bytes).then(|| u64::from_le_bytes(buffer))
 }
 
-/// A general-purpose register's value, or a segment's base.
+/// Returns the value of a general-purpose register or the base of a segment register.
 fn register(cpu: &CpuState, name: Register) -> Option<u64> {
     let full = name.full_register();
     if full.is_gpr64() {
@@ -217,7 +218,7 @@ fn register(cpu: &CpuState, name: Register) -> Option<u64> {
     }
 }
 
-/// Whether a conditional branch is taken.
+/// Returns whether a conditional branch is taken.
 fn is_taken(instruction: &Instruction, cpu: &CpuState) -> bool {
     let flag = |bit: u64| cpu.rflags & bit != 0;
     let count = cpu.gpr[1] & address_mask(instruction);
@@ -253,7 +254,7 @@ pub(super) fn is_branch(instruction: &Instruction) -> bool {
     match instruction.flow_control() {
         FlowControl::Next | FlowControl::Exception | FlowControl::XbeginXabortXend => false,
         FlowControl::Call => {
-            // VMCALL, VMLAUNCH and other ways into a monitor are none.
+            // VMCALL, VMLAUNCH and other hypervisor calls are not branches.
             matches!(
                 instruction.mnemonic(),
                 Mnemonic::Call | Mnemonic::Syscall | Mnemonic::Sysenter
@@ -264,7 +265,7 @@ pub(super) fn is_branch(instruction: &Instruction) -> bool {
     }
 }
 
-/// Whether a branch stays in its code segment.
+/// Returns whether a branch stays within its code segment.
 pub(super) fn is_near(instruction: &Instruction) -> bool {
     let far = instruction.is_jmp_far()
         || instruction.is_call_far()

@@ -1,45 +1,49 @@
-//! Exact counts from single steps: what one step of a vCPU retired.
+//! Exact counting by single-stepping: determines what each step of a vCPU retired.
 //!
-//! A VMM that steps a vCPU tells a [`StepMeter`] the state before and after each step. The meter decodes the
-//! instruction, works out where it must lead, and from where the vCPU is after the step concludes what was
-//! retired. The rules:
+//! The VMM passes the vCPU state before and after each step to a [`StepMeter`]. The meter decodes
+//! the instruction, predicts its successor, and compares the prediction with the actual state to
+//! determine what retired. The counting rules are:
 //!
 //! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last
-//!   micro-operation retires), at the privilege level at which it began. One that faults does not count; when
-//!   it is executed again after the handler, it does. Traps and software interrupts (INT n, INT3, INTO)
-//!   complete, so they count.
-//! - An interrupt, NMI or exception is not an instruction. What its handler executes counts like any other
-//!   code.
-//! - A repeated string instruction is one instruction, however often it iterates, and also when it iterates
-//!   zero times. An interrupt between two iterations does not make it two.
-//! - Instructions whose shadow hides the next step (MOV SS, POP SS; where KVM emulates them also the fences
-//!   and SWAPGS) are stepped together with their successor: two, or more where that is another of them.
+//!   micro-operation retires), at the privilege level at which it started. A faulting instruction
+//!   does not count until it is re-executed and completes. Traps and software interrupts (INT n,
+//!   INT3, INTO) complete, so they count.
+//! - An interrupt, NMI or exception is not an instruction. Instructions of its handler count
+//!   normally.
+//! - A repeated string instruction is one instruction for any number of iterations, including zero.
+//!   An interrupt between two iterations does not split it.
+//! - An instruction with an interrupt shadow (MOV SS, POP SS; fences and SWAPGS if KVM emulates
+//!   them) is stepped together with its successor, and with further successors if those have a
+//!   shadow too.
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
-//! - The WRMSR that enables counting counts and the one that disables it does not, because what a step
-//!   retired is fed after the write took effect. The VMM need do nothing but feed after
+//! - The WRMSR that enables counting counts, and the one that disables counting does not, because
+//!   the counts of a step are fed after the write took effect. The VMM only has to feed after
 //!   [`crate::Vpmu::reconcile`].
-//! - A branch is anything that can change RIP other than to the next instruction: conditional or not, direct
-//!   or not, near or far, calls, returns, software interrupts, SYSCALL and its kin, IRET. Taken branches: on
-//!   an Intel model near ones that were taken (BR_INST_RETIRED.NEAR_TAKEN); on an AMD model also far ones,
-//!   and interrupts and exceptions count as branches and as taken ones (PPR, PMCx0C2 and PMCx0C4: "all types
-//!   of architectural control flow changes").
-//! - Loads and stores are *instructions* that read or write memory at least once, stack included, address
-//!   computation (LEA), prefetches and multi-byte NOPs excluded. A repeated string instruction that iterates
-//!   zero times does neither.
+//! - A branch is any instruction that can set RIP to an address other than the next instruction:
+//!   conditional or unconditional, direct or indirect, near or far, calls, returns, software
+//!   interrupts, SYSCALL and similar instructions, and IRET. Taken branches on an Intel model are
+//!   taken near branches (BR_INST_RETIRED.NEAR_TAKEN). On an AMD model, far branches are included,
+//!   and interrupts and exceptions count as branches and as taken branches (PPR, PMCx0C2 and
+//!   PMCx0C4: "all types of architectural control flow changes").
+//! - Loads and stores are *instructions* that read or write memory at least once, including the
+//!   stack and excluding address computation (LEA), prefetches and multi-byte NOPs. A repeated
+//!   string instruction with zero iterations is neither a load nor a store.
 //!
 //! # Use
 //!
-//! Before each entry, after [`crate::Vpmu::reconcile`]: if [`crate::PerfCoreEvents::needs_stepping`], switch
-//! single steps on and, unless [`StepMeter::in_step`], call [`StepMeter::begin`]; else switch them off and
-//! call [`StepMeter::abandon`]. At a debug exit call [`StepMeter::end`] and [`Step::feed`]. Other exits (I/O,
-//! MSR) come in the middle of an instruction: serve them and enter again, the step goes on. So the WRMSR that
-//! enables counting, whose exit comes first, begins its step after it took effect, and is counted when it
-//! completes.
+//! Before each entry, after [`crate::Vpmu::reconcile`]: if
+//! [`crate::PerfCoreEvents::needs_stepping`] returns `true`, enable single-stepping and, unless
+//! [`StepMeter::in_step`] returns `true`, call [`StepMeter::begin`]. Otherwise disable
+//! single-stepping and call [`StepMeter::abandon`]. On a debug exit, call [`StepMeter::end`] and
+//! [`Step::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them and
+//! re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
+//! begins after the write took effect, and the instruction counts when it completes.
 //!
-//! A processor clears the trap flag when it enters a handler or the kernel, and shows it to a guest that
-//! saves its flags. [`StepMeter::begin`] says when that is ahead, so that the VMM can set a breakpoint where
-//! the step will be lost. Wherever the next stop is, at a handler's first instruction or behind it, the meter
-//! knows it from the guest's interrupt descriptor table; a stop further on is reported as [`Step::lost`].
+//! The processor clears the trap flag when it enters a handler or the kernel, and exposes the flag
+//! to a guest that saves its flags. [`StepMeter::begin`] reports such an instruction, so that the
+//! VMM can set a breakpoint where the step would otherwise be lost. If the vCPU stops at or after
+//! the first instruction of a handler, the meter recognizes the handler from the guest's interrupt
+//! descriptor table. A later stop is reported as [`Step::lost`].
 
 mod cpu;
 mod flow;
@@ -57,10 +61,10 @@ pub use run::{LONGEST_RUN, MOST_RUN_BYTES, StraightRun};
 
 use flow::{Leads, ahead, decode, element_count, is_branch, is_near, is_repeated, leads, software_interrupt};
 
-/// Most instructions in a row that one step passes because each hides its stop.
+/// Maximum number of consecutive shadow instructions in one step.
 const MOST_SHADOWS: usize = 16;
 
-/// What is counted at one privilege level.
+/// Retired counts of one privilege level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Instructions retired.
@@ -69,16 +73,16 @@ pub struct Counts {
     pub branches: u32,
     /// Branches retired that were taken.
     pub taken_branches: u32,
-    /// Branches retired that go by a condition, taken or not.
+    /// Conditional branches retired, taken or not.
     pub conditional_branches: u32,
-    /// Instructions retired that load.
+    /// Instructions retired that load from memory.
     pub loads: u32,
-    /// Instructions retired that store.
+    /// Instructions retired that store to memory.
     pub stores: u32,
 }
 
 impl Counts {
-    /// The count that serves an event, `None` when no exact count does.
+    /// Returns the count for an event, or `None` if the exact backing does not count the event.
     pub const fn of(&self, event: ArchEvent) -> Option<u32> {
         match event {
             ArchEvent::Instructions | ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => {
@@ -93,8 +97,8 @@ impl Counts {
         }
     }
 
-    /// How much more of each may be fed to `counts` at privilege level `cpl` until an armed overflow is due:
-    /// 0 of what is due already, [`u32::MAX`] where none is armed.
+    /// Returns the remaining counts until the armed overflows of `counts` at privilege level `cpl`:
+    /// 0 if an overflow is already due, [`u32::MAX`] if no overflow is armed.
     pub fn room(counts: &FedCounts, cpl: u8) -> Self {
         let [
             instructions,
@@ -125,7 +129,7 @@ impl Counts {
         }
     }
 
-    /// Adds what `other` has.
+    /// Adds the counts of `other`.
     pub const fn add(&mut self, other: Self) {
         self.instructions += other.instructions;
         self.branches += other.branches;
@@ -136,22 +140,23 @@ impl Counts {
     }
 }
 
-/// What happened in a step.
+/// Result of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Retired at CPL 1 to 3.
+    /// Retired counts at CPL 1 to 3.
     pub user: Counts,
-    /// Retired at CPL 0.
+    /// Retired counts at CPL 0.
     pub kernel: Counts,
-    /// An interrupt, NMI or exception came in between.
+    /// Set if an interrupt, NMI or exception was delivered during the step.
     pub event: bool,
-    /// The meter could not tell what happened: the code could not be read, or the vCPU is where nothing
-    /// known leads. Nothing is counted for what it could not tell.
+    /// Set if the step could not be analyzed because the code was unreadable or the vCPU stopped at
+    /// an unexpected address. The unknown part is not counted.
     pub lost: bool,
 }
 
 impl Step {
-    /// Feeds what was retired to a vCPU's counts. Returns whether an armed overflow has come.
+    /// Adds the retired counts to the vCPU's fed counts. Returns whether an armed overflow has
+    /// occurred.
     pub fn feed(&self, counts: &FedCounts) -> bool {
         let mut overflow = false;
         for (level, cpl) in [(&self.user, 3), (&self.kernel, 0)] {
@@ -177,31 +182,31 @@ impl Step {
     }
 }
 
-/// How an instruction uses memory.
+/// Memory accesses of an instruction.
 #[derive(Clone, Copy, Debug, Default)]
 struct Accesses {
     loads: bool,
     stores: bool,
-    /// By the stack segment.
+    /// Set for accesses through the stack segment.
     stack: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     before: CpuState,
-    /// `None`: its bytes could not be read.
+    /// `None` if the instruction bytes could not be read.
     instruction: Option<Instruction>,
     leads: Leads,
-    /// A repeated string instruction that began earlier than this step.
+    /// Set for a repeated string instruction that started before this step.
     iterated: bool,
 }
 
-/// Tells what each step of one vCPU retired.
+/// Counter of the instructions that each step of one vCPU retires.
 pub struct StepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
     pending: Option<Pending>,
-    /// The repeated string instruction that a step left unfinished: where it is, and at which level.
+    /// Address and privilege level of a repeated string instruction that a step left unfinished.
     unfinished: Option<(u64, u8)>,
 }
 
@@ -214,7 +219,7 @@ impl std::fmt::Debug for StepMeter {
 }
 
 impl StepMeter {
-    /// A meter for a model of `vendor`.
+    /// Creates a meter for a model of `vendor`.
     pub fn new(vendor: Vendor) -> Self {
         Self {
             vendor,
@@ -224,13 +229,14 @@ impl StepMeter {
         }
     }
 
-    /// Whether a step was begun and not ended: an exit in the middle of an instruction (I/O, MSR) does not
-    /// end it.
+    /// Returns whether a step is in progress. An exit in the middle of an instruction (I/O, MSR)
+    /// does not end the step.
     pub fn in_step(&self) -> bool {
         self.pending.is_some()
     }
 
-    /// Where the instruction that is being stepped leads if it completes; `None` when that is not known.
+    /// Returns the address that follows the current instruction if it completes, or `None` if the
+    /// address is unknown.
     pub fn known_target(&self) -> Option<u64> {
         match self.pending?.leads {
             Leads::To(target, _) => Some(target),
@@ -238,17 +244,18 @@ impl StepMeter {
         }
     }
 
-    /// Address behind the instruction that is being stepped; `None` when none is or it could not be read.
+    /// Returns the address of the instruction after the current one in memory, or `None` if no step
+    /// is in progress or the current instruction could not be read.
     pub fn next_ip(&self) -> Option<u64> {
         Some(self.pending.as_ref()?.instruction?.next_ip())
     }
 
-    /// Forgets a step that was begun, because stepping ends here or the vCPU's state was replaced.
+    /// Abandons the current step because stepping is disabled or the vCPU state was replaced.
     pub fn abandon(&mut self) {
         self.pending = None;
     }
 
-    /// The vCPU is about to be stepped from `cpu`.
+    /// Begins a step from the state `cpu`.
     pub fn begin(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Ahead {
         let instruction = decode(cpu, cpu.rip, memory);
         let iterated = self.unfinished == Some((cpu.rip, cpu.cpl));
@@ -264,7 +271,7 @@ impl StepMeter {
         instruction.as_ref().map_or(Ahead::Unreadable, ahead)
     }
 
-    /// The step is over and the vCPU is at `cpu`. A step that was not begun retired nothing.
+    /// Ends a step with the vCPU at `cpu`. Returns no counts if no step was in progress.
     pub fn end(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Step {
         let mut step = Step::default();
         let Some(pending) = self.pending.take() else {
@@ -272,12 +279,12 @@ impl StepMeter {
         };
         let before = &pending.before;
         let Some(instruction) = pending.instruction else {
-            // What cannot be read cannot be executed: it faulted.
+            // An unreadable instruction cannot execute, so it faulted.
             self.entered(cpu, memory, &mut step);
             return step;
         };
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
-            // Iterations are left, or a fault led back here at once.
+            // Iterations remain, or a fault returned here immediately.
             if element_count(&instruction, before) != element_count(&instruction, cpu) {
                 self.unfinished = Some((before.rip, before.cpl));
             }
@@ -286,13 +293,13 @@ impl StepMeter {
         let taken = match pending.leads {
             Leads::To(target, taken) if target == cpu.rip => Some(taken),
             Leads::To(next, _) if ahead(&instruction) == Ahead::Shadow => {
-                // The step hid the instruction behind it.
+                // The step also executed the instruction in the shadow.
                 if self.shadowed(&pending, next, cpu, memory, &mut step) {
                     return step;
                 }
                 None
             }
-            // HLT at CPL 0 cannot fault: if the vCPU is elsewhere it has halted and been woken.
+            // HLT at CPL 0 cannot fault. If RIP has moved, the vCPU halted and was woken.
             Leads::To(..) if instruction.mnemonic() == Mnemonic::Hlt && before.cpl == 0 => {
                 self.retire(&instruction, before, false, false, &mut step);
                 self.entered(cpu, memory, &mut step);
@@ -309,10 +316,11 @@ impl StepMeter {
                 self.retire(&instruction, before, taken, pending.iterated, &mut step);
             }
             None if cpu.rip == before.rip && cpu.cpl == before.cpl => {
-                // Stopped before it did anything.
+                // The vCPU stopped before it executed anything.
             }
             None => {
-                // The instruction did not complete. If an iteration did, the rest follows after the handler.
+                // The instruction did not complete. If an iteration completed, the rest follows
+                // after the handler.
                 if is_repeated(&instruction)
                     && element_count(&instruction, before) != element_count(&instruction, cpu)
                 {
@@ -324,7 +332,7 @@ impl StepMeter {
         step
     }
 
-    /// Counts an instruction that completed.
+    /// Adds a completed instruction to the counts.
     fn retire(
         &mut self,
         instruction: &Instruction,
@@ -352,7 +360,7 @@ impl StepMeter {
         step.at(before.cpl).add(counts);
     }
 
-    /// How the instruction uses memory.
+    /// Returns the memory accesses of an instruction.
     fn accesses(&mut self, instruction: &Instruction) -> Accesses {
         let mut accesses = Accesses::default();
         for memory in self.info.info(instruction).used_memory() {
@@ -369,8 +377,8 @@ impl StepMeter {
         accesses
     }
 
-    /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`,
-    /// lead there, or that one's where it has a shadow too?
+    /// Checks whether a step over an instruction with a shadow also executed its successor at
+    /// `next`, and further successors if those have a shadow too, and counts these instructions.
     fn shadowed(
         &mut self,
         pending: &Pending,
@@ -382,7 +390,7 @@ impl StepMeter {
         let Some(mut last) = pending.instruction else {
             return false;
         };
-        // Counts for nothing unless it ends where the vCPU is.
+        // Discarded unless the prediction ends at the vCPU's address.
         let mut passed = *step;
         let (mut at, mut next) = (pending.before, next);
         for _ in 0..MOST_SHADOWS {
@@ -409,9 +417,9 @@ impl StepMeter {
         false
     }
 
-    /// An instruction that leads anywhere was stepped: did it complete? It did not if the vCPU is in the
-    /// handler of an exception it can raise. Counts the handler's first instruction if a gate was entered and
-    /// that ran too.
+    /// Handles a step over an instruction with an unpredictable target. The instruction did not
+    /// complete if the vCPU is in the handler of an exception that the instruction can raise. Also
+    /// counts the handler's first instruction if the handler executed it.
     fn arrived(
         &mut self,
         instruction: &Instruction,
@@ -430,8 +438,7 @@ impl StepMeter {
                 return true;
             }
         }
-        // Invalid opcode, not present, stack fault, general protection, page fault, alignment. UD2 never
-        // completes.
+        // #UD, #NP, #SS, #GP, #PF and #AC. UD2 never completes.
         instruction.flow_control() != FlowControl::Exception
             && ![6, 11, 12, 13, 14, 17].into_iter().any(|vector| {
                 memory.gate(vector).is_some_and(|handler| {
@@ -440,8 +447,8 @@ impl StepMeter {
             })
     }
 
-    /// The vCPU was led away by an interrupt, NMI or exception and is in its handler, before its first
-    /// instruction or behind it.
+    /// Handles an interrupt, NMI or exception that diverted the vCPU. The vCPU is before or after
+    /// the first instruction of the handler.
     fn entered(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory, step: &mut Step) {
         step.event = true;
         if self.vendor == Vendor::Amd {
@@ -467,15 +474,15 @@ impl StepMeter {
     }
 }
 
-/// The first instruction of a handler, if executing it leads to where the vCPU is. The handler began with
-/// some other state than the one there is now, but only its RIP matters here.
+/// Returns the first instruction of a handler if the vCPU's current address follows its execution.
+/// The state at handler entry differed from the current state, but only RIP matters here.
 fn first_of_handler(
     handler: u64,
     cpu: &CpuState,
     memory: &mut dyn GuestMemory,
 ) -> Option<(Instruction, CpuState)> {
-    // An instruction is at most fifteen bytes long, and a handler may begin with a direct jump; look no
-    // further where neither can lead here.
+    // An instruction is at most fifteen bytes long, and a handler may start with a direct jump.
+    // Other handlers cannot lead to the current address.
     let at = CpuState { rip: handler, ..*cpu };
     let first = decode(&at, handler, memory)?;
     let target = match first.flow_control() {

@@ -1,63 +1,64 @@
-//! Straight runs: instructions in a row that lead nowhere but on, so that a VMM may let the vCPU pass all of
-//! them with one stop behind the last.
+//! Straight-line runs: sequences of instructions without control flow, which a VMM can execute with
+//! a single stop at the end.
 //!
-//! Where a vCPU is inside such a run says which of its instructions have completed: all before that place,
-//! once each. What belongs into a run is a list, and what is not on it ends the run: branches, what changes
-//! the level or the flags that stepping goes by, what leaves to the host by itself, what repeats, and what
-//! can raise another exception than a page fault, a general protection or a stack fault.
+//! The vCPU's position within a run determines which instructions have completed: each one before
+//! that position, exactly once. A run contains only instructions from an allowlist. Other
+//! instructions end the run: branches, instructions that change the privilege level or the flags
+//! that control stepping, instructions that cause exits, repeated instructions, and instructions
+//! that can raise exceptions other than #PF, #GP and #SS.
 
 use iced_x86::{CpuidFeature, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 use super::cpu::CodeSize;
 use super::{Counts, StepMeter};
 
-/// The most instructions in a run.
+/// Maximum number of instructions in a run.
 pub const LONGEST_RUN: usize = 64;
-/// As many bytes of code are to be looked at for a run.
+/// Number of code bytes that are sufficient to analyze a run.
 pub const MOST_RUN_BYTES: usize = 256;
 
-/// What lies behind one more instruction of a run.
+/// State after an instruction of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Passed {
-    /// Bytes from the beginning of the run.
+    /// Offset from the start of the run, in bytes.
     end: u16,
-    /// Instructions up to here that load, and that store.
+    /// Number of loads and stores up to here.
     loads: u8,
     stores: u8,
 }
 
-/// A straight run, perhaps of no instruction at all.
+/// Straight-line run, possibly empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StraightRun {
-    /// Its bytes, and those of the instruction that ends it.
+    /// Code bytes, including the instruction that ends the run.
     code: Box<[u8]>,
     passed: Box<[Passed]>,
     uses_stack: bool,
 }
 
 impl StraightRun {
-    /// The bytes that made it what it is, those of the instruction that ends it included: where these are,
-    /// it is.
+    /// Returns the code bytes of the run, including the instruction that ends it. Equal bytes
+    /// always decode to the same run.
     pub fn code(&self) -> &[u8] {
         &self.code
     }
 
-    /// How many instructions it has.
+    /// Returns the number of instructions.
     pub fn len(&self) -> usize {
         self.passed.len()
     }
 
-    /// It has none.
+    /// Returns whether the run is empty.
     pub fn is_empty(&self) -> bool {
         self.passed.is_empty()
     }
 
-    /// Some of its instructions go by the stack segment, and may raise a stack fault.
+    /// Returns whether any instruction accesses the stack segment and may raise a stack fault.
     pub fn uses_stack(&self) -> bool {
         self.uses_stack
     }
 
-    /// How many of its first instructions retire no more than `room` of anything.
+    /// Returns the number of leading instructions whose counts do not exceed `room`.
     pub fn within(&self, room: &Counts) -> usize {
         let fits = |passed: &Passed| {
             u32::from(passed.loads) <= room.loads && u32::from(passed.stores) <= room.stores
@@ -66,14 +67,15 @@ impl StraightRun {
         self.passed.partition_point(fits).min(instructions)
     }
 
-    /// Where its first `n` instructions end, in bytes from its beginning; at most where it ends.
+    /// Returns the offset of the end of the first `n` instructions, in bytes. Clamped to the end of
+    /// the run.
     pub fn end_of(&self, n: usize) -> usize {
         let last = n.min(self.passed.len()).checked_sub(1);
         last.map_or(0, |last| self.passed[last].end.into())
     }
 
-    /// How many of its instructions are completed when the vCPU is so many bytes from its beginning. `None`:
-    /// no instruction begins there.
+    /// Returns the number of completed instructions when the vCPU is at `offset` bytes from the
+    /// start of the run, or `None` if no instruction starts at this offset.
     pub fn completed_at(&self, offset: u64) -> Option<usize> {
         if offset == 0 {
             return Some(0);
@@ -84,7 +86,7 @@ impl StraightRun {
         found.ok().map(|last| last + 1)
     }
 
-    /// What its first `n` instructions retire.
+    /// Returns the counts that the first `n` instructions retire.
     pub fn counts(&self, n: usize) -> Counts {
         let n = n.min(self.passed.len());
         let Some(last) = n.checked_sub(1) else {
@@ -92,7 +94,7 @@ impl StraightRun {
         };
         let Passed { loads, stores, .. } = self.passed[last];
         Counts {
-            // At most `LONGEST_RUN`.
+            // Not more than `LONGEST_RUN`.
             instructions: u32::try_from(n).unwrap_or(u32::MAX),
             loads: loads.into(),
             stores: stores.into(),
@@ -102,8 +104,8 @@ impl StraightRun {
 }
 
 impl StepMeter {
-    /// The straight run that 64-bit `code` begins with, of [`LONGEST_RUN`] instructions and
-    /// [`MOST_RUN_BYTES`] bytes at most.
+    /// Decodes the straight-line run at the start of 64-bit `code`, limited to [`LONGEST_RUN`]
+    /// instructions and [`MOST_RUN_BYTES`] bytes.
     pub fn straight_run(&mut self, code: &[u8]) -> StraightRun {
         let code = &code[..code.len().min(MOST_RUN_BYTES)];
         let mut decoder = Decoder::new(CodeSize::Bits64.bits(), code, DecoderOptions::NONE);
@@ -121,7 +123,7 @@ impl StepMeter {
             stores += u8::from(accesses.stores);
             uses_stack |= accesses.stack;
             passed.push(Passed {
-                // At most `MOST_RUN_BYTES`.
+                // Not more than `MOST_RUN_BYTES`.
                 end: u16::try_from(looked_at).unwrap_or(u16::MAX),
                 loads,
                 stores,
@@ -135,7 +137,7 @@ impl StepMeter {
     }
 }
 
-/// Whether the instruction may stand in a straight run.
+/// Returns whether the instruction may be part of a straight-line run.
 fn is_straight(instruction: &Instruction) -> bool {
     let registers = || {
         (0..instruction.op_count())
@@ -147,13 +149,15 @@ fn is_straight(instruction: &Instruction) -> bool {
         && !instruction.has_rep_prefix()
         && !instruction.has_repne_prefix()
         && is_listed(instruction.mnemonic())
-        // MOV has forms for control, debug and segment registers, PUSH and POP those for segment registers.
+        // MOV has forms for control, debug and segment registers, PUSH and POP have forms for
+        // segment registers.
         && registers().all(Register::is_gpr)
         && (instruction.mnemonic() == Mnemonic::Endbr64
             || instruction.cpuid_features().iter().all(|feature| is_everywhere(*feature)))
 }
 
-/// What every processor with 64-bit code has, and so raises no #UD.
+/// Returns whether every 64-bit processor supports the feature, so that the instruction cannot
+/// raise #UD.
 fn is_everywhere(feature: CpuidFeature) -> bool {
     use CpuidFeature::*;
     matches!(

@@ -1,8 +1,8 @@
-//! Steps that ptrace cannot show: faults, interrupts, shadows, privilege changes.
+//! Tests of steps that ptrace cannot produce: faults, interrupts, shadows and privilege changes.
 
 use super::*;
 
-/// Code at fixed places, a table with gates for a fault, an NMI and a vector of a device.
+/// Addresses of the code and of the handlers for a fault, an NMI and a device vector.
 const CODE: u64 = 0x1000;
 const GP_HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
@@ -55,7 +55,7 @@ fn at(rip: u64, cpl: u8) -> CpuState {
     }
 }
 
-/// One step of `code` at CPL 0, to `to`.
+/// Steps `code` at CPL 0 and stops at `to`.
 fn step(code: &[u8], to: u64) -> Step {
     step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
 }
@@ -110,7 +110,7 @@ fn an_instruction_that_completes_counts_once() {
 
 #[test]
 fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
-    // Stopped at the handler's first instruction, or behind it.
+    // The vCPU stops at the handler's first instruction or after it.
     assert_eq!(
         step(RDMSR, GP_HANDLER),
         Step {
@@ -128,7 +128,7 @@ fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
         }
     );
     assert!(behind.event && !behind.lost);
-    // UD2 never completes, not even where no gate tells.
+    // UD2 never completes, even if no gate indicates the exception.
     assert_eq!(
         step(UD2, 0x9000),
         Step {
@@ -215,7 +215,7 @@ fn a_shadow_hides_one_stop() {
     );
 }
 
-/// Where KVM emulates them, fences and SWAPGS have a shadow too, and several in a row may have one stop.
+/// Fences and SWAPGS have a shadow if KVM emulates them, and several in a row may share one stop.
 #[test]
 fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
     for fence in [
@@ -230,11 +230,11 @@ fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
         let row = [&fence[..], &fence[..], NOP].concat();
         assert_eq!(step(&row, CODE + 6).kernel, kernel(2), "{fence:x?}");
         assert_eq!(step(&row, CODE + 7).kernel, kernel(3), "{fence:x?}");
-        // An interrupt in between is not passed over.
+        // An interrupt between the instructions is not skipped.
         let interrupted = step(&row, NMI_HANDLER);
         assert!(interrupted.event && interrupted.kernel.instructions == 0);
     }
-    // No more than a number that is certain to end.
+    // The number of consecutive shadow instructions is bounded.
     let many = [[0x0F, 0xAE, 0xE8]; 40].concat();
     assert!(step(&many, CODE + 120).lost);
 }
@@ -242,7 +242,7 @@ fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
 #[test]
 fn hlt_counts_when_it_halts_and_not_when_it_faults() {
     assert_eq!(step(HLT, CODE + 1).kernel.instructions, 1);
-    // Woken by an interrupt whose handler's first instruction ran as well.
+    // An interrupt wakes the vCPU, and the handler's first instruction has executed.
     let woken = step(HLT, NMI_HANDLER + 3);
     assert_eq!(
         woken,
@@ -295,7 +295,7 @@ fn ways_into_the_kernel_count_where_they_began() {
         (1, 1, 1)
     );
     assert_eq!(int.kernel, kernel(1), "and the handler's first instruction");
-    // INT n through a gate that is not for CPL 3.
+    // INT n through a gate that CPL 3 may not use.
     let denied = step_from(
         &mut StepMeter::new(Vendor::Intel),
         &[0xCD, 0x02],
@@ -349,8 +349,8 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
         step(count(NMI_HANDLER, 1), count(NMI_HANDLER + 3, 1)).kernel,
         kernel(1)
     );
-    // Resumed with one iteration left, which leaves RIP at the instruction; the last step only finds RCX at
-    // 0.
+    // The vCPU resumes with one iteration left, which leaves RIP at the instruction. The last step
+    // only finds RCX at 0.
     assert_eq!(step(count(CODE, 1), count(CODE, 0)), Step::default());
     let end = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(
@@ -362,7 +362,7 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
             ..Counts::default()
         }
     );
-    // The same with nothing to do from the beginning.
+    // A repeated instruction with a zero count.
     let idle = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(idle.kernel, kernel(1));
 }
@@ -377,7 +377,7 @@ fn what_cannot_be_explained_is_said_and_not_counted() {
             ..Step::default()
         }
     );
-    // Code that cannot be read faults.
+    // Unreadable code faults.
     let mut meter = StepMeter::new(Vendor::Intel);
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
     assert_eq!(
@@ -387,12 +387,12 @@ fn what_cannot_be_explained_is_said_and_not_counted() {
             ..Step::default()
         }
     );
-    // Nothing moved.
+    // RIP does not change.
     assert_eq!(step(NOP, CODE), Step::default());
 }
 
-/// An instruction on a page that is not there yet faults, and is executed when the handler has brought the
-/// page: begun anew with the memory as it is then, it counts.
+/// An instruction on a page that is not present faults. After the handler has mapped the page, the
+/// instruction is read again, completes, and counts.
 #[test]
 fn an_instruction_that_could_not_be_read_counts_when_it_is_begun_again() {
     let mut meter = StepMeter::new(Vendor::Intel);
@@ -449,8 +449,8 @@ fn what_was_retired_is_fed_at_its_level() {
 
 #[test]
 fn gates_are_read_in_each_format_of_the_table() {
-    // Vector 1 in each: offset 0x1122 in real mode, 0x3344_1122 in protected mode, 0x5566_7788_3344_1122 in
-    // long mode.
+    // Handler of vector 1: offset 0x1122 in real mode, 0x3344_1122 in protected mode,
+    // 0x5566_7788_3344_1122 in long mode.
     let real = [0, 0, 0, 0, 0x22, 0x11, 0x00, 0xF0];
     let gate = [
         0x22, 0x11, 0x08, 0x00, 0x00, 0x8E, 0x44, 0x33, 0x88, 0x77, 0x66, 0x55, 0, 0, 0, 0,
@@ -470,11 +470,11 @@ fn gates_are_read_in_each_format_of_the_table() {
         find(GateFormat::Long, long.clone(), 31, 1),
         Some(0x5566_7788_3344_1122)
     );
-    // Not present, beyond the limit, beyond what can be read.
+    // Gates that are not present, beyond the limit, or unreadable.
     assert_eq!(find(GateFormat::Long, long.clone(), 31, 0), None);
     assert_eq!(find(GateFormat::Long, long.clone(), 30, 1), None);
     assert_eq!(find(GateFormat::Long, long, 0xFFF, 2), None);
-    // A task gate leads to no offset.
+    // A task gate has no offset.
     let mut task = protected;
     task[8 + 5] = 0x85;
     assert_eq!(find(GateFormat::Protected, task, 15, 1), None);

@@ -1,30 +1,33 @@
-//! Counters that the guest has stopped, whose event keeps its place for a while.
+//! Paused counters: counters that the guest has stopped but whose event temporarily keeps its slot.
 //!
-//! A guest's driver stops all counters before it looks at some, and starts them again a few exits later: at
-//! each of its interrupts, and at each switch between two tasks that have events. Such a stop is a *pause* of
-//! the counters' events, all of them together: nothing is planned anew, and no event changes its state.
+//! Guest drivers stop all counters before they access some of them and restart them a few exits
+//! later, on each interrupt and on each switch between tasks with events. Such a stop only *pauses*
+//! the counters' events, without rescheduling and without changing any event's state.
 //!
-//! To stop and start an event of the host's takes three or four system calls. So it counts on, is only read
-//! when its counter stops, and read again when it starts: what it counted between is left out. The host has
-//! to be told of a counter that the guest wrote meanwhile, and of no other. Other events stop counting.
+//! Stopping and starting a host event takes three or four system calls. A paused host event
+//! therefore keeps counting; its count is read when its counter stops and again when the counter
+//! restarts, and the difference is ignored. The host event is only re-armed if the guest wrote the
+//! counter meanwhile. Other events stop counting during a pause.
 //!
-//! An event in a pause holds its place, and its times go on. So the pause ends, and the event is stopped,
-//! [`PASSES`] passes after the first of those that pause now began, when its armed overflow comes, when its
-//! counter is to count something else, and as soon as another counter wants a place.
+//! A paused event occupies its slot, and its times continue to advance. A pause therefore ends, and
+//! the event is stopped, [`PASSES`] passes after the first current pause began, when the armed
+//! overflow occurs, when the counter is reprogrammed, or when another counter needs a slot.
 
 use super::Vpmu;
 use crate::index::{CounterIndex, counters_in};
 use crate::source::CounterEvents;
 
-/// Passes after which a pause ends. Linux makes some ten exits at a switch with four events, and two more for
-/// each further one.
+/// Number of passes after which a pause ends. Linux causes about ten exits per task switch with
+/// four events, and two more for each additional event.
 const PASSES: u32 = 64;
-/// What an event counts in pauses lets its armed overflow come early, which costs a kick. Up to this part of
-/// the way to the overflow that is let be, for arming anew costs a system call.
+/// Divisor of the tolerated early overflow. Counts during a pause make the armed overflow early,
+/// which costs a kick. Re-arming costs a system call, so early overflows are tolerated up to this
+/// fraction of the armed period.
 const EARLY_PART: u64 = 8;
 
 impl Vpmu {
-    /// Stops and lets go on, all together, those of `counters` that ask for nothing else. Returns the others.
+    /// Pauses and resumes, in one operation each, those of `counters` that need no other change.
+    /// Returns the remaining counters.
     pub(super) fn toggle(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
         let plain = counters & !self.stale & !self.lost.concerned();
         let running = plain & self.running;
@@ -32,17 +35,17 @@ impl Vpmu {
         if off != 0 {
             self.halt(off, events);
         }
-        // What stopped may have overflowed, and that may have frozen the others.
+        // A stopped counter may have overflowed, which may have frozen the others.
         let on = self.enabled(plain & self.paused.counters & !off);
         if on != 0 {
             self.go_on(on, events);
         }
-        // Those that count on are still to be armed, if the guest wrote them; those that could not go on, to
-        // be started.
+        // Counters that keep counting must be re-armed if the guest wrote them. Counters that
+        // failed to resume must be started.
         counters & !off & !(on & self.running & !self.rearm)
     }
 
-    /// Which of these the guest has enabled.
+    /// Returns the mask of `counters` that the guest has enabled.
     fn enabled(&self, counters: u64) -> u64 {
         let counters = counters & self.vendor.globally_enabled(&self.registers);
         counters_in(counters)
@@ -50,12 +53,12 @@ impl Vpmu {
             .fold(0, |mask, counter| mask | counter.mask())
     }
 
-    /// Stops running counters, with their values brought up to date. What is to be counted has not changed,
-    /// so that the guest may well go on soon.
+    /// Folds and pauses running counters whose event has not changed, because the guest is likely
+    /// to restart them soon.
     pub(super) fn halt(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.running &= !counters;
         self.misses_exits &= !counters;
-        // All pauses end together: one that others prolonged would have no end.
+        // All pauses end together. Otherwise new pauses could extend old ones indefinitely.
         if self.paused.counters == 0 {
             self.paused.passes_left = PASSES;
         }
@@ -63,8 +66,8 @@ impl Vpmu {
         events.pause(counters, &mut |counter, count| self.fold_to(counter, count));
     }
 
-    /// [`Self::halt`] of one, unless it counts something else from now on, or somebody counts for it whom
-    /// another is to follow.
+    /// Pauses a counter as [`Self::halt`] does, or stops it if its event has changed or a fallback
+    /// backing counts for it.
     pub(super) fn halt_or_stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if (self.stale | self.lost.concerned()) & counter.mask() != 0 {
             self.stop(counter, events);
@@ -73,12 +76,12 @@ impl Vpmu {
         }
     }
 
-    /// Whether the counter pauses and stays where it is: a pass has nothing to do for it.
+    /// Returns whether the counter is paused and remains disabled, so that a pass can skip it.
     pub(super) fn rests(&self, counter: CounterIndex) -> bool {
         self.paused.counters & counter.mask() != 0 && !self.is_enabled(counter)
     }
 
-    /// Ends the pause of a counter, if it has one, because it counts again what it counted before.
+    /// Resumes the counter with its current event if it is paused.
     #[inline]
     pub(super) fn resume(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.paused.counters & counter.mask() != 0 {
@@ -86,7 +89,7 @@ impl Vpmu {
         }
     }
 
-    /// Ends the pause of counters that count again what they counted before.
+    /// Resumes paused counters with their current events.
     fn go_on(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counters;
         self.running |= counters;
@@ -98,7 +101,8 @@ impl Vpmu {
         }
     }
 
-    /// The event of a counter that goes on has counted `count`. What to arm it with, if it has stopped.
+    /// Handles the resumption of a counter whose event count is `count`. Returns the period for
+    /// arming the event if it was stopped.
     fn goes_on(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);
@@ -124,7 +128,7 @@ impl Vpmu {
         interrupts.then_some(until_overflow)
     }
 
-    /// Ends the pause of a counter, if it has one, by stopping its event.
+    /// Stops the event of a counter if the counter is paused.
     #[inline]
     pub(super) fn end_pause(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.paused.counters & counter.mask() != 0 {
@@ -139,7 +143,8 @@ impl Vpmu {
         self.counters[counter.slot()].base = events.disable(counter);
     }
 
-    /// Another counter is about to want a place: whoever does not go on now gives back what he holds.
+    /// Stops the events of paused counters that do not resume now, to free their slots for another
+    /// counter.
     #[inline]
     pub(super) fn make_room(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters != 0 {
@@ -156,7 +161,7 @@ impl Vpmu {
         }
     }
 
-    /// A pass has gone by.
+    /// Accounts for one pass and ends the pause after [`PASSES`] passes.
     #[inline]
     pub(super) fn passed(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters == 0 {

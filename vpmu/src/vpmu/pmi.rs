@@ -1,46 +1,48 @@
-//! The pending PMI: when it may be delivered, how long it waits, and when the guest has served what asked for
-//! it.
+//! Pending PMI: delivery conditions, rate limiting, and withdrawal after the guest has served the
+//! overflow.
 
 use super::Vpmu;
 use crate::index::counters_in;
 use crate::source::CounterEvents;
 
-/// Whether a PMI can be delivered now.
+/// Delivery status of the PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmiReady {
-    /// None is due.
+    /// No PMI is due.
     No,
-    /// Deliver one as soon as LVTPC allows it, then call [`Vpmu::pmi_delivered`].
+    /// A PMI is due. Deliver it as soon as LVTPC allows, then call [`Vpmu::pmi_delivered`].
     Now,
-    /// One is due, but the rate limit holds it back until this time of the clock that was asked with.
+    /// A PMI is due, but the rate limit delays it until the given time of the caller's clock.
     NotBefore {
-        /// Nanoseconds.
+        /// Earliest delivery time, in nanoseconds.
         time_ns: u64,
     },
 }
 
-/// What happened to PMIs so far.
+/// PMI statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PmiCounts {
-    /// Delivered to the guest.
+    /// Number of PMIs delivered to the guest.
     pub delivered: u64,
-    /// Held back by the rate limit before they were delivered.
+    /// Number of PMIs delayed by the rate limit.
     pub throttled: u64,
-    /// Forgotten, because the guest had served what asked for them while they waited.
+    /// Number of PMIs withdrawn because the guest served their overflows before delivery.
     pub withdrawn: u64,
 }
 
 impl Vpmu {
-    /// Whether a PMI is due, be it held back or not.
+    /// Returns whether a PMI is due, including a delayed one.
     #[inline]
     pub fn pmi_pending(&self) -> bool {
         self.pmi_due
     }
 
-    /// Whether a due PMI may be delivered at `now_ns`, nanoseconds of any monotonic clock.
+    /// Returns whether a due PMI may be delivered at `now_ns`, in nanoseconds of any monotonic
+    /// clock.
     ///
-    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that
-    /// the limit holds back waits as [`Self::pmi_must_wait`] says.
+    /// Overflows before the delivery are coalesced into one PMI, as they are into one NMI on a
+    /// physical processor. A PMI that the rate limit delays waits as described in
+    /// [`Self::pmi_must_wait`].
     pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReady {
         if !self.pmi_due {
             return PmiReady::No;
@@ -71,35 +73,36 @@ impl Vpmu {
         PmiReady::NotBefore { time_ns }
     }
 
-    /// The due PMI cannot be delivered now: LVTPC is masked, or the local APIC is off. Returns whether it is
-    /// still due.
+    /// Records that the due PMI cannot be delivered because LVTPC is masked or the local APIC is
+    /// disabled. Returns whether the PMI is still due.
     ///
-    /// A local APIC latches nothing behind a mask (SDM vol. 3, "Local Vector Table"; KVM's
-    /// `kvm_apic_local_deliver` drops such an interrupt). But here an overflow may be noticed later than it
-    /// would be on a processor, and so behind a mask that it would have come before. What makes both right is
-    /// the status: as long as a counter that asked for the PMI shows its overflow, the interrupt is still to
-    /// come; once the guest has served all of them it would be one for nothing, and is forgotten. A counter
-    /// is served when its bit of the global status is cleared, or, where the model has no global status, when
-    /// the counter is written: what handlers there look at is the top bit of its value, and until it is
-    /// written that says "overflowed". Stopping a counter serves nothing.
+    /// A local APIC does not latch interrupts behind a mask (SDM vol. 3, "Local Vector Table";
+    /// KVM's `kvm_apic_local_deliver` drops such an interrupt). An emulated overflow may however be
+    /// detected later than on a physical processor, and therefore after the guest has set the mask.
+    /// The overflow status resolves both cases: the PMI stays due while any counter that requested
+    /// it still shows its overflow, and is withdrawn once the guest has served all of them. A
+    /// counter is served when its bit of the global status is cleared or, on models without a
+    /// global status, when the counter is written, because handlers there examine the top bit of
+    /// the counter value. Stopping a counter does not serve it.
     pub fn pmi_must_wait(&mut self) -> bool {
         self.pmi_waits = self.pmi_due;
         self.withdraw_if_served();
         self.pmi_due
     }
 
-    /// The guest has served the overflows of these counters.
+    /// Marks the overflows of these counters as served by the guest.
     pub(super) fn served(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         if self.pmi_waits {
-            // Others may have overflowed, too, and are not served by this.
+            // Other counters may also have overflowed, and this does not serve them.
             self.fold_all(events);
         }
         self.pmi_sources &= !counters;
         self.withdraw_if_served();
     }
 
-    /// A PMI that waits and has no source left is forgotten. One that was never made to wait is delivered
-    /// whatever the guest has cleared meanwhile: on a processor it would have come before.
+    /// Withdraws a waiting PMI without remaining sources. A PMI that never had to wait is delivered
+    /// even if the guest has cleared the status meanwhile, because a physical processor would have
+    /// delivered it earlier.
     fn withdraw_if_served(&mut self) {
         if self.pmi_waits && self.pmi_sources == 0 {
             self.pmi_counts.withdrawn += 1;
@@ -114,8 +117,9 @@ impl Vpmu {
         self.pmi_held = false;
     }
 
-    /// Takes over a PMI that was due when the state was saved. Who asked for it is not in there, so it is
-    /// everyone who can have: better one too many than one too few.
+    /// Restores a PMI that was due when the state was saved. The saved state does not include the
+    /// counters that requested it, so every possible counter is assumed to have done so: a spurious
+    /// PMI is better than a lost one.
     pub(crate) fn restore_pmi(&mut self, due: bool) {
         self.forget_pmi();
         if due {
@@ -130,7 +134,8 @@ impl Vpmu {
         }
     }
 
-    /// The due PMI was delivered. Where [`Self::delivery_masks_lvtpc`] says so, the caller also masks LVTPC.
+    /// Records the delivery of the due PMI. If [`Self::delivery_masks_lvtpc`] returns `true`, the
+    /// caller must also mask LVTPC.
     pub fn pmi_delivered(&mut self, now_ns: u64) {
         if self.pmi_due {
             self.forget_pmi();
@@ -139,12 +144,13 @@ impl Vpmu {
         }
     }
 
-    /// Whether delivering a PMI masks the local APIC's LVT entry: Intel's does, AMD's does not.
+    /// Returns whether the delivery of a PMI masks the LVT performance entry of the local APIC, as
+    /// on Intel but not on AMD.
     pub fn delivery_masks_lvtpc(&self) -> bool {
         self.vendor.delivery_masks_lvtpc()
     }
 
-    /// PMIs delivered, held back and withdrawn so far.
+    /// Returns the PMI statistics.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.pmi_counts
     }

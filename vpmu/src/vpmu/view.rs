@@ -1,44 +1,45 @@
-//! The counters as an operator sees them.
+//! Snapshot of the counters for the operator.
 
 use super::Vpmu;
 use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, counters_in};
 use crate::source::{CounterEvents, CounterTimes};
 
-/// A counter, as the operator sees it.
+/// State of one counter, for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterView {
-    /// Which counter.
+    /// Counter number.
     pub counter: CounterIndex,
-    /// Whether the guest has it enabled, in its own control and globally.
+    /// Set if the guest has enabled the counter in its own control and globally.
     pub enabled: bool,
-    /// What the guest asks it to count; `None` while its control selects no privilege level.
+    /// Event request that the guest programmed, or `None` if its control selects no privilege
+    /// level.
     pub request: Option<EventRequest>,
-    /// Whether the event filter lets it count that.
+    /// Set if the event filter allows the request.
     pub allowed: bool,
-    /// Who counts; `None` before the counter was enabled for the first time.
+    /// Backing of the counter, or `None` if the counter has never been enabled.
     pub backing: Option<Backing>,
-    /// The value the guest would read.
+    /// Counter value that the guest would read.
     pub value: u64,
-    /// What the present event has counted since the counter was programmed for it, whatever the guest wrote
-    /// into the counter meanwhile. Never decreases while the event is the same.
+    /// Number of counts since the counter was programmed with its current event, regardless of
+    /// guest writes to the counter. Does not decrease while the event stays the same.
     pub counted: u64,
-    /// How long the present event was enabled and counted.
+    /// Times of the current event.
     pub times: CounterTimes,
-    /// Whether it is counted now.
+    /// Set if the counter is currently counted.
     pub counting: bool,
-    /// [`Self::backing`] counts only while the one that should has no place.
+    /// Set if [`Self::backing`] is a fallback for a preferred backing without a slot.
     pub fallback: bool,
-    /// How long it was enabled for the present event and not counted, ns; part of the time enabled.
+    /// Uncounted time of the current event, in nanoseconds. Part of the time enabled.
     pub uncounted_ns: u64,
-    /// Overflows so far.
+    /// Number of overflows.
     pub overflows: u64,
-    /// Overflows that asked for a PMI.
+    /// Number of overflows that requested a PMI.
     pub pmi_requests: u64,
 }
 
 impl Vpmu {
-    /// What the guest has programmed, for each existing counter.
+    /// Returns the state of all existing counters as programmed by the guest.
     pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
         self.uncounted_ns(events);
         counters_in(self.model.counters_mask())

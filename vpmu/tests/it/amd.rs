@@ -1,4 +1,4 @@
-//! AMD's registers, rule by rule. APM vol. 2 §13.2.
+//! Tests of the AMD registers, one rule per test (APM vol. 2 §13.2).
 
 use vpmu::registers::*;
 use vpmu::*;

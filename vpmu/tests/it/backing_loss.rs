@@ -1,6 +1,7 @@
-//! Counters whose place on the host is taken away and given back while the guest counts: no gap is silent.
+//! Tests of counters that lose and regain their host slot while the guest counts: every gap is
+//! reported.
 //!
-//! A tick of the simulation is a nanosecond of the vCPU's event time.
+//! A simulation tick is one nanosecond of the vCPU's event time.
 
 use std::sync::Arc;
 
@@ -16,12 +17,12 @@ use vpmu::*;
 use crate::common::Guest;
 
 const MS: u64 = 1_000_000;
-/// Cycles, instructions, any level, enabled.
+/// Selectors for cycles and instructions at all privilege levels, enabled.
 const CYCLES: u64 = 0x43_003C;
 const INSTRUCTIONS: u64 = 0x43_00C0;
 const COUNTERS: u64 = 3;
 
-/// A guest that counts instructions and cycles on general counters 0 and 1.
+/// Returns a guest that counts instructions and cycles on general-purpose counters 0 and 1.
 fn counting() -> Guest {
     let mut guest = Guest::of("intel", Some("4+3"));
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
@@ -32,7 +33,7 @@ fn counting() -> Guest {
 }
 
 impl Guest {
-    /// Runs in steps, with an exit after each.
+    /// Runs in steps with an exit after each step.
     fn run_with_exits(&mut self, ticks: u64, step: u64) {
         for _ in 0..ticks / step {
             self.run(step);
@@ -54,7 +55,7 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
     guest.run(5 * MS);
     assert_eq!((guest.uncounted_ns(), guest.vpmu.places_lost()), (0, 0));
     guest.events.set_places(Some(1));
-    // The loss is found at an exit 3 ms later, and was when it was.
+    // The loss is detected at an exit 3 ms later and accounted from its actual time.
     guest.run(3 * MS);
     assert_eq!(guest.uncounted_ns(), 3 * MS);
     guest.run_with_exits(97 * MS, MS);
@@ -71,7 +72,7 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
         (105 * MS, 5 * MS)
     );
     guest.events.set_places(None);
-    // The longest wait for a try is 256 ms.
+    // The maximum delay between retries is 256 ms.
     guest.run_with_exits(300 * MS, MS);
     let back = guest.view(1);
     assert!(back.counting && back.counted > 40 * MS, "{back:?}");
@@ -83,8 +84,8 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
     assert_eq!(guest.vpmu.places_lost(), 1);
 }
 
-/// An event that was refused counts from its own beginning when its place comes, whatever the event before it
-/// had counted.
+/// An event that was refused starts from its own count when it gets a slot, regardless of the count
+/// of the previous event.
 #[test]
 fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
     let mut guest = counting();
@@ -104,7 +105,7 @@ fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
     assert_eq!(after.counted, after.times.time_running_ns);
 }
 
-/// The times of tries follow from the clock alone: a vCPU that does not exit is kicked for them.
+/// Retry times depend only on the clock. A vCPU that does not exit is kicked for each retry.
 #[test]
 fn tries_are_far_between_and_a_kick_is_asked_for_each() {
     let mut guest = counting();
@@ -116,7 +117,7 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
     while ran_ns < 5_000 * MS {
         let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
         guest.events.calls = 0;
-        // An exit before that time tries nothing.
+        // An exit before the retry time does not retry.
         guest.run(wait_ns - 1);
         assert_eq!(guest.events.calls, 0);
         guest.run(1);
@@ -131,8 +132,8 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
     assert!(guest.view(1).counting);
 }
 
-/// A guest without a place that stops and starts its counter, or programs it anew, at each exit does not have
-/// the host asked at each.
+/// A guest without a slot that restarts or reprograms its counter on each exit does not cause a
+/// host request on each exit.
 #[test]
 fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
     for reprograms in [false, true] {
@@ -152,13 +153,13 @@ fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
             tries += guest.events.enables - asked;
         }
         assert!((90..=101).contains(&tries), "{tries} tries in 100 ms");
-        // Nothing of it is silent.
+        // The whole time is reported as uncounted.
         assert_eq!(
             guest.view(0).counted + guest.view(1).counted,
             if reprograms { MS } else { 2 * MS }
         );
         assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
-        // And it has its place again soon.
+        // The counter soon gets a slot again.
         guest.events.set_places(None);
         guest.run(MS);
         assert!(guest.view(0).counting);
@@ -198,7 +199,7 @@ fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
     }
 }
 
-/// Sampled counters overflow where they would have, on whatever counts.
+/// A sampled counter overflows after the same number of counts when a fallback backing takes over.
 #[test]
 fn a_period_goes_on_over_a_fallback() {
     let mut guest = Guest::of("intel", Some("4+3"));
@@ -251,7 +252,7 @@ fn events_that_nobody_counts_and_events_that_are_filtered_are_uncounted() {
     assert_eq!(guest.uncounted_ns(), 9 * MS);
 }
 
-/// Serves the hardware types with simulated slots.
+/// Driver of the hardware PMU types with simulated slots.
 #[derive(Debug)]
 struct Hardware(SimPmu);
 
@@ -275,7 +276,7 @@ impl Pmu for Hardware {
 
 const VCPU: VcpuId = VcpuId(0);
 
-/// A vCPU's PMU on perf-core, with a host PMU whose slots can be taken.
+/// PMU of a vCPU on perf-core, with a host PMU whose slots can be revoked.
 struct OnCore {
     core: Core,
     clock: Arc<ManualClock>,
@@ -338,7 +339,7 @@ impl OnCore {
         }
     }
 
-    /// The guest runs with an exit each millisecond; hardware counts nanoseconds.
+    /// Runs the guest with an exit each millisecond. Hardware counts nanoseconds.
     fn run(&mut self, ms: u64) {
         for _ in 0..ms {
             self.guest_clock.guest_enter();
@@ -369,7 +370,7 @@ fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
             "{view:?}"
         );
         assert_eq!(view.counted, 40 * MS);
-        // Ticks look each 20 ms; the simulation cannot tell when exactly it was.
+        // The loss is only detected at 20 ms ticks, so its exact time is unknown.
         assert!((80 * MS..=100 * MS).contains(&view.uncounted_ns), "{view:?}");
     }
     let uncounted_ns = rig.vpmu.uncounted_ns(&mut rig.events);
@@ -381,8 +382,8 @@ fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
     assert!(!rig.core.has_unseen_errors());
 }
 
-/// An operator who takes all the slots takes them from the guest's running counters; when the events are
-/// closed the guest counts again without doing anything.
+/// An operator event that takes all slots also takes those of the guest's running counters. After
+/// the events are closed, the guest counts again without any action.
 #[test]
 fn slots_that_the_operator_takes_and_gives_back() {
     let mut rig = OnCore::new(2, BackingPolicy::Hardware);
@@ -411,7 +412,7 @@ fn slots_that_the_operator_takes_and_gives_back() {
     assert!(missed < 200 * MS, "{missed}");
 }
 
-/// The pause is no time of the vCPU: it is neither counted nor uncounted.
+/// A pause of the vCPU is neither counted nor uncounted time.
 #[test]
 fn a_paused_vcpu_is_not_uncounted() {
     let mut rig = OnCore::new(1, BackingPolicy::Hardware);

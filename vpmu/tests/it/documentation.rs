@@ -1,4 +1,4 @@
-//! What the documentation gives users to take is what the code does.
+//! Tests that event files and examples in the documentation match the code.
 
 use std::path::PathBuf;
 
@@ -10,8 +10,8 @@ fn docs(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// To write the files anew after a change of the events:
-/// `UPDATE_DOCS=1 cargo test -p vpmu --test it documentation::`.
+/// Regenerate the files after a change of the events with `UPDATE_DOCS=1 cargo test -p vpmu --test
+/// it documentation::`.
 #[test]
 fn the_event_files_for_perf_are_up_to_date() {
     for (vendor, name) in [(Vendor::Intel, "intel"), (Vendor::Amd, "amd")] {
@@ -41,7 +41,7 @@ fn every_example_of_a_filter_is_one() {
     for line in text.lines().chain([""]) {
         match line.strip_prefix("    ") {
             Some(code) => block += &format!("{code}\n"),
-            // An empty line may be inside a block; the next block then begins anew at its action.
+            // An empty line may be part of a block. The next block starts at its action.
             None if line.is_empty() => block.push('\n'),
             None => examples.push(std::mem::take(&mut block)),
         }

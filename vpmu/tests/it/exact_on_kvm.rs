@@ -1,9 +1,9 @@
-//! Exact counts on this host's KVM, from the guest's WRMSR down to the step: what a VMM's loop does, in
-//! small.
+//! Tests of exact counts on the host's KVM with a minimal VMM loop, from the guest's WRMSR to the
+//! single step.
 //!
-//! The guests run at CPL 0 in real mode. Each enables counter 0, runs a hand-counted block, and disables it
-//! again. Four instructions around the block count: the enabling WRMSR and three MOV; the disabling WRMSR
-//! does not.
+//! The guests run at CPL 0 in real mode. Each guest enables counter 0, runs a block with a known
+//! instruction count, and disables the counter. Four instructions around the block are included:
+//! the enabling WRMSR and three MOV. The disabling WRMSR is not.
 
 #![expect(unsafe_code, reason = "guest memory")]
 
@@ -30,21 +30,22 @@ const CODE: u64 = 0x1000;
 const UD_HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
 const STACK: u64 = 0x8000;
-/// More steps than any of the guests takes.
+/// Upper bound for the exits of any test guest.
 const MOST_EXITS: u32 = 10_000;
 
-/// push bp; mov bp, sp; add word [bp + 2], 2; pop bp; iret: steps over UD2. Five instructions.
+/// #UD handler that skips UD2, five instructions: push bp; mov bp, sp; add word [bp + 2], 2; pop
+/// bp; iret.
 const UD_CODE: &[u8] = &[0x55, 0x89, 0xE5, 0x83, 0x46, 0x02, 0x02, 0x5D, 0xCF];
-/// inc si; iret. Two instructions.
+/// NMI handler, two instructions: inc si; iret.
 const NMI_CODE: &[u8] = &[0x46, 0xCF];
 
-/// The guest's memory, and its real-mode interrupt table at 0.
+/// Guest memory with a real-mode interrupt vector table at address 0.
 struct Memory(*mut u8);
 
 impl Memory {
     fn write(&mut self, at: u64, bytes: &[u8]) {
         assert!(at as usize + bytes.len() <= MEMORY_BYTES);
-        // SAFETY: the range lies in the mapping, and the guest does not run while we write.
+        // SAFETY: the range is within the mapping, and the guest does not run during the write.
         unsafe {
             self.0
                 .add(at as usize)
@@ -57,7 +58,7 @@ impl GuestMemory for Memory {
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let n = buffer.len().min(MEMORY_BYTES.saturating_sub(linear as usize));
         if n > 0 {
-            // SAFETY: the range lies in the mapping, and the guest does not run while we read.
+            // SAFETY: the range is within the mapping, and the guest does not run during the read.
             unsafe {
                 self.0
                     .add(linear as usize)
@@ -76,7 +77,7 @@ impl GuestMemory for Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: mapped with this length; the VM was dropped before.
+        // SAFETY: the mapping has this length, and the VM that used it has been dropped.
         unsafe { libc::munmap(self.0.cast(), MEMORY_BYTES) };
     }
 }
@@ -92,7 +93,7 @@ struct Machine {
 }
 
 impl Machine {
-    /// `None` where there is no KVM that traps MSRs.
+    /// Returns `None` if KVM is missing or cannot trap MSRs.
     fn new(block: &[u8], selector: u32) -> Option<Self> {
         let vm = Kvm::new().ok()?.create_vm().ok()?;
         let mut cap = kvm_enable_cap {
@@ -109,7 +110,7 @@ impl Machine {
         };
         vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &[range]).ok()?;
 
-        // SAFETY: a new anonymous mapping, unmapped when the memory is dropped.
+        // SAFETY: creates a new anonymous mapping, which is unmapped when the memory is dropped.
         let mapped = unsafe {
             let (protection, flags) = (
                 libc::PROT_READ | libc::PROT_WRITE,
@@ -204,8 +205,8 @@ impl Machine {
         }
     }
 
-    /// Steps, or not. A handler is entered with the trap flag clear, so a breakpoint waits at each but the
-    /// one we are at.
+    /// Enables or disables single-stepping. Handlers start with the trap flag clear, so each
+    /// handler has a breakpoint, except the one at the current address.
     fn set_stepping(&self, on: bool, rip: u64) {
         let mut debug = kvm_guest_debug::default();
         if on {
@@ -221,7 +222,8 @@ impl Machine {
         self.vcpu.set_guest_debug(&debug).unwrap();
     }
 
-    /// Runs to the HLT and returns what counter 0 counted. An NMI is sent when the guest comes to `nmi_at`.
+    /// Runs the guest until HLT and returns the count of counter 0. Injects an NMI when the guest
+    /// reaches `nmi_at`.
     fn run(mut self, mut nmi_at: Option<u64>) -> u64 {
         for _ in 0..MOST_EXITS {
             self.vpmu.reconcile(&mut self.events);
@@ -273,10 +275,10 @@ const BRANCHES: u32 = 0x43_00C4;
 const TAKEN: u32 = 0x43_20C4;
 const LOADS: u32 = 0x43_81D0;
 const STORES: u32 = 0x43_82D0;
-/// What counts around a block.
+/// Number of instructions around a block that are counted.
 const AROUND: u64 = 4;
 
-/// Checks what a block counts, five times over.
+/// Checks the count of a block in five runs.
 fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     for round in 0..5 {
         let Some(machine) = Machine::new(block, selector) else {
@@ -303,7 +305,7 @@ fn a_loop_counts_its_instructions_and_branches() {
     expect(LOOP, None, INSTRUCTIONS, AROUND + 1 + 50 * 2);
     expect(LOOP, None, BRANCHES, 50);
     expect(LOOP, None, TAKEN, 49);
-    // USR alone counts nothing at CPL 0.
+    // USR alone does not count at CPL 0.
     expect(LOOP, None, 0x41_00C0, 0);
 }
 
@@ -335,7 +337,8 @@ fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
 
 #[test]
 fn an_nmi_adds_its_handler_and_nothing_else() {
-    // The block begins after three MOV of six bytes each and the WRMSR. The NMI comes between the NOPs.
+    // The block starts after three MOV of six bytes each and the WRMSR. The NMI is injected between
+    // the NOPs.
     let block_at = CODE + 3 * 6 + 2;
     expect(&[0x90; 10], Some(block_at + 4), INSTRUCTIONS, AROUND + 10 + 2);
 }

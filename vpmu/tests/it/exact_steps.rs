@@ -1,7 +1,7 @@
-//! Hand-counted code, stepped on the real processor: a child process under ptrace takes the place of the
-//! vCPU.
+//! Tests of the step meter on the physical processor, with a child process under ptrace instead of
+//! a vCPU.
 //!
-//! Numbers in comments were counted by hand, by the rules at the top of `vpmu::exact`.
+//! The numbers in comments were counted by hand according to the rules in `vpmu::exact`.
 
 #![expect(unsafe_code, reason = "ptrace and fork")]
 
@@ -28,7 +28,8 @@ global_asm!(
     "2: dec ecx",
     "jnz 2b",
     "ret",
-    // 11; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret. loads: 3 ret; stores: 2 call
+    // 11 instructions; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret; loads: 3
+    // ret; stores: 2 call
     "exact_calls: xor eax, eax",
     "jnz 3f",
     "jz 2f",
@@ -41,7 +42,8 @@ global_asm!(
     "nop",
     "3: ret",
     "4: ret",
-    // 9: rep movsb once however often, rep stosb zero times, repne scasb until found, loop three times
+    // 9: rep movsb counts once, rep stosb with zero iterations, repne scasb until a match, loop
+    // three times
     "exact_rep: lea rsi, [rsp - 128]",
     "lea rdi, [rsp - 64]",
     "mov ecx, 17",
@@ -65,8 +67,9 @@ global_asm!(
     "nop dword ptr [rax]",
     "prefetcht0 [rdx]",
     "ret",
-    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether
-    // it was taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
+    // Tests every condition after a comparison. Each jump targets the next instruction, so only the
+    // counts show whether it was taken. cmp 1, 2 sets CF, SF and PF (0xff has eight ones), and
+    // clears ZF and OF.
     "exact_conditions: mov eax, 1",
     "cmp eax, 2",
     "jo 2f", // not taken
@@ -99,7 +102,7 @@ unsafe extern "C" {
     fn exact_conditions();
 }
 
-/// A stopped child.
+/// Stopped child process.
 struct Child {
     pid: i32,
     memory: File,
@@ -107,7 +110,7 @@ struct Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // SAFETY: the process is our own child, not waited for yet.
+        // SAFETY: the process is our child and has not been waited for.
         unsafe {
             libc::kill(self.pid, libc::SIGKILL);
             libc::waitpid(self.pid, std::ptr::null_mut(), 0);
@@ -117,18 +120,19 @@ impl Drop for Child {
 
 impl Child {
     fn start(body: impl FnOnce()) -> Self {
-        // SAFETY: the child calls only ptrace, raise, the given body and _exit, none of which needs other
-        // threads.
+        // SAFETY: the child only calls ptrace, raise, the given body and _exit, none of which
+        // depends on other threads.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0, "fork failed");
         if pid == 0 {
-            // SAFETY: as above.
+            // SAFETY: as for the fork above, the child only calls functions that do not depend on
+            // other threads.
             unsafe {
                 libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0);
                 libc::raise(libc::SIGSTOP);
             }
             body();
-            // SAFETY: ends the child without running the test harness' exit handlers.
+            // SAFETY: ends the child without running the exit handlers of the test harness.
             unsafe { libc::_exit(0) };
         }
         let child = Self {
@@ -139,7 +143,7 @@ impl Child {
         child
     }
 
-    /// Waits for the child to stop; false when it has ended.
+    /// Waits until the child stops. Returns `false` if the child has exited.
     fn wait(&self) -> bool {
         let mut status = 0;
         // SAFETY: `status` is valid for writing.
@@ -149,7 +153,7 @@ impl Child {
     }
 
     fn step(&self) -> bool {
-        // SAFETY: the child is stopped; no memory of ours is passed.
+        // SAFETY: the child is stopped, and no memory is passed.
         let result = unsafe { libc::ptrace(libc::PTRACE_SINGLESTEP, self.pid, 0, 0) };
         assert_eq!(result, 0, "single-stepping failed");
         self.wait()
@@ -158,7 +162,7 @@ impl Child {
     fn state(&self) -> CpuState {
         // SAFETY: all zeros is a valid value of this plain structure.
         let mut regs: libc::user_regs_struct = unsafe { std::mem::zeroed() };
-        // SAFETY: `regs` is what PTRACE_GETREGS fills; the child is stopped.
+        // SAFETY: `regs` has the type that PTRACE_GETREGS fills, and the child is stopped.
         let result = unsafe { libc::ptrace(libc::PTRACE_GETREGS, self.pid, 0, &mut regs) };
         assert_eq!(result, 0, "reading registers failed");
         CpuState {
@@ -174,7 +178,7 @@ impl Child {
         }
     }
 
-    /// Steps from the beginning of a function to its return.
+    /// Single-steps a function from its first instruction to its return.
     fn measure(&self, function: u64, vendor: Vendor) -> Counts {
         let mut memory = Memory(&self.memory);
         while self.state().rip != function {
@@ -213,8 +217,8 @@ impl GuestMemory for Memory<'_> {
 
 fn measure(function: unsafe extern "C" fn()) -> Counts {
     let child = Child::start(|| {
-        // SAFETY: the blocks above follow the C calling convention and touch only the red zone below their
-        // stack.
+        // SAFETY: the code blocks follow the C calling convention and only write to the red zone of
+        // their stack.
         unsafe { function() }
     });
     child.measure(function as usize as u64, Vendor::Intel)
@@ -261,7 +265,7 @@ fn calls_and_jumps_direct_and_indirect() {
 
 #[test]
 fn repeated_string_instructions_count_once() {
-    // Instructions: 3 + 1 + 1 + 1 + 3 + 1; the MOVS loads and stores, the RET loads.
+    // Instructions: 3 + 1 + 1 + 1 + 3 + 1. The MOVS loads and stores, and the RET loads.
     let expected = Counts {
         instructions: 10,
         branches: 4,
@@ -291,7 +295,7 @@ fn whether_a_branch_is_taken_is_known_even_when_both_ways_lead_to_the_same_place
     let counts = measure(exact_conditions);
     assert_eq!((counts.instructions, counts.branches), (20, 18));
     assert_eq!(counts.conditional_branches, 17, "all but the RET, taken or not");
-    // no, b, ne, be, s, p, l, le and the RET; RCX is the child's and decides JRCXZ.
+    // no, b, ne, be, s, p, l, le and the RET are taken. JRCXZ depends on the child's RCX.
     assert!([9, 10].contains(&counts.taken_branches), "{counts:?}");
 }
 
@@ -303,14 +307,13 @@ fn the_same_code_gives_the_same_counts_every_time() {
     }
 }
 
-/// Whatever a compiler emits, the meter knows where it leads: a program's start-up and its work, instruction
-/// by instruction, with no step that it cannot explain.
+/// The meter explains every step of a real program, from start-up to exit.
 #[test]
 fn no_step_of_a_real_program_is_unexplained() {
     let child = Child::start(|| {
         let program = c"/bin/true".as_ptr();
         let arguments = [program, std::ptr::null()];
-        // SAFETY: both lists end with a null pointer and live until the call.
+        // SAFETY: both lists end with a null pointer and are valid during the call.
         unsafe { libc::execv(program, arguments.as_ptr()) };
     });
     let mut meter = StepMeter::new(Vendor::Intel);
@@ -318,7 +321,7 @@ fn no_step_of_a_real_program_is_unexplained() {
     let mut steps = 0;
     while steps < 60_000 {
         let before = child.state();
-        // EXECVE gives the child another memory, so the file is opened anew.
+        // EXECVE replaces the address space, so the file must be reopened.
         let file = File::open(format!("/proc/{}/mem", child.pid)).unwrap();
         let mut memory = Memory(&file);
         let ahead = meter.begin(&before, &mut memory);

@@ -1,11 +1,11 @@
-//! The example VMM asserts what it says, and runs here as it does by hand.
+//! Runs the example VMM, which checks its own results.
 
 #[path = "../../examples/tiny_vmm.rs"]
 mod tiny_vmm;
 
 use crate::common::skip;
 
-/// A guest counts its cycles and is interrupted by its PMU, in a VMM of under 300 lines.
+/// A minimal VMM of less than 300 lines has a PMU that counts cycles and interrupts the guest.
 #[test]
 fn a_tiny_vmm_has_a_pmu_that_works() {
     if !std::path::Path::new("/dev/kvm").exists() {

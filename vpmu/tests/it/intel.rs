@@ -1,4 +1,5 @@
-//! Intel's registers, rule by rule. SDM vol. 3, "Architectural Performance Monitoring".
+//! Tests of the Intel registers, one rule per test (SDM vol. 3, "Architectural Performance
+//! Monitoring").
 
 use vpmu::registers::*;
 use vpmu::*;
@@ -104,8 +105,8 @@ fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
 #[test]
 fn each_reserved_bit_faults_and_each_other_one_is_kept() {
     for (version, mut guest) in versions() {
-        // SDM vol. 4, 390H and 391H: the uncore's bit with version 3; frozen LBRs and counters and ASCI with
-        // version 4.
+        // SDM vol. 4, 390H and 391H: the uncore bit requires version 3; LBR_FRZ, CTR_FRZ and ASCI
+        // require version 4.
         let clearable: u64 = match version {
             1 | 2 => 0xC000_0007_0000_000F,
             3 => 0xE000_0007_0000_000F,
@@ -194,7 +195,7 @@ fn a_counter_counts_when_its_own_control_and_the_global_one_say_so() {
     guest.write(IA32_PERF_GLOBAL_CTRL, 1 << 32);
     guest.run(5);
     assert_eq!((guest.read(IA32_PMC0), guest.read(IA32_FIXED_CTR0)), (5, 5));
-    // Without a level, or without EN, nothing counts.
+    // A counter does not count without a privilege level or without EN.
     guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     for selector in [ENABLED & !(3 << 16), ENABLED & !(1 << 22)] {
         guest.write(IA32_PERFEVTSEL0, selector);
@@ -240,7 +241,7 @@ fn status_bits_are_set_and_cleared_by_their_registers_and_software_makes_no_pmi(
     );
 }
 
-/// Version 2 and 3 clear the control register; from version 4 a status bit holds the counters.
+/// Versions 2 and 3 clear the control register. From version 4 a status bit freezes the counters.
 #[test]
 fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
     for (version, mut guest) in versions().skip(1) {
@@ -268,7 +269,8 @@ fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
     }
 }
 
-/// The host may tell late. What the guest writes to the control register meanwhile comes after the freeze.
+/// The host may report an overflow late. A control write by the guest in between takes effect after
+/// the freeze.
 #[test]
 fn a_control_write_that_overtakes_a_late_overflow_is_not_undone_by_its_freeze() {
     let mut guest = Guest::of("intel", None);
@@ -300,7 +302,7 @@ fn narrow_counters_wrap_at_their_width() {
 
 #[test]
 fn fixed_counters_exist_by_bitmap_in_version_five() {
-    // A host that has only fixed counters 1 and 3.
+    // Host with only fixed counters 1 and 3.
     let mut host = |leaf: u32, _| match leaf {
         0 => CpuidRegs {
             eax: 0xA,
@@ -325,8 +327,8 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
     }
 }
 
-/// What the models lack must not be left to a hypervisor, which may answer with zeros of its own: branch
-/// records of each kind, debug store, the registers of version 6 and AMD's alike come to us, and fault.
+/// MSRs that the models lack must trap and fault, because a hypervisor may otherwise return zero
+/// for them: all branch records, the debug store, the version 6 registers and AMD registers.
 #[test]
 fn registers_no_model_has_are_trapped_and_fault() {
     let absent = [
@@ -391,8 +393,8 @@ fn registers_no_model_has_are_trapped_and_fault() {
     }
 }
 
-/// SDM vol. 3, "Intel TSX and Performance Monitoring": IN_TX in each selector, IN_TXCP in that of counter 2,
-/// both only where the processor has transactions.
+/// SDM vol. 3, "Intel TSX and Performance Monitoring": every selector has IN_TX and only that of
+/// counter 2 has IN_TXCP, both only if the processor supports transactions.
 #[test]
 fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
     for (model, in_tx) in [(Model::INTEL, false), (Model::INTEL.with_transactions(), true)] {
@@ -427,8 +429,8 @@ fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
     assert_eq!(Model::AMD.with_transactions(), Model::AMD);
 }
 
-/// KVM, too, keeps the two apart: fixed counter 2 runs at the TSC's frequency, 3CH/01H at a clock of the
-/// processor's choice.
+/// Fixed counter 2 counts at the TSC frequency, while 3CH/01H uses a model-specific clock. KVM also
+/// distinguishes them.
 #[test]
 fn event_3c_01_is_not_what_fixed_counter_2_counts() {
     let mut guest = Guest::of("intel", None);
@@ -444,7 +446,7 @@ fn event_3c_01_is_not_what_fixed_counter_2_counts() {
         event(CounterIndex::fixed(2)),
         GuestEvent::Architectural(ArchEvent::RefCycles)
     );
-    // CPUID speaks of 3CH/01H in bit 2, whatever fixed counter 2 can do.
+    // Bit 2 of CPUID.0AH:EBX refers to 3CH/01H, regardless of fixed counter 2.
     let mut leaf = CpuidRegs::default();
     let all_but_bus = ArchEvent::ALL
         .into_iter()
@@ -453,7 +455,7 @@ fn event_3c_01_is_not_what_fixed_counter_2_counts() {
     assert_eq!(leaf.ebx, 1 << 2);
 }
 
-/// CPUID has no other way to say that fixed counter 3 counts nothing than to leave it out.
+/// CPUID can only report the event of fixed counter 3 as unavailable by omitting the counter.
 #[test]
 fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
     let four = Model::new(
@@ -477,8 +479,8 @@ fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
     assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }
 
-/// An OUT, an RDMSR and the like leave guest mode before they retire; a guest that counts instructions must
-/// not miss them. Those at the other privilege level are not its, and branches there are none.
+/// OUT, RDMSR and similar instructions exit before they retire. Instruction counters must include
+/// them, except at the other privilege level. Branch counters must not.
 #[test]
 fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
     let mut guest = Guest::of("intel", None);
@@ -500,7 +502,7 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
         (guest.read(IA32_FIXED_CTR0), guest.read(IA32_FIXED_CTR0 + 1)),
         (103, 100)
     );
-    // Who counts by itself what leaves guest mode is told nothing.
+    // Backings that count these instructions themselves are not notified.
     for backing in [Backing::Exact, Backing::Clock, Backing::None] {
         let mut guest = Guest::of("amd", None);
         guest.events.backing_of = match backing {
@@ -515,8 +517,8 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
     }
 }
 
-/// The WRMSR that enables a counter retires when it counts, the one that disables it when it does not any
-/// more.
+/// The enabling WRMSR retires after counting has started, and the disabling WRMSR after counting
+/// has stopped.
 #[test]
 fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
     let mut guest = Guest::of("intel", None);
@@ -531,8 +533,8 @@ fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
     assert_eq!(guest.read(IA32_PMC0), 11);
 }
 
-/// Such an instruction may be the one that overflows the counter, and it brings the PMI nearer for the host's
-/// event, too.
+/// An instruction that exits can overflow the counter, and also shortens the armed period of the
+/// host event.
 #[test]
 fn an_overflow_outside_guest_mode_is_an_overflow() {
     let mut guest = Guest::of("intel", None);
@@ -555,7 +557,7 @@ fn an_overflow_outside_guest_mode_is_an_overflow() {
     assert_eq!(guest.read(IA32_PMC0), 0);
 }
 
-/// Far from the overflow the host's event is armed anew once in a while, not at each exit.
+/// Far from an overflow the host event is re-armed occasionally, not on each exit.
 #[test]
 fn exits_far_from_an_overflow_arm_nothing() {
     let mut guest = Guest::of("intel", None);
@@ -571,7 +573,7 @@ fn exits_far_from_an_overflow_arm_nothing() {
         "{} calls",
         guest.events.calls - before
     );
-    // And the PMI is late by less than a part of the way.
+    // The PMI is delayed by less than the tolerated fraction.
     guest.run(99_000 + 400);
     assert!(guest.vpmu.pmi_pending());
 }

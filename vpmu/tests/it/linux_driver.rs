@@ -1,11 +1,11 @@
-//! What Linux 6.1's drivers do at boot and at run time, register by register.
+//! Tests with the register accesses of Linux 6.1's drivers at boot and at run time.
 
 use vpmu::registers::*;
 use vpmu::*;
 
 use crate::common::Guest;
 
-/// Runs the guest until a PMI is due; returns how long it ran.
+/// Runs the guest until a PMI is due and returns the number of ticks run.
 fn run_to_pmi(guest: &mut Guest, at_most: u64) -> u64 {
     let mut ran = 0;
     while ran < at_most && !guest.vpmu.pmi_pending() {

@@ -1,9 +1,11 @@
-//! How Linux's AMD driver brings sampling events up to date, and what a PMI at the wrong place does to it.
+//! Tests of how Linux's AMD driver updates sampling events, and of the effect of a PMI between its
+//! accesses.
 //!
-//! `Linux` follows the driver's order of register accesses, for two events with different periods: a count is
-//! the sum of differences between readings, each taken as last value, RDPMC, compare-and-exchange of that
-//! last value; the handler restarts the period of every counter that has passed zero. Between any two
-//! instructions the guest may run on for a while and, where the VMM lets it, take its PMI.
+//! `Linux` follows the driver's order of register accesses for two events with different periods. A
+//! count is the sum of differences between readings, each of which loads the last value, executes
+//! RDPMC, and replaces the last value by compare-and-exchange. The handler restarts the period of
+//! every counter that has passed zero. Between any two instructions the guest may run further and,
+//! if the VMM allows it, take its PMI.
 
 use proptest::prelude::*;
 use vpmu::registers::*;
@@ -20,14 +22,14 @@ struct Event {
     left: i64,
     previous: u64,
     count: u64,
-    /// What the counter was told to begin at, added up, for what it must have counted.
+    /// Sum of the counter's start values, from which the expected count is derived.
     worst: u64,
 }
 
 struct Linux {
     guest: Guest,
     events: [Event; 2],
-    /// What the guest runs for at each turn.
+    /// Number of ticks that the guest runs at each point.
     turns: Vec<u64>,
     turn: usize,
     ran: u64,
@@ -58,7 +60,7 @@ impl Linux {
         linux
     }
 
-    /// Guest code runs on; no PMI is taken.
+    /// Runs guest code without taking a PMI.
     fn go_on(&mut self) {
         let ticks = self.turns[self.turn % self.turns.len()];
         self.turn += 1;
@@ -66,7 +68,7 @@ impl Linux {
         self.ran += ticks;
     }
 
-    /// A place where the VMM may deliver a PMI.
+    /// Marks a point at which the VMM may deliver a PMI.
     fn may_be_interrupted(&mut self) {
         if self.guest.vpmu.pmi_pending() && !self.handling {
             self.guest.vpmu.pmi_delivered(self.ran);
@@ -74,9 +76,10 @@ impl Linux {
         }
     }
 
-    /// Last value, RDPMC, compare-and-exchange. `behind`: a PMI may come behind the RDPMC.
+    /// Updates the count: last value, RDPMC, compare-and-exchange. If `behind` is set, a PMI may
+    /// occur after the RDPMC.
     fn update(&mut self, n: usize, behind: bool) -> u64 {
-        // Linux throttles an event that interrupts it at every try.
+        // Linux throttles an event that interrupts it on every attempt.
         for attempt in 0.. {
             let previous = self.events[n].previous;
             if attempt < 3 {
@@ -125,15 +128,15 @@ impl Linux {
         self.handling = false;
     }
 
-    /// Reads both events often, and says how far the furthest step was.
+    /// Reads both events repeatedly and returns the largest difference.
     fn read_often(mut self, behind: bool) -> u64 {
         for _ in 0..50 {
             for n in 0..2 {
                 self.update(n, behind);
             }
         }
-        // Between a handler's reading and the new start the counter goes on unseen: Linux counts less, never
-        // more.
+        // The counter runs unobserved between the handler's read and the restart, so Linux counts
+        // less, never more.
         for event in &self.events {
             assert!(behind || event.count <= self.ran, "{event:?} of {}", self.ran);
         }
@@ -142,8 +145,8 @@ impl Linux {
 }
 
 proptest! {
-    /// Where a PMI never comes between an RDPMC and what is done with its value, no count jumps: neither with
-    /// periods so short that each is over when it is restarted, nor with two counters that overflow in each
+    /// If no PMI occurs between an RDPMC and the use of its value, no count jumps, neither with
+    /// periods that expire before the restart completes nor with two counters that overflow in each
     /// other's handler.
     #[test]
     fn no_count_jumps_when_pmis_come_before_the_read(
@@ -156,8 +159,8 @@ proptest! {
     }
 }
 
-/// A PMI behind the read makes the same code jump by 2^48: short periods restart at the value they began
-/// with, so the exchange finds what it expects. This is what the VMM's order of things prevents.
+/// A PMI after the RDPMC makes the same code jump by 2^48: a short period restarts at its initial
+/// value, so the compare-and-exchange succeeds. The VMM's delivery order prevents this.
 #[test]
 fn a_pmi_behind_the_read_makes_a_count_jump() {
     let mut turns = vec![10; 1000];

@@ -1,7 +1,7 @@
 //! Integration tests of vpmu in one program, with one module per subject.
 //!
-//! `cargo test --workspace --test it pmi::` runs one module. `allocation` is a program of its own,
-//! for the reason in its header.
+//! `cargo test --workspace --test it pmi::` runs one module. `allocation` is a separate program for
+//! the reason given in its header.
 
 mod common;
 #[path = "../../testing/mod.rs"]

@@ -1,12 +1,12 @@
-//! A guest that stops its counters for a few exits: their events count on, and nobody notices but the host,
-//! which is asked for little.
+//! Tests of a guest that stops its counters for a few exits. Their events keep counting, the guest
+//! observes no difference, and the host receives few requests.
 
 use vpmu::registers::*;
 use vpmu::*;
 
 use crate::common::Guest;
 
-/// Four counters of instructions that interrupt, all on.
+/// Returns a guest with four running instruction counters that interrupt on overflow.
 fn four_counters() -> Guest {
     let mut guest = Guest::new(Model::INTEL);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
@@ -90,7 +90,7 @@ fn one_selectors_enable_bit_pauses_too() {
     );
 }
 
-/// Others that pause again and again are no reason for it to stay.
+/// Repeated pauses of other counters do not extend the pause of a stopped counter.
 #[test]
 fn a_counter_that_stays_stopped_gives_its_place_back_while_another_pauses_often() {
     let mut guest = four_counters();

@@ -1,4 +1,5 @@
-//! The register file on real perf-core events: fed counts, the clock of this thread, host software events.
+//! Tests of the register file on perf-core events: fed counts, the thread clock and host software
+//! events.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,7 +77,7 @@ impl Machine {
         }
     }
 
-    /// The guest retires `n` instructions one by one; overflows are noticed at once.
+    /// Retires `n` instructions one by one and handles overflows immediately.
     fn retire(&mut self, cpl: u8, n: u64) {
         for _ in 0..n {
             if self.fed.add(fed::exact(ArchEvent::Instructions).unwrap(), cpl, 1) {
@@ -157,14 +158,14 @@ fn each_overflow_of_a_fed_event_is_noticed_at_its_count_and_gives_one_pmi() {
 fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     let mut m = Machine::new(Model::AMD, BackingPolicy::Auto);
     m.write(PERF_CTL0, 0x43_0076);
-    // Other work of the host may take the CPU away for all of a run.
+    // Other load on the host may take the CPU away for a whole run.
     let (start, mut counted) = (Instant::now(), 0);
     while counted < 5_000_000 {
         assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
         m.run_for(Duration::from_millis(5));
         counted = m.read(PERF_CTR0);
     }
-    // At 1 GHz; the two clocks need not go equally fast.
+    // The clock runs at 1 GHz. Both clocks may differ slightly in speed.
     let most = u64::try_from(start.elapsed().as_nanos()).unwrap();
     assert!(counted <= most + most / 50, "{counted} of {most}");
     let start = Instant::now();
@@ -173,7 +174,7 @@ fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     m.write(PERF_CTL0, 0);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.read(PERF_CTR0), counted);
-    // A threshold cannot be compared with a clock.
+    // A counter mask cannot be combined with the clock backing.
     m.write(PERF_CTL0 + 2, 0x0143_0076);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.read(PERF_CTR0 + 2), 0);
@@ -205,7 +206,8 @@ fn paravirtual_events_count_with_every_policy() {
         m.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
         m.write(IA32_PERFEVTSEL0 + 1, 0x43_0AFF); // MSR exits
         let before = m.read(IA32_PMC0);
-        // Touching new memory faults, at least once for each 2 MiB. So large a block is never a used one.
+        // Touching new memory faults at least once per 2 MiB. A block of this size is always newly
+        // mapped.
         let mut memory = vec![0u8; 64 << 20];
         memory.iter_mut().step_by(1 << 12).for_each(|byte| *byte = 1);
         assert!(std::hint::black_box(memory)[0] == 1);
@@ -227,7 +229,7 @@ fn a_guest_that_rotates_its_events_over_a_counter_keeps_few_and_opens_no_more() 
         m.write(IA32_PERFEVTSEL0, selectors[n % 4]);
     }
     assert_eq!(m.context.stats().events, 4);
-    // However many different ones it tries, a bounded number stays open.
+    // The number of open events is bounded, regardless of how many events the guest tries.
     for umask in 1..=12 {
         for levels in [0x41_00FF, 0x42_00FF, 0x43_00FF] {
             m.write(IA32_PERFEVTSEL0, levels | umask << 8);
@@ -261,7 +263,7 @@ fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
     here.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
-    // The thread that comes next has a context and events of its own.
+    // The next thread has its own context and events.
     here.vpmu.detach(&mut here.events);
     assert_eq!(here.context.stats().events, 0);
     let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
@@ -274,7 +276,7 @@ fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
     assert_eq!(there.read(IA32_PMC0), 0);
 }
 
-/// What a guest does to four counters of instructions.
+/// Guest operation on four instruction counters.
 #[derive(Clone, Debug)]
 enum Access {
     Global(u64),
@@ -286,7 +288,7 @@ enum Access {
 }
 
 fn accesses() -> impl Strategy<Value = Vec<Access>> {
-    // Off, of one level, of both, with and without an interrupt, and another event.
+    // Disabled, one or both privilege levels, with and without an interrupt, and another event.
     let selector = prop_oneof![
         3 => Just(0x53_00C0u64),
         3 => Just(0x13_00C0),
@@ -309,8 +311,8 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
 }
 
 proptest! {
-    /// Whether an event stops for a pause, as a fed one does, or counts on, as one of the host's, a guest
-    /// sees the same.
+    /// The guest observes no difference between events that stop for a pause (fed) and events that
+    /// keep counting (host).
     #[test]
     fn events_that_stop_for_a_pause_and_events_that_count_on_show_the_same(accesses in accesses(), freeze in any::<bool>()) {
         let mut fed = Machine::new(Model::INTEL, BackingPolicy::Exact);
@@ -330,7 +332,7 @@ proptest! {
                     continue;
                 }
                 Access::Run(n) => {
-                    // Each retires instructions and branches.
+                    // Each iteration retires an instruction and a branch.
                     for _ in 0..n {
                         fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);
                         fed.retire(0, 1);

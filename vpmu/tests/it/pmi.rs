@@ -1,4 +1,4 @@
-//! Overflows and their interrupts: none lost, none spurious.
+//! Tests of overflows and PMIs: none is lost, and none is spurious.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ fn sampling(period: u64) -> Guest {
     guest
 }
 
-/// On a processor it would have come at the overflow, before the guest cleared anything.
+/// A physical processor would have delivered the PMI on the overflow, before the guest cleared
+/// anything.
 #[test]
 fn a_pmi_that_need_not_wait_is_due_whatever_the_guest_clears() {
     let mut guest = sampling(10);
@@ -31,8 +32,8 @@ fn a_pmi_that_need_not_wait_is_due_whatever_the_guest_clears() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// Two counters that sample, as Linux uses them, and the end of the first's PMI: LVTPC is masked by the
-/// delivery.
+/// Returns a guest with two sampling counters, as used by Linux, in the PMI handler of the first
+/// one: delivery has masked LVTPC.
 fn two_sampling_and_in_the_handler() -> Guest {
     let mut guest = Guest::of("intel", None);
     for n in 0..2 {
@@ -45,12 +46,12 @@ fn two_sampling_and_in_the_handler() -> Guest {
     guest
 }
 
-/// Linux from Haswell on unmasks LVTPC when all has been served; an NMI after that is one "for unknown
-/// reason".
+/// Linux since Haswell unmasks LVTPC after it has served all overflows. A later NMI is reported as
+/// "unknown reason".
 #[test]
 fn an_overflow_that_the_handler_serves_while_lvtpc_is_masked_gives_no_second_pmi() {
     let mut guest = two_sampling_and_in_the_handler();
-    // The second overflows before the handler stops the counters.
+    // The second counter overflows before the handler stops the counters.
     guest.run(10);
     assert!(guest.vpmu.pmi_pending());
     assert!(guest.vpmu.pmi_must_wait(), "its status bit is set");
@@ -76,7 +77,7 @@ fn an_overflow_whose_status_bit_is_left_comes_when_lvtpc_is_unmasked() {
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.run(10);
     assert!(guest.vpmu.pmi_must_wait());
-    // Neither the first's bit nor anything but the bit matters.
+    // Only the status bit of the second counter matters.
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     guest.write(IA32_PERFEVTSEL0 + 1, 0);
@@ -90,7 +91,7 @@ fn an_overflow_found_by_the_write_that_clears_it_gives_no_pmi_behind_a_mask() {
     let mut guest = two_sampling_and_in_the_handler();
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.events.run_through(10);
-    // Nobody has noticed it yet.
+    // The overflow has not been detected yet.
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
     assert!(guest.vpmu.pmi_pending(), "without a mask it would be delivered");
     assert!(!guest.vpmu.pmi_must_wait());
@@ -112,7 +113,7 @@ fn a_served_counter_that_overflows_again_asks_again() {
     assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now);
 }
 
-/// What the rate limit holds back waits by the same rule.
+/// A PMI that the rate limit delays follows the same rule.
 #[test]
 fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
     let mut guest = sampling(1);
@@ -141,8 +142,8 @@ fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
     );
 }
 
-/// Without a global status Linux looks at the top bit of each counter that samples, and writes those that
-/// overflowed.
+/// Without a global status, Linux checks the top bit of each sampling counter and writes the
+/// counters that overflowed.
 #[test]
 fn without_a_global_status_a_counter_is_served_by_writing_it() {
     for (model, selector, counter, stride) in [
@@ -159,7 +160,8 @@ fn without_a_global_status_a_counter_is_served_by_writing_it() {
         start(&mut guest, 1);
         guest.run(10);
         assert!(guest.vpmu.pmi_must_wait(), "{model}");
-        // Stopping serves nothing: the handler would find both past their overflow.
+        // Stopping a counter does not serve it: the handler would find both counters past their
+        // overflow.
         guest.write(selector, 0);
         guest.write(selector + stride, ENABLED);
         start(&mut guest, 0);
@@ -172,13 +174,13 @@ fn without_a_global_status_a_counter_is_served_by_writing_it() {
         assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1, "{model}");
         guest.run(10);
         assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now, "{model}");
-        // And one that need not wait comes although the counter was written.
+        // A PMI that does not have to wait is delivered even if the counter was written.
         start(&mut guest, 0);
         assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now, "{model}");
     }
 }
 
-/// Serving one counter must not hide what another did unnoticed.
+/// Serving one counter must not hide an undetected overflow of another.
 #[test]
 fn a_pmi_that_waits_is_kept_for_an_overflow_nobody_noticed_yet() {
     let mut guest = Guest::of("amd", None);
@@ -195,7 +197,8 @@ fn a_pmi_that_waits_is_kept_for_an_overflow_nobody_noticed_yet() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// The saved state does not say who asked; nobody who can have is left out.
+/// The saved state does not include the sources of the PMI, so every possible source must be
+/// served.
 #[test]
 fn a_pmi_that_travels_is_withdrawn_only_when_all_that_can_have_asked_are_served() {
     let mut guest = two_sampling_and_in_the_handler();
@@ -306,7 +309,7 @@ fn a_guest_with_period_one_gets_no_more_pmis_than_the_limit_and_loses_none() {
             PmiReady::NotBefore { time_ns } => {
                 held += 1;
                 assert!(guest.vpmu.pmi_pending());
-                // Asking again is not another one held back.
+                // Repeated queries count as throttled only once.
                 assert_ne!(guest.vpmu.pmi_ready(now_ns), PmiReady::Now);
                 now_ns = time_ns;
                 assert_eq!(guest.vpmu.pmi_ready(now_ns), PmiReady::Now);

@@ -1,4 +1,4 @@
-//! The PMU never disagrees with a slow one written from the manuals, whatever guest and host do.
+//! Tests that the PMU agrees with the reference model for arbitrary guest and host operations.
 
 use proptest::prelude::*;
 use vpmu::sim::SimEvents;

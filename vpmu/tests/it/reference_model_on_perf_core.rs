@@ -1,6 +1,5 @@
-//! The same streams as `reference_model.rs`, with everything that counts on a real vPMU below the
-//! registers: perf-core, its events and its overflow reports. Only the driver is a test's: it ticks when
-//! told.
+//! Runs the streams of `reference_model.rs` on perf-core with its events and overflow reports. Only
+//! the driver is simulated and ticks on request.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -53,7 +52,7 @@ impl PmuEvent for TickEvent {
     }
 }
 
-/// Serves hardware, raw and KVM events.
+/// Driver of hardware, raw and KVM events.
 #[derive(Debug, Default)]
 struct TickPmu(Mutex<Vec<Weak<Mutex<Tick>>>>);
 
@@ -87,7 +86,7 @@ impl Pmu for TickPmu {
     }
 }
 
-/// A vCPU on perf-core.
+/// vCPU on perf-core.
 struct Machine {
     driver: Arc<TickPmu>,
     context: Arc<VcpuContext>,
@@ -217,7 +216,7 @@ proptest! {
     }
 }
 
-/// A VMM may move them to the thread that runs the vCPU.
+/// A VMM may move the parts of a vCPU to its thread.
 #[test]
 fn the_parts_of_a_vcpu_can_go_to_its_thread() {
     fn sendable<T: Send>() {}

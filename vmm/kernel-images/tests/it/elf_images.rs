@@ -1,4 +1,4 @@
-//! ELF images as they are, as they are damaged, and as nobody would make them.
+//! Tests of valid, damaged and malicious ELF images.
 
 use kernel_images::ImageError;
 use kernel_images::elf::{self, ElfImage};
@@ -11,7 +11,7 @@ const TEXT_AT: usize = 0x200;
 const RODATA_VIRT: u64 = TEXT_VIRT + 0x1000;
 const BANNER: &[u8] = b"Linux version 6.1.0-56-cloud-amd64 (debian-kernel@lists.debian.org) #1 SMP\n\0";
 
-/// Writes little-endian fields one after the other.
+/// Writer for little-endian fields.
 #[derive(Default)]
 struct Bytes(Vec<u8>);
 
@@ -48,7 +48,7 @@ impl Bytes {
     }
 }
 
-/// A symbol as the file has it: name, `st_info`, section index, address.
+/// Symbol table entry: name, `st_info`, section index, address.
 type Symbol = (&'static str, u8, u16, u64);
 
 const FUNC: u8 = 2;
@@ -62,11 +62,11 @@ const SYMBOLS: [Symbol; 6] = [
     ("file.c", 4, 0xFFF1, 0),
 ];
 
-/// What a test may change of the image before it is written.
+/// Properties of the image that a test can change.
 struct Shape {
     machine: u16,
     symbols: &'static [Symbol],
-    /// `sh_addr` of .text.
+    /// Address of .text (`sh_addr`).
     text_addr: u64,
     banner: &'static [u8],
 }
@@ -82,7 +82,7 @@ impl Default for Shape {
     }
 }
 
-/// A vmlinux in small: a loaded segment with .text and .rodata, and a symbol table.
+/// Builds a minimal vmlinux with one loadable segment, .text, .rodata and a symbol table.
 fn vmlinux(shape: &Shape) -> Vec<u8> {
     let mut names = vec![0];
     let mut symtab = Bytes::default();
@@ -105,7 +105,7 @@ fn vmlinux(shape: &Shape) -> Vec<u8> {
     file.u16(2).u16(shape.machine).u32(1);
     file.u64(TEXT_PHYS).u64(64).u64(headers_at as u64);
     file.u32(0).u16(64).u16(56).u16(1).u16(64).u16(6).u16(5);
-    // PT_LOAD, readable and executable.
+    // PT_LOAD segment, readable and executable.
     file.u32(1)
         .u32(5)
         .u64(TEXT_AT as u64)
@@ -140,7 +140,7 @@ fn parsed(data: &[u8]) -> ElfImage<'_> {
     elf::parse("vmlinux", data).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What is loaded where, what of it is code, and what is named.
+/// Segments, code and symbols are read correctly.
 #[test]
 fn a_kernel_is_read_as_it_is() {
     let data = vmlinux(&Shape::default());
@@ -167,8 +167,8 @@ fn a_kernel_is_read_as_it_is() {
     assert_eq!(address("file.c"), None, "it is no address");
 }
 
-/// A section header may claim to be code anywhere. Only what a segment loads at that place is what the guest
-/// runs, and the RDPMC patch is written there.
+/// A section header may claim code at any address. Only code that a segment loads there is executed
+/// by the guest and may be patched for RDPMC.
 #[test]
 fn code_is_only_what_a_segment_loads() {
     let data = vmlinux(&Shape {
@@ -179,11 +179,11 @@ fn code_is_only_what_a_segment_loads() {
     let [code] = &image.code[..] else {
         panic!("{} pieces of code", image.code.len());
     };
-    // The lying section is left out, and the executable segment taken whole.
+    // The invalid section is ignored, and the whole executable segment is used.
     assert_eq!((code.virt, code.bytes.len()), (TEXT_VIRT, 0x1200));
 }
 
-/// An error with its causes, as it is printed.
+/// Formats an error with its causes, as printed to the user.
 fn line(error: &ImageError) -> String {
     let mut line = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -194,7 +194,7 @@ fn line(error: &ImageError) -> String {
     line
 }
 
-/// Broken section headers cost the names, not the boot.
+/// Damaged section headers make symbols unavailable but do not prevent booting.
 #[test]
 fn a_kernel_without_section_headers_boots() {
     let mut data = vmlinux(&Shape::default());
@@ -210,7 +210,7 @@ fn a_kernel_without_section_headers_boots() {
     );
 }
 
-/// What is wrong is said in a line that names the file and the part.
+/// The error is one line that names the file and the damaged part.
 #[test]
 fn damaged_headers_are_refused_by_name() {
     let whole = vmlinux(&Shape::default());
@@ -224,7 +224,7 @@ fn damaged_headers_are_refused_by_name() {
     };
     assert!(with(4, &[9]).contains("class 9"), "ELFCLASS");
     assert!(with(5, &[2]).contains("endian"), "ELFDATA");
-    // e_phoff, e_phnum, p_offset, p_filesz over p_memsz.
+    // e_phoff, e_phnum, p_offset, p_filesz larger than p_memsz.
     assert!(with(0x20, &u64::MAX.to_le_bytes()).contains("program header"));
     assert!(with(0x38, &500u16.to_le_bytes()).contains("program header"));
     assert!(with(64 + 8, &u64::MAX.to_le_bytes()).contains("segment 0"));
@@ -242,14 +242,14 @@ fn damaged_headers_are_refused_by_name() {
     ));
 }
 
-/// Every beginning of a file is refused or read, never worse.
+/// Every prefix of a file is either rejected or parsed, without a panic.
 #[test]
 fn no_truncated_file_makes_it_panic() {
     let whole = vmlinux(&Shape::default());
     for len in 0..whole.len() {
         let data = &whole[..len];
         let read = elf::parse("x", data).is_ok();
-        // Without the segment's bytes there is nothing to boot.
+        // Without the segment's contents there is nothing to boot.
         assert!(
             !read || len >= TEXT_AT + 0x1200,
             "{len} bytes were taken for a kernel"
@@ -269,7 +269,8 @@ fn a_kernels_version_is_the_one_its_symbol_names() {
     assert!(!notes.contains("kernel symbols"), "{notes}");
 }
 
-/// Stripped and without kallsyms: the version is found by its words, and what is missing is said.
+/// In a stripped image without kallsyms, the version is found by searching for the banner, and
+/// missing parts are reported.
 #[test]
 fn a_kernel_without_names_says_so() {
     let image = KernelImage::parse(
@@ -290,7 +291,7 @@ fn a_kernel_without_names_says_so() {
     );
 }
 
-/// A banner that never ends, or is not text, is none.
+/// A banner that is unterminated or not text is ignored.
 #[test]
 fn a_banner_is_a_line_of_text_with_a_number() {
     assert_eq!(find_banner(b"Linux version %s (%s)\n"), None, "a format string");
@@ -325,8 +326,8 @@ fn a_kernel_for_another_processor_is_refused() {
 }
 
 proptest! {
-    /// Whatever is written over an image, it is read or refused. What is read lies within the file, and an
-    /// address of code is in the segment that loads it.
+    /// A damaged image is either parsed or rejected. The parsed contents lie within the file, and
+    /// code addresses lie within the segment that loads them.
     #[test]
     fn no_damage_makes_it_panic(
         damage in prop::collection::vec((0usize..0x1800, any::<u8>()), 1..20),
@@ -355,7 +356,7 @@ proptest! {
         let _ = KernelImage::parse("x", &data);
     }
 
-    /// Bytes that only begin like an image.
+    /// Random bytes after a valid start of an image.
     #[test]
     fn no_bytes_make_it_panic(class in 0u8..4, rest in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut data = b"\x7FELF".to_vec();

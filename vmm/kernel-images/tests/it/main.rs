@@ -1,3 +1,3 @@
-//! Integration tests of the readers of kernel images: one program, with a module for each subject.
+//! Integration tests of the kernel image readers in one program, with one module per subject.
 
 mod elf_images;

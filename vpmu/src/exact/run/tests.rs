@@ -1,4 +1,5 @@
-//! A run retires what its instructions retire one by one, and has no instruction that must be alone.
+//! Tests that a straight-line run retires the same counts as single steps, and that excluded
+//! instructions end a run.
 
 use perf_core::pmu::fed::FedCounts;
 use proptest::prelude::*;
@@ -47,7 +48,7 @@ fn run_of(code: &[u8]) -> StraightRun {
     StepMeter::new(Vendor::Intel).straight_run(code)
 }
 
-/// What single steps through the first `n` instructions of `run` retire.
+/// Returns the counts of single steps through the first `n` instructions of `run`.
 fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> Counts {
     let mut meter = StepMeter::new(vendor);
     let mut sum = Counts::default();
@@ -62,7 +63,7 @@ fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> Counts {
     sum
 }
 
-/// Instructions that belong into a run.
+/// Instructions that may be part of a run.
 const STRAIGHT: [&[u8]; 16] = [
     &[0x90],                                     // nop
     &[0xf3, 0x0f, 0x1e, 0xfa],                   // endbr64
@@ -82,8 +83,8 @@ const STRAIGHT: [&[u8]; 16] = [
     &[0x48, 0xf7, 0x22],                         // mul qword [rdx]
 ];
 
-/// Instructions that end it: what leads elsewhere, leaves by itself, has a shadow or another fault, or
-/// changes what stepping goes by.
+/// Instructions that end a run: branches, exits, shadows, other faults, and changes of the stepping
+/// flags.
 const ENDS: [&[u8]; 36] = [
     &[0xeb, 0],                // jmp
     &[0x74, 0],                // jz
@@ -149,7 +150,7 @@ fn a_run_knows_whether_it_uses_the_stack_segment() {
 #[test]
 fn a_run_has_a_longest_and_may_have_nothing() {
     assert_eq!(run_of(&[0x90; 400]).len(), LONGEST_RUN);
-    // Nine bytes each: as many as fit whole.
+    // Nine bytes each. Only whole instructions are included.
     let long = STRAIGHT[11].repeat(40);
     assert_eq!(run_of(&long).len(), MOST_RUN_BYTES / 9);
     assert!(run_of(&[]).is_empty());
@@ -159,7 +160,7 @@ fn a_run_has_a_longest_and_may_have_nothing() {
     assert_eq!((none.completed_at(0), none.completed_at(1)), (Some(0), None));
 }
 
-/// A run ends in front of the overflow of whatever comes first.
+/// A run ends before the earliest armed overflow.
 #[test]
 fn a_run_is_cut_where_an_overflow_will_be() {
     // push, pop, nop, push
@@ -206,7 +207,7 @@ fn a_run_is_cut_where_an_overflow_will_be() {
 }
 
 proptest! {
-    /// Code of any straight instructions is one run, which retires what steps do, as far as it came.
+    /// A run of arbitrary straight-line instructions retires the same counts as single steps.
     #[test]
     fn a_run_retires_what_steps_through_it_do(
         pieces in prop::collection::vec(prop::sample::select(&STRAIGHT[..]), 0..20),
@@ -225,7 +226,7 @@ proptest! {
         }
     }
 
-    /// So does what random bytes happen to be, with nothing found where no instruction begins.
+    /// Random bytes also decode to a finite run, and offsets inside an instruction are rejected.
     #[test]
     fn any_bytes_are_a_run_that_ends(code in prop::collection::vec(any::<u8>(), 0..300)) {
         let run = run_of(&code);
@@ -234,7 +235,7 @@ proptest! {
         prop_assert_eq!(run.counts(run.len()), stepped(&run, &code, run.len(), Vendor::Intel));
         let places = (0..=300).filter(|&offset| run.completed_at(offset).is_some()).count();
         prop_assert_eq!(places, run.len() + 1);
-        // The same bytes are the same run, however much follows.
+        // Equal bytes decode to the same run, regardless of the bytes that follow.
         prop_assert_eq!(run_of(run.code()), run);
     }
 }

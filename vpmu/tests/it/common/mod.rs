@@ -1,4 +1,4 @@
-//! A guest on simulated events: every access is an exit and an entry.
+//! Test guest on simulated events, in which every access is an exit followed by an entry.
 
 #[path = "../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;
@@ -19,7 +19,7 @@ impl Guest {
         }
     }
 
-    /// By `--pmu` name and `--pmu-counters`.
+    /// Creates a guest from the values of `--pmu` and `--pmu-counters`.
     pub fn of(name: &str, counters: Option<&str>) -> Self {
         let counters = counters.map(|text| text.parse().unwrap());
         Self::new(
@@ -30,7 +30,7 @@ impl Guest {
         )
     }
 
-    /// WRMSR; whether it completes.
+    /// Executes WRMSR. Returns whether the instruction completes.
     pub fn try_write(&mut self, msr: u32, value: u64) -> bool {
         let outcome = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
         self.vpmu.reconcile(&mut self.events);
@@ -41,7 +41,7 @@ impl Guest {
         assert!(self.try_write(msr, value), "WRMSR {msr:#x} = {value:#x} faults");
     }
 
-    /// RDMSR; `None` where it faults.
+    /// Executes RDMSR. Returns `None` if the instruction faults.
     pub fn try_read(&mut self, msr: u32) -> Option<u64> {
         let outcome = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
         self.vpmu.reconcile(&mut self.events);
@@ -56,7 +56,7 @@ impl Guest {
             .unwrap_or_else(|| panic!("RDMSR {msr:#x} faults"))
     }
 
-    /// RDPMC at CPL 0.
+    /// Executes RDPMC at CPL 0.
     pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
         match self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(0), false, &mut self.events) {
             MsrRead::Value(value) => Some(value),
@@ -64,7 +64,7 @@ impl Guest {
         }
     }
 
-    /// Runs for `ticks`, each overflow noticed at once.
+    /// Runs for `ticks` and handles each overflow immediately.
     pub fn run(&mut self, ticks: u64) {
         let mut left = ticks;
         while left > 0 {
@@ -73,7 +73,7 @@ impl Guest {
         }
     }
 
-    /// Notifications arrive.
+    /// Delivers pending overflow notifications.
     pub fn notice(&mut self) {
         for counter in self.events.take_notified() {
             self.vpmu.overflowed(counter, &mut self.events);
