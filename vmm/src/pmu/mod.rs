@@ -547,8 +547,8 @@ impl VcpuPmu {
     }
 
     /// Returns the time in which at least one enabled counter was not counted, in nanoseconds, and
-    /// the number of failed schedulings. Returns `None` if the guest has no counters or uses KVM's
-    /// own vPMU.
+    /// the number of times that a counter lost its host counter or found none. Returns `None` if
+    /// the guest has no counters or uses KVM's own vPMU.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
         if !self.has_pmis() {
             return None;
@@ -602,7 +602,7 @@ impl VcpuPmu {
         self.vpmu.pmi_must_wait()
     }
 
-    /// Returns the numbers of delivered, delayed and withdrawn PMIs.
+    /// Returns the numbers of delivered, throttled and withdrawn PMIs.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.vpmu.pmi_counts()
     }

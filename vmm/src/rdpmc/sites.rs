@@ -1,4 +1,4 @@
-//! Sites of replaced RDPMC instructions. A port write is treated as RDPMC only at such a site.
+//! Locations of replaced RDPMC instructions. A port write is treated as RDPMC only at such a site.
 //!
 //! The RIP at a port-write exit is at the instruction, or after it if KVM has already emulated the
 //! instruction. A site in a Linux kernel is identified by its linear address, because programs
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(sites.length_at(0x40_0101), None);
     }
 
-    /// Sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
+    /// The sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
     #[test]
     fn later_kernels_are_added() {
         let shared = Sites::new(&[site(VIRT, 0x100_0100, 2)]);

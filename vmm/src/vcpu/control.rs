@@ -159,7 +159,7 @@ impl RunControl {
         }
     }
 
-    /// Ends the VM. Only the first reason is recorded; later calls have no effect.
+    /// Stops the VM. Only the first reason is recorded; later calls have no effect.
     pub fn stop(&self, reason: StopReason) {
         let mut ends = self.lock();
         ends.reason.get_or_insert(reason);

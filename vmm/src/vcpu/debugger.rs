@@ -27,7 +27,7 @@ const DR6_STEP: u64 = 1 << 14;
 /// Interval between checks for vCPUs that have ended while their registers are awaited.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// Registers of a vCPU that a debugger can access.
+/// Register state of a vCPU that a debugger can access.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Registers {
     /// General-purpose registers.
@@ -50,7 +50,7 @@ pub enum Go {
     Stay = 2,
 }
 
-/// Access type that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
+/// Type of access that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Instruction execution.
@@ -68,7 +68,7 @@ pub struct Point {
     pub address: u64,
     /// Length in bytes: 1, 2, 4 or 8.
     pub length: u8,
-    /// Access type that triggers the breakpoint.
+    /// Type of access that triggers the breakpoint.
     pub access: Access,
 }
 
@@ -136,10 +136,10 @@ struct Cell {
     view: Mutex<View>,
 }
 
-/// Registers exchanged between the debugger and a held vCPU.
+/// Register state exchanged between the debugger and a held vCPU.
 #[derive(Debug, Default)]
 struct View {
-    /// Registers that the vCPU published, including the debugger's changes.
+    /// Register state that the vCPU published, including the debugger's changes.
     shown: Option<Registers>,
     /// Register sets that the debugger changed, if any.
     changed: Option<Changed>,

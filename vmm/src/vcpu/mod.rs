@@ -58,7 +58,7 @@ enum Ran {
     UntilRestart,
 }
 
-/// Next action before entering the guest.
+/// Action before entering the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Entry {
     /// Enter the guest.

@@ -1,4 +1,4 @@
-//! Delivery of a PMI through the LVTPC entry of the local APIC.
+//! PMI delivery through the LVTPC entry of the local APIC.
 //!
 //! KVM emulates the local APIC, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H,
 //! x2APIC MSR 834H) must be read when a PMI is due. In x2APIC mode the register is read and written

@@ -322,8 +322,8 @@ impl Running {
     /// previous value with compare-and-exchange. A handler in between restarts the period. The
     /// previous value may then equal the old one again, so the exchange succeeds and the count is
     /// wrong by 2^48. On hardware the window between RDPMC and the exchange is a few nanoseconds.
-    /// Here overflows are detected at the RDPMC exit and timers fire on the way back, so PMIs would
-    /// regularly be delivered in this window.
+    /// With a trapped RDPMC, overflows are detected at its exit and timers fire on the way back, so
+    /// PMIs would regularly be delivered in this window.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, CallError> {
         let in_a_row = std::mem::take(&mut self.last_read.again);
         let Some(Read { at, behind, when }) = self.last_read.read else {

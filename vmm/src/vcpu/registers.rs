@@ -77,8 +77,7 @@ impl RegisterCache {
     }
 
     /// Returns `true` if segment and control registers should continue to be copied: the last
-    /// sample used them, and only a sample caused the last exit. Other exits must not pay for the
-    /// copy.
+    /// sample used them, and a signal caused the last exit. Other exits must not pay for the copy.
     #[inline]
     pub(super) fn keeps_system(&self) -> bool {
         self.comes == Set::All && self.for_signal

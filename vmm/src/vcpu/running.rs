@@ -40,8 +40,8 @@ pub(super) enum Turn {
     Stop(StopReason),
 }
 
-/// Whether the exiting instruction completes at the next entry without having retired in guest
-/// mode.
+/// Completion of an exiting instruction that finishes at the next entry without having retired in
+/// guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Completed {
     #[default]

@@ -40,7 +40,7 @@ counters! {
     gp_looked_at: "#GP looked at for RDPMC",
     /// PMU accesses that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
-    /// Counter overflows.
+    /// Overflows of guest counters.
     overflows: "counter overflows",
     /// PMIs delivered as NMI.
     pmi_nmi: "PMIs delivered as NMI",

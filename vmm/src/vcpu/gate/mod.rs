@@ -85,7 +85,7 @@ impl Answer {
     }
 }
 
-/// Gate and handler code found by the last check, with their physical addresses. Comparing them
+/// IDT gate and handler code found by the last check, with their physical addresses. Comparing them
 /// needs no KVM call.
 #[derive(Clone, Copy, Debug)]
 struct Seen {

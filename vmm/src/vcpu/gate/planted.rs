@@ -15,7 +15,7 @@ pub(super) const RFLAGS_AC: u64 = 1 << 18;
 /// First instruction of a handler, which a trap replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// Linear address. An ENDBR64 before it is preserved for indirect branch tracking.
+    /// Guest linear address. An ENDBR64 before it is preserved for indirect branch tracking.
     pub at: u64,
     /// Length of the instruction, in bytes.
     pub(super) length: u8,
@@ -90,8 +90,8 @@ const EXCHANGES: u32 = 64;
 /// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
 #[derive(Debug, Default)]
 pub struct PlantedGate {
-    /// Linear address of the trap, or 0 if none is installed. Read on each port write that may come
-    /// from the trap, written once or twice per kernel.
+    /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
+    /// may come from the trap, written once or twice per kernel.
     at: AtomicU64,
     /// Former addresses of the trap; [`Places`] has the details.
     left: [AtomicU64; FORMER],

@@ -1,4 +1,4 @@
-//! State of the stepper of a vCPU: mode, current step, and statistics.
+//! The stepper of a vCPU: mode, current step, and statistics.
 
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
@@ -72,7 +72,7 @@ pub(super) enum Mode {
     UserOnly(Way),
 }
 
-/// State of user code that cannot be stepped.
+/// Execution state of user code that cannot be stepped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserCode {
     /// User code is not running.

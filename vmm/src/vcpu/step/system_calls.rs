@@ -189,7 +189,7 @@ mod tests {
     use crate::kvm::stepping::Stepping;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
-    /// Linear address above which no memory exists, so an access exits to user space.
+    /// Lowest linear address above guest memory, where an access exits to user space.
     const HOLE: u32 = 0x2_0000;
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     const SYSRET: [u8; 3] = [0x48, 0x0f, 0x07];
