@@ -1,8 +1,8 @@
 //! Handling of vCPU exits.
 //!
 //! [`Running::enter`] enters the guest and handles most exits while the exit data is borrowed from
-//! the `kvm_run` page ([`Served`]). An exit that needs the vCPU itself is returned to the run loop
-//! as a [`Next`].
+//! the `kvm_run` page ([`Served`]). For an exit that needs the vCPU itself, the run loop receives
+//! the action to take ([`Next`]).
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::{error_line, guest_log};

@@ -93,7 +93,7 @@ pub struct PlantedGate {
     /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
     /// may come from the trap, written once or twice per kernel.
     at: AtomicU64,
-    /// Former addresses of the trap; [`Places`] has the details.
+    /// Previous addresses of the trap; [`Places`] has the details.
     left: [AtomicU64; FORMER],
     places: Mutex<Places>,
 }
