@@ -1,10 +1,10 @@
-//! What a PMI costs beside what its driver asks for: a guest that a counter of its PMU interrupts all the
-//! time, and the same guest under a VMM that answers each access with a constant and sends an NMI as often,
-//! by turns.
+//! Cost of a PMI beyond the register accesses of its driver. Compares a guest whose counter
+//! overflows continuously with the same guest under a minimal VMM that answers each access with a
+//! constant and sends NMIs at the same rate. The two are interleaved.
 //!
-//! The guest counts down, and its handler of NMIs makes the accesses of Linux's driver (6.1) for one counter,
-//! with RDMSR in the place of RDPMC. Times are of CPU, so what other processes do meanwhile is not in them,
-//! and each is less the same work without interrupts.
+//! The guest executes a countdown loop. Its NMI handler makes the accesses of Linux's driver (6.1)
+//! for one counter, with RDMSR instead of RDPMC. Times are CPU time, which excludes other
+//! processes, minus the time of the same work without interrupts.
 #![expect(unsafe_code, reason = "the clock of the process")]
 
 #[path = "../../perf-core/benches/figures/mod.rs"]
@@ -41,18 +41,20 @@ use vpmu::registers::{
 };
 use vpmu::{Backability, BackingPolicy, EventFilter, Generation, Model};
 
-/// Turns of each way.
+/// Number of repetitions of each variant.
 const TURNS: usize = 21;
-/// CPU time of the work alone in one turn, and how many interrupts there are in it, at least.
+/// Minimum CPU time of the uninterrupted work of one repetition, and minimum number of interrupts
+/// in it.
 const WORK: Duration = Duration::from_millis(100);
 const INTERRUPTS: u32 = 100;
-/// From one interrupt to the next, at least; half as long again as what one takes where that is longer.
+/// Minimum interval between interrupts; increased to 1.5 times the cost of one interrupt if that is
+/// longer.
 const PERIOD: Duration = Duration::from_micros(100);
-/// The same when that is found out.
+/// Interval between interrupts while calibrating.
 const TRIED_PERIOD: Duration = Duration::from_millis(2);
 const TRIES: usize = 5;
 
-/// Where the image is loaded, and what is where in it.
+/// Load address of the image, and offsets in the image.
 const LOAD: u32 = 0x10_0000;
 const HEADER_BYTES: u32 = 32;
 const HANDLER: u32 = 0x400;
@@ -62,42 +64,43 @@ const GDT: u32 = 0x840;
 const GDT_BYTES: u16 = 3 * 8;
 const IDT_POINTER: u32 = 0x880;
 const GDT_POINTER: u32 = 0x890;
-/// Page tables, from the root down: the first two MiB are one page.
+/// Page tables, starting with the root. The first 2 MiB are mapped by one page.
 const TABLES: u32 = 0x1000;
 const IMAGE_BYTES: u32 = 0x4000;
 const STACK: u32 = 0x18_0000;
 const RAM_BYTES: u64 = 32 << 20;
-/// isa-debug-exit: the guest's work is done.
+/// isa-debug-exit port, written when the guest has completed its work.
 const DONE_PORT: u16 = 0xF4;
-/// Where KVM wants its identity map and its task state (KVM API 4.41, 4.42).
+/// Addresses of KVM's identity map and task state segment (KVM API 4.41, 4.42).
 const IDENTITY_MAP: u64 = 0xFEFF_C000;
 const TASK_STATE: u64 = 0xFEFF_D000;
 
-/// The way into 64-bit mode (SDM vol. 3 §10.8.5).
+/// Registers for entering 64-bit mode (SDM vol. 3 §10.8.5).
 const CR4_PAE: u32 = 1 << 5;
 const IA32_EFER: u32 = 0xC000_0080;
 const EFER_LME: u64 = 1 << 8;
-/// PG, ET and PE.
+/// CR0 with PG, ET and PE set.
 const CR0_PAGED: u32 = 1 << 31 | 1 << 4 | 1;
-/// IA32_APIC_BASE.EN and EXTD (SDM vol. 3 §11.12.1), and registers of the x2APIC (table 11-6).
+/// IA32_APIC_BASE.EN and EXTD (SDM vol. 3 §11.12.1), and x2APIC registers (table 11-6).
 const IA32_APIC_BASE: u32 = 0x1B;
 const X2APIC: u32 = 0xC00;
 const X2APIC_SPURIOUS: u32 = 0x80F;
 const X2APIC_LVT_PMI: u32 = 0x834;
-/// Delivery as an NMI, not masked.
+/// LVT entry with NMI delivery, unmasked.
 const LVT_NMI: u32 = 0x400;
-/// PERF_CTL0 and PERF_CTR0 of the core extension, and the global registers of version 2 (APM vol. 2 §13.2).
+/// PERF_CTL0 and PERF_CTR0 of the core extension, and the global registers of version 2 (APM vol. 2
+/// §13.2).
 const AMD_CTL0: u32 = 0xC001_0200;
 const AMD_CTR0: u32 = 0xC001_0201;
 const AMD_GLOBAL_STATUS: u32 = 0xC000_0300;
 const AMD_GLOBAL_CTL: u32 = 0xC000_0301;
 const AMD_GLOBAL_STATUS_CLEAR: u32 = 0xC000_0302;
-/// Selectors: cycles at all levels, enabled; bit 20 asks for interrupts.
+/// Event selects: cycles at all levels, enabled. Bit 20 enables interrupts.
 const INTEL_CYCLES: u32 = 0x43_003C;
 const AMD_CYCLES: u32 = 0x43_0076;
 const INTERRUPT: u32 = 1 << 20;
 
-/// One access of the guest's.
+/// A register access of the guest.
 #[derive(Clone, Copy)]
 enum Access {
     Read(u32),
@@ -105,14 +108,14 @@ enum Access {
 }
 use Access::{Read, Write};
 
-/// A model, and the accesses of its driver.
+/// A PMU model and the register accesses of its driver.
 struct Case {
     name: [&'static str; 2],
     generation: Generation,
     selector: (u32, u32),
     counter: u32,
     global: Option<u32>,
-    /// Those of the handler before the counter is written anew, and behind.
+    /// Accesses of the interrupt handler before and after the counter is rewritten.
     handler: (&'static [Access], &'static [Access]),
 }
 
@@ -178,7 +181,7 @@ const CASES: [Case; 4] = [
     },
 ];
 
-/// What a turn took.
+/// Measured values of one repetition.
 struct Took {
     cpu: Duration,
     interrupts: u64,
@@ -205,14 +208,15 @@ impl Access {
 }
 
 impl Case {
-    /// Those accesses of the handler that leave KVM.
+    /// Returns the number of accesses in the interrupt handler that exit to user space.
     fn accesses(&self) -> usize {
         let (before, behind) = self.handler;
         let ours = |access: &&Access| !matches!(access, Write(X2APIC_LVT_PMI, _));
         before.iter().chain(behind).filter(ours).count() + 1
     }
 
-    /// A multiboot kernel that counts `rounds` down while its counter overflows every `period` cycles.
+    /// Returns a multiboot kernel that counts down from `rounds` while its counter overflows every
+    /// `period` cycles.
     fn image(&self, rounds: u32, period: u64, interrupts: bool) -> Vec<u8> {
         let rearm = Write(self.counter, period.wrapping_neg() & ((1 << 48) - 1));
         let selector = self.selector.1 | if interrupts { INTERRUPT } else { 0 };
@@ -306,7 +310,8 @@ impl Case {
         Ok(Model::new(self.generation, None, None)?)
     }
 
-    /// Under a VMM that answers with constants and sends an NMI after each `period`, if there is one.
+    /// Runs the guest under a VMM that answers accesses with constants and sends an NMI after each
+    /// `period`, if any.
     fn constant(&self, kvm: &Kvm, image: &[u8], period: Option<Duration>) -> Result<Took, Box<dyn Error>> {
         let began = cpu_time();
         let ram = GuestRam::new(RAM_BYTES)?;
@@ -338,7 +343,7 @@ impl Case {
         let mut vcpu = ArmedVcpu::new(vcpu);
         let timer = KickTimer::for_current_thread()?;
         let (mut nmis, mut exits) = (0, 0);
-        // The guest has its table of interrupts before it begins with its counter.
+        // The first NMI is armed at the first register write, when the guest has loaded its IDT.
         let mut begins = true;
         loop {
             exits += 1;
@@ -374,11 +379,11 @@ impl Case {
         })
     }
 
-    /// Under Perfvisor.
+    /// Runs the guest under Perfvisor.
     fn ours(&self, kvm: &Kvm, image: Vec<u8>) -> Result<Took, Box<dyn Error>> {
         let began = cpu_time();
         let config = VmConfig {
-            // A few KiB for each turn, until the process ends.
+            // Leaks a few KiB per repetition until the process ends.
             kernel: KernelSource::Builtin(image.leak()),
             boot_protocol: BootProtocol::Auto,
             initrd: None,
@@ -433,7 +438,8 @@ impl Case {
         })
     }
 
-    /// CPU time and exits of one interrupt, under the VMM of constants and under Perfvisor.
+    /// Returns the CPU time in nanoseconds and the exits per interrupt, under the constant VMM and
+    /// under Perfvisor.
     fn turn(&self, kvm: &Kvm, work: &Work) -> Result<[(f64, f64); 2], Box<dyn Error>> {
         let image = |interrupts| self.image(work.rounds, work.period_cycles, interrupts);
         let of_one = |with: Took, without: Took| {
@@ -451,7 +457,7 @@ impl Case {
     }
 }
 
-/// What a guest does in a turn.
+/// Work of the guest in one repetition.
 struct Work {
     rounds: u32,
     period: Duration,
@@ -459,7 +465,7 @@ struct Work {
 }
 
 impl Work {
-    /// By what an interrupt and a round take here.
+    /// Calibrates the work by the cost of an interrupt and of a loop iteration on this host.
     fn of(kvm: &Kvm) -> Result<Self, Box<dyn Error>> {
         let case = &CASES[2];
         let tsc_khz = u64::from(VmFd::new(kvm)?.create_vcpu(0)?.get_tsc_khz()?);
@@ -495,7 +501,7 @@ impl Work {
     }
 }
 
-/// CPU time of the process.
+/// Returns the CPU time of the process.
 fn cpu_time() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,

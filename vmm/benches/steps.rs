@@ -1,7 +1,8 @@
-//! What the exact backing adds to a step: a loop of KVM_RUN with single steps and nothing decoded, and the
-//! stepper's, by turns on one vCPU; and the same instructions with straight runs entered at once.
+//! Cost that the exact backing adds to a single step. Compares a loop of KVM_RUN with single steps
+//! and no decoding, the stepper, and the stepper with straight-line runs. The variants are
+//! interleaved on one vCPU.
 //!
-//! The guest is an endless loop of ten instructions and a branch in 64-bit mode, at CPL 0.
+//! The guest is an endless loop of ten instructions and a branch in 64-bit mode at CPL 0.
 #[path = "../../perf-core/benches/figures/mod.rs"]
 mod figures;
 
@@ -22,29 +23,30 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::Counts;
 use vpmu::{SteppedLevels, Vendor};
 
-/// Turns of each way, and instructions in one: few, so that on a busy machine no other process comes into
-/// most turns.
+/// Number of repetitions of each variant, and instructions per repetition. A repetition is short,
+/// so that most are not interrupted by other processes on a busy host.
 const TURNS: usize = 301;
 const INSTRUCTIONS: u64 = 220;
 const TABLES: u64 = 0x1000;
 const CODE: u64 = 0x5000;
-/// mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [0x9000], eax; mov eax, [0x9000]; xor eax, edx; push rax;
-/// pop rax; nop; dec ecx; jmp to the first.
+/// mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [0x9000], eax; mov eax, [0x9000]; xor eax, edx;
+/// push rax; pop rax; nop; dec ecx; jmp to the first.
 const LOOP: [u8; 33] = [
     0xb8, 1, 0, 0, 0, 0x01, 0xc8, 0x8d, 0x50, 0x05, 0x89, 0x04, 0x25, 0, 0x90, 0, 0, 0x8b, 0x04, 0x25, 0,
     0x90, 0, 0, 0x31, 0xd0, 0x50, 0x58, 0x90, 0xff, 0xc9, 0xeb, 0xdf,
 ];
 
-/// How the guest is executed.
+/// Execution method of the guest.
 #[expect(clippy::large_enum_variant, reason = "there is one of it at a time")]
 enum Way {
-    /// By single steps, and nothing is looked at.
+    /// Single steps without decoding.
     Bare,
-    /// By a stepper that has not seen it before.
+    /// Stepper with empty caches.
     Stepper(Stepper),
 }
 
-/// Nanoseconds for each of [`INSTRUCTIONS`] instructions at least, and how many entries there were for each.
+/// Executes at least [`INSTRUCTIONS`] instructions. Returns the nanoseconds and the number of
+/// entries per instruction.
 fn turn(vcpu: &mut ArmedVcpu, way: Way) -> Result<(f64, f64), Box<dyn Error>> {
     let levels = SteppedLevels {
         user: false,
@@ -93,11 +95,11 @@ fn turn(vcpu: &mut ArmedVcpu, way: Way) -> Result<(f64, f64), Box<dyn Error>> {
     Ok((ns / retired as f64, entries as f64 / retired as f64))
 }
 
-/// A vCPU before the loop, with what keeps its memory.
+/// Returns a vCPU at the beginning of the loop, and the owners of its memory.
 fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
     let ram = GuestRam::new(32 << 20)?;
     let memory = ram.memory().clone();
-    // Present, writable; two MiB in one page.
+    // Present and writable; one 2 MiB page.
     for (table, entry) in [(0, TABLES + 0x1003), (1, TABLES + 0x2003), (2, 0x83)] {
         memory.write_obj::<u64>(entry, GuestAddress(TABLES + table * 0x1000))?;
     }
@@ -166,7 +168,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         for (way, times) in ways.into_iter().zip(&mut times) {
             let (ns, entries_of_way) = turn(&mut vcpu, way)?;
             entries = entries_of_way;
-            // The first turn of each is not counted.
+            // The first repetition of each variant is a warm-up and not recorded.
             if turn_of > 0 {
                 times.push(ns);
             }

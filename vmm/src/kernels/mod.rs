@@ -1,10 +1,10 @@
-//! What is done with a guest's Linux kernels, whoever loads them: before the guest starts with the one that
-//! it is loaded with, and later with those that it starts itself.
+//! Modifications of a guest's Linux kernels, both of the loaded kernel and of kernels that the
+//! guest starts itself.
 //!
 //! | module | |
 //! |---|---|
-//! | [`uncounted`] | takes events that nobody counts here out of a kernel's tables |
-//! | [`running`] | sees to a kernel that the guest starts itself (kexec, kdump), in its memory |
+//! | [`uncounted`] | removes uncountable events from the tables of a kernel |
+//! | [`running`] | patches a kernel that the guest starts itself (kexec, kdump), in memory |
 
 pub mod running;
 pub mod uncounted;

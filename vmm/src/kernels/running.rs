@@ -1,10 +1,10 @@
-//! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced, and the events that nobody
-//! counts here are taken out of their tables, where they lie in memory.
+//! Patching of kernels that a guest starts itself by kexec or kdump. RDPMC is replaced, and
+//! uncountable events are removed from the kernel's tables, in guest memory.
 //!
-//! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another
-//! kernel runs. So it does if a place where RDPMC was replaced holds something else: a kernel may be
-//! started where the one before it lay. Its symbols and unwind tables are in its memory, so what is known
-//! of a kernel that is loaded from a file is known of it, too.
+//! LSTAR points into the running kernel. Another kernel runs if LSTAR refers to other physical
+//! memory than at the last check, or if a location where RDPMC was replaced has changed, because a
+//! new kernel may start at the same address. A running kernel contains its symbols and unwind
+//! tables, so the same information is available as for a kernel that is loaded from a file.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,40 +23,41 @@ use kernel_images::rdpmc::{CodeBits, PatchedSite, RDPMC, TRAP, Text, TextRange, 
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
 
-/// Time between two searches: each copies the kernel, and a guest has a new one when it has booted.
+/// Minimum interval between two searches, because each search copies the kernel.
 const SEARCH_AGAIN: Duration = Duration::from_secs(1);
-/// Lines about searches in the life of a VM.
+/// Maximum number of log lines about searches per VM.
 const MOST_LINES: u32 = 64;
-/// Byte pairs 0F 33 in a kernel's text of which each is looked at. Debian's kernels have some dozens; more
-/// are there to keep us busy.
+/// Maximum number of byte pairs 0F 33 in a kernel's text that are examined. Debian's kernels have a
+/// few dozen; a malicious guest might supply many more.
 const MOST_PAIRS: usize = 1024;
-/// Searches of a kernel that lies where the one before it did. The first may come before it is whole.
+/// Maximum number of searches of a kernel at the address of the previous one. The first may occur
+/// before the kernel is completely loaded.
 const MOST_TRIES: u32 = 8;
-/// The function of Linux whose RDPMC shows whether a kernel is still the one that was looked at. Its code
-/// stays as it is for as long as the kernel runs.
+/// Function of Linux whose RDPMC identifies a kernel that was already patched. Its code does not
+/// change while the kernel runs.
 const READ_PMC: &str = "native_read_pmc";
-/// Reads of guest memory to find the physical address of one place.
+/// Maximum number of guest memory reads for translating one address.
 const TRANSLATE_READS: u32 = 16;
 const PAGE_BYTES: u64 = 4096;
-/// What the processor writes at once.
+/// Number of bytes that the processor writes atomically.
 const WORD_BYTES: u64 = 8;
-/// Linux is in the top 2 GiB of the address space.
+/// Lowest linear address of the Linux kernel image: the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
-/// What sees to the kernels that run in a VM.
+/// Detector and patcher of kernels that the guest starts.
 #[derive(Debug)]
 pub struct RunningKernels {
     memory: GuestMemoryMmap,
     sites: Arc<Sites>,
-    /// The text of the kernel that was loaded.
+    /// Text of the loaded kernel.
     loaded: Vec<TextRange>,
-    /// RDPMC that is not replaced faults, and is served then.
+    /// Unpatched RDPMC raises #GP and is emulated at the #GP handler.
     served_anyway: bool,
     uncounted: Arc<Uncounted>,
-    /// LSTAR and its physical address at the last search; 0: the loaded kernel.
+    /// LSTAR at the last search, with its physical address in `lstar_gpa`; 0 for the loaded kernel.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
-    /// Guest-physical address of a replaced RDPMC of the kernel that runs; 0: none is known.
+    /// Guest-physical address of a replaced RDPMC of the running kernel; 0 if unknown.
     replaced: AtomicU64,
     search: Mutex<Search>,
 }
@@ -65,11 +66,11 @@ pub struct RunningKernels {
 struct Search {
     last: Option<Instant>,
     said: u32,
-    /// Without success, of a kernel that lies where the one before it did.
+    /// Number of unsuccessful searches of a kernel at the address of the previous one.
     tries: u32,
 }
 
-/// Why a kernel was not searched.
+/// Reason why a kernel was not searched.
 #[derive(Debug, thiserror::Error)]
 enum SearchError {
     #[error(transparent)]
@@ -80,13 +81,13 @@ enum SearchError {
     Pairs,
 }
 
-/// What was changed in a kernel.
+/// Changes that were made to a kernel.
 struct Found {
     hidden: Vec<Hidden>,
     rdpmc: Result<Vec<PatchedSite>, SearchError>,
 }
 
-/// A part of a kernel's memory and what is known of it.
+/// Copy of a kernel's memory, with its symbols.
 struct Kernel {
     start: u64,
     bytes: Vec<u8>,
@@ -94,7 +95,7 @@ struct Kernel {
 }
 
 impl Kernel {
-    /// What lies between two symbols.
+    /// Returns the address and bytes between two symbols.
     fn span(&self, from: &str, to: &str) -> Option<(u64, &[u8])> {
         let from = self.symbols.by_name(from)?.address;
         let to = self.symbols.by_name(to)?.address;
@@ -102,12 +103,12 @@ impl Kernel {
         Some((from, self.bytes.get(offset(from)?..offset(to)?)?))
     }
 
-    /// Its code.
+    /// Returns the code sections.
     fn text(&self) -> Vec<Text<'_>> {
         [("_stext", "_etext"), ("_sinittext", "_einittext")]
             .iter()
             .filter_map(|(from, to)| self.span(from, to))
-            // Where a byte is in physical memory is asked of the page tables.
+            // Physical addresses are translated later with the page tables.
             .map(|(virt, bytes)| Text {
                 virt,
                 phys: virt,
@@ -116,7 +117,7 @@ impl Kernel {
             .collect()
     }
 
-    /// Boundaries of instructions, from its unwind table.
+    /// Returns instruction boundaries from the ORC unwind table.
     fn boundaries(&self) -> Vec<u64> {
         self.span("__start_orc_unwind_ip", "__stop_orc_unwind_ip")
             .map(|(at, ips)| orc::addresses(at, ips))
@@ -125,8 +126,8 @@ impl Kernel {
 }
 
 impl RunningKernels {
-    /// Of a VM whose first kernel's text is `loaded`, with its RDPMC replaced at `patched`, and whose sites
-    /// are `sites`.
+    /// Creates the patcher of a VM whose first kernel has the text `loaded` with RDPMC already
+    /// replaced at `patched`. `sites` are the replaced sites of the VM.
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<Sites>,
@@ -148,8 +149,8 @@ impl RunningKernels {
         }
     }
 
-    /// Looks at the kernel that a vCPU runs, whose system calls go to `lstar`, and sees to it if it is
-    /// another one. Whether it is.
+    /// Checks the kernel that a vCPU runs, whose SYSCALL entry point is `lstar`, and patches it if
+    /// it is a new kernel. Returns `true` if the kernel is new.
     pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
@@ -160,7 +161,7 @@ impl RunningKernels {
         if self.is_known(lstar, gpa) && self.is_as_it_was() {
             return false;
         }
-        // A vCPU does not wait for the search of another.
+        // A vCPU never waits for the search of another vCPU.
         let Ok(mut search) = self.search.try_lock() else {
             return false;
         };
@@ -199,7 +200,7 @@ impl RunningKernels {
         }
     }
 
-    /// Whether RDPMC is still replaced where it was.
+    /// Returns `true` if the known RDPMC is still replaced.
     fn is_as_it_was(&self) -> bool {
         match self.replaced.load(Ordering::Relaxed) {
             0 => true,
@@ -249,11 +250,11 @@ impl RunningKernels {
             .ok()
     }
 
-    /// Sees to the kernel around `lstar`.
+    /// Patches the kernel around `lstar`.
     fn see_to(&self, regs: &GuestRegs, lstar: u64) -> Found {
         match locate::memory_around(&self.memory, regs, lstar) {
             Ok((start, bytes)) => Found {
-                // Its tables first: they need no symbols.
+                // The event tables are handled first, because they need no symbols.
                 hidden: self
                     .uncounted
                     .hide_running(&self.memory, start, &bytes, |linear| self.physical(regs, linear)),
@@ -266,7 +267,7 @@ impl RunningKernels {
         }
     }
 
-    /// Finds RDPMC in the kernel whose memory from `start` on is `bytes`, and replaces it.
+    /// Finds and replaces RDPMC in the kernel `bytes`, which begin at `start`.
     fn patch(&self, regs: &GuestRegs, start: u64, bytes: Vec<u8>) -> Result<Vec<PatchedSite>, SearchError> {
         let symbols = kallsyms::find(&bytes).map_err(LocateError::from)?;
         let kernel = Kernel {
@@ -292,13 +293,13 @@ impl RunningKernels {
             }
         }
         sites.retain(|site| site.length != 0);
-        // Known before they can be executed.
+        // The sites must be registered before a vCPU can execute them.
         self.sites.add(&sites);
         sites.retain(|site| self.replace(regs, site));
         Ok(sites)
     }
 
-    /// Replaces one. Its two bytes may be in two pages.
+    /// Replaces one RDPMC. Its two bytes may be in different pages.
     fn replace(&self, regs: &GuestRegs, site: &PatchedSite) -> bool {
         let last = site.virt + u64::from(site.length) - 1;
         let [Some(first), Some(second)] =
@@ -307,26 +308,28 @@ impl RunningKernels {
             return false;
         };
         let memory = &self.memory;
-        // Both at once where they are in one word.
+        // Both bytes are replaced atomically if they are in one word.
         if second == first.unchecked_add(1) && first.0 % WORD_BYTES != WORD_BYTES - 1 {
             return replace_at_once(memory, first).is_some();
         }
         let there = [first, second].map(|at| memory.read_obj::<u8>(at).ok());
-        // If another vCPU is just there, it sees the old pair, a write to port 33H, or the new pair.
+        // A vCPU that executes this code concurrently sees the old pair, a write to port 33H, or
+        // the new pair.
         there == RDPMC.map(Some)
             && memory.write_obj(TRAP[0], first).is_ok()
             && memory.write_obj(TRAP[1], second).is_ok()
     }
 }
 
-/// Replaces the two bytes at `at`, which are in one word of [`WORD_BYTES`]. `None`: they are not RDPMC.
+/// Atomically replaces the two bytes at `at`, which are in one word of [`WORD_BYTES`]. Returns
+/// `None` if they are not RDPMC.
 fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     let slice = memory
         .get_slice(GuestAddress(at.0 - at.0 % WORD_BYTES), size_of::<u64>())
         .ok()?;
     let offset = usize::try_from(at.0 % WORD_BYTES).ok()?;
     let word = slice.get_atomic_ref::<AtomicU64>(0).ok()?;
-    // The guest may change its other bytes meanwhile: its kernel writes its own code, too.
+    // The guest may change adjacent bytes concurrently, because its kernel also patches code.
     let replaced = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| {
         let mut bytes = old.to_le_bytes();
         let pair = bytes.get_mut(offset..offset + 2)?;
@@ -339,12 +342,13 @@ fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     replaced.ok().map(|_| ())
 }
 
-/// Where it can be seen later whether a kernel with these sites is still the same.
+/// Returns the address whose content shows later whether a kernel with these sites is still
+/// running.
 fn witness(sites: &[PatchedSite]) -> Option<u64> {
     let site = sites
         .iter()
         .find(|site| site.symbol.as_ref().is_some_and(|(name, _)| name == READ_PMC))?;
-    // The page behind may lie elsewhere.
+    // The next page may be elsewhere in physical memory.
     Some(site.opcode()).filter(|gpa| gpa % PAGE_BYTES != PAGE_BYTES - 1)
 }
 
@@ -361,17 +365,17 @@ mod tests {
     /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
     const READS: u64 = START + 0x40;
     const CODE: [u8; 5] = [0x31, 0xc9, 0x0f, 0x33, 0xc3];
-    /// One that has the same two bytes in a constant: `mov eax, 330FH; ret`.
+    /// A function with the same two bytes in a constant: `mov eax, 330FH; ret`.
     const LOOKS_ALIKE: u64 = START + 0x80;
     const OTHER_CODE: [u8; 6] = [0xb8, 0x0f, 0x33, 0, 0, 0xc3];
-    /// Where system calls go.
+    /// SYSCALL entry point.
     const LSTAR: u64 = START + 0xc0;
     const TEXT_END: u64 = START + 0x4000;
     /// Physical memory of the two kernels, which both run at [`START`].
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
 
-    /// A kernel's memory, its symbols behind its text.
+    /// Returns a kernel image with its symbols after its text.
     fn kernel(text: impl FnOnce(&mut [u8])) -> Vec<u8> {
         let mut bytes = vec![0x90; (TEXT_END - START) as usize];
         let mut put = |at: u64, code: &[u8]| {
@@ -399,7 +403,7 @@ mod tests {
         bytes
     }
 
-    /// Cycles are all that can be counted.
+    /// Only cycles can be counted.
     fn by_the_clock() -> Arc<Uncounted> {
         let probe = HostProbe {
             hardware_pmu: false,
@@ -420,7 +424,7 @@ mod tests {
     }
 
     impl Guest {
-        /// With the loaded kernel at [`FIRST`], which runs.
+        /// Creates a guest that runs the loaded kernel at [`FIRST`].
         fn new() -> Self {
             let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
             let sites = Sites::new(&[]);
@@ -458,7 +462,7 @@ mod tests {
             guest
         }
 
-        /// Has [`START`] mapped to the kernel at `phys`.
+        /// Maps [`START`] to the kernel at `phys`.
         fn runs(&self, phys: u64) {
             let entry = GuestAddress(0x3000 + 8 * (START >> 21 & 0x1ff));
             self.memory.write_obj(phys | 0x83, entry).unwrap();
@@ -472,12 +476,12 @@ mod tests {
             self.running.look(&self.regs, LSTAR)
         }
 
-        /// Time passes in which nothing was searched.
+        /// Simulates the passing of the search interval.
         fn later(&self) {
             self.running.search.lock().unwrap().last = None;
         }
 
-        /// The first bytes of the function that reads a counter, in the kernel at `phys`.
+        /// Returns the first bytes of the counter-reading function in the kernel at `phys`.
         fn code(&self, phys: u64) -> [u8; 5] {
             self.memory.read_obj(GuestAddress(phys + READS - START)).unwrap()
         }
@@ -490,8 +494,8 @@ mod tests {
 
     const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
 
-    /// Of the kernel that was loaded the loader has seen to; one that is started in its place has its RDPMC
-    /// replaced where it lies, and nothing else of it.
+    /// The loader patches the first kernel. A kernel that the guest starts later has only its RDPMC
+    /// replaced, in memory.
     #[test]
     fn a_kernel_that_the_guest_starts_gets_its_rdpmc_replaced() {
         let guest = Guest::new();
@@ -513,8 +517,8 @@ mod tests {
         assert!(!guest.look(), "it is known now");
     }
 
-    /// What cannot be counted is taken out of the tables of a kernel that the guest starts, as it is of the
-    /// one that was loaded; also where the kernel cannot be searched for RDPMC.
+    /// Uncountable events are removed from the tables of a kernel that the guest starts, even if
+    /// the kernel cannot be searched for RDPMC.
     #[test]
     fn a_kernel_that_the_guest_starts_loses_what_nobody_counts() {
         const TABLE: u64 = 0x3000;
@@ -552,7 +556,7 @@ mod tests {
         assert_eq!((there(FIRST), guest.code(FIRST)), (LEFT, CODE));
     }
 
-    /// Both bytes are written at once, and the others of the word may change meanwhile.
+    /// Both bytes are written atomically while the other bytes of the word may change.
     #[test]
     fn two_bytes_of_a_word_are_replaced_and_no_other() {
         let guest = Guest::new();
@@ -577,7 +581,7 @@ mod tests {
         );
     }
 
-    /// A kernel that is started where the one before it lay has its RDPMC replaced, too.
+    /// A kernel at the address of the previous one also has its RDPMC replaced.
     #[test]
     fn a_kernel_at_the_place_of_the_one_before_it_gets_its_rdpmc_replaced() {
         let guest = Guest::new();
@@ -587,7 +591,8 @@ mod tests {
         for _ in 0..2 {
             guest.later();
             assert!(!guest.look(), "it is the same");
-            // It is copied there while the other one's LSTAR is still set: not whole at first.
+            // The new kernel is copied while LSTAR still belongs to the old one, so the copy is
+            // incomplete at first.
             guest.load(SECOND, &vec![0; 1 << 20]);
             assert!(guest.look());
             guest.load(SECOND, &kernel(|_| {}));
@@ -599,8 +604,8 @@ mod tests {
         }
     }
 
-    /// So it is with one in the place of the kernel that was loaded; and what never becomes a kernel is not
-    /// searched for ever.
+    /// A kernel at the address of the loaded kernel is also detected. Memory that never becomes a
+    /// kernel is searched a bounded number of times.
     #[test]
     fn the_loaded_kernel_may_be_followed_in_its_place() {
         let mut guest = Guest::new();
@@ -639,8 +644,8 @@ mod tests {
         assert_eq!(searches, MOST_TRIES as usize + 1);
     }
 
-    /// Guests that change kernels all the time have one searched in a second, and the others when that has
-    /// passed.
+    /// At most one kernel is searched per second, even if the guest changes kernels continuously.
+    /// Others are searched later.
     #[test]
     fn searches_are_far_between() {
         let guest = Guest::new();
@@ -657,8 +662,8 @@ mod tests {
         assert_eq!(guest.code(FIRST), REPLACED);
     }
 
-    /// What cannot be searched is left as it is, and is not searched again and again: memory without symbols,
-    /// text that is made to be full of what could be RDPMC.
+    /// An unsearchable kernel is left unchanged and not searched repeatedly: memory without
+    /// symbols, or text full of possible RDPMC bytes.
     #[test]
     fn what_is_no_known_kernel_is_left_alone() {
         let guest = Guest::new();
@@ -684,7 +689,7 @@ mod tests {
             guest.later();
             assert!(!guest.look(), "it is known that it cannot be searched");
         }
-        // Not in the kernel's part of the address space, and not mapped.
+        // Addresses outside the kernel's half and unmapped addresses.
         assert!(!guest.running.look(&guest.regs, 0x40_0000));
         assert!(!guest.running.look(&guest.regs, START + (4 << 20)));
     }

@@ -1,5 +1,5 @@
-//! Events that nobody counts here, taken out of the tables of a guest's kernels, so that perf there says
-//! `<not supported>` and shows no 0 that nobody counted.
+//! Removal of uncountable events from the event tables of a guest's kernels, so that perf in the
+//! guest shows `<not supported>` instead of a misleading zero.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::boot::event_tables::{self, EventTable, Hidden};
 use crate::kvm::cpuid;
 use crate::pmu::countable::Countable;
 
-/// What of a guest's kernels' tables cannot be counted on this host.
+/// Filter for events in guest kernel tables that cannot be counted on this host.
 #[derive(Debug)]
 pub struct Uncounted {
     vendor: Vendor,
@@ -21,8 +21,8 @@ pub struct Uncounted {
 }
 
 impl Uncounted {
-    /// For guests with `model`; `probe` says what the host's perf events can do. Without `hides` the tables
-    /// stay as they are.
+    /// Creates the filter for guests with `model`. `probe` describes the perf events of the host.
+    /// Without `hides` the tables are not modified.
     pub fn new(
         model: &Model,
         policy: BackingPolicy,
@@ -38,7 +38,7 @@ impl Uncounted {
         }
     }
 
-    /// The same for guests that may count what `filter` allows only.
+    /// Restricts the countable events to those that `filter` allows.
     #[must_use]
     pub fn within(self, filter: Arc<EventFilter>) -> Self {
         Self {
@@ -47,7 +47,7 @@ impl Uncounted {
         }
     }
 
-    /// Takes what cannot be counted out of `tables`, if that is asked for.
+    /// Removes uncountable events from `tables`, if enabled.
     pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<Hidden> {
         if !self.hides {
             return Vec::new();
@@ -58,7 +58,8 @@ impl Uncounted {
         })
     }
 
-    /// The same in a kernel that runs, whose memory from `start` on is `bytes`. `physical` translates.
+    /// Removes uncountable events from a running kernel whose memory `bytes` begins at `start`.
+    /// `physical` translates linear addresses.
     pub fn hide_running(
         &self,
         memory: &GuestMemoryMmap,
@@ -72,12 +73,12 @@ impl Uncounted {
         self.hide(memory, &event_tables::find_in_memory(start, bytes, physical))
     }
 
-    /// Says in one line what the guest will not count, and where that was taken out.
+    /// Logs the events that the guest cannot count and the tables from which they were removed.
     pub fn tell(&self, hidden: &[Hidden]) {
         tell_hidden(hidden);
         let missing = self.countable.missing();
         if !missing.is_empty() {
-            // What CPUID says an Intel guest needs no table for.
+            // CPUID reports unavailable events to an Intel guest, so no table is needed.
             let shown = if !hidden.is_empty() || self.vendor == Vendor::Intel && self.hides {
                 "perf there says <not supported>"
             } else if self.hides {
@@ -93,7 +94,7 @@ impl Uncounted {
     }
 }
 
-/// Says what was taken out of which table.
+/// Logs the events that were removed from each table.
 pub fn tell_hidden(hidden: &[Hidden]) {
     for table in hidden {
         guest_log!(

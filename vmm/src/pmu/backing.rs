@@ -1,4 +1,5 @@
-//! Which backing a host can give, and what it can count: the part of the choice that is made once per VM.
+//! Backings that this host supports and the events that they can count. The choice is made once per
+//! VM.
 
 use crate::kvm::host::Kvm;
 use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
@@ -7,46 +8,47 @@ use crate::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, Backability, BackingPolicy, ParavirtualEvent, Sources, Vendor};
 
-/// A backing that this host cannot give.
+/// Error of a backing that this host does not support.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
-    /// `--backing hardware` without a PMU.
+    /// `--backing hardware` on a host without a usable PMU.
     #[error(
         "--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there{1}"
     )]
     NoHardware(String, &'static str),
-    /// The clock driver's host events are refused.
+    /// The host denies the perf events of the clock backing.
     #[error(
         "--backing clock: this host does not let this user count (kernel.perf_event_paranoid is {0}); set it to 1 or \
          less, give the program CAP_PERFMON (setcap cap_perfmon=ep), let it call perf_event_open if it is in a \
          container whose filter forbids that, or use --pmu off{1}"
     )]
     NoClock(String, &'static str),
-    /// Guests cannot be single-stepped.
+    /// KVM cannot single-step guests.
     #[error("--backing exact: this host's KVM does not single-step guests; use --backing auto")]
     NoSteps,
-    /// Interrupts would be taken in the middle of steps.
+    /// KVM cannot block interrupts during a step.
     #[error(
         "--backing exact: this host's KVM cannot hold interrupts back during a step (Linux 5.14 and later can)"
     )]
     NoBlocking,
-    /// No vPMU of KVM's own.
+    /// KVM's own vPMU is unavailable.
     #[error("--backing kvm")]
     NoOwn(#[source] NoOwnPmu),
-    /// Breakpoints where KVM answers RDPMC.
+    /// `--rdpmc hwbp` with KVM's own vPMU, which handles RDPMC itself.
     #[error("--rdpmc hwbp with --backing kvm: KVM answers RDPMC itself there; leave --rdpmc out")]
     OwnAnswers,
-    /// A limit of interrupts that are not ours.
+    /// `--pmi-limit` with KVM's own vPMU, which delivers the PMIs itself.
     #[error(
         "--pmi-limit with --backing kvm: KVM delivers the PMIs there and has no limit; leave --pmi-limit out"
     )]
     OwnPmis,
 }
 
-/// Checks whether a guest can have KVM's own vPMU here, with these options, and returns it.
+/// Checks that KVM's own vPMU is available with these options, and returns its properties.
 ///
 /// # Errors
-/// [`BackingError`].
+/// Returns [`BackingError::OwnAnswers`] or [`BackingError::OwnPmis`] for an unsupported option, and
+/// [`BackingError::NoOwn`] if KVM offers no vPMU.
 pub fn check_own(
     kvm: &Kvm,
     probe: &HostProbe,
@@ -68,10 +70,11 @@ pub fn check_own(
     Ok(own)
 }
 
-/// Checks whether the exact backing can work for a VM of `cpus`, and says what it cannot do here.
+/// Checks that the exact backing works for a VM with `cpus` vCPUs, and logs its limitations on this
+/// host.
 ///
 /// # Errors
-/// [`BackingError`].
+/// Returns [`BackingError::NoSteps`] or [`BackingError::NoBlocking`].
 pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
     if !host.kernel {
         return Err(BackingError::NoSteps);
@@ -91,10 +94,10 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
     Ok(())
 }
 
-/// Checks what the user asked for against the host.
+/// Checks the requested backing against the capabilities of the host.
 ///
 /// # Errors
-/// [`BackingError`], which names the reason and the way out.
+/// Returns [`BackingError::NoHardware`] or [`BackingError::NoClock`], with the reason and a remedy.
 pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
     let remedy = remedy_of_level(probe.paranoid);
     let clock = || match probe.software_clock {
@@ -120,8 +123,9 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// What helps at a level of `kernel.perf_event_paranoid` above 2, which kernels with Debian's patch
-/// have: only `CAP_SYS_ADMIN` counts there, and no process of a VM keeps that.
+/// Returns a remedy for levels of `kernel.perf_event_paranoid` above 2, which kernels with Debian's
+/// patch support. Such a level permits counting only with `CAP_SYS_ADMIN`, which no process of a VM
+/// retains.
 fn remedy_of_level(paranoid: Option<i32>) -> &'static str {
     match paranoid {
         Some(3..) => {
@@ -131,8 +135,8 @@ fn remedy_of_level(paranoid: Option<i32>) -> &'static str {
     }
 }
 
-/// Who can count what under `policy` on this host, whose processor is `host`'s. `statistic` gives the kvm
-/// driver's number of one of KVM's statistics.
+/// Returns the count sources under `policy` on this host, whose processor vendor is `host`.
+/// `statistic` maps the name of a KVM statistic to the event config of the KVM driver.
 pub fn sources(
     policy: BackingPolicy,
     probe: &HostProbe,
@@ -147,7 +151,8 @@ pub fn sources(
     )
 }
 
-/// The same of what was found of the host: the vendor of its PMU, if it can be used, and what it opens.
+/// Returns the count sources from the vendor of the host's usable PMU, if any, and the generic
+/// events that the host opens.
 pub(super) fn sources_of(
     policy: BackingPolicy,
     hardware: Option<Vendor>,
@@ -157,7 +162,7 @@ pub(super) fn sources_of(
     Sources::new(policy, hardware, |event| statistic(statistic_of(event)?)).opening(opens)
 }
 
-/// The architectural events that the host's kernel opens by its generic numbers.
+/// Returns the architectural events that the host's kernel opens as generic events.
 pub(super) fn opened(probe: &HostProbe) -> Backability {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
@@ -166,7 +171,7 @@ pub(super) fn opened(probe: &HostProbe) -> Backability {
     ArchEvent::ALL.into_iter().filter(opens).collect()
 }
 
-/// KVM's name of the statistic that counts a paravirtual event.
+/// Returns the name of the KVM statistic that counts a paravirtual event.
 fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
     match event {
         ParavirtualEvent::VmExits => Some("exits"),
@@ -177,8 +182,8 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
     }
 }
 
-/// The architectural events of a `model` vendor's PMU that can be counted under `policy` on this host, whose
-/// processor is `host`'s.
+/// Returns the architectural events of a `model` vendor's PMU that can be counted under `policy` on
+/// this host, whose processor vendor is `host`.
 pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> Backability {
     sources(policy, probe, host, |_| None).backability(model)
 }
@@ -204,7 +209,7 @@ mod tests {
         }
     }
 
-    /// A host without a PMU still counts cycles, and refuses what it cannot do with the reason.
+    /// A host without a PMU still counts cycles, and rejects unsupported backings with the reason.
     #[test]
     fn a_host_without_a_pmu_counts_by_the_clock_only() {
         let probe = no_pmu();
@@ -222,7 +227,8 @@ mod tests {
         );
     }
 
-    /// What an Intel guest calls the last level cache AMD's generic events do not count: CPUID must say so.
+    /// AMD's generic cache events do not count Intel's last-level cache events, so CPUID must
+    /// report those as unavailable.
     #[test]
     fn another_vendors_cache_events_are_not_the_guests() {
         let opens = |name: &str| GenericEvent {
@@ -251,7 +257,7 @@ mod tests {
             );
         }
         assert!(of(Vendor::Amd).has(ArchEvent::BranchMisses));
-        // By the clock there, by the host's own event here.
+        // An Intel guest counts bus cycles by the clock; an AMD guest uses the host's event.
         assert!(of(Vendor::Amd).has(ArchEvent::BusCycles) && of(Vendor::Intel).has(ArchEvent::BusCycles));
         let hardware = |host| backability(BackingPolicy::Hardware, &probe, Vendor::Intel, host);
         assert!(
@@ -260,8 +266,7 @@ mod tests {
         );
     }
 
-    /// Without software clock events there is nothing to count with: said at the start, not by zeros in the
-    /// guest.
+    /// Without software clock events the VM fails to start, instead of reading zeros in the guest.
     #[test]
     fn refused_clock_events_are_an_error_with_a_remedy() {
         let probe = HostProbe {

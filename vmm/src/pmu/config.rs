@@ -1,4 +1,4 @@
-//! What the PMU of a VM is made with.
+//! Configuration of the PMU of a VM.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,53 +9,53 @@ use vpmu::{BackingPolicy, EventFilter, Model};
 
 use crate::kvm::stepping::Stepping;
 
-/// What the PMU of a VM is to be.
+/// Configuration of the PMU of a VM.
 #[derive(Clone, Debug)]
 pub struct PmuConfig {
-    /// The model guests see.
+    /// PMU model presented to the guest.
     pub model: Model,
-    /// What counts for its counters.
+    /// Backing of the guest's counters.
     pub policy: BackingPolicy,
-    /// Which events may be counted.
+    /// Events that may be counted.
     pub filter: Arc<EventFilter>,
-    /// Whether the guest may ever count paravirtual events; else `filter` denies them, and so does any that
-    /// comes later.
+    /// The guest may count paravirtual events. If `false`, `filter` and all later filters deny
+    /// them.
     pub paravirtual: bool,
-    /// Whether a guest's tables of events are without what `filter` denies, too. They stay so if another
-    /// filter comes.
+    /// Events denied by `filter` are also removed from the event tables of the guest's kernel. A
+    /// later filter does not change the tables.
     pub hides_denied: bool,
-    /// Most PMIs per second and vCPU.
+    /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
-    /// What can be stepped on this host, for the exact backing.
+    /// Stepping capabilities of the host, for the exact backing.
     pub stepping: Stepping,
-    /// Who gets the host's counters when they run out.
+    /// Priority of the guest and operators for host counters.
     pub share: SharePolicy,
-    /// How events that have to share counters take turns.
+    /// Multiplexing policy of events that share counters.
     pub mux: MuxPolicy,
-    /// How long turns are at first under the adaptive policy, if not as it has them by itself.
+    /// Initial multiplexing interval of the adaptive policy; `None` for the default.
     pub turn: Option<Duration>,
-    /// What operators may take.
+    /// Resource limits of operators.
     pub limits: OperatorLimits,
 }
 
-/// What operators of a VM may take. What is `None` is as in [`CoreConfig::default`].
+/// Resource limits of the operators of a VM. `None` selects the default of [`CoreConfig::default`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OperatorLimits {
-    /// Most samples a second of one event, and the highest frequency that may be asked for.
+    /// Maximum sampling frequency of one event, in samples per second.
     pub sample_rate_hz: Option<u64>,
-    /// Memory for rings that a user who is not root may have, in bytes.
+    /// Ring buffer memory of a user other than root, in bytes.
     pub ring_bytes: Option<u64>,
-    /// Host counters of each vCPU that only events of the whole VM may use.
+    /// Number of host counters per vCPU that are reserved for VM-wide events.
     pub reserved_slots: usize,
 }
 
 impl PmuConfig {
-    /// Whether the guest has KVM's own vPMU.
+    /// Returns `true` if the guest uses KVM's own vPMU.
     pub fn is_kvms(&self) -> bool {
         self.policy == BackingPolicy::Kvm
     }
 
-    /// How the perf core is set up for it.
+    /// Returns the corresponding perf-core configuration.
     pub fn core_config(&self) -> CoreConfig {
         let mut core = CoreConfig {
             share: self.share,
@@ -64,7 +64,7 @@ impl PmuConfig {
             turn_ns: self
                 .turn
                 .map(|turn| u64::try_from(turn.as_nanos()).unwrap_or(u64::MAX)),
-            // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
+            // The VM belongs to its user, so VM-wide events reveal no more than per-vCPU events.
             paranoid: 0,
             reserved_slots: self.limits.reserved_slots,
             ..CoreConfig::default()
@@ -73,8 +73,8 @@ impl PmuConfig {
             core.sample_rate_hz = hz;
         }
         if let Some(bytes) = self.limits.ring_bytes {
-            // One number for both parts of what the kernel allows: per CPU, and by the limit of locked
-            // memory.
+            // The configured size replaces both kernel limits: the per-CPU allowance and the
+            // locked-memory limit.
             (core.mlock_kb, core.memlock_kb) = (0, bytes >> 10);
         }
         core

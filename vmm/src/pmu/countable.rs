@@ -1,4 +1,4 @@
-//! Which of perf's generic events can be counted for a guest, by the numbers its kernel has for them.
+//! Countability of perf's generic events for a guest, by the event numbers of the guest's kernel.
 
 use perf_core::pmu::host::{self, HostProbe};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use vpmu::{
 use super::backing;
 use crate::boot::event_tables::TableEvent;
 
-/// The generic events a plain `perf stat` asks for. What is not among them is no loss to say once.
+/// Generic events of a plain `perf stat`, for which a missing one is reported.
 const ASKED_FIRST: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
@@ -23,16 +23,17 @@ const ASKED_FIRST: [ArchEvent; 7] = [
 
 /// `PERF_COUNT_HW_REF_CPU_CYCLES`.
 const REF_CPU_CYCLES: u64 = 9;
-/// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2).
+/// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2), as a bit in the bitmap of
+/// fixed counters.
 const REFERENCE_COUNTER: u8 = 1 << REFERENCE;
-/// Its number.
+/// Number of the fixed counter for reference cycles.
 const REFERENCE: u8 = 2;
 
-/// What can be counted under one policy on one host, for one model.
+/// Events that one policy can count on one host for one model.
 #[derive(Debug)]
 pub struct Countable {
     vendor: Vendor,
-    /// An Intel model has the fixed counter of reference cycles.
+    /// The model is from Intel and has the fixed counter for reference cycles.
     reference_counter: bool,
     sources: Sources,
     backability: Backability,
@@ -41,7 +42,7 @@ pub struct Countable {
 }
 
 impl Countable {
-    /// For `model`; `host` is the vendor of this host's processor.
+    /// Creates the set for `model`. `host` is the processor vendor of the host.
     pub fn new(
         model: &Model,
         host: Vendor,
@@ -53,7 +54,7 @@ impl Countable {
         Self {
             vendor,
             reference_counter: model.fixed_bitmap() & REFERENCE_COUNTER != 0,
-            // The statistics of KVM back no generic event.
+            // KVM statistics do not back generic events.
             sources: backing::sources(policy, &probe, host, |_| None),
             backability,
             filter: Arc::new(EventFilter::allow_all()),
@@ -61,16 +62,18 @@ impl Countable {
         }
     }
 
-    /// The same for a guest that may count what `filter` allows only.
+    /// Restricts the set to the events that `filter` allows.
     #[must_use]
     pub fn within(self, filter: Arc<EventFilter>) -> Self {
         Self { filter, ..self }
     }
 
-    /// Whether `event`, for which the guest's kernel has the numbers `config`, is counted by anybody.
+    /// Returns `true` if `event` can be counted. `config` is its event number in the guest's
+    /// kernel.
     pub fn can_count(&self, event: TableEvent, config: u64) -> bool {
-        // CPUID tells an Intel guest which of these are not there. It has no word on reference cycles: Linux
-        // has a number of its own for them, which no counter but the fixed one counts (intel_pmu_event_map).
+        // CPUID reports unavailable events to an Intel guest, except for reference cycles. Linux
+        // uses a pseudo event number for them that only the fixed counter supports
+        // (intel_pmu_event_map).
         if let (Vendor::Intel, TableEvent::Hardware(number)) = (self.vendor, event) {
             let has_reference = self.reference_counter && self.filter.allows(Selection::Fixed(REFERENCE));
             return number != REF_CPU_CYCLES || has_reference;
@@ -83,8 +86,9 @@ impl Countable {
         ways.any(|way| way.known || self.host_knows(event))
     }
 
-    /// Whether the host's kernel knows the event. A host that is itself a guest takes any raw numbers, and
-    /// its own virtual PMU may count none of them; but its tables of generic events are true.
+    /// Returns `true` if the host's kernel supports the event. A host that is itself a guest
+    /// accepts any raw event number even if its virtual PMU does not count it, but its tables of
+    /// generic events are reliable.
     fn host_knows(&self, event: TableEvent) -> bool {
         match event {
             TableEvent::Hardware(config) => {
@@ -95,7 +99,8 @@ impl Countable {
         }
     }
 
-    /// The events of a plain `perf stat` that nobody counts. AMD has no reference cycles before Zen 4.
+    /// Returns the names of the events of a plain `perf stat` that cannot be counted. AMD has no
+    /// reference cycles before Zen 4.
     pub fn missing(&self) -> Vec<&'static str> {
         let asked = ASKED_FIRST.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
@@ -112,7 +117,7 @@ mod tests {
     use perf_core::pmu::host::{GenericEvent, HostCounters};
     use vpmu::{CounterNumbers, Generation};
 
-    /// A host whose PMU, if it has one, opens these generic events.
+    /// Returns a host whose PMU, if any, opens these generic events.
     fn probe(opens: &[(&str, u64)]) -> HostProbe {
         HostProbe {
             hardware_pmu: !opens.is_empty(),
@@ -162,7 +167,8 @@ mod tests {
         }
     }
 
-    /// On a host with a PMU the kernel of the host is asked, also for what it would take as raw numbers.
+    /// With a host PMU, the host's kernel decides, also for events that it would accept as raw
+    /// numbers.
     #[test]
     fn with_hardware_the_host_has_to_know_the_event() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("stalled-cycles-frontend", 7)]);
@@ -189,7 +195,7 @@ mod tests {
         assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
     }
 
-    /// AMD's CPUID has no word on single events, so the tables have it.
+    /// AMD's CPUID does not report individual events, so the kernel's tables must.
     #[test]
     fn what_the_filter_denies_is_counted_by_nobody() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
@@ -207,7 +213,8 @@ mod tests {
         }
     }
 
-    /// A model without the third fixed counter has nothing that counts Linux's number for reference cycles.
+    /// Without the third fixed counter, no counter supports Linux's event number for reference
+    /// cycles.
     #[test]
     fn reference_cycles_want_their_fixed_counter() {
         let none = probe(&[]);
@@ -230,23 +237,23 @@ mod tests {
         }
     }
 
-    /// What a table's event needs to stay.
+    /// Condition under which an event remains in the table.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum By {
-        /// Its own clock, so any backing.
+        /// The event has its own clock, so any backing suffices.
         Clock,
-        /// Each instruction is seen.
+        /// Every instruction is observed.
         Steps,
-        /// The host's kernel knows it.
+        /// The host's kernel supports the event.
         Host,
-        /// CPUID decides.
+        /// CPUID reports the availability.
         Cpuid,
-        /// Only fixed counter 2.
+        /// The event needs fixed counter 2.
         Reference,
     }
 
-    /// Each model with each backing, on a host without a PMU and on one that knows cycles and instructions:
-    /// an event stays in the table exactly where somebody counts it.
+    /// For each model and backing, on a host without a PMU and on one with cycles and instructions,
+    /// an event remains in the table if and only if it can be counted.
     #[test]
     fn each_model_keeps_with_each_backing_what_somebody_counts() {
         use By::{Clock, Cpuid, Host, Reference, Steps};

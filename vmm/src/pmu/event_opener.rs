@@ -1,11 +1,12 @@
-//! How a VM opens perf events of the host.
+//! Opening of the host's perf events for a VM.
 //!
-//! No thread of a VM has the capability that counting takes, nor may call `perf_event_open(2)`: the
-//! broker, a process of its own, opens events for it ([`sandbox::PerfBroker`]). Where the user may
-//! count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel lets no other
-//! process of that user open events on a VM, which is not dumpable. There each thread opens its own
-//! events, on itself only, and an event of another thread is opened by that thread
-//! (`remote_open.rs`).
+//! Threads of a VM have no capability for counting and may not call `perf_event_open(2)`. A
+//! separate process, the broker, opens events for them ([`sandbox::PerfBroker`]).
+//!
+//! If the user may count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel
+//! does not let another process of that user open events on a VM, because the VM is not dumpable.
+//! In that case each thread opens its own events. An event on another thread is opened by that
+//! thread (`remote_open.rs`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,23 +21,23 @@ use sandbox::{BrokerError, Confinement, Counting, PerfBroker, WorkersError};
 use super::remote_open::{RemoteOpen, current_tid};
 use crate::privileges;
 
-/// The opener of a VM's perf events.
+/// Opener of the perf events of a VM.
 #[derive(Debug)]
 pub struct VmEventOpener {
     broker: PerfBroker,
     counting: Counting,
-    /// The signal that makes a thread look for a request of another one.
+    /// Signal that makes a thread handle a request of another thread.
     kick_signal: i32,
     /// The end of the broker has been logged.
     end_logged: AtomicBool,
 }
 
 impl VmEventOpener {
-    /// Starts the broker. Events send `overflow_signal`, and the handler of `kick_signal` calls
-    /// `remote_open::open_in_handler`. No thread but the calling one may exist yet.
+    /// Starts the broker. Events send `overflow_signal`, and the handler of `kick_signal` must call
+    /// `remote_open::open_in_handler`. The calling thread must be the only thread of the process.
     ///
     /// # Errors
-    /// [`WorkersError`].
+    /// Returns the [`WorkersError`] if the broker cannot be started.
     pub fn start(
         confinement: Confinement,
         overflow_signal: i32,
@@ -49,7 +50,8 @@ impl VmEventOpener {
             kick_signal,
             end_logged: AtomicBool::new(false),
         };
-        // The kernel's own answer: whether the broker reaches this process as it will be.
+        // Asks the kernel whether the broker can open events on this process once it is not
+        // dumpable.
         let broker_is_denied = privileges::while_not_dumpable(|| counting_is_denied_to(&opener));
         if broker_is_denied && !privileges::counting_takes_a_capability() {
             opener.counting = Counting::OwnThread;
@@ -57,18 +59,19 @@ impl VmEventOpener {
         Ok(opener)
     }
 
-    /// Which threads of the VM open events.
+    /// Returns the method by which events are opened.
     #[must_use]
     pub fn counting(&self) -> Counting {
         self.counting
     }
 
-    /// Makes this process open all its perf events this way from now on.
+    /// Installs this opener for all perf events of the process.
     pub fn install(self) {
         set_event_opener(self);
     }
 
-    /// The receiver of an overflow signal, which can only be the one of vCPUs.
+    /// Returns the thread that receives an overflow signal. Only the overflow signal of vCPUs is
+    /// permitted.
     fn receiver(&self, overflow: OverflowSignal) -> io::Result<i32> {
         if overflow.signal == self.broker.signal() {
             Ok(overflow.tid)
@@ -77,7 +80,7 @@ impl VmEventOpener {
         }
     }
 
-    /// The error of a request, as its system call's would be. Logs the end of the broker once.
+    /// Converts a broker error to the error of the system call. Logs the end of the broker once.
     fn refused(&self, error: BrokerError) -> io::Error {
         match error {
             BrokerError::Refused(source) => source,
@@ -120,7 +123,7 @@ impl EventOpener for VmEventOpener {
         let tid = match request.counted {
             Counted::Thread(0) => current_tid(),
             Counted::Thread(tid) => tid,
-            // A VM counts no CPU of the host as a whole.
+            // A VM never counts a host CPU as a whole.
             Counted::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
         };
         if self.counting == Counting::OwnThread {

@@ -1,32 +1,33 @@
-//! Whether the host has a counter for each of the guest's.
+//! Fitting of the guest's counters to those of the host.
 //!
-//! A guest may use all its counters at once, the general ones for anything. A model whose numbers nobody
-//! chose is made small enough for that. Where the user chose them, one line says which counters compete.
+//! A guest may use all its counters at once, and a general-purpose counter for any event. A model
+//! with default counter numbers is reduced until the host has a counter for each of the guest's. If
+//! the user chose the numbers, competing counters are reported in one line.
 
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{ArchEvent, BackingPolicy, Model};
 
 use crate::kvm::own_pmu::OwnPmu;
 
-/// The generic events that Intel's fixed counters hold, by the counters' numbers.
+/// Generic events of Intel's fixed counters, indexed by counter number.
 const FIXED: [ArchEvent; 3] = [
     ArchEvent::Instructions,
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
 ];
 
-/// A model, and how it goes with the host.
+/// Result of fitting a PMU model to the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fitted {
-    /// The model the guest gets.
+    /// Model presented to the guest.
     pub model: Model,
-    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host
-    /// has one for each.
+    /// One-line description of the guest counters that compete for host counters; `None` if the
+    /// host has a counter for each.
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are. `own` is KVM's own
-/// vPMU where that counts ([`BackingPolicy::Kvm`]).
+/// Fits `model` to the host. With `asked`, the user chose the counter numbers, which are not
+/// changed. `own` describes KVM's own vPMU, if used ([`BackingPolicy::Kvm`]).
 pub fn fit(
     model: Model,
     asked: bool,
@@ -36,8 +37,8 @@ pub fn fit(
 ) -> Fitted {
     let by_host_events = match policy {
         BackingPolicy::Auto | BackingPolicy::Hardware => true,
-        // An emulated one opens the same pinned events as we do; a mediated one has the processor's counters
-        // themselves.
+        // An emulated KVM vPMU opens the same pinned events as Perfvisor; a mediated one owns the
+        // hardware counters.
         BackingPolicy::Kvm => own.is_some_and(|own| !own.mediated),
         BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
     };
@@ -61,7 +62,8 @@ pub fn fit(
     }
 }
 
-/// What the model's fixed counters need of the host's PMU. Events that the host does not count need nothing.
+/// Returns the generic events that the model's fixed counters need from the host's PMU. Events that
+/// the host does not count are excluded.
 fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
     let counted = |config: u64| probe.generic.iter().any(|e| e.config == config && e.opens);
     FIXED
@@ -74,7 +76,7 @@ fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
 
 fn competition(model: &Model, lowered: &Model, enough: bool, probe: &HostProbe) -> String {
     let counters = &probe.counters;
-    // Of the fixed ones those compete that have none of their own on the host.
+    // A fixed counter competes if the host has no free fixed counter for its event.
     let fixed: Vec<&str> = fixed_events(model, probe)
         .into_iter()
         .filter(|&config| !counters.fixed.iter().any(|f| f.config == config && f.free))
@@ -102,13 +104,13 @@ fn competition(model: &Model, lowered: &Model, enough: bool, probe: &HostProbe) 
     )
 }
 
-/// How many counters there are for a vCPU, in a few words.
+/// Describes the number of host counters per vCPU.
 pub fn slots(counters: &HostCounters) -> String {
     let fixed = counters.free() - counters.general;
     format!("{} general and {fixed} fixed counters per vCPU", counters.general)
 }
 
-/// The fixed counters, and which of them somebody else holds.
+/// Describes the fixed counters of the host and marks those in use by others.
 pub fn fixed(counters: &HostCounters) -> String {
     if counters.fixed.is_empty() {
         return "none".to_owned();
@@ -130,7 +132,8 @@ mod tests {
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
     use vpmu::{Backability, CounterNumbers, Generation, HostPmu};
 
-    /// A host with `general` free counters and fixed ones for these events, which are free or not.
+    /// Returns a host with `general` free counters and fixed counters for these events, each free
+    /// or taken.
     fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
         let number = |event: &ArchEvent| event.generic_number().unwrap();
         let config = |name: &str| number(FIXED.iter().find(|f| f.name() == name).unwrap());
@@ -178,7 +181,7 @@ mod tests {
         (fitted.model.general(), fitted.model.fixed())
     }
 
-    /// The default model announces no counter that the host could not back while all others count.
+    /// The default model has no counter that the host cannot back while all others count.
     #[test]
     fn a_default_model_fits_the_host() {
         assert_eq!(default_on(Generation::Intel(2), &host(4, &INTEL)), (4, 3));
@@ -217,7 +220,7 @@ mod tests {
         );
     }
 
-    /// AMD's models cannot have fewer than four: said even of a default.
+    /// AMD models have at least four counters, so even a default model may report competition.
     #[test]
     fn a_model_that_cannot_be_small_enough_says_so() {
         let fitted = fit(
@@ -232,7 +235,7 @@ mod tests {
         assert!(line.contains("this model has no fewer"), "{line}");
     }
 
-    /// What is not counted by the PMU needs none of its counters.
+    /// Backings that do not use the host's PMU do not limit the number of counters.
     #[test]
     fn other_backings_have_as_many_counters_as_they_like() {
         let asked = model(Generation::AmdV2, Some("15"));
@@ -247,7 +250,7 @@ mod tests {
         assert_eq!((fitted.model, fitted.competition), (asked, None));
     }
 
-    /// KVM's own vPMU opens host events as we do, unless it has the counters themselves.
+    /// KVM's emulated vPMU competes for host counters as Perfvisor does; a mediated one does not.
     #[test]
     fn kvms_own_vpmu_competes_as_far_as_it_is_emulated() {
         let own = |mediated| OwnPmu {

@@ -1,7 +1,8 @@
-//! The process that reads the guest's kernel: a worker for each search, which has nothing to lose.
+//! Worker process that reads the symbols and tables of the guest's kernel. Each search uses a new,
+//! unprivileged worker.
 //!
-//! Tables of a guest's kernel (kallsyms, BTF, ORC) are long, old and of many forms, and all of it is of the
-//! guest's making. So none of it is read in the VM's process.
+//! The tables of a guest's kernel (kallsyms, BTF, ORC) are large, have many versions, and are
+//! controlled by the guest, so the VM process never parses them.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -14,37 +15,36 @@ use sandbox::{BeginError, Confinement, Ended, Limits, Workers, WorkersError};
 
 use crate::privileges;
 
-/// What one search may take. A distribution's kernel takes 150 MiB and half a second, and thirty times as
-/// long where all of this is emulated.
+/// Resource limits of one search. A distribution kernel needs 150 MiB and half a second, and thirty
+/// times as long on a fully emulated host.
 const LIMITS: Limits = Limits {
     memory_bytes: 512 << 20,
     cpu_seconds: 120,
 };
-/// How long one search may take, on a machine that has other things to do.
+/// Time limit of one search, sufficient on a loaded host.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Reads kernels for one VM.
+/// Reader of the guest kernels of one VM.
 #[derive(Debug)]
 pub struct KernelReader {
     workers: Workers,
 }
 
-/// Why a kernel was not read.
+/// Error of reading a kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// The reader says why, or sends what is wrong.
+    /// The worker reported an error or sent an invalid response.
     #[error(transparent)]
     Ask(#[from] AskError),
-    /// The reader ended before it had said anything.
+    /// The worker ended without a response.
     #[error(
         "the guest's kernel could not be read: the process that reads it has failed: {0}; it is tried again when somebody asks"
     )]
     Ended(Ended),
-    /// No process can be started for it now.
+    /// No worker process could be started.
     #[error("the guest's kernel cannot be read: no process for that")]
     NoWorker(#[source] io::Error),
-    /// None can be started for it any more: a VM that runs may start no process, not even the one that
-    /// starts them.
+    /// The process that starts workers has ended. A running VM cannot start another one.
     #[error(
         "the guest's kernel can be read no more: the process that starts its reader (worker-keeper) has ended, \
          which only a signal of somebody's does; samples of the guest's kernel have no names, tasks and stacks \
@@ -63,10 +63,11 @@ impl From<BeginError> for ReadError {
 }
 
 impl KernelReader {
-    /// Starts what starts those processes. No thread but the calling one may exist yet.
+    /// Starts the process that starts workers. The calling thread must be the only thread of the
+    /// process.
     ///
     /// # Errors
-    /// [`WorkersError`].
+    /// Returns [`WorkersError`] if the process cannot be started.
     pub fn start(confinement: Confinement) -> Result<Self, WorkersError> {
         Self::within(confinement, LIMITS)
     }
@@ -76,10 +77,10 @@ impl KernelReader {
         Ok(Self { workers })
     }
 
-    /// Reads the kernel that `regs` and `anchors` point into out of `memory`.
+    /// Reads from `memory` the kernel to which `regs` and `anchors` refer.
     ///
     /// # Errors
-    /// [`ReadError`]; another try may succeed.
+    /// Returns [`ReadError`]. Except for [`ReadError::NoKeeper`], a later attempt may succeed.
     pub fn read<M: GuestPhys + ?Sized>(
         &self,
         memory: &M,
@@ -96,10 +97,10 @@ impl KernelReader {
     }
 }
 
-/// What a worker does.
+/// Serves one search in the worker process.
 fn work(socket: UnixStream, number: u32) {
     sandbox::worker_fault(number);
-    // Who asked is gone, if this fails, and nobody is left to tell.
+    // An error means that the VM has closed the socket, so there is no receiver for a report.
     let _ = search::serve(socket);
 }
 

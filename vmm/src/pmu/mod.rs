@@ -1,5 +1,7 @@
-//! The virtual PMU in the machine: one [`VmPmu`] per VM that owns the perf core and its drivers, one
-//! [`VcpuPmu`] per vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
+//! The virtual PMU of the machine.
+//!
+//! [`VmPmu`] owns the perf core of a VM and its drivers. [`VcpuPmu`] connects the register file
+//! (`vpmu`) of a vCPU to its perf-core context.
 
 pub mod backing;
 mod config;
@@ -47,10 +49,10 @@ pub use operator::{HostSampling, NoHostSamples, NotCountable, OperatorEvent};
 pub use own::OwnVmPmu;
 pub use regs::{GuestProbe, SampleMemory, Synced, VcpuRegs};
 
-/// Why the PMU could not be set up.
+/// Error of setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuSetupError {
-    /// perf-core refused the vCPU.
+    /// The perf core rejected the vCPU.
     #[error("the vCPU's event context could not be made")]
     Context(#[source] perf_core::OpenError),
     /// A system call failed.
@@ -58,37 +60,37 @@ pub enum PmuSetupError {
     Os(&'static str, #[source] io::Error),
 }
 
-/// The signal that host perf events send to the vCPU thread at an overflow.
+/// Returns the signal that host perf events send to the vCPU thread on overflow.
 pub fn overflow_signal() -> libc::c_int {
     libc::SIGUSR2
 }
 
-/// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from. A VM whose guest has
-/// no PMU has this one too, for operators, with a model that is off.
+/// PMU of a VM: the perf core, its drivers, and the configuration of the vCPU PMUs. Also exists for
+/// a VM without a guest PMU, for operators; the model is then off.
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
-    /// Which events may be counted now.
+    /// Events that may currently be counted.
     filter: ArcSwap<EventFilter>,
     core: Core,
     clock: Arc<ClockPmu>,
     fed: Arc<FedPmu>,
     kvm: Arc<KvmPmu>,
-    /// The vendor of the host's PMU, if it can be used.
+    /// Vendor of the host's PMU, if usable.
     hardware: Option<Vendor>,
-    /// What the host's kernel opens of its generic events.
+    /// Generic events that the host's kernel opens.
     opens: Backability,
     started: Instant,
-    /// What samples of the operator look into.
+    /// Guest memory and kernel information for samples.
     probe: GuestProbe,
-    /// The guest has KVM's own vPMU.
+    /// KVM's own vPMU, if the guest uses it.
     own: Option<OwnVmPmu>,
 }
 
 impl VmPmu {
-    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it
-    /// keeps any; `interprets_kernel`: this KVM interprets the guest's kernel; `guest`: what samples look
-    /// into.
+    /// Sets up the perf core with the drivers that this host supports. `vm_stats` is the file of
+    /// KVM's VM statistics, if available; `interprets_kernel` states that KVM interprets the
+    /// guest's kernel; `guest` provides guest memory for samples.
     pub fn new(
         config: PmuConfig,
         probe: &HostProbe,
@@ -127,14 +129,14 @@ impl VmPmu {
         }
     }
 
-    /// The same for a guest that has KVM's own vPMU.
+    /// Sets KVM's own vPMU as the PMU of the guest.
     #[must_use]
     pub fn with_own(mut self, own: OwnVmPmu) -> Self {
         self.own = Some(own);
         self
     }
 
-    /// What the guest may count by `filter`: never what the VM denies for good.
+    /// Restricts `filter` to the events that the configuration permits.
     #[must_use]
     pub fn within_limits(&self, filter: EventFilter) -> EventFilter {
         if self.config.paravirtual {
@@ -144,54 +146,57 @@ impl VmPmu {
         }
     }
 
-    /// Gives the filter to KVM where its own vPMU counts; else each vCPU's thread filters events.
+    /// Installs the filter in KVM if the guest uses KVM's own vPMU. Otherwise each vCPU thread
+    /// filters events, and this has no effect.
     ///
     /// # Errors
-    /// [`KvmFilterError`]; nothing has changed.
+    /// Returns [`KvmFilterError`], with the previous filter unchanged.
     pub fn set_kvms_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
         self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
     }
 
-    /// Whether the guest has a PMU.
+    /// Returns `true` if the guest has a PMU.
     pub fn is_for_guest(&self) -> bool {
         !self.config.model.is_off()
     }
 
-    /// Who counts what for the guest, for operators, and as CPUID says it.
+    /// Returns the count sources for the guest, for operators and for CPUID.
     fn sources(&self) -> Sources {
         let statistic = |name| self.kvm.config(name);
         backing::sources_of(self.config.policy, self.hardware, self.opens, statistic)
     }
 
-    /// What samples look into.
+    /// Returns the guest memory and kernel information for samples.
     pub fn probe(&self) -> &GuestProbe {
         &self.probe
     }
 
-    /// How events that have to share counters take turns.
+    /// Returns the multiplexing policy.
     pub fn mux(&self) -> MuxPolicy {
         self.config.mux
     }
 
-    /// The perf core.
+    /// Returns the perf core.
     pub fn core(&self) -> &Core {
         &self.core
     }
 
-    /// Takes KVM's statistics of vCPU `id`. They are there as long as the VM, whether the vCPU is or not:
-    /// KVM's vCPU stays.
+    /// Adds the KVM statistics of vCPU `id`. They exist as long as the VM, because KVM vCPUs are
+    /// not deleted when a vCPU is removed.
     pub fn add_statistics(&self, id: u8, stats: OwnedFd) {
         if let Some(stats) = stats_file("a vCPU", stats) {
             self.kvm.add_vcpu(VcpuId(id.into()), stats);
         }
     }
 
-    /// Which events vCPUs that come later may count; those that are there are told by their mailboxes.
+    /// Sets the event filter of vCPUs that are added later. Present vCPUs receive the filter as a
+    /// request.
     pub fn set_filter(&self, filter: Arc<EventFilter>) {
         self.filter.store(filter);
     }
 
-    /// The PMU of vCPU `id`, in its reset state. `tsc_khz`: the guest's TSC frequency.
+    /// Creates the PMU of vCPU `id` in its reset state. `tsc_khz` is the guest's TSC frequency, in
+    /// kHz.
     pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32) -> VcpuPmu {
         let filter = self.filter.load_full();
         let mut vpmu = Vpmu::new(self.config.model);
@@ -216,60 +221,62 @@ impl VmPmu {
     }
 }
 
-/// KVM's statistics behind `fd`; without them the events they back are not supported, which is said once.
+/// Opens the KVM statistics behind `fd`. Logs a failure; the events backed by the statistics are
+/// then unsupported.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
         .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {}", error_line(e)))
         .ok()
 }
 
-/// What ties a vCPU's PMU to the thread that runs it.
+/// Parts of a vCPU's PMU that belong to the thread running it.
 #[derive(Debug)]
 struct Attached {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
     fed: Arc<FedCounts>,
-    /// Time this thread waits for a CPU; only looked at while a counter counts it.
+    /// Time that this thread waits for a host CPU, read only while a counter counts it.
     steal: StealClock,
 }
 
-/// What came of serving overflow signals.
+/// Result of handling overflow signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Serviced {
-    /// Counters of the guest that overflowed.
+    /// Number of guest counters that overflowed.
     pub overflows: u32,
-    /// Segment and control registers were looked at.
+    /// Segment and control registers were read.
     pub used_system: bool,
 }
 
-/// The PMU of one vCPU. All methods are for the vCPU's own thread.
+/// PMU of one vCPU. All methods must be called on the vCPU thread.
 #[derive(Debug)]
 pub struct VcpuPmu {
     vm: Arc<VmPmu>,
     id: u8,
     tsc_khz: u32,
-    /// The register file; stays in its reset state where the guest has KVM's own vPMU.
+    /// Register file; unused if the guest uses KVM's own vPMU.
     vpmu: Vpmu,
-    /// Which events the guest may count.
+    /// Events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<Attached>,
     /// A register was written since the last reconcile.
     changed: bool,
-    /// What of [`Vpmu::uncounted_ns`] was fed to the guest's event.
+    /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
     fed_uncounted_ns: u64,
-    /// A count we feed ourselves has reached an armed overflow.
+    /// A count fed by the VMM has reached an armed overflow.
     fed_overflow: bool,
-    /// What samples keep for the next.
+    /// State that samples keep for the next sample.
     samples: SampleMemory,
 }
 
 impl VcpuPmu {
-    /// Makes the calling thread the one whose time and events count for this vCPU, and starts the vCPU's
-    /// event time.
+    /// Attaches the vCPU to the calling thread, whose time and events are counted from now on, and
+    /// starts the vCPU's event time.
     ///
     /// # Errors
-    /// [`PmuSetupError`].
+    /// Returns [`PmuSetupError::Os`] if schedstat cannot be opened, and [`PmuSetupError::Context`]
+    /// if the perf core rejects the vCPU.
     pub fn attach_to_current_thread(&mut self) -> Result<(), PmuSetupError> {
         let vm = &self.vm;
         let steal =
@@ -302,13 +309,13 @@ impl VcpuPmu {
         Ok(())
     }
 
-    /// Whether a thread counts for this vCPU.
+    /// Returns `true` if the vCPU is attached to a thread.
     pub fn is_attached(&self) -> bool {
         self.attached.is_some()
     }
 
-    /// The registers are in their reset state again, and nothing of what they counted goes on. The vCPU
-    /// stays in the perf core, with the events of operators.
+    /// Resets the registers and closes the guest's events. The vCPU stays attached to the perf
+    /// core, with the events of operators.
     pub fn reset(&mut self) {
         if let Some(attached) = &mut self.attached {
             self.vpmu.detach(&mut attached.events);
@@ -319,8 +326,7 @@ impl VcpuPmu {
         *self = fresh;
     }
 
-    /// The thread is about to end: the vCPU leaves the perf core. Samples that it still owes are
-    /// lost.
+    /// Detaches the vCPU from the perf core before its thread ends. Pending samples are lost.
     pub fn detach(&mut self) {
         if let Some(mut attached) = self.attached.take() {
             self.vpmu.detach(&mut attached.events);
@@ -333,16 +339,16 @@ impl VcpuPmu {
         }
     }
 
-    /// Nobody counts for this vCPU any more.
+    /// Removes the vCPU from the clock and fed drivers.
     fn forget(&self) {
         let vcpu = VcpuId(u32::from(self.id));
         self.vm.clock.remove_vcpu(vcpu);
         self.vm.fed.remove_vcpu(vcpu);
     }
 
-    /// The vCPU stops running guest code for a while, or for good. Overflows that have passed are
-    /// known exactly from now on, whether their signals have come or not:
-    /// [`VcpuPmu::service_overflows`] is to follow.
+    /// Schedules out the vCPU's events, because the vCPU stops running guest code. Elapsed
+    /// overflows are then exactly known, even if their signals have not arrived. Must be followed
+    /// by [`VcpuPmu::service_overflows`].
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
@@ -350,19 +356,19 @@ impl VcpuPmu {
         }
     }
 
-    /// The vCPU goes on.
+    /// Schedules in the vCPU's events.
     pub fn resume(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_in();
         }
     }
 
-    /// Whether a delivered PMI sets LVTPC's mask bit.
+    /// Returns `true` if delivering a PMI sets LVTPC's mask bit.
     pub fn masks_lvtpc_on_delivery(&self) -> bool {
         self.vpmu.delivery_masks_lvtpc()
     }
 
-    /// KVM_RUN is next.
+    /// Records that KVM_RUN is about to be called.
     #[inline]
     pub fn guest_enter(&self) {
         if let Some(attached) = &self.attached {
@@ -370,7 +376,7 @@ impl VcpuPmu {
         }
     }
 
-    /// KVM_RUN is over.
+    /// Records that KVM_RUN has returned.
     #[inline]
     pub fn guest_exit(&self) {
         if let Some(attached) = &self.attached {
@@ -378,7 +384,7 @@ impl VcpuPmu {
         }
     }
 
-    /// RDMSR.
+    /// Handles RDMSR.
     pub fn read_msr(&mut self, msr: u32) -> MsrRead {
         self.count_msr_exit();
         match &mut self.attached {
@@ -387,9 +393,10 @@ impl VcpuPmu {
         }
     }
 
-    /// WRMSR.
+    /// Handles WRMSR.
     pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWrite {
-        // Before the write: what was counted until now belongs to the registers as they were.
+        // Counts up to this point belong to the previous register values, so they are fed before
+        // the write.
         self.count_msr_exit();
         self.changed = true;
         match &mut self.attached {
@@ -398,7 +405,7 @@ impl VcpuPmu {
         }
     }
 
-    /// RDPMC at `cpl`, with CR4.PCE set or not.
+    /// Handles RDPMC at privilege level `cpl`, with the value of CR4.PCE.
     pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> MsrRead {
         self.feed_steal();
         self.feed_uncounted();
@@ -410,8 +417,8 @@ impl VcpuPmu {
         }
     }
 
-    /// The guest's last instruction left guest mode and is complete with the next entry; call it after
-    /// [`VcpuPmu::reconcile`]. `cpl` is asked only if some counter wants to know the level.
+    /// Counts an exiting instruction that completes at the next entry. Must be called after
+    /// [`VcpuPmu::reconcile`]. `cpl` is evaluated only if a counter filters by privilege level.
     #[inline]
     pub fn retired_outside(&mut self, cpl: impl FnOnce() -> u8) {
         let (wanted, level) = self.vpmu.wants_retired_outside();
@@ -426,7 +433,7 @@ impl VcpuPmu {
         self.vpmu.reconcile(&mut attached.events);
     }
 
-    /// The privilege levels that the vCPU must be stepped for; as of the last reconcile.
+    /// Returns the privilege levels that must be stepped, as of the last reconcile.
     #[inline]
     pub fn stepped_levels(&self) -> SteppedLevels {
         self.attached
@@ -436,22 +443,21 @@ impl VcpuPmu {
             })
     }
 
-    /// How much may be fed at CPL 0 until an overflow is due.
+    /// Returns how much may be fed at CPL 0 before an overflow.
     pub fn room_at_cpl0(&self) -> Counts {
         let fed = self.attached.as_ref().map(|attached| &attached.fed);
         fed.map_or_else(Counts::default, |fed| Counts::room(fed, 0))
     }
 
-    /// What a step retired. Overflows are due before the next instruction: see
-    /// [`VcpuPmu::take_fed_overflow`].
+    /// Feeds the events of a step. A resulting overflow must be handled before the next
+    /// instruction; see [`VcpuPmu::take_fed_overflow`].
     pub fn feed_step(&mut self, step: &Step) {
         if let Some(attached) = &self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
         }
     }
 
-    /// Serves overflow signals. Says how many counters overflowed, and whether segment and control registers
-    /// were looked at, so that they had better come with the next exit.
+    /// Handles overflow signals and takes the due samples.
     pub fn service_overflows(&mut self, fd: &VcpuFd, synced: Synced) -> Serviced {
         let Some(attached) = self.attached.as_mut() else {
             return Serviced::default();
@@ -470,7 +476,8 @@ impl VcpuPmu {
             .context
             .service_overflows(&mut regs, &mut |overflowed: Overflowed| {
                 if let Some(counter) = PerfCoreEvents::counter_of(overflowed.cookie) {
-                    // At most one report for each counter, so this never grows onto the heap.
+                    // Each counter is reported at most once, so the vector never spills to the
+                    // heap.
                     counters.push(counter);
                 }
             });
@@ -486,8 +493,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Something the guest's paravirtual events count has happened once. It has no privilege level of its
-    /// own.
+    /// Counts one paravirtual event. Paravirtual events have no privilege level.
     #[inline]
     pub fn count_event(&mut self, event: ParavirtualEvent) {
         if let Some(attached) = &self.attached {
@@ -495,14 +501,14 @@ impl VcpuPmu {
         }
     }
 
-    /// An access to a PMU register left guest mode.
+    /// Counts an exit for a PMU register access.
     fn count_msr_exit(&mut self) {
         self.count_event(ParavirtualEvent::MsrExits);
         self.feed_steal();
         self.feed_uncounted();
     }
 
-    /// Brings the count of stolen time up to date, if a counter counts it.
+    /// Feeds the stolen time since the last call, if a counter counts it.
     fn feed_steal(&mut self) {
         if let Some(attached) = self.attached.as_mut()
             && let Some(ns) = attached.steal.advance()
@@ -512,7 +518,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Brings the count of uncounted time up to date. While every counter counts this is two loads.
+    /// Feeds the uncounted time since the last call. Costs two loads while every counter counts.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {
@@ -526,8 +532,8 @@ impl VcpuPmu {
         }
     }
 
-    /// How soon the vCPU is to leave the guest, because a counter that has no place waits for one; `None`
-    /// while none does.
+    /// Returns the delay after which the vCPU must exit to retry scheduling a counter, or `None` if
+    /// no counter waits for a host counter.
     #[inline]
     pub fn retry_in(&mut self) -> Option<Duration> {
         let attached = self.attached.as_mut()?;
@@ -535,13 +541,14 @@ impl VcpuPmu {
         Some(Duration::from_nanos(ns))
     }
 
-    /// Whether PMIs are ours to deliver.
+    /// Returns `true` if the VMM delivers the guest's PMIs.
     pub fn has_pmis(&self) -> bool {
         self.vm.is_for_guest() && !self.is_kvms()
     }
 
-    /// Nanoseconds in which at least one enabled counter was not counted, and how often one lost its place or
-    /// found none. `None` where KVM's own vPMU counts, or the guest has no counters.
+    /// Returns the time in which at least one enabled counter was not counted, in nanoseconds, and
+    /// the number of times that a counter lost its host counter or found none. Returns `None` if
+    /// the guest has no counters or uses KVM's own vPMU.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
         if !self.has_pmis() {
             return None;
@@ -551,13 +558,13 @@ impl VcpuPmu {
         Some((ns, self.vpmu.places_lost()))
     }
 
-    /// Whether overflows are to be served although no signal came.
+    /// Returns and clears whether overflows must be handled although no signal arrived.
     #[inline]
     pub fn take_fed_overflow(&mut self) -> bool {
         std::mem::take(&mut self.fed_overflow)
     }
 
-    /// Brings the events in line with the registers; nothing to do is one test.
+    /// Updates the events to match the registers. Costs one check if nothing changed.
     #[inline]
     pub fn reconcile(&mut self) {
         let Some(attached) = self.attached.as_mut() else {
@@ -577,58 +584,59 @@ impl VcpuPmu {
         }
     }
 
-    /// Whether a PMI is due and not delivered yet.
+    /// Returns `true` if a PMI is due and not delivered yet.
     #[inline]
     pub fn pmi_pending(&self) -> bool {
         self.vpmu.pmi_pending()
     }
 
-    /// Whether the due PMI may go now, or how long the rate limit holds it back.
+    /// Returns whether the due PMI may be delivered now or is delayed by the rate limit.
     pub fn pmi_ready(&mut self) -> PmiReady {
         let now_ns = self.vm.now_ns();
         self.vpmu.pmi_ready(now_ns)
     }
 
-    /// The due PMI cannot be delivered now. Returns whether it still waits: what the guest has served is
-    /// forgotten.
+    /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is withdrawn
+    /// because the guest has cleared its cause.
     pub fn pmi_must_wait(&mut self) -> bool {
         self.vpmu.pmi_must_wait()
     }
 
-    /// What became of PMIs so far.
+    /// Returns the numbers of delivered, throttled and withdrawn PMIs.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.vpmu.pmi_counts()
     }
 
-    /// The due PMI went to the guest.
+    /// Records that the due PMI was delivered.
     pub fn pmi_delivered(&mut self) {
         let now_ns = self.vm.now_ns();
         self.vpmu.pmi_delivered(now_ns);
     }
 
-    /// Nanoseconds from now until `time_ns` of the clock that [`VcpuPmu::pmi_ready`] speaks of.
+    /// Returns the nanoseconds from now until `time_ns` on the clock of [`VcpuPmu::pmi_ready`].
     pub fn nanoseconds_until(&self, time_ns: u64) -> u64 {
         time_ns.saturating_sub(self.vm.now_ns())
     }
 
-    /// Which events the guest may count from now on.
+    /// Sets the events that the guest may count.
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter.clone();
         self.vpmu.set_filter(filter);
         self.changed = true;
     }
 
-    /// Whether the guest has KVM's own vPMU: its registers do not come here.
+    /// Returns `true` if the guest uses KVM's own vPMU, whose registers are not trapped.
     pub fn is_kvms(&self) -> bool {
         self.vm.own.is_some()
     }
 
-    /// Starts a search for the guest's kernel; [`GuestProbe::begin_search`] said so.
+    /// Starts a search for the guest's kernel. Call only after [`GuestProbe::begin_search`] has
+    /// returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
         VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, Synced::default()).find_kernel();
     }
 
-    /// What the guest has programmed, for the operator.
+    /// Returns the guest's programmed counters for operators.
     pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounter> {
         if self.is_kvms() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
@@ -646,7 +654,7 @@ impl VcpuPmu {
         views.iter().map(shown::guest_counter).collect()
     }
 
-    /// The register file.
+    /// Returns the register file.
     pub fn registers(&mut self) -> &mut Vpmu {
         &mut self.vpmu
     }
@@ -662,13 +670,13 @@ mod tests {
     use super::*;
     use crate::kvm::stepping::Stepping;
 
-    /// Select 0xFF with ENABLE, OS and USR.
+    /// Event select 0xFF with ENABLE, OS and USR.
     fn selector(event: ParavirtualEvent) -> u64 {
         const SELECT: u64 = 0xff | 1 << 16 | 1 << 17 | 1 << 22;
         SELECT | u64::from(event.umask().0) << 8
     }
 
-    /// A vCPU's PMU on this thread, with nothing behind it but what the VMM counts itself.
+    /// Returns a vCPU PMU on this thread that can count only events fed by the VMM.
     fn pmu() -> VcpuPmu {
         let name = "intel-v2".parse().unwrap();
         let config = PmuConfig {
@@ -701,7 +709,7 @@ mod tests {
         assert_eq!(pmu.write_msr(msr, value), MsrWrite::Done);
     }
 
-    /// RDPMC of counter 0 at CPL 0.
+    /// Reads counter 0 with RDPMC at CPL 0.
     fn read(pmu: &mut VcpuPmu) -> Option<u64> {
         match pmu.rdpmc_at(0, 0, true) {
             MsrRead::Value(value) => Some(value),
@@ -726,15 +734,15 @@ mod tests {
             pmu.reconcile();
         }
         assert_eq!(read(&mut pmu), Some(5));
-        // The exit of the RDMSR itself is counted, and one that faults is an exit too.
+        // The RDMSR exit itself is counted, even if the RDMSR faults.
         assert_eq!(pmu.read_msr(IA32_PMC0), MsrRead::Value(6));
         assert_eq!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63), MsrWrite::InjectGp);
         assert_eq!(read(&mut pmu), Some(7));
         pmu.detach();
     }
 
-    /// A guest that counts what nobody here can count reads for how long: never less than passed between two
-    /// reads of its, never more than passed around them, and nothing when that counter is off.
+    /// A guest with an uncountable event reads its uncounted time: at least the time between two of
+    /// its reads, at most the time around them, and zero while the counter is disabled.
     #[test]
     fn a_guest_reads_how_long_its_counters_were_not_counted() {
         let mut pmu = pmu();
@@ -768,8 +776,8 @@ mod tests {
         pmu.detach();
     }
 
-    /// A thread that shares one CPU with a busy one waits; the guest's counter of that must not stand still,
-    /// and must stop when the guest asks for something else.
+    /// A counter of stolen time advances while the thread waits for a busy CPU, and stops when the
+    /// guest selects another event.
     #[test]
     fn a_guest_that_programs_stolen_time_by_wrmsr_has_it_counted() {
         let mut pmu = pmu();

@@ -1,4 +1,4 @@
-//! An operator's events: from what was written after `-e` to what perf-core opens.
+//! Operator events: translation of an event specification (`-e`) to a perf-core event.
 
 use perf_core::Attr;
 use perf_core::EventType;
@@ -10,53 +10,53 @@ use vpmu::{ArchEvent, Backing, ParavirtualEvent, Way};
 use super::VmPmu;
 use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
 
-/// An operator's event as perf-core takes it, counting.
+/// Perf-core description of an operator's event.
 #[derive(Clone, Debug)]
 pub struct OperatorEvent {
-    /// The attributes, disabled.
+    /// Event attributes, initially disabled.
     pub attr: Attr,
-    /// Who counts.
+    /// Name of the backing.
     pub backing: &'static str,
-    /// Its counts are nanoseconds.
+    /// Counts are in nanoseconds.
     pub nanoseconds: bool,
-    /// Its counts are estimates even when it is on all the time.
+    /// Counts are estimates even without multiplexing.
     pub estimate: bool,
 }
 
-/// Samples that the host's kernel takes for an operator's event.
+/// Sampling of an operator's event in the host's kernel.
 #[derive(Debug)]
 pub struct HostSampling {
-    /// The host's event, stopped.
+    /// Stopped host event.
     pub sampler: GuestSampler,
-    /// Events each sample stands for; `None`: as the sample says.
+    /// Sampling period in events; `None` if each sample carries its period.
     pub period: Option<u64>,
-    /// The samples show where the host's kernel was, too.
+    /// Samples also include the host's kernel.
     pub sees_host: bool,
-    /// KVM interprets the guest's kernel here, which the samples do not show.
+    /// KVM interprets the guest's kernel, so samples do not show guest kernel code.
     pub interpreted: bool,
 }
 
-/// Why the host's kernel does not sample an event.
+/// Reason why the host's kernel cannot sample an event.
 #[derive(Debug, thiserror::Error)]
 pub enum NoHostSamples {
-    /// There is no thread to sample.
+    /// The vCPU has no thread yet.
     #[error("vCPU {0} does not run yet")]
     NotRunning(u32),
-    /// The host's clock knows no privilege levels of the guest.
+    /// The host's clock cannot distinguish guest privilege levels.
     #[error("the vCPU's clock is of one privilege level only")]
     OneLevel,
-    /// No hardware event can be opened.
+    /// The host has no usable hardware PMU.
     #[error("no hardware PMU of this host can be used; perfvisor check says why")]
     NoPmu,
-    /// A driver that is not the host kernel's.
+    /// The event's driver is not part of the host's kernel.
     #[error("only the host's PMU and the vCPU's clock are sampled in the host's kernel")]
     OtherDriver,
-    /// The host refused.
+    /// The host rejected the event.
     #[error(transparent)]
     Refused(#[from] PmuError),
 }
 
-/// Why nothing counts an operator's event here.
+/// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotCountable {
     /// Modifier `h` without `G`.
@@ -65,22 +65,23 @@ pub enum NotCountable {
     /// Modifiers `p` and `P`.
     #[error("there is no precise sampling of a guest")]
     Precise,
-    /// Nothing but the host's PMU could count it.
+    /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
-    /// The host's PMU has no such event, and nothing else could count it.
+    /// The host's PMU does not support the event, and no other backing counts it.
     #[error("this host's PMU does not count '{0}'")]
     NotOnHost(String),
-    /// No such statistic.
+    /// KVM has no statistic of this name.
     #[error("this host's KVM keeps no statistic '{0}'")]
     NoStatistic(String),
-    /// A paravirtual event for which this host has no source.
+    /// The host has no source for the paravirtual event.
     #[error("this host cannot count '{0}' for an operator")]
     NoParavirtual(String),
 }
 
 impl VmPmu {
-    /// The vCPU clock runs at a known rate: a frequency becomes the period it means, as it does in Linux.
+    /// Converts a sampling frequency of the vCPU clock to the equivalent period, because the clock
+    /// has a known rate. Linux does the same.
     pub fn clock_period(&self, vcpu: VcpuId, attr: &mut Attr) {
         if attr.ty == EventType::CLOCK
             && attr.freq
@@ -92,11 +93,11 @@ impl VmPmu {
         }
     }
 
-    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`. A clock's period may
-    /// have to be a longer one, see [`HostSampling::period`].
+    /// Samples the event `attr` in the host's kernel, on the thread of `vcpu`. The period of a
+    /// clock event may be increased, see [`HostSampling::period`].
     ///
     /// # Errors
-    /// Why it cannot.
+    /// Returns [`NoHostSamples`] with the reason.
     pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, NoHostSamples> {
         let clock = self
             .clock
@@ -134,10 +135,10 @@ impl VmPmu {
         Err(NoHostSamples::OtherDriver)
     }
 
-    /// What counts `spec` here.
+    /// Translates `spec` to an event that can be counted on this host.
     ///
     /// # Errors
-    /// Why nothing does.
+    /// Returns [`NotCountable`] with the reason.
     pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, NotCountable> {
         let m = &spec.modifiers;
         if m.host && !m.guest {
@@ -198,8 +199,8 @@ impl VmPmu {
             exclude_user: m.exclude_user(),
             exclude_kernel: m.exclude_kernel(),
             exclude_idle: m.exclude_idle,
-            // The side of the host's own events (page faults, switches) is the host; all others are the
-            // guest's.
+            // Software events of the host (page faults, context switches) occur on the host; all
+            // other events count the guest.
             exclude_host: ty != EventType::SOFTWARE,
             ..Attr::default()
         };
@@ -211,7 +212,7 @@ impl VmPmu {
         })
     }
 
-    /// Who counts one of perf's generic events.
+    /// Returns the source that counts one of perf's generic events.
     fn generic(&self, event: HardwareEvent) -> Option<Way> {
         let number = event as u64;
         match ArchEvent::ALL
@@ -219,7 +220,7 @@ impl VmPmu {
             .find(|arch| arch.generic_number() == Some(number))
         {
             Some(arch) => self.sources().for_operator(arch),
-            // perf has numbers for events that differ from one processor to the next.
+            // Other perf event numbers have a processor-specific meaning.
             None => self.hardware.map(|_| Way {
                 backing: Backing::Hardware,
                 ty: EventType::HARDWARE,
@@ -246,7 +247,8 @@ mod tests {
     use crate::kvm::stepping::Stepping;
     use crate::pmu::{GuestProbe, OperatorLimits, PmuConfig};
 
-    /// The PMU of a VM on a host whose kernel opens these of its generic events, `None`: has no PMU.
+    /// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
+    /// `None`.
     fn vm(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
         let mut probe = HostProbe::run();
         probe.hardware_pmu = opens.is_some();
@@ -284,8 +286,8 @@ mod tests {
         vm.operator_event(&groups[0].events[0])
     }
 
-    /// Whatever counts for the guest (here nothing), an operator gets what this host can count, and is told
-    /// who counts it.
+    /// An operator can count everything that the host supports, independent of the guest's PMU, and
+    /// receives the name of the backing.
     #[test]
     fn without_a_pmu_the_clock_and_the_kernel_count() {
         let vm = vm(None, false);
@@ -336,7 +338,7 @@ mod tests {
         );
     }
 
-    /// An event of the guest never counts the host; what the host does for a guest is the host's.
+    /// An event of the guest never counts the host.
     #[test]
     fn modifiers_choose_levels_and_never_the_host() {
         let vm = vm(None, false);
@@ -373,7 +375,7 @@ mod tests {
         assert!(never.sample_period > 0);
     }
 
-    /// The client must know whether the host's samples show the guest's kernel: only the VM knows its KVM.
+    /// Host samples state whether they show the guest's kernel, which only the VM can determine.
     #[test]
     fn samples_of_the_host_say_whether_the_guests_kernel_shows() {
         for interprets in [false, true] {
@@ -409,7 +411,7 @@ mod tests {
                         sample_period: 1,
                         ..of(EventType::CLOCK, false)
                     };
-                    // What the host's kernel is given, at 2 GHz.
+                    // Period of the host event at 2 GHz.
                     let real = Some(2 * MIN_CLOCK_PERIOD_NS);
                     assert_eq!(vm.host_sampling(VcpuId(0), &short).unwrap().period, real);
                 }

@@ -1,8 +1,7 @@
-//! The PMU of a VM whose guest has KVM's own vPMU: nothing traps, and what there is to see of it comes from
-//! KVM.
+//! PMU of a guest that uses KVM's own vPMU, whose registers are not trapped.
 //!
-//! Its registers are read with `KVM_GET_MSRS` and taken over by a register file of ours that nothing counts
-//! for. So they are shown, and saved, as those of any other guest.
+//! The registers are read with `KVM_GET_MSRS` and loaded into a register file without events, so
+//! that they are displayed and saved like those of any other guest.
 
 use std::sync::Arc;
 
@@ -20,7 +19,7 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use control_api::protocol::GuestCounter;
 
-/// What of KVM's own vPMU belongs to the whole VM.
+/// KVM's own vPMU of a VM.
 #[derive(Debug)]
 pub struct OwnVmPmu {
     vm: Arc<VmFd>,
@@ -28,15 +27,16 @@ pub struct OwnVmPmu {
 }
 
 impl OwnVmPmu {
-    /// For `vm`, of what KVM offers.
+    /// Creates the vPMU of `vm` with the properties that KVM offers.
     pub fn new(vm: Arc<VmFd>, offered: OwnPmu) -> Self {
         Self { vm, offered }
     }
 
-    /// Which events the guest may count from now on.
+    /// Sets the events that the guest may count.
     ///
     /// # Errors
-    /// [`KvmFilterError`]: KVM cannot have such a filter, and keeps the one it has.
+    /// Returns [`KvmFilterError`] if KVM does not support the filter. The previous filter stays in
+    /// effect.
     pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
         let translated = KvmFilter::new(
             filter,
@@ -54,10 +54,11 @@ impl OwnVmPmu {
     }
 }
 
-/// A PMU with the registers that KVM has for this vCPU now. To be called on the vCPU's thread.
+/// Returns a register file with the current values of KVM's PMU registers. Must be called on the
+/// vCPU thread.
 ///
 /// # Errors
-/// KVM's, and `EIO` where it does not have a register of the model.
+/// Returns the error of the KVM call, or `EIO` if KVM lacks a register of the model.
 pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<Vpmu, CallError> {
     let wanted = model.state_msrs();
     let entries: Vec<_> = wanted
@@ -85,8 +86,8 @@ fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (
     vpmu
 }
 
-/// The counters as an operator sees them. What KVM does not tell is not known: what was counted apart from
-/// what the guest wrote, times, overflows.
+/// Returns the counters for operators. Values that KVM does not report are absent: counts separate
+/// from the register values, times, and overflows.
 pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
     let views = mirror.counters_view(&mut KvmCounts);
     let counters = views.iter().map(shown::guest_counter);
@@ -106,7 +107,8 @@ pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
         .collect()
 }
 
-/// Events of a register file that others count for: it has none of its own.
+/// Counter events of a register file whose counters are maintained by KVM. All operations are
+/// no-ops.
 #[derive(Debug)]
 pub struct KvmCounts;
 
@@ -170,7 +172,7 @@ mod tests {
         mirror(model, Arc::new(EventFilter::allow_all()), values)
     }
 
-    /// What KVM told is shown, and nothing that it did not.
+    /// The view contains KVM's values and no others.
     #[test]
     fn a_view_has_kvms_values_and_no_invented_ones() {
         // Cycles at both levels, enabled, on counter 1.
@@ -209,7 +211,7 @@ mod tests {
         assert!(!named("gp0").enabled && named("fixed1").enabled);
     }
 
-    /// KVM's state can go on in a PMU of ours.
+    /// Registers read from KVM can be loaded into an emulated PMU.
     #[test]
     fn the_registers_are_saved_as_those_of_any_pmu() {
         for model in [Model::AMD, Model::INTEL] {

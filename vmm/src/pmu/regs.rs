@@ -1,4 +1,4 @@
-//! The guest's registers, stacks and task for a sample, read only when someone looks, and then once.
+//! Guest registers, stacks and task of a sample, each read on first use and then cached.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,34 +29,35 @@ use guest_profile::unwind::context::UserContext;
 use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Chain, Ends, Limits};
 use guest_profile::{Budget, GuestRegs};
 
-/// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
+/// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
-/// Where SYSCALL goes in 64-bit mode (SDM vol. 4, IA32_LSTAR).
+/// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
-/// Time between two searches for the guest's kernel: each copies all of it.
+/// Minimum interval between two searches for the guest's kernel, because each search copies the
+/// kernel.
 const SEARCH_AGAIN: Duration = Duration::from_secs(1);
-/// Reads of guest memory that one request for code may take: seventeen pages at most, by tables of five
-/// levels.
+/// Maximum number of guest memory reads per code request: up to seventeen pages with five-level
+/// page tables.
 const CODE_READS: u32 = 1024;
-/// Bytes of a page.
+/// Page size, in bytes.
 const PAGE: usize = 4096;
-/// Reads of guest memory that finding the current task may take.
+/// Maximum number of guest memory reads for locating the current task.
 const TASK_READS: u32 = 64;
 
-/// What samples look into: the guest's memory, and its kernel once that is known.
+/// Guest memory and guest kernel information for samples.
 #[derive(Clone, Debug)]
 pub struct GuestProbe {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<FoundKernel>>,
-    /// Who reads its tables.
+    /// Reader of the kernel's tables.
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<Search>>,
     listeners: Arc<Listeners>,
-    /// The guest's page tables had five levels at the last sample.
+    /// The guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
 }
 
-/// The search for the guest's kernel.
+/// State of the search for the guest's kernel.
 #[derive(Debug, Default)]
 enum Search {
     #[default]
@@ -64,12 +65,13 @@ enum Search {
     Looking,
     Found(String),
     Failed(String, Instant),
-    /// It cannot succeed any more, for any guest of this VM.
+    /// Failed permanently, for any guest of this VM.
     Over(String),
 }
 
 impl GuestProbe {
-    /// Of a guest whose kernel is not known yet. Without a `reader` it stays so.
+    /// Creates the probe of a guest whose kernel is unknown. Without a `reader` the kernel stays
+    /// unknown.
     pub fn new(memory: GuestMemoryMmap, reader: Option<Arc<KernelReader>>) -> Self {
         Self {
             memory,
@@ -81,18 +83,18 @@ impl GuestProbe {
         }
     }
 
-    /// Somebody begins to read samples: they are told again what is told once only.
+    /// Adds a reader of samples, to which information that is sent only once is sent again.
     pub fn add_listener(&self) {
         self.listeners.add();
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.memory
     }
 
-    /// What the guest has from `address` on in the address space of `cr3`, at most `length` bytes: up to the
-    /// first page that is not there. The tables are taken to be as deep as at the last sample.
+    /// Reads up to `length` bytes of guest code at `address` in the address space `cr3`, ending at
+    /// the first unmapped page. Uses the page-table depth of the last sample.
     pub fn code(&self, cr3: u64, address: u64, length: u32) -> Vec<u8> {
         let five_levels = self.five_levels.load(Ordering::Relaxed);
         let mut space = AddressSpace::with_root(&self.memory, cr3, five_levels);
@@ -121,12 +123,12 @@ impl GuestProbe {
         code
     }
 
-    /// The guest's kernel, if it is known.
+    /// Returns the guest's kernel, if known.
     pub fn kernel(&self) -> Option<Arc<FoundKernel>> {
         self.kernel.load_full()
     }
 
-    /// Another guest begins: nothing is known of its kernel.
+    /// Discards the kernel information, because another guest is started.
     pub fn forget(&self) {
         let mut search = self.search();
         if !matches!(*search, Search::Over(_)) {
@@ -135,8 +137,9 @@ impl GuestProbe {
         self.kernel.store(None);
     }
 
-    /// Whether the kernel is to be looked for now: it is not known, nobody is looking, and the last look was
-    /// not just now. Who gets `true` has to start one.
+    /// Returns `true` if a search for the kernel must start now, in which case the caller must
+    /// start it. Returns `false` if the kernel is known, a search is in progress, or the last
+    /// search failed very recently.
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
@@ -150,7 +153,7 @@ impl GuestProbe {
         begin
     }
 
-    /// How the search is going.
+    /// Returns the state of the search.
     pub fn kernel_info(&self) -> KernelInfo {
         let (state, detail) = match &*self.search() {
             Search::NotYet => (KernelState::Unknown, String::new()),
@@ -161,8 +164,8 @@ impl GuestProbe {
         KernelInfo { state, detail }
     }
 
-    /// Has the running kernel read out of guest memory, and waits for that on a thread of its own; samples
-    /// know it from then on.
+    /// Starts a thread that reads the running kernel from guest memory. Later samples use the
+    /// result.
     fn search_from(&self, regs: Option<(GuestRegs, Anchors)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
@@ -179,8 +182,7 @@ impl GuestProbe {
         }
     }
 
-    /// Looks by `read`: if that panics, the kernel is not found, and whoever asks later has it looked for
-    /// again.
+    /// Runs the search `read`. A panic is treated as a failed search, which may be repeated later.
     fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, SearchError>) {
         let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
         self.end_search(found.unwrap_or(Err(SearchError::Panicked)));
@@ -220,7 +222,7 @@ impl GuestProbe {
     }
 }
 
-/// Why the guest's kernel is not known.
+/// Reason why the guest's kernel is unknown.
 #[derive(Debug, thiserror::Error)]
 enum SearchError {
     #[error(transparent)]
@@ -235,44 +237,43 @@ enum SearchError {
     NoThread(#[source] std::io::Error),
 }
 
-/// User addresses of a sample whose mappings are told.
+/// Maximum number of user addresses of a sample whose mappings are recorded.
 const MAX_USER_FRAMES: usize = 32;
 
-/// What a vCPU keeps from one sample to the next.
+/// State that a vCPU keeps between samples.
 #[derive(Debug)]
 pub struct SampleMemory {
-    /// Where the guest kernel's data of this CPU are, once that is known: a running kernel does not change
-    /// it.
+    /// Per-CPU base address of the guest kernel on this vCPU, if known. Constant while the kernel
+    /// runs.
     per_cpu_base: Option<u64>,
-    /// Mappings that were told.
+    /// Mappings already recorded.
     told: TellOnce,
-    /// Where a sample's raw data is put together.
+    /// Buffer for a sample's raw data.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
-    /// Where the top of a program's stack is copied to; of no bytes until somebody asks for one.
+    /// Buffer for the user stack; empty until first requested.
     stack: Vec<u8>,
-    /// The program's registers with it.
+    /// User registers that belong to the stack.
     user_regs: [u64; REGS_USER_LEN],
-    /// How long the vCPU was held for the last sample, ns; 0 if that was not measured.
+    /// Duration of the vCPU interruption for the last sample, in nanoseconds; 0 if not measured.
     held_ns: u32,
-    /// A sample was taken since `held` was called.
+    /// A sample was taken since the last call of `held`.
     taken: bool,
-    /// Samples.
+    /// Number of samples.
     samples: u32,
 }
 
-/// After the first samples, the cost of one in this many is measured.
+/// Interval, in samples, at which the cost of a sample is measured after the first 64.
 const MEASURED: u32 = 4;
 
 impl SampleMemory {
-    /// Overflows are served next. The time, if it is to be measured how long that takes: reading the clock
-    /// costs, too.
+    /// Starts handling overflows. Returns the current time if the cost is to be measured; not
+    /// always, because reading the clock has a cost itself.
     #[inline]
     pub fn begin(&mut self) -> Option<Instant> {
         (self.samples < 64 || self.samples.is_multiple_of(MEASURED)).then(Instant::now)
     }
 
-    /// Overflows were served, which had begun at `began`. If there was a sample among them, that is what it
-    /// cost.
+    /// Ends handling overflows. Records the cost if a sample was taken and `began` is set.
     #[inline]
     pub fn held(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
@@ -299,7 +300,7 @@ impl Default for SampleMemory {
     }
 }
 
-/// Registers that came with the last exit (`KVM_CAP_SYNC_REGS`), as far as they are still the vCPU's.
+/// Registers that were copied at the last exit (`KVM_CAP_SYNC_REGS`) and are still valid.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Synced {
     regs: GuestRegs,
@@ -308,14 +309,14 @@ pub struct Synced {
 }
 
 impl Synced {
-    /// General registers came.
+    /// Sets the general-purpose registers.
     #[inline]
     pub fn set_general(&mut self, regs: &kvm_regs) {
         registers::set_general(&mut self.regs, regs);
         self.general = true;
     }
 
-    /// Segment and control registers came.
+    /// Sets the segment and control registers.
     #[inline]
     pub fn set_system(&mut self, sregs: &kvm_sregs) {
         registers::set_system(&mut self.regs, sregs);
@@ -323,30 +324,31 @@ impl Synced {
     }
 }
 
-/// Registers of a vCPU that is out of guest mode, on its own thread.
+/// Registers of a vCPU outside guest mode, read on its own thread.
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
     fd: &'a VcpuFd,
     guest: &'a GuestProbe,
     memory: &'a mut SampleMemory,
-    /// What is known so far.
+    /// Registers read so far.
     known: Synced,
-    /// The guest's kernel, once it was asked for.
+    /// The guest's kernel, after first use.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
-    /// Segment and control registers were asked for.
+    /// Segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: Ends,
-    /// What the stacks were walked to.
+    /// Result of the stack walk.
     chain: Option<Chain>,
-    /// Bytes of stack in `memory` and the ABI of its registers, and how many were asked for.
+    /// Length of the copied stack, ABI of the registers, and the requested stack length.
     user: Option<(usize, u64, u32)>,
-    /// Bytes of raw data in `memory`, once they are there.
+    /// Length of the raw data, once assembled.
     raw_len: Option<usize>,
 }
 
 impl<'a> VcpuRegs<'a> {
-    /// With the guest's stacks and tasks. `memory` is the vCPU's; what is in `known` need not be asked for.
+    /// Creates the register source of a sample. `memory` belongs to the vCPU. Registers in `known`
+    /// are not read from KVM.
     #[inline]
     pub fn new(fd: &'a VcpuFd, guest: &'a GuestProbe, memory: &'a mut SampleMemory, known: Synced) -> Self {
         Self {
@@ -364,12 +366,12 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    /// Whether segment and control registers were of use.
+    /// Returns `true` if segment and control registers were read.
     pub fn used_system(&self) -> bool {
         self.used_system
     }
 
-    /// With general registers; `None` when KVM does not give them.
+    /// Reads the general-purpose registers. Returns `None` if the KVM call fails.
     #[inline]
     fn general(&mut self) -> Option<&GuestRegs> {
         if !self.known.general {
@@ -378,7 +380,7 @@ impl<'a> VcpuRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// With segment and control registers; `None` when KVM does not give them.
+    /// Reads the segment and control registers. Returns `None` if the KVM call fails.
     #[inline]
     fn system(&mut self) -> Option<&GuestRegs> {
         self.used_system = true;
@@ -388,25 +390,25 @@ impl<'a> VcpuRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// The privilege level.
+    /// Returns the privilege level.
     pub fn cpl(&mut self) -> Option<u8> {
         self.system().map(|regs| regs.cpl)
     }
 
-    /// With what walks need. `None` when KVM does not give it.
+    /// Reads the registers needed for stack walks. Returns `None` if a KVM call fails.
     fn for_walk(&mut self) -> Option<&GuestRegs> {
         self.general()?;
         self.system()
     }
 
-    /// As [`Self::for_walk`], with the GS base that is swapped out.
+    /// Reads the registers needed for stack walks and the inactive GS base.
     fn with_kernel_gs(&mut self) -> Option<&GuestRegs> {
         self.for_walk()?;
         self.known.regs.kernel_gs_base = self.msr(IA32_KERNEL_GS_BASE);
         Some(&self.known.regs)
     }
 
-    /// Starts the search for the guest's kernel where the registers point.
+    /// Starts the search for the guest's kernel at the current registers.
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.with_kernel_gs().map(|regs| {
@@ -419,7 +421,7 @@ impl<'a> VcpuRegs<'a> {
         self.guest.search_from(regs);
     }
 
-    /// An MSR's value; 0 when KVM does not give it.
+    /// Returns the value of an MSR, or 0 if the KVM call fails.
     fn msr(&self, index: u32) -> u64 {
         let entry = kvm_msr_entry {
             index,
@@ -434,8 +436,8 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    /// The task that runs; the mappings of its user frames go behind the raw data's head, and how many bytes
-    /// they are to `told`.
+    /// Returns the current task. Writes the mappings of its user frames after the head of the raw
+    /// data, and their length to `told`.
     fn task(&mut self, told: &mut usize) -> Option<Task> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         kernel.as_ref()?.tasks.as_ref().ok()?;
@@ -462,7 +464,7 @@ impl<'a> VcpuRegs<'a> {
         Some(task)
     }
 
-    /// Keeps the user frames of a chain, for their mappings.
+    /// Stores the user frames of a call chain, for their mappings.
     fn keep_user_frames(&mut self, chain: &[u64]) {
         let user = chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
         let frames = user.map_or(&[][..], |at| &chain[at + 1..]);
@@ -535,8 +537,8 @@ impl SampleRegs for VcpuRegs<'_> {
 }
 
 impl VcpuRegs<'_> {
-    /// Reads the registers of the program and the top of its stack; returns the bytes of stack, and the
-    /// registers' ABI, 0 where there is no program.
+    /// Reads the user registers and the top of the user stack. Returns the length of the stack and
+    /// the ABI of the registers, which is 0 if no user program is running.
     fn read_user(&mut self, stack_bytes: u32) -> (usize, u64) {
         if self.chain.is_none() {
             let mut chain = [0; perf_core::CALLCHAIN_MAX];
@@ -554,7 +556,7 @@ impl VcpuRegs<'_> {
         let memory = &mut *self.memory;
         let asked = stack_bytes.min(STACK_USER_MAX) as usize;
         if memory.stack.len() < asked {
-            // Once: the first who asks.
+            // Allocated once, at the first request.
             memory.stack.resize(STACK_USER_MAX as usize, 0);
         }
         memory.user_regs = context.registers;
@@ -562,7 +564,7 @@ impl VcpuRegs<'_> {
         (len, if context.wide { 2 } else { 1 })
     }
 
-    /// Puts a sample's raw data together; returns its length.
+    /// Assembles the raw data of a sample and returns its length.
     fn write_raw(&mut self) -> usize {
         if self.user_frames.is_empty() && self.cpl() == Some(3) {
             let ip = self.ip();
@@ -594,7 +596,7 @@ mod tests {
     use super::*;
     use vm_memory::{Bytes, GuestAddress};
 
-    /// Code goes over pages that lie apart in memory, and ends where nothing is.
+    /// Code is read across physically separate pages and ends at the first unmapped page.
     #[test]
     fn code_is_read_up_to_the_first_hole() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -619,7 +621,7 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
-    /// A fault in a search is no search that goes on for ever.
+    /// A panic in a search counts as a failure, and the next search starts again.
     #[test]
     fn a_search_that_panics_has_failed_and_the_next_one_is_new() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -638,7 +640,7 @@ mod tests {
         assert_eq!(probe.kernel_info().state, KernelState::NotFound);
     }
 
-    /// What cannot succeed is told once and not tried again, not even for the next guest of the VM.
+    /// A permanent failure is reported once and not retried, not even for the next guest of the VM.
     #[test]
     fn a_search_without_a_keeper_is_the_last_one() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -663,7 +665,7 @@ mod tests {
         told(&probe);
     }
 
-    /// A cost is that of one sample, of one that was measured, and told for no other.
+    /// The cost is recorded only for measured samples.
     #[test]
     fn the_first_samples_are_measured_and_then_now_and_then() {
         let mut memory = SampleMemory::default();
@@ -679,7 +681,7 @@ mod tests {
         }
         let expected: Vec<u32> = (0..64).chain((64..200).step_by(4)).collect();
         assert_eq!(measured, expected);
-        // A timer that rang early took no sample.
+        // An early timer signal took no sample.
         memory.held_ns = 7;
         let began = memory.begin();
         memory.held(began);

@@ -1,6 +1,6 @@
-//! Opening of a perf event on another thread, by that thread: in the handler of the signal that
-//! kicks it. The signal interrupts the thread wherever it is, and `perf_event_open(2)` is one
-//! system call that needs no lock of ours.
+//! Opening of a perf event on another thread. The target thread opens the event in the handler of
+//! its kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a
+//! single system call that needs no locks of the VMM.
 #![expect(
     unsafe_code,
     reason = "system calls, and a signal handler that reads another thread's request"
@@ -15,18 +15,18 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{DirectOpener, EventOpener, OpenRequest};
 
-/// How long a thread may take to open an event for another one. It needs a moment on a processor.
+/// Maximum time for a thread to open an event for another thread.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How often the thread is signalled again: it may have ended before it came to the request.
+/// Interval between signals to the thread. Repeating detects a thread that has ended before it
+/// handled the request.
 const AGAIN: Duration = Duration::from_millis(50);
-/// How often the result is looked for.
+/// Interval between checks for the result.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// No request.
+/// State without a request.
 const IDLE: u64 = 0;
-/// The lowest bits of the state: the thread has not come to the request; its handler works on it;
-/// the result is there. The other bits are the thread's id, so that no thread takes another one's
-/// request.
+/// Phases in the lowest bits of the state: posted, being handled, and done. The other bits contain
+/// the thread ID, so that no thread handles another thread's request.
 const POSTED: u64 = 1;
 const TAKEN: u64 = 2;
 const DONE: u64 = 3;
@@ -35,38 +35,39 @@ fn state(tid: i32, phase: u64) -> u64 {
     u64::from(tid.unsigned_abs()) << 2 | phase
 }
 
-/// The state of the one request that there may be.
+/// State of the only request.
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
 /// The request, valid while the state is posted or taken.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
-/// One request at a time.
+/// Serializes requests.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The id of the calling thread.
+/// Returns the kernel thread ID of the calling thread.
 pub(super) fn current_tid() -> i32 {
-    // SAFETY: gettid takes nothing and cannot fail.
+    // SAFETY: `gettid` has no arguments and cannot fail.
     unsafe { libc::gettid() }
 }
 
-/// A request to open an event on the thread that handles it.
+/// Request to open an event on the thread that handles it.
 pub(super) struct RemoteOpen<'a> {
     request: &'a OpenRequest<'a>,
     result: Option<io::Result<OwnedFd>>,
 }
 
 impl RemoteOpen<'_> {
-    /// Makes thread `tid` of this process open an event on itself, as soon as the handler of
-    /// `signal` runs there.
+    /// Makes thread `tid` of this process open an event on itself, in its handler of `signal`.
     ///
     /// # Errors
-    /// The error of `perf_event_open(2)`; `ESRCH`: there is no such thread; `TimedOut`: it does not run.
+    /// Returns the error of `perf_event_open(2)`, `ESRCH` if the thread does not exist, or
+    /// `TimedOut` if the thread does not run.
     pub(super) fn run(request: &OpenRequest<'_>, tid: i32, signal: i32) -> io::Result<OwnedFd> {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut remote = RemoteOpen {
             request,
             result: None,
         };
-        // The handler uses the request only between posted and done, which this function waits for.
+        // The handler accesses the request only between the posted and done states, for whose end
+        // this function waits.
         REQUEST.store((&raw mut remote).cast(), Ordering::Relaxed);
         STATE.store(state(tid, POSTED), Ordering::Release);
         if let Err(e) = signal_until_done(tid, signal) {
@@ -76,7 +77,7 @@ impl RemoteOpen<'_> {
                 return Err(e);
             }
         }
-        // A handler that has taken it needs one system call more.
+        // A handler that has taken the request completes after one more system call.
         while STATE.load(Ordering::Acquire) != state(tid, DONE) {
             std::thread::sleep(LOOK);
         }
@@ -91,7 +92,7 @@ fn signal_until_done(tid: i32, signal: i32) -> io::Result<()> {
     let pid = std::process::id();
     let until = Instant::now() + PATIENCE;
     while Instant::now() < until {
-        // SAFETY: the call takes numbers.
+        // SAFETY: the call has only integer arguments.
         if unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, signal) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -106,13 +107,13 @@ fn signal_until_done(tid: i32, signal: i32) -> io::Result<()> {
     Err(io::ErrorKind::TimedOut.into())
 }
 
-/// Opens the event that another thread wants on this one, if there is such a request. For a signal
-/// handler: it makes system calls only, and leaves `errno` as it is.
+/// Opens an event on this thread if another thread has requested it. Async-signal-safe: makes only
+/// system calls and preserves `errno`.
 pub(crate) fn open_in_handler() {
     if STATE.load(Ordering::Acquire) & 3 != POSTED {
         return;
     }
-    // SAFETY: errno's place is the thread's own and lives as long as the thread.
+    // SAFETY: the location of `errno` belongs to this thread and lives as long as the thread.
     let errno = unsafe { *libc::__errno_location() };
     serve();
     // SAFETY: as above.
@@ -131,8 +132,8 @@ fn serve() {
         return;
     }
     let remote = REQUEST.load(Ordering::Relaxed);
-    // SAFETY: the request was posted for this thread and is taken now: its owner waits until it is done, and
-    // neither moves nor uses it before, and no other thread takes it.
+    // SAFETY: the request was posted for this thread and is now taken. Its owner neither moves nor
+    // accesses it before the done state, and no other thread takes it.
     let remote = unsafe { &mut *remote };
     remote.result = Some(DirectOpener.open(remote.request));
     STATE.store(state(tid, DONE), Ordering::Release);

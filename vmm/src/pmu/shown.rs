@@ -1,9 +1,9 @@
-//! The guest's counters as operators see them.
+//! Guest counters as displayed to operators.
 
 use control_api::protocol::GuestCounter;
 use vpmu::{CounterView, EventRequest, GuestEvent};
 
-/// A counter of the guest as it is shown.
+/// Converts a guest counter to its control-API representation.
 pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
     GuestCounter {
         counter: view.counter.to_string(),
@@ -23,7 +23,7 @@ pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// An event with the levels it counts, as perf writes them.
+/// Formats an event with its privilege levels in perf's notation.
 pub(super) fn request_name(request: &EventRequest) -> String {
     let name = match (request.event, request.raw_config()) {
         (GuestEvent::Raw, Some(config)) => format!("r{config:x}"),

@@ -1,29 +1,30 @@
-//! How long the vCPU thread was ready to run and waited for a host CPU, fed to the guest's counters step by
-//! step. An operator's event reads the same time by itself ([`perf_core::pmu::sched`]).
+//! Time that the vCPU thread was runnable and waited for a host CPU, fed to the guest's counters in
+//! increments. Operator events read the same time separately ([`perf_core::pmu::sched`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::sched::WaitTime;
 
-/// That the time is missing was said.
+/// The unavailability of the time has been logged.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
-/// The waiting time of the thread that made it, in steps.
+/// Run-queue wait time of the thread that created the clock, read in increments.
 #[derive(Debug)]
 pub struct StealClock {
-    /// `None` where the host shows no such time.
+    /// Source of the time; `None` if the host does not provide it.
     time: Option<WaitTime>,
-    /// Waiting time at the last step, ns; `None` while nobody counts it.
+    /// Wait time at the last read, in nanoseconds; `None` while the clock is off.
     last_ns: Option<u64>,
 }
 
 impl StealClock {
-    /// The calling thread's clock, off. Where the host does not tell the time, as in a chroot without /proc,
-    /// a warning says so, and the clock stands still.
+    /// Creates the clock of the calling thread, initially off. If the host does not provide the
+    /// time, for example in a chroot without /proc, a warning is logged and the clock does not
+    /// advance.
     ///
     /// # Errors
-    /// The error of opening its `schedstat`, if that is there.
+    /// Returns the error of opening an existing `schedstat` file.
     pub fn for_current_thread() -> io::Result<Self> {
         let time = match WaitTime::of_this_thread() {
             Ok(time) => Some(time),
@@ -40,7 +41,7 @@ impl StealClock {
         Ok(Self { time, last_ns: None })
     }
 
-    /// Starts or stops looking. What passed while nobody looked is never counted.
+    /// Turns the clock on or off. Time that passes while the clock is off is not counted.
     pub fn set_on(&mut self, on: bool) {
         match (on, self.last_ns) {
             (true, None) => self.last_ns = self.read(),
@@ -49,7 +50,8 @@ impl StealClock {
         }
     }
 
-    /// Nanoseconds since the last step; `None` while off. One `pread(2)` while on.
+    /// Returns the nanoseconds since the last call, or `None` while the clock is off. Makes one
+    /// `pread(2)` while the clock is on.
     pub fn advance(&mut self) -> Option<u64> {
         let last = self.last_ns?;
         let now = self.read()?;
@@ -66,7 +68,8 @@ impl StealClock {
 mod tests {
     use super::*;
 
-    /// Off, nothing is read; on, the clock never runs backwards and starts at the moment it is switched on.
+    /// The clock starts at zero when it is turned on and never decreases; while off, nothing is
+    /// read.
     #[test]
     fn waiting_time_counts_only_while_on() {
         let mut clock = StealClock::for_current_thread().unwrap();

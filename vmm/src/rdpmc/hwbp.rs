@@ -1,35 +1,37 @@
-//! RDPMC by hardware breakpoints: nothing in the guest is changed, and a processor has four.
+//! Emulation of RDPMC with hardware breakpoints: leaves the guest's code unmodified, but is limited
+//! to four sites per processor.
 //!
-//! A breakpoint on an instruction stops the vCPU before it executes. The exit handler then does what RDPMC
-//! does and steps over it. The breakpoints are at linear addresses, so the kernel has to run where it was
-//! linked.
+//! A breakpoint on an instruction stops the vCPU before the instruction executes. The exit handler
+//! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
+//! kernel must run at its link address.
 
 use crate::kvm::stepping::{BREAKPOINTS, Stepping};
 use kernel_images::rdpmc::PatchedSite;
 
-/// Why breakpoints cannot serve a guest's RDPMC.
+/// Error of emulating RDPMC with hardware breakpoints.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum HwbpError {
-    /// More than there are.
+    /// The kernel has more RDPMC instructions than there are breakpoints.
     #[error(
         "--rdpmc hwbp: the guest has {found} RDPMC instructions ({places}), but a processor has {BREAKPOINTS} breakpoints; \
          use --rdpmc trap"
     )]
     TooMany {
-        /// How many there are.
+        /// Number of RDPMC instructions.
         found: usize,
-        /// Where.
+        /// Locations of the first instructions.
         places: String,
     },
-    /// They do not work here.
+    /// Hardware breakpoints in guests do not work on this host.
     #[error("--rdpmc hwbp: hardware breakpoints in guests do not stop on this host's KVM; use --rdpmc trap")]
     NotHere,
 }
 
-/// The addresses to stop at.
+/// Returns the addresses at which breakpoints must be set.
 ///
 /// # Errors
-/// [`HwbpError`].
+/// Returns [`HwbpError::NotHere`] if breakpoints do not work on this host, and
+/// [`HwbpError::TooMany`] if there are more sites than breakpoints.
 pub fn addresses(sites: &[PatchedSite], host: Stepping) -> Result<Vec<u64>, HwbpError> {
     if !host.breakpoints {
         return Err(HwbpError::NotHere);
@@ -61,7 +63,7 @@ mod tests {
             .collect()
     }
 
-    /// Four are served, a fifth is an error that says how many there are and what to do instead.
+    /// Four sites are supported; a fifth is rejected with the number of sites and a remedy.
     #[test]
     fn more_sites_than_breakpoints_are_refused() {
         let host = Stepping {
@@ -76,7 +78,7 @@ mod tests {
         );
     }
 
-    /// A KVM that ignores breakpoints would leave the guest with a fault at each RDPMC.
+    /// A host whose KVM ignores breakpoints is rejected, because each RDPMC would fault.
     #[test]
     fn a_host_whose_breakpoints_do_not_fire_is_refused() {
         assert_eq!(addresses(&sites(1), Stepping::default()), Err(HwbpError::NotHere));

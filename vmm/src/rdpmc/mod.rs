@@ -1,16 +1,17 @@
-//! RDPMC in guest kernels: finding it and making it trap.
+//! RDPMC in guest kernels: replaces the instruction with a trap.
 //!
-//! KVM has no exit for RDPMC: with KVM's own PMU off the guest gets #GP. So each RDPMC (0F 33) of the
-//! guest kernel is replaced, before the guest starts, by `out imm8, al` (E6 nn), two bytes as well, on
-//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would. Prefixes stay where
-//! they are: they mean nothing to either instruction. A port write counts as RDPMC at such a place only
-//! ([`sites`]); elsewhere it goes to the bus.
+//! KVM has no exit for RDPMC: with KVM's vPMU disabled, RDPMC raises #GP in the guest. Each RDPMC
+//! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out imm8, al` (E6
+//! nn), also two bytes, on a reserved port. The exit handler reads ECX and writes EDX:EAX as RDPMC
+//! would. Prefixes are preserved, because they have no effect on either instruction. A port write
+//! is treated as RDPMC only at such a site ([`sites`]); any other write goes to the bus.
 //!
-//! The byte pair 0F 33 also occurs inside other instructions (37 times in the text of a Debian cloud
-//! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
-//! [`kernel_images::rdpmc`] accepts a pair only when decoding proves it an instruction.
+//! The byte pair 0F 33 also occurs inside other instructions: 37 times in the text of a Debian
+//! cloud kernel, once as an instruction. Replacing such a pair would corrupt the kernel, so the
+//! finder in [`kernel_images::rdpmc`] accepts a pair only if decoding proves that it is an
+//! instruction.
 //!
-//! A kernel that the guest starts itself (kexec, kdump) is searched in its memory
+//! A kernel that the guest starts itself (kexec, kdump) is searched in guest memory
 //! ([`crate::kernels::running`]).
 
 pub mod hwbp;
@@ -21,20 +22,21 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use crate::memory::GuestRam;
 use kernel_images::rdpmc::{PatchedSite, RDPMC, TRAP};
 
-/// How RDPMC reaches us.
+/// Method of emulating RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RdpmcMode {
-    /// As [`RdpmcMode::Trap`] for Linux; nothing is changed in another guest but the RDPMC found in its file.
+    /// As [`RdpmcMode::Trap`] for Linux. In other guests, only RDPMC found in the kernel file is
+    /// replaced.
     Auto,
-    /// Replaced by an exit where it is found, and served at the guest's handler of #GP elsewhere.
+    /// Replace RDPMC with a trap where found, and emulate it at the guest's #GP handler elsewhere.
     Trap,
-    /// Not at all: the guest gets KVM's answer.
+    /// Do not emulate RDPMC. KVM's behavior applies.
     Off,
-    /// By hardware breakpoints, at most four sites.
+    /// Use hardware breakpoints, for at most four sites.
     Hwbp,
 }
 
-/// No such way.
+/// Error of parsing an [`RdpmcMode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto, trap, off or hwbp")]
 pub struct UnknownRdpmcMode;
@@ -53,31 +55,32 @@ impl std::str::FromStr for RdpmcMode {
     }
 }
 
-/// Why an RDPMC was not replaced.
+/// Error of replacing an RDPMC.
 #[derive(Debug, thiserror::Error)]
 pub enum PatchError {
-    /// There is no memory.
+    /// The address is outside guest memory.
     #[error("cannot write the RDPMC trap into guest memory at {address:#x}")]
     Memory {
         /// Guest-physical address.
         address: u64,
-        /// What the memory said.
+        /// Error of the memory access.
         source: GuestMemoryError,
     },
-    /// Two segments may name the same memory.
+    /// Memory does not contain the expected RDPMC, for example because two segments overlap.
     #[error("guest memory at {address:#x} holds {found:02x?} instead of the RDPMC that is in the file there")]
     Other {
         /// Guest-physical address.
         address: u64,
-        /// What is there.
+        /// Bytes at the address.
         found: [u8; 2],
     },
 }
 
-/// Replaces the instruction at `site` in guest memory.
+/// Replaces the RDPMC at `site` in guest memory.
 ///
 /// # Errors
-/// [`PatchError`], when the memory is none or holds something else.
+/// Returns [`PatchError::Memory`] if the memory is not accessible, and [`PatchError::Other`] if it
+/// does not contain RDPMC.
 pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
     let at = GuestAddress(site.opcode());
     let address = site.opcode();

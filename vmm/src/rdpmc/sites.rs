@@ -1,16 +1,16 @@
-//! Where a port write stands for RDPMC: at the places where one was replaced, and nowhere else.
+//! Locations of replaced RDPMC instructions. A port write is treated as RDPMC only at such a site.
 //!
-//! An exit for a port write says where the vCPU is: at the instruction, or behind it where KVM has emulated
-//! it by then. A place is known by its linear address in a Linux kernel, whose half of the address space no
-//! program can use, and by its physical address elsewhere.
+//! The RIP at a port-write exit is at the instruction, or after it if KVM has already emulated the
+//! instruction. A site in a Linux kernel is identified by its linear address, because programs
+//! cannot use that half of the address space. Any other site is identified by its physical address.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kernel_images::rdpmc::PatchedSite;
 
-/// Places that are kept. A kernel has one to four, and the last kernels of a guest that starts others itself
-/// are remembered.
+/// Maximum number of sites. A kernel has one to four, and sites of previous kernels are retained
+/// when the guest starts another kernel.
 const MOST_SITES: usize = 4096;
 const UPPER_HALF: u64 = 1 << 63;
 
@@ -24,25 +24,25 @@ struct Site {
     beside_out: bool,
 }
 
-/// The replaced RDPMC that a port write is of.
+/// Replaced RDPMC to which a port write belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// Where it begins, in terms of the RIP it was found by.
+    /// Address of the instruction, derived from the RIP of the exit.
     pub start: u64,
-    /// Its length in bytes.
+    /// Length of the instruction, in bytes.
     pub length: u8,
-    /// It may have been the guest's own port write right beside it.
+    /// The port write may come from an adjacent OUT of the guest itself.
     pub ambiguous: bool,
 }
 
 impl Hit {
-    /// The instruction behind it.
+    /// Returns the address of the next instruction.
     pub fn behind(self) -> u64 {
         self.start.wrapping_add(self.length.into())
     }
 }
 
-/// The replaced RDPMC of a VM.
+/// Replaced RDPMC instructions of a VM.
 #[derive(Debug, Default)]
 pub struct Sites {
     version: AtomicU32,
@@ -50,14 +50,14 @@ pub struct Sites {
 }
 
 impl Sites {
-    /// Those of a kernel that was loaded.
+    /// Creates the list with the sites of the loaded kernel.
     pub fn new(sites: &[PatchedSite]) -> Arc<Self> {
         let all = Self::default();
         all.add(sites);
         Arc::new(all)
     }
 
-    /// More of them: of another kernel.
+    /// Adds the sites of another kernel.
     pub fn add(&self, sites: &[PatchedSite]) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = sites
@@ -86,7 +86,7 @@ impl Sites {
     }
 }
 
-/// One vCPU's copy, which is read without a lock.
+/// Per-vCPU copy of [`Sites`], read without a lock.
 #[derive(Debug)]
 pub struct SitesOfVcpu {
     shared: Arc<Sites>,
@@ -95,11 +95,11 @@ pub struct SitesOfVcpu {
 }
 
 impl SitesOfVcpu {
-    /// A copy of `shared` that follows it.
+    /// Creates a copy that follows changes of `shared`.
     pub fn new(shared: Arc<Sites>) -> Self {
         Self {
             shared,
-            // Never a version that a list has: its first is 1.
+            // No list has version 0: the first version is 1.
             version: 0,
             list: Arc::default(),
         }
@@ -119,12 +119,13 @@ impl SitesOfVcpu {
         &self.list
     }
 
-    /// Nothing was replaced.
+    /// Returns `true` if there are no replaced instructions.
     pub fn is_empty(&mut self) -> bool {
         self.list().is_empty()
     }
 
-    /// The one of a Linux kernel that a port write with the vCPU at `rip` is of: its address alone says so.
+    /// Returns the site in a Linux kernel to which a port write with the vCPU at `rip` belongs,
+    /// identified by its linear address.
     pub fn in_kernel_half(&mut self, rip: u64) -> Option<Hit> {
         if rip & UPPER_HALF == 0 {
             return None;
@@ -134,8 +135,8 @@ impl SitesOfVcpu {
             .find_map(|site| site.hit(rip, rip.wrapping_sub(site.virt)))
     }
 
-    /// The one that a port write at `rip` is of, wherever the guest has it mapped. `long`: in 64-bit code.
-    /// `physical` translates: how far back from RIP, to a guest-physical address.
+    /// Returns the site to which a port write at `rip` belongs, at any linear address. `long`
+    /// selects 64-bit code. `physical` translates an offset before RIP to a guest-physical address.
     pub fn in_memory(
         &mut self,
         rip: u64,
@@ -160,9 +161,9 @@ impl SitesOfVcpu {
         })
     }
 
-    /// The length of the one that is at this physical address.
+    /// Returns the length of the site at a physical address.
     pub fn length_at(&mut self, gpa: u64) -> Option<u8> {
-        // Faults are served in 64-bit kernels, and for their programs.
+        // #GP is intercepted only in 64-bit kernels and their programs.
         self.list().iter().find_map(|site| {
             let (phys, length) = site.place(true);
             (phys == gpa).then_some(length)
@@ -171,7 +172,7 @@ impl SitesOfVcpu {
 }
 
 impl Site {
-    /// Its physical address and length.
+    /// Returns the physical address and length of the instruction.
     fn place(&self, long: bool) -> (u64, u8) {
         if long {
             (self.phys - u64::from(self.lead), self.length + self.lead)
@@ -180,7 +181,8 @@ impl Site {
         }
     }
 
-    /// With the vCPU `past` bytes behind its beginning.
+    /// Returns the site if the vCPU is at its beginning or end; `past` is the offset from the
+    /// beginning.
     fn hit(&self, rip: u64, past: u64) -> Option<Hit> {
         let length = u64::from(self.length);
         (past == 0 || past == length).then(|| Hit {
@@ -208,7 +210,7 @@ mod tests {
 
     const VIRT: u64 = 0xffff_ffff_8100_0100;
 
-    /// The instruction or the one behind it, whole; nothing in it or beside it.
+    /// Only the address of the site or of the next instruction matches.
     #[test]
     fn only_the_place_itself_counts() {
         let mut sites = SitesOfVcpu::new(Sites::new(&[site(VIRT, 0x100_0100, 3)]));
@@ -223,12 +225,12 @@ mod tests {
         assert_eq!(none.in_memory(VIRT, true, Some), None);
     }
 
-    /// A program's address space is its own: there only memory says what is there.
+    /// In the lower half, a site is identified by its physical memory.
     #[test]
     fn the_lower_half_is_known_by_its_memory() {
         let mut sites = SitesOfVcpu::new(Sites::new(&[site(0x40_0100, 0x40_0100, 2)]));
         assert_eq!(sites.in_kernel_half(0x40_0100), None);
-        // Mapped elsewhere.
+        // The same memory mapped at another address.
         let rip = 0x7f00_0000_0100u64;
         let mapped = |back: u64| Some(0x40_0100 - back);
         assert_eq!(sites.in_memory(rip, true, mapped).map(|hit| hit.start), Some(rip));
@@ -237,12 +239,13 @@ mod tests {
             sites.in_memory(rip, true, behind).map(|hit| hit.start),
             Some(rip - 2)
         );
-        // Other memory at the same address.
+        // Other memory at the same linear address.
         assert_eq!(sites.in_memory(0x40_0100, true, |_| Some(0x80_0100)), None);
         assert_eq!(sites.in_memory(0x40_0100, true, |_| None), None);
     }
 
-    /// INC and DEC of 32-bit code are prefixes in 64-bit code: that decides where the instruction begins.
+    /// INC and DEC of 32-bit code are prefixes in 64-bit code, so the mode determines the beginning
+    /// of the instruction.
     #[test]
     fn prefixes_of_one_mode_only_are_either() {
         let mut rex = site(0x40_0101, 0x40_0101, 2);
@@ -266,7 +269,7 @@ mod tests {
         assert_eq!(sites.length_at(0x40_0101), None);
     }
 
-    /// A kernel that came later is known to all vCPUs at once, and the list does not grow for ever.
+    /// The sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
     #[test]
     fn later_kernels_are_added() {
         let shared = Sites::new(&[site(VIRT, 0x100_0100, 2)]);

@@ -1,4 +1,4 @@
-//! Which CPU of the host runs which vCPU.
+//! Pinning of vCPU threads to host CPUs.
 #![expect(unsafe_code, reason = "sched_getaffinity(2), sched_setaffinity(2)")]
 
 use std::fmt;
@@ -8,41 +8,41 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Most CPUs of a host in a `cpu_set_t`.
+/// Maximum number of host CPUs in a `cpu_set_t`.
 const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
 
-/// vCPUs that stay on one CPU of the host: `0=2,1=3`.
+/// Host CPUs to which vCPUs are pinned, parsed from a list such as `0=2,1=3`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning(Vec<(u8, usize)>);
 
-/// Why it cannot be understood, or cannot be done.
+/// Error of parsing or applying a [`Pinning`].
 #[derive(Debug, Error)]
 pub enum PinError {
-    /// It is no list.
+    /// The text is not a list of `VCPU=CPU`.
     #[error("must be a list of VCPU=CPU, as in 0=2,1=3")]
     Syntax,
-    /// Twice the same vCPU.
+    /// The same vCPU occurs twice.
     #[error("vCPU {0} is there twice")]
     Twice(u8),
-    /// No such vCPU.
+    /// The VM has no vCPU with this number.
     #[error("--pin: there is no vCPU {vcpu}; this VM has 0 to {last}")]
     NoVcpu {
-        /// What was asked for.
+        /// Requested vCPU.
         vcpu: u8,
-        /// The highest number.
+        /// Highest vCPU number of the VM.
         last: u8,
     },
-    /// No such CPU, or not for this process.
+    /// The host CPU does not exist, or this process may not run on it.
     #[error("--pin: vCPU {vcpu} cannot be on CPU {cpu}; this process may run on {allowed}")]
     NotAllowed {
-        /// The vCPU.
+        /// Pinned vCPU.
         vcpu: u8,
-        /// What was asked for.
+        /// Requested host CPU.
         cpu: usize,
-        /// What there is.
+        /// Host CPUs that this process may run on, as a list of ranges.
         allowed: String,
     },
-    /// The host does not say which CPUs there are.
+    /// `sched_getaffinity(2)` failed.
     #[error("--pin: sched_getaffinity failed")]
     Affinity(#[source] io::Error),
 }
@@ -67,10 +67,11 @@ impl FromStr for Pinning {
 }
 
 impl Pinning {
-    /// Whether a VM with `vcpus` at most can have it here.
+    /// Checks that this pinning is valid for a VM with up to `vcpus` vCPUs.
     ///
     /// # Errors
-    /// [`PinError`].
+    /// Returns [`PinError::NoVcpu`] or [`PinError::NotAllowed`] for the first invalid pin, and
+    /// [`PinError::Affinity`] if the CPUs of the host cannot be read.
     pub fn check(&self, vcpus: u8) -> Result<(), PinError> {
         if self.0.is_empty() {
             return Ok(());
@@ -89,7 +90,7 @@ impl Pinning {
         Ok(())
     }
 
-    /// The CPU of a vCPU, if it has one.
+    /// Returns the host CPU of a vCPU, or `None` if the vCPU is not pinned.
     pub fn of(&self, vcpu: u8) -> Option<usize> {
         self.0
             .iter()
@@ -97,32 +98,33 @@ impl Pinning {
     }
 }
 
-/// CPUs that the calling thread may run on.
+/// Returns the host CPUs that the calling thread may run on.
 fn allowed() -> io::Result<Vec<usize>> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
-    // SAFETY: the set is as large as the call is told, and all zeroes is a valid one.
+    // SAFETY: the size passed is that of `set`, and an all-zero `cpu_set_t` is a valid value.
     let set = unsafe {
         if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), set.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
         }
         set.assume_init()
     };
-    // SAFETY: the number is below the size of the set.
+    // SAFETY: `cpu` is below the size of the set.
     Ok((0..MOST_CPUS)
         .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
         .collect())
 }
 
-/// Keeps the calling thread on `cpu`.
+/// Pins the calling thread to host CPU `cpu`.
 ///
 /// # Errors
-/// The system call's: the CPU has gone since it was looked at.
+/// Returns the error of `sched_setaffinity(2)`, for instance if the CPU was taken offline after
+/// [`Pinning::check`].
 pub fn stay_on(cpu: usize) -> io::Result<()> {
     if cpu >= MOST_CPUS {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
-    // SAFETY: all zeroes is a valid set, the number is below its size, and the call reads as much as it
-    // is told.
+    // SAFETY: an all-zero `cpu_set_t` is a valid value, `cpu` is below its size, and the call reads
+    // exactly the size passed.
     let done = unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         libc::CPU_SET(cpu, &mut set);
@@ -135,13 +137,13 @@ pub fn stay_on(cpu: usize) -> io::Result<()> {
     }
 }
 
-/// The calling thread's number.
+/// Returns the kernel thread ID of the calling thread.
 pub fn thread_id() -> u32 {
-    // SAFETY: the call takes nothing.
+    // SAFETY: `gettid` has no arguments and cannot fail.
     u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
 }
 
-/// Numbers in ascending order as people write them: 0-3,8.
+/// Formats ascending numbers as ranges, for example `0-3,8`.
 struct Ranges<'a>(&'a [usize]);
 
 impl fmt::Display for Ranges<'_> {

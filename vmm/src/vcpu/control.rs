@@ -1,4 +1,4 @@
-//! The run state of a VM, shared by its vCPU threads and whoever starts, pauses and stops it.
+//! Run state of a VM, shared by its vCPU threads, the main loop and the control server.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -8,46 +8,47 @@ use super::debugger::{Debugger, RunSwitch};
 use crate::devices::cpu_plug::VcpuSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Why a VM ended.
+/// Reason why a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
     /// The guest powered off.
     PowerOff,
-    /// The guest asked for a reset (keyboard controller, port CF9H, ACPI reset register).
+    /// The guest requested a reset (keyboard controller, port CF9H, ACPI reset register).
     Reset,
-    /// A triple fault or shutdown cycle.
+    /// A triple fault or shutdown cycle of a vCPU.
     TripleFault,
-    /// The guest wrote to the debug-exit port; the value is the exit status it stands for.
+    /// A write to the debug-exit port; the value is the corresponding exit status.
     DebugExit(u8),
-    /// The operator stopped the VM (Ctrl-A x, control socket).
+    /// A stop by the operator (Ctrl-A x, control socket).
     Operator,
     /// SIGTERM or SIGINT.
     Signal(i32),
-    /// KVM or the VMM cannot go on; the reason was logged.
+    /// A fatal error of KVM or the VMM, already logged.
     Failed,
-    /// The guest reset the machine, which cannot start again, for instance because its kernel's file is
-    /// gone; the reason was logged.
+    /// A reset by the guest after which the machine could not restart, for example because the
+    /// kernel file was removed. The error is already logged.
     NotRestarted,
 }
 
 impl StopReason {
-    /// Whether a machine that restarts goes on after this: a processor that shuts down resets a PC, too.
+    /// Returns `true` if the VM restarts after this reason under [`OnReset::Restart`]. A processor
+    /// shutdown counts, because it resets a PC.
     fn is_reset(self) -> bool {
         matches!(self, StopReason::Reset | StopReason::TripleFault)
     }
 }
 
-/// What a reset of the machine by its guest leads to.
+/// Action after a reset of the machine by its guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnReset {
-    /// The VM ends.
+    /// End the VM.
     #[default]
     Exit,
-    /// The VM starts again.
+    /// Restart the VM.
     Restart,
 }
 
-/// Not one of them.
+/// Error of parsing an [`OnReset`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be exit (the VM ends) or restart (the guest boots again)")]
 pub struct NotOnReset;
@@ -64,67 +65,66 @@ impl std::str::FromStr for OnReset {
     }
 }
 
-/// What the vCPU threads are to do.
+/// Run state that the vCPU threads follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum RunState {
-    /// Run guest code.
+    /// vCPUs execute guest code.
     Running = 0,
-    /// Wait outside the guest.
+    /// vCPUs wait outside the guest.
     Paused = 1,
-    /// Leave the thread.
+    /// vCPU threads terminate.
     Stopped = 2,
-    /// Leave the guest, which starts again: see `meeting.rs`.
+    /// vCPUs exit the guest and wait until the machine is reset; see `meeting.rs`.
     Resetting = 3,
-    /// Wait outside the guest for a debugger, unless that lets this vCPU alone run: see `debugger.rs`.
+    /// vCPUs wait outside the guest for a debugger, except those that the debugger resumes
+    /// individually; see `debugger.rs`.
     Held = 4,
 }
 
-/// Run state and end of one VM.
+/// Run state and stop reason of one VM.
 #[derive(Debug)]
 pub struct RunControl {
     state: AtomicU8,
-    /// vCPU threads that are waiting in [`RunControl::wait_until_not_paused`].
+    /// Number of vCPU threads blocked in [`RunControl::wait_until_not_paused`].
     parked: AtomicUsize,
-    /// A guest that resets the machine runs again.
     on_reset: OnReset,
     ends: Mutex<Ends>,
     changed: Condvar,
     stopped: EventFd,
-    /// Somebody has to look at a reset.
+    /// Signals the main loop to advance a reset.
     reset: EventFd,
-    /// A debugger may come.
+    /// Debugger interface; `None` if debugging is disabled.
     debugger: Option<Debugger>,
 }
 
-/// What is behind the lock.
+/// Run-control state protected by the lock.
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     reason: Option<StopReason>,
-    /// An operator wants it paused.
+    /// An operator requested a pause.
     paused: bool,
-    /// A debugger has stopped it.
+    /// A debugger stopped the VM.
     held: bool,
-    /// The vCPUs of a reset.
     pub(super) meeting: Meeting,
 }
 
-/// The vCPUs of a reset, see `meeting.rs`.
+/// Progress of the vCPUs through a reset; see `meeting.rs`.
 #[derive(Debug, Default)]
 pub(super) struct Meeting {
-    /// Those outside the guest, that wait.
+    /// vCPUs that wait outside the guest.
     pub(super) arrived: VcpuSet,
-    /// Those that are to go on and have not been restored.
+    /// vCPUs that take part in the restart and are not restored yet.
     pub(super) missing: VcpuSet,
-    /// The machine was made anew: those that are missing may start again.
+    /// Memory and devices are reset, so the missing vCPUs may restart.
     pub(super) ready: bool,
 }
 
 impl RunControl {
-    /// A VM that may run.
+    /// Creates the run control of a VM in state [`RunState::Running`].
     ///
     /// # Errors
-    /// The error of `eventfd(2)`.
+    /// Returns the error of `eventfd(2)`.
     pub fn new(on_reset: OnReset) -> io::Result<Self> {
         Ok(Self {
             state: AtomicU8::new(RunState::Running as u8),
@@ -138,17 +138,17 @@ impl RunControl {
         })
     }
 
-    /// With a place for a debugger.
+    /// Sets the debugger interface.
     pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
         Self { debugger, ..self }
     }
 
-    /// The place for a debugger, if one may come.
+    /// Returns the debugger interface, or `None` if debugging is disabled.
     pub fn debugger(&self) -> Option<&Debugger> {
         self.debugger.as_ref()
     }
 
-    /// The current run state; one relaxed load.
+    /// Returns the current run state. Costs one relaxed load.
     pub fn state(&self) -> RunState {
         match self.state.load(Ordering::Relaxed) {
             0 => RunState::Running,
@@ -159,7 +159,7 @@ impl RunControl {
         }
     }
 
-    /// Ends the VM. The first reason counts; later calls change nothing.
+    /// Stops the VM. Only the first reason is recorded; later calls have no effect.
     pub fn stop(&self, reason: StopReason) {
         let mut ends = self.lock();
         ends.reason.get_or_insert(reason);
@@ -171,7 +171,8 @@ impl RunControl {
         }
     }
 
-    /// A vCPU has done what ends the VM, or starts it again where a reset does.
+    /// Handles an end requested by the guest: resets the machine if `reason` is a reset and
+    /// [`OnReset::Restart`] is set, otherwise ends the VM.
     pub fn guest_ends(&self, reason: StopReason) {
         if self.on_reset == OnReset::Exit || !reason.is_reset() {
             return self.stop(reason);
@@ -186,24 +187,25 @@ impl RunControl {
         self.look_at_reset();
     }
 
-    /// Wakes the main loop, so that it looks how far a reset is.
+    /// Wakes the main loop to advance a reset.
     pub(super) fn look_at_reset(&self) {
         if let Err(e) = self.reset.write(1) {
             log::error!("cannot announce a reset: {e}");
         }
     }
 
-    /// Readable when there is something to do for a reset.
+    /// Returns an eventfd that becomes readable when the main loop must advance a reset.
     pub fn reset_event(&self) -> &EventFd {
         &self.reset
     }
 
-    /// Whether the VM starts again when its guest resets it.
+    /// Returns `true` if the VM restarts when its guest resets it.
     pub fn restarts(&self) -> bool {
         self.on_reset == OnReset::Restart
     }
 
-    /// Pauses or resumes; returns false when the VM has ended. One that is resetting is paused behind that.
+    /// Pauses or resumes the VM. Returns `false` if the VM has ended. During a reset the pause
+    /// takes effect after the reset.
     pub fn set_paused(&self, paused: bool) -> bool {
         let mut ends = self.lock();
         ends.paused = paused;
@@ -217,12 +219,13 @@ impl RunControl {
         true
     }
 
-    /// Whether an operator wants it paused.
+    /// Returns `true` if an operator requested a pause.
     pub fn is_to_pause(&self) -> bool {
         self.lock().paused
     }
 
-    /// Running, paused or held, as the operator and a debugger want it.
+    /// Sets the state to paused, held or running. An operator's pause has priority over a
+    /// debugger's stop.
     pub(super) fn set_as_wanted(&self, ends: &Ends) {
         self.set(if ends.paused {
             RunState::Paused
@@ -237,18 +240,18 @@ impl RunControl {
         self.state.store(state as u8, Ordering::SeqCst);
     }
 
-    /// Waits for a change.
+    /// Blocks until the run state changes.
     pub(super) fn wait<'a>(&self, ends: MutexGuard<'a, Ends>) -> MutexGuard<'a, Ends> {
         self.changed.wait(ends).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells all who wait.
+    /// Wakes all threads that wait for a state change.
     pub(super) fn tell(&self) {
         self.changed.notify_all();
     }
 
-    /// Blocks a vCPU thread while the VM is paused or held and it has no `mail`. Who sends it some calls
-    /// [`RunControl::wake_parked`] after that.
+    /// Blocks a vCPU thread while the VM is paused or held and `mail` returns `false`. After
+    /// posting a request, the sender must call [`RunControl::wake_parked`].
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
@@ -258,24 +261,24 @@ impl RunControl {
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Makes parked vCPU threads look for mail.
+    /// Wakes parked vCPU threads so that they check for requests.
     pub fn wake_parked(&self) {
-        // Under the lock no thread is between its look and its wait.
+        // Taking the lock ensures that no thread is between its check and its wait.
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// vCPU threads that are outside the guest because of a pause.
+    /// Returns the number of vCPU threads parked by a pause.
     pub fn parked(&self) -> usize {
         self.parked.load(Ordering::SeqCst)
     }
 
-    /// Why the VM ended; `None` while it has not.
+    /// Returns the stop reason, or `None` while the VM is running.
     pub fn reason(&self) -> Option<StopReason> {
         self.lock().reason
     }
 
-    /// Becomes readable when the VM has ended.
+    /// Returns an eventfd that becomes readable when the VM has ended.
     pub fn stopped_event(&self) -> &EventFd {
         &self.stopped
     }
@@ -286,7 +289,7 @@ impl RunControl {
 }
 
 impl RunSwitch for RunControl {
-    /// An operator's pause comes before that.
+    /// Stops or resumes the VM for a debugger. An operator's pause has priority.
     fn set_held(&self, held: bool) {
         let mut ends = self.lock();
         ends.held = held;
@@ -311,7 +314,7 @@ impl RunSwitch for RunControl {
 mod tests {
     use super::*;
 
-    /// The first reason is the one that is reported, and a stopped VM cannot be resumed.
+    /// Only the first stop reason is reported, and a stopped VM cannot be resumed.
     #[test]
     fn first_stop_reason_wins_and_is_final() {
         let control = RunControl::new(OnReset::Exit).unwrap();
@@ -324,7 +327,7 @@ mod tests {
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
-    /// A reset ends a VM that does not restart, and nothing but a reset is survived by one that does.
+    /// A reset ends a VM unless it restarts on reset; any other reason always ends it.
     #[test]
     fn only_resets_are_survived_and_only_if_asked() {
         let exits = RunControl::new(OnReset::Exit).unwrap();
@@ -341,7 +344,7 @@ mod tests {
         assert_eq!(restarts.state(), RunState::Stopped);
     }
 
-    /// Mail gets a parked thread out without ending the pause.
+    /// A request wakes a parked thread without ending the pause.
     #[test]
     fn mail_wakes_a_parked_thread() {
         use std::sync::atomic::AtomicBool;
@@ -360,7 +363,7 @@ mod tests {
         assert_eq!(shared.0.state(), RunState::Paused);
     }
 
-    /// An operator's pause and a debugger's stop each hold the machine, whoever of the two ends first.
+    /// The VM stays stopped until both the operator's pause and the debugger's stop have ended.
     #[test]
     fn a_pause_and_a_debugger_do_not_undo_each_other() {
         let control = RunControl::new(OnReset::Restart).unwrap();
@@ -381,7 +384,6 @@ mod tests {
         assert_eq!(control.state(), RunState::Stopped);
     }
 
-    /// A stop releases threads that wait in a pause.
     #[test]
     fn stop_releases_paused_threads() {
         let control = std::sync::Arc::new(RunControl::new(OnReset::Exit).unwrap());

@@ -1,37 +1,39 @@
-//! IA32_DEBUGCTL: one bit of it is the PMU's, and the others are the processor's, which is KVM's business.
+//! Emulation of IA32_DEBUGCTL, whose bits are shared between the PMU and the processor.
 //!
-//! A guest whose PMU can freeze its counters has this register trapped whole. What it writes into the others'
-//! bits goes to KVM, and what KVM keeps of them is what it reads back.
+//! For a guest whose PMU can freeze counters, the whole register is trapped. Writes to bits outside
+//! the PMU are forwarded to KVM, and reads return the bits that KVM retained.
 
 use crate::kvm::call::CallError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
 use vpmu::registers::{DEBUGCTL_PMU, IA32_DEBUGCTL};
 
-/// IA32_DEBUGCTL.LBR (0): branch records. Every processor takes it. No model has records, so it is dropped
-/// and never asked of KVM, whose host's own records it would start.
+/// IA32_DEBUGCTL.LBR (bit 0): enables branch records. Every processor accepts the bit. No guest
+/// model has branch records, so the bit is dropped. Forwarding it to KVM would start the branch
+/// records of the host.
 const LBR: u64 = 1 << 0;
-/// IA32_DEBUGCTL.BTF (1): single-step on branches. Every processor takes it; KVM drops it where it cannot do
-/// it.
+/// IA32_DEBUGCTL.BTF (bit 1): single-step on branches. Every processor accepts the bit; KVM drops
+/// it where unsupported.
 const BTF: u64 = 1 << 1;
-/// IA32_DEBUGCTL.BUS_LOCK_DETECT (2): CPUID.(07H,0):ECX\[24\].
+/// IA32_DEBUGCTL.BUS_LOCK_DETECT (bit 2), enumerated by CPUID.(07H,0):ECX\[24\].
 const BUS_LOCK_DETECT: u64 = 1 << 2;
-/// IA32_DEBUGCTL.RTM (15): advanced debugging of transactions. CPUID.(07H,0):EBX.RTM.
+/// IA32_DEBUGCTL.RTM (bit 15): advanced debugging of transactions, enumerated by
+/// CPUID.(07H,0):EBX.RTM.
 const RTM: u64 = 1 << 15;
 
-/// The register, without the PMU's bits. Owns the one-entry MSR list KVM is asked with, so that an access
-/// allocates nothing.
+/// IA32_DEBUGCTL of one vCPU, without the PMU's bits. Owns a one-entry MSR list, so an access does
+/// not allocate.
 #[derive(Debug)]
 pub struct DebugControl {
-    /// Bits that go to KVM.
+    /// Bits that are forwarded to KVM.
     processor: u64,
-    /// What KVM has kept of the last write.
+    /// Bits that KVM retained from the last write.
     kept: u64,
     msr: Msrs,
 }
 
 impl DebugControl {
-    /// The register of a vCPU that shows this CPUID. `None`: no memory.
+    /// Creates the register for a vCPU with this CPUID. Returns `None` if memory is exhausted.
     pub fn new(cpuid: &CpuId) -> Option<Self> {
         let entry = kvm_msr_entry {
             index: IA32_DEBUGCTL,
@@ -44,21 +46,21 @@ impl DebugControl {
         })
     }
 
-    /// RDMSR, without the PMU's bits.
+    /// Returns the value for RDMSR, without the PMU's bits.
     pub fn read(&self) -> u64 {
         self.kept
     }
 
-    /// The part of a WRMSR's value that the PMU must take. `None`: #GP.
+    /// Returns the PMU's bits of a WRMSR value, or `None` if the write must raise #GP.
     pub fn pmu_part(&self, value: u64) -> Option<u64> {
         let takes = self.processor | LBR | DEBUGCTL_PMU;
         (value & !takes == 0).then_some(value & DEBUGCTL_PMU)
     }
 
-    /// Gives KVM its part of a value that was taken, if it is another than KVM has.
+    /// Forwards the processor's bits of `value` to KVM if they changed.
     ///
     /// # Errors
-    /// KVM's, which no guest can cause.
+    /// Returns the error of the KVM call. A guest cannot cause one.
     pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), CallError> {
         let value = value & self.processor;
         if value == self.kept {
@@ -67,7 +69,8 @@ impl DebugControl {
         if let Some(entry) = self.msr.as_mut_slice().first_mut() {
             entry.data = value;
         }
-        // A KVM that refuses a bit keeps what it had. Some take it and drop it.
+        // If KVM rejects a bit, the register keeps its value; some versions accept the bit and drop
+        // it.
         fd.set_msrs(&self.msr)?;
         self.kept = match (fd.get_msrs(&mut self.msr)?, self.msr.as_slice()) {
             (1, [entry]) => entry.data & self.processor,
@@ -77,7 +80,7 @@ impl DebugControl {
     }
 }
 
-/// The bits that a processor with this CPUID has, and which are not the PMU's.
+/// Returns the bits outside the PMU that a processor with this CPUID supports.
 fn processor_bits(cpuid: &CpuId) -> u64 {
     let leaf = cpuid
         .as_slice()
@@ -104,7 +107,7 @@ mod tests {
         DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap()).unwrap()
     }
 
-    /// A guest gets #GP for what its CPUID does not announce, as on a processor without it.
+    /// A write to a bit that CPUID does not enumerate raises #GP, as on a processor without it.
     #[test]
     fn bits_are_taken_that_cpuid_announces() {
         let plain = with(0, 0);
@@ -120,7 +123,7 @@ mod tests {
         assert_eq!(with(1 << 11, 0).pmu_part(1 << 15), Some(0));
     }
 
-    /// The host's processor must not begin to record the host's branches because a guest asks.
+    /// A guest cannot start branch recording on the host processor.
     #[test]
     fn branch_records_are_never_asked_of_kvm() {
         assert_eq!(with(!0, !0).processor & LBR, 0);

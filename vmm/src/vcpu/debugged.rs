@@ -1,5 +1,5 @@
-//! A vCPU's part in being debugged: waiting while it is held, showing its registers, stopping where a
-//! debugger wants it to.
+//! Debugger support of a vCPU: parks while held, publishes its registers, and stops at the
+//! debugger's breakpoints.
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
@@ -13,38 +13,39 @@ use super::step::debug::Want;
 use crate::kvm::call::CallError;
 
 impl Running {
-    /// The debugger, if one is there.
+    /// Returns the debugger if one is attached.
     fn attached(&self) -> Option<&Debugger> {
         self.control.debugger().filter(|debugger| debugger.is_attached())
     }
 
-    /// Whether a debugger that holds the machine lets this vCPU run.
+    /// Returns `true` if a debugger that holds the machine lets this vCPU run.
     pub(super) fn is_let_go(&self) -> bool {
         self.control
             .debugger()
             .is_none_or(|debugger| debugger.go(self.id) != Go::Stay)
     }
 
-    /// Whether a debugger wants to see the registers.
+    /// Returns `true` if a debugger requested this vCPU's registers.
     pub(super) fn is_asked_for_registers(&self) -> bool {
         self.control
             .debugger()
             .is_some_and(|debugger| debugger.is_asked(self.id))
     }
 
-    /// Whether the last exit is still to be completed by KVM. Until then registers may be about to change.
+    /// Returns `true` if KVM must still complete the last exit. Until then, the registers may
+    /// change.
     pub(super) fn has_open_exit(&self) -> bool {
         self.exit_is_open
     }
 
-    /// Has KVM complete the last exit, and goes no further.
+    /// Completes the last exit in KVM without executing guest code.
     pub(super) fn complete_open_exit(&mut self) -> Result<Turn, VcpuFailure> {
         self.fd.request_exit();
         let next = self.enter();
         self.serve(next)
     }
 
-    /// Shows the registers to the debugger who asked for them.
+    /// Publishes the registers to the debugger that requested them.
     pub(super) fn show_registers(&mut self) -> Result<(), VcpuFailure> {
         self.take_registers_from_debugger()?;
         let registers = Registers {
@@ -58,7 +59,7 @@ impl Running {
         Ok(())
     }
 
-    /// Takes over what the debugger has changed.
+    /// Applies the debugger's register changes.
     pub(super) fn take_registers_from_debugger(&mut self) -> Result<(), VcpuFailure> {
         let debugger = self.control.debugger();
         let Some((registers, changed)) = debugger.and_then(|debugger| debugger.take_changes(self.id)) else {
@@ -72,7 +73,7 @@ impl Running {
         Ok(())
     }
 
-    /// What the next entry is to do for a debugger, whose breakpoints are taken over.
+    /// Updates the debugger's breakpoints and returns the debug state for the next entry.
     pub(super) fn wanted_by_debugger(&mut self) -> Want {
         let Some(debugger) = self.control.debugger() else {
             return Want::default();
@@ -89,7 +90,7 @@ impl Running {
         }
     }
 
-    /// Stops all for the debugger, if the debug exit is its.
+    /// Stops the machine and returns `true` if the debug exit belongs to the debugger.
     pub(super) fn stops_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
         let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
@@ -102,8 +103,8 @@ impl Running {
         }
     }
 
-    /// KVM's emulator met an instruction that it lacks. Where that is INT3, one of the debugger's is a
-    /// breakpoint all the same.
+    /// Handles an instruction that KVM's emulator does not support. Some emulators lack INT3, so a
+    /// debugger's INT3 is still reported as a breakpoint.
     pub(super) fn emulation_failed(&mut self) -> Result<Turn, VcpuFailure> {
         let planted = |debugger: &Debugger| -> Result<bool, CallError> {
             let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
@@ -136,7 +137,7 @@ impl Running {
         }
     }
 
-    /// What is to be done after an exit.
+    /// Handles the result of an exit and returns the next loop action.
     pub(super) fn serve(&mut self, next: Next) -> Result<Turn, VcpuFailure> {
         match next {
             Next::Continue => Ok(Turn::Again),

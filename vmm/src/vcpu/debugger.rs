@@ -1,14 +1,14 @@
-//! What a debugger and the threads of the vCPUs share: who may run, where to stop, and the registers of those
-//! that are stopped.
+//! State shared by a debugger and the vCPU threads: run permissions, breakpoints, and the registers
+//! of stopped vCPUs.
 //!
-//! While a debugger stops the machine, its run state is `Held` (see `control.rs`). Each
-//! vCPU waits outside the guest, as in a pause of the operator's, and shows its registers when it is asked
-//! ([`Debugger::collect`]). What the debugger changes of them goes into the guest when the vCPU goes on. Only
-//! the vCPU's own thread calls KVM for it.
+//! While a debugger stops the machine, the run state is `Held` (see `control.rs`). Each vCPU waits
+//! outside the guest, as in an operator's pause, and publishes its registers on request
+//! ([`Debugger::collect`]). Register changes are written to KVM when the vCPU resumes. Only the
+//! vCPU's own thread makes these KVM calls.
 //!
-//! A vCPU that comes to a breakpoint or has done its step stops all others by `Debugger::stopped`. The
-//! first counts: another one that stops at the same time executes its instruction again when it goes on, and
-//! stops again if its breakpoint is still there.
+//! A vCPU that hits a breakpoint or completes a step stops all others with `Debugger::stopped`.
+//! Only the first stop is reported: another vCPU that stops at the same time repeats its
+//! instruction when it resumes, and stops again if its breakpoint is still set.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,151 +24,152 @@ use crate::kvm::stepping::BREAKPOINTS;
 const BREAKPOINT: u32 = 3;
 /// DR6.BS: a single step (SDM vol. 3 §19.2.3).
 const DR6_STEP: u64 = 1 << 14;
-/// Between two looks whether a vCPU that has not answered is still there.
+/// Interval between checks for vCPUs that have ended while their registers are awaited.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// A vCPU's registers, as far as a debugger knows them.
+/// Register state of a vCPU that a debugger can access.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Registers {
-    /// General registers.
+    /// General-purpose registers.
     pub general: kvm_regs,
-    /// Segments and control registers.
+    /// Segment and control registers.
     pub system: kvm_sregs,
-    /// x87 and SSE.
+    /// x87 and SSE registers.
     pub fpu: kvm_fpu,
 }
 
-/// What a vCPU does when the debugger lets the machine go on.
+/// Action of a vCPU when the debugger resumes the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Go {
-    /// It runs.
+    /// Run freely.
     Run = 0,
-    /// It executes one instruction and stops.
+    /// Execute one instruction, then stop.
     Step = 1,
-    /// It stays where it is.
+    /// Remain stopped.
     Stay = 2,
 }
 
-/// What a hardware breakpoint waits for (SDM vol. 3 §19.2.4: R/W of DR7).
+/// Type of access that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// An instruction is executed.
+    /// Instruction execution.
     Execute = 0,
-    /// Data is written.
+    /// Data write.
     Write = 1,
-    /// Data is read or written.
+    /// Data read or write.
     Any = 3,
 }
 
 /// A hardware breakpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
-    /// Linear address, a multiple of the length.
+    /// Linear address, a multiple of `length`.
     pub address: u64,
-    /// Bytes: 1, 2, 4 or 8.
+    /// Length in bytes: 1, 2, 4 or 8.
     pub length: u8,
-    /// What for.
+    /// Type of access that triggers the breakpoint.
     pub access: Access,
 }
 
-/// An INT3 in the guest's memory.
+/// A software breakpoint: an INT3 in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planted {
-    /// Linear address, in the address space it was planted through.
+    /// Linear address, in the address space through which the INT3 was written.
     pub address: u64,
-    /// Where that is in guest-physical memory.
+    /// Guest-physical address.
     pub physical: u64,
-    /// What was there.
+    /// Original byte at the address.
     pub replaced: u8,
 }
 
-/// Why a vCPU has stopped all.
+/// Reason why a vCPU stopped the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// An INT3 of the debugger's.
+    /// An INT3 of the debugger.
     Planted,
     /// A hardware breakpoint.
     Point(Point),
-    /// It has done its step.
+    /// A completed single step.
     Step,
 }
 
-/// A stop.
+/// A stop of the machine caused by one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stop {
-    /// Whose.
+    /// vCPU that stopped.
     pub vcpu: u8,
-    /// Why.
+    /// Reason for the stop.
     pub why: Why,
 }
 
-/// The machine cannot be stopped for a debugger.
+/// Error of stopping the machine for a debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HoldError {
     /// The VM has ended.
     #[error("the VM has ended")]
     Ended,
-    /// A vCPU's thread does not answer.
+    /// The thread of this vCPU does not respond.
     #[error("vCPU {0} does not stop")]
     Slow(u8),
 }
 
-/// The run state of a machine, as a debugger changes it.
+/// Interface with which a debugger changes the run state of a machine.
 pub trait RunSwitch {
-    /// Stops the machine for a debugger, or lets it go on.
+    /// Stops the machine for a debugger, or resumes it.
     fn set_held(&self, held: bool);
 
-    /// Makes the vCPUs that wait look at what is asked of them.
+    /// Wakes parked vCPUs so that they check for requests.
     fn wake_parked(&self);
 
-    /// Whether the VM has ended.
+    /// Returns `true` if the VM has ended.
     fn has_ended(&self) -> bool;
 }
 
-/// One vCPU.
+/// Debugger state of one vCPU.
 #[derive(Debug)]
 struct Cell {
-    /// A [`Go`].
+    /// A [`Go`] value.
     go: AtomicU8,
-    /// Its registers are wanted.
+    /// The debugger requested the registers.
     asked: AtomicBool,
     view: Mutex<View>,
 }
 
-/// What passes between a debugger and a vCPU that is held.
+/// Register state exchanged between the debugger and a held vCPU.
 #[derive(Debug, Default)]
 struct View {
-    /// What the vCPU showed, as the debugger has changed it.
+    /// Register state that the vCPU published, including the debugger's changes.
     shown: Option<Registers>,
-    /// The debugger has changed it.
+    /// Register sets that the debugger changed, if any.
     changed: Option<Changed>,
-    /// What is to go into the guest, by the vCPU's thread.
+    /// Changes that the vCPU thread applies before it resumes.
     changes: Option<(Registers, Changed)>,
 }
 
-/// How much a debugger has changed.
+/// Register sets that a debugger changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Changed {
-    /// General registers.
+    /// General-purpose registers only.
     General,
-    /// Those of x87 and SSE too. Else they are not written: not each KVM tells what it would take back.
+    /// General-purpose, x87 and SSE registers. The FPU state is written only if changed, because
+    /// not every KVM version returns a state that it accepts back.
     Fpu,
 }
 
-/// A debugger's place in a machine.
+/// Debugger interface of a machine.
 #[derive(Debug)]
 pub struct Debugger {
     cells: Vec<Cell>,
-    /// KVM holds interrupts back during a step.
+    /// KVM blocks interrupts during a step.
     blocks_interrupts: bool,
     attached: AtomicBool,
-    /// Grows with each change of `points` and of `attached`.
+    /// Incremented on each change of `points` or `attached`.
     version: AtomicU64,
     points: Mutex<Vec<Point>>,
     planted: Mutex<Vec<Planted>>,
     stop: Mutex<Option<Stop>>,
-    /// Readable: a vCPU has stopped all.
+    /// Becomes readable when a vCPU has stopped the machine.
     event: EventFd,
     showing: Mutex<()>,
     shown: Condvar,
@@ -180,10 +181,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Debugger {
-    /// For a machine of at most `vcpus`. `blocks_interrupts`: its KVM has `KVM_GUESTDBG_BLOCKIRQ`.
+    /// Creates the debugger interface of a machine with up to `vcpus` vCPUs. `blocks_interrupts`
+    /// states that KVM supports `KVM_GUESTDBG_BLOCKIRQ`.
     ///
     /// # Errors
-    /// That of eventfd(2).
+    /// Returns the error of `eventfd(2)`.
     pub fn new(vcpus: u8, blocks_interrupts: bool) -> std::io::Result<Self> {
         let cell = |_| Cell {
             go: AtomicU8::new(Go::Run as u8),
@@ -205,7 +207,7 @@ impl Debugger {
         })
     }
 
-    /// Whom to kick. The first call counts.
+    /// Sets the kicker of the vCPU threads. Only the first call has an effect.
     pub fn kicks(&self, kicker: Kicker) {
         let _ = self.kicker.set(kicker);
     }
@@ -220,20 +222,20 @@ impl Debugger {
         self.cells.get(usize::from(vcpu))
     }
 
-    // ------------------------------------------------------------ the debugger's side
 
-    /// A debugger is there, or is not any more.
+    /// Records that a debugger has attached or detached.
     pub fn attach(&self, attached: bool) {
         self.attached.store(attached, Ordering::SeqCst);
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Readable when a vCPU has stopped all; then [`Debugger::take_stop`] says which.
+    /// Returns an eventfd that becomes readable when a vCPU has stopped the machine.
+    /// [`Debugger::take_stop`] returns the stop.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 
-    /// The stop that was told of.
+    /// Takes the reported stop and clears the event.
     pub fn take_stop(&self) -> Option<Stop> {
         let _ = self.event.read();
         lock(&self.stop).take()
@@ -248,7 +250,7 @@ impl Debugger {
         self.kick();
     }
 
-    /// Lets them go on, each as `go` says.
+    /// Resumes the vCPUs, each with the action that `go` returns for it.
     pub fn release(&self, switch: &dyn RunSwitch, go: impl Fn(u8) -> Go) {
         lock(&self.stop).take();
         let _ = self.event.read();
@@ -267,10 +269,11 @@ impl Debugger {
         switch.wake_parked();
     }
 
-    /// Waits until the vCPUs that `present` names, which are held, show their registers.
+    /// Waits until all held vCPUs that `present` lists have published their registers.
     ///
     /// # Errors
-    /// [`HoldError`].
+    /// Returns [`HoldError::Ended`] if the VM ends, and [`HoldError::Slow`] if a vCPU does not
+    /// respond within `patience`.
     pub fn collect(
         &self,
         switch: &dyn RunSwitch,
@@ -279,7 +282,7 @@ impl Debugger {
     ) -> Result<(), HoldError> {
         let end = std::time::Instant::now() + patience;
         for cell in &self.cells {
-            // One that has shown them has not run since.
+            // A vCPU that has published its registers has not run since.
             let hides = lock(&cell.view).shown.is_none();
             cell.asked.store(hides, Ordering::SeqCst);
         }
@@ -308,12 +311,12 @@ impl Debugger {
         }
     }
 
-    /// What a vCPU showed; `None` for one that is not held.
+    /// Returns the published registers of a vCPU, or `None` if the vCPU is not held.
     pub fn registers(&self, vcpu: u8) -> Option<Registers> {
         lock(&self.cell(vcpu)?.view).shown
     }
 
-    /// Changes them. Whether the vCPU is held.
+    /// Changes the registers of a vCPU. Returns `false` if the vCPU is not held.
     pub fn set_registers(&self, vcpu: u8, registers: &Registers) -> bool {
         let Some(cell) = self.cell(vcpu) else { return false };
         let mut view = lock(&cell.view);
@@ -329,7 +332,7 @@ impl Debugger {
         true
     }
 
-    /// Adds a hardware breakpoint; `false` if `most` are set.
+    /// Adds a hardware breakpoint. Returns `false` if `most` breakpoints are already set.
     pub fn add_point(&self, point: Point, most: usize) -> bool {
         let mut points = lock(&self.points);
         if points.len() >= most.min(BREAKPOINTS) {
@@ -340,7 +343,7 @@ impl Debugger {
         true
     }
 
-    /// Removes it; `false` if it is not set.
+    /// Removes a hardware breakpoint. Returns `false` if the breakpoint is not set.
     pub fn remove_point(&self, point: Point) -> bool {
         let mut points = lock(&self.points);
         let Some(at) = points.iter().position(|other| *other == point) else {
@@ -351,26 +354,25 @@ impl Debugger {
         true
     }
 
-    /// No hardware breakpoint is set any more.
+    /// Removes all hardware breakpoints.
     pub fn clear_points(&self) {
         lock(&self.points).clear();
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The INT3s in the guest's memory, to be added to and taken from.
+    /// Locks and returns the list of INT3s in guest memory.
     pub fn planted(&self) -> MutexGuard<'_, Vec<Planted>> {
         lock(&self.planted)
     }
 
-    // ------------------------------------------------------------ the vCPUs' side
 
-    /// Whether a debugger is there; one relaxed load.
+    /// Returns `true` if a debugger is attached. Costs one relaxed load.
     #[inline]
     pub fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Relaxed)
     }
 
-    /// What the vCPU is to do.
+    /// Returns the action of a vCPU.
     pub(super) fn go(&self, vcpu: u8) -> Go {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
             Some(1) => Go::Step,
@@ -379,13 +381,14 @@ impl Debugger {
         }
     }
 
-    /// Whether its registers are wanted.
+    /// Returns `true` if the debugger requested the registers of this vCPU.
     pub(super) fn is_asked(&self, vcpu: u8) -> bool {
         self.cell(vcpu)
             .is_some_and(|cell| cell.asked.load(Ordering::SeqCst))
     }
 
-    /// Shows them, with those of [`Debugger::take_changes`] in them.
+    /// Publishes the registers of a vCPU. The caller must have applied [`Debugger::take_changes`]
+    /// before reading them.
     pub(super) fn show(&self, vcpu: u8, registers: Registers) {
         let Some(cell) = self.cell(vcpu) else { return };
         cell.asked.store(false, Ordering::SeqCst);
@@ -394,31 +397,31 @@ impl Debugger {
         self.shown.notify_all();
     }
 
-    /// What the debugger has changed of a vCPU's registers, before it goes on.
+    /// Takes the debugger's register changes, to be applied before the vCPU resumes.
     pub(super) fn take_changes(&self, vcpu: u8) -> Option<(Registers, Changed)> {
         lock(&self.cell(vcpu)?.view).changes.take()
     }
 
-    /// The hardware breakpoints and their version, if that is not `known`.
+    /// Returns the hardware breakpoints and their version if the version differs from `known`.
     pub(super) fn news(&self, known: u64) -> Option<(u64, Vec<Point>)> {
         let version = self.version.load(Ordering::SeqCst);
         (version != known).then(|| (version, lock(&self.points).clone()))
     }
 
-    /// Whether KVM holds interrupts back during a step.
+    /// Returns `true` if KVM blocks interrupts during a step.
     pub(super) fn blocks_interrupts(&self) -> bool {
         self.blocks_interrupts
     }
 
-    /// Whether an INT3 of the debugger's is at a linear address.
+    /// Returns `true` if the debugger has an INT3 at a linear address.
     pub(super) fn is_planted(&self, address: u64) -> bool {
         lock(&self.planted)
             .iter()
             .any(|planted| planted.address == address)
     }
 
-    /// Whether a debug exit is the debugger's: else it is the guest's own. The hardware breakpoints are in
-    /// the registers from DR`first` on.
+    /// Returns the debugger's reason for a debug exit, or `None` if the exit belongs to the guest.
+    /// The debugger's hardware breakpoints occupy the debug registers from DR`first` on.
     pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<Why> {
         if stop.exception == BREAKPOINT {
             return self.is_planted(stop.pc).then_some(Why::Planted);
@@ -432,7 +435,7 @@ impl Debugger {
         (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == Go::Step).then_some(Why::Step)
     }
 
-    /// A vCPU stops all.
+    /// Stops the machine on behalf of a vCPU.
     pub(super) fn stopped(&self, switch: &dyn RunSwitch, stop: Stop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
@@ -460,8 +463,8 @@ mod tests {
         registers
     }
 
-    /// What a debugger changes of a vCPU that stays is not lost when the others have run, and goes into the
-    /// guest once.
+    /// Register changes of a vCPU that remains stopped are kept while others run, and applied
+    /// exactly once.
     #[test]
     fn changes_wait_until_their_vcpu_goes_on() {
         let control = machine();
@@ -493,7 +496,7 @@ mod tests {
         assert_eq!(debugger.take_changes(1), None);
     }
 
-    /// Exits that are the guest's own stay the guest's.
+    /// Debug exits that the guest caused are not attributed to the debugger.
     #[test]
     fn only_the_debuggers_own_stops_are_its() {
         let control = machine();
@@ -517,7 +520,7 @@ mod tests {
         });
         assert_eq!(debugger.why(0, 0, &stop(3, 0x20, 0)), Some(Why::Planted));
         assert_eq!(debugger.why(0, 0, &stop(3, 0x21, 0)), None);
-        // Behind two breakpoints that are not its.
+        // The first two debug registers hold breakpoints of another user.
         assert_eq!(
             debugger.why(0, 2, &stop(1, 0x10, 1 << 2)),
             Some(Why::Point(point))
@@ -531,7 +534,7 @@ mod tests {
         debugger.hold(&control);
         debugger.release(&control, |_| Go::Step);
         assert_eq!(debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)), Some(Why::Step));
-        // The first stop counts.
+        // Only the first stop is reported.
         debugger.stopped(
             &control,
             Stop {

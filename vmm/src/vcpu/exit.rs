@@ -1,7 +1,8 @@
-//! Why a vCPU left its guest, and what is done about it.
+//! Handling of vCPU exits.
 //!
-//! [`Running::enter`] enters the guest and serves most exits while KVM's page still lends their data
-//! ([`Served`]). An exit whose service needs the vCPU itself is handed to the loop as a [`Next`].
+//! [`Running::enter`] enters the guest and handles most exits while the exit data is borrowed from
+//! the `kvm_run` page ([`Served`]). For an exit that needs the vCPU itself, the run loop receives
+//! the action to take ([`Next`]).
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::{error_line, guest_log};
@@ -24,14 +25,15 @@ use crate::kvm::armed::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use kernel_images::rdpmc::TRAP_PORT;
 
-/// CR0.PE: protected mode, off after a reset (SDM vol. 3 §2.5).
+/// CR0.PE: protected mode, clear after a reset (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;
 /// Vector of INT3 (SDM vol. 3 §6.15).
 const BREAKPOINT: u32 = 3;
-/// DR6.B0 to B3: a breakpoint's condition was met (SDM vol. 3 §19.2.3).
+/// DR6.B0 to B3: breakpoint conditions that were met (SDM vol. 3 §19.2.3).
 const DR6_BREAKPOINTS: u64 = 0xf;
 
-/// What exits are served with: all of a vCPU but its descriptor, which lends the exit's data.
+/// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded because it lends
+/// the exit data.
 struct Served<'v> {
     pmu: Option<&'v mut VcpuPmu>,
     debug_control: Option<&'v DebugControl>,
@@ -43,12 +45,12 @@ struct Served<'v> {
 }
 
 impl Served<'_> {
-    /// Whether a write to [`TRAP_PORT`] may stand for RDPMC or end a step.
+    /// Returns `true` if a write to [`TRAP_PORT`] may be an RDPMC trap or the end of a step.
     fn has_trap_port(&self) -> bool {
         self.rdpmc.is_some() || self.stepper.is_some()
     }
 
-    /// RDMSR of a trapped register.
+    /// Handles RDMSR of a trapped register.
     fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> Next {
         self.stats.rdmsr.inc();
         let others = match self.debug_control {
@@ -72,7 +74,7 @@ impl Served<'_> {
         Next::Continue
     }
 
-    /// WRMSR of a trapped register.
+    /// Handles WRMSR of a trapped register.
     fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> Next {
         self.stats.wrmsr.inc();
         if let Some(stepper) = &mut self.stepper {
@@ -128,7 +130,7 @@ impl Served<'_> {
         Next::Continue
     }
 
-    /// A device is accessed, which the guest's paravirtual events count.
+    /// Counts a device access as a paravirtual event of the guest.
     fn device_access(&mut self, event: ParavirtualEvent) {
         *self.completed = Completed::AtAnyCpl;
         if let Some(pmu) = &mut self.pmu {
@@ -138,7 +140,7 @@ impl Served<'_> {
 }
 
 impl Running {
-    /// Steps 5 and 6 of the loop: KVM_RUN and its exit.
+    /// Performs steps 5 and 6 of the run loop: KVM_RUN and the exit.
     pub(super) fn enter(&mut self) -> Next {
         self.exit_clock.goes_on();
         if let Some(pmu) = &self.pmu {
@@ -206,7 +208,8 @@ impl Running {
         }
     }
 
-    /// A write to the trap port: the stepper's breakpoint, a replaced RDPMC, or the guest's own write.
+    /// Handles a write to the trap port: a breakpoint of the stepper, a replaced RDPMC, or the
+    /// guest's own write.
     pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<Turn, VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?
@@ -217,7 +220,7 @@ impl Running {
         self.trap_port(byte).map_err(VcpuFailure::Read)
     }
 
-    /// A stop at a breakpoint or behind a step.
+    /// Handles a debug exit after a breakpoint or single step.
     pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<Turn, VcpuFailure> {
         if stop.exception != BREAKPOINT && stop.dr6 & DR6_BREAKPOINTS != 0 && self.debug.is_site(stop.pc) {
             return self.rdpmc_at_breakpoint().map_err(VcpuFailure::Debug);
@@ -231,12 +234,12 @@ impl Running {
             pmu.feed_step(&step);
             return Ok(Turn::Again);
         }
-        // The guest's own: INT3, or its own trap flag or breakpoint.
+        // The exit belongs to the guest: INT3, trap flag, or a breakpoint that the guest set.
         step::debug::give_back(&self.fd, stop).map_err(VcpuFailure::Debug)?;
         Ok(Turn::Again)
     }
 
-    /// The part of a write to IA32_DEBUGCTL that is not the PMU's.
+    /// Forwards the bits of an IA32_DEBUGCTL write that do not belong to the PMU.
     pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<Turn, VcpuFailure> {
         if let Some(control) = &mut self.debug_control {
             control
@@ -247,7 +250,7 @@ impl Running {
         Ok(Turn::Again)
     }
 
-    /// The guest's own write of a byte to the port that stands for RDPMC.
+    /// Handles the guest's own one-byte write to the RDPMC trap port.
     pub(super) fn own_port_write(&mut self, byte: u8) -> Turn {
         self.seat.stats().io_out.inc();
         self.completed = Completed::AtAnyCpl;
@@ -257,13 +260,13 @@ impl Running {
         stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(Turn::Again, Turn::Stop)
     }
 
-    /// Says that the guest shut this vCPU down, and where it was, as far as KVM still knows.
+    /// Logs a triple fault of the guest and the last known register state.
     fn report_triple_fault(&self) {
         if !self.seat.may_tell_shutdown() {
             return;
         }
         let place = match (self.fd.get_regs(), self.fd.get_sregs()) {
-            // With AMD-V the state is lost with the shutdown, and KVM resets the vCPU.
+            // With AMD-V the state is lost at the shutdown, and KVM resets the vCPU.
             (Ok(regs), Ok(sregs)) if sregs.cr0 & CR0_PE != 0 => format!(
                 " at rip {:#x}, rsp {:#x}, cr2 {:#x}, cr3 {:#x}",
                 regs.rip, regs.rsp, sregs.cr2, sregs.cr3
@@ -277,7 +280,7 @@ impl Running {
         );
     }
 
-    /// Says why this vCPU cannot go on, and where it is.
+    /// Logs a fatal error of this vCPU and its register state.
     pub(super) fn report(&self, failure: &VcpuFailure) {
         log::error!("vcpu{}: cannot go on: {}", self.id, error_line(failure));
         if let Ok(regs) = self.fd.get_regs() {
@@ -294,7 +297,7 @@ impl Running {
     }
 }
 
-/// Why a write to a device ends the VM; `None`: it does not.
+/// Returns the stop reason that a device write causes, or `None` if the VM continues.
 fn stop_of(outcome: BusOutcome) -> Option<StopReason> {
     match outcome {
         BusOutcome::Continue => None,

@@ -1,8 +1,8 @@
-//! Exits to user space by what they are for: how many, and how long Perfvisor took over them.
+//! Number and duration of exits to user space, by exit reason.
 //!
-//! Counted only while somebody watches ([`ExitTable::watch`]): then an exit costs two readings of the clock,
-//! else one look at a flag. The time of an exit is that from the return of KVM_RUN to the next KVM_RUN. What
-//! the host's kernel does on both ways is not in it.
+//! Exits are counted only while a watcher is registered ([`ExitTable::watch`]). A watched exit
+//! costs two clock reads, an unwatched one a single flag check. The measured time extends from the
+//! return of KVM_RUN to the next KVM_RUN call. Time in the host kernel on either path is excluded.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -13,20 +13,20 @@ use crate::kvm::armed::VcpuExit;
 use crate::kvm::call::CallError;
 use kernel_images::rdpmc::TRAP_PORT;
 
-/// Defines what exits are for: variant, and its name in the control protocol.
+/// Defines the exit reasons: variant and name in the control protocol.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident: $name:literal,)+) => {
-        /// What an exit to user space is for.
+        /// Reason of an exit to user space.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum ExitReason {
             $($(#[$doc])* $reason,)+
         }
 
         impl ExitReason {
-            /// All of them.
+            /// All exit reasons.
             pub const ALL: &'static [Self] = &[$(Self::$reason,)+];
 
-            /// Its name in the control protocol.
+            /// Returns the name in the control protocol.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$reason => $name,)+
@@ -37,36 +37,37 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// The guest read a PMU register.
+    /// Read of a PMU register.
     Rdmsr: "rdmsr",
-    /// The guest wrote a PMU register.
+    /// Write of a PMU register.
     Wrmsr: "wrmsr",
-    /// The guest wrote to the port that stands for RDPMC.
+    /// Write to the RDPMC trap port.
     Rdpmc: "rdpmc",
-    /// The guest read a port of a device.
+    /// Read of a device port.
     PortRead: "port_read",
-    /// The guest wrote a port of a device.
+    /// Write of a device port.
     PortWrite: "port_write",
-    /// The guest read memory of a device.
+    /// Read of device memory.
     MmioRead: "mmio_read",
-    /// The guest wrote memory of a device.
+    /// Write of device memory.
     MmioWrite: "mmio_write",
-    /// A breakpoint or a single step: RDPMC, exact counting or a debugger.
+    /// Breakpoint or single step, for RDPMC, exact counting or a debugger.
     Debug: "debug",
-    /// A halt that KVM does not wait for itself.
+    /// Halt that KVM does not handle itself.
     Halt: "halt",
-    /// An event overflowed: a sample is taken, or the guest's counter has to interrupt it.
+    /// Overflow of an event, for a sample or a PMI.
     Overflow: "overflow",
-    /// Perfvisor asked for the vCPU, or another signal came.
+    /// Kick by Perfvisor, or another signal.
     Kick: "kick",
-    /// KVM's emulator lacks an instruction.
+    /// Instruction that KVM's emulator does not support.
     Emulation: "emulation",
-    /// Anything else: the end of the guest, and failures.
+    /// Any other exit, including shutdown and failures.
     Other: "other",
 }
 
 impl ExitReason {
-    /// Of an exit with this result. After a signal, [`kick::overflow_waits`] must know of it.
+    /// Returns the reason of an exit with this result. After a signal, [`kick::overflow_waits`]
+    /// must reflect a pending overflow signal.
     fn of(why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::overflow_waits() {
@@ -93,16 +94,16 @@ impl ExitReason {
     }
 }
 
-/// Exits of one kind.
+/// Counts and times of the exits for one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExitCount {
-    /// How many there were.
+    /// Number of exits.
     pub count: u64,
-    /// How many of them were timed: not one within which the VM was paused, nor one that is being served.
+    /// Number of timed exits. Excludes exits interrupted by a pause and the exit in progress.
     pub timed: u64,
-    /// How long those took together, in ns.
+    /// Total duration of the timed exits, in nanoseconds.
     pub time_ns: u64,
-    /// The longest of them, in ns.
+    /// Longest duration of a timed exit, in nanoseconds.
     pub longest_ns: u64,
 }
 
@@ -114,7 +115,7 @@ struct Cell {
     longest_ns: AtomicU64,
 }
 
-/// The exits of one vCPU while somebody watched. Its thread alone adds to it, any may read.
+/// Exit statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
 #[derive(Debug)]
 pub struct ExitTable {
     watchers: AtomicU32,
@@ -131,27 +132,28 @@ impl Default for ExitTable {
 }
 
 impl ExitTable {
-    /// One more watches: exits are counted from now on.
+    /// Registers a watcher. Exits are counted while at least one is registered.
     pub fn watch(&self) {
         self.watchers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// One that [`ExitTable::watch`] was called for does not watch any more.
+    /// Removes a watcher registered by [`ExitTable::watch`].
     pub fn unwatch(&self) {
         self.watchers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether anybody watches.
+    /// Returns `true` if any watcher is registered.
     #[inline]
     pub fn is_watched(&self) -> bool {
         self.watchers.load(Ordering::Relaxed) > 0
     }
 
-    /// What was counted so far, in the order of [`ExitReason::ALL`]; the longest of each since this was
-    /// called last.
+    /// Returns the counts so far, in the order of [`ExitReason::ALL`]. The longest duration covers
+    /// only the time since the previous call.
     pub fn take(&self) -> Vec<ExitCount> {
         let taken = |cell: &Cell| {
-            // Timed exits first: each of them is in the count that is read behind it.
+            // Timed exits are read first, so that each of them is included in the total read
+            // afterwards.
             let timed = cell.timed.load(Ordering::Acquire);
             ExitCount {
                 timed,
@@ -180,19 +182,19 @@ impl ExitTable {
 
 #[cfg(test)]
 impl ExitTable {
-    /// An exit that took so long.
+    /// Records an exit of the given duration.
     pub(crate) fn exit_for_tests(&self, reason: ExitReason, took_ns: u64) {
         self.left(reason);
         self.served(reason, Duration::from_nanos(took_ns));
     }
 }
 
-/// Adds to a number with one writer: no locked instruction.
+/// Adds to a single-writer counter without a locked instruction.
 fn add(number: &AtomicU64, n: u64, order: Ordering) {
     number.store(number.load(Ordering::Relaxed).wrapping_add(n), order);
 }
 
-/// The exit that a vCPU's thread serves, if it is watched.
+/// Timer of the exit in progress on a vCPU thread, if exits are watched.
 #[derive(Debug)]
 pub(super) struct ExitClock {
     table: Arc<ExitTable>,
@@ -200,12 +202,12 @@ pub(super) struct ExitClock {
 }
 
 impl ExitClock {
-    /// For the thread that alone adds to `table`.
+    /// Creates the exit timer of the only thread that writes to `table`.
     pub(super) fn new(table: Arc<ExitTable>) -> Self {
         Self { table, open: None }
     }
 
-    /// KVM_RUN has returned.
+    /// Records the return of KVM_RUN.
     #[inline]
     pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) {
         if self.table.is_watched() {
@@ -216,7 +218,7 @@ impl ExitClock {
         }
     }
 
-    /// KVM_RUN is about to be called again.
+    /// Records the next call of KVM_RUN, which ends the exit.
     #[inline]
     pub(super) fn goes_on(&mut self) {
         if let Some((reason, since)) = self.open.take() {
@@ -224,7 +226,7 @@ impl ExitClock {
         }
     }
 
-    /// The vCPU waits for something else than its exit, which is not timed.
+    /// Discards the exit in progress, because the vCPU waits for something else.
     pub(super) fn forget(&mut self) {
         self.open = None;
     }
@@ -240,7 +242,7 @@ mod tests {
         table.take()[reason as usize]
     }
 
-    /// What nobody watches is not counted, and an exit is timed when the guest goes on.
+    /// Unwatched exits are not counted. A watched exit is timed when the guest is reentered.
     #[test]
     fn exits_are_counted_and_timed_while_watched() {
         let table = Arc::new(ExitTable::default());
@@ -258,7 +260,7 @@ mod tests {
         let served = count(&table, ExitReason::MmioRead);
         assert_eq!((served.count, served.timed), (1, 1));
         assert!(served.time_ns >= 2_000_000 && served.longest_ns == served.time_ns);
-        // The longest is that since the last look.
+        // The longest duration covers only the time since the previous `take`.
         assert_eq!(count(&table, ExitReason::MmioRead).longest_ns, 0);
         clock.left(&read, true);
         clock.forget();

@@ -1,4 +1,4 @@
-//! What can go wrong with a vCPU: when it is made, when its thread begins, and while it runs.
+//! Errors of a vCPU at creation, at thread start, and while running.
 
 use std::io;
 
@@ -9,32 +9,32 @@ use crate::boot::BootError;
 use crate::kvm::call::CallError;
 use crate::pmu::PmuSetupError;
 
-/// Why a vCPU thread could not be started.
+/// Error of creating or starting a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuError {
-    /// The thread was not made.
+    /// The vCPU thread could not be spawned.
     #[error("cannot start the thread of vCPU {0}")]
     Spawn(u8, #[source] io::Error),
     /// The LVTPC access could not be prepared.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
-    /// Something else could not be had.
+    /// Another operating-system resource could not be allocated.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }
 
-/// Why a vCPU's thread cannot begin.
+/// Error of initializing a vCPU on its thread.
 #[derive(Debug, thiserror::Error)]
 pub enum BeginError {
-    /// It did not enter the perf core.
+    /// The vCPU could not be attached to the perf core.
     #[error(transparent)]
     Pmu(#[from] PmuSetupError),
-    /// Nothing would wake it.
+    /// The kick timer could not be created.
     #[error("timer_create failed")]
     Timer(#[source] io::Error),
 }
 
-/// Why a vCPU does not start again.
+/// Error of restarting a vCPU after a reset.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RestartError {
     #[error(transparent)]
@@ -45,7 +45,7 @@ pub(super) enum RestartError {
     Make(#[from] VcpuError),
 }
 
-/// Why a vCPU cannot go on.
+/// Fatal error of a running vCPU.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum VcpuFailure {
     #[error(transparent)]

@@ -1,5 +1,4 @@
-//! What KVM gives up on (`KVM_EXIT_INTERNAL_ERROR`), in one line: which error, and the instruction that it
-//! happened at.
+//! One-line description of KVM_EXIT_INTERNAL_ERROR: the suberror and the affected instruction.
 
 use std::fmt;
 
@@ -12,30 +11,29 @@ use kvm_bindings::{
 use crate::kvm::armed::{ArmedVcpu, InternalExit};
 use crate::kvm::call::CallError;
 
-/// Linear address of the first instruction after INIT or a reset (SDM vol. 3 §9.1.4).
+/// Linear address of the first instruction after INIT or reset (SDM vol. 3 §9.1.4).
 const RESET_VECTOR: u64 = 0xffff_fff0;
 /// CR0.PE: protected mode (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;
 
-/// An internal error of KVM's, and where the vCPU was.
+/// An internal error of KVM and the vCPU state at that point.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InternalError {
     exit: InternalExit,
     rip: u64,
-    /// 16, 32 or 64.
+    /// Code size: 16, 32 or 64 bits.
     bits: u32,
     cpl: u8,
-    /// The address of the instruction, with the base of CS.
+    /// Linear address of the instruction, including the CS base.
     linear: u64,
-    /// The processor is in real mode.
     real_mode: bool,
 }
 
 impl InternalError {
-    /// That of the last exit of `vcpu`.
+    /// Describes the internal error of the last exit of `vcpu`.
     ///
     /// # Errors
-    /// KVM's, of reading registers.
+    /// Returns the error of the KVM call that reads registers.
     pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, CallError> {
         let sregs = vcpu.get_sregs()?;
         let bits = match (sregs.cs.l, sregs.cs.db) {
@@ -54,8 +52,8 @@ impl InternalError {
         })
     }
 
-    /// Returns whether the vCPU is at the reset vector. It gets there when its guest sends it an INIT (SDM
-    /// vol. 3 §9.1.4), and finds no firmware.
+    /// Returns `true` if the vCPU is at the reset vector. An INIT from the guest leads there (SDM
+    /// vol. 3 §9.1.4), and no firmware exists at that address.
     pub(super) fn is_at_reset_vector(&self) -> bool {
         self.real_mode && self.linear == RESET_VECTOR
     }

@@ -1,16 +1,16 @@
-//! Making a vCPU leave KVM_RUN: the signals, and why none of them can be lost.
+//! Signals that force a vCPU out of KVM_RUN, delivered without loss.
 //!
-//! Two signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
-//! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both
-//! handlers set `kvm_run.immediate_exit` of the vCPU that their thread runs ([`crate::kvm::armed`]). The run
-//! loop clears that byte *before* it looks at what the signals announce, so a signal that arrives after the
-//! look makes the next KVM_RUN return at once.
+//! Two signals are sent to a vCPU thread. The *kick* makes the thread check its run state (pause,
+//! stop, a pending PMI). The host kernel sends the *overflow* signal when a perf event of this vCPU
+//! overflows. Both handlers set `kvm_run.immediate_exit` of the vCPU that the thread runs
+//! ([`crate::kvm::armed`]). The run loop clears that byte *before* it checks the conditions that
+//! the signals announce, so a signal after the check makes the next KVM_RUN return immediately.
 //!
-//! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a
-//! user, can be full, which would lose a kick. Standard signals of a kind merge while one is pending, which
-//! loses nothing, because what they announce is looked up and not counted.
+//! Both are standard signals. Real-time signals are queued, and the queue is limited per user, so a
+//! kick could be lost when it is full. Pending standard signals coalesce. No information is lost,
+//! because the receiver checks the conditions and does not count signals.
 //!
-//! Overflow signals that come often are not handled but held and fetched, which costs less:
+//! Frequent overflow signals are blocked and fetched instead of handled, which costs less; see
 //! [`OverflowSignals`].
 #![expect(unsafe_code, reason = "signals, their masks and timers")]
 
@@ -30,11 +30,11 @@ use crate::pmu::overflow_signal;
 use crate::pmu::remote_open::open_in_handler;
 
 thread_local! {
-    /// An overflow signal came since the last [`take_overflow`].
+    /// Set if an overflow signal arrived since the last [`take_overflow`].
     static OVERFLOW: AtomicBool = const { AtomicBool::new(false) };
 }
 
-/// The signal that kicks a vCPU thread.
+/// Returns the signal that kicks a vCPU thread.
 pub fn kick_signal() -> c_int {
     libc::SIGUSR1
 }
@@ -49,10 +49,10 @@ extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     request_exit_of_this_thread();
 }
 
-/// Installs both handlers for the process.
+/// Installs both signal handlers for the process.
 ///
 /// # Errors
-/// The system call's error.
+/// Returns the error of `sigaction(2)`.
 pub fn install_handlers() -> io::Result<()> {
     for (signal, handler) in [
         (kick_signal(), on_kick as _),
@@ -63,29 +63,29 @@ pub fn install_handlers() -> io::Result<()> {
     Ok(())
 }
 
-/// A timer that kicks the thread that made it: for what must be looked at again although the guest may not
-/// exit, such as a PMI that waits for the guest to unmask LVTPC.
+/// Timer that kicks the thread that created it. Used for conditions that must be rechecked without
+/// an exit, such as a PMI that waits until the guest unmasks LVTPC.
 #[derive(Debug)]
 pub struct KickTimer {
     timer: libc::timer_t,
-    /// When it kicks; in the past: it has.
+    /// Expiry time; in the past if the timer has fired.
     due: Cell<Option<Instant>>,
 }
 
 impl KickTimer {
-    /// A disarmed timer for the current thread.
+    /// Creates a disarmed timer for the current thread.
     ///
     /// # Errors
-    /// The error of `timer_create(2)`.
+    /// Returns the error of `timer_create(2)`.
     pub fn for_current_thread() -> io::Result<Self> {
-        // SAFETY: an all-zero sigevent is a valid value of that plain C struct.
+        // SAFETY: an all-zero `sigevent` is a valid value of that plain C struct.
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_THREAD_ID;
         event.sigev_signo = kick_signal();
-        // SAFETY: gettid takes nothing and cannot fail.
+        // SAFETY: `gettid` has no arguments and cannot fail.
         event.sigev_notify_thread_id = unsafe { libc::gettid() };
         let mut timer = ptr::null_mut();
-        // SAFETY: both pointers are to live locals of the right types.
+        // SAFETY: both pointers refer to live locals of the correct types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) } {
             0 => Ok(Self {
                 timer,
@@ -95,12 +95,14 @@ impl KickTimer {
         }
     }
 
-    /// Who asks again has read the clock anew: what is due so little later is what was asked for.
+    /// Tolerance for repeated requests: each reads the clock again, so their expiry times differ
+    /// slightly.
     const SLACK: Duration = Duration::from_micros(200);
 
-    /// Kicks once, after `delay`, or before: who asked for a kick that is due earlier gets that one. All look
-    /// then, and who finds nothing has to ask again, for the time that is left. That is no system call as
-    /// long as a kick is due by then, or so little later. A zero delay counts as one nanosecond.
+    /// Arms the timer to kick the thread after `delay`, or earlier if a kick is already due
+    /// earlier. After a kick, every requester rechecks its condition and requests the remaining
+    /// delay. Makes no system call if a kick is already due by that time plus a small tolerance. A
+    /// zero delay is rounded up to one nanosecond.
     pub fn kick_in(&self, delay: Duration) {
         let now = Instant::now();
         let soon = now + delay + Self::SLACK;
@@ -128,30 +130,35 @@ impl KickTimer {
 
 impl Drop for KickTimer {
     fn drop(&mut self) {
-        // SAFETY: the timer was made by `for_current_thread` and is deleted only here.
+        // SAFETY: the timer was created by `for_current_thread` and is deleted only here.
         unsafe { libc::timer_delete(self.timer) };
     }
 }
 
-/// At most so many exits from one overflow signal to the next, and the signals are held.
+/// Maximum number of exits between two overflow signals at which the signals become held.
 const FEW_EXITS: u32 = 8;
-/// After more exits than this without an overflow signal they are handled again.
+/// Number of exits without an overflow signal after which the signals are handled again.
 const MANY_EXITS: u32 = 32;
 
-/// How the overflow signals of one vCPU end KVM_RUN.
+/// Delivery mode of the overflow signals of one vCPU.
 ///
-/// *Handled*: by their handler, as above. To run a handler costs the kernel more than a system call does, and
-/// several times that on an emulated host. *Held*: blocked in the thread, let through by
-/// `KVM_SET_SIGNAL_MASK` while it is in KVM_RUN, which then ends with EINTR and leaves them pending; they are
-/// fetched by one system call. A signal that comes earlier ends the next KVM_RUN at once, so this loses none
-/// either. But KVM then changes the thread's mask twice in each KVM_RUN, under a lock of the whole process.
-/// So they are held only while they are a good part of what ends it, as they are for a vCPU that is sampled.
+/// *Handled*: the signal handler runs. A handler costs the kernel more than a system call, and
+/// several times more on an emulated host.
+///
+/// *Held*: the signal is blocked in the thread and unblocked during KVM_RUN with
+/// `KVM_SET_SIGNAL_MASK`. KVM_RUN then returns EINTR and leaves the signal pending, and one system
+/// call fetches it. A signal that arrives earlier ends the next KVM_RUN immediately, so no signal
+/// is lost.
+///
+/// In held mode KVM changes the thread's signal mask twice per KVM_RUN, under a process-wide lock.
+/// Signals are therefore held only while they cause a substantial share of the exits, as on a
+/// sampled vCPU.
 #[derive(Debug)]
 pub struct OverflowSignals {
     held: bool,
-    /// KVM or the thread refused.
+    /// Switching the mode failed, so the mode no longer changes.
     stays: bool,
-    /// Exits since the last overflow signal.
+    /// Number of exits since the last overflow signal.
     exits: u32,
 }
 
@@ -166,8 +173,9 @@ impl Default for OverflowSignals {
 }
 
 impl OverflowSignals {
-    /// KVM_RUN has ended, `by_signal` or otherwise. Afterwards [`take_overflow`] knows of every overflow
-    /// signal that ended it. At most one system call.
+    /// Updates the state after KVM_RUN, which ended `by_signal` or otherwise. Afterwards
+    /// [`take_overflow`] reflects every overflow signal that ended KVM_RUN. Makes at most one
+    /// system call.
     pub fn after_exit(&mut self, by_signal: bool) {
         self.exits = self.exits.saturating_add(1);
         if self.held && by_signal {
@@ -175,8 +183,8 @@ impl OverflowSignals {
         }
     }
 
-    /// To be called before the next entry, with what [`take_overflow`] has said. Rarely two system calls,
-    /// otherwise none.
+    /// Selects the delivery mode before the next entry. `signalled` is the result of
+    /// [`take_overflow`]. Makes two system calls when the mode changes, otherwise none.
     pub fn before_entry(&mut self, vcpu: &VcpuFd, signalled: bool) {
         let hold = if signalled {
             self.held || self.exits <= FEW_EXITS
@@ -203,7 +211,7 @@ impl OverflowSignals {
         }
     }
 
-    /// As before the first overflow: for a vCPU that goes to another thread.
+    /// Restores the initial mode, for a vCPU that moves to another thread.
     pub fn handle_again(&mut self, vcpu: &VcpuFd) {
         if self.held
             && let Err(e) = handle_signals(vcpu)
@@ -214,47 +222,49 @@ impl OverflowSignals {
     }
 }
 
-/// Blocks the overflow signal in this thread, but not while it is in KVM_RUN.
+/// Blocks the overflow signal in this thread except during KVM_RUN.
 fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
     let overflow = only_overflow()?;
     let mut before = overflow;
-    // SAFETY: both are live sets of signals.
+    // SAFETY: both pointers refer to live signal sets.
     check(unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &overflow, &mut before) })?;
     if let Err(refused) = signal_mask::set(vcpu, &before) {
-        // SAFETY: `overflow` is a live set; what was set before is not asked for.
+        // SAFETY: `overflow` is a live signal set, and a null pointer is allowed for the old mask.
         check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })?;
         return Err(refused);
     }
     Ok(())
 }
 
-/// Takes [`hold_signals`] back. An overflow signal that waits is handled within this call.
+/// Reverses [`hold_signals`]. A pending overflow signal is handled within this call.
 fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
     signal_mask::clear(vcpu)?;
     let overflow = only_overflow()?;
-    // SAFETY: `overflow` is a live set; what was set before is not asked for.
+    // SAFETY: `overflow` is a live signal set, and a null pointer is allowed for the old mask.
     check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })
 }
 
-/// Takes a held overflow signal, if there is one, for what its handler would have been told. One system call.
+/// Fetches a held overflow signal and sets the flag that its handler would set. Makes one system
+/// call.
 fn fetch() {
     let Ok(overflow) = only_overflow() else { return };
     let at_once = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: the set and the time are live locals, and nothing is asked about the signal.
+    // SAFETY: the set and the timeout are live locals, and a null pointer is allowed for the signal
+    // information.
     if unsafe { libc::sigtimedwait(&overflow, ptr::null_mut(), &at_once) } == overflow_signal() {
         OVERFLOW.with(|flag| flag.store(true, Ordering::Relaxed));
     }
 }
 
-/// The set of the overflow signal alone.
+/// Returns the signal set with only the overflow signal.
 fn only_overflow() -> io::Result<libc::sigset_t> {
     create_sigset(&[overflow_signal()]).map_err(io::Error::from)
 }
 
-/// A pthread function's error, which is what it returns.
+/// Converts the return value of a pthread function to a result.
 fn check(result: c_int) -> io::Result<()> {
     match result {
         0 => Ok(()),
@@ -262,12 +272,12 @@ fn check(result: c_int) -> io::Result<()> {
     }
 }
 
-/// Whether an overflow signal waits for [`take_overflow`].
+/// Returns `true` if an overflow signal is pending for [`take_overflow`].
 pub fn overflow_waits() -> bool {
     OVERFLOW.with(|flag| flag.load(Ordering::Relaxed))
 }
 
-/// Whether an overflow signal came since the last call on this thread.
+/// Returns `true` if an overflow signal arrived since the last call on this thread.
 pub fn take_overflow() -> bool {
     OVERFLOW.with(|flag| flag.load(Ordering::Relaxed) && flag.swap(false, Ordering::Relaxed))
 }
@@ -276,22 +286,21 @@ pub fn take_overflow() -> bool {
 mod tests {
     use super::*;
 
-    /// An overflow signal to this thread is seen once, and without a vCPU it touches nothing else.
     #[test]
     fn overflow_signal_is_taken_exactly_once() {
         install_handlers().unwrap();
         assert!(!take_overflow());
-        // SAFETY: raise(3) with a signal whose handler was just installed.
+        // SAFETY: `raise(3)` with a signal whose handler was just installed.
         assert_eq!(unsafe { libc::raise(overflow_signal()) }, 0);
         assert!(take_overflow());
         assert!(!take_overflow());
     }
 
-    /// The time until the timer expires; zero: it is not armed.
+    /// Returns the time until the timer expires; zero if the timer is disarmed.
     fn left(timer: &KickTimer) -> Duration {
-        // SAFETY: an all-zero itimerspec is a valid value of that plain C struct.
+        // SAFETY: an all-zero `itimerspec` is a valid value of that plain C struct.
         let mut spec: libc::itimerspec = unsafe { std::mem::zeroed() };
-        // SAFETY: the timer lives, and `spec` is a live local.
+        // SAFETY: the timer is alive, and `spec` is a live local.
         assert_eq!(unsafe { libc::timer_gettime(timer.timer, &mut spec) }, 0);
         Duration::new(
             spec.it_value.tv_sec.try_into().unwrap(),
@@ -299,7 +308,8 @@ mod tests {
         )
     }
 
-    /// Of several who want to be kicked the most urgent decides, in whatever order they ask.
+    /// The earliest of several requested kicks determines the expiry, independent of the order of
+    /// the requests.
     #[test]
     fn a_later_request_does_not_put_off_an_earlier_kick() {
         let timer = KickTimer::for_current_thread().unwrap();
@@ -316,7 +326,7 @@ mod tests {
         assert!(left(&timer) <= urgent, "it is not put off");
     }
 
-    /// Who asks again for the same moment costs no system call: the timer stays as it was set.
+    /// A repeated request for the same expiry makes no system call and leaves the timer unchanged.
     #[test]
     fn who_asks_again_for_the_same_moment_changes_nothing() {
         let timer = KickTimer::for_current_thread().unwrap();

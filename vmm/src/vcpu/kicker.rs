@@ -1,4 +1,4 @@
-//! How others get a vCPU's thread out of KVM_RUN, and wait for its end.
+//! Handles to the vCPU threads, with which other threads kick and join them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -8,30 +8,30 @@ use vmm_sys_util::signal::Killable;
 
 use super::kick;
 
-/// The running vCPU threads of a VM, to be kicked from anywhere.
+/// vCPU threads of a VM, which any thread may kick.
 #[derive(Clone, Debug, Default)]
 pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
 
 impl Kicker {
-    /// Adds a thread, instead of one of the same vCPU that has ended.
+    /// Adds a thread. Replaces an ended thread of the same vCPU.
     pub fn add(&self, thread: VcpuThread) {
         let mut threads = self.threads();
         threads.retain(|other| other.id != thread.id);
         threads.push(thread);
     }
 
-    /// Makes every vCPU leave KVM_RUN and look at what is asked of it.
+    /// Forces every vCPU out of KVM_RUN to check for requests.
     pub fn kick(&self) {
         self.threads().iter().for_each(VcpuThread::kick);
     }
 
-    /// Waits for the end of all threads, which have been told to end.
+    /// Joins all threads. They must already have been asked to stop.
     pub fn join(&self) {
         let threads = std::mem::take(&mut *self.threads());
         threads.into_iter().for_each(VcpuThread::join);
     }
 
-    /// Whether all threads were joined.
+    /// Returns `true` if no threads remain to be joined.
     pub fn is_empty(&self) -> bool {
         self.threads().is_empty()
     }
@@ -41,7 +41,7 @@ impl Kicker {
     }
 }
 
-/// A running vCPU thread.
+/// Handle to a running vCPU thread.
 #[derive(Debug)]
 pub struct VcpuThread {
     id: u8,
@@ -49,12 +49,12 @@ pub struct VcpuThread {
 }
 
 impl VcpuThread {
-    /// The thread that runs vCPU `id`.
+    /// Creates the handle of the thread that runs vCPU `id`.
     pub(super) fn new(id: u8, handle: JoinHandle<()>) -> Self {
         Self { id, handle }
     }
 
-    /// Makes the vCPU leave KVM_RUN and look at its run state.
+    /// Forces the vCPU out of KVM_RUN to check its run state.
     pub fn kick(&self) {
         if !self.handle.is_finished()
             && let Err(e) = self.handle.kill(kick::kick_signal())
@@ -63,7 +63,7 @@ impl VcpuThread {
         }
     }
 
-    /// Waits for the end of the thread, kicking it until it has gone.
+    /// Joins the thread, kicking it until it has ended.
     pub fn join(self) {
         while !self.handle.is_finished() {
             self.kick();

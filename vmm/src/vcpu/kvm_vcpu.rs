@@ -1,4 +1,4 @@
-//! KVM's vCPU, which is made once with the VM and stays, whoever comes and goes.
+//! A vCPU of KVM, created once with the VM and reused when the vCPU is hot-plugged.
 
 use std::fmt;
 
@@ -8,23 +8,24 @@ use crate::kvm::call::CallError;
 use crate::kvm::first_state::FirstState;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// KVM's vCPU, configured.
+/// A configured KVM vCPU.
 pub struct KvmVcpu {
     fd: VcpuFd,
     kept: Kept,
 }
 
-/// What is known of it beside its descriptor.
+/// Properties of a KVM vCPU other than its file descriptor.
 pub(super) struct Kept {
     id: u8,
     tsc_khz: u32,
     cpuid: CpuId,
-    /// What it held when it was made; `None` for one that never goes.
+    /// Initial state of the vCPU; `None` if the vCPU is never removed.
     first: Option<Box<FirstState>>,
 }
 
 impl KvmVcpu {
-    /// vCPU `id`, which shows this CPUID. `first`: what it holds now, if it may come and go.
+    /// Creates vCPU `id` with the given CPUID. `first` is its current state if the vCPU may be
+    /// removed and added again.
     pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<FirstState>) -> Self {
         let kept = Kept {
             id,
@@ -43,30 +44,30 @@ impl KvmVcpu {
         Self { fd, kept }
     }
 
-    /// Its descriptor.
+    /// Returns the file descriptor.
     pub(super) fn fd(&self) -> &VcpuFd {
         &self.fd
     }
 
-    /// The frequency of its time stamp counter.
+    /// Returns the frequency of the time-stamp counter, in kHz.
     pub(super) fn tsc_khz(&self) -> u32 {
         self.kept.tsc_khz
     }
 
-    /// What it shows of itself.
+    /// Returns the CPUID of the vCPU.
     pub(super) fn cpuid(&self) -> &CpuId {
         &self.kept.cpuid
     }
 
-    /// Its number.
+    /// Returns the vCPU number.
     pub fn id(&self) -> u8 {
         self.kept.id
     }
 
-    /// Makes it what it was when it was made.
+    /// Restores the initial state.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns the [`CallError`] of the failed KVM call.
     pub fn restore(&self) -> Result<(), CallError> {
         self.kept
             .first

@@ -1,4 +1,4 @@
-//! Requests to a vCPU's own thread: what only it may do with its PMU.
+//! Requests to a vCPU thread, for PMU operations that only this thread may perform.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,27 +7,28 @@ use vpmu::EventFilter;
 
 use control_api::protocol::VcpuView;
 
-/// What is asked of a vCPU.
+/// Pending requests to a vCPU thread.
 #[derive(Debug, Default)]
 pub struct Mail {
-    /// Look at the guest's counters.
+    /// Generation of a requested view of the guest's counters.
     pub view: Option<u64>,
-    /// Use this filter from now on.
+    /// Event filter to use from now on.
     pub filter: Option<Arc<EventFilter>>,
-    /// Look for the guest's kernel, from this vCPU's registers.
+    /// Locate the guest's kernel with this vCPU's registers.
     pub find_kernel: bool,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     mail: Mail,
-    /// The last look that was asked for.
+    /// Generation of the last requested view.
     asked: Option<u64>,
-    /// The last look and its number.
+    /// Generation and contents of the last view.
     seen: Option<(u64, VcpuView)>,
 }
 
-/// One vCPU's mailbox. Who posts must then kick the vCPU, and wake it if it is parked.
+/// Request queue of one vCPU. After posting a request, the sender must kick the vCPU and wake it if
+/// it is parked.
 #[derive(Debug, Default)]
 pub struct Mailbox {
     waiting: AtomicBool,
@@ -35,25 +36,25 @@ pub struct Mailbox {
 }
 
 impl Mailbox {
-    /// Whether there is mail: one relaxed load, for the vCPU's loop.
+    /// Returns `true` if a request is pending. Costs one relaxed load, for use in the run loop.
     #[inline]
     pub fn has_mail(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Takes the mail. On the vCPU's thread.
+    /// Takes the pending requests. Called on the vCPU thread.
     pub fn take(&self) -> Mail {
         let mut inner = self.lock();
         self.waiting.store(false, Ordering::SeqCst);
         std::mem::take(&mut inner.mail)
     }
 
-    /// Answers a request for a look. On the vCPU's thread.
+    /// Stores the view that was requested. Called on the vCPU thread.
     pub fn answer(&self, generation: u64, view: VcpuView) {
         self.lock().seen = Some((generation, view));
     }
 
-    /// Asks for a look.
+    /// Requests a view of the guest's counters.
     pub fn ask_view(&self, generation: u64) {
         let mut inner = self.lock();
         inner.mail.view = Some(generation);
@@ -62,24 +63,25 @@ impl Mailbox {
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Asks for a search for the guest's kernel.
+    /// Requests a search for the guest's kernel.
     pub fn ask_kernel(&self) {
         self.lock().mail.find_kernel = true;
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Sends a filter.
+    /// Posts a new event filter.
     pub fn send_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the look `generation` was asked for here: not of a vCPU that came later.
+    /// Returns `true` if view `generation` was requested from this vCPU. A vCPU that was added
+    /// later returns `false`.
     pub fn was_asked(&self, generation: u64) -> bool {
         self.lock().asked.is_some_and(|asked| asked >= generation)
     }
 
-    /// The look `generation` or a later one.
+    /// Returns view `generation` or a later one.
     pub fn view(&self, generation: u64) -> Option<VcpuView> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;
@@ -95,7 +97,7 @@ impl Mailbox {
 mod tests {
     use super::*;
 
-    /// An older look never passes for a newer one.
+    /// A request is never answered with an older view.
     #[test]
     fn a_view_is_that_of_its_request_or_later() {
         let mailbox = Mailbox::default();

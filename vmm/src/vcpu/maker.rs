@@ -1,5 +1,5 @@
-//! Making a vCPU: from KVM's, which is made once with the VM, to one that can run, which is made each time it
-//! comes.
+//! Construction of a runnable vCPU from a KVM vCPU. The KVM vCPU is created once with the VM; the
+//! rest is rebuilt each time the vCPU is added.
 
 use std::fmt;
 use std::io;
@@ -28,53 +28,54 @@ use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 
-/// How RDPMC is served, for the vCPUs of a VM.
+/// RDPMC emulation shared by the vCPUs of a VM.
 pub struct RdpmcParts {
-    /// The kernel is Linux.
+    /// The guest kernel is Linux.
     pub linux: bool,
-    /// Where it was replaced.
+    /// Replaced RDPMC instructions.
     pub sites: Arc<Sites>,
-    /// What serves it elsewhere: what it planted in all vCPUs' sight, and the kernel's symbols.
+    /// Trap in the #GP handler for RDPMC elsewhere, shared by all vCPUs if planted in memory, with
+    /// the kernel's symbols.
     pub gate: Option<(Option<Arc<PlantedGate>>, Arc<PackedSymbols>)>,
-    /// Finds it in the kernels that the guest starts itself.
+    /// Patches RDPMC in kernels that the guest starts itself.
     pub running: Option<Arc<RunningKernels>>,
 }
 
-/// Who steps, for the vCPUs of a VM.
+/// Single-stepping configuration shared by the vCPUs of a VM.
 pub struct StepperParts {
-    /// The model's vendor.
+    /// CPU vendor of the guest model.
     pub vendor: Vendor,
-    /// What the host can step.
+    /// Stepping capabilities of the host.
     pub host: Stepping,
-    /// The VM never has another vCPU.
+    /// The VM has only one vCPU and no CPU hot-plug.
     pub alone: bool,
-    /// Each instruction is stepped.
+    /// Step every instruction, without straight runs.
     pub without_runs: bool,
 }
 
-/// What all vCPUs of a VM are made from.
+/// Factory for the vCPUs of a VM.
 pub struct VcpuMaker {
-    /// The VM.
+    /// KVM virtual machine.
     pub vm: Arc<VmFd>,
-    /// Its devices.
+    /// Device bus.
     pub bus: Arc<Bus>,
-    /// What counts it.
+    /// PMU of the VM.
     pub pmu: Arc<VmPmu>,
-    /// Its run state.
+    /// Run state of the VM.
     pub control: Arc<RunControl>,
-    /// Its memory.
+    /// Guest memory.
     pub memory: GuestMemoryMmap,
-    /// Where RDPMC is served by hardware breakpoints.
+    /// Linear addresses of RDPMC instructions that are emulated with hardware breakpoints.
     pub breakpoints: Vec<u64>,
     /// IA32_DEBUGCTL is trapped.
     pub keeps_debug_control: bool,
-    /// `None`: nothing stands for RDPMC.
+    /// RDPMC emulation; `None` if RDPMC is not emulated.
     pub rdpmc: Option<RdpmcParts>,
-    /// With the exact backing.
+    /// Single-stepping configuration for the exact backing.
     pub stepper: Option<StepperParts>,
-    /// Who stays on one CPU of the host.
+    /// Pinning of vCPUs to host CPUs.
     pub pins: Pinning,
-    /// How the boot processor enters what was loaded.
+    /// Entry state of the boot processor for the loaded kernel.
     pub entry: boot::Entry,
 }
 
@@ -85,19 +86,20 @@ impl fmt::Debug for VcpuMaker {
 }
 
 impl VcpuMaker {
-    /// A vCPU for `seat` that has yet to run: all that is ours is new.
+    /// Creates a runnable vCPU for `seat`, with all VMM state in its initial state.
     ///
     /// # Errors
-    /// [`VcpuError`]; KVM's vCPU comes back with it.
+    /// Returns the [`VcpuError`] together with the KVM vCPU.
     pub fn make(&self, kvm: KvmVcpu, seat: &Arc<Seat>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
         let vcpu_pmu = self.pmu.vcpu(kvm.id(), kvm.tsc_khz());
         self.make_with(kvm, seat, Some(vcpu_pmu))
     }
 
-    /// Makes KVM's vCPU what it was when it was made, and ready to enter what is loaded now.
+    /// Restores the initial state of a KVM vCPU. vCPU 0 is also prepared to enter the loaded
+    /// kernel.
     ///
     /// # Errors
-    /// [`RestartError`].
+    /// Returns [`RestartError::State`] or [`RestartError::Boot`].
     pub(super) fn restore(&self, kvm: &KvmVcpu) -> Result<(), RestartError> {
         kvm.restore()?;
         if kvm.id() == 0 {
@@ -106,7 +108,7 @@ impl VcpuMaker {
         Ok(())
     }
 
-    /// The same with a PMU that is there.
+    /// Creates a runnable vCPU with an existing PMU.
     pub(super) fn make_with(
         &self,
         kvm: KvmVcpu,
@@ -157,7 +159,8 @@ impl VcpuMaker {
         }
         if let Some(parts) = &self.stepper {
             let mut stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
-            // Only where CPL 0 is emulated: a guest of the lab that was stepped and recorded hung with them.
+            // Synchronized registers are used only where CPL 0 is emulated. A stepped and recorded
+            // guest of the lab hung when they were used elsewhere.
             if self.vm.syncs_registers() && !parts.host.user {
                 stepper = stepper.with_synced_registers();
             }

@@ -1,19 +1,20 @@
-//! Where the vCPUs' threads meet when the guest resets the machine.
+//! Synchronization of the vCPU threads when the guest resets the machine.
 //!
-//! 1. A vCPU whose guest resets makes the state [`RunState::Resetting`]. Each thread leaves the guest,
-//!    closes the counters of the guest and arrives (`wait_for_restart`). It stays in the perf core, so what
-//!    operators count and sample goes on.
-//! 2. When all have arrived, the main loop makes memory and devices anew and lets them go on
-//!    ([`RunControl::go_on`]).
-//! 3. Each puts its KVM vCPU into the first state and says so. Nobody enters the guest before all have: the
-//!    boot processor may start the others with its first instructions.
+//! 1. A vCPU whose guest requests a reset sets the state to [`RunState::Resetting`]. Each thread
+//!   exits the guest, closes the guest's counters and reaches the barrier (`wait_for_restart`). The
+//!   thread stays attached to the perf core, so events of operators continue.
+//! 2. When all vCPUs have arrived, the main loop resets memory and devices and releases the barrier
+//!   ([`RunControl::go_on`]).
+//! 3. Each thread restores the initial state of its KVM vCPU and waits for the others. No vCPU
+//!   enters the guest before all are restored, because the boot processor may start the others with
+//!   its first instructions.
 
 use super::control::{RunControl, RunState};
 use crate::devices::cpu_plug::VcpuSet;
 
 impl RunControl {
-    /// Waits outside the guest until the machine is made anew. `has_mail` gets a thread out to read it
-    /// ([`Waited::Mail`]).
+    /// Waits outside the guest until the machine is reset. Returns [`Waited::Mail`] if `has_mail`
+    /// returns `true`.
     pub(super) fn wait_for_restart(&self, vcpu: u8, has_mail: impl Fn() -> bool) -> Waited {
         let me = VcpuSet::of(vcpu);
         let mut ends = self.lock();
@@ -36,15 +37,15 @@ impl RunControl {
         }
     }
 
-    /// A thread that waited leaves for good.
+    /// Removes a vCPU from the barrier, because its thread ends.
     pub(super) fn leaves_meeting(&self, vcpu: u8) {
         let mut ends = self.lock();
         ends.meeting.arrived = ends.meeting.arrived.without(VcpuSet::of(vcpu));
     }
 
-    /// The thread of a vCPU has ended, which a reset may wait for.
+    /// Notifies a pending reset that a vCPU thread has ended.
     pub(super) fn has_left(&self) {
-        // Under the lock: a reset that begins later sees that the thread has ended.
+        // Taking the lock ensures that a reset that begins later observes the ended thread.
         let ends = self.lock();
         let resetting = self.state() == RunState::Resetting;
         drop(ends);
@@ -53,17 +54,18 @@ impl RunControl {
         }
     }
 
-    /// The vCPUs that are outside the guest because of a reset.
+    /// Returns the vCPUs that wait outside the guest for a reset.
     pub fn arrived(&self) -> VcpuSet {
         self.lock().meeting.arrived
     }
 
-    /// Whether the vCPUs go on from a reset, and have not all.
+    /// Returns `true` while the vCPUs are being restored after a reset.
     pub fn is_restoring(&self) -> bool {
         self.lock().meeting.ready
     }
 
-    /// Lets `vcpus`, which are all there are and have arrived, start again. What they are made from is there.
+    /// Releases the barrier for `vcpus`, which must be all present vCPUs and must have arrived.
+    /// Their [`VcpuMaker`](super::maker::VcpuMaker) must already have been replaced.
     pub fn go_on(&self, vcpus: VcpuSet) {
         let mut ends = self.lock();
         ends.meeting.missing = vcpus;
@@ -72,7 +74,7 @@ impl RunControl {
         self.tell();
     }
 
-    /// A vCPU is in its first state. Returns when all are, or the VM has ended.
+    /// Marks a vCPU as restored. Blocks until all vCPUs are restored or the VM has ended.
     pub(super) fn is_restored(&self, vcpu: u8) {
         let mut ends = self.lock();
         let me = VcpuSet::of(vcpu);
@@ -93,13 +95,13 @@ impl RunControl {
     }
 }
 
-/// How a wait for the restart ended.
+/// Result of waiting for the restart.
 #[derive(Debug)]
 pub(super) enum Waited {
-    /// The vCPU is to be made anew.
+    /// The vCPU must be rebuilt.
     Restart,
-    /// There is mail, or the vCPU is to leave.
+    /// A request is pending, or the vCPU was asked to stop.
     Mail,
-    /// There is no reset any more: the VM ends.
+    /// The reset was cancelled because the VM ended.
     Over,
 }

@@ -1,13 +1,13 @@
-//! One vCPU: the thread that runs it and the loop around KVM_RUN.
+//! vCPU threads and the run loop around KVM_RUN.
 //!
-//! The order inside the loop is what makes counts right:
+//! The order of the steps in the loop makes the counts correct:
 //!
-//! 1. clear `immediate_exit`, then look at what signals announced (see [`kick`]);
-//! 2. account overflows, which may make a PMI due;
-//! 3. reconcile: one pass that turns what the guest wrote into its PMU registers into perf-core calls;
-//! 4. deliver a due PMI through LVTPC, and prepare a single step if a counter counts by steps;
-//! 5. open the guest's clock, KVM_RUN, close it;
-//! 6. handle the exit.
+//! 1. Clear `immediate_exit`, then check what signals announced (see [`kick`]).
+//! 2. Account overflows, which may make a PMI due.
+//! 3. Reconcile: turn the guest's PMU register writes into perf-core calls.
+//! 4. Deliver a due PMI through LVTPC, and prepare a single step if a counter needs one.
+//! 5. Start the guest clock, call KVM_RUN, stop the guest clock.
+//! 6. Handle the exit.
 
 pub mod affinity;
 pub mod control;
@@ -49,26 +49,26 @@ use pmi::Delivery;
 use running::{Begins, Completed, Running, Turn};
 use step::Prepared;
 
-/// How the loop of a vCPU ended.
+/// Result of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ran {
-    /// The thread has nothing more to do.
+    /// The thread must end.
     ToItsEnd,
-    /// The machine was made anew: so is the vCPU to be.
+    /// The machine was reset, so the vCPU must be rebuilt.
     UntilRestart,
 }
 
-/// What comes before the guest.
+/// Action before entering the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Entry {
-    /// It is entered.
+    /// Enter the guest.
     Enter,
-    /// The loop begins again: an instruction was executed here.
+    /// Restart the loop, because an instruction was emulated.
     Again,
 }
 
 impl Running {
-    /// Enters the perf core on this thread.
+    /// Attaches the vCPU to the perf core on this thread and creates its kick timer.
     fn begin(&mut self) -> Result<kick::KickTimer, BeginError> {
         let timer = kick::KickTimer::for_current_thread().map_err(BeginError::Timer)?;
         if let Some(pmu) = &mut self.pmu
@@ -79,8 +79,8 @@ impl Running {
         Ok(timer)
     }
 
-    /// The loop, until the VM ends, the vCPU is to leave, or the machine is reset. An error says why it could
-    /// not begin; else `begins` is told and gone.
+    /// Runs the vCPU until the VM ends, the vCPU is removed, or the machine is reset. Reports
+    /// success through `begins`, or returns an error if initialization failed.
     fn run(&mut self, begins: &mut Option<Begins>) -> Result<Ran, BeginError> {
         let timer = self.begin()?;
         if let Some(begins) = begins.take() {
@@ -114,11 +114,11 @@ impl Running {
         Ok(Ran::ToItsEnd)
     }
 
-    /// Takes the vCPU's events off and serves the overflows that have passed until now.
+    /// Schedules out the vCPU's events and handles the overflows that have occurred so far.
     ///
-    /// Does not wait for their signals. On a busy host a timer is late, the events' timers are
-    /// stopped with them, and the next entry may be far off or never come: a recording would lack
-    /// the last periods, and a guest would not get its PMI.
+    /// Does not wait for their signals. On a busy host a timer may be late, the timers stop
+    /// together with the events, and the next entry may be far in the future or never occur. A
+    /// recording would then lack the last periods, and a guest would not receive its PMI.
     fn stop_counting(&mut self) {
         let Some(pmu) = &mut self.pmu else { return };
         pmu.pause();
@@ -129,8 +129,8 @@ impl Running {
         self.seat.stats().overflows.add(u64::from(done.overflows));
     }
 
-    /// After a reset: out of the guest, with its counters closed, until the machine is made anew. False if
-    /// that does not happen, and the loop says why.
+    /// Waits outside the guest, with its counters closed, until the machine is reset. Returns
+    /// `false` if the reset was cancelled.
     fn wait_for_restart(&mut self) -> bool {
         self.settle();
         if let Some(pmu) = &mut self.pmu {
@@ -156,7 +156,8 @@ impl Running {
         false
     }
 
-    /// The same vCPU as it was made, on this thread and in the perf core as before. It waits for the others.
+    /// Rebuilds the vCPU in its initial state, on the same thread and still attached to the perf
+    /// core. Waits for the other vCPUs.
     fn made_anew(mut self, maker: &VcpuMaker) -> Result<Self, RestartError> {
         let (pmu, seat, control) = (self.pmu.take(), self.seat.clone(), self.control.clone());
         let kvm = self.into_kvm();
@@ -170,7 +171,7 @@ impl Running {
         Ok(fresh)
     }
 
-    /// One turn of the loop.
+    /// Executes one iteration of the run loop.
     fn turn(&mut self, timer: &kick::KickTimer) -> Result<Turn, VcpuFailure> {
         self.fd.clear_exit_request();
         if self.seat.mailbox().has_mail() {
@@ -202,8 +203,8 @@ impl Running {
         self.serve(next)
     }
 
-    /// Waits for the end of a pause, or until a debugger lets this vCPU go on, and answers mail meanwhile.
-    /// The vCPU's events stay off, and its time stands still.
+    /// Parks until the pause ends or a debugger resumes this vCPU, and handles requests meanwhile.
+    /// The vCPU's events stay scheduled out, and their time does not advance.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
         self.stop_counting();
         self.exit_clock.forget();
@@ -243,19 +244,19 @@ impl Running {
         self.take_registers_from_debugger()
     }
 
-    /// Tells a guest with a paravirtual clock that it was paused, so that its watchdogs do not take the
-    /// time for a lockup.
+    /// Notifies a guest with a paravirtual clock of the pause, so that its watchdogs do not report
+    /// a lockup.
     fn tell_of_pause(&self) {
         match self.fd.kvmclock_ctrl() {
-            // EINVAL: this vCPU's clock is not in use.
+            // EINVAL means that the guest does not use the clock of this vCPU.
             Ok(()) => {}
             Err(e) if e.errno() == libc::EINVAL => {}
             Err(e) => log::debug!("vcpu{}: KVM_KVMCLOCK_CTRL: {e}", self.id),
         }
     }
 
-    /// Leaves nothing of this thread in KVM's vCPU: an access to a port whose outcome the guest has not seen
-    /// yet, and which signals it lets through.
+    /// Completes pending state of this thread in the KVM vCPU: an unfinished port access and the
+    /// signal mask.
     fn settle(&mut self) {
         self.fd.request_exit();
         match self.fd.run().why {
@@ -266,7 +267,7 @@ impl Running {
         self.overflow_signals.handle_again(&self.fd);
     }
 
-    /// Does what an operator asked of this thread.
+    /// Handles pending requests to this thread.
     fn read_mail(&mut self) {
         let mail = self.seat.mailbox().take();
         let Some(pmu) = &mut self.pmu else { return };
@@ -292,7 +293,7 @@ impl Running {
         }
     }
 
-    /// Steps 2 to 4 of the loop.
+    /// Performs steps 2 to 4 of the run loop.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<Entry, VcpuFailure> {
         let Some(pmu) = &mut self.pmu else {
             return self.prepare_entry();
@@ -307,10 +308,10 @@ impl Running {
         self.prepare_entry()
     }
 
-    /// Arms the debug state so that the next entry stops where it must.
+    /// Programs the debug state for the next entry.
     fn prepare_entry(&mut self) -> Result<Entry, VcpuFailure> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
-            // Breakpoints for RDPMC and a debugger's, if any; told to KVM once.
+            // Breakpoints of RDPMC and of a debugger. KVM is called only if they changed.
             let want = self.wanted_by_debugger();
             self.debug.apply(&self.fd, want).map_err(VcpuFailure::Debug)?;
             return Ok(Entry::Enter);
@@ -332,7 +333,7 @@ impl Running {
         }
     }
 
-    /// Overflows, what the guest wrote into its registers, and a PMI that is due.
+    /// Handles overflows, PMU register writes and a due PMI.
     fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
@@ -343,7 +344,7 @@ impl Running {
             let synced = self.registers.synced(&mut self.fd);
             let done = pmu.service_overflows(&self.fd, synced);
             self.seat.stats().overflows.add(u64::from(done.overflows));
-            // A timer that rings early needs nothing, and the sample comes with the next signal.
+            // An early timer signal needs no handling; the sample follows with the next signal.
             wants_system |= done.used_system;
         }
         self.registers.want_system(&mut self.fd, wants_system);
@@ -369,7 +370,7 @@ impl Running {
         self.serve_pmi(timer)
     }
 
-    /// A PMI that is due.
+    /// Delivers a due PMI if possible.
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         match pmu.pmi_ready() {
@@ -388,8 +389,8 @@ impl Running {
             }
         }
         let Some(open) = self.lvtpc.look(&mut self.fd)? else {
-            // The guest unmasks LVTPC without telling us; look again at every exit, and now and then without
-            // one.
+            // Unmasking LVTPC causes no exit, so LVTPC is rechecked at every exit and periodically
+            // by a timer.
             self.pmi_waits = pmu.pmi_must_wait();
             if self.pmi_waits {
                 self.seat.stats().pmi_masked_waits.inc();
@@ -436,7 +437,7 @@ mod tests {
     use crate::testing;
     use crate::vm::RunningVm;
 
-    /// A VM whose vCPU 0 is sampled by events that never notify anybody, as if their timers were
+    /// A VM whose vCPU 0 is sampled by events that never send a signal, as if their timers were
     /// late.
     struct SampledVm {
         vm: RunningVm,
@@ -456,10 +457,10 @@ mod tests {
     }
 
     impl SampledVm {
-        /// `None`: there is no KVM here.
+        /// Starts the VM. Returns `None` if KVM is unavailable.
         fn start() -> Option<Self> {
             let vm = testing::halted_vm()?;
-            // Its vCPUs have joined the perf core after this.
+            // Returns after the vCPUs have attached to the perf core.
             let _ = testing::controlled(&vm);
             let core = vm.pmu().core();
             let pmu = Arc::new(SimPmu::with_slots(1));
@@ -489,7 +490,7 @@ mod tests {
             }
         }
 
-        /// Periods of the samples since the last call. Nothing may be lost.
+        /// Returns the periods of the samples since the last call. Panics if records were lost.
         fn periods(&mut self) -> Vec<u64> {
             let mut periods = Vec::new();
             while let Some(raw) = self.reader.next_record().unwrap() {
@@ -502,8 +503,7 @@ mod tests {
         }
     }
 
-    /// What an operator reads of a VM that is paused is whole: no period that has passed waits for
-    /// its signal.
+    /// Samples of a paused VM are complete: no elapsed period still waits for its signal.
     #[test]
     fn periods_before_a_pause_are_sampled_at_the_pause() {
         let Some(mut sampled) = SampledVm::start() else {
@@ -513,7 +513,7 @@ mod tests {
         sampled.pause();
         assert_eq!(sampled.periods(), [3 * PERIOD]);
         assert_eq!(sampled.event.count().unwrap(), 3 * PERIOD + 50);
-        // What was left of a period goes on after the pause.
+        // The remainder of a period continues after the pause.
         assert!(sampled.vm.control().set_paused(false));
         while sampled.vm.control().parked() > 0 {
             std::thread::sleep(Duration::from_millis(1));
@@ -526,7 +526,7 @@ mod tests {
         assert_eq!(sampled.periods(), [PERIOD]);
     }
 
-    /// A recording of a VM that ends has all of its samples.
+    /// A recording of a VM that ends contains all samples.
     #[test]
     fn periods_before_the_end_are_sampled_at_the_end() {
         let Some(mut sampled) = SampledVm::start() else {

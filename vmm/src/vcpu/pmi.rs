@@ -1,14 +1,16 @@
-//! Delivering a PMI through the local APIC's LVTPC entry.
+//! PMI delivery through the LVTPC entry of the local APIC.
 //!
-//! The local APIC is KVM's, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H, x2APIC MSR 834H)
-//! has to be read when a PMI is due. In x2APIC mode it is read and written as an MSR, one register at a time.
+//! KVM emulates the local APIC, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H,
+//! x2APIC MSR 834H) must be read when a PMI is due. In x2APIC mode the register is read and written
+//! as an MSR.
 //!
-//! In xAPIC mode only the whole register page can be had. KVM_SET_LAPIC copies all of it over KVM's own, the
-//! requested interrupts (IRR) with it and those posted to a running processor, and starts the APIC's timer
-//! anew: an interrupt that another vCPU, a device or a timer of the kernel sends between the reading and the
-//! writing is lost, and nothing tells that one was. A guest that loses an interrupt between processors hangs.
-//! So there the mask bit that Intel's delivery sets is not written, and a guest that reads LVTPC does not see
-//! it. What the bit is for is done without it: see `Handled`.
+//! In xAPIC mode KVM only provides access to the whole register page. KVM_SET_LAPIC overwrites the
+//! complete page, including the requested interrupts (IRR) and those posted to a running processor,
+//! and restarts the APIC timer. An interrupt that another vCPU, a device or a kernel timer sends
+//! between the read and the write is lost without any indication, and a guest that loses an
+//! inter-processor interrupt hangs. In xAPIC mode the mask bit that an Intel processor sets on
+//! delivery is therefore not written, and a guest that reads LVTPC does not see the bit. Its effect
+//! is emulated; see `Handled`.
 
 use std::time::{Duration, Instant};
 
@@ -21,74 +23,77 @@ use crate::kvm::vm_fd::VmFd;
 
 /// IA32_X2APIC_LVT_PMI, present in x2APIC mode (SDM vol. 3 table 11-6).
 const X2APIC_LVT_PMI: u32 = 0x834;
-/// IA32_APIC_BASE (SDM vol. 4); bit 10 EXTD: x2APIC mode.
+/// IA32_APIC_BASE.EXTD (bit 10, SDM vol. 4): x2APIC mode.
 const APIC_BASE_EXTD: u64 = 1 << 10;
-/// IA32_APIC_BASE bit 11 EN: the local APIC is not globally disabled.
+/// IA32_APIC_BASE.EN (bit 11): local APIC globally enabled.
 const APIC_BASE_EN: u64 = 1 << 11;
-/// Offset of the local APIC's id in the xAPIC register page; the guest may write it. The id is in bits 31:24.
+/// Offset of the local APIC ID in the xAPIC register page. The ID is in bits 31:24, and the guest
+/// may write it.
 const XAPIC_ID: usize = 0x20;
-/// Offset of the first in-service register in the xAPIC register page: 32 vectors each, 16 bytes apart.
+/// Offset of the first in-service register in the xAPIC register page. Each register holds 32
+/// vectors; the registers are 16 bytes apart.
 const XAPIC_ISR: usize = 0x100;
-/// Offset of the first interrupt request register.
+/// Offset of the first interrupt request register in the xAPIC register page.
 const XAPIC_IRR: usize = 0x200;
-/// An xAPIC destination that means every local APIC.
+/// xAPIC broadcast destination.
 const XAPIC_EVERYONE: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
-/// LVT mask bit.
+/// Mask bit of an LVT entry.
 const LVT_MASKED: u32 = 1 << 16;
-/// Value of IA32_APIC_BASE's address field after reset: where MSIs to local APICs go.
+/// Address of MSIs to local APICs: the address field of IA32_APIC_BASE after reset.
 const MSI_ADDRESS: u32 = 0xfee0_0000;
 
-/// What became of a PMI that was due.
+/// Result of delivering a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// An NMI was queued.
     Nmi,
-    /// A fixed vector was sent.
+    /// A fixed interrupt was sent.
     Fixed,
-    /// LVTPC asks for a delivery mode that performance interrupts cannot have here (SMI, INIT, ExtINT), an
-    /// illegal vector, or the local APIC cannot be told from others: as on hardware with nothing behind it,
-    /// the interrupt is gone.
+    /// The PMI was discarded, as on hardware with an unusable LVTPC entry: unsupported delivery
+    /// mode (SMI, INIT, ExtINT), illegal vector, or an ambiguous local APIC ID.
     Dropped,
 }
 
-/// Why LVTPC could not be read or the PMI not be sent: a KVM call failed, which no guest can cause.
+/// Error of a KVM call that reads LVTPC or sends the PMI. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("delivering a PMI failed")]
 pub struct PmiError(#[from] CallError);
 
-/// A PMI that Intel's LVTPC, in xAPIC mode, has delivered and the guest still handles.
+/// A PMI that was delivered through an Intel LVTPC in xAPIC mode and is still handled by the guest.
 ///
-/// Were the mask bit written, no second PMI would come until the guest takes it away, and one would be
-/// withdrawn if the guest serves what asks for it before that. Linux takes it away at the end of its handler
-/// (from Haswell on), or at its beginning; an NMI that comes behind that is held by the processor until the
-/// handler's IRET. In both cases the next PMI does not begin before the first's handler has ended, which KVM
-/// does tell: so until then LVTPC is taken for masked. What differs: a handler that leaves LVTPC masked for
-/// good still gets the next PMI, and one that unmasks it early and serves a second overflow afterwards is
-/// spared the NMI for it.
+/// On hardware the mask bit blocks further PMIs until the guest clears it, and a PMI is withdrawn
+/// if the guest clears the overflow status before that. Linux clears the mask at the end of its
+/// handler (from Haswell on) or at the beginning; the processor then holds a further NMI until the
+/// IRET of the handler. In both cases the next PMI starts after the first handler has ended, a
+/// condition that KVM reports, so LVTPC is treated as masked until then.
+///
+/// Two differences remain: a handler that leaves LVTPC masked permanently still receives the next
+/// PMI, and a handler that unmasks early and then handles a second overflow does not receive an NMI
+/// for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Handled {
-    /// As an NMI.
+    /// Delivered as an NMI.
     Nmi,
-    /// As this vector.
+    /// Delivered as this vector.
     Vector(u8),
 }
 
-/// Whether an NMI waits or is being handled.
+/// Returns `true` if an NMI is pending or being handled.
 fn nmi_is_handled(vcpu: &VcpuFd) -> Result<bool, PmiError> {
     let events = vcpu.get_vcpu_events()?;
     Ok(events.nmi.pending | events.nmi.injected | events.nmi.masked != 0)
 }
 
-/// Whether this vector waits or is being handled.
+/// Returns `true` if this vector is requested or in service.
 fn vector_is_handled(vector: u8, page: &kvm_lapic_state) -> bool {
     let at = usize::from(vector / 32) * 16;
     let both = register(page, XAPIC_IRR + at) | register(page, XAPIC_ISR + at);
     both >> (vector % 32) & 1 != 0
 }
 
-/// LVTPC as it was read, not masked.
+/// Value of an unmasked LVTPC entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Open {
     lvtpc: u32,
@@ -96,25 +101,24 @@ pub struct Open {
     apic_id: u8,
 }
 
-/// The local APIC's LVTPC entry of one vCPU. Owns the one-entry MSR list KVM is asked with, so that a PMI
-/// allocates nothing.
+/// LVTPC entry of one vCPU. Owns a one-entry MSR list, so delivering a PMI does not allocate.
 #[derive(Debug)]
 pub struct Lvtpc {
-    /// The number of the vCPU, which is its x2APIC id.
+    /// vCPU number, which is also the x2APIC ID.
     vcpu_id: u8,
-    /// The vendor's processor sets the mask bit when it delivers: Intel's does (SDM vol. 3 §11.5.1, Local
-    /// Vector Table), AMD's does not.
+    /// The processor sets the mask bit on delivery: `true` for Intel (SDM vol. 3 §11.5.1, Local
+    /// Vector Table), `false` for AMD.
     mask_on_delivery: bool,
-    /// Only in xAPIC mode, and only where a delivery masks.
+    /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
     handled: Option<Handled>,
     msr: Msrs,
 }
 
 impl Lvtpc {
-    /// The entry of this vCPU.
+    /// Creates the LVTPC entry of a vCPU.
     ///
     /// # Errors
-    /// [`PmiError`] when no memory is left.
+    /// Returns [`PmiError`] if memory is exhausted.
     pub fn new(vcpu_id: u8, mask_on_delivery: bool) -> Result<Self, PmiError> {
         let entry = kvm_msr_entry {
             index: X2APIC_LVT_PMI,
@@ -130,15 +134,15 @@ impl Lvtpc {
         })
     }
 
-    /// Looks whether a PMI can pass now; `None`: LVTPC is masked, or the local APIC is globally disabled.
-    /// Must run on the vCPU's own thread, after a KVM_RUN.
+    /// Reads LVTPC. Returns `None` if LVTPC is masked, a previous PMI is still handled, or the
+    /// local APIC is globally disabled. Must be called on the vCPU thread after a KVM_RUN.
     ///
     /// # Errors
-    /// [`PmiError`].
+    /// Returns [`PmiError`] if a KVM call fails.
     pub fn look(&mut self, vcpu: &mut ArmedVcpu) -> Result<Option<Open>, PmiError> {
         let apic_base = vcpu.apic_base();
         if apic_base & APIC_BASE_EN == 0 {
-            // SDM vol. 3 §11.4.3: the processor then has no local APIC, and so no LVTPC.
+            // Without an enabled local APIC there is no LVTPC (SDM vol. 3 §11.4.3).
             return Ok(None);
         }
         let open = if apic_base & APIC_BASE_EXTD != 0 {
@@ -149,7 +153,8 @@ impl Lvtpc {
                 apic_id: self.vcpu_id,
             }
         } else {
-            // A PMI that waits is looked at with every entry: one call of KVM until the handler has ended.
+            // A waiting PMI is checked at every entry, so this check costs one KVM call until the
+            // handler has ended.
             if self.handled == Some(Handled::Nmi) && nmi_is_handled(vcpu)? {
                 return Ok(None);
             }
@@ -169,10 +174,11 @@ impl Lvtpc {
         Ok((open.lvtpc & LVT_MASKED == 0).then_some(open))
     }
 
-    /// Delivers one PMI as LVTPC says. The guest must not have run since `open` was read.
+    /// Delivers one PMI in the delivery mode of LVTPC. The guest must not have run since `open` was
+    /// read.
     ///
     /// # Errors
-    /// [`PmiError`].
+    /// Returns [`PmiError`] if a KVM call fails.
     pub fn deliver(&mut self, open: Open, vm: &VmFd, vcpu: &VcpuFd) -> Result<Delivery, PmiError> {
         let [vector, ..] = open.lvtpc.to_le_bytes();
         let delivery = match open.lvtpc >> 8 & 7 {
@@ -216,8 +222,9 @@ impl Lvtpc {
     }
 }
 
-/// Sends a fixed interrupt to the local APIC with this physical id. KVM has no call for an interrupt that
-/// only the vCPU's own local APIC sees; should the guest have given two of them the same id, both get it.
+/// Sends a fixed interrupt to the local APIC with this physical ID. KVM has no call that targets
+/// only the vCPU's own local APIC, so if the guest assigned the same ID twice, both receive the
+/// interrupt.
 fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
     let msi = kvm_msi {
         address_lo: MSI_ADDRESS | u32::from(apic_id) << 12,
@@ -231,7 +238,7 @@ fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
     })
 }
 
-/// The register at this offset of an xAPIC page.
+/// Returns the register at this offset of an xAPIC register page.
 fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     let mut bytes = [0u8; 4];
     for (byte, reg) in bytes.iter_mut().zip(&page.regs[offset..offset + 4]) {
@@ -240,23 +247,22 @@ fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// When a PMI that waits behind a mask is looked at again if the guest does not leave by itself: a guest
-/// unmasks LVTPC without telling us. Soon at first, as the end of a handler is near, and ever more seldom, as
-/// a mask that has stayed for long will stay for longer.
+/// Back-off for rechecking a masked LVTPC, because a guest unmasks it without an exit. The interval
+/// is short at first, when the end of a handler is likely, and doubles while the mask persists.
 #[derive(Debug, Default)]
 pub struct Recheck {
-    /// When to look again, and how long after the look before.
+    /// Time of the next check, and the interval before it.
     set: Option<(Instant, Duration)>,
 }
 
 impl Recheck {
-    /// After the first entry with a PMI that waits.
+    /// Interval after the first entry with a waiting PMI.
     const SOONEST: Duration = Duration::from_millis(1);
-    /// At most so long between two looks.
+    /// Maximum interval between two checks.
     const LATEST: Duration = Duration::from_millis(64);
 
-    /// The PMI waits at an entry. Returns when to look again. It is asked for at every entry, also while the
-    /// timer runs: whose it is has others too, and may just have rung for one of them.
+    /// Returns the delay until the next check, at an entry with a waiting PMI. Must be called at
+    /// every entry, because the timer is shared and may have fired for another requester.
     pub fn waits(&mut self, now: Instant) -> Duration {
         let interval = match self.set {
             Some((until, _)) if now < until => return until - now,
@@ -267,7 +273,7 @@ impl Recheck {
         interval
     }
 
-    /// Nothing waits, or the timer was set to something else.
+    /// Resets the back-off, because no PMI waits or the timer was set for another purpose.
     pub fn over(&mut self) {
         self.set = None;
     }
@@ -277,7 +283,7 @@ impl Recheck {
 mod tests {
     use super::*;
 
-    /// A guest that masks LVTPC for good does not pay for it with an exit a millisecond.
+    /// A guest that masks LVTPC permanently does not cause an exit every millisecond.
     #[test]
     fn a_mask_that_stays_is_looked_at_ever_more_seldom() {
         let mut recheck = Recheck::default();
@@ -293,8 +299,7 @@ mod tests {
         assert_eq!(recheck.waits(start + Recheck::SOONEST), 2 * Recheck::SOONEST);
     }
 
-    /// Whatever else makes the vCPU leave, also the same timer for somebody else: the look that is due is
-    /// asked for each time, and does not move.
+    /// Exits for other reasons do not postpone the next check.
     #[test]
     fn an_exit_before_the_look_asks_for_it_again() {
         let mut recheck = Recheck::default();
@@ -303,12 +308,12 @@ mod tests {
         assert_eq!(recheck.waits(start), us(1000));
         assert_eq!(recheck.waits(start + us(400)), us(600));
         assert_eq!(recheck.waits(start + us(999)), us(1));
-        // Between the time and the timer's ring, which comes a little later.
+        // The timer fires slightly after the due time.
         assert_eq!(recheck.waits(start + us(1001)), us(2000));
         assert_eq!(recheck.waits(start + us(1050)), us(1951));
     }
 
-    /// A vector's bit is found in the register that holds it.
+    /// The bit of a vector is read from the register that contains it.
     #[test]
     fn an_interrupt_is_handled_while_it_is_requested_or_in_service() {
         let kvm = crate::kvm::host::open().unwrap();
@@ -323,14 +328,14 @@ mod tests {
             page.regs[first + 2 * 16] = 1 << 4;
             assert!(!vector_is_handled(0x45, &page));
         }
-        // Nothing was ever sent.
+        // No NMI has been sent yet.
         assert!(!nmi_is_handled(&vcpu).unwrap());
         vcpu.nmi().unwrap();
         assert!(nmi_is_handled(&vcpu).unwrap());
     }
 
-    /// While an NMI is handled, the registers of the local APIC are not asked for besides: this vCPU has
-    /// none, so that asking fails.
+    /// While an NMI is handled, the local APIC registers are not read. This vCPU has no local APIC,
+    /// so reading them would fail.
     #[test]
     fn a_pmi_behind_an_nmi_takes_one_call_an_entry() {
         let kvm = crate::kvm::host::open().unwrap();

@@ -1,5 +1,5 @@
-//! What one vCPU's RDPMC is served with: where it was replaced, the gate, the kernels that the guest starts
-//! itself, and the reads and NMIs between which the order matters. `rdpmc_exit.rs` serves it.
+//! RDPMC emulation state of one vCPU: replaced instructions, the #GP gate, kernels started by the
+//! guest, and the ordering of reads and NMIs. `rdpmc_exit.rs` handles the exits.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,44 +14,44 @@ use crate::kvm::call::CallError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 
-/// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must
-/// get on.
+/// Maximum number of consecutive PMIs for which an RDPMC is executed again. The limit guarantees
+/// progress of a guest whose counters overflow continuously.
 pub(super) const MOST_READS_AGAIN: u32 = 16;
-/// Time between looks at the guest's kernel while it writes PMU registers, right after it was found to be
-/// another one. One takes three calls of KVM.
+/// Minimum interval between checks of the guest kernel during PMU register writes, used after a
+/// kernel change. A check takes three KVM calls.
 const SOONEST_LOOK: Duration = Duration::from_millis(1);
-/// The same once many looks have found nothing new.
+/// Maximum interval between checks of the guest kernel, reached after many checks without a change.
 const LATEST_LOOK: Duration = Duration::from_millis(64);
-/// Writes of PMU registers from one look to the next, however fast they follow each other.
+/// Maximum number of PMU register writes between two checks, independent of time.
 const MOST_WRITES: u32 = 1024;
-/// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
+/// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
-/// An RDPMC that was answered.
+/// An emulated RDPMC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Read {
-    /// Where it is.
+    /// Address of the RDPMC.
     pub(super) at: u64,
-    /// Where the next instruction is.
+    /// Address of the next instruction.
     pub(super) behind: u64,
     pub(super) when: Instant,
 }
 
-/// The RDPMC that the guest executed last.
+/// The most recent RDPMC of the guest.
 #[derive(Debug, Default)]
 pub(super) struct LastRead {
-    /// `None` once the guest may have executed something else.
+    /// Most recent RDPMC; `None` after the guest may have executed another instruction.
     pub(super) read: Option<Read>,
-    /// How many PMIs in a row had it done again.
+    /// Number of consecutive PMIs that caused the RDPMC to be executed again.
     pub(super) again: u32,
-    /// The next one is this one again.
+    /// The next RDPMC is a repetition of this one.
     redone: bool,
 }
 
 impl LastRead {
     pub(super) fn now(&mut self, at: u64, behind: u64) {
         if !std::mem::take(&mut self.redone) {
-            // It has gone on from the one before.
+            // The guest has made progress since the previous RDPMC.
             self.again = 0;
         }
         self.read = Some(Read {
@@ -61,38 +61,39 @@ impl LastRead {
         });
     }
 
-    /// Whether a PMI may have the read done again that the guest has not gone on from. If not, the guest goes
-    /// on first, and the PMI comes before its next read.
+    /// Returns `true` if the RDPMC may be executed again after a PMI, because the guest has not
+    /// progressed. Otherwise the guest progresses first and the PMI is delivered before its next
+    /// RDPMC.
     pub(super) fn may_be_done_again(&mut self, in_a_row: u32) -> bool {
         self.redone = in_a_row < MOST_READS_AGAIN;
         self.again = in_a_row + u32::from(self.redone);
         self.redone
     }
 
-    /// The guest has gone on.
+    /// Records that the guest has progressed past the RDPMC.
     #[inline]
     pub(super) fn forget(&mut self) {
         self.read = None;
     }
 }
 
-/// How one vCPU's RDPMC is served.
+/// RDPMC emulation of one vCPU.
 pub struct Rdpmc {
     pub(super) memory: GuestMemoryMmap,
-    /// The kernel is Linux: nothing in the upper half of the address space is a program's.
+    /// The kernel is Linux, so addresses in the upper half belong to the kernel.
     linux: bool,
-    /// Where it was replaced, by exits or by breakpoints.
+    /// RDPMC instructions replaced by traps or breakpoints.
     pub(super) sites: SitesOfVcpu,
-    /// Where that is served which was not replaced.
+    /// #GP handler interception for RDPMC that was not replaced.
     pub(super) gate: Option<Gate>,
-    /// Finds it in the kernels that the guest starts itself.
+    /// Patches RDPMC in kernels that the guest starts itself.
     pub(super) running: Option<Arc<RunningKernels>>,
     pub(super) looks: Looks,
 }
 
 impl Rdpmc {
-    /// Of a vCPU that has yet to run. `linux`: the kernel is one, and nothing in the upper half of the
-    /// address space is a program's.
+    /// Creates the RDPMC emulation of a vCPU that has not run yet. `linux` states that the kernel
+    /// is Linux, so addresses in the upper half belong to the kernel.
     pub fn new(memory: GuestMemoryMmap, linux: bool, sites: SitesOfVcpu) -> Self {
         Self {
             memory,
@@ -104,22 +105,22 @@ impl Rdpmc {
         }
     }
 
-    /// Serves what was not replaced at the guest's handler of #GP. Not together with stepping, which has
-    /// exits of its own there.
+    /// Intercepts the guest's #GP handler to emulate RDPMC that was not replaced. Cannot be
+    /// combined with stepping, which has its own traps on that handler.
     #[must_use]
     pub fn with_gate(mut self, gate: Gate) -> Self {
         self.gate = Some(gate);
         self
     }
 
-    /// Replaces RDPMC in the kernels that the guest starts itself.
+    /// Replaces RDPMC in kernels that the guest starts itself.
     #[must_use]
     pub fn with_running(mut self, running: Arc<RunningKernels>) -> Self {
         self.running = Some(running);
         self
     }
 
-    /// The replaced RDPMC that a port write is of, and the level that it is executed at.
+    /// Returns the replaced RDPMC to which a port write belongs, and its privilege level.
     pub(super) fn site_at(
         &mut self,
         regs: &kvm_regs,
@@ -152,7 +153,7 @@ impl Rdpmc {
         Ok(hit.map(|hit| (hit, Level::of(&state))))
     }
 
-    /// The guest has written a PMU register, as it does before it reads a counter.
+    /// Records a PMU register write, which precedes the reading of a counter.
     #[inline]
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
@@ -162,7 +163,7 @@ impl Rdpmc {
     }
 }
 
-/// What decides whether RDPMC is allowed.
+/// Privilege state that determines whether RDPMC is permitted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Level {
     pub(super) cpl: u8,
@@ -181,14 +182,14 @@ impl Level {
     }
 }
 
-/// When the guest's kernel is looked at: ever more seldom while it stays the same.
+/// Back-off for checking the guest's kernel while it does not change.
 #[derive(Debug, Default)]
 pub(super) struct Looks {
-    /// Since it was found to be another one.
+    /// Number of PMU register writes since the kernel last changed.
     writes: u32,
-    /// Since the last look.
+    /// Number of PMU register writes since the last check.
     unseen: u32,
-    /// When the last one was, and how long after it the next may be.
+    /// Time of the last check, and the minimum interval until the next one.
     last: Option<(Instant, Duration)>,
     pub(super) due: bool,
 }
@@ -227,29 +228,31 @@ impl Looks {
     }
 }
 
-/// An NMI that was sent for a PMI, and that the guest may not have taken yet.
+/// NMI that was sent for a PMI and may still be pending.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SentNmi {
-    /// One was sent since the last look.
+    /// An NMI was sent since the last check.
     sent: bool,
-    /// How many in a row had an RDPMC executed again.
+    /// Number of consecutive NMIs for which an RDPMC was executed again.
     in_a_row: u32,
 }
 
 impl SentNmi {
-    /// One is sent. Whether the guest has executed RDPMC since the one before.
+    /// Records a sent NMI. Returns `true` if the guest has executed an RDPMC since the previous
+    /// one.
     pub(super) fn now(&mut self) -> bool {
         !std::mem::replace(&mut self.sent, true)
     }
 
-    /// An RDPMC is about to be answered. How many NMIs in a row had one executed again, if this is to look
-    /// whether the one that was sent still waits: once for an NMI, and not for ever.
+    /// Returns the number of consecutive NMIs for which an RDPMC was executed again, or `None` if
+    /// no check for a pending NMI is needed. Each NMI is checked once, up to a limit.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
         (sent && in_a_row < MOST_READS_AGAIN).then_some(in_a_row)
     }
 
-    /// It waits: the RDPMC is executed again behind it, after `before` others.
+    /// Records that the NMI is still pending, so the RDPMC is executed again after it, following
+    /// `before` repetitions.
     pub(super) fn had_read_again(&mut self, before: u32) {
         self.in_a_row = before + 1;
     }
@@ -259,8 +262,8 @@ impl SentNmi {
 mod tests {
     use super::*;
 
-    /// A guest that does nothing but read counters, all its exits reads, and a counter that has overflowed at
-    /// each: it gets on, and the PMIs come all the same.
+    /// A guest that only reads counters, with an overflow at each exit, makes progress and still
+    /// receives its PMIs.
     #[test]
     fn reads_and_pmis_both_get_on_where_every_exit_is_a_read() {
         let mut last = LastRead::default();
@@ -278,7 +281,7 @@ mod tests {
         assert!(done >= 50 && pmis >= 900, "{done} reads, {pmis} PMIs");
     }
 
-    /// How many looks a guest costs that writes a register every 100 µs for `time`.
+    /// Returns the number of checks for a guest that writes a register every 100 µs for `time`.
     fn looks_in(looks: &mut Looks, from: Instant, time: Duration) -> u32 {
         let (mut now, mut n) = (from, 0);
         while now < from + time {
@@ -292,20 +295,20 @@ mod tests {
         n
     }
 
-    /// A guest that is profiled writes registers all the time, and its kernel stays what it is.
+    /// A profiled guest writes registers continuously without changing its kernel.
     #[test]
     fn a_kernel_that_stays_is_looked_at_ever_more_seldom() {
         let mut looks = Looks::default();
         let start = Instant::now();
         let second = Duration::from_secs(1);
-        // The powers of two, and sixteen a second.
+        // Checks occur at the powers of two, and then sixteen times a second.
         assert!(looks_in(&mut looks, start, 10 * second) < 200);
         let later = start + 20 * second;
         let many = looks_in(&mut looks, later, 10 * second);
         assert!((150..165).contains(&many), "{many} in 10 s");
     }
 
-    /// However fast it writes: a table that has moved is found.
+    /// A relocated IDT is found even at a very high rate of writes.
     #[test]
     fn so_many_writes_have_the_kernel_looked_at() {
         let mut looks = Looks::default();
@@ -320,7 +323,7 @@ mod tests {
         assert!(written.is_some());
     }
 
-    /// Another kernel is looked at as often as the first was: its handler may change once more.
+    /// The back-off restarts after a kernel change, because the handler may change again.
     #[test]
     fn another_kernel_is_looked_at_soon_again() {
         let mut looks = Looks::default();
@@ -335,7 +338,7 @@ mod tests {
         assert!(looks.due, "the first write");
     }
 
-    /// PMIs with reads between them that were done once are not in a row.
+    /// PMIs that are separated by completed reads are not consecutive.
     #[test]
     fn each_pmi_comes_before_a_read_where_they_are_far_apart() {
         let mut last = LastRead::default();
@@ -350,7 +353,7 @@ mod tests {
         }
     }
 
-    /// While the guest has not gone on, a wait is not over with the next look.
+    /// While the guest makes no progress, the wait does not end with the next check.
     #[test]
     fn a_read_that_is_let_go_is_not_done_again_before_the_guest_has_gone_on() {
         let mut last = LastRead::default();
@@ -365,7 +368,7 @@ mod tests {
         assert!(last.may_be_done_again(in_a_row));
     }
 
-    /// Each NMI is looked for once. A guest whose next NMI always comes before its RDPMC gets on.
+    /// Each NMI is checked once, and a guest with a continuous stream of NMIs makes progress.
     #[test]
     fn an_nmi_is_looked_for_once_and_not_for_ever() {
         let mut nmi = SentNmi::default();

@@ -1,5 +1,5 @@
-//! The exits that stand for RDPMC: they are answered here. A PMI that is about to come right behind one comes
-//! before it.
+//! Emulation of RDPMC at its trap exits. A PMI that is about to be delivered directly after an
+//! RDPMC is delivered before it instead.
 
 use std::time::Duration;
 
@@ -19,24 +19,24 @@ use crate::rdpmc::sites::Hit;
 use guest_profile::GuestRegs;
 use kernel_images::rdpmc::{LONGEST, is_out};
 
-/// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of
-/// instructions, and the way back into it.
+/// Time in which a guest is expected to have processed the value of an RDPMC: about a dozen
+/// instructions plus the entry into the guest.
 const READ_SETTLES: Duration = Duration::from_micros(50);
-/// How long a PMI waits then.
+/// Delay of a PMI that must wait until the guest progresses past an RDPMC.
 const ONE_READ: Duration = Duration::from_millis(1);
-/// Where SYSCALL goes in 64-bit mode (SDM vol. 4, IA32_LSTAR).
+/// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
-/// RFLAGS.RF: no breakpoint at the next instruction (SDM vol. 3 §2.3).
+/// RFLAGS.RF: suppresses a breakpoint at the next instruction (SDM vol. 3 §2.3).
 const RFLAGS_RF: u64 = 1 << 16;
-/// DR6.BS: #DB is for a single step (SDM vol. 3 §17.2.3).
+/// DR6.BS: #DB caused by a single step (SDM vol. 3 §17.2.3).
 const DR6_BS: u64 = 1 << 14;
 
 impl Running {
-    /// The guest wrote `byte` to the port that stands for RDPMC: it is one where one was replaced, the exit
-    /// in the handler of #GP, or the guest's own, which the bus gets.
+    /// Handles a write of `byte` to the trap port. Emulates a replaced RDPMC or the trap in the #GP
+    /// handler; otherwise forwards the guest's own write to the bus.
     ///
     /// # Errors
-    /// KVM's, which no guest can cause.
+    /// Returns the error of the KVM call. A guest cannot cause one.
     pub(super) fn trap_port(&mut self, byte: u8) -> Result<Turn, CallError> {
         let regs = self.registers.general(&mut self.fd)?;
         let planted = self
@@ -60,8 +60,8 @@ impl Running {
             Some(rdpmc) => rdpmc.site_at(&regs, &self.fd)?,
             None => None,
         };
-        // The stepper takes the end of a step for the end of the instruction: it must not be lost in finding
-        // out.
+        // The stepper uses the end of a step as the end of the instruction, so the ambiguity check
+        // must not consume the exit.
         let site = site.map(|(hit, level)| {
             let ambiguous = hit.ambiguous && self.stepper.is_none();
             (Hit { ambiguous, ..hit }, level)
@@ -75,7 +75,7 @@ impl Running {
         Ok(self.own_port_write(byte))
     }
 
-    /// Whether there is a port write of the guest's own at one of these addresses.
+    /// Returns `true` if the guest itself has an OUT instruction at one of these addresses.
     fn is_out(&self, rips: &[u64]) -> Result<bool, CallError> {
         let Some(rdpmc) = &self.rdpmc else {
             return Ok(false);
@@ -89,8 +89,8 @@ impl Running {
         }))
     }
 
-    /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour:
-    /// KVM completes it.
+    /// Returns `true` if a port write with the vCPU at `rip` belongs to the instruction at `hit`
+    /// and not to an adjacent one. Completes the exit in KVM.
     fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, CallError> {
         self.registers.forget();
         self.fd.complete_exit()?;
@@ -98,7 +98,8 @@ impl Running {
         Ok(now == hit.behind() && (rip == hit.start || rip == now))
     }
 
-    /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
+    /// Emulates the RDPMC that the trap replaces: ECX selects the counter, EDX:EAX receive the
+    /// count.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), CallError> {
         if self.nmi_comes_first()? {
@@ -118,14 +119,14 @@ impl Running {
         regs.rax = value & 0xffff_ffff;
         regs.rdx = value >> 32;
         if hit.ambiguous {
-            // It has been completed.
+            // KVM has already completed the exit.
             regs.rip = hit.behind();
             return self.fd.set_regs(&regs);
         }
         self.registers.set_general(&mut self.fd, &regs)
     }
 
-    /// The vCPU goes on at `rip`.
+    /// Sets RIP, so that the vCPU resumes at `rip`.
     fn go_to(&mut self, rip: u64) -> Result<(), CallError> {
         self.registers.forget();
         let mut regs = self.fd.get_regs()?;
@@ -133,8 +134,8 @@ impl Running {
         self.fd.set_regs(&regs)
     }
 
-    /// After a write of a PMU register, now and then: looks which kernel runs, and where its handler of #GP
-    /// is.
+    /// Rechecks the guest's kernel and its #GP handler if a check is due after a PMU register
+    /// write.
     pub(super) fn look_at_kernel(&mut self) -> Result<(), CallError> {
         let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
@@ -161,8 +162,8 @@ impl Running {
         Ok(())
     }
 
-    /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything
-    /// else the handler goes on.
+    /// Handles a stop at the beginning `at` of the guest's #GP handler: emulates RDPMC, or
+    /// continues the handler after any other fault.
     fn at_gate(&mut self, at: u64) -> Result<Turn, CallError> {
         let nmi_comes_first = self.nmi_comes_first()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
@@ -215,7 +216,7 @@ impl Running {
         Ok(Turn::Again)
     }
 
-    /// Executes the RDPMC that a breakpoint stopped at.
+    /// Emulates the RDPMC at which a hardware breakpoint stopped.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, CallError> {
         let regs = self.fd.get_regs()?;
@@ -223,7 +224,7 @@ impl Running {
         if gate.is_some_and(|gate| gate.breaks_at(regs.rip)) {
             return self.at_gate(regs.rip);
         }
-        // The breakpoint stops here again.
+        // The breakpoint triggers again after the NMI.
         if self.nmi_comes_first()? {
             return Ok(Turn::Again);
         }
@@ -235,7 +236,8 @@ impl Running {
             regs,
             sregs: self.fd.get_sregs()?,
         };
-        // The breakpoint is at a linear address; what is there now may be something else.
+        // The breakpoint is set at a linear address, which may meanwhile contain another
+        // instruction.
         let mut code = [0; LONGEST];
         let readable = Linear::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
         let Some(length) = rdpmc_length(&code[..readable], &state.sregs.cs) else {
@@ -271,7 +273,7 @@ impl Running {
         self.raise(13, Some(0))
     }
 
-    /// #DB behind an instruction that we have executed for a guest that single-steps.
+    /// Injects #DB after an instruction that was emulated for a single-stepping guest.
     fn raise_single_step(&self) -> Result<(), CallError> {
         let mut debug = self.fd.get_debug_regs()?;
         debug.dr6 |= DR6_BS;
@@ -281,7 +283,7 @@ impl Running {
 
     fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), CallError> {
         let mut events = self.fd.get_vcpu_events()?;
-        // What others send meanwhile stays as it is.
+        // Clearing the flag preserves NMIs that are sent concurrently.
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
         events.exception.injected = 1;
         events.exception.nr = vector;
@@ -290,11 +292,12 @@ impl Running {
         self.fd.set_vcpu_events(&events)
     }
 
-    /// Whether the guest has executed RDPMC while an NMI that a PMI is waits for it. KVM has let the guest
-    /// execute something first, as the fault of this RDPMC or what an interrupt begins with. The NMI would
-    /// come right behind it; so the RDPMC is to be executed again behind the NMI. See
-    /// [`Self::interrupt_before_read`]. Once for an NMI, and not for ever where the next one always comes
-    /// before the RDPMC, so that the guest gets on.
+    /// Returns `true` if the NMI of a PMI is still pending although the guest has reached an RDPMC.
+    ///
+    /// KVM has then let the guest execute something first, for example the fault of this RDPMC or
+    /// the entry of an interrupt. The NMI would be delivered directly after the RDPMC, so the RDPMC
+    /// is executed again after the NMI; see [`Self::interrupt_before_read`]. This happens once per
+    /// NMI and up to a limit, so that the guest makes progress.
     fn nmi_comes_first(&mut self) -> Result<bool, CallError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);
@@ -311,45 +314,46 @@ impl Running {
         Ok(waits)
     }
 
-    /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI
-    /// comes before it: it is executed again after the handler. Returns how long the PMI must wait
-    /// instead.
+    /// Prepares a PMI for a guest that has just executed RDPMC. If the guest has not progressed
+    /// since, the RDPMC is executed again after the PMI handler. Otherwise returns the delay of the
+    /// PMI, if any.
     ///
-    /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that
-    /// last value. A handler in between restarts the period, after which the last value can be what it
-    /// was before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and
-    /// the exchange that is a matter of nanoseconds; here the exit for RDPMC is where overflows are
-    /// found, and timers ring on the way back from it, so PMIs would come behind it as a rule.
+    /// Linux updates an event by reading its previous value, executing RDPMC, and exchanging the
+    /// previous value with compare-and-exchange. A handler in between restarts the period. The
+    /// previous value may then equal the old one again, so the exchange succeeds and the count is
+    /// wrong by 2^48. On hardware the window between RDPMC and the exchange is a few nanoseconds.
+    /// With a trapped RDPMC, overflows are detected at its exit and timers fire on the way back, so
+    /// PMIs would regularly be delivered in this window.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, CallError> {
         let in_a_row = std::mem::take(&mut self.last_read.again);
         let Some(Read { at, behind, when }) = self.last_read.read else {
             return Ok(None);
         };
-        // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its
-        // end.
+        // During stepping, overflows are detected before the instruction. In an NMI handler, a
+        // further NMI is held until its end.
         if self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
             return Ok(None);
         }
         let mut regs = self.fd.get_regs()?;
         if regs.rip != at && regs.rip != behind {
-            // It has gone on, and may still have the value in hand.
+            // The guest has progressed, but may still hold the value in a register.
             return Ok((when.elapsed() < READ_SETTLES).then_some(READ_SETTLES));
         }
         if !self.last_read.may_be_done_again(in_a_row) {
-            // Its counters overflow again each time it gets here.
+            // The counters overflow again each time the guest reaches this RDPMC.
             return Ok(Some(ONE_READ));
         }
         self.registers.forget();
         if regs.rip == at {
-            // KVM has yet to step over the OUT that stands for RDPMC. The request to leave stays: the next
-            // entry is made twice.
+            // KVM has not yet advanced RIP past the trap OUT. The exit request remains set, so the
+            // next entry is made twice.
             self.fd.complete_exit()?;
             regs = self.fd.get_regs()?;
         }
         if regs.rip == behind {
             regs.rip = at;
-            // Some KVMs have stepped over the OUT before its answer was taken, which must not come behind
-            // this.
+            // Some KVM versions advance RIP past the OUT before user space provides the result.
+            // Pending register writes must not override the new RIP.
             self.registers.take_back_general(&mut self.fd);
             self.fd.set_regs(&regs)?;
         }
@@ -358,7 +362,7 @@ impl Running {
     }
 }
 
-/// Where SYSCALL goes: into the kernel.
+/// Returns the SYSCALL entry point of the guest's kernel.
 fn lstar(fd: &VcpuFd) -> Option<u64> {
     let mut msrs = Msrs::from_entries(&[kvm_msr_entry {
         index: IA32_LSTAR,

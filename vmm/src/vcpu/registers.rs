@@ -1,4 +1,5 @@
-//! Which of a vCPU's registers come with an exit, without asking KVM for them (`KVM_CAP_SYNC_REGS`).
+//! Cache of the vCPU registers that KVM copies to user space at each exit (`KVM_CAP_SYNC_REGS`),
+//! which avoids separate KVM calls.
 
 use kvm_bindings::{kvm_regs, kvm_vcpu_events__bindgen_ty_3 as NmiState};
 
@@ -7,35 +8,35 @@ use crate::kvm::armed::SyncReg;
 use crate::kvm::call::CallError;
 use crate::pmu::Synced;
 
-/// A set of registers that KVM copies at each exit.
+/// Register sets that KVM copies at each exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Set {
     #[default]
     Nothing,
-    /// General registers.
+    /// General-purpose registers.
     General,
-    /// Segment and control registers, too.
+    /// General-purpose, segment and control registers.
     All,
 }
 
-/// The registers that came with the last exit.
+/// Registers that were synchronized at the last exit.
 #[derive(Debug, Default)]
 pub(super) struct RegisterCache {
-    /// What KVM copies at each exit.
+    /// Register sets that KVM copies at each exit.
     comes: Set,
-    /// What came with the last exit and is still the vCPU's state.
+    /// Register sets that were copied at the last exit and are still valid.
     fresh: Set,
-    /// The last exit was for a signal's sake only.
+    /// The last exit was caused only by a signal.
     for_signal: bool,
-    /// KVM copies what waits to be delivered at each exit.
+    /// KVM copies the pending events at each exit.
     events_come: bool,
-    /// It came with the last exit, and is still so.
+    /// The pending events were copied at the last exit and are still valid.
     events_fresh: bool,
 }
 
 impl RegisterCache {
-    /// As a new thread of a vCPU finds it. Another thread of the same vCPU may have asked KVM for more.
-    /// `general`: KVM is to copy the general registers.
+    /// Creates the cache for a new thread of a vCPU and resets the synchronization settings of any
+    /// previous thread. With `general`, KVM copies the general-purpose registers.
     pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
         fd.sync_at_exit(SyncReg::VcpuEvents, false);
@@ -48,7 +49,7 @@ impl RegisterCache {
         }
     }
 
-    /// KVM_RUN has returned.
+    /// Records the return of KVM_RUN, after which the copied registers are valid.
     #[inline]
     pub(super) fn after_run(&mut self, for_signal: bool) {
         self.fresh = self.comes;
@@ -56,14 +57,14 @@ impl RegisterCache {
         self.for_signal = for_signal;
     }
 
-    /// What came is not the vCPU's state any more, or is about to change.
+    /// Invalidates the copied registers, which no longer match or are about to change.
     #[inline]
     pub(super) fn forget(&mut self) {
         self.fresh = Set::Nothing;
         self.events_fresh = false;
     }
 
-    /// What of it is still the vCPU's state, for samples.
+    /// Returns the copied registers that are still valid, for use in samples.
     pub(super) fn synced(&self, fd: &mut ArmedVcpu) -> Synced {
         let mut synced = Synced::default();
         if self.fresh != Set::Nothing {
@@ -75,14 +76,15 @@ impl RegisterCache {
         synced
     }
 
-    /// Segment and control registers come, because the last sample used them, and nothing but samples made
-    /// the vCPU leave the guest since. Other exits do not pay for what samples need.
+    /// Returns `true` if segment and control registers should continue to be copied: the last
+    /// sample used them, and a signal caused the last exit. Other exits must not pay for the copy.
     #[inline]
     pub(super) fn keeps_system(&self) -> bool {
         self.comes == Set::All && self.for_signal
     }
 
-    /// Whether segment and control registers are to come from now on, if any come at all.
+    /// Enables or disables copying of segment and control registers. Has no effect if no registers
+    /// are copied.
     #[inline]
     pub(super) fn want_system(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         match (self.comes, wanted) {
@@ -98,7 +100,7 @@ impl RegisterCache {
         }
     }
 
-    /// Whether the state of NMIs is to come from now on, if anything comes at all.
+    /// Enables or disables copying of the NMI state. Has no effect if no registers are copied.
     #[inline]
     pub(super) fn want_nmi_state(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         let wanted = wanted && self.comes != Set::Nothing;
@@ -108,10 +110,10 @@ impl RegisterCache {
         }
     }
 
-    /// Whether an NMI waits or is handled, right after an exit.
+    /// Returns the state of NMIs, directly after an exit.
     ///
     /// # Errors
-    /// KVM's.
+    /// Returns the error of the KVM call.
     pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, CallError> {
         if self.events_fresh {
             return Ok(fd.sync_regs_mut().events.nmi);
@@ -119,10 +121,10 @@ impl RegisterCache {
         Ok(fd.get_vcpu_events()?.nmi)
     }
 
-    /// The general registers, right after an exit.
+    /// Returns the general-purpose registers, directly after an exit.
     ///
     /// # Errors
-    /// KVM's.
+    /// Returns the error of the KVM call.
     pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, CallError> {
         match self.fresh {
             Set::Nothing => fd.get_regs(),
@@ -130,11 +132,11 @@ impl RegisterCache {
         }
     }
 
-    /// Sets the general registers, right after an exit that KVM has yet to complete: before it does, the next
-    /// KVM_RUN takes them.
+    /// Sets the general-purpose registers, directly after an exit that KVM has not completed yet.
+    /// The next KVM_RUN loads them before it completes the exit.
     ///
     /// # Errors
-    /// KVM's.
+    /// Returns the error of the KVM call.
     pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), CallError> {
         match self.comes {
             Set::Nothing => fd.set_regs(regs),
@@ -146,7 +148,7 @@ impl RegisterCache {
         }
     }
 
-    /// What [`RegisterCache::set_general`] set and no KVM_RUN has taken is not taken any more.
+    /// Cancels a [`RegisterCache::set_general`] that no KVM_RUN has consumed yet.
     pub(super) fn take_back_general(&self, fd: &mut ArmedVcpu) {
         fd.sync_at_entry(SyncReg::Register, false);
     }
@@ -156,7 +158,8 @@ impl RegisterCache {
 mod tests {
     use super::*;
 
-    /// Nothing is taken for the vCPU's state that did not come, or that was changed since.
+    /// Registers are reported as valid only if they were copied at the last exit and not changed
+    /// since.
     #[test]
     fn only_what_came_with_the_last_exit_is_fresh() {
         let Ok(kvm) = crate::kvm::host::open() else {

@@ -1,15 +1,15 @@
-//! Which vCPUs a VM has: the one place that knows. It starts those that are added and takes in those that
-//! leave.
+//! Registry of the vCPUs of a VM: starts added vCPUs and parks removed ones.
 //!
-//! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU
-//! is parked in it, because KVM cannot delete one. A vCPU that comes gets everything of ours anew: its
-//! thread, its PMU with reset values, what serves its RDPMC. KVM's is put into the state in which it was made
-//! (see `kvm::first_state`). Counters of its loop and its mailbox stay with the seat.
+//! Each possible vCPU number has a *seat*. A seat is either taken by a vCPU whose thread runs, or
+//! holds the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU gets new VMM state:
+//! its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored to its
+//! initial state (see `kvm::first_state`). Run-loop statistics and the request queue belong to the
+//! seat.
 //!
-//! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and
-//! SIPI; only then is it shown to the guest. So who counts is there before its first instruction, and a start
-//! that fails leaves nothing behind. It leaves when the guest has ejected it: its thread ends, which folds
-//! its counts, and parks what is KVM's.
+//! A vCPU is added in two steps: it is started and attached to the perf core, where it waits for
+//! INIT and SIPI; then it is announced to the guest. Events are therefore counted from its first
+//! instruction, and a failed start has no side effects. A vCPU is removed after the guest has
+//! ejected it: its thread ends, which folds its counts, and parks the KVM vCPU.
 
 use std::fmt::Write as _;
 use std::sync::mpsc::{RecvTimeoutError, channel, sync_channel};
@@ -29,41 +29,42 @@ use super::seat::Seat;
 use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 use crate::kvm::call::CallError;
 
-/// How long a vCPU's thread may take to open its events.
+/// Maximum time for a vCPU thread to open its events.
 const START_PATIENCE: Duration = Duration::from_secs(10);
-/// Between two interrupts for the same change.
+/// Minimum interval between two notifications of the guest about the same change.
 const REMINDER: Duration = Duration::from_secs(1);
 
-/// Why the number of vCPUs stays as it is.
+/// Error of changing the number of vCPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum RosterError {
-    /// No room was left for more at the start.
+    /// The VM was started without CPU hot-plug.
     #[error("the number of this VM's vCPUs is fixed at {0}; start it with --cpus N,max=M to add some later")]
     Fixed(u8),
-    /// A number that no VM like this can have.
+    /// The number is outside the range of this VM.
     #[error("{asked} vCPUs are out of range: this VM may have 1 to {max}")]
     OutOfRange {
-        /// What was asked.
+        /// Requested number of vCPUs.
         asked: u32,
-        /// What it may have.
+        /// Maximum number of vCPUs.
         max: u8,
     },
-    /// The guest cannot answer.
+    /// The guest is not running, so it cannot respond.
     #[error("the VM is {0}; only a running guest takes vCPUs in and gives them up")]
     NotRunning(&'static str),
-    /// One that was ejected still runs its last exit.
+    /// An ejected vCPU has not finished its last exit.
     #[error("vCPU {0} has not left yet; try again")]
     Leaving(u8),
-    /// KVM's vCPU cannot be put into its first state.
+    /// The KVM vCPU cannot be restored to its initial state.
     #[error("vCPU {0} cannot be added")]
     State(u8, #[source] CallError),
-    /// It cannot be made.
+    /// The vCPU cannot be created.
     #[error("vCPU {0} cannot be added")]
     Make(u8, #[source] VcpuError),
-    /// It could not enter the perf core, for instance because an event of all vCPUs finds no counter there.
+    /// The vCPU could not attach to the perf core, for example because a VM-wide event finds no
+    /// free counter on it.
     #[error("vCPU {0} cannot be added")]
     Start(u8, #[source] BeginError),
-    /// Its thread does not answer.
+    /// The vCPU thread does not respond.
     #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_PATIENCE.as_secs())]
     Slow(u8),
 }
@@ -72,19 +73,19 @@ pub enum RosterError {
 #[derive(Debug)]
 pub struct Roster {
     seats: Vec<Arc<Seat>>,
-    /// What vCPUs are made from, which a reset exchanges.
+    /// Factory of vCPUs, replaced by a reset.
     makers: Arc<ArcSwap<VcpuMaker>>,
     kicker: Kicker,
     control: Arc<RunControl>,
-    /// vCPUs that came back with a reset, which nobody has taken note of.
+    /// vCPUs that were added by a reset and not yet reported by [`Roster::take_came_back`].
     came_back: Mutex<VcpuSet>,
-    /// `None`: nobody comes or goes.
+    /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
     plug: Option<Arc<CpuPlug>>,
     reminded: Mutex<Option<Instant>>,
 }
 
 impl Roster {
-    /// Seats for `vcpus`, KVM's vCPUs in the order of their numbers. Nobody has taken one.
+    /// Creates a free seat for each of `vcpus`, which must be in ascending order of their numbers.
     pub fn new(
         vcpus: Vec<KvmVcpu>,
         maker: VcpuMaker,
@@ -103,39 +104,39 @@ impl Roster {
         }
     }
 
-    /// A seat for each number that a vCPU can have.
+    /// Returns the seats of all possible vCPUs.
     pub fn seats(&self) -> &[Arc<Seat>] {
         &self.seats
     }
 
-    /// Most vCPUs there can be.
+    /// Returns the maximum number of vCPUs.
     pub fn max(&self) -> u8 {
         u8::try_from(self.seats.len()).unwrap_or(u8::MAX)
     }
 
-    /// The vCPUs there are.
+    /// Returns the present vCPUs.
     pub fn present(&self) -> VcpuSet {
         let taken = self.taken().map(|seat| VcpuSet::of(seat.id()));
         taken.fold(VcpuSet::default(), VcpuSet::with)
     }
 
-    /// The seats of the vCPUs there are.
+    /// Returns the seats of the present vCPUs.
     pub fn taken(&self) -> impl Iterator<Item = &Arc<Seat>> {
         self.seats.iter().filter(|seat| seat.is_taken())
     }
 
-    /// Makes every vCPU look at what is asked of it.
+    /// Returns the handles with which all vCPUs are kicked.
     pub fn kicker(&self) -> &Kicker {
         &self.kicker
     }
 
-    /// The registers of vCPUs that come and go.
+    /// Returns the CPU hot-plug registers, or `None` if the number of vCPUs is fixed.
     pub fn plug(&self) -> Option<&Arc<CpuPlug>> {
         self.plug.as_ref()
     }
 
-    /// What the guest says of its vCPUs; `None` where nobody comes or goes. A guest that has not looked at a
-    /// change for a while is interrupted again.
+    /// Returns the hot-plug state that the guest has reported, or `None` if the number of vCPUs is
+    /// fixed. Repeats the notification if the guest has not responded to a change for a while.
     pub fn plug_state(&self) -> Option<PlugState> {
         let plug = self.plug.as_ref()?;
         let mut reminded = self.reminded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -147,11 +148,13 @@ impl Roster {
         Some(plug.state())
     }
 
-    /// Starts the threads of the first `vcpus`, and waits until they are in the perf core: who is served from
-    /// now on can count all of them. `first_entry` is called right before the first guest instruction.
+    /// Starts the threads of the first `vcpus` and waits until they are attached to the perf core,
+    /// so that clients served afterwards can count all of them. Calls `first_entry` directly before
+    /// the first guest instruction.
     ///
     /// # Errors
-    /// [`RosterError`]; the threads that were started run on.
+    /// Returns [`RosterError`] if a vCPU cannot be created. Threads that were already started
+    /// continue to run.
     pub fn start(&self, vcpus: u8, first_entry: Option<Box<dyn FnOnce() + Send>>) -> Result<(), RosterError> {
         let mut first_entry = first_entry;
         let (begins, all_began) = channel();
@@ -167,20 +170,20 @@ impl Roster {
             self.kicker.add(thread);
         }
         drop(begins);
-        // One that cannot begin has ended the VM, and its sender is gone too.
+        // A vCPU that failed to start has ended the VM and dropped its sender.
         if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_PATIENCE) {
             log::warn!("not all vCPUs have begun after {} s", START_PATIENCE.as_secs());
         }
         Ok(())
     }
 
-    /// Begins to make it `count` vCPUs. If there are fewer, those that are missing are started and returned,
-    /// for [`Roster::show`]; the guest has not been told of them. If there are more, the guest is asked
-    /// for those with the highest numbers. What it was asked for before and has not given is not asked
-    /// for any more.
+    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are started and returned; the
+    /// caller announces them with [`Roster::show`]. For surplus vCPUs, the guest is asked to eject
+    /// those with the highest numbers. Previous eject requests that the guest has not honored are
+    /// withdrawn.
     ///
     /// # Errors
-    /// [`RosterError`]; there are as many vCPUs as before.
+    /// Returns [`RosterError`], with the number of vCPUs unchanged.
     pub fn begin(&self, count: u32) -> Result<VcpuSet, RosterError> {
         let max = self.max();
         let Some(plug) = &self.plug else {
@@ -223,7 +226,7 @@ impl Roster {
         Ok(started)
     }
 
-    /// Tells the guest that `vcpus` have come.
+    /// Announces the added `vcpus` to the guest.
     pub fn show(&self, vcpus: VcpuSet) {
         if let Some(plug) = &self.plug
             && !vcpus.is_empty()
@@ -233,14 +236,14 @@ impl Roster {
         }
     }
 
-    /// The guest is not asked for vCPUs any more that it has not given up.
+    /// Withdraws eject requests that the guest has not honored.
     pub fn withdraw(&self) {
         if let Some(plug) = &self.plug {
             plug.ask_for(VcpuSet::default());
         }
     }
 
-    /// Ends the vCPUs that the guest ejected.
+    /// Stops the vCPUs that the guest has ejected.
     pub fn let_go(&self) {
         let Some(plug) = &self.plug else { return };
         let ejected = plug.take_ejected();
@@ -251,12 +254,12 @@ impl Roster {
         self.dismiss(ejected);
     }
 
-    /// A step of a reset, each time one of the vCPUs has come as far as the others wait for: the vCPUs
-    /// start again if all of them are out of the guest. Those beyond the first `vcpus` leave, and those
-    /// that are missing come. `machine` makes the rest of the machine anew.
+    /// Advances a reset of the machine. Has no effect until all vCPUs are outside the guest; then
+    /// removes vCPUs beyond the first `vcpus`, adds missing ones, calls `machine` to reset the rest
+    /// of the machine, and restarts the vCPUs.
     ///
     /// # Errors
-    /// That of `machine`, or [`RosterError`].
+    /// Returns the error of `machine`, or [`RosterError`] if a vCPU cannot be started.
     pub fn restart<E: From<RosterError>>(
         &self,
         vcpus: u8,
@@ -267,7 +270,7 @@ impl Roster {
         }
         let arrived = self.control.arrived();
         let staying = self.present();
-        // One that the guest has ejected may still be in it: its thread ends first, which is told.
+        // An ejected vCPU may still be in the guest. The end of its thread triggers another call.
         let leaving = self.taken().any(|seat| seat.is_to_leave());
         if leaving || !staying.without(arrived).is_empty() {
             self.kicker.kick();
@@ -287,7 +290,7 @@ impl Roster {
         Ok(())
     }
 
-    /// The vCPUs that came back with a reset since the last call.
+    /// Returns the vCPUs that a reset has added since the last call.
     pub fn take_came_back(&self) -> VcpuSet {
         std::mem::take(&mut *self.came_back.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -296,7 +299,7 @@ impl Roster {
         *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Asks the threads of `vcpus` to end.
+    /// Asks the threads of `vcpus` to stop.
     fn dismiss(&self, vcpus: VcpuSet) {
         for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id())) {
             seat.dismiss();
@@ -305,7 +308,7 @@ impl Roster {
         self.kicker.kick();
     }
 
-    /// A vCPU from what is parked in its seat.
+    /// Creates a vCPU from the KVM vCPU parked in `seat`.
     fn make(&self, seat: &Arc<Seat>) -> Result<Vcpu, RosterError> {
         let Some(parked) = seat.unpark() else {
             return Err(RosterError::Leaving(seat.id()));
@@ -316,13 +319,13 @@ impl Roster {
         })
     }
 
-    /// Starts a vCPU and waits until it is in the perf core.
+    /// Starts a vCPU and waits until it is attached to the perf core.
     fn start_one(&self, vcpu: u8) -> Result<(), RosterError> {
         let seat = &self.seats[usize::from(vcpu)];
         seat.restore_parked().map_err(|e| RosterError::State(vcpu, e))?;
         let made = self.make(seat)?;
         let (began, begins) = sync_channel(1);
-        // Taken before it runs: its thread frees the seat.
+        // The seat is taken before the thread runs, because the thread frees it.
         seat.take();
         match made.spawn(self.makers.clone(), Begins::Later(began)) {
             Ok(thread) => self.kicker.add(thread),
@@ -343,7 +346,7 @@ fn set(vcpus: impl Iterator<Item = u8>) -> VcpuSet {
     vcpus.map(VcpuSet::of).fold(VcpuSet::default(), VcpuSet::with)
 }
 
-/// Numbers as people write them: vCPU 1; vCPUs 1 to 3; vCPUs 0, 2.
+/// Formats vCPU numbers, for example `vCPU 1`, `vCPUs 1 to 3`, or `vCPUs 0, 2`.
 pub fn named(vcpus: VcpuSet) -> String {
     let numbers: Vec<u8> = vcpus.numbers().collect();
     match numbers.as_slice() {
@@ -355,7 +358,7 @@ pub fn named(vcpus: VcpuSet) -> String {
         [first, rest @ ..] => {
             let mut text = format!("vCPUs {first}");
             for vcpu in rest {
-                // Writing to a string does not fail.
+                // Writing to a string cannot fail.
                 let _ = write!(text, ", {vcpu}");
             }
             text

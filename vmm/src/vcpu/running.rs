@@ -1,6 +1,7 @@
-//! A vCPU with all that belongs to it: before its thread runs it ([`Vcpu`]), and on that thread
-//! (`Running`). What it does there is in the modules beside: the loop in `mod.rs`, exits in `exit.rs`,
-//! RDPMC in `rdpmc_exit.rs`, a debugger's part in `debugged.rs`.
+//! A vCPU before its thread runs it ([`Vcpu`]) and on its thread (`Running`).
+//!
+//! The methods of `Running` are in the sibling modules: the run loop in `mod.rs`, exits in
+//! `exit.rs`, RDPMC in `rdpmc_exit.rs`, debugger support in `debugged.rs`.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -26,21 +27,21 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::VcpuPmu;
 
-/// What a turn of the loop comes to.
+/// Result of one iteration of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// There is another one.
+    /// Continue the loop.
     Again,
-    /// The thread ends: the VM has ended, or the vCPU leaves it.
+    /// End the thread, because the VM has ended or the vCPU is removed.
     Leave,
     /// The guest has reset the machine.
     Reset,
-    /// The VM ends, or starts again where a reset makes it.
+    /// End the VM, or restart it after a reset.
     Stop(StopReason),
 }
 
-/// Whether the instruction that left the guest completes with the next entry, without having retired in guest
-/// mode.
+/// Completion of an exiting instruction that finishes at the next entry without having retired in
+/// guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Completed {
     #[default]
@@ -49,50 +50,50 @@ pub(super) enum Completed {
     AtAnyCpl,
 }
 
-/// What the loop does after an exit.
+/// Action of the run loop after an exit.
 pub(super) enum Next {
-    /// Enter the guest again.
+    /// Reenter the guest.
     Continue,
-    /// The guest wrote this to the port that stands for RDPMC.
+    /// Handle a byte written to the RDPMC trap port.
     TrapPort(u8),
-    /// The guest stopped at a breakpoint or behind a single step.
+    /// Handle a breakpoint or single step.
     Debug(kvm_debug_exit_arch),
-    /// The guest wrote this to IA32_DEBUGCTL, and the PMU took its part.
+    /// Handle a write to IA32_DEBUGCTL whose PMU bits are already applied.
     DebugControl(u64),
-    /// KVM's emulator lacks an instruction.
+    /// Handle an instruction that KVM's emulator does not support.
     EmulationFailed,
     /// End the VM.
     Stop(StopReason),
-    /// End the VM: the vCPU cannot go on.
+    /// End the VM because of a fatal error of the vCPU.
     Fail(VcpuFailure),
 }
 
-/// Who is told that a vCPU has begun: that it is in the perf core, or why it is not.
+/// Receiver of the result of attaching a vCPU to the perf core.
 #[derive(Debug)]
 pub enum Begins {
-    /// The VM does not begin without it, and ends if it cannot begin. Who waits hears of it when the sender
-    /// goes, which never sends.
+    /// The vCPU starts with the VM, and the VM ends if the vCPU fails. Nothing is sent; dropping
+    /// the sender signals completion.
     WithVm(Sender<Infallible>),
-    /// It joins a VM that runs, which goes on without it.
+    /// The vCPU is added to a running VM, which continues if the vCPU fails.
     Later(SyncSender<Result<(), BeginError>>),
 }
 
 impl Begins {
-    /// It has begun.
+    /// Reports that the vCPU has been attached.
     pub(super) fn done(self, vcpu: u8) {
         if let Self::Later(began) = self
             && began.send(Ok(())).is_err()
         {
-            // Nobody waits for it any more; its seat says that it is to leave.
+            // The receiver has timed out, and the vCPU was already asked to stop.
             log::debug!("vcpu{vcpu}: it began too late");
         }
     }
 }
 
-/// A vCPU that is configured and has yet to run.
+/// A configured vCPU that has not run yet.
 pub struct Vcpu {
     pub(super) fd: VcpuFd,
-    /// What else there is of KVM's vCPU, to be parked with it.
+    /// Remaining parts of the KVM vCPU, parked together with the file descriptor.
     pub(super) kept: Kept,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<Bus>,
@@ -105,12 +106,12 @@ pub struct Vcpu {
     pub(super) rdpmc: Option<Rdpmc>,
     pub(super) stepper: Option<Stepper>,
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
-    /// The CPU of the host to stay on.
+    /// Host CPU to which the thread is pinned.
     pub(super) pin: Option<usize>,
 }
 
 impl Vcpu {
-    /// Ready to enter the guest. Without `pmu` nothing counts it.
+    /// Creates a vCPU that is ready to enter the guest. Without `pmu` the vCPU is not counted.
     pub fn new(
         kvm: KvmVcpu,
         lvtpc: Lvtpc,
@@ -139,32 +140,32 @@ impl Vcpu {
         }
     }
 
-    /// Stays on that CPU of the host.
+    /// Pins the vCPU thread to a host CPU.
     pub fn stay_on(&mut self, cpu: Option<usize>) {
         self.pin = cpu;
     }
 
-    /// Calls `f` right before the first entry into the guest.
+    /// Calls `f` directly before the first entry into the guest.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
     }
 
-    /// Counts by single steps where counters ask for it.
+    /// Enables single-stepping for the exact backing.
     pub fn step_with(&mut self, stepper: Stepper) {
         self.stepper = Some(stepper);
     }
 
-    /// Gives KVM what is not the PMU's of a trapped IA32_DEBUGCTL.
+    /// Forwards the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU to KVM.
     pub fn keep_debug_control(&mut self, debug_control: DebugControl) {
         self.debug_control = Some(debug_control);
     }
 
-    /// Serves RDPMC at these linear addresses by hardware breakpoints.
+    /// Emulates RDPMC at these linear addresses with hardware breakpoints.
     pub fn stop_at_rdpmc(&mut self, addresses: &[u64]) {
         self.debug.set_sites(addresses);
     }
 
-    /// How RDPMC is served.
+    /// Enables RDPMC emulation.
     pub fn serve_rdpmc(&mut self, rdpmc: Rdpmc) {
         self.rdpmc = Some(rdpmc);
     }
@@ -183,42 +184,42 @@ pub(super) struct Running {
     pub(super) bus: Arc<Bus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
-    /// When to look at LVTPC again while a PMI waits behind its mask.
+    /// Back-off for rechecking LVTPC while a PMI is masked.
     pub(super) recheck: Recheck,
-    /// A PMI waited at the last entry, behind a mask or for the rate limit.
+    /// A PMI was pending at the last entry, masked or delayed by the rate limit.
     pub(super) pmi_waits: bool,
-    /// Where requests to this thread come from, and where what it counts goes.
+    /// Requests to this thread and its statistics.
     pub(super) seat: Arc<Seat>,
     pub(super) control: Arc<RunControl>,
     pub(super) debug: GuestDebug,
-    /// The rest of IA32_DEBUGCTL, where it is trapped.
+    /// IA32_DEBUGCTL without the PMU's bits, if trapped.
     pub(super) debug_control: Option<DebugControl>,
-    /// `None`: nothing stands for RDPMC.
+    /// RDPMC emulation; `None` if RDPMC is not emulated.
     pub(super) rdpmc: Option<Rdpmc>,
-    /// With the exact backing.
+    /// Single-stepping for the exact backing.
     pub(super) stepper: Option<Stepper>,
     pub(super) last_read: LastRead,
     pub(super) sent_nmi: SentNmi,
     pub(super) registers: RegisterCache,
-    /// What the last exit's instruction is to the guest's counters.
+    /// Effect of the exiting instruction on the guest's counters.
     pub(super) completed: Completed,
-    /// KVM has yet to complete the last exit.
+    /// KVM has not completed the last exit.
     pub(super) exit_is_open: bool,
-    /// Which of a debugger's breakpoints `debug` has.
+    /// Version of the debugger's breakpoints in `debug`.
     pub(super) debugger_version: u64,
     pub(super) overflow_signals: kick::OverflowSignals,
-    /// How long exits take, while somebody watches.
+    /// Timer of exits, if they are watched.
     pub(super) exit_clock: ExitClock,
-    /// Called once, right before the first KVM_RUN.
+    /// Called once, directly before the first KVM_RUN.
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
 
 impl Running {
-    /// On the current thread.
+    /// Takes over a vCPU on the current thread.
     pub(super) fn new(vcpu: Vcpu) -> Self {
         let mut fd = ArmedVcpu::new(vcpu.fd);
-        // The stepper reads and writes registers between two entries; both ways at once would undo each
-        // other.
+        // The stepper reads and writes registers between two entries. Synchronized registers would
+        // override its changes.
         let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.syncs_registers();
         let exit_clock = ExitClock::new(vcpu.seat.exits().clone());
         Self {

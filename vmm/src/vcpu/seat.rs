@@ -1,4 +1,4 @@
-//! The seat of a vCPU: what outlives its thread.
+//! State of a vCPU that persists when its thread ends.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,29 +9,29 @@ use super::mailbox::Mailbox;
 use super::stats::VcpuStats;
 use crate::kvm::call::CallError;
 
-/// Triple faults of a vCPU that are told of.
+/// Maximum number of triple faults that are logged per vCPU.
 const MOST_SHUTDOWNS_TOLD: u64 = 16;
 
-/// What a vCPU shares with those who want something of it. It outlives the vCPU.
+/// State that a vCPU shares with other threads. Persists when the vCPU is removed.
 #[derive(Debug)]
 pub struct Seat {
     id: u8,
-    /// A vCPU's thread runs, or is to run from the start.
+    /// A vCPU thread runs or is about to run.
     taken: AtomicBool,
-    /// That thread is to end.
+    /// The thread is asked to stop.
     leave: AtomicBool,
     mailbox: Mailbox,
     stats: VcpuStats,
     exits: Arc<ExitTable>,
     parked: Mutex<Option<KvmVcpu>>,
-    /// The number of its thread.
+    /// Kernel thread ID of the vCPU thread.
     thread: AtomicU32,
-    /// Triple faults so far.
+    /// Number of triple faults.
     shutdowns: AtomicU64,
 }
 
 impl Seat {
-    /// The free seat of a vCPU that has yet to run.
+    /// Creates a free seat for a vCPU that has not run yet.
     pub(super) fn new(vcpu: KvmVcpu) -> Self {
         Self {
             id: vcpu.id(),
@@ -46,69 +46,70 @@ impl Seat {
         }
     }
 
-    /// The vCPU's number.
+    /// Returns the vCPU number.
     pub fn id(&self) -> u8 {
         self.id
     }
 
-    /// Where requests for its thread are put.
+    /// Returns the queue of requests to the vCPU thread.
     pub fn mailbox(&self) -> &Mailbox {
         &self.mailbox
     }
 
-    /// What its loop counted, over all the times that it was there.
+    /// Returns the run-loop statistics, accumulated over all threads of this vCPU.
     pub fn stats(&self) -> &VcpuStats {
         &self.stats
     }
 
-    /// Its exits, counted and timed while somebody watches.
+    /// Returns the exit statistics, which are updated while watched.
     pub fn exits(&self) -> &Arc<ExitTable> {
         &self.exits
     }
 
-    /// Whether the vCPU's thread is to end; one relaxed load.
+    /// Returns `true` if the vCPU thread is asked to stop. Costs one relaxed load.
     #[inline]
     pub fn is_to_leave(&self) -> bool {
         self.leave.load(Ordering::Relaxed)
     }
 
-    /// The thread of a vCPU begins.
+    /// Records the kernel thread ID at the start of a vCPU thread.
     pub(super) fn begins_on(&self, thread: u32) {
         self.thread.store(thread, Ordering::Relaxed);
     }
 
-    /// The thread of the vCPU that is there, or was last; 0 before any began.
+    /// Returns the kernel thread ID of the current or last vCPU thread; 0 if none has started.
     pub fn thread(&self) -> u32 {
         self.thread.load(Ordering::Relaxed)
     }
 
-    /// Whether one more triple fault is told of. Where it resets the machine, a guest may do nothing else.
+    /// Counts a triple fault and returns `true` if it should be logged. The limit exists because a
+    /// guest may reset the machine by triple faults indefinitely.
     pub(super) fn may_tell_shutdown(&self) -> bool {
         self.shutdowns.fetch_add(1, Ordering::Relaxed) < MOST_SHUTDOWNS_TOLD
     }
 
-    /// The thread has nothing more to do with the vCPU: the seat is free.
+    /// Parks the KVM vCPU and frees the seat, at the end of the vCPU thread.
     pub(super) fn park(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
         self.taken.store(false, Ordering::Release);
     }
 
-    /// A vCPU's thread is about to run, which frees the seat.
+    /// Marks the seat as taken. The vCPU thread frees the seat when it ends.
     pub(super) fn take(&self) {
         self.taken.store(true, Ordering::Release);
     }
 
-    /// Whether a vCPU's thread runs.
+    /// Returns `true` if a vCPU thread runs or is about to run.
     pub(super) fn is_taken(&self) -> bool {
         self.taken.load(Ordering::Acquire)
     }
 
-    /// Asks the thread to end.
+    /// Asks the thread to stop.
     pub(super) fn dismiss(&self) {
         self.leave.store(true, Ordering::SeqCst);
     }
 
-    /// What is parked here, to be made to run. What was asked of a vCPU that has left is not for this one.
+    /// Takes the parked KVM vCPU to start it. Discards requests that were sent to the removed vCPU.
     pub(super) fn unpark(&self) -> Option<KvmVcpu> {
         let parked = self.lock().take()?;
         let _ = self.mailbox.take();
@@ -116,12 +117,12 @@ impl Seat {
         Some(parked)
     }
 
-    /// What is parked here could not be made to run.
+    /// Parks a KVM vCPU that could not be started.
     pub(super) fn park_again(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
     }
 
-    /// Puts what is parked here into its first state.
+    /// Restores the initial state of the parked KVM vCPU.
     pub(super) fn restore_parked(&self) -> Result<(), CallError> {
         self.lock().as_ref().map_or(Ok(()), KvmVcpu::restore)
     }

@@ -1,24 +1,25 @@
-//! What a vCPU did, counted: exits by kind, and the life of its PMIs.
+//! Statistics of a vCPU: exits by kind, PMIs, and single steps.
 
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Defines the counters once: field, and the words it is shown with.
+/// Defines the statistics: field name and label.
 macro_rules! counters {
     ($($(#[$doc:meta])* $field:ident: $label:literal,)+) => {
-        /// Counters of one vCPU. Written by its thread only, read by any.
+        /// Statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
         #[derive(Debug, Default)]
         pub struct VcpuStats {
             $($(#[$doc])* pub $field: Counter,)+
         }
 
         impl VcpuStats {
-            /// All counters with their names, in the order they are shown.
+            /// Returns all values with their labels, in display order.
             pub fn all(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($label, self.$field.get()),)+]
             }
 
-            /// The vCPU has come, perhaps again: all count on from where they are.
+            /// Rebases the values when a vCPU thread starts, so that they accumulate over all
+            /// threads of the vCPU.
             pub fn go_on(&self) {
                 $(self.$field.before.store(self.$field.get(), Ordering::Relaxed);)+
             }
@@ -27,32 +28,32 @@ macro_rules! counters {
 }
 
 counters! {
-    /// All returns of KVM_RUN to user space.
+    /// Returns of KVM_RUN to user space.
     exits: "exits to user space",
     /// RDMSR of a PMU register.
     rdmsr: "PMU register reads (RDMSR)",
     /// WRMSR of a PMU register.
     wrmsr: "PMU register writes (WRMSR)",
-    /// RDPMC, as the patched `out`.
+    /// RDPMC instructions emulated at the trap port.
     rdpmc: "counter reads (RDPMC trap)",
-    /// Stops at the guest's handler of #GP, where RDPMC is served that was not replaced.
+    /// Stops at the guest's #GP handler, where RDPMC that was not replaced is emulated.
     gp_looked_at: "#GP looked at for RDPMC",
-    /// PMU accesses answered with #GP.
+    /// PMU accesses that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
-    /// Overflows of counters.
+    /// Overflows of guest counters.
     overflows: "counter overflows",
     /// PMIs delivered as NMI.
     pmi_nmi: "PMIs delivered as NMI",
     /// PMIs delivered as a fixed vector.
     pmi_fixed: "PMIs delivered as a vector",
-    /// PMIs that the rate limit held back before they were delivered.
+    /// PMIs delayed by the rate limit.
     pmi_throttled: "PMIs held back by the rate limit",
-    /// PMIs forgotten because the guest served what asked for them while they waited. Up to date at the next
-    /// PMI.
+    /// PMIs withdrawn because the guest cleared the overflow status while they were pending.
+    /// Updated at the next PMI.
     pmi_withdrawn: "PMIs withdrawn while they waited",
-    /// PMIs whose LVTPC delivery mode delivers nothing here.
+    /// PMIs discarded because of an unusable LVTPC delivery mode.
     pmi_dropped: "PMIs with no usable LVTPC mode",
-    /// Entries at which a due PMI had to wait because LVTPC was masked.
+    /// Entries with a due PMI while LVTPC was masked.
     pmi_masked_waits: "entries with a PMI waiting for LVTPC",
     /// Overflow signals that interrupted the guest.
     overflow_signals: "overflow signals",
@@ -60,60 +61,62 @@ counters! {
     interrupted: "other interruptions (kicks)",
     /// Port reads.
     io_in: "port reads",
-    /// Port writes other than the RDPMC trap's.
+    /// Port writes, excluding RDPMC traps.
     io_out: "port writes",
     /// MMIO accesses.
     mmio: "MMIO accesses",
-    /// Stops at breakpoints and behind single steps.
+    /// Debug exits at breakpoints and after single steps.
     debug: "debug stops",
-    /// Instructions stepped for the exact backing.
+    /// Instructions that were single-stepped for the exact backing.
     steps: "single steps",
-    /// Straight runs of instructions for the exact backing, each with one stop.
+    /// Straight-line runs of instructions executed with one stop each, for the exact backing.
     runs: "straight runs",
-    /// Instructions that retired in them.
+    /// Instructions retired in straight-line runs.
     in_runs: "instructions in straight runs",
-    /// Steps and runs whose outcome is not known: nothing was counted for them.
+    /// Steps and runs with unknown outcome, for which nothing was counted.
     steps_lost: "single steps that lost track",
-    /// Stretches of user code that could not be stepped.
+    /// Sections of user code that could not be stepped.
     unstepped: "stretches of user code not stepped",
     /// HLT exits to user space (none with the in-kernel local APIC).
     hlt: "halts that reached user space",
 }
 
-/// A counter with one writer.
+/// A statistic with a single writer.
 #[derive(Debug, Default)]
 pub struct Counter {
     count: AtomicU64,
-    /// What it was when the vCPU came.
+    /// Value when the vCPU thread started.
     before: AtomicU64,
 }
 
 impl Counter {
-    /// Adds one. Only the vCPU's own thread may: a load and a store, no locked instruction.
+    /// Adds one. Only the vCPU thread may call this, because a plain load and store replace a
+    /// locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }
 
-    /// Adds `n`; see [`Counter::inc`].
+    /// Adds `n`; see [`Counter::inc`] for the restriction.
     pub fn add(&self, n: u64) {
         let sum = self.count.load(Ordering::Relaxed).wrapping_add(n);
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// There were `n` since the vCPU came; see [`Counter::inc`].
+    /// Sets the increase since the vCPU thread started to `n`; see [`Counter::inc`] for the
+    /// restriction.
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);
         self.count.store(before.wrapping_add(n), Ordering::Relaxed);
     }
 
-    /// The count so far.
+    /// Returns the current value.
     pub fn get(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 }
 
-/// A table of the counters of all vCPUs, one column each and a total; rows that are zero everywhere are left
-/// out.
+/// Formats the statistics of all vCPUs as a table with one column per vCPU and a total. Omits rows
+/// that are zero everywhere.
 pub fn table(vcpus: &[&VcpuStats]) -> String {
     let columns: Vec<_> = vcpus.iter().map(|s| s.all()).collect();
     let Some(first) = columns.first() else {
@@ -156,7 +159,7 @@ impl fmt::Display for VcpuStats {
 mod tests {
     use super::*;
 
-    /// What is set from the count of a PMU that is new each time the vCPU comes does not go back.
+    /// A statistic set from a PMU that is rebuilt with each vCPU thread never decreases.
     #[test]
     fn a_vcpu_that_comes_again_counts_on() {
         let stats = VcpuStats::default();
@@ -171,7 +174,7 @@ mod tests {
         assert_eq!((stats.steps.get(), stats.exits.get()), (8, 4));
     }
 
-    /// The table shows a total over vCPUs and leaves out what never happened.
+    /// The table has a total over the vCPUs and omits zero rows.
     #[test]
     fn table_sums_vcpus_and_omits_zero_rows() {
         let (a, b) = (VcpuStats::default(), VcpuStats::default());

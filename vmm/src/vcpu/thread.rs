@@ -1,4 +1,4 @@
-//! The thread of a vCPU: its start and its end.
+//! Start and end of a vCPU thread.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,15 +15,15 @@ use super::running::{Begins, Running, Vcpu};
 use super::{Ran, affinity};
 
 impl Vcpu {
-    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. After a
-    /// reset of the machine the vCPU is made anew from what `makers` holds then. `begins` is told whether the
-    /// vCPU has entered the perf core.
+    /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it parks the KVM vCPU
+    /// in its seat. After a reset of the machine, the vCPU is rebuilt from the current `makers`.
+    /// The result of attaching to the perf core is reported through `begins`.
     ///
     /// # Errors
-    /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
+    /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. The KVM vCPU is then parked.
     pub fn spawn(self, makers: Arc<ArcSwap<VcpuMaker>>, begins: Begins) -> Result<VcpuThread, VcpuError> {
         let (id, pin, seat) = (self.seat.id(), self.pin, self.seat.clone());
-        // If there is no thread it is to be had back.
+        // Shared, so that the vCPU can be recovered if the thread cannot be spawned.
         let here = Arc::new(Mutex::new(Some(self)));
         let there = here.clone();
         let prepare = move || {
@@ -32,7 +32,8 @@ impl Vcpu {
             {
                 log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
             }
-            // Opened here, as no file can be opened later. Who needs it says that it is missing.
+            // Opened before the thread is confined, because it cannot open files later. The user of
+            // the wait time reports an error.
             let _ = WaitTime::of_this_thread();
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
@@ -41,8 +42,8 @@ impl Vcpu {
             vcpu.seat.begins_on(affinity::thread_id());
             let vcpu = Running::new(vcpu);
             let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
-            // A panic here would be a bug of ours; it must end the VM and not leave the others running
-            // headless.
+            // A panic is a bug of the VMM. It must end the VM, so that the other vCPUs do not
+            // continue without this one.
             let mut begins = Some(begins);
             let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, &mut begins));
             let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
@@ -55,7 +56,7 @@ impl Vcpu {
             }
             match (ran, begins) {
                 (Ok(()), _) => {}
-                // Its seat is free when this is heard.
+                // The seat is free before the receiver sees the error.
                 (Err(why), Some(Begins::Later(began))) => drop(began.send(Err(why))),
                 (Err(why), Some(Begins::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
@@ -75,7 +76,8 @@ impl Vcpu {
     }
 }
 
-/// Runs a vCPU as often as the machine is reset. It comes back, but for one that could not start again.
+/// Runs a vCPU, rebuilding it after each reset of the machine. Returns the vCPU unless it failed to
+/// restart.
 fn run(
     mut vcpu: Running,
     makers: &ArcSwap<VcpuMaker>,
@@ -100,7 +102,7 @@ fn run(
     }
 }
 
-/// The vCPU that waits for a thread to run it.
+/// Takes the vCPU that is handed over to its thread.
 fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
     from.lock().unwrap_or_else(PoisonError::into_inner).take()
 }

@@ -1,4 +1,4 @@
-//! Loaded kernels really start: on this machine's KVM, whatever kind it is.
+//! Boot tests of loaded kernels on the KVM of this host.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -30,16 +30,16 @@ impl Write for Captured {
     }
 }
 
-/// What a guest did.
+/// Result of running a guest.
 struct Run {
     loaded: Loaded,
     outcome: BusOutcome,
     console: String,
-    /// ECX at each RDPMC trap.
+    /// Value of ECX at each RDPMC trap.
     traps: Vec<u64>,
 }
 
-/// Counter value the test answers RDPMC with.
+/// Counter value returned for RDPMC.
 const COUNTER: u64 = 0x10;
 
 fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
@@ -74,7 +74,7 @@ fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdlin
     boot::configure_local_apic(&vcpu).unwrap();
     loaded.configure_bsp(&vcpu).unwrap();
     let mut traps = Vec::new();
-    // A few dozen exits are expected; a bound makes a wrong guest fail instead of hang.
+    // A few dozen exits are expected. The limit makes a faulty guest fail instead of hang.
     for _ in 0..10_000 {
         let outcome = match vcpu.run().why.unwrap() {
             VcpuExit::IoOut(rdpmc::TRAP_PORT, _) => {
@@ -147,7 +147,7 @@ fn a_flat_multiboot_image_starts_by_its_address_fields() {
     assert_eq!(run.loaded.kernel, u64::from(load)..u64::from(load) + 0x8000);
 }
 
-/// In conventional memory, over the places where kernels above 1 MiB find what they are handed.
+/// The image occupies the conventional memory in which other kernels receive their boot data.
 #[test]
 fn a_multiboot_image_below_1_mib_starts_with_its_command_line_beside_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -207,8 +207,8 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
     }
 }
 
-/// Of 32 and of 64 bits. Such a kernel has an entry point of its own for PVH, and the header's would do
-/// something else.
+/// 32-bit and 64-bit kernels. The PVH entry point differs from the ELF entry point, which reports
+/// another exit status.
 #[test]
 fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();
@@ -238,11 +238,11 @@ fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
     }
 }
 
-/// Linux has both entries: it takes its own protocol, unless PVH is asked for.
+/// A Linux kernel with both entry points uses the Linux boot protocol unless PVH is requested.
 #[test]
 fn linux_takes_the_pvh_entry_only_when_asked() {
     let dir = tempfile::tempdir().unwrap();
-    // Linux's entry first, PVH's behind it.
+    // The Linux entry point, followed by the PVH entry point.
     let mut code = LINUX_CODE.to_vec();
     code.resize(0x100, 0x90);
     code.extend_from_slice(PVH_CODE);

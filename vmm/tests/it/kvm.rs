@@ -1,7 +1,8 @@
-//! What the machine takes from KVM for granted: exits carry what a guest did and no more, a request to leave
-//! neither loses nor repeats an instruction, and the guest's memory and registers are those the host gave it.
+//! Tests of the KVM behavior on which the machine relies: exits report exactly the guest's
+//! accesses, an exit request neither loses nor repeats an instruction, and guest memory and
+//! registers have the values set by the host.
 //!
-//! The guests are a few instructions in 32-bit mode, without paging and without a table of interrupts.
+//! The guests execute a few instructions in 32-bit mode, without paging and without an IDT.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -17,34 +18,34 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Where the code is, and data that it uses.
+/// Guest-physical addresses of the code and of its data.
 const CODE: u64 = 0x10_0000;
 const DATA: u64 = 0x20_0000;
-/// RAM in bytes; what is behind it is no memory.
+/// RAM size in bytes. Addresses above are unmapped.
 const RAM: u64 = 32 << 20;
-/// HLT, which is an exit without KVM's interrupt controllers.
+/// HLT opcode. HLT exits to user space without an in-kernel interrupt controller.
 const HLT: u8 = 0xF4;
 
-/// What a guest did at an exit, in words that outlive it.
+/// Owned description of an exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum GuestAction {
-    /// Port, width of an access, bytes.
+    /// Port, access width, data.
     Out(u16, usize, Vec<u8>),
-    /// Port, bytes wanted.
+    /// Port, number of bytes.
     In(u16, usize),
-    /// Address, bytes.
+    /// Address, data.
     Write(u64, Vec<u8>),
-    /// Address, bytes wanted.
+    /// Address, number of bytes.
     Read(u64, usize),
     Rdmsr(u32),
     Wrmsr(u32, u64),
     Halt,
     Shutdown,
-    /// KVM cannot go on.
+    /// Internal error of KVM.
     Internal,
-    /// KVM_RUN was left before the guest did anything.
+    /// KVM_RUN returned before the guest executed anything.
     Interrupted,
-    /// Something that no guest here does.
+    /// Unexpected exit.
     Other(String),
 }
 
@@ -53,18 +54,18 @@ struct Guest {
     vm: Arc<VmFd>,
     ram: GuestRam,
     _slots: MemorySlots,
-    /// What the guest gets for each read of a port, of memory that is none, and of a filtered register:
-    /// `None` is a fault for the last.
+    /// Value returned for reads of ports, unmapped memory and filtered MSRs. `None` makes a
+    /// filtered MSR access fault.
     answer: Option<u64>,
 }
 
 impl Guest {
-    /// Is about to run `code`; `None` where there is no KVM.
+    /// Creates a guest that is about to execute `code`. Returns `None` if KVM is unavailable.
     fn new(code: &[u8]) -> Option<Self> {
         Self::with(code, |_| ())
     }
 
-    /// The same in a VM that `prepare` has made something of before it has a vCPU.
+    /// Creates a guest in a VM that `prepare` configures before the vCPU exists.
     fn with(code: &[u8], prepare: impl FnOnce(&VmFd)) -> Option<Self> {
         let Ok(kvm) = host::open() else {
             skip::skipped("no usable /dev/kvm here", false);
@@ -106,7 +107,7 @@ impl Guest {
         })
     }
 
-    /// Up to the next exit.
+    /// Runs the guest until its next exit.
     fn step(&mut self) -> GuestAction {
         let answer = self.answer;
         let exit = self.vcpu.run();
@@ -145,7 +146,7 @@ impl Guest {
         }
     }
 
-    /// All it does until it halts. Guests here do a few things; a bound makes a wrong one fail.
+    /// Returns all exits until the guest halts. Fails after 100 exits.
     fn all(&mut self) -> Vec<GuestAction> {
         let mut did = Vec::new();
         while did.last() != Some(&GuestAction::Halt) {
@@ -161,7 +162,7 @@ impl Guest {
     }
 }
 
-/// Each access to a port is an exit with its port, its width and exactly its bytes.
+/// Each port access causes an exit with its port, its width and exactly its data.
 #[test]
 fn a_port_access_has_its_width_and_its_bytes() {
     let code = [
@@ -191,8 +192,8 @@ fn a_port_access_has_its_width_and_its_bytes() {
     );
 }
 
-/// A string instruction may come as one exit with several accesses. The width tells them apart, and together
-/// they are the string.
+/// A string instruction may be reported as one exit with several accesses. The access width
+/// separates them.
 #[test]
 fn a_string_of_port_writes_can_be_taken_apart() {
     let code = [
@@ -222,7 +223,7 @@ fn a_string_of_port_writes_can_be_taken_apart() {
     assert_eq!(written, text);
 }
 
-/// What the host answers a read with is what the guest has, in as many bytes as it read; the others stay.
+/// A port read changes exactly the bytes that it reads.
 #[test]
 fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
     let code = [
@@ -249,8 +250,8 @@ fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
     );
 }
 
-/// RAM ends where it was said to end, and the hole is no memory: an access behind is an exit with its address
-/// and bytes, one inside is none and reaches the host.
+/// An access above the end of RAM or in the MMIO hole exits with its address and data; an access to
+/// RAM does not exit.
 #[test]
 fn ram_ends_where_it_was_said_to_end() {
     let mut code = vec![0xB8, 0x44, 0x33, 0x22, 0x11]; // mov eax, 0x11223344
@@ -284,8 +285,7 @@ fn ram_ends_where_it_was_said_to_end() {
     );
 }
 
-/// Clearing memory gives the guest zeroes too: it goes on using what the host has, and not what was there
-/// before.
+/// Clearing memory is visible to the guest, which keeps using the same host memory.
 #[test]
 fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
     let code = [
@@ -307,8 +307,8 @@ fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
     assert_eq!(guest.all(), [GuestAction::Out(0x11, 4, vec![0; 4])]);
 }
 
-/// Whoever asks a vCPU to leave before it enters has it back before its first instruction; and it goes on as
-/// if nothing had been.
+/// An exit request before the entry ends KVM_RUN before the first instruction, and the guest can
+/// continue afterwards.
 #[test]
 fn a_request_to_leave_comes_before_the_first_instruction() {
     let Some(mut guest) = Guest::new(&[0xB0, 0x07, 0xE6, 0x10, HLT]) else {
@@ -327,8 +327,8 @@ fn a_request_to_leave_comes_before_the_first_instruction() {
     assert_eq!(guest.all(), [GuestAction::Out(0x10, 1, vec![7])]);
 }
 
-/// A write that is being handled is completed once, and the instruction behind it has not run: what reads or
-/// changes registers then does so between two instructions.
+/// Completing a pending write executes it once without running the next instruction, so registers
+/// may be read and changed afterwards.
 #[test]
 fn completing_an_exit_stops_between_two_instructions() {
     let code = [
@@ -351,13 +351,13 @@ fn completing_an_exit_stops_between_two_instructions() {
         "the request to leave is still there"
     );
     guest.vcpu.clear_exit_request();
-    // Between the two, the host may have the guest do something else.
+    // The host may change registers between the two instructions.
     guest.vcpu.set_regs(&kvm_regs { rax: 40, ..regs }).unwrap();
     assert_eq!(guest.all(), [GuestAction::Out(0x11, 1, vec![41])]);
 }
 
-/// A filtered register's access is an exit with its number and value, and the answer is what the guest reads.
-/// The register beside it stays with KVM.
+/// An access to a filtered MSR exits with its index and value, and the guest reads the host's
+/// answer. KVM handles adjacent MSRs.
 #[test]
 fn a_filtered_register_is_the_hosts() {
     let code = [
@@ -392,8 +392,7 @@ fn a_filtered_register_is_the_hosts() {
     );
 }
 
-/// An access that the host refuses is a fault in the guest, at the instruction: here it has no handler, and
-/// ends.
+/// A rejected MSR access faults at the instruction. This guest has no handler, so it shuts down.
 #[test]
 fn a_refused_register_is_a_fault() {
     for access in [[0x0F, 0x32], [0x0F, 0x30]] {
@@ -416,7 +415,7 @@ fn a_refused_register_is_a_fault() {
     }
 }
 
-/// No range at all filters nothing, and the borders of a range are in it.
+/// An empty list filters nothing, and both ends of a range are filtered.
 #[test]
 fn a_range_of_registers_has_both_its_ends() {
     let read = |msr: u32| {
@@ -429,7 +428,7 @@ fn a_range_of_registers_has_both_its_ends() {
         let mut guest = Guest::with(&read(msr), |vm| msr_filter::install(vm, ranges).unwrap())?;
         Some(guest.step())
     };
-    // IA32_SYSENTER_CS, ESP and EIP: KVM has them for any guest.
+    // IA32_SYSENTER_CS, ESP and EIP, which KVM emulates for any guest.
     let Some(unfiltered) = first(0x175, &[]) else {
         return;
     };
@@ -448,7 +447,7 @@ fn a_range_of_registers_has_both_its_ends() {
     );
 }
 
-/// More ranges than KVM takes are refused by name, before KVM is asked.
+/// Too many ranges are rejected with a specific error before KVM is called.
 #[test]
 fn more_ranges_than_kvm_takes_are_refused() {
     let Ok(kvm) = host::open() else {
@@ -465,8 +464,8 @@ fn more_ranges_than_kvm_takes_are_refused() {
     msr_filter::install(&vm, &far[..16]).unwrap();
 }
 
-/// A guest that faults without handlers ends, and does not run on behind the fault: it shuts down, or KVM
-/// cannot emulate what it does. Neither is an error of the call.
+/// A fault without a handler ends the guest by a shutdown or an emulation failure. KVM_RUN itself
+/// does not fail.
 #[test]
 fn a_guest_that_faults_without_handlers_ends() {
     for fault in [&[0x0F, 0x0B][..], &[0xCC], &[0xCD, 0x80]] {
@@ -482,13 +481,13 @@ fn a_guest_that_faults_without_handlers_ends() {
     }
 }
 
-/// Code where no memory is: KVM cannot fetch it, and says so with no more bytes than an instruction has.
+/// Executing code outside memory causes an internal error with at most 15 instruction bytes.
 #[test]
 fn code_where_no_memory_is_ends_with_an_internal_error() {
     let Some(mut guest) = Guest::new(&[0xE9, 0xFB, 0xFF, 0xEF, 0x00]) else {
         return;
     };
-    // jmp CODE + 0xF00000, twice: behind the end of RAM.
+    // jmp CODE + 0xF00000, twice: beyond the end of RAM.
     let far = [0xE9, 0xFB, 0xFF, 0xFF, 0x01];
     guest
         .ram
@@ -506,8 +505,8 @@ fn code_where_no_memory_is_ends_with_an_internal_error() {
     assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 0x2F0_0000);
 }
 
-/// Registers that come with an exit are those KVM gives when it is asked, and those that go with an entry
-/// arrive.
+/// Registers synchronized at an exit equal those read with KVM calls, and registers synchronized at
+/// an entry are loaded.
 #[test]
 fn registers_come_with_exits_and_go_with_entries() {
     let code = [0xB8, 0x05, 0x00, 0x00, 0x00, 0xE6, 0x10, 0xE7, 0x11, HLT];
@@ -534,14 +533,14 @@ fn registers_come_with_exits_and_go_with_entries() {
         guest.step(),
         GuestAction::Out(0x11, 4, 0xAABB_CCDDu32.to_le_bytes().to_vec())
     );
-    // Without a word about them they stay as they are.
+    // Without synchronization, the vCPU keeps its registers.
     guest.vcpu.sync_at_exit(SyncReg::Register, false);
     guest.vcpu.sync_at_entry(SyncReg::Register, false);
     guest.vcpu.sync_regs_mut().regs.rip = 0;
     assert_eq!(guest.step(), GuestAction::Halt);
 }
 
-/// Calls in an order that KVM does not take fail with the call's name and its errno, and not later.
+/// KVM calls in an invalid order fail immediately with the name of the call and its errno.
 #[test]
 fn a_call_that_fails_names_itself_and_its_errno() {
     let Ok(kvm) = host::open() else {
@@ -578,8 +577,7 @@ fn a_call_that_fails_names_itself_and_its_errno() {
     );
 }
 
-/// What KVM refuses of a vCPU's state it refuses whole, under the call's name, and the vCPU keeps what it
-/// had.
+/// A rejected state is reported with the name of the call and leaves the vCPU unchanged.
 #[test]
 fn state_that_kvm_refuses_changes_nothing() {
     let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
@@ -588,7 +586,7 @@ fn state_that_kvm_refuses_changes_nothing() {
     let vcpu = &guest.vcpu;
     let (regs, sregs) = (vcpu.get_regs().unwrap(), vcpu.get_sregs().unwrap());
     let mut wrong = sregs;
-    // Paging without protection (SDM vol. 3 §2.5), and long mode that is active without being on.
+    // Paging without protection (SDM vol. 3 §2.5), and long mode active but not enabled.
     wrong.cr0 = 1 << 31;
     wrong.efer = 1 << 10;
     wrong.cr4 = 1 << 5;
@@ -622,7 +620,8 @@ fn state_that_kvm_refuses_changes_nothing() {
     );
 }
 
-/// A list of registers is done up to the first that is not there; how many were done is told, and those are.
+/// An MSR list is processed up to the first unknown MSR, and the number of processed entries is
+/// returned.
 #[test]
 fn a_list_of_registers_ends_at_the_first_that_is_not_there() {
     const STAR: u32 = 0xC000_0081;
@@ -652,8 +651,7 @@ fn a_list_of_registers_ends_at_the_first_that_is_not_there() {
     assert_eq!(behind, 0xAAAA, "those behind are not read");
 }
 
-/// A line of the interrupt controllers is raised by its eventfd as by the call, and one that KVM has not is
-/// refused.
+/// An interrupt line accepts one eventfd. A line that KVM does not have is rejected.
 #[test]
 fn a_line_takes_an_eventfd_once() {
     let Ok(kvm) = host::open() else {
@@ -673,8 +671,7 @@ fn a_line_takes_an_eventfd_once() {
     vm.set_line(4, false).unwrap();
 }
 
-/// A message for an APIC that is not there, or that the guest has switched off, reaches nobody, and that is
-/// told.
+/// An MSI to a missing or disabled local APIC is reported as not delivered.
 #[test]
 fn a_message_that_reaches_nobody_is_told() {
     let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
@@ -688,7 +685,7 @@ fn a_message_that_reaches_nobody_is_told() {
     assert!(!guest.vm.signal_msi(to(5)).unwrap(), "no such APIC");
     let spurious = 0xF0;
     let mut page = guest.vcpu.get_lapic().unwrap();
-    // Bit 8 of the spurious vector register: the APIC is on.
+    // Bit 8 of the spurious-interrupt vector register enables the APIC.
     for (on, there) in [(0, false), (1, true)] {
         page.regs[spurious + 1] = on;
         guest.vcpu.set_lapic(&page).unwrap();
@@ -696,7 +693,8 @@ fn a_message_that_reaches_nobody_is_told() {
     }
 }
 
-/// An NMI that was asked for waits in the vCPU until it is delivered; without a handler that ends the guest.
+/// A queued NMI stays pending until it is delivered. Without a handler, the NMI shuts the guest
+/// down.
 #[test]
 fn an_nmi_waits_until_it_is_delivered() {
     let code = [0xE6, 0x10, 0x90, 0x90, HLT];
@@ -711,8 +709,7 @@ fn an_nmi_waits_until_it_is_delivered() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever registers a vCPU is given, it has, and the guest sees them: nothing is lost between KVM and
-    /// us.
+    /// Registers set by the host are returned by KVM and visible to the guest.
     #[test]
     fn registers_are_what_they_were_set_to(
         values: [u64; 14],

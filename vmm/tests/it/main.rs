@@ -1,4 +1,4 @@
-//! Integration tests of the machine: one program, with a module for each subject.
+//! Integration tests of the machine, built as one program with a module for each subject.
 
 mod boot_kvm;
 mod common;

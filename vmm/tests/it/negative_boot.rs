@@ -1,5 +1,5 @@
-//! What is wrong with a kernel, an initrd, a command line or a size is said in one line that names it,
-//! and never by a panic.
+//! Invalid kernels, initrds, command lines and sizes are reported in one line that names the
+//! object, without a panic.
 
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ fn attempt_by(
     .map(drop)
 }
 
-/// The error's line, checked to be one.
+/// Returns the error message, which must be a single line.
 fn line(error: BootError) -> String {
     let text = perf_core::error_line(&error);
     assert!(!text.contains('\n') && !text.is_empty(), "{text:?}");
@@ -134,7 +134,7 @@ fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
         (u64::MAX - 0xFFF, 0x1000, "0x2000000", "--memory"), // wraps
         (0x1_0000_0000, 0x1000, "0x2000000", "--memory"),    // above 4 GiB
         (0x10_0000, u64::MAX - 0x1000, "0x2000000", "--memory"),
-        // No memory is large enough for these.
+        // No memory size is sufficient for these segments.
         (0x9000, 0x1000, "0x100000", "link it"), // over our page tables
         (0xF_F000, 0x2000, "0x100000", "link it"), // reaches into the firmware tables
     ] {
@@ -146,7 +146,8 @@ fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
     }
 }
 
-/// A multiboot image in conventional memory is loaded, but not where the machine has something else.
+/// A multiboot image in conventional memory is accepted only if it does not overlap memory that the
+/// machine uses.
 #[test]
 fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
     let image = |load: u32, bytes: u32| {
@@ -175,7 +176,7 @@ fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
     assert!(text.contains("no two free pages"), "{text}");
 }
 
-/// They look like kernels and are sound, but nothing would ever happen.
+/// Valid multiboot or bzImage files that require a BIOS are identified and rejected.
 #[test]
 fn programs_for_a_bios_are_told_what_they_are() {
     let mut memtest = kernels::bzimage(&linux(0x10_0000, 0x1000));
@@ -187,7 +188,7 @@ fn programs_for_a_bios_are_told_what_they_are() {
     );
     assert!(!text.contains("damaged"), "{text}");
     let mut core = vec![0u8; 512];
-    // Where the first sector of Debian's core image has its messages.
+    // Offset of the messages in the first sector of Debian's GRUB core image.
     let messages = b"loading\0.\0\r\n\0Geom\0Read\0 Error\0";
     core[283..][..messages.len()].copy_from_slice(messages);
     core.extend(kernels::multiboot_header(
@@ -233,7 +234,8 @@ fn truncated_and_inconsistent_images_are_refused() {
 #[test]
 fn a_payload_that_unpacks_without_end_is_cut_off() {
     use std::io::Write;
-    // Zeroes compress a thousandfold: a small file must not take the host's memory.
+    // Zeroes compress by a factor of a thousand, so a small file must not exhaust the host's
+    // memory.
     let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     for _ in 0..513 {
         gz.write_all(&[0; 1 << 20]).unwrap();
@@ -253,7 +255,7 @@ fn an_initrd_that_does_not_fit_names_the_room() {
         text.contains("33554432 bytes") && text.contains("--memory"),
         "{text}"
     );
-    // The largest that fits does.
+    // The largest initrd that fits is accepted.
     let room = RAM_BYTES - 0x20_0000;
     std::fs::File::options()
         .write(true)
@@ -313,7 +315,7 @@ fn multiboot_headers_that_make_no_sense_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Any damage gives a kernel that loads or an error of one line.
+    /// A damaged image either loads or is rejected with a one-line error.
     #[test]
     fn damaged_headers_never_panic(at in 0usize..0x100, value: u64, width in 1usize..9, which in 0usize..3) {
         let elf = linux(0x10_0000, 0x1000);
@@ -351,7 +353,7 @@ fn a_pvh_entry_that_is_missing_or_outside_is_refused() {
     };
     let entry = |at: u32| kernels::note(b"Xen\0", 18, &at.to_le_bytes());
     let refused = |notes: &[u8]| line(attempt_by(BootProtocol::Pvh, &image(notes), None, "", 1).unwrap_err());
-    // No note; one without its address; one whose name is another; one that is cut off.
+    // No note, a note without an address, a note with another name, and a truncated note.
     for notes in [
         vec![],
         kernels::note(b"Xen\0", 18, &[]),

@@ -1,4 +1,4 @@
-//! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
+//! Overflow signals end KVM_RUN exactly once and without loss, both handled and held.
 #![expect(unsafe_code, reason = "signals to a thread")]
 
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;
 const COUNTER: u64 = 0x2000;
-/// `inc dword [0x2000]; jmp` back to it, for ever, in real mode.
+/// `inc dword [0x2000]; jmp` back to it, endlessly, in real mode.
 const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
 
-/// A vCPU in an endless loop that counts its turns, run by this thread.
+/// A vCPU that counts the iterations of an endless loop, run by this thread.
 struct LoopingVcpu {
     vcpu: ArmedVcpu,
     signals: OverflowSignals,
@@ -53,7 +53,8 @@ impl LoopingVcpu {
         })
     }
 
-    /// What the run loop does before an entry; whether an overflow was announced.
+    /// Performs the signal checks of the run loop before an entry. Returns `true` if an overflow
+    /// was signaled.
     fn look(&mut self) -> bool {
         self.vcpu.clear_exit_request();
         let announced = take_overflow();
@@ -61,7 +62,7 @@ impl LoopingVcpu {
         announced
     }
 
-    /// Enters the guest, which never leaves by itself; whether it ran before a signal took it out.
+    /// Enters the guest until a signal ends KVM_RUN. Returns `true` if the guest executed code.
     fn enter(&mut self) -> bool {
         let turns = |ram: &GuestRam| -> u32 { ram.memory().read_obj(GuestAddress(COUNTER)).unwrap() };
         let before = turns(&self.ram);
@@ -71,18 +72,18 @@ impl LoopingVcpu {
         turns(&self.ram) != before
     }
 
-    /// Enters the guest, with a signal that comes once it is seen to run.
+    /// Enters the guest and sends `signal` once the guest is running.
     fn enter_until(&mut self, signal: i32) {
         let memory = self.ram.memory().clone();
         let turns = move || -> u32 { memory.read_obj(GuestAddress(COUNTER)).unwrap() };
         let before = turns();
-        // SAFETY: pthread_self takes nothing and cannot fail.
+        // SAFETY: `pthread_self` has no arguments and cannot fail.
         let thread = unsafe { libc::pthread_self() };
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let began = Instant::now();
-                // A guest that never runs must not keep the test for ever: the signal ends KVM_RUN, and this
-                // fails below.
+                // The time limit prevents a hang if the guest never runs: the signal ends KVM_RUN,
+                // and the assertion below fails.
                 while turns() == before && began.elapsed() < Duration::from_secs(300) {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -93,7 +94,7 @@ impl LoopingVcpu {
         });
     }
 
-    /// Makes overflow signals come often, so that they are held.
+    /// Sends overflow signals at a high rate, so that they become held.
     fn hold(&mut self) {
         for _ in 0..2 {
             raise(overflow_signal());
@@ -112,7 +113,7 @@ fn raise(signal: i32) {
     assert_eq!(unsafe { libc::raise(signal) }, 0);
 }
 
-/// Nothing is lost between the look and the entry: the guest is not even entered.
+/// A signal between the check and the entry is not lost: the guest executes nothing.
 #[test]
 fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
     let Some(mut guest) = LoopingVcpu::new() else {
@@ -143,7 +144,7 @@ fn a_held_signal_ends_kvm_run_and_is_announced_once() {
     }
 }
 
-/// Both kinds end KVM_RUN while one of them is held, and are not taken for each other.
+/// A kick ends KVM_RUN while overflow signals are held, and is not mistaken for an overflow.
 #[test]
 fn kicks_come_through_while_overflow_signals_are_held() {
     let Some(mut guest) = LoopingVcpu::new() else {
@@ -157,7 +158,7 @@ fn kicks_come_through_while_overflow_signals_are_held() {
     assert!(!guest.look());
 }
 
-/// A signal that waits when they are handled again is neither lost nor late.
+/// A signal that is pending at the switch to handled mode is neither lost nor delayed.
 #[test]
 fn after_many_exits_without_one_they_are_handled_again() {
     let Some(mut guest) = LoopingVcpu::new() else {

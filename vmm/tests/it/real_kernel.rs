@@ -1,8 +1,9 @@
-//! A distribution's kernel, as it is: it loads, its symbols are found although it is stripped, and of
-//! the byte pairs 0F 33 in its text exactly the real RDPMC is replaced.
+//! Tests with the unmodified kernel of a distribution: the kernel loads, its symbols are found
+//! although it is stripped, and exactly the real RDPMC instructions among the byte pairs 0F 33 are
+//! replaced.
 //!
-//! The kernel is taken from `PERFVISOR_TEST_KERNEL`, else from what `make guest` left in `target/`,
-//! else from /boot. Without one the tests say so and pass.
+//! The kernel is taken from `PERFVISOR_TEST_KERNEL`, from the output of `make guest` in `target/`,
+//! or from /boot, in this order. Without a kernel the tests are skipped.
 
 use std::path::{Path, PathBuf};
 
@@ -102,7 +103,7 @@ fn exactly_the_real_rdpmc_instructions_are_replaced() {
     for site in &loaded.rdpmc_sites {
         eprintln!("  {:#x} {}", site.virt, site.place());
     }
-    // Kernels with PARAVIRT_XXL, as distributions build them, have one; others have it inlined.
+    // Distribution kernels with PARAVIRT_XXL have one RDPMC; other kernels have it inlined.
     assert!(pairs > loaded.rdpmc_sites.len());
     assert!(loaded.rdpmc_sites.len() <= 8);
 }
@@ -131,7 +132,7 @@ fn the_stripped_kernel_s_own_symbols_are_read() {
             "{name} at {address:#x} is not in the text"
         );
     }
-    // Two independent sources agree: the instruction found by decoding, the name by kallsyms.
+    // The location found by decoding matches the name from kallsyms.
     assert!(
         loaded
             .rdpmc_sites

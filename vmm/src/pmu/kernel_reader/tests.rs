@@ -1,5 +1,5 @@
-//! Whatever the process that reads a guest's kernel suffers is told, and the next search finds it. The
-//! process that has it is one of its own: this test program, started again for one test.
+//! Tests of failures of the worker process: each failure is reported, and the next search succeeds.
+//! The worker is this test program, started again for one test.
 
 use std::process::Command;
 
@@ -8,13 +8,13 @@ use crate::testing::kallsyms;
 use sandbox::Mode;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-/// What workers suffer, in turn; `sandbox::worker_fault` reads it.
+/// Failures of successive workers, read by `sandbox::worker_fault`.
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 const START: u64 = 0xffff_ffff_8100_0000;
 const LSTAR: u64 = START + 0x40;
 
-/// A guest's memory with a kernel of some symbols at 4 MiB, mapped at [`START`], and registers that lead
-/// there.
+/// Returns guest memory with a small kernel at 4 MiB, mapped at [`START`], and registers that refer
+/// to it.
 fn guest() -> (GuestMemoryMmap, GuestRegs, Anchors) {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
     let entries = [
@@ -87,7 +87,7 @@ fn as_a_child() {
         );
         finds();
     }
-    // No kernel is no failure of the reader.
+    // Memory without a kernel is not a failure of the worker.
     let none = Anchors::default();
     let failed = reader.read(&memory, &regs, &none).unwrap_err();
     assert!(

@@ -1,4 +1,4 @@
-//! What is on the stack of the guest's handler of #GP, and the way back into the code that faulted.
+//! Exception frame of the guest's #GP handler, and the return to the code that faulted.
 
 use iced_x86::{Code, Decoder, DecoderOptions};
 use kvm_bindings::{kvm_segment, kvm_sregs};
@@ -7,34 +7,35 @@ use vpmu::exact::GuestMemory;
 use super::super::step::state::{Linear, State};
 use kernel_images::rdpmc::{LONGEST, RDPMC};
 
-/// Bit 1 of the flags is always set (SDM vol. 3 §2.3).
+/// RFLAGS bit 1, always set (SDM vol. 3 §2.3).
 const RFLAGS_ONE: u64 = 1 << 1;
-/// Trap flag: #DB behind each instruction (SDM vol. 3 §2.3).
+/// RFLAGS.TF: trap flag, raises #DB after each instruction (SDM vol. 3 §2.3).
 pub(in super::super) const RFLAGS_TF: u64 = 1 << 8;
-/// The flags that 64-bit code may return to: all that are defined but RF and VM (SDM vol. 3 §2.3). Bit 1 is
-/// always set.
+/// RFLAGS bits that are preserved on return to 64-bit code: all defined bits except RF and VM (SDM
+/// vol. 3 §2.3).
 const RFLAGS_RETURNED: u64 = 0x3c_7fd5;
-/// CR4.LA57: linear addresses of 57 bits (SDM vol. 3 §2.5).
+/// CR4.LA57: 57-bit linear addresses (SDM vol. 3 §2.5).
 pub(super) const CR4_LA57: u64 = 1 << 12;
 
-/// What the processor pushed when it entered the handler of #GP from 64-bit or compatibility mode (SDM vol. 3
-/// §6.14.2).
+/// Stack frame that the processor pushes when it enters the #GP handler from 64-bit or
+/// compatibility mode (SDM vol. 3 §6.14.2).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub rip: u64,
-    /// Bytes of the instruction.
+    /// Length of the faulting instruction in bytes.
     length: u8,
     rflags: u64,
     rsp: u64,
-    /// Those of the code that faulted.
+    /// Code segment of the faulting code.
     pub cs: kvm_segment,
     ss: kvm_segment,
 }
 
 impl Frame {
-    /// The frame of a fault at an RDPMC, with the vCPU at the first instruction of the handler. `None`: of
-    /// another fault, or of code whose segments are not what they should be. `replaced`: the length of the
-    /// replaced RDPMC at a physical address, which faults where port writes are not allowed.
+    /// Reads the frame of a #GP raised by RDPMC, with the vCPU at the first instruction of the
+    /// handler. Returns `None` if another instruction faulted or the segments in the frame are
+    /// invalid. `replaced` returns the length of the replaced RDPMC at a physical address; a
+    /// replaced RDPMC faults where port writes are not permitted.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a selector is the lower half of what was pushed"
@@ -68,7 +69,8 @@ impl Frame {
         let readable = memory.read(linear, &mut code);
         let length = rdpmc_length(&code[..readable], &cs).or_else(|| replaced(memory.physical(linear)?))?;
         let behind = rip.wrapping_add(length.into());
-        // Going on at no address at all would be the end of the VM, and a program must not bring that about.
+        // Resuming at a non-canonical address would end the VM, and a guest program must not be
+        // able to cause that.
         (cs.l == 0 || is_canonical(behind, &state.sregs)).then_some(Self {
             rip,
             length,
@@ -83,7 +85,7 @@ impl Frame {
         self.cs.selector.to_le_bytes()[0] & 3
     }
 
-    /// RIP behind the RDPMC.
+    /// Returns the RIP after the RDPMC.
     pub fn behind(&self) -> u64 {
         let behind = self.rip.wrapping_add(self.length.into());
         if self.cs.l == 0 {
@@ -93,12 +95,12 @@ impl Frame {
         }
     }
 
-    /// The code single-steps: #DB follows the RDPMC.
+    /// Returns `true` if the faulting code single-steps, so that #DB must follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.rflags & RFLAGS_TF != 0
     }
 
-    /// Goes on behind the RDPMC, which gave `value`.
+    /// Completes the RDPMC with `value` and resumes after it.
     pub fn resume(&self, value: u64, state: &mut State) {
         self.execute_again(state);
         state.regs.rip = self.behind();
@@ -106,7 +108,7 @@ impl Frame {
         state.regs.rdx = value >> 32;
     }
 
-    /// Goes back to the RDPMC as if it had not faulted.
+    /// Restores the state before the fault, so that the RDPMC is executed again.
     pub fn execute_again(&self, state: &mut State) {
         state.regs.rip = self.rip;
         state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;
@@ -116,14 +118,14 @@ impl Frame {
     }
 }
 
-/// The length of the RDPMC that `code` begins with, prefixes and all; `None`: it begins with something else.
-/// LOCK raises #UD.
+/// Returns the length of the RDPMC at the beginning of `code`, including prefixes, or `None` for
+/// another instruction. RDPMC with LOCK raises #UD and is not accepted.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "an instruction has at most 15 bytes"
 )]
 pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8> {
-    // As nearly all are.
+    // Fast path: RDPMC rarely has prefixes.
     if code.starts_with(&RDPMC) {
         return Some(RDPMC.len() as u8);
     }
@@ -136,7 +138,8 @@ pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8
     (instruction.code() == Code::Rdpmc).then_some(instruction.len() as u8)
 }
 
-/// The upper bits repeat the highest one that is translated (SDM vol. 1 §3.3.7.1).
+/// Returns `true` if the address is canonical: the upper bits repeat the highest translated bit
+/// (SDM vol. 1 §3.3.7.1).
 pub(super) fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
     let unused = if sregs.cr4 & CR4_LA57 != 0 {
         64 - 57
@@ -146,7 +149,8 @@ pub(super) fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
     (address << unused).cast_signed() >> unused == address.cast_signed()
 }
 
-/// L and D together are reserved (SDM vol. 3 §5.2.1).
+/// Returns `true` for a user-mode code segment. L and D set together is a reserved combination (SDM
+/// vol. 3 §5.2.1).
 fn is_user_code(segment: &kvm_segment) -> bool {
     segment.dpl == 3 && segment.type_ & 8 != 0 && (segment.l == 0 || segment.db == 0)
 }
@@ -155,7 +159,7 @@ fn is_user_data(segment: &kvm_segment) -> bool {
     segment.dpl == 3 && segment.selector & 3 == 3 && segment.type_ & 0xa == 2
 }
 
-/// The code or data segment that `selector` names (SDM vol. 3 §3.4.5).
+/// Reads the code or data segment that `selector` refers to (SDM vol. 3 §3.4.5).
 #[expect(clippy::cast_possible_truncation, reason = "20 bits of it")]
 fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut Linear<'_>) -> Option<kvm_segment> {
     let (base, limit) = if selector & 4 == 0 {
@@ -177,7 +181,7 @@ fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut Linear<'_>) -> Option<
         base: raw >> 16 & 0xff_ffff | raw >> 32 & 0xff00_0000,
         limit: if bit(55) == 1 { limit << 12 | 0xfff } else { limit },
         selector,
-        // A segment in use has been accessed.
+        // A loaded segment has its accessed bit set.
         type_: (raw >> 40 & 0xf) as u8 | 1,
         present: 1,
         dpl: (raw >> 45 & 3) as u8,
@@ -204,7 +208,7 @@ mod tests {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap()
     }
 
-    /// A state whose linear addresses are physical ones, with both tables.
+    /// Returns a state with identity-mapped linear addresses and with a GDT and an LDT.
     fn state(gdt_limit: u16, ldt_limit: u32) -> State {
         let mut state = State {
             regs: Default::default(),
@@ -215,7 +219,7 @@ mod tests {
         state
     }
 
-    /// The descriptor of a segment as it lies in a table (SDM vol. 3, figure 3-8).
+    /// Encodes a segment as a descriptor-table entry (SDM vol. 3, figure 3-8).
     fn descriptor(of: &kvm_segment) -> u64 {
         let limit = u64::from(if of.g == 1 { of.limit >> 12 } else { of.limit });
         let bits = [(of.type_, 40), (of.s, 44), (of.dpl, 45), (of.present, 47)];
@@ -226,8 +230,8 @@ mod tests {
     }
 
     proptest! {
-        /// A selector names the segment that its descriptor describes, of the table that its bit 2 says, and
-        /// as one that has been used.
+        /// A selector loads the segment of its descriptor, from the table that selector bit 2
+        /// selects, with the accessed bit set.
         #[test]
         fn a_selector_gives_what_its_descriptor_says(
             index in 1u16..32,
@@ -263,7 +267,7 @@ mod tests {
             let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
             let used = kvm_segment { type_: type_ | 1, ..segment_there };
             prop_assert_eq!(found, Some(used));
-            // Without the present bit, and as a gate or a task's state, it is none.
+            // A descriptor that is not present or is a system descriptor is rejected.
             for without in [1u64 << 47, 1 << 44] {
                 memory.write_obj(descriptor(&segment_there) & !without, at).unwrap();
                 let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
@@ -272,8 +276,8 @@ mod tests {
         }
     }
 
-    /// A table ends where its limit says, to the byte; the first entry of the global one is none, and that of
-    /// the local one is one.
+    /// A descriptor table ends exactly at its limit. Entry 0 is unusable in the GDT and valid in
+    /// the LDT.
     #[test]
     fn a_table_ends_where_its_limit_says() {
         let memory = memory();
@@ -315,14 +319,15 @@ mod tests {
                 "{gdt:#x} {ldt:#x} {selector:#x}"
             );
         }
-        // A table that no memory is behind.
+        // A table outside guest memory.
         let mut nowhere = state(0xff, 0);
         nowhere.sregs.gdt.base = 0x1_0000 - 8;
         let found = segment(&nowhere.sregs, 0x08, &mut Linear::new(&memory, &nowhere));
         assert!(found.is_none());
     }
 
-    /// The address behind an RDPMC is one that the guest's mode has: else going on there would end the VM.
+    /// A return address must be canonical in the guest's paging mode, because resuming at another
+    /// address would end the VM.
     #[test]
     fn addresses_are_canonical_as_the_mode_has_it() {
         let mut sregs = kvm_sregs::default();

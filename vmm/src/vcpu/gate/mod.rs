@@ -1,16 +1,18 @@
-//! RDPMC that was not there when the guest was loaded: in programs, in modules, in code made at run time.
+//! Emulation of RDPMC instructions that were not patched at load time: in programs, in modules, and
+//! in generated code.
 //!
-//! The processor answers it with #GP, as does KVM whose own PMU is off. So the guest's handler of #GP gets an
-//! exit at its beginning: the port write that stands for RDPMC, in place of the first instruction, or with
-//! `--rdpmc hwbp` a breakpoint. If what faulted is an RDPMC that the guest may execute, the guest goes on
-//! behind it with the count and never sees the fault. Any other fault goes on in the handler, the instruction
-//! at its beginning done here.
+//! The processor raises #GP for RDPMC, and so does KVM when its vPMU is disabled. An exit is
+//! therefore installed at the first instruction of the guest's #GP handler: the trap-port write in
+//! place of that instruction, or a breakpoint with `--rdpmc hwbp`. If the faulting instruction is
+//! an RDPMC that the guest may execute, the guest resumes after it with the count and never
+//! observes the fault. For any other fault, the replaced instruction is emulated and the handler
+//! continues.
 //!
-//! Where the handler is, the interrupt descriptor table says. It is looked at when the guest writes PMU
-//! registers, which it does before it reads a counter: at once if its gate or the code there has changed, and
-//! where the table itself may have moved (another kernel's) at the first, second, fourth … write after a
-//! change, and at each that comes a millisecond or more after the last look, then two, four, up to 64,
-//! and after 1,024 writes.
+//! The interrupt descriptor table (IDT) gives the address of the handler. The IDT is checked when
+//! the guest writes PMU registers, which a guest does before it reads a counter. A change of the
+//! gate or of the handler code is detected at the next write. A relocated IDT (of another kernel)
+//! is detected by rechecks at the first, second, fourth, … write after a change, at the first write
+//! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
 
 mod frame;
 mod planted;
@@ -30,60 +32,61 @@ use kernel_images::rdpmc::{LONGEST, TRAP};
 use planted::Head;
 pub use planted::{Planted, PlantedGate};
 
-/// #GP (SDM vol. 3 §6.15).
+/// Vector of #GP (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;
-/// Bytes of a gate of the interrupt descriptor table in 64-bit mode (SDM vol. 3 §6.14.1).
+/// Size of an IDT gate in 64-bit mode, in bytes (SDM vol. 3 §6.14.1).
 const GATE_BYTES: u64 = 16;
-/// Lines a vCPU writes to the log about it.
+/// Maximum number of log lines per vCPU about the #GP handler.
 const MOST_LINES: u32 = 16;
-/// CR4.CET: shadow stacks and branch tracking (SDM vol. 3 §2.5). The way back would leave the shadow stack
-/// behind.
+/// CR4.CET: shadow stacks and indirect branch tracking (SDM vol. 3 §2.5). The emulated return would
+/// not pop the shadow stack.
 const CR4_CET: u64 = 1 << 23;
-/// CR4.FRED: events do not go through the interrupt descriptor table (Intel FRED specification §3.1).
+/// CR4.FRED: events bypass the IDT (Intel FRED specification §3.1).
 const CR4_FRED: u64 = 1 << 32;
 
-/// What a vCPU that stopped at the handler goes on with.
+/// Result of a stop at the #GP handler.
 #[derive(Clone, Copy, Debug)]
 pub enum Stopped {
-    /// An RDPMC faulted: ECX and CPL, to be answered by [`Answer`].
+    /// An RDPMC faulted; complete it with [`Answer::give`].
     Rdpmc(Answer),
-    /// Something else did; the handler runs.
+    /// Another fault occurred; the handler must run.
     Handler,
 }
 
-/// A faulted RDPMC.
+/// An RDPMC instruction that raised #GP.
 #[derive(Clone, Copy, Debug)]
 pub struct Answer {
     frame: Frame,
-    /// ECX.
+    /// Value of ECX, which selects the counter.
     pub index: u32,
-    /// The privilege level of the code it is in.
+    /// Privilege level (CPL) of the faulting code.
     pub cpl: u8,
 }
 
 impl Answer {
-    /// Goes on behind it with `value`.
+    /// Completes the RDPMC with `value` and resumes after it.
     pub fn give(&self, value: u64, state: &mut State) {
         self.frame.resume(value, state);
     }
 
-    /// Goes back to it.
+    /// Restores the state before the fault, so that the RDPMC is executed again.
     pub fn execute_again(&self, state: &mut State) {
         self.frame.execute_again(state);
     }
 
-    /// RIP at it and behind it.
+    /// Returns the RIP of the RDPMC and of the next instruction.
     pub fn place(&self) -> (u64, u64) {
         (self.frame.rip, self.frame.behind())
     }
 
-    /// #DB follows it: the code single-steps.
+    /// Returns `true` if the code single-steps, so that #DB must follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.frame.traps()
     }
 }
 
-/// What was seen at the last look, where it can be compared without asking KVM.
+/// IDT gate and handler code found by the last check, with their physical addresses. Comparing them
+/// needs no KVM call.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     entry: (GuestAddress, u128),
@@ -101,33 +104,34 @@ impl Seen {
     }
 }
 
-/// One vCPU's look at its handler of #GP.
+/// #GP handler interception of one vCPU.
 #[derive(Debug)]
 pub struct Gate {
     memory: GuestMemoryMmap,
     symbols: Arc<PackedSymbols>,
-    /// `None`: by a breakpoint.
+    /// Trap shared by all vCPUs. `None` if a breakpoint is used instead.
     planted: Option<Arc<PlantedGate>>,
-    /// Where the breakpoint is.
+    /// Instruction at which the breakpoint is set.
     breakpoint: Option<Head>,
     seen: Option<Seen>,
-    /// A handler that was found unfit, so that it is said once.
+    /// Address of a handler that cannot be intercepted, to log it only once.
     unfit: Option<u64>,
-    /// Lines written to the log.
+    /// Number of log lines written.
     said: u32,
 }
 
-/// What a look found.
+/// Result of checking the #GP handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Looked {
-    /// All is as it was, or there is nothing to be served at.
+    /// The handler is unchanged, or there is no handler to intercept.
     AsBefore,
-    /// The handler is another one. With a breakpoint it is to be here.
+    /// The handler has changed. Contains the new breakpoint address if a breakpoint is used.
     Changed(Option<u64>),
 }
 
 impl Gate {
-    /// By an exit that all vCPUs share, or (`None`) by a breakpoint of this one.
+    /// Creates the interception with a trap shared by all vCPUs, or with a breakpoint of this vCPU
+    /// if `planted` is `None`.
     pub fn new(
         planted: Option<Arc<PlantedGate>>,
         memory: GuestMemoryMmap,
@@ -144,26 +148,25 @@ impl Gate {
         }
     }
 
-    /// Whether the guest has changed the gate or the code at the handler since the last look, as far as
-    /// memory tells.
+    /// Returns `true` if the gate or the handler code in memory has changed since the last check.
     #[inline]
     pub fn has_changed(&self) -> bool {
         self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
     }
 
-    /// Which exit of ours a port write with the vCPU at `rip` is of.
+    /// Returns the trap to which a port write with the vCPU at `rip` belongs.
     #[inline]
     pub fn planted_at(&self, rip: u64) -> Option<Planted> {
         self.planted.as_ref()?.of(rip)
     }
 
-    /// Whether a stop at `rip` is at the breakpoint in the handler.
+    /// Returns `true` if a stop at `rip` is the breakpoint at the #GP handler.
     #[inline]
     pub fn breaks_at(&self, rip: u64) -> bool {
         self.breakpoint.is_some_and(|head| head.at == rip)
     }
 
-    /// Looks where the handler is.
+    /// Locates the guest's #GP handler and installs the interception.
     pub fn look(&mut self, state: &State) -> Looked {
         self.seen = None;
         if !state.is_64bit() {
@@ -239,8 +242,8 @@ impl Gate {
         }
     }
 
-    /// Serves RDPMC at the handler at `gate`. Returns its first instruction, and whether it is another one
-    /// than before.
+    /// Intercepts the handler at `gate`. Returns the intercepted instruction and whether it differs
+    /// from the previous one.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "x86-64 only: usize has 64 bits; four at most"
@@ -251,7 +254,7 @@ impl Gate {
             return Some((head, self.breakpoint.replace(head) != Some(head)));
         };
         let mut memory = Linear::new(&self.memory, state);
-        // Behind an ENDBR64 or at the beginning.
+        // The trap is at the first instruction, or after a 4-byte ENDBR64.
         for at in [gate, gate.wrapping_add(4)] {
             if code
                 .get((at - gate) as usize..)
@@ -271,8 +274,8 @@ impl Gate {
             .then_some((head, true))
     }
 
-    /// What a vCPU that stopped at the handler is there for. `replaced`: the length of the replaced RDPMC at
-    /// a physical address.
+    /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the
+    /// replaced RDPMC at a physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub fn stopped(&self, state: &State, replaced: impl FnOnce(u64) -> Option<u8>) -> Stopped {
         match Frame::of_rdpmc(state, &mut Linear::new(&self.memory, state), replaced) {
@@ -285,9 +288,9 @@ impl Gate {
         }
     }
 
-    /// Does the instruction at `at` that the exit or breakpoint stopped before. If the exit has gone from
-    /// there meanwhile, the guest does it itself. `None`: it cannot be done, and the guest has lost its
-    /// stack.
+    /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. If the
+    /// trap has been removed meanwhile, the guest executes the instruction itself. Returns `None`
+    /// if the guest's stack is not writable, so that the instruction cannot be emulated.
     pub fn enter_handler(&self, at: u64, state: &mut State) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),

@@ -1,4 +1,4 @@
-//! The exit at the beginning of the guest's handler of #GP: in the place of its first instruction.
+//! Trap in place of the first instruction of the guest's #GP handler.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,14 +12,14 @@ use kernel_images::rdpmc::{LONGEST, TRAP};
 pub(super) const RFLAGS_DF: u64 = 1 << 10;
 pub(super) const RFLAGS_AC: u64 = 1 << 18;
 
-/// The instruction at the beginning of a handler whose place an exit takes.
+/// First instruction of a handler, which a trap replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// Linear address. Behind an ENDBR64, which stays for indirect branch tracking.
+    /// Guest linear address. An ENDBR64 before it is preserved for indirect branch tracking.
     pub at: u64,
-    /// Its length in bytes.
+    /// Length of the instruction, in bytes.
     pub(super) length: u8,
-    /// What it does.
+    /// Effect of the instruction, for emulation.
     pub(super) does: Does,
 }
 
@@ -32,7 +32,8 @@ pub(super) enum Does {
 }
 
 impl Head {
-    /// In `code`, which lies at `gate`, the first instruction that can be done without the processor.
+    /// Decodes the first instruction of the handler `code` at address `gate`. Returns `None` if the
+    /// instruction cannot be emulated.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "the decoder has extended what has 8 or 32 bits; an instruction has at most 15 bytes"
@@ -58,7 +59,7 @@ impl Head {
         })
     }
 
-    /// Does it. `None`: there is no memory to push to.
+    /// Emulates the instruction. Returns `None` if the stack is not writable.
     pub(super) fn execute(self, state: &mut State, memory: &GuestMemoryMmap) -> Option<()> {
         match self.does {
             Does::Clear(flags) => state.regs.rflags &= !flags,
@@ -77,22 +78,22 @@ impl Head {
     }
 }
 
-/// Code at the place of an exit by which it is known again: the guest may have made other use of the memory
-/// meanwhile.
+/// Number of code bytes compared to verify that a trap is still in code. The guest may have reused
+/// the memory.
 const WITNESS: usize = LONGEST + 1;
-/// Former places that are remembered. A kernel has one handler for its life; a guest that moves it all the
-/// time has to do with its own port writes beyond that.
+/// Number of former trap addresses that are remembered. A kernel normally has one handler; if a
+/// guest relocates its handler more often, port writes from older traps are treated as its own.
 const FORMER: usize = 8;
-/// Times an exchange is tried again because the bytes beside it have changed meanwhile.
+/// Maximum attempts of the atomic replacement when adjacent bytes change concurrently.
 const EXCHANGES: u32 = 64;
 
-/// The exit in a VM's handler of #GP: one for all vCPUs, which share the code.
+/// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
 #[derive(Debug, Default)]
 pub struct PlantedGate {
-    /// Where it is; 0 for nowhere. Read at each port write that could be it, written once or twice in the
-    /// life of a kernel.
+    /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
+    /// may come from the trap, written once or twice per kernel.
     at: AtomicU64,
-    /// Where it was before, of which [`Places`] has more.
+    /// Previous addresses of the trap; [`Places`] has the details.
     left: [AtomicU64; FORMER],
     places: Mutex<Places>,
 }
@@ -101,7 +102,7 @@ pub struct PlantedGate {
 struct Places {
     here: Option<Place>,
     former: [Option<Former>; FORMER],
-    /// Which of these is the oldest.
+    /// Index of the oldest entry of `former`.
     oldest: usize,
 }
 
@@ -109,31 +110,33 @@ struct Places {
 struct Place {
     head: Head,
     gpa: GuestAddress,
-    /// What stood there.
+    /// Original code bytes.
     code: [u8; TRAP.len()],
-    /// What stands there now, the exit and what follows it.
+    /// Code bytes with the trap, including the bytes after it.
     with_exit: [u8; WITNESS],
 }
 
-/// Where an exit was.
+/// A former location of the trap.
 #[derive(Clone, Copy, Debug)]
 struct Former {
     head: Head,
-    /// It still stands there, because what follows it has changed: that may be code or not.
+    /// The trap is still in memory. The bytes after it have changed, so the memory may no longer
+    /// contain code.
     stands: bool,
 }
 
-/// Which exit a port write is of.
+/// Trap to which a port write belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Planted {
-    /// One in a handler, at this address: where it is planted, or where it had to be left.
+    /// The installed trap at this address, or a former one that could not be removed.
     Here(u64),
-    /// One that is gone: this address has its instruction again.
+    /// A removed trap: the original instruction at this address has been restored.
     Gone(u64),
 }
 
 impl PlantedGate {
-    /// Which exit a port write that left the vCPU at `rip` is of. Some KVMs have stepped over it by then.
+    /// Returns the trap to which a port write with the vCPU at `rip` belongs. Some KVM versions
+    /// have already advanced RIP past the OUT.
     #[inline]
     pub(super) fn of(&self, rip: u64) -> Option<Planted> {
         let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
@@ -151,7 +154,7 @@ impl PlantedGate {
         })
     }
 
-    /// The instruction whose place the exit at `at` takes. `None`: there is none any more.
+    /// Returns the instruction that the trap at `at` replaces, or `None` if the trap was removed.
     pub(super) fn head(&self, at: u64) -> Option<Head> {
         let places = self.places();
         let here = places.here.as_ref().map(|place| place.head);
@@ -163,7 +166,7 @@ impl PlantedGate {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the exit is at `gpa`, and where in the handler.
+    /// Returns the replaced instruction if the trap is installed at `gpa`.
     pub(super) fn is_planted(&self, gpa: GuestAddress, memory: &GuestMemoryMmap) -> Option<Head> {
         let places = self.places();
         let there = places.here.as_ref().filter(|place| place.gpa == gpa)?;
@@ -173,14 +176,15 @@ impl PlantedGate {
             .then_some(there.head)
     }
 
-    /// Puts the exit in the place of `head`, whose bytes are `code`, at `gpa`; takes it away from where it
-    /// was. False: it cannot be there.
+    /// Installs the trap at `gpa` in place of `head`, whose bytes begin `code`, and removes the
+    /// previous trap. Returns `false` if the trap cannot be installed there.
     pub(super) fn plant(&self, head: Head, code: &[u8], gpa: GuestAddress, memory: &GuestMemoryMmap) -> bool {
-        // Other vCPUs may execute this code: they see the old instruction or the exit, both whole.
+        // Other vCPUs may execute this code concurrently: each must see either the whole old
+        // instruction or the whole trap.
         if usize::from(head.length) < TRAP.len() {
             return false;
         }
-        // One vCPU at a time; what another has planted since `code` was read is not taken for the guest's.
+        // The lock prevents a vCPU from saving another vCPU's trap as the guest's code.
         let mut places = self.places();
         if let Some(old) = &places.here
             && old.head == head
@@ -196,7 +200,7 @@ impl PlantedGate {
         }
         let was = [there[0], there[1]];
         self.take_away(&mut places, memory);
-        // Known before it can be executed.
+        // The address must be visible before a vCPU can execute the trap.
         self.at.store(head.at, Ordering::Release);
         if !exchange(memory, gpa, was, TRAP) {
             self.at.store(0, Ordering::Release);
@@ -213,14 +217,15 @@ impl PlantedGate {
         true
     }
 
-    /// The guest's code is as it was before.
+    /// Removes the trap and restores the guest's code.
     pub(super) fn remove(&self, memory: &GuestMemoryMmap) {
         self.take_away(&mut self.places(), memory);
     }
 
-    /// Where what follows the exit has changed, memory may have other contents than code by now, and the exit
-    /// is left as it is. If it is code all the same, as when a guest rewrites its handler behind the first
-    /// instruction, the exit goes on to be served.
+    /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
+    /// code, and the trap is left in place. If the memory still contains code, for example after
+    /// the guest rewrote its handler behind the first instruction, the trap continues to be
+    /// emulated.
     fn take_away(&self, places: &mut Places, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; WITNESS];
@@ -230,7 +235,7 @@ impl PlantedGate {
         } else {
             there.starts_with(&TRAP)
         };
-        // A vCPU may be on its way from the exit to us.
+        // A vCPU may have executed the trap without having exited yet.
         let slot = places.leave(Former {
             head: old.head,
             stands,
@@ -248,7 +253,7 @@ impl Places {
             .find(|former| former.head.at == at)
     }
 
-    /// Remembers it, in the place of the same address or of the oldest.
+    /// Records a former trap, replacing the entry with the same address or the oldest one.
     fn leave(&mut self, place: Former) -> usize {
         let same = |former: &Option<Former>| former.is_some_and(|former| former.head.at == place.head.at);
         let slot = self.former.iter().position(same).unwrap_or_else(|| {
@@ -261,8 +266,8 @@ impl Places {
     }
 }
 
-/// Replaces two bytes of code at once, if they are `from` still. False also where they lie in two words of
-/// eight bytes: no processor writes those at once for sure.
+/// Atomically replaces two bytes of code if they still equal `from`. Returns `false` if they do
+/// not, or if they cross an 8-byte boundary, because no processor guarantees an atomic write there.
 fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: [u8; 2], to: [u8; 2]) -> bool {
     let at = (gpa.0 % 8) as usize;
     let pair = at..at + TRAP.len();

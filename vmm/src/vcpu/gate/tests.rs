@@ -17,7 +17,7 @@ fn memory() -> GuestMemoryMmap {
     GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap()
 }
 
-/// A vCPU in 64-bit code at CPL 0, with linear addresses as physical ones, and the tables of a kernel.
+/// Returns a vCPU in 64-bit code at CPL 0 with identity-mapped memory, a GDT and an IDT.
 fn kernel(memory: &GuestMemoryMmap) -> State {
     let mut state = State {
         regs: Default::default(),
@@ -33,7 +33,7 @@ fn kernel(memory: &GuestMemoryMmap) -> State {
     memory
         .write_obj(gate, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
         .unwrap();
-    // 64-bit code and data of CPL 3.
+    // 64-bit code and data segments of CPL 3.
     memory
         .write_obj(
             0x00af_fb00_0000_ffffu64,
@@ -49,7 +49,7 @@ fn kernel(memory: &GuestMemoryMmap) -> State {
     state
 }
 
-/// Enters the handler for a fault of `cs:rip`.
+/// Enters the #GP handler for a fault at `cs:rip`.
 fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64) {
     let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
     state.regs.rsp = STACK;
@@ -61,8 +61,8 @@ fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64
     }
 }
 
-/// As Linux's: ENDBR64 where the kernel is built with indirect branch tracking, CLAC or the padding in
-/// its place, CLD.
+/// Linux handlers begin with ENDBR64 (if built with indirect branch tracking), then CLAC or its
+/// padding, then CLD.
 #[test]
 fn beginnings_of_handlers_are_known() {
     let of = |code: &[u8]| Head::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
@@ -79,13 +79,14 @@ fn beginnings_of_handlers_are_known() {
     assert_eq!(of(&[0x6a, 0x0d, 0xeb, 0]), Some((0, 2, Does::Push(13))));
     assert_eq!(of(&[0x6a, 0xff]), Some((0, 2, Does::Push(-1))));
     assert_eq!(of(&[0x68, 0, 0, 0, 0x80]), Some((0, 5, Does::Push(i32::MIN))));
-    // call; push rax; sub rsp, 8; nothing.
+    // CALL, PUSH RAX, SUB RSP, and no code at all.
     for unfit in [&[0xe8, 0, 0, 0, 0][..], &[0x50], &[0x48, 0x83, 0xec, 8], &[]] {
         assert_eq!(of(unfit), None, "{unfit:x?}");
     }
 }
 
-/// The exit takes the place of one whole instruction, is found again, and is not put over itself.
+/// The trap replaces exactly one instruction, is recognized when found again, and is never
+/// installed twice.
 #[test]
 fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
     let memory = memory();
@@ -112,7 +113,7 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
     at.regs.rflags = RFLAGS_AC | 2;
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!((at.regs.rip, at.regs.rflags), (GATE + 7, 2));
-    // Another vCPU, another handler: the code of the first is whole again.
+    // When another vCPU uses another handler, the code of the first handler is restored.
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
@@ -123,7 +124,7 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
     Gate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
     assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
     assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
-    // A vCPU on its way from the first has that handler's instruction before it again.
+    // A vCPU that executed the former trap returns to the restored instruction.
     assert_eq!(gate.planted_at(GATE + 6), Some(Planted::Gone(GATE + 4)));
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!(at.regs.rip, GATE + 4);
@@ -133,7 +134,8 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
     assert_eq!(memory.read_obj::<u64>(GuestAddress(STACK - 8)).unwrap(), 13);
 }
 
-/// Code that other vCPUs may be in the middle of is not replaced; a breakpoint needs no room.
+/// A sequence that other vCPUs may be executing is not replaced. A breakpoint does not replace
+/// code.
 #[test]
 fn two_instructions_are_not_replaced_by_one() {
     let memory = memory();
@@ -153,16 +155,15 @@ fn two_instructions_are_not_replaced_by_one() {
 
 const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
 
-/// The same addresses, other memory: what a kernel started by the guest has. The code of the one that is
-/// gone is as it was, unless something else is there by now.
+/// A kexec kernel has the same addresses in other physical memory. The code of the previous kernel
+/// is restored unless it was overwritten.
 #[test]
 fn another_kernel_at_the_same_address_gets_an_exit() {
     for overwritten in [false, true] {
         let memory = memory();
         let mut state = kernel(&memory);
         let page = |state: &mut State, code: u64| {
-            // Three levels of tables at 0xa000, and one 4 KiB page table at 0xd000 with identity, but for
-            // the handler's page.
+            // Page tables at 0xa000 to 0xd000 with identity mapping, except for the handler's page.
             for (table, next) in [(0xa000u64, 0xb003u64), (0xb000, 0xc003), (0xc000, 0xd003)] {
                 memory.write_obj(next, GuestAddress(table)).unwrap();
             }
@@ -192,7 +193,7 @@ fn another_kernel_at_the_same_address_gets_an_exit() {
     }
 }
 
-/// Points the gate to a handler at `at` that begins with CLAC.
+/// Points the #GP gate to a handler at `at` that begins with CLAC.
 fn move_handler(memory: &GuestMemoryMmap, at: u64) {
     memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
     let entry = u128::from(at & 0xffff) | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
@@ -201,8 +202,8 @@ fn move_handler(memory: &GuestMemoryMmap, at: u64) {
         .unwrap();
 }
 
-/// A vCPU that is on its way from an exit goes back to its instruction, however often others have moved
-/// the handler meanwhile.
+/// A vCPU that has executed a removed trap returns to the restored instruction, even after the
+/// handler has moved several times.
 #[test]
 fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
     let memory = memory();
@@ -220,16 +221,16 @@ fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
         gate.enter_handler(*at, &mut on_its_way).unwrap();
         assert_eq!(on_its_way.regs.rip, *at);
     }
-    // Back to the first: that is where it is.
+    // The handler moves back to the first address, which then holds the trap again.
     move_handler(&memory, GATE);
     gate.look(&state);
     assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
     assert_eq!(gate.planted_at(0x6200), Some(Planted::Gone(0x6200)));
 }
 
-/// An exit that is left, because the code behind it has changed, is served as before: the guest does not
-/// go on in the middle of an instruction. A guest that does this all the time keeps a bounded number of
-/// places busy.
+/// A trap that could not be removed, because the code after it has changed, is still emulated, so
+/// the guest never resumes in the middle of an instruction. The number of remembered traps is
+/// bounded.
 #[test]
 fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
     let memory = memory();
@@ -255,8 +256,8 @@ fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
     assert!(known.count() < 12, "places are forgotten");
 }
 
-/// Two bytes are replaced at once wherever they lie in a word of eight; where they lie in two, the
-/// handler is left as it is.
+/// Two bytes are replaced atomically within an aligned 8-byte word. A handler that crosses a word
+/// boundary is not modified.
 #[test]
 fn handlers_at_odd_addresses() {
     for at in 0x6000..0x6010u64 {
@@ -281,8 +282,8 @@ fn handlers_at_odd_addresses() {
     }
 }
 
-/// A gate that is changed, or code that is rewritten, is seen at the next write; that of a kernel with
-/// FRED or shadow stacks is left.
+/// A changed gate or rewritten handler code is detected at the next check. Kernels with FRED or
+/// shadow stacks are not intercepted.
 #[test]
 fn changes_are_seen_in_memory() {
     let memory = memory();
@@ -317,7 +318,7 @@ fn changes_are_seen_in_memory() {
     }
 }
 
-/// vCPUs that look at once save the guest's code and not each other's exit.
+/// vCPUs that install the trap concurrently save the guest's code, not each other's trap.
 #[test]
 fn vcpus_that_plant_at_once_keep_the_original() {
     for _ in 0..200 {
@@ -342,7 +343,7 @@ fn vcpus_that_plant_at_once_keep_the_original() {
     }
 }
 
-/// Prefixes are part of what faulted; with LOCK it is no RDPMC.
+/// Prefixes belong to the faulting instruction. RDPMC with LOCK is not accepted.
 #[test]
 fn prefixes_are_skipped_with_the_instruction() {
     let memory = memory();
@@ -371,7 +372,6 @@ fn prefixes_are_skipped_with_the_instruction() {
     }
 }
 
-/// The code single-steps: it is to know.
 #[test]
 fn a_trap_flag_is_seen() {
     let memory = memory();
@@ -390,7 +390,7 @@ fn a_trap_flag_is_seen() {
     }
 }
 
-/// A program gets its count and goes on with its own segments, flags and stack.
+/// A program receives the count and resumes with its own segments, flags and stack.
 #[test]
 fn a_program_goes_on_behind_its_rdpmc() {
     let memory = memory();
@@ -416,7 +416,7 @@ fn a_program_goes_on_behind_its_rdpmc() {
     assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
 }
 
-/// Back at its RDPMC it has its own segments, flags and stack, and ECX and the rest as it had them.
+/// Repeating an RDPMC restores the program's segments, flags, stack and general registers.
 #[test]
 fn a_program_goes_back_to_its_rdpmc() {
     let memory = memory();
@@ -439,7 +439,6 @@ fn a_program_goes_back_to_its_rdpmc() {
     );
 }
 
-/// A module's RDPMC is the kernel's: its segments stay.
 #[test]
 fn a_module_goes_on_behind_its_rdpmc() {
     let memory = memory();
@@ -457,8 +456,7 @@ fn a_module_goes_on_behind_its_rdpmc() {
     assert_eq!(state.sregs, segments);
 }
 
-/// All other faults are the handler's: of other instructions, with an error code, out of segments that no
-/// program has.
+/// Other faults run the handler: other instructions, a nonzero error code, or invalid segments.
 #[test]
 fn other_faults_reach_the_handler() {
     let memory = memory();
@@ -493,7 +491,7 @@ fn other_faults_reach_the_handler() {
     state.sregs.cr4 = CR4_LA57;
     assert!(is_canonical(last + 2, &state.sregs) && !is_canonical(1 << 56, &state.sregs));
     state.sregs.cr4 = 0;
-    // A segment with L and D.
+    // A segment descriptor with both L and D set.
     memory
         .write_obj(0x00ef_fb00_0000_ffffu64, GuestAddress(GDT + 0x38))
         .unwrap();
@@ -505,7 +503,7 @@ fn other_faults_reach_the_handler() {
 }
 
 proptest! {
-    /// Whatever is in memory and in the registers, nothing panics, and only an RDPMC is answered.
+    /// Arbitrary memory and registers cause no panic, and only RDPMC is emulated.
     #[test]
     fn hostile_frames_and_tables(
         bytes in proptest::collection::vec(any::<u8>(), 64),

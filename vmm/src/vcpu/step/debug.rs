@@ -1,4 +1,4 @@
-//! The guest-debug state of a vCPU. KVM has one for all purposes, so one struct owns it.
+//! Guest-debug state of a vCPU. KVM has a single state for all purposes, so one type owns it.
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
@@ -10,28 +10,27 @@ use crate::kvm::call::CallError;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// DR6 (SDM vol. 3 §19.2.3): B0 to B3, which a #DB sets anew.
+/// DR6.B0 to B3 (SDM vol. 3 §19.2.3), set anew by each #DB.
 const DR6_BREAKPOINTS: u64 = 0xf;
-/// DR6: BD (13), BS (14) and BT (15), which a #DB sets and software clears.
+/// DR6.BD (bit 13), BS (14) and BT (15), set by #DB and cleared by software.
 const DR6_CAUSES: u64 = 0b111 << 13;
-/// DR6: bits that read 1.
+/// DR6 bits that always read 1.
 const DR6_ONES: u64 = 0xffff_0ff0;
-/// DR7.GD (13), which a #DB clears.
+/// DR7.GD (bit 13), cleared by #DB.
 const DR7_GENERAL_DETECT: u64 = 1 << 13;
-/// Vectors.
 const DB: u8 = 1;
 const BP: u8 = 3;
 
-/// What DR6 shows after a #DB that came with `causes`.
+/// Returns DR6 after a #DB with these `causes`.
 fn dr6_after(dr6: u64, causes: u64) -> u64 {
     dr6 & !DR6_BREAKPOINTS | DR6_ONES | causes & (DR6_BREAKPOINTS | DR6_CAUSES)
 }
 
-/// Gives the guest an exception of its own that stopped here: #BP, or #DB with what DR6 says of it. While KVM
-/// leaves debug exceptions to us it does not touch the guest's DR6.
+/// Injects an exception of the guest that caused a debug exit: #BP, or #DB with the causes in DR6.
+/// While user space intercepts debug exceptions, KVM does not update the guest's DR6.
 ///
 /// # Errors
-/// KVM's, which no guest can cause.
+/// Returns the error of the KVM call. A guest cannot cause one.
 pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), CallError> {
     let vector = if stop.exception == u32::from(BP) { BP } else { DB };
     if vector == DB {
@@ -48,7 +47,8 @@ pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), CallErro
     fd.set_vcpu_events(&events)
 }
 
-/// R/W and LEN of a breakpoint, as they lie in DR7 from bit 16 on (SDM vol. 3 §19.2.4).
+/// Returns the R/W and LEN fields of a breakpoint in DR7, shifted right by 16 bits (SDM vol. 3
+/// §19.2.4).
 fn condition(point: &Point) -> u64 {
     let length = match point.length {
         2 => 1,
@@ -59,45 +59,45 @@ fn condition(point: &Point) -> u64 {
     point.access as u64 | length << 2
 }
 
-/// What the next entry is to do.
+/// Debug state for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Want {
     /// Stop after one instruction.
     pub step: bool,
-    /// This KVM stops after each instruction here whatever the trap flag says.
+    /// KVM stops after each instruction here, independent of the trap flag.
     pub without_flag: bool,
-    /// Hold interrupts back.
+    /// Block interrupts.
     pub block_interrupts: bool,
-    /// Any debug exception leaves to us.
+    /// Exit on any debug exception.
     pub watch: bool,
-    /// Stop at these addresses, for this entry only.
+    /// Instruction breakpoints for this entry only.
     pub at: [Option<u64>; BREAKPOINTS],
 }
 
-/// Owner of KVM_SET_GUEST_DEBUG of one vCPU.
+/// Owner of the KVM_SET_GUEST_DEBUG state of one vCPU.
 #[derive(Debug, Default)]
 pub struct GuestDebug {
-    /// Breakpoints that stay.
+    /// Addresses of permanent breakpoints.
     sites: Vec<u64>,
-    /// The last of them is of [`GuestDebug::set_last_site`].
+    /// The last entry of `sites` was set by [`GuestDebug::set_last_site`].
     has_last: bool,
-    /// Those of a debugger, if one is there.
+    /// Breakpoints of a debugger, if attached.
     points: Option<Vec<Point>>,
     set: Want,
-    /// KVM knows `sites` and `points`.
+    /// KVM has the current `sites` and `points`.
     told: bool,
 }
 
 impl GuestDebug {
-    /// Breakpoints at `sites` from the next entry on, at most [`BREAKPOINTS`]; more are not set.
+    /// Sets permanent breakpoints from the next entry on. Ignores sites beyond [`BREAKPOINTS`].
     pub fn set_sites(&mut self, sites: &[u64]) {
         self.sites = sites.iter().copied().take(BREAKPOINTS).collect();
         self.has_last = false;
         self.told = false;
     }
 
-    /// Another breakpoint that stays, instead of the one this set before. Without room for it nothing
-    /// changes.
+    /// Sets an additional permanent breakpoint, replacing the one that a previous call set. Has no
+    /// effect if no breakpoint register is free.
     pub fn set_last_site(&mut self, site: u64) {
         if self.has_last {
             self.sites.pop();
@@ -109,34 +109,35 @@ impl GuestDebug {
         }
     }
 
-    /// A debugger's breakpoints, behind the others; INT3 leaves to us as long as it is there. Without room
-    /// for some they are not set.
+    /// Sets the debugger's breakpoints, after the permanent ones. INT3 causes an exit while a
+    /// debugger is attached. Ignores breakpoints for which no register is free.
     pub fn set_points(&mut self, points: Option<Vec<Point>>) {
         self.points = points;
         self.told = false;
     }
 
-    /// How many breakpoints stay that are not a debugger's.
+    /// Returns the number of permanent breakpoints, excluding the debugger's.
     pub fn sites(&self) -> usize {
         self.sites.len()
     }
 
-    /// How many breakpoints are free for one entry.
+    /// Returns the number of free breakpoint registers.
     pub fn free(&self) -> usize {
         let points = self.points.as_ref().map_or(0, Vec::len);
         BREAKPOINTS.saturating_sub(self.sites.len() + points)
     }
 
-    /// Whether `pc` is one of the breakpoints that stay.
+    /// Returns `true` if `pc` is a permanent breakpoint.
     pub fn is_site(&self, pc: u64) -> bool {
         self.sites.contains(&pc)
     }
 
-    /// Makes KVM do what is wanted. Without a change this is a comparison; only a step by the trap flag is
-    /// told each time, because KVM ties the flag to the RIP it sees at that moment.
+    /// Programs KVM with the state for the next entry. Without a change, no KVM call is made. The
+    /// exception is a step with the trap flag, which is programmed each time because KVM ties the
+    /// flag to the current RIP.
     ///
     /// # Errors
-    /// KVM's, which no guest can cause.
+    /// Returns the error of the KVM call. A guest cannot cause one.
     pub fn apply(&mut self, fd: &VcpuFd, want: Want) -> Result<(), CallError> {
         let by_flag = want.step && !want.without_flag;
         if !by_flag && self.told && want == self.set {
@@ -150,7 +151,7 @@ impl GuestDebug {
         let all = self.sites.iter().map(execute).chain(points).chain(transient);
         for (n, (address, condition)) in all.take(BREAKPOINTS).enumerate() {
             debug.arch.debugreg[n] = address;
-            // Global enable; condition and length (SDM vol. 3 §19.2.4).
+            // Global enable, condition and length (SDM vol. 3 §19.2.4).
             debug.arch.debugreg[7] |= 2 << (2 * n) | condition << (16 + 4 * n) | 0x400;
             control |= KVM_GUESTDBG_USE_HW_BP;
         }
@@ -180,7 +181,8 @@ mod tests {
     use super::*;
     use crate::kvm::armed::ArmedVcpu;
 
-    /// SDM vol. 3 §19.2.3: the processor clears B0 to B3 at a #DB and leaves the other causes to software.
+    /// A #DB replaces B0 to B3 and leaves other causes set until software clears them (SDM vol. 3
+    /// §19.2.3).
     #[test]
     fn dr6_has_the_cause_of_the_last_exception_and_those_nobody_cleared() {
         const RESET: u64 = 0xffff_0ff0;
@@ -190,11 +192,12 @@ mod tests {
             dr6_after(RESET | 1 << 14, RESET | 0b0001),
             RESET | 1 << 14 | 0b0001
         );
-        // Only what a #DB sets is taken over.
+        // Only the bits that a #DB sets are applied.
         assert_eq!(dr6_after(RESET, !0), RESET | 0xe00f);
     }
 
-    /// A guest whose #DB stopped here finds in DR6 why it came. Runs on this machine's KVM, if it has one.
+    /// A guest whose #DB caused an exit finds the cause in DR6. Runs on the KVM of this host, if
+    /// available.
     #[test]
     fn a_guests_debug_exception_comes_with_its_cause() {
         use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -209,7 +212,7 @@ mod tests {
         let vm = std::sync::Arc::new(crate::kvm::vm_fd::VmFd::new(&kvm).unwrap());
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         let write = |at: u16, bytes: &[u8]| memory.write_slice(bytes, GuestAddress(at.into())).unwrap();
-        // The vector of #DB in the table of real mode; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
+        // The #DB vector of the real-mode table; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
         write(4, &[HANDLER.to_le_bytes(), [0, 0]].concat());
         write(CODE, &[0x90, 0xf4]);
         write(

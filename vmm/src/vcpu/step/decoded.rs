@@ -1,38 +1,39 @@
-//! The decode of straight runs, kept by their address.
+//! Cache of decoded straight-line runs, indexed by address.
 
 use std::sync::Arc;
 
 use vpmu::exact::{GuestMemory, MOST_RUN_BYTES, StepMeter, StraightRun};
 
-/// Runs of fewer instructions are stepped: a step costs less than a stop at a breakpoint.
+/// Minimum number of instructions in a run. Shorter runs are stepped, because a step costs less
+/// than a breakpoint.
 pub(super) const SHORTEST: usize = 3;
-/// Addresses whose decode is kept; a power of two. A run takes some 600 bytes at most.
+/// Number of cached addresses, a power of two. A run occupies up to about 600 bytes.
 pub(super) const KEPT: usize = 1024;
 
-/// A run that was entered.
+/// The straight-line run being executed.
 #[derive(Debug)]
 pub(super) struct UnderWay {
-    /// Where it begins.
+    /// Address of the first instruction.
     pub(super) at: u64,
-    /// What it was decoded to.
+    /// Decoded instructions.
     pub(super) run: Arc<StraightRun>,
-    /// The breakpoint is behind so many of its instructions.
+    /// Number of instructions before the breakpoint.
     pub(super) count: usize,
 }
 
-/// What was found at an address.
+/// Cached result of decoding at an address.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// This, as long as its bytes are there.
+    /// A run, valid while its bytes are unchanged.
     Run(Arc<StraightRun>),
-    /// An instruction of a run that changed its own code: they are stepped.
+    /// Self-modifying code, whose instructions are stepped.
     ChangesItself,
 }
 
-/// The decode of runs, by their address. What is there is used only where its bytes still are.
+/// Cache of decoded runs. A run is used only if its bytes in memory are unchanged.
 #[derive(Debug, Default)]
 pub(super) struct Runs {
-    /// Empty until the first run.
+    /// Cache slots; empty until the first lookup.
     pub(super) kept: Vec<Option<(u64, Found)>>,
 }
 
@@ -42,12 +43,12 @@ impl Runs {
             self.kept.resize_with(KEPT, || None);
         }
         let mixed = at ^ at >> 10;
-        // A remainder of `KEPT` fits.
+        // A remainder of division by `KEPT` fits in `usize`.
         let place = usize::try_from(mixed % KEPT as u64).unwrap_or(0);
         &mut self.kept[place]
     }
 
-    /// The run that begins at `at`, if it is worth a breakpoint.
+    /// Returns the run at `at`, or `None` if it is too short for a breakpoint.
     pub(super) fn find(
         &mut self,
         at: u64,
@@ -72,7 +73,8 @@ impl Runs {
         (run.len() >= SHORTEST).then_some(run)
     }
 
-    /// None of the first `count` instructions of `run`, which begins at `at`, is to begin a run any more.
+    /// Marks the first `count` instructions of `run`, which begins at `at`, as self-modifying code
+    /// that must be stepped.
     pub(super) fn changes_itself(&mut self, at: u64, run: &StraightRun, count: usize) {
         for n in 0..count {
             let at = at.wrapping_add(run.end_of(n) as u64);
@@ -81,7 +83,7 @@ impl Runs {
     }
 }
 
-/// Whether `code`, of [`MOST_RUN_BYTES`] at most, is what lies at `at`.
+/// Returns `true` if memory at `at` contains `code`, which is at most [`MOST_RUN_BYTES`] long.
 pub(super) fn is_at(code: &[u8], at: u64, memory: &mut dyn GuestMemory) -> bool {
     let mut there = [0; MOST_RUN_BYTES];
     let Some(there) = there.get_mut(..code.len()) else {

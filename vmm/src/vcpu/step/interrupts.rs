@@ -1,5 +1,5 @@
-//! Interrupts and faults under stepping: which one the next entry would let in, breakpoints on their gates,
-//! and the two instructions that wait for them or let them in, HLT and STI.
+//! Interrupts and faults during stepping: determines the event that the next entry would deliver,
+//! sets breakpoints on its gate, and emulates HLT and STI.
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
@@ -12,18 +12,18 @@ use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kernel_images::rdpmc::TRAP;
 
-/// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three
-/// to five orders of magnitude: a timer that kept to time would have the guest execute nothing but its
-/// handler. A processor at full speed executes some millions of instructions from one tick of Linux to the
-/// next.
+/// Number of steps between two interrupts of the local APIC timer. Stepped code runs slower than
+/// real time by three to five orders of magnitude, so an unthrottled timer would leave the guest
+/// executing only its timer handler. A processor at full speed executes some millions of
+/// instructions per timer tick of Linux.
 pub(super) const STEPS_PER_TICK: u64 = 1_000_000;
-/// Vectors below are exceptions (SDM vol. 3 §6.2).
+/// First vector that is not an exception (SDM vol. 3 §6.2).
 const FIRST_INTERRUPT: u8 = 32;
 /// KVM_X86_SHADOW_INT_STI.
 const SHADOW_STI: u8 = 2;
 
 impl Stepper {
-    /// Breakpoints on the gates of `vectors`, for one entry.
+    /// Sets breakpoints on the gates of `vectors`, for one entry.
     pub(super) fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
         self.gates.watched.clear();
         let mut memory = Linear::new(&self.memory, state);
@@ -49,7 +49,8 @@ impl Stepper {
             }
             return;
         }
-        // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
+        // The trap must lie within one page. A handler that already begins with an RDPMC trap needs
+        // no other one.
         for &(at, _) in self.gates.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
             if let Some(gpa) = memory.physical(at).map(GuestAddress)
                 && let Ok(there) = self.memory.get_slice(gpa, TRAP.len())
@@ -62,7 +63,7 @@ impl Stepper {
         }
     }
 
-    /// The event that the next entry would let in.
+    /// Returns the vector of the event that the next entry would deliver.
     pub(super) fn deliverable(
         &self,
         fd: &VcpuFd,
@@ -79,7 +80,8 @@ impl Stepper {
         if events.interrupt.injected != 0 {
             return Ok(Some(events.interrupt.nr));
         }
-        // An exit in the middle of an instruction has yet to complete it; and MOV SS and STI hold events off.
+        // An exit in the middle of an instruction must be completed first, and MOV SS and STI block
+        // events for one instruction.
         if !between || events.interrupt.shadow != 0 {
             return Ok(None);
         }
@@ -94,7 +96,8 @@ impl Stepper {
         Ok(request.filter(|&vector| self.tally.steps >= self.timer_waits || !is_timer(&lapic.regs, vector)))
     }
 
-    /// An event is let in: if it is the local APIC's timer, its next one waits.
+    /// Delays the next interrupt of the local APIC timer if `vector`, which is being delivered,
+    /// belongs to the timer.
     pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), StepError> {
         if vector >= FIRST_INTERRUPT {
             let lapic = fd.get_lapic()?;
@@ -105,7 +108,8 @@ impl Stepper {
         Ok(())
     }
 
-    /// Executes STI at CPL 0: on some processors a step stops behind it, on others behind its shadow.
+    /// Emulates STI at CPL 0, because processors differ in whether a step stops after STI or after
+    /// its interrupt shadow.
     pub(super) fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         state.regs.rflags |= RFLAGS_IF;
@@ -117,13 +121,14 @@ impl Stepper {
         Ok(self.end(&state))
     }
 
-    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next
+    /// Emulates HLT at CPL 0, because KVM would skip or delay the halt during a step. The next
     /// entry waits for an event.
     pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         fd.set_regs(&state.regs)?;
         let mut events = fd.get_vcpu_events()?;
-        // HLT ends the shadow of an STI before it. NMIs that others send meanwhile are not touched.
+        // HLT ends the interrupt shadow of a preceding STI. NMIs that are sent concurrently are
+        // preserved.
         events.flags = KVM_VCPUEVENT_VALID_SHADOW;
         events.interrupt.shadow = 0;
         fd.set_vcpu_events(&events)?;
@@ -140,15 +145,15 @@ pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
 }
 
-/// Whether `vector` is what the local APIC's timer asks for, unless it is masked (SDM vol. 3 §11.5.1).
+/// Returns `true` if `vector` is the unmasked timer vector of the local APIC (SDM vol. 3 §11.5.1).
 fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
     const LVT_TIMER: usize = 0x320;
     page.get(LVT_TIMER..LVT_TIMER + 4)
         .is_some_and(|entry| entry[0].cast_unsigned() == vector && entry[2] & 1 == 0)
 }
 
-/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that
-/// of the priorities in TPR and ISR (SDM vol. 3 §11.8.3).
+/// Returns the vector that the local APIC would deliver now: the highest one in IRR whose priority
+/// class exceeds those of TPR and ISR (SDM vol. 3 §11.8.3).
 fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
     let bit_in = |base: usize, vector: usize| {
         page.get(base + vector / 32 * 16 + vector % 32 / 8)
@@ -182,7 +187,8 @@ mod tests {
         page
     }
 
-    /// Only the timer is held back, and another source of its vector is not while the timer is masked.
+    /// Only the timer is delayed. While the timer is masked, another source of its vector is not
+    /// delayed.
     #[test]
     fn the_timer_is_known_by_its_vector_while_it_is_not_masked() {
         let mut page = page(&[0xec], &[], 0);
@@ -195,8 +201,7 @@ mod tests {
         assert!(!is_timer(&[], 0xec));
     }
 
-    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority
-    /// and what is in service.
+    /// An interrupt is deliverable only if its priority class exceeds those of TPR and ISR.
     #[test]
     fn a_request_is_deliverable_above_the_priority_in_force() {
         assert_eq!(highest_request(&page(&[], &[], 0)), None);

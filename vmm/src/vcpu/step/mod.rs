@@ -1,24 +1,24 @@
-//! The exact backing: a vCPU is single-stepped while a counter that needs it runs.
+//! The exact backing: single-steps a vCPU while a counter requires it.
 //!
-//! Before an entry the next instruction is decoded; when KVM reports the step done, what it retired is fed to
-//! the counts ([`vpmu::exact`] has the rules). An exit for I/O or an MSR comes in the middle of an
-//! instruction and does not end its step.
+//! The next instruction is decoded before an entry. When KVM reports the completed step, the events
+//! of the instruction are fed to the counters (see [`vpmu::exact`] for the rules). An exit for I/O
+//! or an MSR occurs in the middle of an instruction and does not end its step.
 //!
-//! A processor clears the trap flag when it enters a handler, and saves it where the guest can see it. There
-//! are two ways to live with that:
+//! A processor clears the trap flag when it enters a handler, and saves the flag where the guest
+//! can see it. Two modes handle this:
 //!
-//! - When CPL 0 is counted, every instruction is stepped. Interrupts are held back during a step
-//!   (`KVM_GUESTDBG_BLOCKIRQ`) and let in between two, without the trap flag, up to a breakpoint on their
-//!   gate. Breakpoints on the gates of faults catch the instruction that does not complete. SYSCALL is
-//!   executed here instead of there. Flags that an instruction or a fault has saved are freed of our trap
-//!   flag before the guest goes on.
-//! - When only CPL 1 to 3 are counted, the kernel of the guest runs freely. The trap flag travels in the
-//!   flags that the entry into the kernel saves and comes back with them. Where counting is enabled inside
-//!   the kernel there are no such flags, so the kernel is stepped up to its return.
+//! - If CPL 0 is counted, every instruction is stepped. Interrupts are blocked during a step
+//!   (`KVM_GUESTDBG_BLOCKIRQ`) and delivered between two steps, without the trap flag, up to a
+//!   breakpoint on their gate. Breakpoints on the gates of faults detect instructions that do not
+//!   complete. SYSCALL is emulated. The trap flag is removed from flags that an instruction or a
+//!   fault has saved.
+//! - If only CPL 1 to 3 are counted, the guest's kernel runs freely. The trap flag is part of the
+//!   flags that the kernel entry saves and is restored on return. If counting is enabled inside the
+//!   kernel, no such flags exist, and the kernel is stepped until it returns.
 //!
-//! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be
-//! stepped on it. Where hardware breakpoints work, straight runs of instructions have one stop
-//! (`runs.rs`).
+//! A KVM that emulates CPL 0 stops after each instruction there, independent of the trap flag, but
+//! cannot step CPL 3. If hardware breakpoints work, a straight-line run of instructions needs only
+//! one stop (`runs.rs`).
 
 pub mod debug;
 mod decoded;
@@ -46,28 +46,29 @@ use system_calls::came_back;
 
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
-/// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection,
-/// invalid opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment,
-/// bound, TSS.
+/// Exceptions that an ordinary instruction may raise, in descending order of likelihood: page
+/// fault, general protection, invalid opcode, device not available, divide error, stack fault,
+/// segment not present, SIMD, x87, alignment check, bound range, invalid TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
-/// Steps through a guest's kernel after which the way back to user code is given up.
+/// Maximum number of steps through the guest's kernel before the search for the return to user code
+/// is abandoned.
 const MOST_WALKED: u32 = 200_000;
 
-/// What to do after [`Stepper::prepare`].
+/// Result of [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prepared {
     /// Enter the guest.
     Enter,
-    /// An instruction was executed here; account it and prepare again.
+    /// An instruction was emulated. Account it and call [`Stepper::prepare`] again.
     Executed(Step),
 }
 
 impl Stepper {
-    /// Before overflows are looked at: ends the step if the last exit completed its instruction without
-    /// saying so, as exits for writes do where KVM emulates.
+    /// Ends the current step if the last exit completed its instruction without a debug exit, as
+    /// write exits do where KVM emulates. Called before overflows are checked.
     ///
     /// # Errors
-    /// [`StepError`].
+    /// Returns [`StepError`] if a KVM call fails.
     pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<Step>, StepError> {
         if self.under_way.is_some() {
             let state = self.read(fd)?;
@@ -83,11 +84,12 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Right before an entry, with the registers reconciled. `levels`: what runs and is counted by steps;
-    /// `room`: how much may retire at CPL 0 until a counter overflows.
+    /// Prepares the next entry. Called directly before the entry, after reconciling the PMU
+    /// registers. `levels` are the privilege levels counted by steps; `room` returns how much may
+    /// retire at CPL 0 before a counter overflows.
     ///
     /// # Errors
-    /// [`StepError`].
+    /// Returns [`StepError`] if a KVM call fails.
     pub fn prepare(
         &mut self,
         fd: &mut ArmedVcpu,
@@ -106,7 +108,7 @@ impl Stepper {
             same @ Mode::All { .. } if levels.kernel => same,
             _ if levels.kernel => Mode::All { may_wait: true },
             same @ Mode::UserOnly(_) => same,
-            // Nothing has put the trap flag into what the kernel saved.
+            // The flags saved by the kernel do not contain the trap flag.
             _ => Mode::UserOnly(Way::Walked(0)),
         };
         let state = match fresh {
@@ -122,7 +124,7 @@ impl Stepper {
         }
     }
 
-    /// Nothing is counted by steps.
+    /// Disables stepping.
     fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
         if self.mode != Mode::Rest {
             self.mode = Mode::Rest;
@@ -164,8 +166,8 @@ impl Stepper {
             ..Want::default()
         };
         if state.cpl() == 0 && self.ahead() == Some(Ahead::InterruptReturn) {
-            // Emulators have a way of their own out of a handler, without a stop behind it. Out to user code
-            // there is no stop at all.
+            // Emulators implement IRET without a stop after it. On return to user code, no stop
+            // occurs at all.
             let target = self.meter.known_target();
             let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
@@ -181,7 +183,7 @@ impl Stepper {
         Ok(Prepared::Enter)
     }
 
-    /// User code runs unstepped.
+    /// Records that user code runs without being stepped.
     fn left_for_user(&mut self, levels: SteppedLevels) {
         if levels.user {
             if self.tally.unstepped == 0 {
@@ -194,7 +196,7 @@ impl Stepper {
         }
     }
 
-    /// Everything is stepped, at every level.
+    /// Prepares a step with all privilege levels counted.
     fn prepare_all(
         &mut self,
         fd: &VcpuFd,
@@ -256,7 +258,7 @@ impl Stepper {
         Ok(Prepared::Enter)
     }
 
-    /// Lets an event in, without the trap flag and up to the first instruction of its handler.
+    /// Delivers an event without the trap flag, up to the first instruction of its handler.
     fn let_in(
         &mut self,
         fd: &VcpuFd,
@@ -264,7 +266,7 @@ impl Stepper {
         state: &State,
         vectors: &[u8],
     ) -> Result<Prepared, StepError> {
-        // What was begun will begin again after the handler, if it was not completed.
+        // If the current instruction does not complete, it starts again after the handler.
         let cpu = state.cpu();
         self.meter.begin(&cpu, &mut Nothing);
         self.present = Some(Present {
@@ -278,7 +280,7 @@ impl Stepper {
         Ok(Prepared::Enter)
     }
 
-    /// Only user code is counted.
+    /// Prepares an entry with only user code counted.
     fn prepare_user(
         &mut self,
         fd: &VcpuFd,
@@ -301,13 +303,14 @@ impl Stepper {
             if !self.meter.in_step() {
                 self.begin(state);
             }
-            // Stepped, it would not stop unless the flags it loads have the trap flag.
+            // A stepped SYSRET stops only if the flags that it loads contain the trap flag.
             if self.code(state) == Some(SYSRETQ) && self.system_return(fd, *state)? {
                 self.drop_step();
                 return Ok(Prepared::Executed(Step::default()));
             }
             if too_far || self.ahead() == Some(Ahead::Halt) {
-                // Other code than ours is waited for. Whoever comes back to user code first is not known.
+                // The kernel waits for another task, and the next task to return to user code is
+                // unknown.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
                 self.mode = Mode::UserOnly(Way::Saved);
@@ -346,12 +349,12 @@ impl Stepper {
         Ok(Prepared::Enter)
     }
 
-    /// After every KVM_RUN, whatever it returned: guest memory is as the guest left it.
+    /// Restores the guest memory that was patched for one entry. Called after every KVM_RUN.
     #[inline]
     pub fn after_run(&mut self) {
         self.synced.after_run();
         for (at, code) in self.gates.planted.drain(..).rev() {
-            // Still ours to replace only if nothing was written there meanwhile.
+            // The code is restored only if the guest has not overwritten it meanwhile.
             if let Ok(there) = self.memory.get_slice(at, TRAP.len())
                 && there.read_obj::<[u8; 2]>(0).is_ok_and(|code| code == TRAP)
             {
@@ -360,11 +363,11 @@ impl Stepper {
         }
     }
 
-    /// A debug exit, right after KVM_RUN returned. `None`: it was not ours, and the guest must get its
-    /// exception.
+    /// Handles a debug exit directly after KVM_RUN. Returns `None` if the exit was not caused by
+    /// stepping, so that the exception must be injected into the guest.
     ///
     /// # Errors
-    /// [`StepError`].
+    /// Returns [`StepError`] if a KVM call fails.
     pub fn stopped(
         &mut self,
         fd: &mut ArmedVcpu,
@@ -403,11 +406,11 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// A write to the trap port. If it is a breakpoint on a gate, the vCPU is before the handler's first
-    /// instruction again. `None`: it is no breakpoint of a gate.
+    /// Handles a write to the trap port. If the write is a breakpoint on a gate, moves the vCPU
+    /// back before the first instruction of the handler; otherwise returns `None`.
     ///
     /// # Errors
-    /// [`StepError`].
+    /// Returns [`StepError`] if a KVM call fails.
     pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<Step>, StepError> {
         if self.mode == Mode::Rest || self.gates.watched.is_empty() {
             return Ok(None);
@@ -418,7 +421,7 @@ impl Stepper {
         if self.gates.vector_at(handler).is_none() {
             return Ok(None);
         }
-        // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
+        // KVM would advance RIP past the OUT at the next entry if the vCPU were still there.
         state.regs.rip = handler.wrapping_add(length);
         fd.set_regs(&state.regs)?;
         fd.complete_exit()?;
@@ -462,7 +465,8 @@ impl Stepper {
                 return Step::default();
             }
             self.mode = Mode::Emulated(UserCode::Away);
-            // Something led out of the user code. What, the meter finds out by where the vCPU is.
+            // An event has interrupted the user code. The meter identifies the event by the current
+            // RIP.
             self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
         }
         let from_user = self.began_in_user();
@@ -488,7 +492,7 @@ impl Stepper {
         };
         self.gates.watched.clear();
         self.tally.steps += 1;
-        // The kernel's steps on the way to user code count nothing.
+        // Kernel steps during the search for the return to user code are not counted.
         if step.lost && (from_user || !matches!(self.mode, Mode::UserOnly(_))) {
             self.tally.lost += 1;
             log::debug!(
@@ -501,7 +505,7 @@ impl Stepper {
         step
     }
 
-    /// Clears our trap flag where the processor or an instruction has just saved it.
+    /// Clears the stepper's trap flag where the processor or an instruction has just saved it.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "bit 8 of the flags is bit 0 of their second byte"
@@ -514,7 +518,8 @@ impl Stepper {
         let bit = (RFLAGS_TF >> 8) as u8;
         let rsp = state.regs.rsp;
         if let Some(vector) = self.gates.vector_at(state.regs.rip) {
-            // RIP, CS, RFLAGS, RSP, SS, below them an error code for some (SDM vol. 3 §6.14.2, table 6-1).
+            // Stack layout: RIP, CS, RFLAGS, RSP, SS, with an error code below them for some
+            // vectors (SDM vol. 3 §6.14.2, table 6-1).
             let error_code = matches!(vector, 8 | 10..=14 | 17 | 21 | 29 | 30);
             let flags = rsp.wrapping_add(16 + if error_code { 8 } else { 0 });
             memory.clear_bits(flags.wrapping_add(1), bit);
@@ -522,7 +527,7 @@ impl Stepper {
             let old = step.before.gpr[4];
             step.ahead == Ahead::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
         }) {
-            // PUSHF: the stack has grown.
+            // PUSHF: the stack has grown by the saved flags.
             memory.clear_bits(rsp.wrapping_add(1), bit);
         }
     }

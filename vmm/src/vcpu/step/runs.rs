@@ -1,14 +1,15 @@
-//! Straight runs under stepping: the vCPU executes all of one in one entry, up to a breakpoint on the
-//! instruction behind it.
+//! Straight-line runs under stepping: the vCPU executes a whole run in one entry, up to a
+//! breakpoint after its last instruction.
 //!
-//! Nothing in a run leads elsewhere but a fault, and breakpoints are on the gates of those it can raise
-//! (double faults, whose handlers do not come back, among them if there is a breakpoint left). Interrupts are
-//! held back. So wherever the vCPU is when KVM_RUN returns, for whatever reason, it says how many
-//! instructions have completed: at the n-th of the run, n have; in the handler of a fault, as many as lie
-//! before the address in its frame. Anywhere else track was lost, as it is when the code is no longer what
-//! was decoded.
+//! Only a fault can leave a run early. Breakpoints are set on the gates of the faults that a run
+//! can raise, including double faults if a breakpoint register is free, because their handlers do
+//! not return. Interrupts are blocked. The position of the vCPU after KVM_RUN therefore determines
+//! the number of completed instructions: n if the vCPU is before instruction n of the run (from 0),
+//! or the number of instructions before the faulting address in a fault handler. At any other
+//! position, or if the code has changed since it was decoded, the outcome is unknown.
 //!
-//! This is done where KVM emulates CPL 0, which needs no trap flag, and where hardware breakpoints stop it.
+//! Runs are used only if KVM emulates CPL 0, where stepping needs no trap flag, and if hardware
+//! breakpoints work.
 
 use kvm_bindings::kvm_vcpu_events;
 use vpmu::exact::{Counts, CpuState, GuestMemory, Step};
@@ -20,22 +21,21 @@ use super::stepper::{Mode, RFLAGS_TF, StepError, Stepper, UserCode};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// DR7.L0 to G3 (SDM vol. 3 §19.2.4).
+/// DR7.L0 to G3: breakpoint enable bits (SDM vol. 3 §19.2.4).
 const DR7_ENABLED: u64 = 0xff;
-/// Vectors.
 const DOUBLE_FAULT: u8 = 8;
 const STACK_FAULT: u8 = 12;
 const PROTECTION_FAULT: u8 = 13;
 const PAGE_FAULT: u8 = 14;
 
-/// Whether something waits that the next entry would deliver, or may not.
+/// Returns `true` if no interrupt shadow is active and no SMI is pending.
 fn is_quiet(events: &kvm_vcpu_events) -> bool {
     events.interrupt.shadow == 0 && events.smi.pending == 0
 }
 
 impl Stepper {
-    /// Begins a run at `state`, between two steps, if there is one that can be counted. `room`: how much may
-    /// be retired at CPL 0 until a counter overflows.
+    /// Begins a run at `state`, between two steps. Returns `None` if no run can be counted there.
+    /// `room` returns how much may retire at CPL 0 before a counter overflows.
     pub(super) fn begin_run(
         &mut self,
         fd: &VcpuFd,
@@ -87,7 +87,7 @@ impl Stepper {
                 continue;
             };
             if (at..=end).contains(&handler) {
-                // A stop there would have two meanings.
+                // A stop at this address would be ambiguous.
                 self.gates.watched.clear();
                 return Ok(None);
             }
@@ -98,8 +98,8 @@ impl Stepper {
         Ok(Some(want))
     }
 
-    /// The vCPU has left a run that was entered, and not yet done anything of it: it is as if it had not been
-    /// begun. What the exit left undone is completed by whatever comes next.
+    /// Cancels a run of which nothing has been executed. An incomplete exit is completed by the
+    /// next entry.
     pub(super) fn forget_run_at_its_beginning(&mut self, state: &State) -> bool {
         let is_there = |run: &mut UnderWay| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
@@ -109,7 +109,7 @@ impl Stepper {
         forgotten
     }
 
-    /// The vCPU has left a run and is at `state`.
+    /// Accounts the run that the vCPU has left at `state`.
     pub(super) fn end_run(&mut self, under_way: &UnderWay, state: &State) -> Step {
         let UnderWay { at, run, count } = under_way;
         let cpu = state.cpu();
@@ -117,7 +117,8 @@ impl Stepper {
         let in_handler = cpu.cpl == 0 && self.gates.vector_at(cpu.rip).is_some();
         self.gates.watched.clear();
         self.tally.runs += 1;
-        // Each of the watched faults pushes an error code, below the address (SDM vol. 3 §6.13).
+        // Each of the watched faults pushes an error code, below the return address (SDM vol. 3
+        // §6.13).
         let reached = if in_handler {
             memory.quad(cpu.gpr[4].wrapping_add(8))
         } else {
@@ -149,7 +150,7 @@ impl Stepper {
             ..Step::default()
         };
         if in_handler {
-            // The next one faulted: it has begun and retired nothing.
+            // The next instruction faulted: it began and retired nothing.
             self.meter.begin(&CpuState { rip, ..cpu }, &mut Nothing);
             let fault = self.meter.end(&cpu, &mut memory);
             step.kernel.add(fault.kernel);

@@ -1,4 +1,4 @@
-//! A vCPU's registers and memory as the step meter sees them.
+//! Registers and memory of a vCPU for the step meter.
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -10,8 +10,8 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestPhys, GuestRegs};
 
-/// Reads of guest memory for one look at a vCPU: a search through all 256 gates and their first instructions,
-/// each with a walk of five levels, fits.
+/// Maximum number of guest memory reads per check. Sufficient for all 256 gates and their first
+/// instructions, each with a five-level page walk.
 const READS: u32 = 8192;
 const PAGE: u64 = 4096;
 const CR0_PE: u64 = 1;
@@ -21,17 +21,17 @@ const EFER_LMA: u64 = 1 << 10;
 /// Registers of a vCPU between two entries.
 #[derive(Clone, Copy, Debug)]
 pub struct State {
-    /// General registers.
+    /// General-purpose registers.
     pub regs: kvm_regs,
-    /// Segments and control registers.
+    /// Segment and control registers.
     pub sregs: kvm_sregs,
 }
 
 impl State {
-    /// Reads them from KVM.
+    /// Reads the registers from KVM.
     ///
     /// # Errors
-    /// KVM's.
+    /// Returns the error of the KVM call.
     pub fn read(fd: &VcpuFd) -> Result<Self, CallError> {
         Ok(Self {
             regs: fd.get_regs()?,
@@ -39,21 +39,21 @@ impl State {
         })
     }
 
-    /// SS.DPL, which is the CPL in every mode (SDM vol. 3 §5.5).
+    /// Returns the CPL, which is SS.DPL in every mode (SDM vol. 3 §5.5).
     pub fn cpl(&self) -> u8 {
         self.sregs.ss.dpl & 3
     }
 
-    /// 64-bit code runs.
+    /// Returns `true` if 64-bit code is executing.
     pub fn is_64bit(&self) -> bool {
         self.sregs.efer & EFER_LMA != 0 && self.sregs.cs.l != 0
     }
 
-    /// What the meter wants to know.
+    /// Returns the processor state that the step meter needs.
     pub fn cpu(&self) -> CpuState {
         let (regs, sregs) = (&self.regs, &self.sregs);
         let long = self.is_64bit();
-        // In 64-bit code these bases are taken as 0 whatever the descriptor said.
+        // In 64-bit code these bases are treated as 0, independent of the descriptors.
         let flat = |segment: &kvm_segment| if long { 0 } else { segment.base };
         CpuState {
             rip: regs.rip,
@@ -80,19 +80,19 @@ impl State {
     }
 }
 
-/// Registers that come with each exit while something is stepped, instead of by two calls.
+/// Registers that KVM copies at each exit during stepping, which saves two KVM calls.
 #[derive(Debug, Default)]
 pub(super) struct SyncedState {
-    /// KVM can copy them.
+    /// KVM supports copying registers.
     can: bool,
-    /// KVM copies them at each exit; `None`: not known.
+    /// KVM copies registers at each exit; `None` if unknown.
     come: Option<bool>,
-    /// They came with the exit that is being served.
+    /// Registers were copied at the current exit.
     came: bool,
 }
 
 impl SyncedState {
-    /// For a KVM that can.
+    /// Creates the state for a KVM that supports copying registers.
     pub(super) fn new() -> Self {
         Self {
             can: true,
@@ -100,7 +100,7 @@ impl SyncedState {
         }
     }
 
-    /// Whether they are to come with the next exits.
+    /// Enables or disables copying at the next exits.
     pub(super) fn want(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         let wanted = wanted && self.can;
         if self.come != Some(wanted) {
@@ -111,14 +111,14 @@ impl SyncedState {
         }
     }
 
-    /// KVM_RUN has returned.
+    /// Records the return of KVM_RUN.
     #[inline]
     pub(super) fn after_run(&mut self) {
         self.came = self.come == Some(true);
     }
 
-    /// The registers at the last exit, if they came with it. Right after the exit, before anything changes
-    /// them; once for an exit.
+    /// Returns the registers copied at the last exit, if any. Must be called directly after the
+    /// exit, at most once per exit.
     pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<State> {
         std::mem::take(&mut self.came).then(|| {
             let synced = fd.sync_regs_mut();
@@ -130,21 +130,21 @@ impl SyncedState {
     }
 }
 
-/// How linear addresses become physical ones.
+/// Translation of linear to physical addresses.
 #[expect(clippy::large_enum_variant, reason = "one look has one, on the stack")]
 enum Space<'m> {
-    /// Not looked at yet.
+    /// Not determined yet.
     Unknown,
-    /// Paging is on, of a kind that is not walked.
+    /// Unsupported paging mode.
     Nowhere,
-    /// Paging is off.
+    /// Paging disabled.
     Flat,
-    /// By these tables.
+    /// Translation by page tables.
     Paged(AddressSpace<'m, GuestMemoryMmap>),
 }
 
-/// Guest memory through the page tables of one [`State`]. To be made anew for each look: the translations it
-/// remembers do not outlive it.
+/// Guest memory through the page tables of one [`State`]. Create a new value for each check,
+/// because cached translations become stale.
 pub struct Linear<'m> {
     memory: &'m GuestMemoryMmap,
     state: &'m State,
@@ -153,7 +153,7 @@ pub struct Linear<'m> {
 }
 
 impl<'m> Linear<'m> {
-    /// Memory as the code at `state` sees it.
+    /// Creates a view of memory as seen by the code at `state`.
     pub fn new(memory: &'m GuestMemoryMmap, state: &'m State) -> Self {
         Self {
             memory,
@@ -163,7 +163,7 @@ impl<'m> Linear<'m> {
         }
     }
 
-    /// The page tables, found when they are first needed.
+    /// Returns the page tables, which are located on first use.
     fn space(&mut self) -> (&mut Space<'m>, &mut Budget) {
         if matches!(self.space, Space::Unknown) {
             let mut regs = GuestRegs::default();
@@ -177,7 +177,7 @@ impl<'m> Linear<'m> {
         (&mut self.space, &mut self.budget)
     }
 
-    /// Guest-physical address of a linear one; `None` for a hole.
+    /// Translates a linear address to a guest-physical one. Returns `None` for an unmapped address.
     pub fn physical(&mut self, linear: u64) -> Option<u64> {
         match self.space() {
             (Space::Paged(space), budget) => space.physical(linear, budget).ok(),
@@ -186,8 +186,8 @@ impl<'m> Linear<'m> {
         }
     }
 
-    /// Clears bits of one byte; for what the guest must not see of our trap flag. False if there is no such
-    /// memory.
+    /// Clears bits of one byte, to hide the stepper's trap flag from the guest. Returns `false` if
+    /// the address is not accessible.
     pub fn clear_bits(&mut self, linear: u64, bits: u8) -> bool {
         let Some(gpa) = self.physical(linear).map(GuestAddress) else {
             return false;
@@ -206,7 +206,7 @@ impl<'m> Linear<'m> {
         }
     }
 
-    /// Eight bytes at a linear address.
+    /// Reads eight bytes at a linear address.
     pub fn quad(&mut self, linear: u64) -> Option<u64> {
         self.bytes::<8>(linear).map(u64::from_le_bytes)
     }
@@ -241,12 +241,12 @@ impl GuestMemory for Linear<'_> {
             (false, false) => GateFormat::Real,
         };
         let target = gate_in_table(format, idt.base, idt.limit, vector, self)?;
-        // A table of zeroes, as firmware leaves it, leads nowhere.
+        // A real-mode vector table of zeroes, as left by firmware, has no handlers.
         (format != GateFormat::Real || target != 0).then_some(target)
     }
 }
 
-/// Memory that cannot be read: for a stretch in which nothing is known to have been executed.
+/// Unreadable memory, for an interval in which no instruction is known to have executed.
 pub struct Nothing;
 
 impl GuestMemory for Nothing {
@@ -265,7 +265,7 @@ mod tests {
 
     const CR4_PAE: u64 = 1 << 5;
     const TABLES: u64 = 0x1000;
-    /// Two pages that lie the other way round in physical memory, and nothing behind them.
+    /// Two linear pages in reverse physical order, followed by unmapped addresses.
     const LINEAR: u64 = 0x40_0000;
     const FIRST: u64 = 0x9000;
     const SECOND: u64 = 0x8000;
@@ -313,7 +313,7 @@ mod tests {
             linear.quad(LINEAR + PAGE - 2),
             Some(u64::from_le_bytes(*b"abcdefgh"))
         );
-        // Up to where nothing is mapped, and no further.
+        // The read ends at the first unmapped page.
         let mut rest = [0; 8];
         assert_eq!(
             GuestMemory::read(&mut linear, LINEAR + 2 * PAGE - 3, &mut rest),
@@ -339,7 +339,7 @@ mod tests {
         let memory = memory();
         let here = state();
         let mut linear = Linear::new(&memory, &here);
-        // Each of these is another page, so nothing that is remembered helps.
+        // Each access uses another page, so cached translations do not help.
         for n in 0..u64::from(READS) {
             linear.physical((n + 1) << 32);
         }
@@ -374,7 +374,7 @@ mod tests {
     #[test]
     fn gates_are_read_as_the_mode_has_them() {
         let memory = memory();
-        // An interrupt gate of vector 2 to 0xFFFF_8000_1234_5678, selector 0x10, present, type 14.
+        // An interrupt gate of vector 2 to 0xFFFF_8000_1234_5678: selector 0x10, present, type 14.
         let (low, high) = (0x1234_8E00_0010_5678u64, 0xFFFF_8000u64);
         for (n, half) in [low, high].into_iter().enumerate() {
             memory

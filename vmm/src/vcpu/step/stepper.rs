@@ -1,4 +1,4 @@
-//! What the stepper of a vCPU knows: what is stepped, the step under way, what was counted.
+//! The stepper of a vCPU: mode, current step, and statistics.
 
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
@@ -16,103 +16,104 @@ pub(super) const RFLAGS_TF: u64 = 1 << 8;
 pub(super) const RFLAGS_RF: u64 = 1 << 16;
 pub(super) const NMI: u8 = 2;
 
-/// A KVM call failed, which no guest can cause.
+/// Error of a KVM call during stepping. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("stepping failed")]
 pub struct StepError(#[from] CallError);
 
-/// What was counted, and what could not be.
+/// Statistics of a stepper.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Steps that ended.
+    /// Completed steps.
     pub steps: u64,
-    /// Steps after which the meter could not tell what had happened, and walks given up.
+    /// Steps with unknown outcome, and abandoned searches for the return to user code.
     pub lost: u64,
-    /// Stretches of user code that ran without being stepped although a counter counts it.
+    /// Sections of user code that ran without stepping although a counter counts them.
     pub unstepped: u64,
-    /// Straight runs that were entered at once.
+    /// Straight-line runs.
     pub runs: u64,
-    /// Instructions that retired in them.
+    /// Instructions retired in straight-line runs.
     pub in_runs: u64,
 }
 
-/// Why user code goes on only after its kernel has run, when the instruction is decoded (again).
+/// Reason why a user instruction is decoded again after the kernel has run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AfterKernel {
-    /// A SYSCALL was executed here; its result is in RAX when it returns.
+    /// A SYSCALL was emulated. Its result is in RAX on return.
     Called,
-    /// The code could not be read: the instruction faults, and is executed when its page is there.
+    /// The code could not be read, so the instruction faults and executes after its page is mapped.
     Faults,
 }
 
-/// A step under way.
+/// The current step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Present {
-    /// Where it began.
+    /// Processor state at the beginning of the step.
     pub(super) before: CpuState,
-    /// The kind of its instruction.
+    /// Kind of the instruction.
     pub(super) ahead: Ahead,
-    /// The guest's kernel runs before its instruction does.
+    /// Set if the guest's kernel runs before the instruction executes.
     pub(super) after_kernel: Option<AfterKernel>,
 }
 
-/// What is stepped, as of the last entry.
+/// Stepping mode of the last entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Nothing: no counter asks for it.
+    /// Stepping is disabled.
     Rest,
-    /// CPL 0, which KVM emulates. User code cannot be stepped there.
+    /// CPL 0 is stepped by KVM's emulator. User code cannot be stepped.
     Emulated(UserCode),
-    /// Every instruction.
+    /// Every instruction is stepped.
     All {
-        /// The vCPU may wait in a HLT.
+        /// The vCPU may be halted.
         may_wait: bool,
     },
-    /// CPL 1 to 3, which alone are counted; the guest's kernel runs freely.
+    /// Only CPL 1 to 3 are counted; the guest's kernel runs freely.
     UserOnly(Way),
 }
 
-/// User code that cannot be stepped.
+/// Execution state of user code that cannot be stepped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserCode {
-    /// None runs.
+    /// User code is not running.
     Away,
-    /// The IRET is being stepped that leads there.
+    /// The IRET to user code is being stepped.
     Entered {
-        /// Where to.
+        /// Target of the IRET.
         at: u64,
     },
-    /// It runs, or ran until now.
+    /// User code is running or has just run.
     Runs,
 }
 
-/// From the guest's kernel back to user code.
+/// Method by which stepping resumes when the kernel returns to user code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// The trap flag waits in the flags that the kernel saved.
+    /// The flags saved by the kernel contain the trap flag.
     Saved,
-    /// There are no such flags: the kernel is stepped up to its return. So many steps were taken.
+    /// The saved flags lack the trap flag, so the kernel is stepped until it returns. Contains the
+    /// number of steps taken.
     Walked(u32),
 }
 
-/// How an entry is made to stop at the handler of an event.
+/// Method of stopping at an event handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GateStops {
-    /// By code in the handler's place: the VM has no other vCPU, and guest memory may be changed for the
-    /// length of one entry.
+    /// Trap code in place of the handler's first instruction. Requires a single vCPU, because guest
+    /// memory is modified for one entry.
     Code,
-    /// By hardware breakpoints, as many as are free.
+    /// Free hardware breakpoints.
     Breakpoints,
-    /// It does not stop.
+    /// No stop.
     Nowhere,
 }
 
 /// Breakpoints on gates, for one entry.
 #[derive(Debug)]
 pub(super) struct Gates {
-    /// Handler and vector of each.
+    /// Handler address and vector of each gate.
     pub(super) watched: Vec<(u64, u8)>,
-    /// Code that was replaced by an exit.
+    /// Original code at each trap.
     pub(super) planted: Vec<(GuestAddress, [u8; 2])>,
 }
 
@@ -126,42 +127,43 @@ impl Default for Gates {
 }
 
 impl Gates {
-    /// The vector whose handler begins at `rip`, if that is watched.
+    /// Returns the vector whose watched handler begins at `rip`.
     pub(super) fn vector_at(&self, rip: u64) -> Option<u8> {
         let gate = self.watched.iter().find(|&&(at, _)| at == rip);
         gate.map(|&(_, vector)| vector)
     }
 }
 
-/// Steps one vCPU.
+/// Single-steps one vCPU for the exact backing.
 #[derive(Debug)]
 pub struct Stepper {
     pub(super) meter: StepMeter,
     pub(super) memory: GuestMemoryMmap,
-    /// KVM emulates CPL 0: its steps need no trap flag.
+    /// KVM emulates CPL 0, so its steps need no trap flag.
     pub(super) emulated: bool,
     pub(super) gate_stops: GateStops,
-    /// Straight runs are entered at once where they can be.
+    /// Straight-line runs are used where possible.
     pub(super) has_runs: bool,
     pub(super) mode: Mode,
     pub(super) present: Option<Present>,
-    /// The run under way; there is no present step then.
+    /// The current run; `present` is `None` during a run.
     pub(super) under_way: Option<UnderWay>,
     pub(super) runs: Runs,
-    /// The registers that come with an exit.
+    /// Registers that KVM copies at exits.
     pub(super) synced: SyncedState,
-    /// The registers as the last stop found them, until something may have changed them.
+    /// Registers at the last stop, if still valid.
     pub(super) fresh: Option<State>,
-    /// The number of steps before which the local APIC's timer is held back.
+    /// Step count before which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
-    /// Saved flags with our trap flag may be left in the guest.
+    /// Flags saved in guest memory may still contain the stepper's trap flag.
     pub(super) strays: bool,
     pub(super) gates: Gates,
     pub(super) tally: Tally,
 }
 
 impl Stepper {
-    /// For a vCPU of a model of `vendor`. `alone`: the VM has no other vCPU.
+    /// Creates a stepper for a vCPU model of `vendor`. `alone` states that the VM has no other
+    /// vCPU.
     pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: Stepping, alone: bool) -> Self {
         Self {
             meter: StepMeter::new(vendor),
@@ -188,44 +190,45 @@ impl Stepper {
         }
     }
 
-    /// Steps each instruction, also where straight runs could be entered at once.
+    /// Disables straight-line runs, so that every instruction is stepped.
     #[must_use]
     pub fn without_runs(mut self) -> Self {
         self.has_runs = false;
         self
     }
 
-    /// KVM copies registers at exits (`KVM_CAP_SYNC_REGS`), so that no call has to ask for them.
+    /// Uses the registers that KVM copies at exits (`KVM_CAP_SYNC_REGS`) instead of separate KVM
+    /// calls.
     #[must_use]
     pub fn with_synced_registers(mut self) -> Self {
         self.synced = SyncedState::new();
         self
     }
 
-    /// What was counted so far.
+    /// Returns the statistics so far.
     pub fn tally(&self) -> Tally {
         self.tally
     }
 
-    /// The guest wrote a PMU register, so counting may begin at this point of its kernel.
+    /// Handles a PMU register write, after which counting may start inside the kernel.
     pub fn registers_changed(&mut self) {
-        // In another mode it does when the mode changes.
+        // In other modes, a change of the mode has the same effect.
         if let Mode::UserOnly(way) = &mut self.mode {
             *way = Way::Walked(0);
         }
     }
 
-    /// User code alone is counted and the guest is in its kernel.
+    /// Returns `true` if only user code is counted and the guest is in its kernel.
     pub(super) fn is_away(&self, state: &State) -> bool {
         matches!(self.mode, Mode::UserOnly(_)) && state.cpl() == 0 && self.began_in_user()
     }
 
-    /// The present step, if there is one, began at CPL 1 to 3.
+    /// Returns `true` if the current step began at CPL 1 to 3.
     pub(super) fn began_in_user(&self) -> bool {
         self.present.is_some_and(|step| step.before.cpl != 0)
     }
 
-    /// The kind of the present step's instruction.
+    /// Returns the instruction kind of the current step.
     pub(super) fn ahead(&self) -> Option<Ahead> {
         self.present.map(|step| step.ahead)
     }
@@ -245,7 +248,7 @@ impl Stepper {
         ahead
     }
 
-    /// The first bytes of the next instruction, if that many can be read.
+    /// Returns the first three bytes of the next instruction, or `None` if they cannot be read.
     pub(super) fn code(&self, state: &State) -> Option<[u8; 3]> {
         let cpu = state.cpu();
         let mut code = [0; 3];

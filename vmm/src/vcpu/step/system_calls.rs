@@ -1,4 +1,5 @@
-//! SYSCALL and SYSRET under stepping: executed here, where the flags they save and load carry no trap flag.
+//! Emulation of SYSCALL and SYSRET during stepping, so that the saved and loaded flags do not
+//! contain the stepper's trap flag.
 
 use vpmu::exact::{CpuState, Step, StepMeter};
 
@@ -8,17 +9,17 @@ use super::stepper::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Step
 use crate::kvm::call::CallError;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// EFER.SCE: SYSCALL and SYSRET exist.
+/// EFER.SCE: enables SYSCALL and SYSRET.
 const EFER_SCE: u64 = 1;
 const IA32_STAR: u32 = 0xc000_0081;
 const IA32_LSTAR: u32 = 0xc000_0082;
 const IA32_FMASK: u32 = 0xc000_0084;
-/// The flags that SYSRET loads from R11.
+/// Flags that SYSRET loads from R11.
 const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 
 impl Stepper {
-    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no
-    /// trap flag. False when it would fault.
+    /// Emulates SYSRET to 64-bit code, because some processors do not stop after it: the loaded
+    /// flags lack the trap flag. Returns `false` if SYSRET would fault.
     pub(super) fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         let target = state.regs.rcx;
         let user_half = target >> 47 == 0;
@@ -36,10 +37,10 @@ impl Stepper {
         Ok(true)
     }
 
-    /// User code, which alone is counted, is about to call its kernel: the SYSCALL is executed and counted
-    /// here, because what comes next need not be its return. The kernel may switch to another task, which
-    /// ends the counting, or the task may end. The trap flag waits in the flags that the kernel saves.
-    /// `None`: the processor must execute it.
+    /// Emulates and counts the SYSCALL of user code when only user code is counted. The kernel may
+    /// switch to another task, which ends the counting, or the task may end, so the return cannot
+    /// be used to count it. The trap flag is placed in the flags that the kernel saves. Returns
+    /// `None` if the processor must execute the SYSCALL.
     pub(super) fn call_kernel(
         &mut self,
         fd: &VcpuFd,
@@ -51,7 +52,7 @@ impl Stepper {
         if before_it | events.interrupt.injected != 0 {
             return Ok(None);
         }
-        // KVM ties the trap flag to the present address, where the vCPU will not be any more.
+        // KVM ties the trap flag to the current RIP, which the vCPU is about to leave.
         let want = Want {
             step: true,
             ..Want::default()
@@ -84,8 +85,8 @@ impl Stepper {
         Ok(Some(step))
     }
 
-    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. The trap flag goes
-    /// into the saved flags only. False when it would fault.
+    /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3), which does not access memory in 64-bit mode. The
+    /// trap flag is set only in the saved flags. Returns `false` if SYSCALL would fault.
     #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
     pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
@@ -99,7 +100,7 @@ impl Stepper {
         state.regs.rflags = flags & !mask & !RFLAGS_TF | 2;
         let selector = (star >> 32) as u16;
         state.sregs.cs = flat_segment(selector & 0xfffc, 0xb, 0);
-        // As it is in STAR, its lowest bits too.
+        // SS is loaded from STAR including its lowest bits.
         state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
         fd.set_sregs(&state.sregs)?;
         fd.set_regs(&state.regs)?;
@@ -107,8 +108,8 @@ impl Stepper {
     }
 }
 
-/// User code called its kernel, by SYSCALL or INT, and is back. The trap flag came back with its flags, so
-/// the instruction behind the call was executed too.
+/// Accounts the return of user code from a SYSCALL or INT. The trap flag is restored with the
+/// flags, so the instruction after the call has also executed.
 pub(super) fn came_back(
     meter: &mut StepMeter,
     called: &CpuState,
@@ -141,7 +142,7 @@ pub(super) fn came_back(
     step
 }
 
-/// STAR, LSTAR and FMASK.
+/// Reads IA32_STAR, IA32_LSTAR and IA32_FMASK.
 fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
     let none = || CallError::with_errno("KVM_GET_MSRS", libc::EINVAL);
     let entry = |index| kvm_bindings::kvm_msr_entry {
@@ -157,7 +158,7 @@ fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
     }
 }
 
-/// A segment as SYSCALL and SYSRET load it: code (type 11, 64-bit) or data (type 3).
+/// Returns a segment as loaded by SYSCALL and SYSRET: 64-bit code (type 11) or data (type 3).
 fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment {
     let l = u8::from(type_ == 0xb);
     kvm_bindings::kvm_segment {
@@ -188,14 +189,14 @@ mod tests {
     use crate::kvm::stepping::Stepping;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
-    /// Linear addresses behind this have no memory: an access leaves to the host.
+    /// Lowest linear address above guest memory, where an access exits to user space.
     const HOLE: u32 = 0x2_0000;
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     const SYSRET: [u8; 3] = [0x48, 0x0f, 0x07];
-    /// The arithmetic flags and ID, which programs may have as they like, and IF.
+    /// Flags that programs may change freely: the arithmetic flags and ID, and IF.
     const ANY_FLAGS: u64 = 0x20_0ed5;
 
-    /// A vCPU at `code`, with the registers of system calls as given.
+    /// Creates a vCPU at `code` with the given system-call MSRs.
     fn guest(kvm: &Kvm, cpl: u8, code: &[u8], [star, lstar, mask]: [u64; 3]) -> TinyGuest {
         let guest = TinyGuest::new(kvm, cpl, code).unwrap();
         let mut sregs = guest.vcpu.get_sregs().unwrap();
@@ -215,7 +216,7 @@ mod tests {
         Stepper::new(Vendor::Intel, guest.memory.clone(), Stepping::default(), true)
     }
 
-    /// What of a segment code can tell.
+    /// Returns the segment fields that code can observe.
     fn told(segment: &kvm_segment) -> [u64; 8] {
         let &kvm_segment {
             base,
@@ -244,8 +245,8 @@ mod tests {
         (state.regs, [told(&state.sregs.cs), told(&state.sregs.ss)])
     }
 
-    /// Where the processor itself gets from there, up to its next exit. `None`: KVM emulates this code and
-    /// lacks the instruction.
+    /// Runs the processor until its next exit. Returns `None` if KVM emulates this code without
+    /// support for the instruction.
     fn by_the_processor(guest: TinyGuest) -> Option<(State, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
         let mut vcpu = ArmedVcpu::new(vcpu);
@@ -261,8 +262,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// SYSCALL done here leaves what the processor's own leaves: RIP, flags, RCX, R11 and both segments,
-        /// whatever the registers of system calls hold.
+        /// An emulated SYSCALL has the same effect as the processor's on RIP, flags, RCX, R11 and
+        /// both segments, for any values of the MSRs.
         #[test]
         fn a_system_call_is_the_processors(flags: u64, mask: u64, selectors: u32, rax: u64, rsp: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
@@ -283,20 +284,20 @@ mod tests {
             prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 0));
             let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
             prop_assert_eq!(exit, "leaves");
-            // Some KVMs step over the OUT before it is served.
+            // Some KVM versions advance RIP past the OUT before user space handles it.
             theirs.regs.rip -= if theirs.regs.rip == DATA + 2 { 2 } else { 0 };
             prop_assert_eq!(changes(&done), changes(&theirs));
         }
 
-        /// SYSRET done here leaves what the processor's own leaves, whatever RCX and R11 hold: the flags that
-        /// are none, and the trap flag, stay out.
+        /// An emulated SYSRET has the same effect as the processor's for any RCX and R11. Undefined
+        /// flags and the trap flag are not loaded.
         #[test]
         fn a_return_is_the_processors(flags: u64, selectors: u32, rax: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
             let registers = [u64::from(selectors) << 32, 0, 0];
             let begin = || {
                 let guest = guest(&kvm, 0, &SYSRET, registers);
-                // mov al, [HOLE], which stays where it is until it has its answer.
+                // mov al, [HOLE], at which the vCPU remains until the read is completed.
                 let read = [&[0xa0][..], &u64::from(HOLE).to_le_bytes()].concat();
                 guest.memory.write_slice(&read, GuestAddress(DATA)).unwrap();
                 let mut regs = guest.vcpu.get_regs().unwrap();
@@ -311,13 +312,13 @@ mod tests {
             prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 3));
             let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
             prop_assert_eq!(exit, format!("reads {HOLE:#x}"));
-            // The read has faulted, which sets it.
+            // The faulting read sets RF.
             theirs.regs.rflags &= !RFLAGS_RF;
             prop_assert_eq!(changes(&done), changes(&theirs));
         }
     }
 
-    /// The trap flag waits where the kernel saves it and never runs in the kernel; RF is not saved.
+    /// The trap flag is set in the saved flags and never while the kernel runs. RF is not saved.
     #[test]
     fn the_trap_flag_goes_into_the_saved_flags_only() {
         let Ok(kvm) = host::open() else {
@@ -333,7 +334,7 @@ mod tests {
         assert_eq!((done.regs.r11, done.regs.rflags), (2 | RFLAGS_TF, 2));
         assert_eq!((done.regs.rcx, done.regs.rip), (CODE + 2, DATA));
         assert!(!stepper.strays, "who traces says so");
-        // An interrupt or an exception that is on its way comes first: the processor has to do it.
+        // A pending interrupt or exception is delivered first, by the processor.
         let mut events = guest.vcpu.get_vcpu_events().unwrap();
         (events.exception.injected, events.exception.nr) = (1, 13);
         guest.vcpu.set_vcpu_events(&events).unwrap();
@@ -347,8 +348,9 @@ mod tests {
         );
     }
 
-    /// What would fault is left to the processor, with every register as it was: system calls that are
-    /// switched off, code that is not 64-bit, a way back to an address that no user code has.
+    /// An instruction that would fault is left to the processor with all registers unchanged:
+    /// disabled system calls, code that is not 64-bit, or a return to an address outside user
+    /// space.
     #[test]
     fn what_would_fault_is_left_to_the_processor() {
         let Ok(kvm) = host::open() else {

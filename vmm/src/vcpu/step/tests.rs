@@ -1,5 +1,5 @@
-//! A stepper and a vCPU of this host's KVM, without the loop around them: what a program retires is what its
-//! instructions say, one by one, whatever exits lie between.
+//! Tests of a stepper with a KVM vCPU of this host, without the run loop. A program retires exactly
+//! the events of its instructions, independent of the exits in between.
 
 use proptest::prelude::*;
 use vm_memory::GuestAddress;
@@ -24,14 +24,14 @@ const NOTHING: SteppedLevels = SteppedLevels {
     kernel: false,
 };
 const HLT: u8 = 0xf4;
-/// More turns of the loop than any program here takes.
+/// Upper limit of loop iterations for the test programs.
 const MOST_TURNS: usize = 20_000;
 
-/// A piece of a program, and what it retires: instructions, branches, of them taken, of them conditional,
-/// loads, stores.
+/// A code sequence and its retired events: instructions, branches, taken branches, conditional
+/// branches, loads, stores.
 type Piece = (&'static [u8], [u32; 6]);
 
-/// What reads and writes memory does so at `DATA` (0x9000), or where no memory is (0x2_0000).
+/// Sequences that access memory use `DATA` (0x9000) or an address without memory (0x2_0000).
 const PIECES: [Piece; 18] = [
     (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
     (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
@@ -73,7 +73,7 @@ fn counts(
     }
 }
 
-/// A vCPU at CPL 0 under a stepper.
+/// A vCPU at CPL 0 with a stepper.
 struct Stepped {
     vcpu: ArmedVcpu,
     _slots: MemorySlots,
@@ -81,15 +81,15 @@ struct Stepped {
     stepper: Stepper,
     debug: GuestDebug,
     retired: Counts,
-    /// The instruction at which a counter overflows, by how many have retired.
+    /// Number of retired instructions at which a counter overflows.
     overflow: u32,
-    /// Where the vCPU was when that many had.
+    /// RIP at the overflow.
     overflowed_at: Option<u64>,
-    /// Returns of KVM_RUN.
+    /// Number of KVM_RUN calls.
     entries: u64,
-    /// Steps and runs may lose track.
+    /// Steps and runs may have an unknown outcome.
     may_lose: bool,
-    /// Ports and addresses of the exits that were served.
+    /// Ports and addresses of the handled exits.
     exits: Vec<u64>,
 }
 
@@ -98,7 +98,7 @@ impl Stepped {
         Self::with(code, true)
     }
 
-    /// With straight runs entered at once where this KVM can, or without.
+    /// Creates the guest, with straight-line runs if this KVM supports them and `runs` is set.
     fn with(code: &[u8], runs: bool) -> Option<Self> {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
@@ -150,7 +150,7 @@ impl Stepped {
         self.stepper.prepare(fd, debug, levels, &room).unwrap()
     }
 
-    /// Whether this KVM and this stepper enter straight runs at once.
+    /// Returns `true` if this KVM and this stepper use straight-line runs.
     fn has_runs(&self) -> bool {
         if !self.stepper.has_runs {
             eprintln!("SKIP: this KVM has no hardware breakpoints at CPL 0, or does not emulate it");
@@ -158,7 +158,7 @@ impl Stepped {
         self.stepper.has_runs
     }
 
-    /// Turns of the vCPU's loop until it is before `end`, or halted.
+    /// Iterates the vCPU loop until the vCPU is before `end` or halted.
     fn run(&mut self, levels: SteppedLevels, end: u64) {
         for _ in 0..MOST_TURNS {
             if let Some(step) = self.stepper.settle(&self.vcpu).unwrap() {
@@ -206,8 +206,8 @@ impl Stepped {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Each instruction counts once and as what it is, those too that leave to the host in their middle,
-    /// whether straight runs are entered at once or stepped.
+    /// Each instruction is counted once and by its kind, even if it exits to user space in the
+    /// middle, with and without straight-line runs.
     #[test]
     fn a_program_retires_what_its_instructions_say(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..30),
@@ -232,8 +232,8 @@ proptest! {
         prop_assert_eq!(&stepped.exits, &exits, "none is lost, none comes twice");
     }
 
-    /// Counting that is switched off and on again in the middle of a program counts the rest of it, and
-    /// nothing of what ran in between.
+    /// Disabling and reenabling counters in the middle of a program excludes exactly the
+    /// instructions executed in between.
     #[test]
     fn what_runs_while_nothing_is_counted_is_not(
         parts in prop::collection::vec(prop::sample::select(&PIECES[..]), 3),
@@ -242,7 +242,7 @@ proptest! {
         let mut ends = Vec::new();
         let mut code = Vec::new();
         for (part, _) in &parts {
-            // A jump behind each: a branch to the end of a part is not its end, and no run goes over it.
+            // A jump after each part prevents a run from extending over its end.
             code.extend_from_slice(part);
             code.extend_from_slice(&[0xeb, 0]);
             ends.push(CODE + code.len() as u64);
@@ -257,7 +257,7 @@ proptest! {
                 right.add(counts([1, 1, 1, 0, 0, 0]));
                 stepped.run(KERNEL, *end);
             } else {
-                // Stops by a breakpoint, as RDPMC's would: the stepper takes it for none of its own.
+                // The stepper does not handle a breakpoint of another user, such as RDPMC.
                 stepped.debug.set_sites(&[*end]);
                 prop_assert_eq!(stepped.prepare(NOTHING), Prepared::Enter);
                 loop {
@@ -280,8 +280,8 @@ proptest! {
     }
 }
 
-/// A guest that saves its flags never finds the trap flag that steps it, and one that sets it itself keeps
-/// it.
+/// A guest that saves its flags never sees the stepper's trap flag, and a guest that sets the trap
+/// flag itself keeps it.
 #[test]
 fn the_guests_flags_are_its_own() {
     // pushf; pop rbx; hlt
@@ -295,7 +295,8 @@ fn the_guests_flags_are_its_own() {
     assert_eq!(saved, 2);
 }
 
-/// A string instruction is one, however often it leaves to the host on its way.
+/// A string instruction counts as one instruction, independent of the number of exits during its
+/// execution.
 #[test]
 fn a_repeated_string_instruction_counts_once() {
     // mov esi, DATA; mov ecx, 4; mov edx, 0x10; rep outsb; hlt

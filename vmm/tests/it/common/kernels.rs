@@ -1,18 +1,18 @@
-//! Small kernels made in memory.
+//! Builders of small kernel images.
 
 use std::path::{Path, PathBuf};
 
 pub const EM_386: u16 = 3;
 pub const EM_X86_64: u16 = 62;
 
-/// One program header's worth.
+/// Contents of a loadable ELF segment.
 pub struct Seg<'a> {
     pub phys: u64,
     pub bytes: &'a [u8],
     pub mem_bytes: u64,
 }
 
-/// An ELF64 image, its segments page-aligned in the file and executable.
+/// Builds an ELF64 image whose segments are executable and page-aligned in the file.
 pub fn elf64(machine: u16, entry: u64, segments: &[Seg<'_>]) -> Vec<u8> {
     let mut file = vec![0x7F, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     file.extend_from_slice(&2u16.to_le_bytes());
@@ -37,7 +37,7 @@ pub fn elf64(machine: u16, entry: u64, segments: &[Seg<'_>]) -> Vec<u8> {
     append_segments(file, segments)
 }
 
-/// An ELF32 image likewise.
+/// Builds an ELF32 image whose segments are executable and page-aligned in the file.
 pub fn elf32(machine: u16, entry: u32, segments: &[Seg<'_>]) -> Vec<u8> {
     let mut file = vec![0x7F, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     file.extend_from_slice(&2u16.to_le_bytes());
@@ -76,7 +76,7 @@ fn append_segments(mut file: Vec<u8>, segments: &[Seg<'_>]) -> Vec<u8> {
     file
 }
 
-/// An ELF note.
+/// Builds an ELF note.
 pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for word in [name.len() as u32, desc.len() as u32, kind] {
@@ -89,10 +89,10 @@ pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// An image of [`elf32`] or [`elf64`] with one more program header, for `notes` at its end.
+/// Adds a program header for `notes` to an image of [`elf32`] or [`elf64`].
 pub fn with_notes(mut elf: Vec<u8>, notes: &[u8]) -> Vec<u8> {
     let is_64 = elf[4] == 2;
-    // Where the headers begin, the size of one, and where their number is.
+    // Offset of the program headers, size of one, and offset of their number.
     let (headers, size, number) = if is_64 { (64, 56, 56) } else { (52, 32, 44) };
     let count = u16::from_le_bytes([elf[number], elf[number + 1]]);
     elf.resize(elf.len().next_multiple_of(0x1000), 0);
@@ -111,7 +111,7 @@ pub fn with_notes(mut elf: Vec<u8>, notes: &[u8]) -> Vec<u8> {
     elf
 }
 
-/// A multiboot v1 header: magic, flags, checksum and, if given, the address fields.
+/// Builds a multiboot v1 header: magic, flags, checksum and, if given, the address fields.
 pub fn multiboot_header(flags: u32, addresses: Option<[u32; 5]>) -> Vec<u8> {
     let magic = 0x1BAD_B002u32;
     let mut words = vec![magic, flags, 0u32.wrapping_sub(magic).wrapping_sub(flags)];
@@ -119,7 +119,7 @@ pub fn multiboot_header(flags: u32, addresses: Option<[u32; 5]>) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// A bzImage around an ELF image, its payload gzip-compressed.
+/// Builds a bzImage with a gzip-compressed ELF image as its payload.
 pub fn bzimage(elf: &[u8]) -> Vec<u8> {
     use std::io::Write;
     let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -127,7 +127,7 @@ pub fn bzimage(elf: &[u8]) -> Vec<u8> {
     bzimage_of(&gz.finish().unwrap())
 }
 
-/// A bzImage, boot protocol 2.15, around a payload as it is.
+/// Builds a bzImage of boot protocol 2.15 with an unmodified payload.
 pub fn bzimage_of(payload: &[u8]) -> Vec<u8> {
     let mut f = vec![0u8; 1024];
     f[0x1F1] = 1;
@@ -141,15 +141,15 @@ pub fn bzimage_of(payload: &[u8]) -> Vec<u8> {
     f
 }
 
-/// Writes a file into `dir`.
+/// Writes a file into `dir` and returns its path.
 pub fn file(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
     let path = dir.join(name);
     std::fs::write(&path, bytes).unwrap();
     path
 }
 
-/// 64-bit code for a Linux-protocol kernel: checks boot_params, prints the command line on COM1,
-/// writes the initrd's first byte to the debug-exit port.
+/// 64-bit code of a Linux kernel: checks boot_params, prints the command line on COM1, and writes
+/// the first byte of the initrd to the debug-exit port.
 pub const LINUX_CODE: &[u8] = &[
     0x81, 0xBE, 0x02, 0x02, 0x00, 0x00, 0x48, 0x64, 0x72, 0x53, // cmp dword [rsi+0x202], "HdrS"
     0x75, 0x22, // jne fail
@@ -169,8 +169,8 @@ pub const LINUX_CODE: &[u8] = &[
     0xF4, 0xEB, 0xFD, // hlt; jmp back
 ];
 
-/// 32-bit code for a multiboot kernel: checks the magic number, prints the command line on COM1,
-/// reads counter 7 by RDPMC and writes its low byte to the debug-exit port.
+/// 32-bit code of a multiboot kernel: checks the magic number, prints the command line on COM1,
+/// reads counter 7 with RDPMC, and writes its low byte to the debug-exit port.
 pub const MULTIBOOT_CODE: &[u8] = &[
     0x3D, 0x02, 0xB0, 0xAD, 0x2B, // cmp eax, 0x2badb002
     0x75, 0x1E, // jne fail
@@ -194,9 +194,9 @@ pub const MULTIBOOT_CODE: &[u8] = &[
 /// Offset of the RDPMC in [`MULTIBOOT_CODE`].
 pub const MULTIBOOT_RDPMC: u64 = 28;
 
-/// 32-bit code for a PVH kernel, from [`PVH_ENTRY`] on: checks the magic number, prints the command line on
-/// COM1, writes the first module's first byte to the debug-exit port. Before that, where another protocol
-/// would enter, code that ends with another status.
+/// 32-bit code of a PVH kernel, starting at [`PVH_ENTRY`]: checks the magic number, prints the
+/// command line on COM1, and writes the first byte of the first module to the debug-exit port. The
+/// code before [`PVH_ENTRY`] is the entry point of other protocols and exits with another status.
 pub const PVH_CODE: &[u8] = &[
     0xB0, 0x7E, // mov al, 0x7e
     0xE6, 0xF4, // out 0xf4, al
@@ -221,5 +221,5 @@ pub const PVH_CODE: &[u8] = &[
     0xE6, 0xF4, // out 0xf4, al
     0xF4, 0xEB, 0xFD, // hlt; jmp back
 ];
-/// Offset of the entry in [`PVH_CODE`].
+/// Offset of the PVH entry point in [`PVH_CODE`].
 pub const PVH_ENTRY: u32 = 8;

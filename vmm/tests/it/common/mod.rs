@@ -1,4 +1,4 @@
-//! Helpers that several modules use.
+//! Helpers shared by the test modules.
 
 pub mod kernels;
 #[path = "../../../../perf-core/tests/common/skip.rs"]

@@ -1,17 +1,18 @@
-//! Straight runs: fewer entries, the same counts, whatever comes in the middle of one.
+//! Tests of straight-line runs: fewer entries with the same counts, even if a run is interrupted.
 
 use kvm_bindings::kvm_dtable;
 
 use super::*;
 
-/// Tables of the guests with handlers, and what else they have.
+/// Addresses of the descriptor tables of guests with exception handlers.
 const GDT: u64 = 0xa000;
 const IDT: u64 = 0xb000;
 const HANDLER: u64 = 0xc000;
-/// Linear addresses from here on are on no page.
+/// Lowest unmapped linear address.
 const NO_PAGE: u32 = 0x20_0000;
 
-/// `body` so many times, and HLT. Three instructions more than the body has, of which two are in the loop.
+/// Returns a loop of `body` executed `times` times, followed by HLT. Adds three instructions to
+/// those of the body, two of them inside the loop.
 fn looped(body: &[u8], times: u32) -> Vec<u8> {
     let back = -i8::try_from(body.len() + 4).unwrap();
     // mov ecx, times; body; dec ecx; jnz body; hlt
@@ -22,11 +23,12 @@ fn looped(body: &[u8], times: u32) -> Vec<u8> {
     code
 }
 
-/// A loop body of ten instructions and its branch take two entries a turn, not eleven.
+/// A loop with a body of ten instructions and a branch takes two entries per iteration instead of
+/// eleven.
 #[test]
 fn a_loop_takes_a_third_of_the_entries() {
-    // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx; push; pop;
-    // nop; dec ecx is the tenth.
+    // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx;
+    // push; pop; nop; dec ecx is the tenth.
     let body = [
         0xb8, 1, 0, 0, 0, 0x01, 0xc8, 0x8d, 0x50, 0x05, 0x89, 0x04, 0x25, 0, 0x90, 0, 0, 0x8b, 0x04, 0x25, 0,
         0x90, 0, 0, 0x31, 0xd0, 0x50, 0x58, 0x90,
@@ -63,7 +65,7 @@ fn a_loop_takes_a_third_of_the_entries() {
     assert_eq!(slow.stepper.tally().runs, 0);
 }
 
-/// An overflow comes at its very instruction, wherever in a run that is.
+/// An overflow is reported at its exact instruction, anywhere in a run.
 #[test]
 fn an_overflow_is_at_its_instruction() {
     let code = [&[0x90; 20][..], &[HLT]].concat();
@@ -78,8 +80,8 @@ fn an_overflow_is_at_its_instruction() {
     }
 }
 
-/// A vCPU that leaves in the middle of a run, for a signal, has executed what lies behind it; at its
-/// beginning, nothing.
+/// A vCPU that a signal interrupts within a run has executed the preceding instructions; at the
+/// beginning of the run, none.
 #[test]
 fn a_signal_in_a_run_finds_what_has_retired() {
     let code = [&[0x50; 9][..], &[HLT]].concat();
@@ -103,7 +105,8 @@ fn a_signal_in_a_run_finds_what_has_retired() {
     }
 }
 
-/// Where no instruction of the run begins, nothing is known, and nothing is counted.
+/// If the vCPU stops at an address that is not an instruction boundary of the run, nothing is
+/// counted.
 #[test]
 fn a_place_that_is_none_of_the_runs_is_lost() {
     for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
@@ -125,8 +128,7 @@ fn a_place_that_is_none_of_the_runs_is_lost() {
     }
 }
 
-/// Code in a run that the run itself changes is not what was decoded: that is said, once, and from then on
-/// it is stepped.
+/// Self-modifying code in a run is detected and reported once, and stepped afterwards.
 #[test]
 fn code_that_changes_itself_is_lost_once() {
     // inc eax; mov [changed], al; nop; changed: mov ebx, 0
@@ -148,17 +150,17 @@ fn code_that_changes_itself_is_lost_once() {
         4,
         "the guest is none the wiser"
     );
-    // mov ecx; of the first turn only the branch; three turns of six; hlt.
+    // mov ecx; of the first iteration only the branch; three iterations of six; hlt.
     let in_first_run = 6;
     assert_eq!(stepped.retired.instructions, 1 + 4 * 6 + 1 - in_first_run);
 }
 
-/// A run goes on over the end of a page.
+/// A run extends across a page boundary.
 #[test]
 fn a_run_across_a_page_is_one() {
     const PAGE: usize = 4096;
     const IN_FRONT: usize = 10;
-    // jmp to the end of the page; there mov eax, 1 across its end, and as much behind it
+    // jmp to the end of the page; there mov eax, 1 across the boundary, and as much code after it
     let mut code = vec![0xe9];
     code.extend_from_slice(&((PAGE - IN_FRONT - 2 - 5) as u32).to_le_bytes());
     code.resize(PAGE - IN_FRONT - 2, 0xcc);
@@ -178,9 +180,9 @@ fn a_run_across_a_page_is_one() {
     }
 }
 
-/// Gives the guest tables in which each exception leads to its own handler: it skips as many bytes as the
-/// guest has in RBX and goes on. Seven instructions: one branch, one load and store each by ADD and INC, and
-/// IRET's load.
+/// Installs descriptor tables in which each exception has its own handler. A handler skips RBX
+/// bytes and resumes. Executes seven instructions with one branch, one load and one store each by
+/// ADD and INC, and the load of IRET.
 fn give_handlers(stepped: &Stepped) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
@@ -211,13 +213,14 @@ fn give_handlers(stepped: &Stepped) {
     stepped.vcpu.set_sregs(&sregs).unwrap();
 }
 
-/// An instruction in a run that faults retires nothing, those before it and its handler do; and it is the
-/// same whether the run was entered at once.
+/// A faulting instruction in a run retires nothing, while the preceding instructions and the
+/// handler do, with and without straight-line runs.
 #[test]
 fn a_fault_in_a_run_retires_what_lies_before_it() {
     // mov eax, [NO_PAGE]
     let page_fault = [&[0x8b, 0x04, 0x25][..], &NO_PAGE.to_le_bytes()].concat();
-    // mov eax, [r8] with no canonical address in R8; push [r8]; mov eax, [rbp], of the stack segment
+    // mov eax, [r8] with a non-canonical address in R8; push [r8]; mov eax, [rbp], of the stack
+    // segment
     let protection: &[u8] = &[0x41, 0x8b, 0x00];
     let pushed: &[u8] = &[0x41, 0xff, 0x30];
     let stack: &[u8] = &[0x8b, 0x45, 0x00];
@@ -247,7 +250,8 @@ fn a_fault_in_a_run_retires_what_lies_before_it() {
     }
 }
 
-/// The guest's own trap flag and breakpoints are its own, and a breakpoint of somebody else's leaves too few.
+/// Instructions are stepped if the guest uses its own trap flag or breakpoints, or if another user
+/// leaves too few breakpoints.
 #[test]
 fn what_needs_the_debug_state_itself_is_stepped() {
     let code = [&[0x90; 9][..], &[HLT]].concat();
@@ -279,7 +283,7 @@ fn what_needs_the_debug_state_itself_is_stepped() {
     }
 }
 
-/// What is kept has a bound, whatever the guest executes.
+/// The cache of decoded runs is bounded.
 #[test]
 fn the_decode_that_is_kept_has_a_bound() {
     let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
@@ -295,7 +299,7 @@ fn the_decode_that_is_kept_has_a_bound() {
         assert_eq!(found.map(|run| run.len()), Some(vpmu::exact::LONGEST_RUN));
     }
     assert_eq!(runs.kept.len(), decoded::KEPT);
-    // Other code in the same place is found.
+    // Changed code at the same address is decoded again.
     memory
         .write_slice(&[0x50, 0x50, 0xc3], GuestAddress(0x100))
         .unwrap();
