@@ -101,7 +101,7 @@ pub enum BootError {
         start: u64,
         /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// Kind of kernel, for example a multiboot kernel.
+        /// Kind of kernel, with its article.
         kind: &'static str,
         /// Description of the ranges where the kernel may load.
         room: String,

@@ -5,7 +5,7 @@
 //! describes the registers.
 //!
 //! ```text
-//! Scope (\\_SB)
+//! Scope (\_SB)
 //!   Device (CPUS)                      ACPI0010, the processors' container
 //!     CSEL, CPEN, CINS, CRMV, CEJT, COEV, COST    the registers
 //!     STAT (n)                         _STA of processor n
