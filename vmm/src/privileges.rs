@@ -48,8 +48,8 @@ pub fn give_up() -> Result<(), PrivilegeError> {
             current: None,
             maximum: None,
         };
-        // The limit does not affect other programs, and perf-core bounds the memory of operators'
-        // rings.
+        // Executed programs account their own locked memory, and perf-core bounds the memory of
+        // operators' rings.
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
     set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;
