@@ -39,7 +39,7 @@ fn kernel(code: &[u8]) -> Vec<u8> {
 /// Starts a VM of two vCPUs with an Intel PMU on the clock backing and a guest that halts forever.
 /// Prints a message and returns `None` without KVM.
 pub(crate) fn halted_vm() -> Option<RunningVm> {
-    // hlt; jmp back
+    // Guest code `hlt; jmp` to the start.
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
 }
 

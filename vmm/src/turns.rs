@@ -242,7 +242,7 @@ mod tests {
         _kept: (Session, Arc<VcpuContext>),
     }
 
-    /// A core with four events for two slots.
+    /// A perf core with four events for two slots.
     fn contended(mux: MuxPolicy) -> Rig {
         let core = Core::new(CoreConfig {
             mux,

@@ -243,7 +243,7 @@ mod tests {
                         at += usize::from(table[at + 1]);
                     }
                     assert_eq!(at, table.len());
-                    // Enabled, or online capable.
+                    // MADT flags: enabled (1), or online capable (2).
                     let flags = |id| if id < numbers.present() { 1 } else { 2 };
                     let expected: Vec<_> = (0..numbers.max()).map(|id| (id, flags(id))).collect();
                     assert_eq!(lapics, expected);

@@ -19,7 +19,7 @@ pub enum BootError {
     /// Opening a file failed.
     #[error("cannot open {what} {}", path.display())]
     Open {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -29,7 +29,7 @@ pub enum BootError {
     /// Reading a file failed.
     #[error("cannot read {what} {}", path.display())]
     Read {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum BootError {
     /// The path names a directory, device, pipe or socket instead of a regular file.
     #[error("{what} {} is {kind}, not a regular file", path.display())]
     NotAFile {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -49,7 +49,7 @@ pub enum BootError {
     /// The file is empty.
     #[error("{what} {} is empty", path.display())]
     Empty {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -142,7 +142,7 @@ pub enum BootError {
         size_bytes: u64,
         /// Free memory in bytes.
         room_bytes: u64,
-        /// First address after the kernel.
+        /// First guest-physical address after the kernel.
         kernel_end: u64,
         /// Exclusive upper limit of initrd addresses.
         limit: u64,

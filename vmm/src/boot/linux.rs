@@ -23,7 +23,7 @@ pub(crate) const DEFAULT_INITRD_MAX: u32 = 0x7FFF_FFFF;
 const HEADER_MAX_BYTES: usize = 0x26C - SETUP_HEADER_OFFSET;
 const BOOT_FLAG: u16 = 0xAA55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
-/// "Unassigned" loader type.
+/// Boot loader type "unassigned".
 const LOADER_UNDEFINED: u8 = 0xFF;
 /// loadflags bit 0: the kernel is loaded at or above 1 MiB.
 const LOADED_HIGH: u8 = 1;

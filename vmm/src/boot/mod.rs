@@ -48,7 +48,7 @@ const PAGE: u64 = 4096;
 /// Source of the kernel image.
 #[derive(Clone, Debug)]
 pub enum KernelSource {
-    /// A file.
+    /// A kernel file.
     File(PathBuf),
     /// An image embedded in the program.
     Builtin(&'static [u8]),
@@ -126,7 +126,7 @@ pub struct BootRequest<'a> {
 pub enum KernelKind {
     /// An uncompressed ELF Linux kernel.
     Vmlinux,
-    /// A bzImage.
+    /// A compressed Linux kernel in the bzImage format.
     BzImage {
         /// Compression format of the payload.
         compression: &'static str,

@@ -9,13 +9,13 @@ use crate::numbers::VcpuNumbers;
 const APIC_VERSION: u8 = 0x14;
 /// Reported I/O APIC version, the same as KVM's (0x11).
 const IO_APIC_VERSION: u8 = 0x11;
-/// Entry types (table 4-2).
+/// Types of MP table entries (table 4-2).
 const PROCESSOR: u8 = 0;
 const BUS: u8 = 1;
 const IO_APIC: u8 = 2;
 const IO_INTERRUPT: u8 = 3;
 const LOCAL_INTERRUPT: u8 = 4;
-/// Interrupt types (table 4-10).
+/// Interrupt types of MP table entries (table 4-10).
 const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXTINT: u8 = 3;

@@ -53,9 +53,9 @@ const PLACE_BYTES: u64 = 0x1000;
 /// Guest-physical addresses of the boot information of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
-    /// The information structure and its parts.
+    /// Guest-physical address of the multiboot information structure.
     pub info: u64,
-    /// The command line.
+    /// Guest-physical address of the command line.
     pub cmdline: u64,
 }
 

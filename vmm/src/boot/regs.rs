@@ -22,7 +22,7 @@ pub enum Entry {
     },
     /// 32-bit protected mode with flat segments and without paging, for multiboot and PVH.
     Protected32 {
-        /// Entry point.
+        /// Guest-physical entry point.
         eip: u32,
         /// Magic number of multiboot. PVH defines no value.
         eax: u32,
@@ -172,7 +172,7 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
 /// LVT offsets in the local APIC page (SDM vol. 3, table 12-1).
 const LVT_LINT0: usize = 0x350;
 const LVT_LINT1: usize = 0x360;
-/// Delivery modes, bits 10:8.
+/// Delivery modes of a local vector table entry, bits 10:8.
 const MODE_NMI: u32 = 4 << 8;
 const MODE_EXTINT: u32 = 7 << 8;
 

@@ -19,7 +19,7 @@ const ESCAPE: u8 = 0x01;
 pub enum Key {
     /// Input for the guest.
     Guest(u8),
-    /// Ctrl-A x.
+    /// The key sequence Ctrl-A x, which ends the VM.
     Quit,
     /// Part of an escape sequence.
     Nothing,
@@ -100,7 +100,7 @@ impl ConsoleInput {
         if wanted {
             match ops.add(events) {
                 Ok(()) => self.watching = true,
-                // EPERM: a regular file or /dev/null.
+                // epoll refuses regular files and /dev/null with EPERM.
                 Err(event_manager::Error::Epoll(e)) if e.errno() == libc::EPERM => self.always_ready = true,
                 Err(e) => {
                     log::warn!("the guest console has no input: {e}");

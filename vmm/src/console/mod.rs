@@ -47,7 +47,7 @@ pub trait GuestInput: Send + Sync {
     fn room(&self) -> &EventFd;
 }
 
-/// The virtio console.
+/// Input of the virtio console.
 impl GuestInput for Port {
     fn send(&self, bytes: &[u8]) -> usize {
         Port::send(self, bytes)

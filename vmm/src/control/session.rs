@@ -79,9 +79,9 @@ struct OpenEvent {
 /// Targets on which events are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On<'v> {
-    /// Every present vCPU.
+    /// One event on every present vCPU.
     Each,
-    /// The listed vCPUs.
+    /// One event on each of the listed vCPUs.
     These(&'v [u32]),
     /// The whole VM: one event per name, inherited by every vCPU that is plugged later.
     Whole,

@@ -26,7 +26,7 @@ pub(super) struct Cmos {
     memory: [u8; 128],
 }
 
-/// Broken-down UTC.
+/// A UTC date and time in calendar form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Utc {
     year: u64,

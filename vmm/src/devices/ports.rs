@@ -8,17 +8,17 @@ pub const COM1: u16 = 0x3F8;
 pub const COM1_LEN: u16 = 8;
 /// Interrupt line of the first serial port.
 pub const COM1_IRQ: u32 = 4;
-/// Keyboard controller data.
+/// Keyboard controller data port.
 pub const I8042_DATA: u16 = 0x60;
 /// System control port B (timer 2 gate, speaker).
 pub const SYSTEM_CONTROL_B: u16 = 0x61;
-/// Keyboard controller command and status.
+/// Keyboard controller command and status port.
 pub const I8042_COMMAND: u16 = 0x64;
-/// CMOS index.
+/// CMOS index port.
 pub const CMOS_INDEX: u16 = 0x70;
-/// CMOS data.
+/// CMOS data port.
 pub const CMOS_DATA: u16 = 0x71;
-/// CMOS register of the century.
+/// Index of the CMOS century register.
 pub const CMOS_CENTURY: u8 = 0x32;
 /// Power-on self-test code, also used as a delay port.
 pub const POST: u16 = 0x80;
@@ -28,9 +28,9 @@ pub const DEBUG_EXIT: u16 = 0xF4;
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
 /// System control port A: fast A20 gate and fast reset.
 pub const SYSTEM_CONTROL_A: u16 = 0x92;
-/// fw_cfg selector.
+/// Selector port of the fw_cfg device.
 pub const FW_CFG_SELECT: u16 = 0x510;
-/// fw_cfg data.
+/// Data port of the fw_cfg device.
 pub const FW_CFG_DATA: u16 = 0x511;
 /// ACPI PM1a event block: status and enable, 16 bits each.
 pub const PM1A_EVENT: u16 = 0x600;
@@ -54,7 +54,7 @@ pub const PCI_ADDRESS: u16 = 0xCF8;
 pub const RESET_CONTROL: u16 = 0xCF9;
 /// Value that requests a full reset in [`RESET_CONTROL`].
 pub const RESET_VALUE: u8 = 0x06;
-/// PCI configuration data.
+/// First port of the PCI configuration data.
 pub const PCI_DATA: u16 = 0xCFC;
 /// Last port of the PCI configuration data.
 pub const PCI_DATA_END: u16 = 0xCFF;

@@ -13,7 +13,7 @@ use crate::testing::{self, CODE};
 use crate::vcpu::control::{RunState, StopReason};
 use crate::vm::{DebuggerWanted, RunningVm};
 
-/// inc dword [0x200000]; jmp back
+/// Guest code `inc dword [0x200000]; jmp` to the start.
 const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
 /// Address of the guest's counter.
 const COUNTER: u64 = 0x20_0000;
@@ -103,7 +103,7 @@ impl Gdb {
                 byte => body.push(byte),
             }
         }
-        // The checksum.
+        // The two checksum digits end the packet.
         self.byte();
         self.byte();
         // The server may have closed the connection.

@@ -63,9 +63,9 @@ pub enum HostError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flavour {
-    /// Intel VT-x.
+    /// Hardware virtualisation with Intel VT-x.
     Vmx,
-    /// AMD-V.
+    /// Hardware virtualisation with AMD-V.
     Svm,
     /// No hardware virtualisation. KVM emulates guest kernel code.
     SoftwareOnly,
@@ -213,7 +213,7 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
 /// # Errors
 /// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
-    // ECX is 0.
+    // RDPMC reads counter 0, because ECX is 0.
     goes_on_behind(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 

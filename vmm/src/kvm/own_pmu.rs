@@ -487,7 +487,7 @@ mod tests {
         let intel = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0x0730_0802, 0x7a, 0, 3 | 48 << 5)])
             .unwrap();
         assert_eq!(in_cpuid(&intel), Some(offers(Generation::Intel(2), 8, 3, 48).pmu));
-        // Without a vPMU the leaf is zero.
+        // Without a vPMU, CPUID leaf 0AH is zero.
         let none = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0, 0, 0, 0)]).unwrap();
         assert_eq!(in_cpuid(&none), None);
         let amd = CpuId::from_entries(&[

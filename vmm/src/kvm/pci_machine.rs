@@ -170,7 +170,7 @@ mod tests {
         machine.disconnect(3, &vector).unwrap();
         vector.write(1).unwrap();
         assert_eq!(vector.read().unwrap(), 1);
-        // The highest line of a full bus.
+        // The highest interrupt line of a fully populated bus.
         machine.connect(31 * 64, message, &vector).unwrap();
     }
 

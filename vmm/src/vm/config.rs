@@ -20,7 +20,7 @@ use crate::vcpu::control::OnReset;
 /// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
-    /// The kernel image.
+    /// Source of the kernel image.
     pub kernel: KernelSource,
     /// Boot protocol of the kernel.
     pub boot_protocol: BootProtocol,

@@ -52,7 +52,7 @@ pub struct Hello {
 /// A measurement for the guest.
 #[derive(Clone, Debug, Default)]
 pub struct Job {
-    /// Kind of work.
+    /// Kind of work that the guest does.
     pub work: &'static str,
     /// Amount of work.
     pub n: u64,
@@ -222,7 +222,7 @@ fn find<'a>(
 
 /// A VM that runs the measuring guest.
 pub struct MeasuringGuest {
-    /// The VM.
+    /// The VM of the guest.
     pub vm: ChildVm,
     /// Properties that the guest reported at start.
     pub hello: Hello,

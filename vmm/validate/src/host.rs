@@ -7,7 +7,7 @@ use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
 use vpmu::ArchEvent;
 
-/// Returns whether the user has requested to stop.
+/// Callback that returns `true` once the user has requested to stop.
 pub type Stop = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Options of the validation.

@@ -54,13 +54,13 @@ pub struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Check {
-    /// Counting.
+    /// Counting with enough counters.
     Counting,
-    /// More events than counters.
+    /// Multiplexing of more events than counters.
     Multiplexing,
-    /// Counting while an operator counts too.
+    /// Contention with an operator who counts the same vCPU.
     Contention,
-    /// Overflows and samples.
+    /// Overflow interrupts and samples.
     Sampling,
 }
 
@@ -235,7 +235,7 @@ pub struct Summary {
     pub pmu: String,
     /// TSC frequency in Hz, as measured by the guest.
     pub guest_tsc_hz: u64,
-    /// Kernel release of the Linux guest, or the reason why none ran.
+    /// Kernel release of the Linux guest, or `None` if none ran.
     pub guest_kernel: Option<String>,
     /// Version of perf in the Linux guest.
     pub guest_perf: Option<String>,

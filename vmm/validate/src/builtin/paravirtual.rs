@@ -237,7 +237,7 @@ mod tests {
             [false, true, true, false]
         );
         assert_eq!(right(HostMigrations, &[0, 1, 4, 5]), [false, true, true, false]);
-        // 5 % and 3 ms.
+        // The tolerance is 5 % plus 3 ms.
         assert_eq!(
             right(StealNs, &[91_000_000, 93_000_000, 107_000_000, 109_000_000]),
             [false, true, true, false]

@@ -197,7 +197,7 @@ fn share(row: Row, hits: u64, all: u64, percent: u64) -> Row {
     row.judged(&seen, basis)
 }
 
-/// Functions by address.
+/// Guest functions by start address.
 struct Symbols(Vec<(u64, String)>);
 
 impl Symbols {

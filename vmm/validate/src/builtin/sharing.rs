@@ -79,7 +79,7 @@ impl Turns {
         let events = self.estimators.iter().zip(&self.running_ns);
         let told = events.filter_map(|(estimator, running_ns)| {
             let estimate = estimator.estimate(self.now_ns, None)?;
-            // So few intervals yield no standard error. The uncounted part is bounded by the
+            // Few intervals yield no standard error. The uncounted part is bounded by the
             // minimum and maximum count of an interval.
             let unseen = self.taken as f64 * self.now_ns.saturating_sub(*running_ns) as f64
                 / self.now_ns.max(1) as f64;
