@@ -90,7 +90,7 @@ pub enum MemoryError {
     MoreThanGroup {
         /// Requested size in bytes.
         size_bytes: u64,
-        /// Limit of the control group, swap included.
+        /// The limit of the control group, swap included.
         limit: Limit,
     },
     /// The memory is to be preallocated and exceeds what is available.

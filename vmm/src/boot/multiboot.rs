@@ -17,15 +17,15 @@ const HEADER_MAGIC: u32 = 0x1BAD_B002;
 pub(crate) const ENTRY_MAGIC: u32 = 0x2BAD_B002;
 /// Size of the file area that contains the header: the first 8 KiB.
 const SEARCH_BYTES: usize = 8192;
-/// Header flag 0: modules must be page aligned. Modules are always aligned here.
+/// Multiboot header flag 0: modules must be page aligned. Modules are always aligned here.
 const FLAG_ALIGN: u32 = 1 << 0;
-/// Header flag 1: memory information is required. The VMM always provides it.
+/// Multiboot header flag 1: memory information is required. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
-/// Header flag 2: the kernel requests a video mode. Not supported; kernels continue without one.
+/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue without one.
 const FLAG_VIDEO: u32 = 1 << 2;
-/// Header flag 16: the address fields are valid ("a.out kludge").
+/// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
-/// Header flags 0 to 15, which must be refused if unknown.
+/// Multiboot header flags 0 to 15, which must be refused if unknown.
 const REQUIRED: u32 = 0xFFFF;
 
 /// Info flags (3.3): mem_*, cmdline, mods_*, mmap_*, boot_loader_name.
@@ -109,7 +109,7 @@ pub(crate) fn is_grub_core(data: &[u8]) -> bool {
 pub(crate) struct Header {
     /// Offset in the file.
     pub offset: usize,
-    /// Header flags.
+    /// Multiboot header flags.
     pub flags: u32,
 }
 

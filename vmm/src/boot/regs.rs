@@ -13,7 +13,7 @@ use crate::memory::GuestRam;
 pub enum Entry {
     /// 64-bit mode with paging; the first 4 GiB are identity-mapped.
     Long64 {
-        /// Entry point, a guest-physical address below 4 GiB.
+        /// Guest-physical entry point below 4 GiB.
         rip: u64,
         /// Guest-physical address of boot_params.
         rsi: u64,

@@ -202,7 +202,7 @@ impl Controlled {
     }
 }
 
-/// Access class of a control socket.
+/// Permissions of the clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Full access, for root and the VM's user.

@@ -13,7 +13,7 @@ const MOST_LEVELS: usize = 64;
 /// A memory limit and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Limit in bytes.
+    /// The limit in bytes.
     pub bytes: u64,
     /// Directory of the control group, or `None` for a limit of the host.
     pub group: Option<PathBuf>,
@@ -84,7 +84,7 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
     limits
 }
 
-/// Version of the control group hierarchy: v2, or v1 with the memory controller. A host may have
+/// A version of the control group hierarchy: v2, or v1 with the memory controller. A host may have
 /// both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {

@@ -76,7 +76,7 @@ impl std::fmt::Display for Verdict {
 /// An expected value and its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Expected {
-    /// Expected value.
+    /// The expected value.
     pub value: u64,
     /// Permitted deviation.
     pub tolerance: Tolerance,

@@ -29,7 +29,7 @@ pub struct Row {
     pub guest: Option<u64>,
     /// Count on the host.
     pub host: Option<u64>,
-    /// Expected count.
+    /// The expected count.
     pub expected: Option<u64>,
     /// Basis of the expected count.
     pub basis: &'static str,

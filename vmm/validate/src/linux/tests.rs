@@ -24,7 +24,7 @@ pub(super) struct Told {
     pub moved: Vec<u64>,
     /// Overflows of each counter at a gate, or `None` if the host does not report them.
     pub overflows: Option<u64>,
-    /// Operator's count on each vCPU, or `None` if the VM refuses the operator.
+    /// Count of the operator's event on each vCPU, or `None` if the VM refuses it.
     pub operator: Option<Vec<u64>>,
 }
 
@@ -135,7 +135,7 @@ impl Told {
     }
 }
 
-/// Returns a line of `perf stat -x,` for an event that ran all the time.
+/// Returns a line of `perf stat -x,` for an event with a running share of 100 %.
 pub(super) fn perf_line(event: &str, value: u64) -> String {
     format!("{value},,{event},1000,100.00,,\n")
 }
