@@ -1,26 +1,25 @@
-//! The machine: KVM, memory, boot, devices, vCPU threads and the virtual PMU's place among them, and the
-//! servers through which operators reach it.
+//! The machine: KVM, memory, boot protocols, devices, vCPU threads with the virtual PMU, and the
+//! servers for operators.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`vm`] | a machine: made from a configuration, run until it ends |
+//! | [`vm`] | a machine: created from a configuration and run until it ends |
 //! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
-//! | [`pmu`] | the register file joined to the perf core |
-//! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
+//! | [`pmu`] | the connection of the PMU registers to perf-core |
+//! | [`kvm`] | CPUID, the MSR filter, capabilities of the host's KVM |
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
-//! | [`devices`], [`console`] | the rest of the machine |
-//! | [`gdb`] | a debugger's end in a running VM |
-//! | [`control`] | the control socket's end in a running VM |
-//! | [`privileges`] | what the process keeps of its rights while the guest runs |
-//! | [`turns`] | the perf core's timers, for the main loop |
+//! | [`devices`], [`console`] | the other devices of the machine |
+//! | [`gdb`] | the gdb server |
+//! | [`control`] | the control socket server |
+//! | [`privileges`] | privileges of the process while the guest runs |
+//! | [`turns`] | perf-core's timers in the main loop |
 //!
-//! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]; docs/architecture.md walks from a WRMSR to
+//! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]. docs/architecture.md follows a WRMSR to
 //! `perf_event_open(2)`.
 //!
-//! **Dependencies.** This is the only crate that depends on kvm-ioctls. Below it are `vpmu` (the guest's
-//! registers), `perf-core` (counting), `guest-profile` (walks of guest memory), `kernel-images` and
-//! `control-api` (what the control socket says). It knows nothing of the command line; `perfvisor`, the
-//! program, is made on top of it.
+//! **Dependencies.** This is the only crate that depends on kvm-ioctls. It uses `vpmu` (PMU
+//! registers), `perf-core` (counting), `guest-profile` (guest memory walks), `kernel-images` and
+//! `control-api` (the control protocol), and is independent of the command line in `perfvisor`.
 #![cfg_attr(
     not(test),
     warn(
@@ -30,7 +29,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// They panic when the reader has gone away; `commands::print` and `say` do not.
+// These macros panic when the reader has closed the pipe. `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod boot;

@@ -1,7 +1,7 @@
-//! Guest memory: one or two mappings and the memory map the guest is told of.
+//! Guest memory: one or two mappings, and the memory map for the guest.
 //!
-//! RAM starts at guest-physical 0. A guest larger than [`MMIO_HOLE_START`] has the rest above 4 GiB,
-//! so the local APIC, the I/O APIC and firmware addresses stay free.
+//! RAM starts at guest-physical 0. RAM beyond [`MMIO_HOLE_START`] continues at 4 GiB, so the
+//! addresses of the local APIC, the I/O APIC and firmware remain free.
 #![expect(unsafe_code, reason = "sysinfo(2)")]
 
 pub mod available;
@@ -19,88 +19,89 @@ pub use backing::{HugePages, MemoryKind};
 use crate::kvm::memslot::{MemorySlots, SlotError};
 use crate::kvm::vm_fd::VmFd;
 
-/// The least RAM a guest may have, in bytes.
+/// Minimum size of guest RAM in bytes.
 pub const MIN_RAM_BYTES: u64 = 16 << 20;
 /// First guest-physical address that is never RAM below 4 GiB (3.25 GiB).
 pub const MMIO_HOLE_START: u64 = 0xD000_0000;
 /// First guest-physical address after the hole.
 pub const MMIO_HOLE_END: u64 = 1 << 32;
-/// Start of the extended BIOS data area, where conventional memory ends for the guest.
+/// Start of the extended BIOS data area, where the guest's conventional memory ends.
 pub const EBDA_START: u64 = 0x9_FC00;
-/// Start of the extended memory: everything between [`EBDA_START`] and here is reserved.
+/// Start of extended memory. Everything between [`EBDA_START`] and this address is reserved.
 pub const HIGH_RAM_START: u64 = 0x10_0000;
 /// Granularity of guest memory sizes, in bytes.
 pub const RAM_GRANULE_BYTES: u64 = 4096;
 
-/// Why guest memory could not be had. Each message is one line: what, the limit, the remedy.
+/// Error of allocating guest memory. Each message is one line that names the problem, the limit and
+/// the remedy.
 #[derive(Debug, Error)]
 pub enum MemoryError {
-    /// Below [`MIN_RAM_BYTES`].
+    /// The size is less than [`MIN_RAM_BYTES`].
     #[error("guest memory of {size_bytes} bytes is too small: the least is 16 MiB; use --memory 16M or more")]
     TooSmall {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
     },
-    /// Not a whole number of pages.
+    /// The size is not a multiple of the page size.
     #[error("guest memory of {size_bytes} bytes is not a multiple of 4096 bytes; round it up")]
     NotAligned {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
     },
-    /// More than the host's RAM and swap.
+    /// The size exceeds the host's RAM and swap.
     #[error(
         "guest memory of {} MiB is more than this host has ({} MiB of RAM and swap); use a smaller --memory",
         size_bytes >> 20,
         host_bytes >> 20
     )]
     MoreThanHost {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// What the host has, in bytes.
+        /// RAM and swap of the host in bytes.
         host_bytes: u64,
     },
-    /// Its highest address does not fit the processor's physical addresses.
+    /// The highest guest address exceeds the processor's physical address width.
     #[error(
         "guest memory of {} MiB needs {bits_needed} physical address bits but this processor has {bits}; use a smaller --memory",
         size_bytes >> 20
     )]
     BeyondAddressBits {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// Address bits the layout needs.
+        /// Number of address bits that the layout needs.
         bits_needed: u32,
-        /// Address bits the processor has.
+        /// Number of address bits of the processor.
         bits: u32,
     },
     /// The host refused the mapping.
     #[error("cannot map {} MiB of guest memory; free memory on the host or use a smaller --memory", size_bytes >> 20)]
     Map {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// What mmap said.
+        /// Error of mmap(2).
         #[source]
         source: BackingError,
     },
-    /// More than the control group may ever have.
+    /// The size exceeds the limit of a control group.
     #[error(
         "guest memory of {} MiB is more than this process may have ({limit}); use a smaller --memory, or raise that limit",
         size_bytes >> 20
     )]
     MoreThanGroup {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// The group's limit, with its swap.
+        /// The limit of the control group, swap included.
         limit: Limit,
     },
-    /// More than can be had now, and all of it is to be had now.
+    /// The memory is to be preallocated and exceeds what is available.
     #[error(
         "--prealloc: guest memory of {} MiB is more than is available ({limit}); free memory, use a smaller --memory, or leave --prealloc out",
         size_bytes >> 20
     )]
     MoreThanAvailable {
-        /// Size asked for, in bytes.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// What is left.
+        /// Available memory.
         limit: Limit,
     },
     /// KVM refused a memory slot.
@@ -108,24 +109,24 @@ pub enum MemoryError {
     Register(#[from] SlotError),
 }
 
-/// What a range of the guest-physical address space is, as e820 types.
+/// Type of a range of guest-physical addresses, as in e820.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum RangeKind {
     /// Usable RAM.
     Ram = 1,
-    /// Not for the guest's allocator.
+    /// Reserved; the guest does not allocate it.
     Reserved = 2,
 }
 
-/// One entry of the map the guest is told of.
+/// An entry of the guest's memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapEntry {
-    /// Guest-physical start.
+    /// First guest-physical address.
     pub start: u64,
     /// Length in bytes.
     pub len_bytes: u64,
-    /// RAM or reserved.
+    /// Type of the range.
     pub kind: RangeKind,
 }
 
@@ -138,19 +139,20 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// Maps `size_bytes` of RAM. Pages are taken from the host as the guest touches them.
+    /// Maps `size_bytes` of RAM. Pages are allocated when the guest touches them.
     ///
     /// # Errors
-    /// [`MemoryError`].
+    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
+    /// mapping.
     pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
         Self::of_kind(size_bytes, MemoryKind::default())
     }
 
-    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] takes what is to be there before the guest
-    /// starts.
+    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] preallocates it if requested.
     ///
     /// # Errors
-    /// [`MemoryError`].
+    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
+    /// mapping.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn of_kind(size_bytes: u64, kind: MemoryKind) -> Result<Self, MemoryError> {
         if size_bytes < MIN_RAM_BYTES {
@@ -190,10 +192,10 @@ impl GuestRam {
         })
     }
 
-    /// Takes all of it from the host, if it is of a kind that wants that.
+    /// Preallocates all pages, if the memory kind requests it.
     ///
     /// # Errors
-    /// [`MemoryError::Map`].
+    /// Returns [`MemoryError::Map`] if the host has too little memory.
     pub fn fill(&self) -> Result<(), MemoryError> {
         backing::populate(&self.mem, self.kind).map_err(|source| MemoryError::Map {
             size_bytes: self.size_bytes,
@@ -201,10 +203,10 @@ impl GuestRam {
         })
     }
 
-    /// Makes all of it zero again, as after power came on. Nobody may be using it.
+    /// Zeroes all RAM, as after power-on. No other thread may access it.
     ///
     /// # Errors
-    /// [`MemoryError::Map`].
+    /// Returns [`MemoryError::Map`] if a system call fails.
     pub fn clear(&self) -> Result<(), MemoryError> {
         backing::clear(&self.mem, self.kind).map_err(|source| MemoryError::Map {
             size_bytes: self.size_bytes,
@@ -212,27 +214,27 @@ impl GuestRam {
         })
     }
 
-    /// The mappings, for reading and writing guest-physical addresses.
+    /// Returns the mappings, for access by guest-physical address.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.mem
     }
 
-    /// RAM in bytes.
+    /// Returns the size of the RAM in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// First address after the RAM below the hole.
+    /// Returns the first address after the RAM below the hole.
     pub fn low_end(&self) -> u64 {
         self.size_bytes.min(MMIO_HOLE_START)
     }
 
-    /// Bytes of RAM above 4 GiB.
+    /// Returns the size of the RAM above 4 GiB in bytes.
     pub fn high_bytes(&self) -> u64 {
         self.size_bytes - self.low_end()
     }
 
-    /// Whether all of `len_bytes` from `start` is RAM of one mapping.
+    /// Returns whether `len_bytes` bytes at `start` are RAM within one mapping.
     pub fn contains(&self, start: u64, len_bytes: u64) -> bool {
         let Some(end) = start.checked_add(len_bytes) else {
             return false;
@@ -241,8 +243,8 @@ impl GuestRam {
             || (start >= MMIO_HOLE_END && end <= MMIO_HOLE_END + self.high_bytes() && self.high_bytes() > 0)
     }
 
-    /// The map as a PC's firmware would report it: conventional memory, the reserved area below
-    /// 1 MiB (our tables live there), extended memory, and memory above 4 GiB.
+    /// Returns the memory map as PC firmware reports it: conventional memory, the reserved area
+    /// below 1 MiB (which contains the VMM's tables), extended memory, and memory above 4 GiB.
     pub fn map(&self) -> Vec<MapEntry> {
         let mut map = vec![
             MapEntry {
@@ -271,16 +273,16 @@ impl GuestRam {
         map
     }
 
-    /// Gives every mapping to a VM. KVM has it as long as the result lives.
+    /// Registers every mapping with a VM. The slots exist as long as the result lives.
     ///
     /// # Errors
-    /// [`MemoryError::Register`].
+    /// Returns [`MemoryError::Register`] if KVM refuses a slot.
     pub fn register(&self, vm: &Arc<VmFd>) -> Result<MemorySlots, MemoryError> {
         Ok(MemorySlots::new(vm.clone(), self.mem.clone())?)
     }
 }
 
-/// First address after the last RAM of a guest with `size_bytes`.
+/// Returns the first address after the last RAM of a guest with `size_bytes`.
 fn ram_end(size_bytes: u64) -> u64 {
     if size_bytes <= MMIO_HOLE_START {
         size_bytes
@@ -289,11 +291,12 @@ fn ram_end(size_bytes: u64) -> u64 {
     }
 }
 
-/// Refuses what can never be had, and what cannot be had now if all of it is to be had now. Else a guest may
-/// be larger than what is free: it need not use all of it, and the user is told.
+/// Rejects sizes above a hard limit, and with preallocation also sizes above the available memory.
+/// Without preallocation a guest may exceed the available memory, because it need not touch all of
+/// it; a message informs the user.
 fn check_available(size_bytes: u64, kind: MemoryKind, limits: available::Limits) -> Result<(), MemoryError> {
     if kind.huge_pages == HugePages::Reserved {
-        // They were set apart, and are no part of what these limits are about.
+        // Reserved huge pages are not part of the memory that these limits describe.
         return Ok(());
     }
     if let Some(limit) = limits.most.filter(|limit| size_bytes > limit.bytes) {
@@ -312,11 +315,11 @@ fn check_available(size_bytes: u64, kind: MemoryKind, limits: available::Limits)
     }
 }
 
-/// RAM and swap of this host in bytes (sysinfo(2)).
+/// Returns the RAM and swap of this host in bytes (sysinfo(2)).
 fn host_memory_bytes() -> u64 {
     // SAFETY: sysinfo is a plain C struct for which all zeroes is a valid value.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a valid, writable struct sysinfo for the length of the call.
+    // SAFETY: `info` is a valid, writable struct sysinfo for the duration of the call.
     if unsafe { libc::sysinfo(&mut info) } != 0 {
         return u64::MAX;
     }
@@ -326,7 +329,8 @@ fn host_memory_bytes() -> u64 {
         .saturating_mul(unit)
 }
 
-/// Physical address bits of this processor (CPUID 8000_0008H:EAX[7:0]; 36 where it is not reported).
+/// Returns the physical address width of this processor in bits (CPUID 8000_0008H:EAX[7:0]; 36 if
+/// not reported).
 fn physical_address_bits() -> u32 {
     use std::arch::x86_64::__cpuid;
     if __cpuid(0x8000_0000).eax < 0x8000_0008 {
@@ -395,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_guest_above_the_hole_continues_at_four_gib() {
-        // The layout is arithmetic; building it must not need a host with that much memory.
+        // The layout is pure arithmetic and independent of the host's memory.
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);
         let Ok(ram) = GuestRam::new(5 << 30) else {
@@ -412,9 +416,9 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever its size, what the guest is told of is what is mapped: the map has every byte of RAM
-        /// once, in order, with the reserved area as the only other; an access is RAM exactly where
-        /// vm-memory would serve it in one piece.
+        /// For every size, the memory map contains each byte of the mapped RAM once, in order, with
+        /// the reserved area as the only other entry. An access is RAM exactly if vm-memory serves
+        /// it in one piece.
         #[test]
         fn the_map_and_the_mappings_are_the_same(
             pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),
@@ -443,7 +447,7 @@ mod tests {
         }
     }
 
-    /// Cleared memory is all zero, wherever it was written; and it is the same memory: who maps it sees it.
+    /// Cleared memory reads as zero everywhere, and existing mappings of it remain valid.
     #[test]
     fn clearing_reaches_both_ends_and_keeps_the_mapping() {
         use vm_memory::{Bytes, GuestMemoryBackend};
@@ -472,7 +476,7 @@ mod tests {
         }
     }
 
-    /// Each refusal is one line with the size, the limit and what to do.
+    /// Each error is one line with the size, the limit and the remedy.
     #[test]
     fn refusals_name_size_limit_and_remedy() {
         for (size, said) in [

@@ -1,41 +1,41 @@
-//! How many vCPUs a VM has when it starts, and how many it may have.
+//! Initial and maximum number of vCPUs of a VM.
 
 use std::str::FromStr;
 
-/// Most vCPUs a guest may have.
+/// Maximum number of vCPUs of a guest.
 pub const MAX_CPUS: u8 = 64;
 
-/// vCPUs at the start and at most: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max` - 1, and those
-/// from `present` on are absent at the start.
+/// Initial and maximum number of vCPUs: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max`
+/// - 1, and those from `present` on are initially absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuNumbers {
     present: u8,
     max: u8,
 }
 
-/// Numbers that no VM can have.
+/// Error of parsing or combining vCPU numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuNumbersError {
-    /// No vCPU, or too many, or no number.
+    /// Zero vCPUs, too many vCPUs, or not a number.
     #[error(
         "the number of vCPUs must be 1 to {MAX_CPUS}, or N,max=M for more that can be added later, as in 1,max=4"
     )]
     OutOfRange,
-    /// Fewer at most than at the start.
+    /// The maximum is less than the initial number.
     #[error("max={max} is fewer than the {present} vCPUs at the start; it must be {present} to {MAX_CPUS}")]
     MaxTooSmall {
-        /// vCPUs at the start.
+        /// Initial number of vCPUs.
         present: u8,
-        /// vCPUs at most.
+        /// Maximum number of vCPUs.
         max: u8,
     },
 }
 
 impl VcpuNumbers {
-    /// `present` vCPUs at the start, at most `max`.
+    /// Creates a range of `present` to `max` vCPUs.
     ///
     /// # Errors
-    /// [`VcpuNumbersError`].
+    /// Returns a [`VcpuNumbersError`] if a number is out of range.
     pub fn new(present: u8, max: u8) -> Result<Self, VcpuNumbersError> {
         if present == 0 || present > MAX_CPUS || max > MAX_CPUS {
             return Err(VcpuNumbersError::OutOfRange);
@@ -46,25 +46,25 @@ impl VcpuNumbers {
         Ok(Self { present, max })
     }
 
-    /// Always so many.
+    /// Creates a fixed number of vCPUs.
     ///
     /// # Errors
-    /// [`VcpuNumbersError::OutOfRange`].
+    /// Returns [`VcpuNumbersError::OutOfRange`] if the number is zero or too large.
     pub fn fixed(vcpus: u8) -> Result<Self, VcpuNumbersError> {
         Self::new(vcpus, vcpus)
     }
 
-    /// vCPUs that are there at the start.
+    /// Returns the initial number of vCPUs.
     pub fn present(self) -> u8 {
         self.present
     }
 
-    /// Most vCPUs there can be.
+    /// Returns the maximum number of vCPUs.
     pub fn max(self) -> u8 {
         self.max
     }
 
-    /// Whether vCPUs can come and go.
+    /// Returns whether vCPUs can be plugged and unplugged.
     pub fn can_change(self) -> bool {
         self.max > self.present
     }

@@ -1,8 +1,9 @@
-//! What the process keeps of its rights for as long as its guest runs: the descriptors that it holds, and no
-//! capability. The broker ([`crate::pmu::event_opener`]) keeps `CAP_PERFMON`, and nobody keeps more.
+//! Drops the privileges of the process before its guest runs. The process keeps its open
+//! descriptors and no capability. The broker ([`crate::pmu::event_opener`]) keeps only
+//! `CAP_PERFMON`.
 //!
-//! Capabilities belong to threads (capabilities(7)). The main thread gives its own up before it starts the
-//! vCPUs, the devices' threads and the servers, which inherit what is left. The few threads that exist before
+//! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
+//! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
 //! call [`keep_no_capability`] themselves.
 
 use std::fs;
@@ -18,23 +19,24 @@ use rustix::thread::{
     remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };
 
-/// The last capability that the kernel knows (capabilities(7), since Linux 3.2).
+/// File with the number of the last capability of the kernel (capabilities(7), since Linux 3.2).
 const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
-/// What is assumed of a kernel that does not tell: Linux 5.9's.
+/// Assumed last capability if the file is missing: that of Linux 5.9.
 const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
 
-/// Rights could not be given up.
+/// Error of dropping privileges.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} failed")]
 pub struct PrivilegeError(&'static str, #[source] io::Error);
 
-/// Gives up all capabilities of this thread, and of those it starts from now on. No program it
-/// executes gets more (`no_new_privs`), and no other process of the user may read its memory, which
-/// the guest's is part of, or attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer
-/// bounded by `RLIMIT_MEMLOCK` if it was not, that is for `CAP_IPC_LOCK`.
+/// Drops all capabilities of this thread and of the threads that it starts later. Executed programs
+/// cannot gain privileges (`no_new_privs`). Other processes of the user can neither read the memory
+/// of this process, which includes the guest's, nor attach a debugger (`PR_SET_DUMPABLE`). If
+/// `CAP_IPC_LOCK` exempted ring memory from `RLIMIT_MEMLOCK`, the limit is raised so that this
+/// remains so.
 ///
 /// # Errors
-/// [`PrivilegeError`].
+/// Returns a [`PrivilegeError`] if a system call fails.
 pub fn give_up() -> Result<(), PrivilegeError> {
     let failed = |what| move |e: rustix::io::Errno| PrivilegeError(what, e.into());
     let has = capabilities(None).map_err(failed("capget"))?;
@@ -46,7 +48,8 @@ pub fn give_up() -> Result<(), PrivilegeError> {
             current: None,
             maximum: None,
         };
-        // What other programs lock is theirs; the perf core bounds what operators' rings take.
+        // Executed programs account their own locked memory, and perf-core bounds the memory of
+        // operators' rings.
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
     set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;
@@ -54,13 +57,13 @@ pub fn give_up() -> Result<(), PrivilegeError> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("prctl(PR_SET_DUMPABLE)"))
 }
 
-/// Lets neither this process nor those that it starts leave a core dump.
+/// Disables core dumps of this process and its child processes.
 ///
-/// The limit is one byte: a file needs at least a page, and for one byte the kernel does not run the program
-/// of a piped `core_pattern` either, which it does for a limit of 0 (Linux, `fs/coredump.c`). The limit stays
-/// across `execve(2)`. A failure is logged.
+/// The limit is one byte. A core file needs at least one page, and with a limit of one byte the
+/// kernel also skips a piped `core_pattern`, which it would run with a limit of 0 (Linux,
+/// `fs/coredump.c`). The limit persists across `execve(2)`. A failure is logged.
 pub fn forbid_core_dumps() {
-    // A hard limit of 0 can only be raised with a capability.
+    // Raising a hard limit of 0 would need a capability.
     let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
     let limit = Rlimit {
         current: Some(bytes),
@@ -75,7 +78,7 @@ pub fn forbid_core_dumps() {
     }
 }
 
-/// Gives up all capabilities of this thread. If that fails, a warning says so.
+/// Drops all capabilities of this thread. A failure is logged as a warning.
 pub fn keep_no_capability() {
     if let Err(e) = keep(CapabilitySet::empty()) {
         log::warn!(
@@ -85,12 +88,13 @@ pub fn keep_no_capability() {
     }
 }
 
-/// Gives up all rights of this process, which has one thread and is none that counts. Whether that is done.
+/// Drops all privileges of this single-threaded process, which must not open perf events. Returns
+/// whether this succeeded.
 pub fn give_up_all() -> bool {
     give_up_all_but(CapabilitySet::empty())
 }
 
-/// As [`give_up_all`], for a process that opens perf events: it keeps `CAP_PERFMON` if it has that.
+/// [`give_up_all`] for a process that opens perf events: keeps `CAP_PERFMON` if the process has it.
 pub fn give_up_all_but_counting() -> bool {
     give_up_all_but(CapabilitySet::PERFMON)
 }
@@ -101,8 +105,8 @@ fn give_up_all_but(kept: CapabilitySet) -> bool {
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
 }
 
-/// Runs `run` in a thread that has the capability to count and no other, as whoever opens events
-/// for a running VM. If that thread cannot be had, in this one.
+/// Runs `run` in a thread with no capability except `CAP_PERFMON`, the privileges of the process
+/// that opens events for a running VM. If the thread cannot be created, runs it in the current one.
 pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
     let limited = std::thread::scope(|scope| {
         let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
@@ -111,8 +115,8 @@ pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
     limited.unwrap_or_else(run)
 }
 
-/// Runs `run` while this process, which has one thread, is as little dumpable as it is when its
-/// guest runs: for other processes of its user it is out of reach.
+/// Runs `run` while this single-threaded process is not dumpable, as during a guest's run, so that
+/// other processes of its user cannot access it.
 pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     let before = dumpable_behavior();
     let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);
@@ -123,7 +127,7 @@ pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Whether a thread of this process that has no capability may not count itself.
+/// Returns whether a thread of this process without capabilities is denied perf events on itself.
 pub fn counting_takes_a_capability() -> bool {
     std::thread::scope(|scope| {
         let tried =
@@ -132,7 +136,7 @@ pub fn counting_takes_a_capability() -> bool {
     })
 }
 
-/// Keeps what this thread has of `set`, for itself and the threads it starts.
+/// Keeps the capabilities in `set` that this thread has, for itself and the threads it starts.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {
@@ -140,7 +144,7 @@ fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
             remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
         }
     }
-    // Linux before 4.3 has none.
+    // Linux before 4.3 has no ambient capabilities.
     let _ = clear_ambient_capability_set();
     set_capabilities(
         None,
@@ -160,8 +164,8 @@ fn last_capability() -> u32 {
         .unwrap_or(USUAL_LAST_CAPABILITY)
 }
 
-/// Lets this process have as many descriptors as its user may give it, and says how many that is. `None`:
-/// as many as it likes.
+/// Raises the descriptor limit of this process to its hard limit and returns it. Returns `None` if
+/// there is no limit.
 pub fn raise_descriptor_limit() -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -170,7 +174,7 @@ pub fn raise_descriptor_limit() -> Option<u64> {
     };
     match setrlimit(Resource::Nofile, raised) {
         Ok(()) => limit.maximum,
-        // Linux refuses a limit above fs.nr_open even to those who have it.
+        // Linux refuses a limit above fs.nr_open even for privileged processes.
         Err(_) => limit.current,
     }
 }
@@ -181,7 +185,7 @@ mod tests {
 
     use super::*;
 
-    /// Of a thread of its own: the test's other threads keep theirs.
+    /// Runs `run` in a separate thread, so that the test's other threads keep their capabilities.
     fn in_a_thread<T: Send>(run: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| scope.spawn(run).join().unwrap())
     }
@@ -201,7 +205,7 @@ mod tests {
         assert_eq!(capabilities(None).unwrap(), before, "this one has its own");
     }
 
-    /// Set for a process that gives up what cannot be had back.
+    /// Environment variable of a child process that drops privileges irrevocably.
     const GIVES_UP: &str = "PERFVISOR_TEST_GIVES_UP";
 
     #[test]

@@ -1,4 +1,4 @@
-//! VMs for tests of what serves a VM: real ones, in the test's own process, of a few bytes of code.
+//! Real VMs with a few bytes of guest code, for tests of the servers.
 
 use std::io;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use crate::vcpu::control::OnReset;
 use crate::vcpu::kick;
 use crate::vm::{HaltPolling, RunningVm, Vm, VmConfig};
 
-/// Where a kernel's code is, in 32-bit mode without paging.
+/// Address of the guest code, which runs in 32-bit mode without paging.
 pub(crate) const CODE: u64 = 0x10_0020;
 
-/// A multiboot kernel of this code: its header, and the code behind it.
+/// Builds a multiboot kernel from guest code.
 fn kernel(code: &[u8]) -> Vec<u8> {
     let load = 0x10_0000u32;
     let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
@@ -36,14 +36,14 @@ fn kernel(code: &[u8]) -> Vec<u8> {
     header.chain(code.iter().copied()).collect()
 }
 
-/// A VM of two vCPUs with an Intel PMU that the clock counts for, whose guest halts for ever. `None`, and a
-/// word about it: there is no KVM here.
+/// Starts a VM of two vCPUs with an Intel PMU on the clock backing and a guest that halts forever.
+/// Prints a message and returns `None` without KVM.
 pub(crate) fn halted_vm() -> Option<RunningVm> {
-    // hlt; jmp back
+    // Guest code `hlt; jmp` to the start.
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
 }
 
-/// The same with a guest of this code, of what `change` makes of its configuration.
+/// Starts a VM with this guest code. `change` adjusts its configuration.
 pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
     let Ok(kvm) = host::open() else {
         eprintln!("SKIP: there is no KVM here");
@@ -89,7 +89,7 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
     Some(vm.start().unwrap())
 }
 
-/// What serves `vm`, once all of its vCPUs have joined the perf core.
+/// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
 pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
     let controlled = Controlled {
         name: "vm".into(),
@@ -106,7 +106,7 @@ pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
         flat: true,
         looks: AtomicU64::new(0),
     };
-    // A vCPU that answers has joined the perf core.
+    // A vCPU that replies has attached to perf-core.
     let look = controlled.ask_views();
     while !controlled.views(look).complete {
         std::thread::sleep(Duration::from_millis(1));
@@ -114,8 +114,8 @@ pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
     controlled
 }
 
-/// Symbols as a kernel has them in its memory: addresses, their number, names, markers, tokens and where
-/// each token is.
+/// Encodes symbols like a kernel's kallsyms: addresses, count, names, markers, tokens and token
+/// index.
 pub(crate) fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
     fn pad(out: &mut Vec<u8>) {
         out.resize(out.len().next_multiple_of(8), 0);

@@ -1,7 +1,8 @@
-//! The main loop's timers for the perf core: ticks, and turns where they are shorter than a tick.
+//! perf-core's timers in the main loop: ticks, and rotations of multiplexed events with an interval
+//! shorter than a tick.
 //!
-//! Under [`MuxPolicy::Rotate`] every tick is a turn. Under [`MuxPolicy::Adaptive`] the core says when the
-//! next turn is due, and a timer of its own rings then.
+//! Under [`MuxPolicy::Rotate`] every tick rotates events. Under [`MuxPolicy::Adaptive`] perf-core
+//! determines when the next rotation is due, and a separate timer fires then.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -16,19 +17,19 @@ use vmm_sys_util::timerfd::TimerFd;
 use crate::kvm::host::Kvm;
 use crate::kvm::turn_cost;
 
-/// What `--mux` chooses.
+/// Argument of `--mux`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MuxChoice {
-    /// The adaptive policy, with turns as long as what they cost here demands.
+    /// The adaptive policy with an interval derived from the measured cost of a rotation.
     #[default]
     Auto,
-    /// A policy as it is.
+    /// A specific policy.
     Fixed(MuxPolicy),
 }
 
 impl MuxChoice {
-    /// How events take turns on this host, and how long the first turns of the adaptive policy are if that
-    /// was measured. Where there are no counters nothing is measured.
+    /// Returns the policy for this host, and the initial interval of the adaptive policy if it was
+    /// measured. Without hardware counters nothing is measured.
     pub fn settle(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
@@ -50,7 +51,7 @@ impl MuxChoice {
     }
 }
 
-/// What is no choice of `--mux`.
+/// Error of parsing [`MuxChoice`].
 #[derive(Debug, thiserror::Error)]
 #[error("must be auto, adaptive or rotate")]
 pub struct UnknownChoice;
@@ -66,36 +67,35 @@ impl FromStr for MuxChoice {
     }
 }
 
-/// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs
-/// do not ring more often than a few.
+/// Minimum time between two expirations of the rotation timer. vCPUs whose rotations are due within
+/// it rotate together, so that the timer does not fire more often with many vCPUs.
 const LEAST: Duration = Duration::from_micros(150);
 
-/// Time between ticks while events take turns, or sample by a frequency that their period follows.
+/// Tick interval while events are multiplexed or sampled by frequency.
 const TICK: Duration = Duration::from_millis(4);
-/// Time between ticks while events sample at a fixed period, of which one may come to be throttled. Each is
-/// a wake-up of the main thread, which a VM that shares its processor with many others pays for as often, and
-/// has the less of the processor.
+/// Tick interval while events are sampled with a fixed period only, which may need unthrottling.
+/// Each tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
 const WATCH: Duration = Duration::from_millis(32);
-/// Time between looks whether ticks are needed, while they are not.
+/// Interval of checking whether ticks are needed.
 const IDLE_TICK: Duration = Duration::from_millis(100);
-/// Ticks that still come every [`TICK`] after the last that was needed: who is throttled once is throttled
-/// again, and is to wait for a tick then.
+/// Number of further ticks at [`TICK`] intervals after the last necessary one. An event that was
+/// throttled once is likely to be throttled again and then waits for a tick.
 const LINGER: u32 = 250;
 
-/// Rings every 4 ms while the core needs it, else rarely.
+/// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.
 #[derive(Debug)]
 pub struct Ticks {
     timer: TimerFd,
     pace: Duration,
-    /// How many more come at [`TICK`] although none is needed.
+    /// Number of remaining ticks at [`TICK`] intervals without need.
     linger: u32,
 }
 
 impl Ticks {
-    /// A timer that rings.
+    /// Creates an armed timer.
     ///
     /// # Errors
-    /// timerfd_create or timerfd_settime failed.
+    /// Returns the error of timerfd_create or timerfd_settime.
     pub fn new() -> io::Result<Self> {
         let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
         let mut timer = TimerFd::new().map_err(os)?;
@@ -107,11 +107,11 @@ impl Ticks {
         })
     }
 
-    /// It rang: the core's tick, after which it may ring less often. Where this thread is late the
-    /// timer has expired several times.
+    /// Handles an expiration: runs perf-core's tick and adjusts the interval. If this thread is
+    /// late, the timer has expired several times.
     pub fn rang(&mut self, core: &Core) {
         let expirations = self.timer.wait().unwrap_or(1);
-        // A tick itself may leave nothing to do: it lifts throttles.
+        // A tick may remove the need for ticks by unthrottling events.
         let before = core.tick_need();
         core.tick_after(expirations);
         let need = core.tick_need();
@@ -123,9 +123,9 @@ impl Ticks {
         self.keep(self.pace_for(need));
     }
 
-    /// After whatever may have opened or enabled events: if ticks are needed now, the next one does not wait
-    /// for the rare look. It never slows down, or who opens and closes all the time would keep ticks
-    /// away.
+    /// Shortens the interval if ticks are needed now. Call this after events may have been opened
+    /// or enabled. Never lengthens the interval; otherwise a client that opens and closes events
+    /// continuously could suppress ticks.
     pub fn hurry(&mut self, core: &Core) {
         if self.pace > TICK {
             self.keep(self.pace_for(core.tick_need()).min(self.pace));
@@ -157,7 +157,7 @@ impl AsRawFd for Ticks {
     }
 }
 
-/// Rings when the next turn of events that share counters is due.
+/// A timer that fires when the next rotation of multiplexed events is due.
 #[derive(Debug)]
 pub struct Turns {
     policy: MuxPolicy,
@@ -166,10 +166,10 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// A timer that does not ring yet.
+    /// Creates a disarmed timer.
     ///
     /// # Errors
-    /// timerfd_create failed.
+    /// Returns the error of timerfd_create.
     pub fn new(policy: MuxPolicy) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
         Ok(Self {
@@ -179,8 +179,8 @@ impl Turns {
         })
     }
 
-    /// Sets the timer, if events share counters and it is not set: after each tick, because who shares
-    /// changes.
+    /// Arms the timer if events are multiplexed and it is not armed. Call this after each tick,
+    /// because the set of multiplexed events changes.
     pub fn follow(&mut self, core: &Core) {
         if self.policy == MuxPolicy::Rotate || self.armed {
             return;
@@ -193,7 +193,8 @@ impl Turns {
         }
     }
 
-    /// It rang: whose turn is over leaves, and the timer is set anew while events share counters.
+    /// Handles an expiration: rotates the events that are due and re-arms the timer while events
+    /// are multiplexed.
     pub fn rang(&mut self, core: &Core) {
         let _ = self.timer.wait();
         self.armed = false;
@@ -222,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// Registers of a vCPU that has none.
+    /// Register source of a vCPU without registers.
     struct Nowhere;
 
     impl SampleRegs for Nowhere {
@@ -241,7 +242,7 @@ mod tests {
         _kept: (Session, Arc<VcpuContext>),
     }
 
-    /// A core with four events for two slots.
+    /// A perf core with four events for two slots.
     fn contended(mux: MuxPolicy) -> Rig {
         let core = Core::new(CoreConfig {
             mux,
@@ -273,7 +274,7 @@ mod tests {
         handles.iter().filter(ran).count()
     }
 
-    /// No tick comes in this test: turns happen because the timer rings.
+    /// The test runs no ticks, so only the rotation timer can rotate events.
     #[test]
     fn adaptive_turns_come_by_their_own_timer() {
         let Rig { core, handles, _kept } = contended(MuxPolicy::Adaptive);
@@ -288,7 +289,8 @@ mod tests {
         }
     }
 
-    /// Events that come while nothing needed ticks take turns at once, not after the rare look of 100 ms.
+    /// Events opened while no ticks were needed are rotated at once, not after the idle interval of
+    /// 100 ms.
     #[test]
     fn ticks_hurry_when_events_begin_to_share() {
         let mut rig = contended(MuxPolicy::Rotate);
@@ -306,8 +308,8 @@ mod tests {
         assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
     }
 
-    /// A recording at a fixed period needs a look now and then. Once it was throttled, each tick is to lift
-    /// that for a while.
+    /// Sampling with a fixed period needs infrequent ticks. After a throttle, ticks are frequent
+    /// for a while.
     #[test]
     fn ticks_are_rare_beside_a_recording_until_it_is_throttled() {
         let pmu = Arc::new(SimPmu::with_slots(2));
@@ -345,14 +347,13 @@ mod tests {
         assert_eq!(ticks.pace, IDLE_TICK);
     }
 
-    /// The main loop was late for several ticks: what overflowed in them is the rate of all of
-    /// them, not of one, which would make the period that follows a frequency several times as
-    /// long.
+    /// After several missed ticks, the overflows count towards the elapsed time and not towards a
+    /// single tick. Otherwise the period of a frequency event would become several times too long.
     #[test]
     fn late_ticks_count_for_the_time_that_has_passed() {
         let pmu = Arc::new(SimPmu::with_slots(1));
         let core = Core::new(CoreConfig {
-            // Stands still, so that only ticks adjust the period.
+            // The clock stands still, so only ticks adjust the period.
             clock: Arc::new(ManualClock::default()),
             ..CoreConfig::default()
         });
@@ -361,7 +362,7 @@ mod tests {
         let session = core.session(0, Role::Admin);
         let attr = Attr {
             freq: true,
-            // One overflow a tick.
+            // One overflow per tick.
             ..Attr::sampling(EventType::SIM, 1, 250)
         };
         let target = OpenTarget::Vcpu(VcpuId(0));
@@ -378,7 +379,8 @@ mod tests {
             times
         };
         let mut ticks = Ticks::new().unwrap();
-        // The first period is 1. The next one is an eighth of the way to what overflowed in a tick.
+        // The first period is 1. Each adjustment moves it by an eighth of the distance to the
+        // number of overflows per tick.
         assert_eq!(overflows_in(8_000), 8_000);
         std::thread::sleep(5 * TICK);
         ticks.rang(&core);

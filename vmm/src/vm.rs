@@ -1,4 +1,4 @@
-//! A virtual machine: made from a configuration, run until it ends.
+//! A virtual machine: created from a configuration and run until it ends.
 
 mod begun;
 mod config;
@@ -51,11 +51,11 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Builds the machine and loads the guest. `devices` become its virtio devices; `probe` says what the
-    /// host's perf events can do; `console` takes the serial port's output.
+    /// Builds the machine and loads the guest. `devices` become its virtio devices, `probe`
+    /// describes the host's perf events, and `console` receives the serial port's output.
     ///
     /// # Errors
-    /// [`VmError`], one line that names what is wrong and what to do.
+    /// Returns a [`VmError`] with the problem and the remedy in one line.
     pub fn new(
         kvm: &Kvm,
         config: &VmConfig,
@@ -66,10 +66,11 @@ impl Vm {
         Self::from_begun(Begun::now(), kvm, config, devices, probe, console)
     }
 
-    /// [`Vm::new`] of what was begun before. Its threads have ended when this returns.
+    /// [`Vm::new`] with KVM resources whose creation was started earlier. Joins the threads that
+    /// create them.
     ///
     /// # Errors
-    /// [`VmError`].
+    /// Returns a [`VmError`] with the problem and the remedy in one line.
     pub fn from_begun(
         begun: Begun,
         kvm: &Kvm,
@@ -86,7 +87,7 @@ impl Vm {
         let breakpoints = plan.breakpoints(&loaded)?;
         let uncounted = Arc::new(plan.uncounted(probe));
         plan.check_kernel(kvm, &uncounted, &loaded, &ram)?;
-        // That takes a while, so not for a guest that does not run here.
+        // Preallocation takes long, so it follows all checks of the guest.
         ram.fill()?;
 
         let fd = plan.take_vm(kvm, &mut begun)?;
@@ -138,7 +139,7 @@ impl Vm {
             slots,
             ram,
             again,
-            // Where breakpoints serve RDPMC, the kernel that is found later may need one more.
+            // If breakpoints emulate RDPMC, a kernel that is found later may need one more.
             free_breakpoints: match config.rdpmc {
                 RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints.len() + usize::from(gate)),
                 _ => BREAKPOINTS,
@@ -146,30 +147,30 @@ impl Vm {
         })
     }
 
-    /// What was loaded.
+    /// Returns the loaded guest.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
     }
 
-    /// The devices.
+    /// Returns the devices.
     pub fn bus(&self) -> &Arc<Bus> {
         &self.bus
     }
 
-    /// Run state and end.
+    /// Returns the run state and end of the VM.
     pub fn control(&self) -> &Arc<RunControl> {
         &self.control
     }
 
-    /// Calls `f` right before the first guest instruction.
+    /// Sets a callback that runs just before the first guest instruction.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
     }
 
-    /// Starts the threads of the vCPUs that are there at the start.
+    /// Starts the threads of the vCPUs that are present at the start.
     ///
     /// # Errors
-    /// [`VmError::Vcpu`]; threads that were started are stopped again.
+    /// Returns [`VmError::Vcpu`] if a thread cannot be started. All others are stopped again.
     pub fn start(self) -> Result<RunningVm, VmError> {
         let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
         let restarter = self.again.map(|again| Restarter {
@@ -214,57 +215,58 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
-    /// Run state and end.
+    /// Returns the run state and end of the VM.
     pub fn control(&self) -> &Arc<RunControl> {
         &self.control
     }
 
-    /// The devices.
+    /// Returns the devices.
     pub fn bus(&self) -> &Arc<Bus> {
         &self.bus
     }
 
-    /// What counts it: for operators, and for the guest if it has a PMU.
+    /// Returns the perf-core side of the VM, for operators and for the guest's PMU.
     pub fn pmu(&self) -> &Arc<VmPmu> {
         &self.pmu
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// What was loaded at the start.
+    /// Returns the guest that was loaded at the start.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
     }
 
-    /// The symbols of the kernel that was loaded last.
+    /// Returns the symbols of the kernel that was loaded last.
     pub fn symbols(&self) -> &Arc<ArcSwap<PackedSymbols>> {
         &self.symbols
     }
 
-    /// What starts the VM again when its guest resets it; once, and only if that is configured.
+    /// Returns the restarter that handles guest resets. Returns `None` if restarts are not
+    /// configured or the restarter was already taken.
     pub fn take_restarter(&mut self) -> Option<Restarter> {
         self.restarter.take()
     }
 
-    /// How many hardware breakpoints RDPMC leaves free.
+    /// Returns the number of hardware breakpoints that RDPMC emulation leaves free.
     pub fn free_breakpoints(&self) -> usize {
         self.free_breakpoints
     }
 
-    /// The vCPUs.
+    /// Returns the vCPU registry.
     pub fn roster(&self) -> &Arc<Roster> {
         &self.roster
     }
 
-    /// Makes every vCPU look at its run state.
+    /// Returns the kicker that makes every vCPU check its run state.
     pub fn kicker(&self) -> &Kicker {
         self.roster.kicker()
     }
 
-    /// Stops the vCPUs, unless they have ended, and waits for their threads.
+    /// Stops the vCPUs if they still run, and joins their threads.
     pub fn stop_and_join(&mut self) {
         if self.kicker().is_empty() {
             return;
@@ -273,7 +275,7 @@ impl RunningVm {
             self.control.stop(StopReason::Operator);
         }
         self.kicker().join();
-        // Nobody uses the devices any more: their threads finish what was begun, and end.
+        // No vCPU uses the devices any more. Their threads finish pending requests and exit.
         if let Some(pci) = self.bus.pci() {
             pci.reset();
         }

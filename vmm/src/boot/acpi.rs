@@ -1,5 +1,5 @@
-//! ACPI tables: who the processors are, where the interrupt controllers and the power-off and reset
-//! registers lie. ACPI specification 6.5, chapter 5.
+//! Builds the ACPI tables, which describe the processors, the interrupt controllers and the
+//! power-off and reset registers (ACPI specification 6.5, chapter 5).
 
 use acpi_tables::aml::{
     AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Name, Package, ResourceTemplate,
@@ -24,35 +24,36 @@ const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";
 const OEM_REVISION: u32 = 1;
 
-/// Interrupt line of ACPI events: the power button, which is a fixed feature (no flag in the FADT says
-/// that it is not).
+/// System control interrupt (SCI), raised for ACPI events such as the power button. The power
+/// button is a fixed-hardware feature.
 pub const SCI_IRQ: u8 = 9;
-/// I/O APIC identifier, after the last possible local APIC identifier.
+/// I/O APIC ID, after the last possible local APIC ID.
 pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
 const MADT_PCAT_COMPAT: u32 = 1;
-/// MADT revisions: that of the tables of a machine whose processors are all there, and the first whose local
-/// APICs may be marked as online capable (5.2.12.2), of those that come later.
+/// MADT revision without hot-pluggable processors, and the first revision whose local APICs can be
+/// marked as online capable (5.2.12.2).
 const MADT_REVISION: u8 = 4;
 const MADT_REVISION_ONLINE_CAPABLE: u8 = 5;
-/// MADT interrupt source override: polarity and trigger flags (table 5.26).
+/// Polarity and trigger flags of a MADT interrupt source override (table 5.26).
 const ACTIVE_HIGH: u16 = 1;
 const LEVEL: u16 = 3 << 2;
 
-/// FADT IA-PC boot flags (table 5.11): legacy devices are there, VGA is not. Bit 1 clear: no 8042
-/// (its probing would cost thousands of exits). Bit 5 clear: the CMOS clock is there.
+/// FADT IA-PC boot flags (table 5.11): legacy devices are present, VGA is not. Bit 1 is clear:
+/// there is no 8042, because probing one costs thousands of exits. Bit 5 is clear: the CMOS clock
+/// is present.
 const BOOT_LEGACY_DEVICES: u16 = 1 << 0;
 const BOOT_NO_VGA: u16 = 1 << 2;
 
-/// The tables as (guest-physical address, bytes). The root pointer is the first and lies at
-/// [`layout::RSDP`]. `pci`: the machine has a PCI bus.
+/// Returns the tables as pairs of guest-physical address and bytes. The RSDP is the first and lies
+/// at [`layout::RSDP`]. `pci` adds a PCI bus.
 pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
     let mut at = layout::ACPI_TABLES;
     let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
     let mut place = |bytes: Vec<u8>| {
         let address = at;
-        // 64-byte alignment: the FACS needs it, the others profit.
+        // The FACS requires 64-byte alignment.
         at = (at + bytes.len() as u64).next_multiple_of(64);
         placed.push((address, bytes));
         address
@@ -69,8 +70,7 @@ pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
     placed
 }
 
-/// The differentiated description: how to power off, the serial port, and the processors where they come and
-/// go.
+/// Builds the DSDT: the power-off sleep state, the serial port, and hot-pluggable processors.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
 fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
     let s5 = Name::new(
@@ -97,8 +97,8 @@ fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
     sdt.as_slice().to_vec()
 }
 
-/// The PCI bus (PNP0A03): its number, its configuration ports and the memory that its functions may decode.
-/// There is no routing of interrupt pins: no function has one.
+/// Builds the PCI bus (PNP0A03): its number, its configuration ports and the MMIO window of its
+/// functions. There is no routing of interrupt pins, because no function has one.
 fn pci_bus() -> Vec<u8> {
     let hid = Name::new("_HID".into(), &EISAName::new("PNP0A03"));
     let uid = Name::new("_UID".into(), &ZERO);
@@ -113,7 +113,7 @@ fn pci_bus() -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&pci0]))
 }
 
-/// The fixed description: no SMI command port, so ACPI mode is always on.
+/// Builds the FADT. Without an SMI command port, ACPI mode is always on.
 #[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     let io = |port: u16, bits: u8, size| GAS::new(GasSpace::SystemIo, bits, 0, size, u64::from(port));
@@ -142,7 +142,7 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
         8 * ports::PM1A_CONTROL_LEN,
         AccessSize::WordAccess,
     );
-    // Latencies above these limits say that there are no C2 and C3 states (5.2.9).
+    // Latencies above these limits mean that C2 and C3 are not supported (5.2.9).
     fadt.p_lvl2_lat = 101.into();
     fadt.p_lvl3_lat = 1001.into();
     fadt.century = ports::CMOS_CENTURY;
@@ -152,7 +152,7 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     bytes_of(&fadt.finalize())
 }
 
-/// Processors and interrupt controllers.
+/// Builds the MADT: processors and interrupt controllers.
 fn madt(cpus: VcpuNumbers) -> Vec<u8> {
     let revision = if cpus.can_change() {
         MADT_REVISION_ONLINE_CAPABLE
@@ -171,15 +171,15 @@ fn madt(cpus: VcpuNumbers) -> Vec<u8> {
         madt.append_slice(&bytes_of(&ProcessorLocalApic::new(id, id, status)));
     }
     madt.append_slice(&bytes_of(&IoApic::new(IO_APIC_ID, layout::IO_APIC, 0)));
-    // None for IRQ 0: KVM's default routing leads its timer's interrupt to I/O APIC input 0, where ACPI has
-    // it unless it is told otherwise.
+    // IRQ 0 needs no override: KVM's default routing connects the timer interrupt to I/O APIC input
+    // 0, which is the ACPI default.
     madt.append_slice(&source_override(SCI_IRQ, u32::from(SCI_IRQ), LEVEL | ACTIVE_HIGH));
     // LINT1 of every local APIC is the NMI (type 4; processor 0xFF is all).
     madt.append_slice(&[4, 6, 0xFF, 0, 0, 1]);
     madt.as_slice().to_vec()
 }
 
-/// An interrupt source override (5.2.12.5): ISA `irq` is global interrupt `gsi`.
+/// Builds an interrupt source override (5.2.12.5) that maps ISA `irq` to global interrupt `gsi`.
 fn source_override(irq: u8, gsi: u32, flags: u16) -> [u8; 10] {
     let g = gsi.to_le_bytes();
     let f = flags.to_le_bytes();
@@ -194,7 +194,7 @@ mod tests {
         bytes.iter().fold(0, |a, b| a.wrapping_add(*b))
     }
 
-    /// KVM's timer raises I/O APIC input 0, which is where Linux looks for it without an override.
+    /// KVM's timer raises I/O APIC input 0, the input that Linux uses without an override.
     #[test]
     fn the_timers_interrupt_is_where_kvm_leads_it() {
         let madt = madt("1".parse().unwrap());
@@ -243,7 +243,7 @@ mod tests {
                         at += usize::from(table[at + 1]);
                     }
                     assert_eq!(at, table.len());
-                    // Enabled, or online capable.
+                    // MADT flags: enabled (1), or online capable (2).
                     let flags = |id| if id < numbers.present() { 1 } else { 2 };
                     let expected: Vec<_> = (0..numbers.max()).map(|id| (id, flags(id))).collect();
                     assert_eq!(lapics, expected);
@@ -253,8 +253,8 @@ mod tests {
                     let dsdt = find(u64::from(u32::from_le_bytes(table[40..44].try_into().unwrap())));
                     assert_eq!(&dsdt[..4], b"DSDT");
                     assert_eq!(sum(dsdt), 0);
-                    // A device for each processor, an ejection for each but the first; nothing where none can
-                    // come.
+                    // Every processor has a device and every one but the first an _EJ0 method.
+                    // Without hot-plug there are neither.
                     let count = |what: &[u8]| dsdt.windows(what.len()).filter(|w| *w == what).count();
                     let devices = if numbers.can_change() {
                         usize::from(numbers.max())

@@ -1,4 +1,4 @@
-//! Bytes of what the crate acpi_tables describes.
+//! Serialises AML objects of the crate acpi_tables.
 
 use acpi_tables::{Aml, AmlSink};
 
@@ -14,7 +14,7 @@ impl AmlSink for Bytes {
     }
 }
 
-/// What the guest reads of `table`, or of a part of one.
+/// Returns the AML encoding of `table`, or of a part of one.
 pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
     let mut sink = Bytes(Vec::new());
     table.to_aml_bytes(&mut sink);

@@ -1,187 +1,188 @@
-//! What can be wrong with the files, the sizes and the host a guest is started with.
+//! Errors of loading a guest: invalid files and sizes, and unsuitable hosts.
 
 use std::path::PathBuf;
 
 use crate::kvm::call::CallError;
 use thiserror::Error;
 
-/// Why a guest cannot be loaded. Each message is one line: what, the limit, the remedy.
+/// Error of loading a guest. Each message is one line that names the problem, the limit and the
+/// remedy.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BootError {
-    /// The file is no kernel, or is damaged.
+    /// The file is not a kernel, or is damaged.
     #[error(transparent)]
     Image(#[from] kernel_images::ImageError),
-    /// An RDPMC of the kernel was not replaced.
+    /// Replacing an RDPMC instruction of the kernel failed.
     #[error(transparent)]
     Rdpmc(#[from] crate::rdpmc::PatchError),
-    /// A file cannot be opened.
+    /// Opening a file failed.
     #[error("cannot open {what} {}", path.display())]
     Open {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What open(2) said.
+        /// Error of open(2).
         source: std::io::Error,
     },
-    /// A file cannot be read.
+    /// Reading a file failed.
     #[error("cannot read {what} {}", path.display())]
     Read {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What read(2) said.
+        /// Error of read(2).
         source: std::io::Error,
     },
-    /// A directory, device, pipe or socket where a file is needed.
+    /// The path names a directory, device, pipe or socket instead of a regular file.
     #[error("{what} {} is {kind}, not a regular file", path.display())]
     NotAFile {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// The path.
+        /// Path of the file.
         path: PathBuf,
-        /// What it is instead.
+        /// Type of the file.
         kind: &'static str,
     },
-    /// A file of no bytes.
+    /// The file is empty.
     #[error("{what} {} is empty", path.display())]
     Empty {
-        /// `kernel` or `initrd`.
+        /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A kernel file larger than any kernel.
+    /// The kernel file exceeds the size limit.
     #[error("kernel {} has {size_bytes} bytes, more than the limit of {limit_bytes}", path.display())]
     KernelFileTooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its size.
+        /// Size of the file in bytes.
         size_bytes: u64,
-        /// The limit.
+        /// Maximum size in bytes.
         limit_bytes: u64,
     },
-    /// A multiboot header asks for something we do not offer.
+    /// A multiboot header requires an unsupported feature.
     #[error("multiboot kernel {name} requires features we do not offer (header flags {flags:#x})")]
     MultibootFlags {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
-        /// Its header flags.
+        /// Flags of the multiboot header.
         flags: u32,
     },
-    /// A segment reaches outside guest RAM.
+    /// A segment extends beyond guest RAM.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x} but usable guest RAM ends at {limit_end:#x}; use a larger --memory"
     )]
     SegmentOutsideRam {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
         /// Program header index.
         index: usize,
-        /// Guest-physical start.
+        /// First guest-physical address of the segment.
         start: u64,
-        /// Guest-physical end.
+        /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// Where RAM ends.
+        /// End of usable guest RAM.
         limit_end: u64,
     },
-    /// A segment lies where the machine has something else, whatever the size of its memory.
+    /// A segment overlaps a reserved range, independent of the memory size.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which {kind} cannot have; link it to load {room}"
     )]
     SegmentReserved {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
         /// Program header index.
         index: usize,
-        /// Guest-physical start.
+        /// First guest-physical address of the segment.
         start: u64,
-        /// Guest-physical end.
+        /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// What it is.
+        /// Kind of kernel, with its article.
         kind: &'static str,
-        /// Where it may load.
+        /// Description of the ranges where the kernel may load.
         room: String,
     },
-    /// A kernel fills the memory below 1 MiB.
+    /// The kernel leaves too little free memory below 1 MiB.
     #[error(
         "kernel {name} leaves no two free pages below 0x9fc00 for what it is handed; link it to load at 0x100000 or above"
     )]
     LowMemoryFull {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
     },
-    /// The entry point is not in the kernel.
+    /// The entry point lies outside the kernel's segments.
     #[error("kernel {name}: its entry point {entry:#x} lies in no loaded segment")]
     EntryOutside {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
-        /// The entry point.
+        /// Address of the entry point.
         entry: u64,
     },
-    /// It cannot be entered as asked.
+    /// The kernel has no PVH entry point.
     #[error(
         "kernel {name} has no PVH entry point (an ELF note by the name Xen, of type 18); use --boot-protocol auto"
     )]
     NoPvhEntry {
-        /// The file.
+        /// Name of the kernel file.
         name: String,
     },
-    /// The initrd does not fit.
+    /// The initrd does not fit into the free memory.
     #[error(
         "initrd {} has {size_bytes} bytes but only {room_bytes} are free between the kernel (ends at {kernel_end:#x}) and {limit:#x}; use a larger --memory",
         path.display()
     )]
     InitrdTooLarge {
-        /// The file.
+        /// Path of the initrd.
         path: PathBuf,
-        /// Its size.
+        /// Size of the initrd in bytes.
         size_bytes: u64,
-        /// Room there is.
+        /// Free memory in bytes.
         room_bytes: u64,
-        /// First address after the kernel.
+        /// First guest-physical address after the kernel.
         kernel_end: u64,
-        /// First address the initrd may not reach.
+        /// Exclusive upper limit of initrd addresses.
         limit: u64,
     },
-    /// The command line is longer than the kernel takes.
+    /// The command line is longer than the kernel's limit.
     #[error(
         "the command line has {len_bytes} bytes but this kernel takes at most {limit_bytes}; shorten --cmdline"
     )]
     CmdlineTooLong {
-        /// Its length.
+        /// Length of the command line in bytes.
         len_bytes: usize,
-        /// The limit.
+        /// Maximum length in bytes.
         limit_bytes: usize,
     },
-    /// A byte the kernel could not be given.
+    /// The command line contains a byte that is not printable ASCII.
     #[error(
         "the command line has a byte {byte:#04x} at position {position}; only printable ASCII can be passed"
     )]
     CmdlineByte {
-        /// The byte.
+        /// The rejected byte.
         byte: u8,
-        /// Its position, from 0.
+        /// Position of the byte, from 0.
         position: usize,
     },
-    /// Writing what was checked to fit failed.
+    /// Writing to guest memory failed after the range was checked.
     #[error("cannot write {what} into guest memory at {address:#x}")]
     GuestMemory {
-        /// What was written.
+        /// Name of the object that was written.
         what: &'static str,
         /// Guest-physical address.
         address: u64,
-        /// What the memory said.
+        /// Error of the memory access.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// KVM refused a vCPU's initial state.
     #[error("KVM refused the boot processor's {what}")]
     VcpuState {
-        /// Which registers.
+        /// Name of the register set.
         what: &'static str,
-        /// What the ioctl said.
+        /// Error of the ioctl.
         source: CallError,
     },
     /// The host's KVM cannot run a Linux kernel.
@@ -189,13 +190,13 @@ pub enum BootError {
         "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"
     )]
     NeedsFullKvm {
-        /// The module.
+        /// Name of the KVM flavour.
         flavour: String,
     },
 }
 
 impl BootError {
-    /// Writing `what` at `address` failed.
+    /// Returns the error of writing `what` at `address`.
     pub(super) fn memory(
         what: &'static str,
         address: u64,

@@ -1,14 +1,16 @@
-//! The tables in which a Linux kernel keeps the processor's numbers for perf's generic events.
+//! Hides uncountable events in the tables in which a Linux kernel keeps the encodings of perf's
+//! generic events.
 //!
-//! perf asks the kernel for `instructions` or `L1-dcache-loads`; the kernel looks the numbers up in a table
-//! of the processor's vendor and generation, and answers ENOENT where it finds 0. CPUID can tell an Intel
-//! guest which of seven events are not there, an AMD guest none, and neither says a word on cache events. So
-//! what cannot be counted is taken out of the tables before the guest starts: its perf then says
-//! `<not supported>`, where it would show a 0 that nobody counted.
+//! perf asks the kernel for `instructions` or `L1-dcache-loads`. The kernel looks the encoding up
+//! in a table for the processor's vendor and generation, and returns ENOENT for an entry of 0.
+//! CPUID can mark seven events as unavailable to an Intel guest and none to an AMD guest, and says
+//! nothing about cache events. Events that cannot be counted are therefore removed from the tables
+//! before the guest starts, so that perf in the guest prints `<not supported>` instead of a
+//! misleading 0.
 //!
-//! The tables are found by what is in them, because a kernel's own symbols need not name its data, and only
-//! where every entry is one the kernel could have. A table that is not recognised is left alone. Linux,
-//! arch/x86/events/amd/core.c and arch/x86/events/intel/core.c.
+//! The tables are found by their contents, because the kernel's symbols need not include its data.
+//! A table is accepted only if every entry is a plausible encoding; any other is left unchanged.
+//! See Linux, arch/x86/events/amd/core.c and arch/x86/events/intel/core.c.
 
 use std::fmt;
 
@@ -19,29 +21,32 @@ use vpmu::Vendor;
 
 use kernel_images::elf::Segment;
 
-/// Generic hardware events (`PERF_COUNT_HW_*`), one entry each.
+/// Number of generic hardware events (`PERF_COUNT_HW_*`).
 const HARDWARE_EVENTS: usize = 10;
-/// Caches × operations × results (`PERF_COUNT_HW_CACHE_*`).
+/// Number of cache events: caches × operations × results (`PERF_COUNT_HW_CACHE_*`).
 const CACHE_EVENTS: usize = 7 * 3 * 2;
-/// An entry for what makes no sense, such as a write to the instruction cache: EINVAL.
+/// Entry of an invalid combination, such as a write to the instruction cache. The kernel returns
+/// EINVAL.
 const SENSELESS: u64 = u64::MAX;
-/// An entry for what the processor cannot count: ENOENT.
+/// Entry of an event that the processor cannot count. The kernel returns ENOENT.
 const ABSENT: u64 = 0;
-/// Bits an entry can have: AMD's event select reaches bit 35, Intel's selector ends with bit 31.
+/// Bits that an entry may have set: AMD's event select reaches bit 35, Intel's selector ends at bit
+/// 31.
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
-/// Entries of a cache table that are senseless for every processor: writes to the instruction cache, writes
-/// and prefetches of the instruction TLB and of the branch unit.
+/// Indices of cache table entries that are invalid on every processor: writes to the instruction
+/// cache, writes and prefetches of the instruction TLB and of the branch unit.
 const SENSELESS_AT: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
-/// The four senseless ones before the branch unit's reads.
+/// Index of the four invalid entries before the branch unit's reads.
 const ITLB_AT: usize = 26;
-/// Reads of the branch unit: branches.
+/// Index of the branch unit's reads, which count branches.
 const BRANCHES_AT: usize = 30;
-/// Linux's number for reference cycles in Intel's table, which is no event of a general-purpose counter.
+/// Linux's pseudo-encoding of reference cycles in Intel's table. No general-purpose counter has
+/// this event.
 const INTEL_REF_CYCLES: u64 = 0x300;
-/// Tables of one kind looked at; Linux 6.1 has two of AMD's and eleven of Intel's.
+/// Maximum number of tables per kind. Linux 6.1 has two AMD and eleven Intel tables.
 const MAX_TABLES: usize = 64;
 
-/// One of perf's generic events.
+/// A generic event of perf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TableEvent {
     /// `PERF_TYPE_HARDWARE` with this `config`.
@@ -50,7 +55,7 @@ pub enum TableEvent {
     Cache(u64),
 }
 
-/// perf's name of the event.
+/// Formats the event as perf names it.
 impl fmt::Display for TableEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const HARDWARE: [&str; HARDWARE_EVENTS] = [
@@ -83,14 +88,14 @@ impl fmt::Display for TableEvent {
     }
 }
 
-/// What a table has.
+/// Contents of an event table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Hardware,
     Cache,
 }
 
-/// A table found in a kernel.
+/// An event table found in a kernel image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventTable {
     vendor: Vendor,
@@ -103,24 +108,24 @@ pub struct EventTable {
 }
 
 impl EventTable {
-    /// Whose processors the table is for.
+    /// Returns the processor vendor of the table.
     pub fn vendor(&self) -> Vendor {
         self.vendor
     }
 
-    /// The events that have numbers, with their place and those numbers.
+    /// Returns the countable events with their indices and encodings.
     fn events(&self) -> impl Iterator<Item = (usize, TableEvent, u64)> {
         let numbered = self.entries.iter().copied().enumerate();
         let numbered = numbered.filter(|(_, config)| !matches!(*config, ABSENT | SENSELESS));
         numbered.map(|(at, config)| (at, self.event(at as u64), config))
     }
 
-    /// Guest-physical address of entry `at`.
+    /// Returns the guest-physical address of the entry with index `at`.
     fn entry(&self, at: usize) -> GuestAddress {
         GuestAddress(self.phys.wrapping_add(8 * at as u64))
     }
 
-    /// Guest-physical address behind it.
+    /// Returns the guest-physical end address, exclusive.
     fn end(&self) -> u64 {
         self.phys.saturating_add(8 * self.entries.len() as u64)
     }
@@ -133,22 +138,22 @@ impl EventTable {
     }
 }
 
-/// What came of taking events out of a table.
+/// Result of hiding events of one table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hidden {
     /// Link-time address of the table.
     pub virt: u64,
-    /// Events taken out.
+    /// Events removed from the table.
     pub hidden: Vec<TableEvent>,
-    /// Events left in.
+    /// Number of events that remain in the table.
     pub left: usize,
 }
 
-/// Finds the tables in an image's segments.
+/// Finds the event tables in the segments of an image.
 pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
     let mut tables = Vec::new();
     for segment in segments {
-        // Cycles and instructions stand first.
+        // Each table begins with the encodings of cycles and instructions.
         for (vendor, cycles) in [(Vendor::Amd, 0x76u64), (Vendor::Intel, 0x3C)] {
             let first: Vec<u8> = [cycles, 0xC0].into_iter().flat_map(u64::to_le_bytes).collect();
             for at in memmem::find_iter(segment.data, &first).take(MAX_TABLES) {
@@ -167,8 +172,9 @@ pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
     tables
 }
 
-/// Finds the tables in the memory of a kernel that runs: `bytes` are at `start`, a page's first address, and
-/// `physical` translates. A table that is not in one piece in physical memory is none.
+/// Finds the event tables in the memory of a running kernel. `bytes` begin at the page-aligned
+/// address `start`, and `physical` translates addresses. A table must be contiguous in physical
+/// memory.
 pub(crate) fn find_in_memory(
     start: u64,
     bytes: &[u8],
@@ -197,9 +203,9 @@ pub(crate) fn find_in_memory(
 fn hardware_table(segment: &Segment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
     let known = match vendor {
-        // Instructions, branches and mispredicted ones have had the same numbers since the K7.
+        // Instructions, branches and branch misses have had the same encodings since the K7.
         Vendor::Amd => entries[4] == 0xC2 && entries[5] == 0xC3,
-        // The architectural events, and what Linux calls reference cycles.
+        // The architectural events, and Linux's reference cycles.
         Vendor::Intel => entries[4] == 0xC4 && entries[5] == 0xC5 && entries[9] == INTEL_REF_CYCLES,
     };
     let sound = entries.iter().all(|config| config & !CONFIG_BITS == 0);
@@ -232,16 +238,17 @@ fn table(segment: &Segment<'_>, at: usize, vendor: Vendor, kind: Kind, entries: 
     }
 }
 
-/// Takes the events that `can_count` denies out of the tables of `vendor` in guest memory. A table that
-/// shares memory with another one, or is not in memory as the file has it, is not what it looks like: it is
-/// left alone, and the log says so.
+/// Removes the events that `can_count` rejects from the tables of `vendor` in guest memory.
+///
+/// A table that overlaps another one, or whose memory differs from the file, is left unchanged and
+/// reported in the log.
 pub fn hide(
     memory: &GuestMemoryMmap,
     tables: &[EventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(TableEvent, u64) -> bool,
 ) -> Vec<Hidden> {
-    // Before anything is changed.
+    // Compare all tables with the file before changing any.
     let known: Vec<bool> = tables
         .iter()
         .map(|table| is_known(memory, tables, table))
@@ -270,7 +277,7 @@ pub fn hide(
     done
 }
 
-/// Whether `table` has its memory for itself, and what it has in the file is there.
+/// Returns whether `table` overlaps no other table and its memory matches the file.
 fn is_known(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
     let shared = tables
         .iter()
@@ -367,7 +374,7 @@ mod tests {
         assert_eq!(tables.len(), 4, "{tables:?}");
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
-        // As on the clock: cycles only.
+        // The clock backing counts cycles only.
         let done = hide(ram.memory(), &tables, Vendor::Amd, |_, config| config == 0x76);
         let names: Vec<Vec<String>> = done
             .iter()
@@ -412,8 +419,8 @@ mod tests {
         assert_eq!(there, expected);
     }
 
-    /// In the memory of a kernel that runs a table is where the page tables say; one that lies in two pieces
-    /// is none.
+    /// The page tables locate the tables of a running kernel. A table that is not contiguous in
+    /// physical memory is ignored.
     #[test]
     fn tables_of_a_kernel_that_runs_are_where_its_pages_are() {
         const START: u64 = 0xFFFF_FFFF_8100_0000;
@@ -421,7 +428,7 @@ mod tests {
         let in_one_piece = |linear: u64| Some(linear - START + LOAD_AT);
         let found = find_in_memory(START, &data, in_one_piece);
         assert_eq!(found, find(&[segment(&data)]));
-        // The last entries of AMD's cache events and what follows lie in another page.
+        // The last entries of AMD's cache events and everything after them lie in another page.
         let apart = |linear: u64| {
             let offset = linear - START;
             Some(offset + if offset < 480 { LOAD_AT } else { 2 * LOAD_AT })
@@ -460,11 +467,10 @@ mod tests {
             .read_slice(&mut there, GuestAddress(LOAD_AT))
             .unwrap();
         let changed: Vec<_> = (0..data.len()).filter(|at| there[*at] != data[*at]).collect();
-        // The byte 03H of its entry, the last of the table.
+        // The byte 03H of the last entry of the table.
         assert_eq!(changed, [data.len() - 7]);
     }
 
-    /// A kernel that is not known is left alone.
     #[test]
     fn what_is_not_quite_a_table_is_none() {
         let mut other = hardware();
@@ -479,7 +485,7 @@ mod tests {
         let mut other = cache(0xC4);
         other[3] = 1 << 36;
         assert_eq!(find(&[segment(&bytes(&other))]), []);
-        // Not where a table of u64 can be, and cut off.
+        // Misaligned and truncated tables.
         let mut shifted = vec![0; 4];
         shifted.extend(bytes(&cache(0xC4)));
         assert_eq!(find(&[segment(&shifted)]), []);
@@ -488,8 +494,8 @@ mod tests {
         assert_eq!(find(&[segment(&whole[8..])]), []);
     }
 
-    /// What does not look in memory as in the file, or lies over another table, is no table; the others are
-    /// still seen to.
+    /// A table that differs from the file or overlaps another is skipped, and the other tables are
+    /// still processed.
     #[test]
     fn tables_that_are_not_what_they_look_like_are_left_alone() {
         let data = kernel();
@@ -502,9 +508,9 @@ mod tests {
                 .unwrap();
             there
         };
-        // Nothing was loaded.
+        // Guest memory is empty.
         assert_eq!(hide(ram.memory(), &tables, Vendor::Intel, |_, _| false), []);
-        // The kernel has another number in the last entry of AMD's cache events.
+        // The kernel has another encoding in the last entry of AMD's cache events.
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         let last = tables[2].entry(CACHE_EVENTS - 1);
         ram.memory().write_obj(0x1234u64, last).unwrap();
@@ -513,7 +519,7 @@ mod tests {
         assert_eq!(done.iter().map(|d| d.virt).collect::<Vec<_>>(), [tables[0].virt]);
         assert_eq!(there(&ram)[160..], before[160..], "that table as it was");
         assert_ne!(there(&ram)[..160], before[..160], "and the other changed");
-        // Two segments with the same memory, and two that share a part of it.
+        // Two segments with the same memory, and two that overlap partially.
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         for shift in [0, 8] {
             let mut other = segment(&data);

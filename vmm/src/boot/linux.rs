@@ -1,5 +1,5 @@
-//! The Linux 64-bit boot protocol: boot_params, command line, memory map, initrd, ACPI pointer.
-//! Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol".
+//! The Linux 64-bit boot protocol: boot_params, command line, memory map, initrd, ACPI pointer
+//! (Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol").
 
 use linux_loader::cmdline::Cmdline;
 use linux_loader::configurator::linux::LinuxBootConfigurator;
@@ -14,22 +14,24 @@ use super::layout;
 use crate::memory::GuestRam;
 use kernel_images::bzimage::{SETUP_HEADER_OFFSET, SetupHeader};
 
-/// Longest command line of an x86 Linux kernel that does not say (COMMAND_LINE_SIZE less the NUL).
+/// Maximum command line length of an x86 Linux kernel whose header has no limit (COMMAND_LINE_SIZE
+/// less the NUL).
 pub(crate) const DEFAULT_CMDLINE_BYTES: usize = 2047;
-/// Highest initrd address of a kernel that does not say.
+/// Highest initrd address of a kernel whose header has no limit.
 pub(crate) const DEFAULT_INITRD_MAX: u32 = 0x7FFF_FFFF;
-/// Size of the setup header as linux-loader's boot_params has it.
+/// Size of the setup header in linux-loader's boot_params.
 const HEADER_MAX_BYTES: usize = 0x26C - SETUP_HEADER_OFFSET;
 const BOOT_FLAG: u16 = 0xAA55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
-/// "Unassigned" loader type.
+/// Boot loader type "unassigned".
 const LOADER_UNDEFINED: u8 = 0xFF;
 /// loadflags bit 0: the kernel is loaded at or above 1 MiB.
 const LOADED_HIGH: u8 = 1;
-/// Version written for an ELF image, which has no setup header: 2.15.
+/// Boot protocol version for an ELF image, which has no setup header: 2.15.
 const PROTOCOL_VERSION: u16 = 0x020F;
 
-/// Writes the zero page and the command line. `bzimage` is the file and its header, if it was one.
+/// Writes the zero page and the command line. `bzimage` is the file and its setup header if the
+/// kernel is a bzImage.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the layout is below 4 GiB and has fewer than 256 ranges"

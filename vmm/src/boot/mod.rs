@@ -1,9 +1,9 @@
-//! Loading a guest: from a kernel file to memory contents and the boot processor's registers.
+//! Loads a guest kernel into memory and determines the boot processor's initial registers.
 //!
-//! Four kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux` and a
-//! `bzImage` (whose payload is unpacked here) boot by the Linux 64-bit protocol, a multiboot v1 image by its
-//! own, another ELF image with a PVH entry point by PVH. Files are untrusted: [`BootError`] has one line for
-//! each thing that can be wrong.
+//! The format is detected by content, not by file name. An x86-64 ELF `vmlinux` and a `bzImage`
+//! (whose payload is decompressed here) boot by the Linux 64-bit protocol, a multiboot v1 image by
+//! multiboot, and any other ELF image with a PVH entry point by PVH. Files are untrusted;
+//! [`BootError`] has a variant for each kind of invalid file.
 
 mod acpi;
 mod aml;
@@ -41,18 +41,18 @@ use kernel_images::rdpmc::{CodeBits, PatchedSite, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{Damage, ImageError, bzimage, kallsyms};
 
-/// Largest kernel file read.
+/// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
 const PAGE: u64 = 4096;
 
-/// Where the kernel comes from.
+/// Source of the kernel image.
 #[derive(Clone, Debug)]
 pub enum KernelSource {
-    /// A file.
+    /// A kernel file.
     File(PathBuf),
-    /// An image that is part of the program.
+    /// An image embedded in the program.
     Builtin(&'static [u8]),
-    /// The same, compressed with gzip.
+    /// A gzip-compressed image embedded in the program.
     Packed(&'static [u8]),
 }
 
@@ -64,7 +64,7 @@ impl KernelSource {
         }
     }
 
-    /// The name that a program finds first in its command line.
+    /// Returns the program name that precedes the arguments in the command line.
     fn program_name(&self) -> Option<String> {
         match self {
             KernelSource::File(path) => Some(path.file_name()?.to_string_lossy().into_owned()),
@@ -73,18 +73,18 @@ impl KernelSource {
     }
 }
 
-/// By which protocol a kernel is entered.
+/// Boot protocol of a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// By multiboot where it has a header for that, by PVH where it has an entry for that and is not Linux,
-    /// else by Linux's.
+    /// Multiboot if the image has a multiboot header, PVH if it has a PVH entry point and is not
+    /// Linux, otherwise the Linux protocol.
     #[default]
     Auto,
-    /// By PVH, Linux too.
+    /// PVH, also for Linux.
     Pvh,
 }
 
-/// Not one of them.
+/// Error of parsing a [`BootProtocol`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto (what the kernel's file asks for) or pvh (its PVH entry point)")]
 pub struct NotAProtocol;
@@ -101,43 +101,44 @@ impl std::str::FromStr for BootProtocol {
     }
 }
 
-/// What to load.
+/// Parameters of loading a guest.
 #[derive(Clone, Debug)]
 pub struct BootRequest<'a> {
-    /// The kernel.
+    /// Source of the kernel image.
     pub kernel: &'a KernelSource,
-    /// How it is entered.
+    /// Requested boot protocol.
     pub protocol: BootProtocol,
-    /// The initrd (a multiboot kernel gets it as its module).
+    /// Path of the initrd. A multiboot kernel gets the file as its module.
     pub initrd: Option<&'a Path>,
-    /// The command line, printable ASCII.
+    /// Command line, printable ASCII.
     pub cmdline: &'a str,
-    /// vCPUs.
+    /// Numbers of present and possible vCPUs.
     pub cpus: VcpuNumbers,
-    /// There are PCI functions. Linux is told of a bus in any case: without one it complains.
+    /// `true` if the machine has PCI functions. Linux always gets a PCI bus, because it logs errors
+    /// without one.
     pub pci: bool,
-    /// Replace RDPMC by an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
+    /// `true` to replace each RDPMC by an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub patch_rdpmc: bool,
 }
 
-/// The kinds of kernel.
+/// Format of a kernel image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelKind {
     /// An uncompressed ELF Linux kernel.
     Vmlinux,
-    /// A bzImage.
+    /// A compressed Linux kernel in the bzImage format.
     BzImage {
-        /// How its payload was compressed.
+        /// Compression format of the payload.
         compression: &'static str,
     },
     /// A multiboot v1 image.
     Multiboot,
-    /// An ELF image that is not Linux, with a PVH entry point.
+    /// An ELF image with a PVH entry point that is not Linux.
     Pvh,
 }
 
 impl KernelKind {
-    /// Whether it is Linux.
+    /// Returns whether the kernel is Linux.
     pub fn is_linux(&self) -> bool {
         match self {
             KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
@@ -157,37 +158,38 @@ impl std::fmt::Display for KernelKind {
     }
 }
 
-/// A guest ready to start.
+/// A guest that is loaded and ready to start.
 #[derive(Clone, Debug)]
 pub struct Loaded {
-    /// What the kernel is.
+    /// Format of the kernel image.
     pub kind: KernelKind,
-    /// How it is entered.
+    /// Initial execution state of the boot processor.
     pub entry: Entry,
     /// Guest-physical range of the kernel's segments.
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
     pub initrd: Option<Range<u64>>,
-    /// Whether the guest is told of a PCI bus.
+    /// `true` if the guest's tables describe a PCI bus.
     pub pci: bool,
-    /// The executable text.
+    /// Executable text ranges.
     pub text: Vec<TextRange>,
-    /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
+    /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
-    /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
-    /// `patch_rdpmc` each of them is now an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
+    /// RDPMC instructions of the kernel, replaced or not. With `patch_rdpmc` each of them is an
+    /// exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub rdpmc_sites: Vec<PatchedSite>,
-    /// A Linux kernel's tables of perf's generic events, as they are in the file.
+    /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
 }
 
 impl Loaded {
-    /// Sets the boot processor's registers. Call after KVM_SET_CPUID2 and before the first KVM_RUN.
+    /// Sets the boot processor's registers. Call this after KVM_SET_CPUID2 and before the first
+    /// KVM_RUN.
     pub fn configure_bsp(&self, vcpu: &VcpuFd) -> Result<(), BootError> {
         regs::configure_bsp(&self.entry, vcpu)
     }
 
-    /// Guest-physical address of a text address.
+    /// Returns the guest-physical address of a text address.
     pub fn phys_of(&self, virt: u64) -> Option<u64> {
         self.text.iter().find_map(|t| {
             let offset = virt.checked_sub(t.virt)?;
@@ -259,7 +261,7 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
     .into())
 }
 
-/// A word about a file that is not a kernel.
+/// Describes the content of a file that is not a kernel.
 fn what_it_is(data: &[u8]) -> &'static str {
     match data {
         [0x1F, 0x8B, ..] => "it is a gzip file (unpack it first)",
@@ -277,17 +279,17 @@ fn what_it_is(data: &[u8]) -> &'static str {
     }
 }
 
-/// Whether there is a partition table (the signature of an MBR, which a GUID partition table has before it
-/// too) or an ext4 file system.
+/// Returns whether the data begins with an MBR signature (also present in front of a GPT) or an
+/// ext4 file system.
 fn is_disk(data: &[u8]) -> bool {
     let at = |offset: usize| data.get(offset..offset + 2);
     at(510) == Some(&[0x55, 0xAA]) || at(0x438) == Some(&[0x53, 0xEF])
 }
 
-/// Opens a file that must be regular, not empty. Returns its size.
+/// Opens a regular, non-empty file and returns its size.
 fn open_regular(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
     use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-    // O_NONBLOCK: opening a pipe must not wait for a writer before we can refuse it.
+    // O_NONBLOCK: opening a FIFO must not wait for a writer before its type is checked.
     let file = File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
@@ -353,7 +355,8 @@ fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
     Ok(data)
 }
 
-/// Printable ASCII and tabs only, and not longer than the kernel takes.
+/// Checks that the command line contains only printable ASCII and tabs and does not exceed the
+/// kernel's limit.
 fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     if let Some((position, byte)) = cmdline
         .bytes()
@@ -371,8 +374,7 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB, and with `low` also conventional
-/// memory.
+/// Copies segments into RAM between 1 MiB and 4 GiB, and with `low` also into conventional memory.
 fn load_segments(
     ram: &GuestRam,
     name: &str,
@@ -423,14 +425,14 @@ fn load_segments(
     Ok(first..last)
 }
 
-/// Reads the initrd straight into RAM, within `room`: as high as possible for Linux, as low as
-/// possible for multiboot kernels, which often map only their first megabytes.
+/// Reads the initrd into RAM within `room`: at the highest possible address for Linux, and at the
+/// lowest for multiboot kernels, which often map only their first megabytes.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Result<Range<u64>, BootError> {
     let (mut file, size_bytes) = open_regular("initrd", path)?;
     let first = room.start.next_multiple_of(PAGE);
     let room_bytes = room.end.saturating_sub(first);
-    // Rounding down needs up to a page.
+    // Rounding the start down needs up to one page.
     let start = if low {
         first
     } else {
@@ -455,7 +457,7 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
     Ok(start..start + size_bytes)
 }
 
-/// ACPI and MP tables, for both protocols.
+/// Writes the ACPI and MP tables.
 fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result<(), BootError> {
     let mut tables = acpi::tables(cpus, pci);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));
@@ -467,8 +469,8 @@ fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result
     Ok(())
 }
 
-/// The guest-physical entry point: as it is when it lies in a segment's physical range, translated
-/// when it lies in one's virtual range.
+/// Returns the guest-physical entry point. An address within the physical range of a segment is
+/// used unchanged; one within a virtual range is translated.
 fn entry_point(name: &str, entry: u64, segments: &[Segment<'_>]) -> Result<u64, BootError> {
     let inside = |base: u64, s: &Segment<'_>| entry.wrapping_sub(base) < s.mem_bytes;
     if segments.iter().any(|s| inside(s.phys, s)) {
@@ -494,7 +496,7 @@ fn text_ranges(code: &[Text<'_>]) -> Vec<TextRange> {
         .collect()
 }
 
-/// Finds RDPMC and, if asked, replaces it in guest memory.
+/// Finds RDPMC instructions and, if requested, replaces them in guest memory.
 fn trap_rdpmc(
     ram: &GuestRam,
     request: &BootRequest<'_>,
@@ -512,7 +514,7 @@ fn trap_rdpmc(
     Ok(sites)
 }
 
-/// Loads an ELF image that is entered by Linux's protocol or by PVH.
+/// Loads an ELF image for the Linux protocol or PVH.
 #[expect(clippy::cast_possible_truncation, reason = "the layout is below 1 MiB")]
 fn load_elf(
     ram: &GuestRam,
@@ -577,7 +579,7 @@ fn load_elf(
     };
     regs::write_tables(ram, &entry)?;
     let symbols = if image.symbols.is_empty() && linux {
-        // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
+        // A stripped image, such as the payload of a bzImage, still contains kallsyms.
         let loaded = image.segments.iter();
         loaded
             .filter_map(|segment| kallsyms::find(segment.data).ok())
@@ -611,7 +613,7 @@ fn load_elf(
     })
 }
 
-/// The PVH entry point of an image. The note names a guest-physical address.
+/// Returns the PVH entry point, a guest-physical address in an ELF note.
 fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     let Some(eip) = image.pvh_entry else {
         return Err(BootError::NoPvhEntry { name: name.into() });
@@ -626,8 +628,8 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     })
 }
 
-/// The code in a segment that the multiboot address fields describe: what the ELF headers of the same
-/// file say of the same bytes, else all of it.
+/// Returns the code in a segment that the multiboot address fields describe. Uses the ELF headers
+/// of the same file if they cover the segment, otherwise treats the whole segment as code.
 fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<Text<'a>> {
     let same_bytes = |code: &Text<'a>| {
         let at = code
@@ -670,7 +672,8 @@ fn load_multiboot(
     } else {
         None
     };
-    // The address fields win over the ELF headers (3.1.2); symbols are read either way.
+    // The address fields take precedence over the ELF headers (3.1.2). Symbols are read in both
+    // cases.
     let (segments, entry, code) = if header.has_addresses() {
         let (segment, entry) = multiboot::address_fields(name, data, header)?;
         let code = code_of_segment(&segment, elf.as_ref().and_then(|e| e.as_ref().ok()));

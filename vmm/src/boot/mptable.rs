@@ -1,29 +1,29 @@
-//! The MP configuration table, for kernels that do not read ACPI.
-//! Intel MultiProcessor Specification 1.4, chapter 4.
+//! The MP configuration table, for kernels without ACPI support (Intel MultiProcessor Specification
+//! 1.4, chapter 4).
 
 use super::acpi::IO_APIC_ID;
 use super::layout;
 use crate::numbers::VcpuNumbers;
 
-/// Local APIC version reported; KVM's is 0x14.
+/// Reported local APIC version, the same as KVM's (0x14).
 const APIC_VERSION: u8 = 0x14;
-/// I/O APIC version; KVM's is 0x11.
+/// Reported I/O APIC version, the same as KVM's (0x11).
 const IO_APIC_VERSION: u8 = 0x11;
-/// Entry types (table 4-2).
+/// Types of MP table entries (table 4-2).
 const PROCESSOR: u8 = 0;
 const BUS: u8 = 1;
 const IO_APIC: u8 = 2;
 const IO_INTERRUPT: u8 = 3;
 const LOCAL_INTERRUPT: u8 = 4;
-/// Interrupt types (table 4-10).
+/// Interrupt types of MP table entries (table 4-10).
 const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXTINT: u8 = 3;
-/// CPU signature and feature flags (FPU and APIC present); kernels read CPUID for more.
+/// CPU signature and feature flags (FPU and APIC present). Kernels read CPUID for details.
 const CPU_SIGNATURE: u32 = 0x600;
 const CPU_FEATURES: u32 = 0x201;
 
-/// The floating pointer and the table behind it, to be written at [`layout::MP_TABLE`].
+/// Returns the floating pointer followed by the table, to be written at [`layout::MP_TABLE`].
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the layout puts it below 4 GiB, and 255 processors take 5 KiB"
@@ -37,7 +37,7 @@ pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
         count += 1;
     };
     for id in 0..cpus.max() {
-        // Flags: bit 0 enabled, bit 1 the boot processor. One that may come later is not.
+        // Flags: bit 0 enabled, bit 1 the boot processor. A hot-pluggable processor is not enabled.
         let flags = match id {
             0 => 3,
             _ if id < cpus.present() => 1,
@@ -58,8 +58,8 @@ pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
         .concat(),
     );
     for irq in 0..16u8 {
-        // IRQ 2 is the cascade and has no input of its own. KVM's default routing leads each of the others,
-        // its timer's IRQ 0 too, to the input of its number.
+        // IRQ 2 is the cascade and has no input of its own. KVM's default routing connects every
+        // other IRQ, including the timer's IRQ 0, to the input of the same number.
         if irq != 2 {
             push(&[IO_INTERRUPT, INT, 0, 0, 0, irq, IO_APIC_ID, irq]);
         }

@@ -1,5 +1,5 @@
-//! Multiboot version 1, the boot protocol of bare-metal test kernels.
-//! Multiboot Specification 0.6.96, chapter 3.
+//! Multiboot version 1, the boot protocol of bare-metal test kernels (Multiboot Specification
+//! 0.6.96, chapter 3).
 
 use std::ops::Range;
 use vm_memory::{Bytes, GuestAddress};
@@ -13,19 +13,19 @@ use kernel_images::{Damage, ImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
-/// What EAX holds at the entry point (3.2).
+/// Value of EAX at the entry point (3.2).
 pub(crate) const ENTRY_MAGIC: u32 = 0x2BAD_B002;
-/// The header lies in the first 8 KiB.
+/// Size of the file area that contains the header: the first 8 KiB.
 const SEARCH_BYTES: usize = 8192;
-/// Header flag 0: modules are page aligned. Ours always are.
+/// Multiboot header flag 0: modules must be page aligned. Modules are always aligned here.
 const FLAG_ALIGN: u32 = 1 << 0;
-/// Header flag 1: memory information is needed. Ours is always there.
+/// Multiboot header flag 1: memory information is required. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
-/// Header flag 2: a video mode is wished for. Not offered, and kernels cope.
+/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue without one.
 const FLAG_VIDEO: u32 = 1 << 2;
-/// Header flag 16: the address fields are valid ("a.out kludge").
+/// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
-/// Header flags 0 to 15 that must be refused when unknown.
+/// Multiboot header flags 0 to 15, which must be refused if unknown.
 const REQUIRED: u32 = 0xFFFF;
 
 /// Info flags (3.3): mem_*, cmdline, mods_*, mmap_*, boot_loader_name.
@@ -36,30 +36,30 @@ const INFO_MMAP: u32 = 1 << 6;
 const INFO_LOADER_NAME: u32 = 1 << 9;
 const INFO_BYTES: u64 = 120;
 
-/// Longest command line passed to a multiboot kernel.
+/// Maximum command line length of a multiboot kernel, in bytes.
 pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
-/// Longest program name put before it.
+/// Maximum length of the program name in front of the command line, in bytes.
 const PROGRAM_NAME_MAX_BYTES: usize = 255;
-/// Longest module string.
+/// Maximum length of a module string, in bytes.
 const MODULE_STRING_MAX_BYTES: usize = 255;
-/// Where the parts after the information structure lie, from its start.
+/// Offsets of the parts after the information structure.
 const MODULE_LIST: u64 = 0x100;
 const MMAP: u64 = 0x200;
 const LOADER_NAME: u64 = 0x400;
 const MODULE_STRING: u64 = 0x500;
-/// The information structure and its parts, like the command line, need this much.
+/// Size of the information structure with its parts, and of the command line.
 const PLACE_BYTES: u64 = 0x1000;
 
-/// Where a kernel finds what it is handed.
+/// Guest-physical addresses of the boot information of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
-    /// The information structure and its parts.
+    /// Guest-physical address of the multiboot information structure.
     pub info: u64,
-    /// The command line.
+    /// Guest-physical address of the command line.
     pub cmdline: u64,
 }
 
-/// Finds room below 1 MiB for what is handed to a kernel, beside its segments.
+/// Finds memory below 1 MiB for the boot information that does not overlap the kernel's segments.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 pub(crate) fn places(name: &str, segments: &[Segment<'_>]) -> Result<Places, BootError> {
     let free = |preferred: u64, taken: Option<u64>| {
@@ -78,12 +78,12 @@ pub(crate) fn places(name: &str, segments: &[Segment<'_>]) -> Result<Places, Boo
     Ok(Places { info, cmdline })
 }
 
-/// The command line as loaders hand it over: the program's name first, which kernels skip.
+/// Returns the command line with the program name first, which kernels skip.
 pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
     };
-    // One word, of characters that can be passed.
+    // The name must be one word of printable characters.
     let mut line: String = program
         .chars()
         .map(|c| if c.is_ascii_graphic() { c } else { '_' })
@@ -96,31 +96,31 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     line
 }
 
-/// Whether a file is GRUB's core image: its first sector is the loader of the rest, known by its messages.
-/// What follows has a multiboot header, for other loaders on a PC to start it with.
+/// Returns whether a file is GRUB's core image, detected by the messages in its first sector. The
+/// rest of such a file has a multiboot header for other boot loaders.
 pub(crate) fn is_grub_core(data: &[u8]) -> bool {
     let sector = &data[..data.len().min(512)];
     let has = |text: &[u8]| memchr::memmem::find(sector, text).is_some();
     has(b"loading\0") && has(b"Geom\0") && has(b"Read\0") && has(b" Error\0")
 }
 
-/// The header found in a file.
+/// A multiboot header found in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// Its offset in the file.
+    /// Offset in the file.
     pub offset: usize,
-    /// Its flags.
+    /// Multiboot header flags.
     pub flags: u32,
 }
 
 impl Header {
-    /// Whether the address fields replace the ELF headers.
+    /// Returns whether the address fields replace the ELF headers.
     pub fn has_addresses(&self) -> bool {
         self.flags & FLAG_ADDRESSES != 0
     }
 }
 
-/// Finds the header: magic, flags and checksum that add up to zero, at a multiple of four.
+/// Finds the header: magic, flags and checksum with a sum of zero, aligned to four bytes.
 pub(crate) fn find_header(data: &[u8]) -> Option<Header> {
     let window = &data[..data.len().min(SEARCH_BYTES)];
     (0..window.len().saturating_sub(11))
@@ -134,7 +134,7 @@ pub(crate) fn find_header(data: &[u8]) -> Option<Header> {
         })
 }
 
-/// Refuses a header whose required features are not offered.
+/// Rejects a header that requires unsupported features.
 pub(crate) fn check_flags(name: &str, header: &Header) -> Result<(), BootError> {
     if header.flags & REQUIRED & !(FLAG_ALIGN | FLAG_MEMORY | FLAG_VIDEO) != 0 {
         return Err(BootError::MultibootFlags {
@@ -145,7 +145,7 @@ pub(crate) fn check_flags(name: &str, header: &Header) -> Result<(), BootError> 
     Ok(())
 }
 
-/// The one segment and the entry point the address fields describe (3.1.3).
+/// Returns the segment and the entry point that the address fields describe (3.1.3).
 pub(crate) fn address_fields<'a>(
     name: &str,
     data: &'a [u8],
@@ -202,7 +202,7 @@ pub(crate) fn address_fields<'a>(
     Ok((segment, entry))
 }
 
-/// Writes the information structure and what it points to.
+/// Writes the information structure and its parts.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "a multiboot guest is loaded below 4 GiB"
@@ -367,7 +367,7 @@ mod tests {
         }
     }
 
-    /// A kernel below 1 MiB is not overwritten by what it is handed.
+    /// Boot information does not overlap a kernel below 1 MiB.
     #[test]
     fn what_a_kernel_is_handed_lies_beside_it() {
         let usual = Places {
@@ -379,7 +379,7 @@ mod tests {
         assert_eq!((beside.info, beside.cmdline), (0x8_1000, 0x8_2000));
         let between = places("k", &[segment(0x2000, 0x4001), segment(0x2_0FFF, 1)]).unwrap();
         assert_eq!((between.info, between.cmdline), (0x1000, 0x7000));
-        // One page is not enough.
+        // One free page is not enough.
         let full = [segment(0x1000, 0x7000), segment(0x9000, EBDA_START - 0x9000)];
         assert!(matches!(places("k", &full), Err(BootError::LowMemoryFull { .. })));
     }

@@ -1,8 +1,8 @@
-//! The ACPI processor devices of a machine whose processors come and go, and what tells the guest of it.
+//! Builds the ACPI processor devices for CPU hot-plug and the event device that notifies the guest.
 //!
-//! A guest learns of a change from a generic event device (ACPI 6.5, 5.6.9): an interrupt of its own, whose
-//! method looks through all processors and notifies their devices. Registers and their meaning are in
-//! [`crate::devices::cpu_plug`].
+//! A generic event device (ACPI 6.5, 5.6.9) reports changes to the guest: the method of its
+//! interrupt scans all processors and notifies their devices. [`crate::devices::cpu_plug`]
+//! describes the registers.
 //!
 //! ```text
 //! Scope (\_SB)
@@ -11,7 +11,7 @@
 //!     STAT (n)                         _STA of processor n
 //!     EJCT (n)                         its _EJ0
 //!     OSTR (n, event, status)          its _OST
-//!     SCAN ()                          notifies those that have come or are asked for
+//!     SCAN ()                          notifies inserted processors and pending ejections
 //!     Device (Cxx)                     ACPI0007, a processor: _UID, _STA, _MAT, _OST; _EJ0 but for the first
 //!   Device (GED)                       ACPI0013: _CRS the interrupt, _EVT calls SCAN
 //! ```
@@ -30,18 +30,19 @@ use crate::numbers::VcpuNumbers;
 
 /// _STA: present, enabled, shown, working (6.3.7).
 const STA_PRESENT: u8 = 0xF;
-/// Values of Notify (5.6.6): check the device; give it up.
+/// Values of Notify (5.6.6): device check and ejection request.
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
-/// Wait as long as it takes (19.6.2).
+/// Timeout of Acquire that waits indefinitely (19.6.2).
 const FOREVER: u16 = 0xFFFF;
 
-/// Names are four characters: C and the number in hexadecimal, C000 to C03F.
+/// Returns the four-character name of a processor device: C and the number in hexadecimal, C000 to
+/// C03F.
 fn device_name(vcpu: u8) -> String {
     format!("C{vcpu:03X}")
 }
 
-/// What is in the root scope beside the other devices.
+/// Returns the processor container and the event device, for the root scope.
 pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     let mut container = registers();
     container.extend(methods(cpus));
@@ -54,7 +55,7 @@ pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&cpus, &event]))
 }
 
-/// Bytes that are AML already.
+/// AML that is already encoded.
 struct Raw(Vec<u8>);
 
 impl Aml for Raw {
@@ -69,7 +70,8 @@ fn all(parts: &[&dyn Aml]) -> Vec<u8> {
 
 fn registers() -> Vec<u8> {
     let field = |access, fields| {
-        // A write to one bit of the control register writes zeros, which do nothing, to the others.
+        // A write to one bit of the control register writes zeros to the others, which have no
+        // effect.
         Field::new(
             "CREG".into(),
             access,
@@ -141,7 +143,7 @@ fn methods(cpus: VcpuNumbers) -> Vec<u8> {
         vec![&acquire, &select, &event, &status, &release],
     );
 
-    // Notifying by number: a device's name cannot be computed.
+    // Compares numbers, because AML cannot compute a device name.
     let mut tell = Vec::new();
     for vcpu in 0..cpus.max() {
         let device = path(&device_name(vcpu));
@@ -177,7 +179,7 @@ fn processor(vcpu: u8) -> Vec<u8> {
     let stat = MethodCall::new("STAT".into(), vec![&vcpu]);
     let answer = Return::new(&stat);
     let sta = Method::new("_STA".into(), 0, true, vec![&answer]);
-    // What the MADT would say of it now that it is there.
+    // The MADT entry of a present processor.
     let entry = BufferData::new(bytes_of(&ProcessorLocalApic::new(
         vcpu,
         vcpu,
@@ -189,7 +191,7 @@ fn processor(vcpu: u8) -> Vec<u8> {
     let eject = MethodCall::new("EJCT".into(), vec![&vcpu]);
     let ej0 = Method::new("_EJ0".into(), 1, true, vec![&eject]);
     let mut parts: Vec<&dyn Aml> = vec![&hid, &uid, &sta, &mat, &ost];
-    // The boot processor stays.
+    // The boot processor cannot be ejected.
     if vcpu > 0 {
         parts.push(&ej0);
     }

@@ -1,6 +1,6 @@
-//! What a kernel finds that is entered by the PVH boot protocol: in EBX the address of `hvm_start_info`, and
-//! with it the command line, the memory map, the initrd and the ACPI root pointer (Xen, docs/misc/pvh.pandoc
-//! and public/arch-x86/hvm/start_info.h).
+//! The PVH boot protocol: EBX holds the address of `hvm_start_info`, which refers to the command
+//! line, the memory map, the initrd and the RSDP (Xen, docs/misc/pvh.pandoc and
+//! public/arch-x86/hvm/start_info.h).
 
 use std::ops::Range;
 
@@ -14,17 +14,17 @@ use super::error::BootError;
 use super::layout;
 use crate::memory::GuestRam;
 
-/// "xEn3", its highest bit set.
+/// Magic number of start_info: "xEn3" with its highest bit set.
 const MAGIC: u32 = 0x336E_C578;
-/// The version with a memory map.
+/// First version of start_info with a memory map.
 const VERSION: u32 = 1;
-/// Where the list of modules lies, from the start of the page.
+/// Offset of the module list in the page.
 const MODULES: u64 = 0x100;
-/// And the memory map.
+/// Offset of the memory map in the page.
 const MEMORY_MAP: u64 = 0x200;
 
-/// Writes the structure and what it points to. Its page is that of Linux's boot_params, which such a kernel
-/// does not get.
+/// Writes start_info and the structures that it refers to, in the page of Linux's boot_params,
+/// which PVH does not use.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of ranges")]
 pub(crate) fn write_start_info(
     ram: &GuestRam,

@@ -1,4 +1,4 @@
-//! The boot processor's registers at the kernel's entry point.
+//! Sets the boot processor's registers at the kernel's entry point.
 
 use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_regs, kvm_segment};
 use vm_memory::{Bytes, GuestAddress};
@@ -8,46 +8,46 @@ use super::layout;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::GuestRam;
 
-/// How the kernel is entered.
+/// Initial execution state of the boot processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// 64-bit mode, paging on, the first 4 GiB identity-mapped.
+    /// 64-bit mode with paging; the first 4 GiB are identity-mapped.
     Long64 {
-        /// Entry point, a guest-physical address below 4 GiB.
+        /// Guest-physical entry point below 4 GiB.
         rip: u64,
         /// Guest-physical address of boot_params.
         rsi: u64,
-        /// Guest-physical address of the first-level page table.
+        /// Guest-physical address of the top-level page table.
         cr3: u64,
     },
-    /// 32-bit protected mode, flat segments, paging off: multiboot and PVH.
+    /// 32-bit protected mode with flat segments and without paging, for multiboot and PVH.
     Protected32 {
-        /// Entry point.
+        /// Guest-physical entry point.
         eip: u32,
-        /// Multiboot's magic number; PVH asks for nothing.
+        /// Magic number of multiboot. PVH defines no value.
         eax: u32,
-        /// Guest-physical address of the multiboot information, or of PVH's start_info.
+        /// Guest-physical address of the multiboot information or of PVH's start_info.
         ebx: u32,
     },
 }
 
-/// CR0: protection enable, extension type, numeric error, paging.
+/// CR0 bits: protection enable, extension type, numeric error, paging.
 const CR0_PE: u64 = 1 << 0;
 const CR0_ET: u64 = 1 << 4;
 const CR0_NE: u64 = 1 << 5;
 const CR0_PG: u64 = 1 << 31;
-/// CR4: physical address extension.
+/// CR4 bit: physical address extension.
 const CR4_PAE: u64 = 1 << 5;
-/// EFER: long mode enable and active.
+/// EFER bits: long mode enable and active.
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
-/// RFLAGS bit 1 is always set; interrupts are off.
+/// RFLAGS bit 1 is always set. Interrupts are disabled.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 /// Page table bits: present, writable, large page.
 const PRESENT_WRITABLE: u64 = 0x3;
 const LARGE: u64 = 1 << 7;
 
-/// Descriptors: null, null, code, data, task. Linux's 64-bit entry names 0x10 and 0x18.
+/// Descriptors: null, null, code, data, task. Linux's 64-bit entry uses 0x10 and 0x18.
 const CODE_SELECTOR: u16 = 0x10;
 const DATA_SELECTOR: u16 = 0x18;
 const TASK_SELECTOR: u16 = 0x20;
@@ -113,7 +113,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootErro
     Ok(())
 }
 
-/// Sets general, segment, control and FPU registers of the boot processor. Its CPUID must be set before.
+/// Sets general, segment, control and FPU registers of the boot processor. Set its CPUID before.
 #[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
 pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
@@ -160,7 +160,7 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
     }
     vcpu.set_sregs(&sregs).map_err(refused("segment registers"))?;
     vcpu.set_regs(&regs).map_err(refused("general registers"))?;
-    // As after FNINIT and with every SIMD exception masked.
+    // State after FNINIT, with every SIMD exception masked.
     let fpu = kvm_fpu {
         fcw: 0x37F,
         mxcsr: 0x1F80,
@@ -172,11 +172,11 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
 /// LVT offsets in the local APIC page (SDM vol. 3, table 12-1).
 const LVT_LINT0: usize = 0x350;
 const LVT_LINT1: usize = 0x360;
-/// Delivery modes, bits 10:8.
+/// Delivery modes of a local vector table entry, bits 10:8.
 const MODE_NMI: u32 = 4 << 8;
 const MODE_EXTINT: u32 = 7 << 8;
 
-/// Wires LINT0 as the PIC's interrupt and LINT1 as NMI, as firmware leaves them. For every vCPU.
+/// Sets LINT0 of a vCPU to the PIC's interrupt and LINT1 to NMI, as firmware does.
 pub fn configure_local_apic(vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |source| BootError::VcpuState {
         what: "local APIC",

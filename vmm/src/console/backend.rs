@@ -1,4 +1,4 @@
-//! A console that is open where the user wants it.
+//! Opens consoles and connects them to devices.
 
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -17,31 +17,31 @@ use super::stream::{Backlog, Listener, StreamConsole};
 use super::terminal;
 use super::{ConsoleInput, ConsoleOutput, ConsoleTarget, GuestInput};
 
-/// Why there is no console.
+/// Error of opening a console.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
-    /// Its thread could not be started.
+    /// Starting the writer thread failed.
     #[error("starting the thread of a console failed")]
     Thread(#[source] io::Error),
-    /// The file cannot be appended to.
+    /// The file cannot be opened for appending.
     #[error(
         "file={path}: nothing can be appended to it; name a file in a directory that this user may write to"
     )]
     File {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// What the host said.
+        /// Error of the host.
         source: io::Error,
     },
-    /// Nobody can connect there.
+    /// Listening on the socket failed.
     #[error("socket={path}: cannot listen there{}", remedy(.source))]
     Socket {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// What the host said.
+        /// Error of the host.
         source: io::Error,
     },
-    /// The host has no pseudo-terminal.
+    /// Allocating a pseudo-terminal failed.
     #[error("pty: this host gives no pseudo-terminal; see /proc/sys/kernel/pty/max, or use socket=PATH")]
     Pty(#[source] io::Error),
 }
@@ -53,7 +53,8 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// A console: takes a device's output and, where it has any, gives the device its input.
+/// An open console. Receives a device's output and, if its target has input, passes input to the
+/// device.
 pub struct Console {
     place: String,
     kind: Kind,
@@ -67,10 +68,10 @@ enum Kind {
 }
 
 impl Console {
-    /// Opens it.
+    /// Opens a console.
     ///
     /// # Errors
-    /// [`ConsoleError`], one line with the remedy.
+    /// Returns a [`ConsoleError`] with a remedy in one line.
     pub fn open(target: &ConsoleTarget) -> Result<Self, ConsoleError> {
         let mut place = target.to_string();
         let kind = match target {
@@ -104,17 +105,18 @@ impl Console {
         Ok(Self { place, kind })
     }
 
-    /// Where it is, as the user may look for it: `pty=/dev/pts/3`, a path from the root.
+    /// Returns the location of the console, for example `pty=/dev/pts/3` or an absolute path.
     pub fn place(&self) -> &str {
         &self.place
     }
 
-    /// Whether it is the terminal that Perfvisor was started from.
+    /// Returns whether the console is the terminal that Perfvisor was started from.
     pub fn is_terminal(&self) -> bool {
         matches!(self.kind, Kind::Terminal(_))
     }
 
-    /// A writer for a device whose vCPU waits for standard output and files as long as that takes.
+    /// Returns a writer for a device. It blocks the vCPU while standard output or a file is slower
+    /// than the guest.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.writer(),
@@ -123,7 +125,7 @@ impl Console {
         }
     }
 
-    /// A writer for a device whose guest spins until its output is taken: see
+    /// Returns a writer for a device whose guest busy-waits for output. See
     /// [`ConsoleOutput::impatient_writer`].
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         match &self.kind {
@@ -132,13 +134,13 @@ impl Console {
         }
     }
 
-    /// The size of the window it is shown in, where there is one.
+    /// Returns the size of the console's terminal window, if it has one.
     pub fn window_size(&self) -> Option<WindowSize> {
         self.is_terminal().then(terminal::window_size).flatten()
     }
 
-    /// What the main loop has to serve so that `guest` gets input, and clients get output. `quit` is written
-    /// when the operator types Ctrl-A x on a terminal.
+    /// Returns the main-loop subscriber that passes input to `guest` and output to clients. Ctrl-A
+    /// x on a terminal writes to `quit`.
     pub fn subscriber(
         &self,
         guest: Arc<dyn GuestInput>,
@@ -154,15 +156,15 @@ impl Console {
         }
     }
 
-    /// Ends every wait of a vCPU for room, now and later. Call it first when the VM is to end.
+    /// Unblocks all writers and prevents further blocking. Call this first when the VM shuts down.
     pub fn stop(&self) {
         if let Kind::Terminal(output) | Kind::File(output) = &self.kind {
             output.stop();
         }
     }
 
-    /// Waits until everything is written, at most for `limit`. Returns the number of bytes that were lost to
-    /// somebody who was there to read them.
+    /// Waits up to `limit` until all output is written. Returns the number of bytes lost to a
+    /// connected reader.
     pub fn finish(&self, limit: Duration) -> u64 {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.finish(limit),
@@ -184,18 +186,19 @@ fn lock(stream: &Mutex<StreamConsole>) -> MutexGuard<'_, StreamConsole> {
     stream.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file that output is appended to. A disk that is full loses output while it is, and the guest runs on.
+/// A file that output is appended to. While the disk is full, output is lost and the guest
+/// continues.
 struct LogFile {
     file: std::fs::File,
     path: PathBuf,
-    /// A write has failed, and that was said.
+    /// A write has failed and was logged.
     failed: bool,
 }
 
 impl LogFile {
     fn open(path: &Path) -> Result<Self, ConsoleError> {
         let path = absolute(path).unwrap_or_else(|_| path.to_owned());
-        // Not blocking: a pipe that nobody reads is refused here rather than waited for.
+        // Nonblocking: opening a FIFO without a reader fails instead of waiting for one.
         match paths::append(&path, 0o600) {
             Ok(file) => Ok(Self {
                 file,
@@ -254,7 +257,7 @@ mod tests {
         assert_eq!(text, "one\n".repeat(40_000) + &"two\n".repeat(40_000));
     }
 
-    /// `/dev/full` is a disk that is full.
+    /// Writes to `/dev/full` fail as on a full disk.
     #[test]
     fn a_full_disk_does_not_end_the_console() {
         let console = Console::open(&ConsoleTarget::File("/dev/full".into())).unwrap();

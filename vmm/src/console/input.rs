@@ -1,4 +1,4 @@
-//! Standard input for the guest: an event-manager subscriber.
+//! An event-manager subscriber that passes standard input to the guest.
 
 use std::collections::VecDeque;
 use std::io::{self, Read};
@@ -11,28 +11,28 @@ use vmm_sys_util::eventfd::EventFd;
 use super::standard::StandardStream;
 use super::{GuestInput, INPUT_BUFFER_BYTES};
 
-/// Ctrl-A starts a command to the VMM.
+/// Ctrl-A, the prefix of commands to the VMM.
 const ESCAPE: u8 = 0x01;
 
-/// What a keyboard byte means.
+/// Meaning of a byte from the keyboard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
-    /// It is for the other side.
+    /// Input for the guest.
     Guest(u8),
-    /// Ctrl-A x.
+    /// The key sequence Ctrl-A x, which ends the VM.
     Quit,
-    /// It is part of an escape.
+    /// Part of an escape sequence.
     Nothing,
 }
 
-/// The escape sequence: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
+/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Escape {
     pending: bool,
 }
 
 impl Escape {
-    /// What a byte from the terminal is, after those before it.
+    /// Processes the next byte from the terminal.
     pub fn feed(&mut self, byte: u8) -> Key {
         if !std::mem::take(&mut self.pending) {
             if byte == ESCAPE {
@@ -49,7 +49,7 @@ impl Escape {
     }
 }
 
-/// Standard input as an event-manager subscriber. Works on terminals, pipes, sockets and files.
+/// Standard input as an event-manager subscriber. Supports terminals, pipes, sockets and files.
 pub struct ConsoleInput {
     source: StandardStream,
     guest: Arc<dyn GuestInput>,
@@ -57,20 +57,21 @@ pub struct ConsoleInput {
     quit: EventFd,
     escape: Escape,
     waiting: VecDeque<u8>,
-    /// The source is in the epoll set now.
+    /// The source is in the epoll set.
     watching: bool,
-    /// epoll refuses regular files; they are always ready instead.
+    /// `true` for regular files, which epoll refuses and which are always readable.
     always_ready: bool,
     ended: bool,
 }
 
 impl ConsoleInput {
-    /// Reads standard input for `guest`; `quit` is written on Ctrl-A x.
+    /// Creates a subscriber that passes standard input to `guest` and writes to `quit` on Ctrl-A x.
     pub fn stdin(guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
         Self::on(libc::STDIN_FILENO, guest, quit)
     }
 
-    /// As [`ConsoleInput::stdin`] on another descriptor, which must stay open.
+    /// Creates a subscriber for another descriptor, which must stay open. See
+    /// [`ConsoleInput::stdin`].
     pub fn on(fd: RawFd, guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
         ConsoleInput {
             source: StandardStream::of(fd),
@@ -88,8 +89,8 @@ impl ConsoleInput {
         self.source.as_raw_fd()
     }
 
-    /// Watches the source while there is room for what it gives, and only then: a level-triggered
-    /// event nobody reads would spin.
+    /// Watches the source only while there is buffer space. A level-triggered event without a
+    /// reader would make the loop spin.
     fn watch(&mut self, ops: &mut EventOps) {
         let wanted = !self.ended && !self.always_ready && self.waiting.len() < INPUT_BUFFER_BYTES;
         if wanted == self.watching {
@@ -99,7 +100,7 @@ impl ConsoleInput {
         if wanted {
             match ops.add(events) {
                 Ok(()) => self.watching = true,
-                // EPERM: a regular file or /dev/null.
+                // epoll refuses regular files and /dev/null with EPERM.
                 Err(event_manager::Error::Epoll(e)) if e.errno() == libc::EPERM => self.always_ready = true,
                 Err(e) => {
                     log::warn!("the guest console has no input: {e}");
@@ -114,7 +115,7 @@ impl ConsoleInput {
         }
     }
 
-    /// One read of what is there.
+    /// Reads from the source once.
     fn read_source(&mut self) {
         let mut bytes = [0u8; 256];
         let room = (INPUT_BUFFER_BYTES - self.waiting.len().min(INPUT_BUFFER_BYTES)).min(bytes.len());
@@ -137,7 +138,8 @@ impl ConsoleInput {
                 }
             }
             Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
-            // EIO: the terminal is gone, or we are in its background. Either way: no more input.
+            // EIO: the terminal is closed, or the process is in its background. In both cases there
+            // is no more input.
             Err(e) => {
                 log::debug!("console input ended: {e}");
                 self.ended = true;
@@ -145,7 +147,7 @@ impl ConsoleInput {
         }
     }
 
-    /// Moves bytes to the guest, refilling from a file as long as the guest takes them.
+    /// Moves bytes to the guest and refills from a regular file until the guest accepts no more.
     fn deliver(&mut self) {
         loop {
             while !self.waiting.is_empty() {
@@ -166,7 +168,7 @@ impl ConsoleInput {
 impl MutEventSubscriber for ConsoleInput {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() == self.guest.room().as_raw_fd() {
-            // The counter says how often; once is enough.
+            // Reading resets the eventfd. The count is irrelevant.
             let _ = self.guest.room().read();
         } else if events.fd() == self.fd() {
             self.read_source();
@@ -242,7 +244,7 @@ mod tests {
     }
 
     impl Rig {
-        /// Reads the serial port as a polling guest would until `n` bytes came.
+        /// Reads `n` bytes from the serial port like a polling guest.
         fn read_guest(&mut self, n: usize) -> Vec<u8> {
             let mut got = Vec::new();
             while got.len() < n {
@@ -271,7 +273,7 @@ mod tests {
         writer.write_all(&text).unwrap();
         drop(writer);
         assert_eq!(rig.read_guest(3000), text);
-        // After the end nothing is left in the set that could spin the loop.
+        // After the end of input, nothing in the epoll set keeps the loop busy.
         while rig.manager.run_with_timeout(0).unwrap() > 0 {}
         assert_eq!(rig.manager.run_with_timeout(20).unwrap(), 0);
     }

@@ -1,18 +1,19 @@
-//! The guest's consoles: where the output of its serial port and of its virtio console goes, and where their
-//! input comes from.
+//! Guest consoles: targets for the output and sources for the input of the serial port and the
+//! virtio console.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `target` | what the user asks for: `tty`, `file=PATH`, `socket=PATH`, `pty`, `none` |
-//! | `backend` | a console that is open there |
+//! | `target` | the command-line syntax: `tty`, `file=PATH`, `socket=PATH`, `pty`, `none` |
+//! | `backend` | an open console |
 //! | `output` | standard output and files: a buffer and a thread |
 //! | `input` | standard input, with the keys that end the VM |
-//! | `stream` | a client of a socket, or a pseudo-terminal: both directions on the main loop |
-//! | `terminal` | raw mode of the operator's terminal, and its end on every way out |
+//! | `stream` | a socket client or a pseudo-terminal: both directions on the main loop |
+//! | `terminal` | raw mode of the operator's terminal, and its restoration on every exit path |
 //!
-//! Only standard output and files can make a vCPU wait, when they are slower than the guest and the buffer is
-//! full: one that writes to the serial port as long as it takes, one that writes to the virtio console for a
-//! tenth of a second. A client never can: what it does not take in time is lost, the oldest first.
+//! Only standard output and files can block a vCPU, when they are slower than the guest and the
+//! buffer is full. A write to the serial port blocks without limit, a write to the virtio console
+//! for at most 100 ms. Clients never block a vCPU: if a client is too slow, the oldest output is
+//! lost.
 
 pub mod backend;
 mod input;
@@ -33,19 +34,20 @@ pub use output::ConsoleOutput;
 pub use target::{ConsoleTarget, TargetError};
 pub use terminal::{RawTerminal, restore_terminal, window_size};
 
-/// Bytes read ahead of the guest.
+/// Size of the input buffer in bytes.
 const INPUT_BUFFER_BYTES: usize = 4096;
 
-/// The side of a device that takes a console's input.
+/// The input side of a console device.
 pub trait GuestInput: Send + Sync {
-    /// Gives the guest as much of `bytes` as fits; returns how many that was. Never blocks.
+    /// Passes as many of `bytes` to the guest as fit and returns their number. Never blocks.
     fn send(&self, bytes: &[u8]) -> usize;
 
-    /// Written when there is room again for what [`GuestInput::send`] did not take.
+    /// Returns the eventfd that is written when there is space again after [`GuestInput::send`] did
+    /// not accept all bytes.
     fn room(&self) -> &EventFd;
 }
 
-/// The virtio console.
+/// Input of the virtio console.
 impl GuestInput for Port {
     fn send(&self, bytes: &[u8]) -> usize {
         Port::send(self, bytes)
@@ -61,7 +63,7 @@ pub(crate) mod testing {
     use std::io::{self, Write};
     use std::sync::{Arc, Mutex};
 
-    /// A writer whose contents a test can look at.
+    /// A writer whose contents a test can inspect.
     #[derive(Clone, Default)]
     pub(crate) struct SharedBuffer(Arc<Mutex<Vec<u8>>>);
 

@@ -1,7 +1,8 @@
-//! Output to a sink that may be slow: standard output, or a file.
+//! Buffered output to a possibly slow sink, standard output or a file.
 //!
-//! A vCPU puts bytes into a bounded buffer and a thread writes them, so a slow terminal costs the guest
-//! nothing until the buffer is full; then the vCPU waits, and [`ConsoleOutput::stop`] ends that wait.
+//! vCPUs append to a bounded buffer and a thread writes it to the sink. A slow sink does not delay
+//! the guest until the buffer is full. Then the vCPU blocks, and [`ConsoleOutput::stop`] unblocks
+//! it.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -14,9 +15,9 @@ use sandbox::ThreadKind;
 use super::standard::StandardStream;
 use crate::privileges;
 
-/// Bytes the guest may be ahead of standard output.
+/// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
-/// How long a guest that spins until its output is taken may wait for a sink that takes nothing.
+/// Time that a busy-waiting guest may block on a sink that accepts nothing.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -24,19 +25,19 @@ struct OutputState {
     buffer: VecDeque<u8>,
     /// The thread is in write(2) with bytes taken out of the buffer.
     writing: bool,
-    /// No vCPU waits any more; what does not fit is dropped.
+    /// Writers no longer block; output that does not fit is dropped.
     stopped: bool,
-    /// The last sender is gone or standard output is closed: the thread ends.
+    /// The last sender is dropped or standard output is closed, so the thread ends.
     closed: bool,
     dropped_bytes: u64,
-    /// A writer that does not wait for long has waited for nothing: the thread has taken no bytes since.
+    /// An impatient writer has timed out and the thread has taken no bytes since.
     stalled: bool,
 }
 
 #[derive(Default)]
 struct Output {
     state: Mutex<OutputState>,
-    /// Signals both directions: bytes for the thread, room for the vCPUs.
+    /// Signals bytes to the thread and free space to the vCPUs.
     changed: Condvar,
 }
 
@@ -46,19 +47,19 @@ impl Output {
     }
 }
 
-/// The sending side of the console; give [`ConsoleOutput::writer`] to the serial port.
+/// The sending side of the console. Pass [`ConsoleOutput::writer`] to the serial port.
 #[derive(Clone)]
 pub struct ConsoleOutput {
     shared: Arc<Output>,
 }
 
 impl ConsoleOutput {
-    /// Starts the writing thread on standard output.
+    /// Starts the writer thread on standard output.
     pub fn stdout() -> io::Result<Self> {
         Self::on(StandardStream::stdout())
     }
 
-    /// Starts the writing thread on any sink.
+    /// Starts the writer thread on any sink.
     pub fn on(mut sink: impl Write + Send + 'static) -> io::Result<Self> {
         let shared = Arc::new(Output::default());
         let theirs = Arc::clone(&shared);
@@ -70,7 +71,7 @@ impl ConsoleOutput {
         Ok(ConsoleOutput { shared })
     }
 
-    /// A writer for a device. It waits for room.
+    /// Returns a writer for a device. It blocks while the buffer is full.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -78,8 +79,8 @@ impl ConsoleOutput {
         })
     }
 
-    /// A writer that waits for room for 100 ms at most. After that it drops what does not fit and does
-    /// not wait again before the sink has taken something.
+    /// Returns a writer that blocks for at most 100 ms while the buffer is full. After a timeout it
+    /// drops what does not fit, and does not block again until the sink has accepted output.
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -87,14 +88,14 @@ impl ConsoleOutput {
         })
     }
 
-    /// Ends every wait for room, now and later. Call it first when the VM is to end.
+    /// Unblocks all writers and prevents further blocking. Call this first when the VM shuts down.
     pub fn stop(&self) {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
     }
 
-    /// Waits until everything is written, at most for `timeout` (a stalled pipe must not keep the
-    /// process). Returns the number of bytes that were lost.
+    /// Waits up to `timeout` until all output is written, so that a stalled pipe cannot keep the
+    /// process alive. Returns the number of lost bytes.
     pub fn finish(&self, timeout: Duration) -> u64 {
         self.stop();
         let end = Instant::now() + timeout;
@@ -139,7 +140,8 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
         state = shared.lock();
         state.writing = false;
         if let Err(e) = result {
-            // The reader of standard output is gone: the guest runs on and its output is dropped.
+            // The reader of standard output has closed it. The guest continues and its output is
+            // dropped.
             log::warn!("guest console output is dropped from here on: {e}");
             state.closed = true;
         }
@@ -149,12 +151,12 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
 
 struct ConsoleWriter {
     shared: Arc<Output>,
-    /// How long it waits for room; without it as long as it takes.
+    /// Maximum time to wait for space, or `None` for no limit.
     patience: Option<Duration>,
 }
 
 impl ConsoleWriter {
-    /// Waits until there is room, or nobody waits any more.
+    /// Waits until the buffer has space or writers no longer block.
     fn wait_for_room<'a>(&self, mut state: MutexGuard<'a, OutputState>) -> MutexGuard<'a, OutputState> {
         let end = self.patience.map(|patience| Instant::now() + patience);
         while state.buffer.len() >= OUTPUT_BUFFER_BYTES && !state.stopped && !state.closed {
@@ -188,7 +190,7 @@ impl Write for ConsoleWriter {
             }
             let was_empty = state.buffer.is_empty();
             state.buffer.push_back(*byte);
-            // The thread is only woken when it may sleep, not for each byte.
+            // Wake the thread only if it may be asleep, not for each byte.
             if was_empty && !state.writing {
                 self.shared.changed.notify_all();
             }
@@ -223,7 +225,7 @@ mod tests {
         let output = ConsoleOutput::on(writer).unwrap();
         let mut vcpu_side = output.writer();
         let vcpu = thread::spawn(move || vcpu_side.write(&[b'x'; 1_000_000]).unwrap());
-        // The pipe and the buffer fill up and the writer waits; how long does not matter.
+        // The pipe and the buffer fill up until the writer blocks.
         while output.shared.lock().buffer.len() < OUTPUT_BUFFER_BYTES {
             thread::yield_now();
         }
@@ -233,8 +235,8 @@ mod tests {
         drop(reader);
     }
 
-    /// A guest that spins until its output is taken: a reader that reads nothing costs it one wait, not one
-    /// for each byte, and what there is room for still arrives when the reader goes on.
+    /// A reader that reads nothing costs a busy-waiting guest one timeout, not one for each byte.
+    /// Buffered output still arrives when the reader resumes.
     #[test]
     fn an_impatient_writer_waits_once_for_a_reader_that_reads_nothing() {
         let (mut reader, writer) = io::pipe().unwrap();
@@ -244,7 +246,7 @@ mod tests {
         while !waited() {
             device.write_all(&[b'x'; 4096]).unwrap();
         }
-        // A wait for each of these bytes would take a day.
+        // One timeout for each of these bytes would take a day.
         let before = output.shared.lock().dropped_bytes;
         device.write_all(&[b'y'; 1_000_000]).unwrap();
         assert!(output.shared.lock().dropped_bytes >= before + 1_000_000);

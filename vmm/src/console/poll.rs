@@ -1,11 +1,11 @@
-//! Waiting for room in a descriptor, or for something to read.
+//! Waits until a descriptor is writable or readable.
 #![expect(unsafe_code, reason = "poll(2)")]
 
 use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Waits until `fd` takes bytes or is broken, at most for `limit`. May return early, on a signal.
+/// Waits up to `limit` until `fd` is writable or broken. May return early on a signal.
 pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
     let mut poll = libc::pollfd {
         fd,
@@ -13,11 +13,12 @@ pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
         revents: 0,
     };
     let timeout = limit.map_or(-1, |limit| i32::try_from(limit.as_millis()).unwrap_or(i32::MAX));
-    // SAFETY: one valid pollfd for the length of the call.
+    // SAFETY: the pointer refers to one valid pollfd for the duration of the call.
     unsafe { libc::poll(&mut poll, 1, timeout) };
 }
 
-/// Waits until one of `fds` can be read, or is broken; which are. Negative ones are none.
+/// Waits until at least one of `fds` is readable or broken, and returns which ones are. Negative
+/// descriptors are ignored.
 pub(crate) fn wait_readable<const N: usize>(fds: [RawFd; N]) -> io::Result<[bool; N]> {
     let mut polls = fds.map(|fd| libc::pollfd {
         fd,
@@ -25,7 +26,7 @@ pub(crate) fn wait_readable<const N: usize>(fds: [RawFd; N]) -> io::Result<[bool
         revents: 0,
     });
     loop {
-        // SAFETY: valid pollfds for the length of the call, as many as it is told.
+        // SAFETY: the pointer refers to `N` valid pollfds for the duration of the call.
         let ready = unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, -1) };
         if ready >= 0 {
             return Ok(polls.map(|poll| poll.revents != 0));

@@ -7,11 +7,11 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
-/// Longest name of a pseudo-terminal, its end included; `/dev/pts/N` is far shorter.
+/// Maximum length of a pseudo-terminal's name with its NUL. `/dev/pts/N` is far shorter.
 const MAX_NAME: usize = 64;
 
-/// Both ends of a pseudo-terminal. Ours of the user's end stays open, so that the terminal is there before
-/// anybody opens it, and after.
+/// Both ends of a pseudo-terminal. The slave end stays open, so the terminal exists before the
+/// first user opens it and after the last user closes it.
 pub(super) struct Pty {
     pub(super) master: File,
     pub(super) name: PathBuf,
@@ -19,21 +19,23 @@ pub(super) struct Pty {
 }
 
 impl Pty {
-    /// A new one, raw: what the guest writes is not sent back to it as input.
+    /// Opens a new pseudo-terminal in raw mode, so guest output is not echoed as input.
     pub(super) fn open() -> io::Result<Self> {
         let (mut master, mut slave) = (-1, -1);
         // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
         let mut settings: libc::termios = unsafe { std::mem::zeroed() };
         let null = std::ptr::null_mut();
-        // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
+        // SAFETY: both integers are writable; name, termios and window size may be null
+        // (openpty(3)).
         if unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
+        // SAFETY: openpty succeeded, so both descriptors are open and owned by no one else.
         let (master, slave) = unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
         let mut name = [0; MAX_NAME];
-        // SAFETY: the descriptors are open; `settings` is a valid, writable termios; `name` is writable for
-        // the length given. The master is ours alone, so its flags are ours to set.
+        // SAFETY: the descriptors are open; `settings` is a valid, writable termios; `name` is
+        // writable for the given length. No one else uses the master, so changing its flags affects
+        // no one.
         unsafe {
             if libc::tcgetattr(slave.as_raw_fd(), &mut settings) != 0 {
                 return Err(io::Error::last_os_error());
@@ -55,7 +57,7 @@ impl Pty {
                 return Err(io::Error::last_os_error());
             }
         }
-        // SAFETY: ttyname_r has written a string that ends within `name`.
+        // SAFETY: ttyname_r has written a NUL-terminated string to `name`.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) };
         Ok(Self {
             master: master.into(),
@@ -75,7 +77,7 @@ mod tests {
         File::options().read(true).write(true).open(&pty.name).unwrap()
     }
 
-    /// Bytes go through as they are in both directions: no echo, no line editing, no carriage returns.
+    /// Bytes pass unchanged in both directions: no echo, no line editing, no carriage returns.
     #[test]
     fn bytes_pass_as_they_are() {
         let mut pty = Pty::open().unwrap();
@@ -85,7 +87,7 @@ mod tests {
         let mut read = [0; 256];
         user.read_exact(&mut read).unwrap();
         assert_eq!(read[..], all);
-        // The terminal would have sent the guest's own output back before this.
+        // With echo enabled, the guest would receive its own output before this.
         user.write_all(&all).unwrap();
         let mut read = Vec::new();
         while read.len() < all.len() {
@@ -98,7 +100,7 @@ mod tests {
         assert_eq!(read, all);
     }
 
-    /// A guest that prints while nobody reads does not make the VMM wait.
+    /// Output that nobody reads does not block the VMM.
     #[test]
     fn a_terminal_that_nobody_reads_blocks_nobody() {
         let mut pty = Pty::open().unwrap();
@@ -113,7 +115,7 @@ mod tests {
         assert_eq!(full.kind(), ErrorKind::WouldBlock);
     }
 
-    /// The terminal outlives each of its users, and a program that the VMM starts inherits no end of it.
+    /// The terminal outlives each user, and child processes do not inherit its descriptors.
     #[test]
     fn users_come_and_go_and_programs_inherit_nothing() {
         let mut pty = Pty::open().unwrap();

@@ -1,4 +1,4 @@
-//! The process's standard streams as files that stay open.
+//! The standard streams of the process as files that are never closed.
 #![expect(
     unsafe_code,
     reason = "files on descriptors that the process has from its start"
@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 use super::poll::wait_for_room;
 
-/// A file on a descriptor that stays open when it is dropped.
+/// A file whose descriptor is not closed on drop.
 pub(super) struct StandardStream(ManuallyDrop<File>);
 
 impl StandardStream {
@@ -20,8 +20,9 @@ impl StandardStream {
     }
 
     pub(super) fn of(fd: RawFd) -> Self {
-        // SAFETY: ManuallyDrop never closes the descriptor, so the file does not own it; standard
-        // descriptors stay open for the process's life, and one that is closed only gives EBADF.
+        // SAFETY: ManuallyDrop never closes the descriptor, so the file does not own it. Standard
+        // descriptors stay open for the lifetime of the process; using a closed one only returns
+        // EBADF.
         StandardStream(ManuallyDrop::new(unsafe { File::from_raw_fd(fd) }))
     }
 }
@@ -29,7 +30,7 @@ impl StandardStream {
 impl Write for StandardStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self.0.write(bytes) {
-            // A non-blocking standard output (shared with someone who made it so): wait for room.
+            // Another process may have made the shared standard output nonblocking. Wait for space.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 wait_for_room(self.0.as_raw_fd(), None);
                 Err(io::ErrorKind::Interrupted.into())
@@ -62,7 +63,7 @@ mod tests {
 
     use super::*;
 
-    /// A pipe whose ends do not block, full.
+    /// Returns a full pipe with nonblocking ends.
     fn full_pipe() -> (File, OwnedFd) {
         let (read, write) = io::pipe().unwrap();
         let write = OwnedFd::from(write);
@@ -74,7 +75,7 @@ mod tests {
         (OwnedFd::from(read).into(), write)
     }
 
-    /// Whoever started us has the same stream: it is not ours to close.
+    /// Dropping the file must not close a stream that the parent process shares.
     #[test]
     fn the_descriptor_stays_open() {
         let (mut read, write) = io::pipe().unwrap();
@@ -87,7 +88,7 @@ mod tests {
         assert_eq!(text, "ab");
     }
 
-    /// A standard output that somebody made non-blocking loses nothing: the writer waits for room.
+    /// A nonblocking standard output loses nothing, because the writer waits for space.
     #[test]
     fn a_full_stream_is_waited_for() {
         let (mut read, write) = full_pipe();
@@ -102,7 +103,7 @@ mod tests {
         assert!(all.ends_with(b"\0the end"));
     }
 
-    /// A wait with a limit ends, and one for a stream whose reader has gone does too.
+    /// A wait ends at its time limit and when the reader closes the stream.
     #[test]
     fn waits_end() {
         let (read, write) = full_pipe();

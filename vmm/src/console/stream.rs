@@ -1,8 +1,9 @@
-//! A console whose other side is a client that comes and goes: of a Unix socket, or of a pseudo-terminal.
+//! A console for clients of a Unix socket or a pseudo-terminal, which may connect and disconnect at
+//! any time.
 //!
-//! The guest never waits for a client. What it writes goes into a backlog of [`BACKLOG_BYTES`]; the main loop
-//! writes it to the client as fast as that reads. When the backlog is full its oldest bytes are lost. With no
-//! client the backlog waits for the next one.
+//! The guest never waits for a client. Its output is added to a backlog of [`BACKLOG_BYTES`], which
+//! the main loop writes to the client. A full backlog loses its oldest bytes. Without a client, the
+//! backlog is kept for the next one.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -21,15 +22,15 @@ use super::poll::wait_for_room;
 use super::pty::Pty;
 use super::{GuestInput, INPUT_BUFFER_BYTES};
 
-/// Bytes of output that wait for a client that is slow, or for the next client.
+/// Size of the backlog for a slow client or the next client, in bytes.
 pub const BACKLOG_BYTES: usize = 64 * 1024;
-/// Bytes that are written at once.
+/// Maximum size of one write in bytes.
 const CHUNK_BYTES: usize = 4096;
-/// Writes before the main loop looks at others: a client that reads as fast as the guest writes never ends
-/// it.
+/// Maximum number of writes per loop iteration, so that a fast client does not starve other
+/// subscribers.
 const MAX_WRITES: usize = 16;
 
-// ---------------------------------------------------------------- the guest's side
+// ---------------------------------------------------------------- guest side
 
 #[derive(Default)]
 struct Waiting {
@@ -40,7 +41,7 @@ struct Waiting {
 /// Output that waits for a client.
 pub(super) struct Backlog {
     waiting: Mutex<Waiting>,
-    /// Written when there is something after there was nothing.
+    /// Written when the backlog changes from empty to non-empty.
     wake: EventFd,
 }
 
@@ -56,12 +57,12 @@ impl Backlog {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A writer for a device.
+    /// Returns a writer for a device.
     pub(super) fn writer(self: &Arc<Self>) -> Box<dyn Write + Send> {
         Box::new(BacklogWriter(self.clone()))
     }
 
-    /// Moves the oldest bytes to the end of `chunk`, which has at most [`CHUNK_BYTES`] then.
+    /// Moves the oldest bytes to the end of `chunk`, up to a total of [`CHUNK_BYTES`].
     fn take(&self, chunk: &mut VecDeque<u8>) {
         let mut waiting = self.lock();
         let count = waiting.bytes.len().min(CHUNK_BYTES.saturating_sub(chunk.len()));
@@ -82,7 +83,7 @@ impl Write for BacklogWriter {
         waiting.lost_bytes += (excess + bytes.len() - kept.len()) as u64;
         drop(waiting);
         if was_empty {
-            // Only a full counter fails, and then the main loop is on its way.
+            // The write fails only if the counter is full, and then a wake-up is already pending.
             let _ = self.0.wake.write(1);
         }
         Ok(bytes.len())
@@ -93,19 +94,18 @@ impl Write for BacklogWriter {
     }
 }
 
-// ---------------------------------------------------------------- the client's side
+// ---------------------------------------------------------------- client side
 
-/// A socket that clients connect to. Its file goes with it.
+/// A listening Unix socket. Dropping it removes its file.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    /// To be accepted from; it does not block.
+    /// The nonblocking listener.
     pub(crate) socket: UnixListener,
     path: PathBuf,
 }
 
 impl Listener {
-    /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is
-    /// replaced.
+    /// Listens at `path` for this user only. Replaces a stale socket file without a listener.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let listener = Self {
             socket: paths::bind(path, Some(0o600))?,
@@ -122,7 +122,7 @@ impl Drop for Listener {
     }
 }
 
-/// Who is at the other end.
+/// The connected side of the console.
 enum Peer {
     Client(UnixStream),
     Pty(Pty),
@@ -151,7 +151,7 @@ impl Peer {
     }
 }
 
-/// A console on the main loop, for clients.
+/// A console for clients on the main loop.
 pub struct StreamConsole {
     backlog: Arc<Backlog>,
     listener: Option<Listener>,
@@ -159,15 +159,15 @@ pub struct StreamConsole {
     guest: Option<Arc<dyn GuestInput>>,
     /// Output that is being written.
     chunk: VecDeque<u8>,
-    /// Input that the guest has not taken.
+    /// Input that the guest has not accepted yet.
     input: VecDeque<u8>,
-    /// The client writes no more; it may still read.
+    /// The client has shut down its writing side and may still read.
     input_ended: bool,
-    /// The client takes nothing at present.
+    /// The client currently accepts no output.
     full: bool,
-    /// The client is gone; [`StreamConsole::watch`] lets go of it.
+    /// The client has disconnected; [`StreamConsole::watch`] removes it.
     gone: bool,
-    /// What is in the epoll set: the client's descriptor with its events, or the listener's.
+    /// The descriptor in the epoll set, of the client or the listener, with its events.
     watched: Option<(RawFd, EventSet)>,
 }
 
@@ -195,12 +195,12 @@ impl StreamConsole {
         }
     }
 
-    /// The device that takes the input.
+    /// Sets the device that receives input.
     pub(super) fn connect(&mut self, guest: Arc<dyn GuestInput>) {
         self.guest = Some(guest);
     }
 
-    /// Writes what waits until the client has it all, takes nothing for now or is gone.
+    /// Writes pending output until the client has all of it, accepts no more or disconnects.
     fn write_out(&mut self, most: usize) {
         for _ in 0..most {
             let Some(peer) = self.peer.as_mut().filter(|_| !self.gone) else {
@@ -224,11 +224,11 @@ impl StreamConsole {
                 }
             }
         }
-        // There may be more: the loop comes back after others had their turn.
+        // More output may be pending. The loop continues after serving other subscribers.
         self.full = true;
     }
 
-    /// Reads what there is room for.
+    /// Reads input while there is buffer space.
     fn read_in(&mut self) {
         let mut bytes = [0; 256];
         loop {
@@ -255,7 +255,7 @@ impl StreamConsole {
         }
     }
 
-    /// Gives the guest what it takes.
+    /// Passes buffered input to the guest.
     fn deliver(&mut self) {
         let Some(guest) = &self.guest else { return };
         while !self.input.is_empty() {
@@ -266,7 +266,7 @@ impl StreamConsole {
         }
     }
 
-    /// The next client, if one waits.
+    /// Accepts the next client, if one is waiting.
     fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
         match listener.socket.accept() {
@@ -283,8 +283,8 @@ impl StreamConsole {
         }
     }
 
-    /// What to watch: the client, or the listener while there is none. So the next client waits for the end
-    /// of this one.
+    /// Returns the descriptor to watch: the client's, or the listener's without a client. The next
+    /// client waits until this one disconnects.
     fn wanted(&self) -> Option<(RawFd, EventSet)> {
         match (&self.peer, &self.listener) {
             (Some(peer), _) if !self.gone => {
@@ -301,7 +301,7 @@ impl StreamConsole {
         }
     }
 
-    /// Lets go of a client that is gone, and watches what is to be watched now.
+    /// Removes a disconnected client and updates the epoll set.
     fn watch(&mut self, ops: &mut EventOps) {
         let wanted = self.wanted();
         if wanted != self.watched {
@@ -319,14 +319,14 @@ impl StreamConsole {
                 Err(e) => log::warn!("a console is cut off from its clients: {}", error_line(&e)),
             }
         }
-        // Its descriptor is closed only now that nobody watches it.
+        // Close the descriptor only after it has left the epoll set.
         if std::mem::take(&mut self.gone) {
             self.peer = None;
         }
     }
 
-    /// Writes what the guest wrote last, for `limit` at most, and returns how many bytes a client that is
-    /// there did not take.
+    /// Writes remaining output for up to `limit`. Returns the number of bytes that a connected
+    /// client did not read.
     pub(super) fn finish(&mut self, limit: Duration) -> u64 {
         let end = Instant::now() + limit;
         loop {
@@ -337,14 +337,14 @@ impl StreamConsole {
                 Some(peer) if rest > 0 && !self.gone && !left.is_zero() => {
                     wait_for_room(peer.fd(), Some(left))
                 }
-                // Nobody opened the pseudo-terminal, perhaps: nobody misses anything.
+                // Possibly nobody has opened the pseudo-terminal, so no output counts as lost.
                 Some(Peer::Client(_)) => return rest as u64,
                 _ => return 0,
             }
         }
     }
 
-    /// Bytes that no client has seen because the backlog was full.
+    /// Returns the number of bytes lost because the backlog was full.
     pub(super) fn lost_bytes(&self) -> u64 {
         self.backlog.lock().lost_bytes
     }
@@ -401,7 +401,7 @@ mod tests {
     use super::*;
     use crate::console::{Console, ConsoleTarget};
 
-    /// A device that takes input, up to a room that a test gives it.
+    /// An input device with an adjustable buffer size.
     struct Device {
         taken: Mutex<Vec<u8>>,
         room: EventFd,
@@ -468,7 +468,7 @@ mod tests {
             self.console.writer().write_all(bytes).unwrap();
         }
 
-        /// Runs the main loop until it has nothing to do.
+        /// Runs the main loop until it is idle.
         fn settle(&mut self) {
             let mut rounds = 0;
             while self.manager.run_with_timeout(0).unwrap() > 0 {
@@ -477,7 +477,7 @@ mod tests {
             }
         }
 
-        /// What `client` has got when the main loop has nothing to do any more.
+        /// Returns what `client` has received when the main loop is idle.
         fn read(&mut self, client: &mut impl Read) -> Vec<u8> {
             let mut all = Vec::new();
             loop {
@@ -541,7 +541,7 @@ mod tests {
             rig.manager.run_with_timeout(0).unwrap();
         }
         rig.settle();
-        // It has what its socket holds, and reads on at the newest.
+        // The client has the contents of its socket and continues with the newest output.
         let got = rig.read(&mut client);
         let last: Vec<u8> = numbers(2_000_000).split_off(8_000_000 - BACKLOG_BYTES);
         assert!(got.len() < 8_000_000 && got.ends_with(&last));
@@ -623,7 +623,7 @@ mod tests {
         Listener::bind(&path).unwrap();
     }
 
-    /// Raw: what the guest writes does not come back as its input.
+    /// In raw mode, guest output is not echoed as input.
     #[test]
     fn a_pseudo_terminal_works_before_and_after_somebody_opens_it() {
         let mut rig = rig(true);
@@ -638,7 +638,7 @@ mod tests {
                 assert_eq!(&line, b"login: \n");
             }
             terminal.write_all(b"root\n").unwrap();
-            // The kernel passes it on in its own time.
+            // The kernel forwards the input asynchronously.
             while rig.taken().len() < 5 * (round + 1) {
                 rig.manager.run_with_timeout(10).unwrap();
             }

@@ -1,38 +1,38 @@
-//! What a user writes behind `--console`.
+//! Parses the argument of `--console`.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
+/// Maximum length of a Unix socket path in bytes (unix(7): `sun_path` has 108 with its NUL).
 pub const MAX_SOCKET_PATH: usize = 107;
 
-/// Where a console's output goes and its input comes from.
+/// Target of a console's output and source of its input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ConsoleTarget {
     /// Standard output and input, with the keys that end the VM.
     #[default]
     Tty,
-    /// Appended to a file; no input.
+    /// A file that output is appended to, without input.
     File(PathBuf),
-    /// Clients of a Unix socket, one at a time.
+    /// A Unix socket that serves one client at a time.
     Socket(PathBuf),
-    /// A pseudo-terminal of its own.
+    /// A newly allocated pseudo-terminal.
     Pty,
-    /// Output is dropped; no input.
+    /// No console: output is dropped and there is no input.
     None,
 }
 
-/// No place for a console.
+/// Error of parsing a console target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TargetError {
-    /// None of the forms.
+    /// The text has none of the accepted forms.
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
-    /// Nothing behind the equals sign.
+    /// The path is empty.
     #[error("a path is missing behind {0}=")]
     NoPath(&'static str),
-    /// The kernel takes no such path.
+    /// The path is too long for a Unix socket.
     #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
     SocketPath,
 }

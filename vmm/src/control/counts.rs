@@ -1,11 +1,11 @@
-//! What a vCPU's loop counted, as it is told to clients.
+//! Converts the statistics of a vCPU's run loop for control clients.
 
 use perf_core::ContextStats;
 
 use crate::vcpu::stats::VcpuStats;
 use control_api::counts::{ContextCounts, VcpuCounts};
 
-/// What the loop of `vcpu` counted, and what its perf-core context holds.
+/// Returns the run-loop statistics of `vcpu` and the size of its perf-core context.
 pub(super) fn told(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>) -> VcpuCounts {
     let kinds = [
         ("rdmsr", &stats.rdmsr),

@@ -1,4 +1,5 @@
-//! What a client watches: the exits of each vCPU since it began, and the longest since it asked last.
+//! Exit statistics for control clients: the exits of each vCPU since a client began watching, and
+//! the longest exits since its last request.
 
 use std::sync::Arc;
 
@@ -6,12 +7,12 @@ use crate::vcpu::exit_times::{ExitCount, ExitReason, ExitTable};
 use crate::vcpu::seat::Seat;
 use control_api::protocol::{ExitsOfReason, VcpuExits};
 
-/// What was taken out of the vCPUs' tables at one moment, in the order of their seats.
+/// Exit counts taken from the tables of all vCPUs at one moment, in slot order.
 pub(super) struct Taken(Vec<Vec<ExitCount>>);
 
 impl Taken {
-    /// Takes it. Each client that watches must get it ([`ExitWatch::took`]): the longest exits are in the
-    /// tables once.
+    /// Takes the exit counts of all vCPUs. Pass the result to every watch ([`ExitWatch::took`]),
+    /// because taking resets the longest exits in the tables.
     pub(super) fn out_of(seats: &[Arc<Seat>]) -> Self {
         Self::out_of_tables(seats.iter().map(|seat| &**seat.exits()))
     }
@@ -21,18 +22,18 @@ impl Taken {
     }
 }
 
-/// One client's watch. Exits are counted and timed while there is one.
+/// One client's view of the exits. Exits are counted and timed while at least one watch exists.
 #[derive(Debug)]
 pub(super) struct ExitWatch {
     tables: Vec<(u32, Arc<ExitTable>)>,
-    /// What was counted before it began.
+    /// Counts before the watch began.
     before: Vec<Vec<ExitCount>>,
-    /// The longest exits since it was told last, in ns.
+    /// Duration of the longest exits since the client's last request, in nanoseconds.
     longest_ns: Vec<Vec<u64>>,
 }
 
 impl ExitWatch {
-    /// Begins, with what was just taken out of the tables of all these.
+    /// Creates a watch. `taken` are the counts just taken from the tables of `seats`.
     pub(super) fn begin(seats: &[Arc<Seat>], taken: &Taken) -> Self {
         let tables = seats.iter().map(|seat| (seat.id().into(), seat.exits().clone()));
         Self::of_tables(tables.collect(), taken)
@@ -49,7 +50,7 @@ impl ExitWatch {
         }
     }
 
-    /// Keeps the longest exits of what was taken.
+    /// Updates the longest exits.
     pub(super) fn took(&mut self, taken: &Taken) {
         for (longest, cells) in self.longest_ns.iter_mut().zip(&taken.0) {
             for (longest, cell) in longest.iter_mut().zip(cells) {
@@ -58,7 +59,8 @@ impl ExitWatch {
         }
     }
 
-    /// What came since it began, of the vCPUs that have any exits. It takes `taken` itself.
+    /// Returns the exits since the watch began, for vCPUs with at least one exit. Also updates the
+    /// longest exits with `taken`.
     pub(super) fn tell(&mut self, taken: &Taken) -> Vec<VcpuExits> {
         self.took(taken);
         let mut told = Vec::new();
@@ -93,7 +95,7 @@ impl Drop for ExitWatch {
 mod tests {
     use super::*;
 
-    /// One client's look takes nothing away from another one, and each has what came since it began.
+    /// Each client sees the exits since its watch began, regardless of other clients.
     #[test]
     fn each_client_has_its_own_exits() {
         let tables: Vec<_> = (0..2)

@@ -1,18 +1,19 @@
-//! Control of a running VM by its operator: a Unix socket, JSON lines, events of perf-core.
+//! Control of a running VM by its operator, through JSON lines on a Unix socket and events of
+//! perf-core.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `counts` | what a vCPU's loop counted, as it is told |
-//! | [`server`] | the VM's side, in its main loop: connections and their bounds |
-//! | `exits` | one connection's view of the vCPUs' exits |
-//! | [`session`] | one connection's events |
-//! | [`processes`] | the guest's processes: their code and memory, for unwinding and names |
+//! | `counts` | statistics of a vCPU's run loop |
+//! | [`server`] | the server in the VM's main loop: connections and their limits |
+//! | `exits` | exit statistics of one connection |
+//! | [`session`] | events of one connection |
+//! | [`processes`] | processes of the guest: their code and memory, for unwinding and symbolization |
 //!
-//! What is said, and the operator's end, are in `control-api`.
+//! The protocol and the client are in `control-api`.
 //!
-//! The VM trusts no client: who may connect is decided by the directory's mode and the peer's credentials,
-//! every request is bounded in size and rate, replies wait in bounded buffers, and what a connection opened
-//! is closed with it.
+//! The VM does not trust clients. The directory mode and the peer credentials decide who may
+//! connect. Each request is limited in size and rate, unsent replies are bounded, and all resources
+//! of a connection are closed with it.
 
 mod counts;
 mod exits;

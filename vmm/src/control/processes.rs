@@ -1,7 +1,7 @@
-//! What a client may ask of the guest's processes: the code they have mapped, and parts of their memory.
+//! Reads the executable mappings and memory of guest processes for a client.
 //!
-//! All of it is read in the main loop, out of a guest that runs meanwhile and may be malicious. So each
-//! answer is bounded in reads of guest memory, in time and in size, and nothing in it is trusted.
+//! The main loop reads from a running and possibly malicious guest. Each reply is therefore limited
+//! in guest memory reads, time and size, and its contents are not trusted.
 
 use std::time::Duration;
 
@@ -17,24 +17,25 @@ use vm_memory::GuestMemoryMmap;
 use super::session::fail;
 use crate::pmu::GuestProbe;
 
-/// Reads of guest memory for one answer: a thousand mappings take a tenth of them, a MiB of untouched pages a
-/// fifth.
+/// Maximum number of guest memory reads per reply. A thousand mappings take a tenth of this limit,
+/// one MiB of untouched pages a fifth.
 const READS: u32 = 1 << 17;
-/// Time for one answer.
+/// Time limit of one reply.
 const TIME: Duration = Duration::from_millis(20);
 
 /// The processes of a guest.
 #[derive(Debug, Default)]
 pub struct Processes {
-    /// The one that was asked for last: clients ask for many parts of one.
+    /// The process of the last request, cached because clients request many parts of one process.
     last: Option<Process>,
 }
 
 impl Processes {
-    /// The code that process `pid` has mapped.
+    /// Returns the executable mappings of process `pid`.
     ///
     /// # Errors
-    /// There is no such process, or the guest's kernel does not tell.
+    /// Returns a [`Failure`] if the process does not exist or the guest kernel's data structures
+    /// are unknown.
     pub fn code(&mut self, probe: &GuestProbe, pid: u32) -> Result<ProcessCode, Failure> {
         self.with(probe, pid, |reader, process, budget| {
             let mut code = ProcessCode::default();
@@ -66,10 +67,10 @@ impl Processes {
         })
     }
 
-    /// `bytes` of the memory of process `pid`, from `address` on.
+    /// Reads `bytes` bytes of the memory of process `pid` at `address`.
     ///
     /// # Errors
-    /// As [`Self::code`]; or too many bytes are asked for.
+    /// Returns the errors of [`Self::code`], and a [`Failure`] if `bytes` exceeds the limit.
     pub fn memory(
         &mut self,
         probe: &GuestProbe,
@@ -87,7 +88,7 @@ impl Processes {
             let mut memory = vec![0; bytes as usize];
             let mut missing: Vec<(u32, u32)> = Vec::new();
             reader.memory(process.mm, address, &mut memory, budget, |at, len| {
-                // Both are within `bytes`.
+                // Both are at most `bytes`.
                 let (at, len) = (u32::try_from(at).unwrap_or(0), u32::try_from(len).unwrap_or(0));
                 match missing.last_mut() {
                     Some((before, of_before)) if *before + *of_before == at => *of_before += len,

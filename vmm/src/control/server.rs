@@ -1,8 +1,9 @@
-//! The VM's side of its control socket, a subscriber of the main loop.
+//! The server of a VM's control socket, a subscriber of the main loop.
 //!
-//! Nothing here waits for a client: sockets are nonblocking, a request is at most [`MAX_REQUEST`] bytes, a
-//! connection makes at most `REQUESTS_PER_SECOND` of them, and replies a client does not fetch are kept up to
-//! `MAX_UNSENT` bytes. Who goes beyond a bound loses the connection, and with it its events.
+//! The server never waits for a client. Sockets are nonblocking, a request has at most
+//! [`MAX_REQUEST`] bytes, a connection may make `REQUESTS_PER_SECOND` requests, and at most
+//! `MAX_UNSENT` bytes of unsent replies are kept. A client that exceeds a limit loses its
+//! connection and its events.
 
 mod answer;
 mod refused;
@@ -44,57 +45,58 @@ use control_api::protocol::{
 use kernel_images::packed::PackedSymbols;
 use refused::Refused;
 
-/// Most connections at a time.
+/// Maximum number of open connections.
 const MAX_CONNECTIONS: usize = 32;
-/// Most connections of observers, who are not to keep operators out.
+/// Maximum number of observer connections. The limit keeps slots free for operators.
 const MAX_OBSERVERS: usize = 8;
-/// Requests a connection may make in the long run.
+/// Sustained request rate of an operator connection.
 const REQUESTS_PER_SECOND: f64 = 1000.0;
-/// Those of an observer: each may make vCPUs leave the guest.
+/// Sustained request rate of an observer connection. Each request may force vCPU exits.
 const REQUESTS_OF_OBSERVERS: f64 = 200.0;
-/// And at once.
+/// Maximum number of requests in a burst.
 const REQUEST_BURST: f64 = 200.0;
-/// Most bytes of replies that wait for a client.
+/// Maximum number of unsent reply bytes per connection.
 const MAX_UNSENT: usize = 1 << 20;
-/// Bytes taken from a connection before others get their turn.
+/// Maximum number of bytes read from a connection before the others are served.
 const READ_CHUNK: usize = 16 << 10;
-/// Epoll data of the first listener, others have those before; connections have smaller numbers.
+/// Epoll data of the first listener. Further listeners have the numbers below, and connections have
+/// small numbers.
 const LISTENER: u32 = u32::MAX;
-/// Most listeners.
+/// Maximum number of listeners.
 const LISTENERS: u32 = 2;
 
-/// What a client may learn of and do to the VM.
+/// The interface of a VM for control clients.
 pub struct Controlled {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its PMU model.
+    /// Name of the PMU model.
     pub pmu_name: String,
-    /// What runs in it.
+    /// Description of the guest that runs in the VM.
     pub guest: String,
-    /// Where its first serial port is.
+    /// Target of the first serial port's console.
     pub console: String,
-    /// Where its virtio console is; empty without one.
+    /// Target of the virtio console. Empty if the VM has none.
     pub virtio_console: String,
-    /// When it was started.
+    /// Start time of the VM.
     pub started: Instant,
-    /// Run state and end.
+    /// Run state and end of the VM.
     pub control: Arc<RunControl>,
-    /// What counts it.
+    /// The perf-core side of the VM.
     pub pmu: Arc<VmPmu>,
-    /// Which vCPUs there are.
+    /// Registry of the VM's vCPUs.
     pub roster: Arc<Roster>,
-    /// Its devices.
+    /// Devices of the VM.
     pub bus: Arc<Bus>,
-    /// The guest kernel's text symbols, of what was loaded last.
+    /// Text symbols of the guest kernel that was loaded last.
     pub symbols: Arc<ArcSwap<PackedSymbols>>,
-    /// The guest has one address space and no user programs of its own.
+    /// `true` if the guest has a single address space and no user processes.
     pub flat: bool,
-    /// Looks at the guest's counters asked for so far.
+    /// Number of requests for the guest's counters so far.
     pub looks: AtomicU64,
 }
 
 impl Controlled {
-    /// What a client with that role gets to know of it.
+    /// Returns a description of the VM for a client with this role.
     pub fn info(&self, role: ClientRole) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,
@@ -120,14 +122,14 @@ impl Controlled {
         }
     }
 
-    /// Makes the vCPUs look into their mailboxes.
+    /// Makes the vCPUs process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.roster.kicker().kick();
     }
 
-    /// Asks every vCPU what its guest has programmed. The mailboxes get the answers, under the number
-    /// returned.
+    /// Requests the guest's counter configuration from every vCPU. Returns the generation number
+    /// for [`Self::views`].
     pub fn ask_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         for seat in self.roster.taken() {
@@ -137,7 +139,8 @@ impl Controlled {
         generation
     }
 
-    /// What the vCPUs have seen under this number, and whether all have that were asked and are still there.
+    /// Returns the counter configurations of this generation, and whether every requested vCPU that
+    /// is still present has replied.
     pub fn views(&self, generation: u64) -> GuestViews {
         let asked = || {
             self.roster
@@ -153,7 +156,7 @@ impl Controlled {
         }
     }
 
-    /// What the loops of the vCPUs counted. What that of one that has left counted stays.
+    /// Returns the run-loop statistics of all vCPUs. Statistics of an unplugged vCPU are kept.
     pub fn vcpu_counts(&self) -> Vec<VcpuCounts> {
         let present = self.roster.present();
         let known = |seat: &&Arc<Seat>| present.has(seat.id()) || seat.stats().exits.get() > 0;
@@ -166,7 +169,7 @@ impl Controlled {
         counts.collect()
     }
 
-    /// Which vCPUs come and go.
+    /// Returns the hot-plug state of the vCPUs.
     fn vcpu_plug(&self) -> VcpuPlug {
         let list = |vcpus: VcpuSet| vcpus.numbers().map(u32::from).collect();
         let present = self.roster.present();
@@ -193,18 +196,18 @@ impl Controlled {
 
     fn symbol_text(&self) -> Vec<u8> {
         let mut text = Vec::new();
-        // Writing to a Vec does not fail.
+        // Writing to a Vec cannot fail.
         let _ = self.symbols.load().unpack().write_text(&mut text);
         text
     }
 }
 
-/// Who may come in at a socket.
+/// Permissions of the clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The VM's user and root, to do everything.
+    /// Full access, for root and the VM's user.
     Operators,
-    /// Who may write the socket's file, to look on.
+    /// Read-only access, for every user who may write to the socket file.
     Observers,
 }
 
@@ -216,23 +219,23 @@ struct Connection {
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     waits_for_room: bool,
-    /// Nothing more is read: what waits is sent, and then the connection ends.
+    /// No more requests are read. The connection closes when all pending replies are sent.
     ending: bool,
     tokens: f64,
     refilled: Instant,
     events: Option<EventSession>,
-    /// Once it has asked for exits.
+    /// Set by the first request for exits.
     exits: Option<ExitWatch>,
 }
 
-/// Whether a connection stays.
+/// Result of serving a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Stays,
     Ends,
 }
 
-/// What a request came to, with a descriptor to go with the reply.
+/// Result of a request, with an optional file descriptor for the reply.
 enum Done {
     Value(Value),
     WithFd(Value, FdSource),
@@ -255,24 +258,25 @@ impl FdSource {
     }
 }
 
-/// The control socket of a VM.
+/// The control socket server of a VM.
 pub struct ControlServer {
     vm: Arc<Controlled>,
     sockets: Vec<(Access, Socket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
-    /// The listeners are out of the loop for want of descriptors.
+    /// The listeners are removed from the loop, because the process has no free descriptors.
     deaf: bool,
-    /// A descriptor to give up when there is none left for a connection that is to be refused.
+    /// A reserve descriptor, closed to accept and refuse a connection when no other descriptor is
+    /// free.
     spare: Option<EventFd>,
-    /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
-    /// running kernel's.
+    /// The symbol text with its description, cached after the first request because it is long. The
+    /// flag is `true` if the symbols are those of the running kernel.
     symbols: Option<(bool, Arc<PackedSymbols>, SymbolsInfo, File)>,
     processes: Processes,
 }
 
 impl ControlServer {
-    /// Serves `vm` at these sockets, one for each access at most.
+    /// Creates a server for `vm`, with at most one socket per access class.
     pub fn new(vm: Arc<Controlled>, sockets: Vec<(Access, Socket)>) -> Self {
         Self {
             vm,
@@ -286,14 +290,14 @@ impl ControlServer {
         }
     }
 
-    /// The listeners, by the numbers that they have in the loop.
+    /// Returns the listeners with their epoll data.
     fn listeners(&self) -> impl Iterator<Item = (u32, &UnixListener)> {
         let numbers = (0..LISTENERS).map(|n| LISTENER - n);
         numbers.zip(self.sockets.iter().map(|(_, socket)| &socket.listener))
     }
 
     fn accept(&mut self, door: u32, ops: &mut EventOps) {
-        // Some at a time: the loop has others to serve, and those who come may be many.
+        // Bound the batch so that a flood of connections does not starve other subscribers.
         for _ in 0..MAX_CONNECTIONS {
             let index = usize::try_from(LISTENER - door).unwrap_or(usize::MAX);
             let Some((access, socket)) = self.sockets.get(index) else {
@@ -304,7 +308,7 @@ impl ControlServer {
                 Ok((stream, _)) => {
                     if let Err((stream, refused)) = self.admit(stream, access, ops) {
                         refused.tell(&stream);
-                        // Observers must not fill the log.
+                        // Observers must not be able to flood the log.
                         let level = match access {
                             Access::Operators => log::Level::Warn,
                             Access::Observers => log::Level::Debug,
@@ -315,7 +319,8 @@ impl ControlServer {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
-                    // The place of the spare one takes the connection, which is closed at once.
+                    // Closing the reserve descriptor makes room to accept the connection, which is
+                    // then closed at once.
                     let came = socket.listener.accept();
                     let why = Refused::NoDescriptor(e);
                     if let Ok((stream, _)) = &came {
@@ -324,13 +329,14 @@ impl ControlServer {
                     }
                     let came = came.map(drop);
                     self.spare = spare();
-                    // The kernel looks for a descriptor before it looks for a connection: there was none.
+                    // The kernel allocates the descriptor before it looks for a connection. There
+                    // was no connection.
                     if came.is_err() {
                         return;
                     }
                 }
                 Err(e) => {
-                    // The listener would stay ready, and the loop busy.
+                    // The listener would remain readable and keep the loop busy.
                     log::warn!("control socket: accept: {e}; no new connections until one ends");
                     self.deaf = true;
                     for (_, listener) in self.listeners() {
@@ -342,7 +348,7 @@ impl ControlServer {
         }
     }
 
-    /// Takes a connection in. One that is turned away comes back with the reason.
+    /// Accepts a connection into the server. Returns a refused connection with the reason.
     fn admit(
         &mut self,
         stream: UnixStream,
@@ -358,7 +364,7 @@ impl ControlServer {
         }
     }
 
-    /// A place among the connections and in the loop, with its client's user.
+    /// Allocates a connection slot and registers the connection with the loop.
     fn place(
         &mut self,
         stream: &UnixStream,
@@ -374,7 +380,7 @@ impl ControlServer {
             Access::Observers => MAX_OBSERVERS,
         };
         if self.of_access(access).count() >= most {
-            // Who has not even said hello makes room.
+            // A connection without a hello is closed to make room.
             let silent = self.of_access(access).filter(|(_, c)| !c.greeted);
             if let Some(id) = silent.min_by_key(|(_, c)| c.refilled).map(|(id, _)| *id)
                 && let Some(connection) = self.connections.remove(&id)
@@ -427,7 +433,7 @@ impl ControlServer {
             let waits = !connection.outgoing.is_empty();
             if waits != connection.waits_for_room {
                 connection.waits_for_room = waits;
-                // Requests wait while replies do.
+                // Requests are not read while replies are pending.
                 let wanted = if waits { EventSet::OUT } else { EventSet::IN };
                 if let Err(e) = ops.modify(Events::with_data(&connection.stream, id, wanted)) {
                     log::warn!("control socket: {e}");
@@ -461,7 +467,7 @@ impl ControlServer {
         }
     }
 
-    /// Takes new connections from now on.
+    /// Adds the listeners to the loop.
     fn listen(&self, ops: &mut EventOps) {
         for (number, listener) in self.listeners() {
             if let Err(e) = ops.add(Events::with_data(listener, number, EventSet::IN)) {
@@ -528,12 +534,12 @@ impl ControlServer {
     }
 }
 
-/// A descriptor that is good for nothing but to be given up.
+/// Creates a reserve descriptor.
 fn spare() -> Option<EventFd> {
     EventFd::new(EFD_CLOEXEC).ok()
 }
 
-/// Whether a call failed because this process, or the host, has no more descriptors.
+/// Returns whether a call failed because the process or the host has no free descriptors.
 fn no_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
@@ -556,8 +562,9 @@ impl Connection {
         }
     }
 
-    /// Whether the connection stays until its client has read why it ends. Its events end now, and it makes
-    /// room for others like one that has not said hello.
+    /// Starts closing the connection and closes its events. Returns whether the connection must
+    /// stay open until the client has read the reason. A new client may replace it, like one
+    /// without a hello.
     fn begin_to_end(&mut self) -> bool {
         self.ending = true;
         self.events = None;
@@ -566,7 +573,7 @@ impl Connection {
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }
 
-    /// Requests a second.
+    /// Returns the sustained request rate per second.
     fn rate(&self) -> f64 {
         match self.access {
             Access::Operators => REQUESTS_PER_SECOND,
@@ -574,7 +581,7 @@ impl Connection {
         }
     }
 
-    /// What its client may do.
+    /// Returns the role of the client.
     fn role(&self) -> ClientRole {
         match (self.access, role(self.uid)) {
             (Access::Observers, _) => ClientRole::Observer,
@@ -583,7 +590,7 @@ impl Connection {
         }
     }
 
-    /// Takes one request out of the rate.
+    /// Consumes one request of the rate limit. Returns `false` if none is left.
     fn may_ask(&mut self) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.refilled).as_secs_f64();
@@ -605,7 +612,7 @@ impl Connection {
 
     fn refuse(&mut self, id: u64, kind: FailureKind, message: String) {
         let error = Some(Failure { kind, message });
-        // The connection ends anyway.
+        // The connection closes in any case.
         let _ = self.send(&ReplyLine { id, ok: None, error });
     }
 
@@ -644,10 +651,10 @@ impl Connection {
         }
     }
 
-    /// A reply with a descriptor, which comes with its first byte.
+    /// Sends a reply with a file descriptor, which is attached to its first byte.
     fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> Fate {
         if !self.outgoing.is_empty() {
-            // A client that waits for a descriptor has read what came before.
+            // A client that waits for a descriptor has read all previous replies.
             return Fate::Ends;
         }
         let reply = ReplyLine {
@@ -671,7 +678,7 @@ impl Connection {
 
 impl MutEventSubscriber for ControlServer {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        // Before anybody reads what is counted there.
+        // Attach events before any client reads their counts.
         for vcpu in self.vm.roster.take_came_back().numbers() {
             for events in self.connections.values_mut().filter_map(|c| c.events.as_mut()) {
                 events.vcpu_came(vcpu.into());

@@ -1,4 +1,4 @@
-//! One connection's events: opened, read and sampled through perf-core, closed with the connection.
+//! The perf-core events of one connection: opening, reading, sampling and closing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use control_api::protocol::{
     RingLoss, Sampling, VcpuPart,
 };
 
-/// What samples hold, the call chain apart.
+/// Fields of each sample except the call chain.
 const SAMPLE: SampleType = SampleType::IP
     .union(SampleType::TID)
     .union(SampleType::TIME)
@@ -30,7 +30,7 @@ const SAMPLE: SampleType = SampleType::IP
     .union(SampleType::STREAM_ID)
     .union(SampleType::RAW);
 
-/// A refusal.
+/// Returns a [`Failure`] as an error.
 pub(super) fn fail<T>(kind: FailureKind, message: impl Into<String>) -> Result<T, Failure> {
     Err(Failure {
         kind,
@@ -41,25 +41,25 @@ pub(super) fn fail<T>(kind: FailureKind, message: impl Into<String>) -> Result<T
 /// The events of one connection.
 #[derive(Debug)]
 pub struct EventSession {
-    // Field order is drop order: the handles close before their session.
+    // Fields are dropped in declaration order: the handles must close before their session.
     events: Vec<OpenEvent>,
     rings: BTreeMap<u32, Arc<Ring>>,
     session: Session,
     pmu: Arc<VmPmu>,
     roster: Arc<Roster>,
-    /// What vCPUs that come later get too.
+    /// Events that are also opened on vCPUs that are plugged later.
     followed: Vec<Followed>,
-    /// Data pages of the rings, once there is one.
+    /// Number of data pages per ring. Set with the first ring.
     ring_pages: Option<u32>,
-    /// Rings that were made for vCPUs that came, and not fetched.
+    /// vCPUs whose ring was created at hot-plug and not fetched yet.
     made: BTreeSet<u32>,
-    /// The last word was to enable.
+    /// `true` if the last request enabled the events.
     enabled: bool,
-    /// What came, and was not told.
+    /// Events opened at hot-plug that the client has not been told of.
     joined: Vec<Joined>,
 }
 
-/// Events that were asked for on each vCPU.
+/// Events requested on each vCPU.
 #[derive(Clone, Debug)]
 struct Followed {
     groups: Vec<EventGroup>,
@@ -69,57 +69,57 @@ struct Followed {
 #[derive(Debug)]
 struct OpenEvent {
     handle: Handle,
-    /// `None`: the whole VM.
+    /// `None` for an event of the whole VM.
     vcpu: Option<u32>,
-    /// Of a vCPU of that number that has left since.
+    /// The vCPU has been unplugged since.
     gone: bool,
     ring: Option<HostRing>,
 }
 
-/// Where events are opened.
+/// Targets on which events are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On<'v> {
-    /// On each vCPU there is.
+    /// One event on every present vCPU.
     Each,
-    /// On these.
+    /// One event on each of the listed vCPUs.
     These(&'v [u32]),
-    /// One event for each name, which every vCPU inherits that comes later.
+    /// The whole VM: one event per name, inherited by every vCPU that is plugged later.
     Whole,
 }
 
-/// The samples of an event that the host's kernel takes.
+/// Sampling of an event by the host kernel.
 #[derive(Debug)]
 struct HostRing {
     sampling: HostSampling,
-    /// Of the event itself, were it to take every sample: its period, or its frequency in Hz.
+    /// Sampling rate without the host kernel: the period, or the frequency in Hz.
     rate: u64,
 }
 
-/// Why the host's kernel takes no samples for an event.
+/// Reason why the host kernel does not sample an event.
 #[derive(Debug, thiserror::Error)]
 enum NoHostRing {
     #[error(transparent)]
     Sampling(#[from] NoHostSamples),
-    /// The samples would show the host, which this user may not see.
+    /// The samples would reveal host data that the user may not see.
     #[error(transparent)]
     Denied(#[from] OpenError),
 }
 
-/// A count of the whole VM among those of vCPUs.
+/// A group mixes events of the whole VM with events of vCPUs.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
 )]
 struct MixedGroup;
 
-/// Why an event is not open: it is not possible here, or it was refused.
+/// Reason why an event is not open: it is unsupported here, or it was refused.
 enum NotOpened {
     Unsupported(String),
     Refused(Failure),
 }
 
 impl EventSession {
-    /// For user `uid` in this role, of a VM with these vCPUs.
+    /// Creates a session for user `uid` with this role, on a VM with the vCPUs in `roster`.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: Role, roster: Arc<Roster>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
@@ -135,12 +135,12 @@ impl EventSession {
         }
     }
 
-    /// Opens a list of events on some vCPUs, or all; disabled.
+    /// Opens a list of events on some or all vCPUs, disabled.
     ///
     /// # Errors
-    /// The list does not parse, a vCPU does not exist, a limit is reached, or this user may not open an
-    /// event. Then no event of the list stays open. An event that cannot be counted here is no error: its
-    /// entry says so.
+    /// Returns a [`Failure`] if the list does not parse, a vCPU does not exist, a limit is reached,
+    /// or this user may not open an event. No event of the list stays open then. An event that
+    /// cannot be counted on this host is not an error; its entry gives the reason.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn open(
         &mut self,
@@ -155,7 +155,7 @@ impl EventSession {
             On::Whole => Vec::new(),
         };
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
-        // One for the whole VM is one on each vCPU.
+        // An event of the whole VM occupies one event on each vCPU.
         let more = match on {
             On::Whole => count * usize::from(self.roster.max()),
             On::Each | On::These(_) => count * vcpus.len(),
@@ -190,7 +190,7 @@ impl EventSession {
             let mut index = 0;
             for group in &groups {
                 let whole = is_whole(group).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
-                // A count of the VM is one count, however many vCPUs are asked for.
+                // A VM-wide event is opened once, however many vCPUs are requested.
                 let place = if whole { None } else { place };
                 if whole && nth > 0 {
                     index += group.events.len() as u32;
@@ -208,15 +208,17 @@ impl EventSession {
         Ok(opened)
     }
 
-    /// How many events are open, one of the whole VM on each vCPU there can be.
+    /// Returns the number of open events. An event of the whole VM counts once for each possible
+    /// vCPU.
     fn open_events(&self) -> usize {
         let whole = usize::from(self.roster.max());
         let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { whole };
         self.events.iter().map(weight).sum()
     }
 
-    /// A vCPU has entered the perf core and the guest does not know of it yet: what was asked for on each
-    /// vCPU is opened on it, with its ring, and enabled if the others are.
+    /// Opens the events requested on each vCPU on a vCPU that has entered perf-core but is not
+    /// visible to the guest yet. Creates its ring, and enables the events if the others are
+    /// enabled.
     pub fn vcpu_came(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
@@ -233,7 +235,7 @@ impl EventSession {
             events.clear();
             failure.message
         });
-        // One entry for a vCPU, so that a client that never asks has no long list.
+        // One entry per vCPU bounds the list for a client that never requests it.
         self.joined.retain(|joined| joined.vcpu != vcpu);
         self.joined.push(Joined {
             vcpu,
@@ -248,7 +250,7 @@ impl EventSession {
         let followed = self.followed.clone();
         let samples = followed.iter().any(|f| f.sampling.is_some());
         if samples {
-            // That of one before it; who read it has a mapping of its own.
+            // The ring of a previous vCPU with this number. A reader has its own mapping.
             self.rings.remove(&vcpu);
             self.made.remove(&vcpu);
         }
@@ -292,7 +294,7 @@ impl EventSession {
         Ok(())
     }
 
-    /// What was opened on vCPUs that came since the last call.
+    /// Returns the events opened on hot-plugged vCPUs since the last call.
     pub fn joined(&mut self) -> Vec<Joined> {
         std::mem::take(&mut self.joined)
     }
@@ -399,7 +401,7 @@ impl EventSession {
             }
         }
         if leader.is_some() {
-            // A group is pinned, and switched on, by its leader.
+            // The leader of a group determines whether the group is pinned and enabled.
             event.attr.pinned = false;
             event.attr.exclusive = false;
         }
@@ -426,7 +428,8 @@ impl EventSession {
         Ok((self.events.len() - 1, event, no_ring))
     }
 
-    /// Lets the host's kernel sample what `attr` describes, if it can and the user may.
+    /// Makes the host kernel sample the event that `attr` describes, if the kernel supports this
+    /// and the user may.
     fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, NoHostRing> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
@@ -454,10 +457,11 @@ impl EventSession {
         }
     }
 
-    /// What the host's kernel samples for the event `handle`, and a descriptor of it to give away.
+    /// Returns the host kernel's ring of the event `handle` with a duplicate of its descriptor.
     ///
     /// # Errors
-    /// No such event, or it has none; no descriptor left.
+    /// Returns a [`Failure`] if the event does not exist, it has no such ring, or no descriptor is
+    /// free.
     pub fn give_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), Failure> {
         let (_, ring) = self.ring_of(handle)?;
         let internal = |e: std::io::Error| Failure {
@@ -473,10 +477,11 @@ impl EventSession {
         Ok((info, fd.map_err(internal)?))
     }
 
-    /// Lets the event `handle` take every `every`-th sample itself.
+    /// Makes the VMM itself take every `every`-th sample of the event `handle`.
     ///
     /// # Errors
-    /// There is no such event, it has no ring of the host's kernel, or the number is 0.
+    /// Returns a [`Failure`] if the event does not exist, it has no ring of the host kernel, or
+    /// `every` is 0.
     pub fn take_chains(&self, handle: u32, every: u32) -> Result<(), Failure> {
         let (event, ring) = self.ring_of(handle)?;
         if every == 0 {
@@ -527,7 +532,7 @@ impl EventSession {
         self.events.iter().enumerate().filter_map(read).collect()
     }
 
-    /// Records that found no room and were not told of in the rings yet.
+    /// Returns the numbers of lost records that are not reported in the rings yet.
     pub fn losses(&self) -> Vec<RingLoss> {
         let loss = |(vcpu, ring): (&u32, &Arc<Ring>)| RingLoss {
             vcpu: *vcpu,
@@ -547,21 +552,21 @@ impl EventSession {
         self.enabled = false;
     }
 
-    /// Number of open events.
+    /// Returns the number of open events.
     pub fn len(&self) -> usize {
         self.events.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether no event is open.
     pub fn is_empty(&self) -> bool {
         self.events.is_empty()
     }
 
-    /// A ring for all sampling events of `vcpu`.
+    /// Creates a ring for all sampling events of `vcpu`.
     ///
     /// # Errors
-    /// The size is no power of two or too large, the vCPU has no sampling event or already a ring, or the
-    /// memory limit is reached.
+    /// Returns a [`Failure`] if the size is too large or not a power of two, the vCPU has no
+    /// sampling event or already a ring, or the memory limit is reached.
     pub fn ring(&mut self, vcpu: u32, pages: u32) -> Result<(RingInfo, Arc<Ring>), Failure> {
         if pages == 0 || pages > MAX_RING_PAGES || !pages.is_power_of_two() {
             return fail(
@@ -584,7 +589,7 @@ impl EventSession {
             );
         };
         if let Some(ring) = self.rings.get(&vcpu) {
-            // It was made when the vCPU came.
+            // The ring was created at hot-plug.
             return Ok((self.ring_info(vcpu, first.attr()), ring.clone()));
         }
         let others: Vec<&Handle> = of_vcpu.collect();
@@ -604,13 +609,14 @@ impl EventSession {
         }
     }
 
-    /// What the host's `CLOCK_MONOTONIC` has over the time that samples carry, ns.
+    /// Returns the difference between the host's `CLOCK_MONOTONIC` and the sample time, in
+    /// nanoseconds.
     fn clock_offset_ns(&self) -> u64 {
         host::monotonic_ns().saturating_sub(self.pmu.core().now_ns())
     }
 }
 
-/// One ring for `first` and `others`. If one of them cannot have it, none has.
+/// Attaches one ring to `first` and `others`, or to none of them if one attachment fails.
 fn shared_ring(first: &Handle, others: &[&Handle], pages: usize) -> Result<Arc<Ring>, Failure> {
     let ring = first.map(pages, true).map_err(|e| Failure {
         kind: match e {
@@ -643,7 +649,7 @@ fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
     u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
 }
 
-/// What one vCPU counted.
+/// Returns the counts of one vCPU.
 fn part(of: &VcpuReading) -> VcpuPart {
     VcpuPart {
         vcpu: of.vcpu.0,
@@ -656,7 +662,7 @@ fn part(of: &VcpuReading) -> VcpuPart {
     }
 }
 
-/// Whether the events of a group count for the whole VM, wherever they are opened.
+/// Returns whether the events of a group count for the whole VM.
 fn is_whole(group: &EventGroup) -> Result<bool, MixedGroup> {
     let mut whole = group.events.iter().map(EventSpec::is_of_vm);
     let first = whole.next().unwrap_or(false);
@@ -666,12 +672,12 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroup> {
     Ok(first)
 }
 
-/// What user `uid` may do.
+/// Returns the role of user `uid`.
 pub(crate) fn role(uid: u32) -> Role {
     if uid == 0 { Role::Admin } else { Role::Operator }
 }
 
-/// The operator's rate, unless the event's own terms say another.
+/// Applies the operator's sampling rate unless the event has its own.
 fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
@@ -690,7 +696,8 @@ fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
     }
 }
 
-/// The period or frequency of an event that is to take every `every`-th sample of those that `rate` means.
+/// Returns the period or frequency of an event that takes every `every`-th of the samples at
+/// `rate`.
 fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
     if attr.freq {
         (rate / u64::from(every)).max(1)
@@ -748,7 +755,7 @@ mod tests {
 
     use super::*;
 
-    /// A ring that one event of several cannot have costs its user nothing, and can be asked for again.
+    /// If one event cannot share a ring, the ring is removed from all and can be requested again.
     #[test]
     fn a_ring_that_one_event_cannot_share_is_taken_back() {
         let core = Core::builder()
@@ -775,7 +782,8 @@ mod tests {
         assert!(!first.unmap(), "it is mapped no more");
         third.unmap();
         assert_eq!(core.ring_pages(0), before, "its pages are not charged any more");
-        // Another size shows that nothing is left of the first; an event that writes to a ring has none.
+        // A different size works because the first ring is removed. An event that writes to a ring
+        // accepts no other.
         shared_ring(&second, &[&first, &third], 8).unwrap();
         assert!(first.map(8, true).is_err() && third.map(8, true).is_err());
     }

@@ -1,19 +1,19 @@
-//! ACPI power management registers: power off, and the power button as a fixed feature. ACPI 6.5, 4.8.2.2 and
-//! 4.8.3.
+//! ACPI power management registers: power-off, and the power button as a fixed feature (ACPI 6.5,
+//! 4.8.2.2 and 4.8.3).
 
 use super::outcome::BusOutcome;
 use super::ports;
 
-/// PM1 status and enable: the power button (4.8.3.1, table 4.15).
+/// PM1 status and enable bit of the power button (4.8.3.1, table 4.15).
 const PWRBTN: u16 = 1 << 8;
-/// PM1 control: the interrupt mode is SCI; always set, as there is no other mode.
+/// PM1 control bit SCI_EN. Always set, because there is no legacy mode.
 const SCI_EN: u16 = 1 << 0;
-/// PM1 control: sleep type and enable.
+/// PM1 control fields: sleep type and sleep enable.
 const SLP_TYP_SHIFT: u16 = 10;
 const SLP_TYP_MASK: u16 = 7;
 const SLP_EN: u16 = 1 << 13;
 
-/// Raises or lowers the system control interrupt, which is level triggered.
+/// Callback that sets the level of the system control interrupt (SCI).
 pub type SciLine = Box<dyn Fn(bool) + Send + Sync>;
 
 /// The PM1a event and control blocks.
@@ -22,17 +22,17 @@ pub(super) struct AcpiPm {
     status: u16,
     enable: u16,
     control: u16,
-    /// `None`: nobody hears the interrupt.
+    /// `None` until the SCI is connected.
     sci: Option<SciLine>,
 }
 
 impl AcpiPm {
-    /// Where interrupts go.
+    /// Connects the SCI.
     pub fn lead_to(&mut self, sci: SciLine) {
         self.sci = Some(sci);
     }
 
-    /// As it is when the machine starts.
+    /// Resets the registers to their initial state.
     pub fn reset(&mut self) {
         *self = Self {
             sci: self.sci.take(),
@@ -41,8 +41,8 @@ impl AcpiPm {
         self.drive();
     }
 
-    /// Presses the power button. Whether the guest listens: its driver has enabled the event. If it does not,
-    /// nothing happens.
+    /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
+    /// the press has no effect.
     pub fn press_power_button(&mut self) -> bool {
         if !self.listens() {
             return false;
@@ -52,19 +52,19 @@ impl AcpiPm {
         true
     }
 
-    /// Whether the guest has enabled the power button's event.
+    /// Returns whether the guest has enabled the power button event.
     pub fn listens(&self) -> bool {
         self.enable & PWRBTN != 0
     }
 
-    /// The interrupt's level follows the events that are enabled.
+    /// Sets the SCI level from the enabled and pending events.
     fn drive(&self) {
         if let Some(sci) = &self.sci {
             sci(self.status & self.enable & PWRBTN != 0);
         }
     }
 
-    /// One byte, `offset` from the event block.
+    /// Reads the byte at `offset` from the event block.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let word = match offset / 2 {
             0 => self.status,
@@ -74,7 +74,7 @@ impl AcpiPm {
         word.to_le_bytes()[usize::from(offset & 1)]
     }
 
-    /// One byte, `offset` from the event block.
+    /// Writes the byte at `offset` from the event block.
     pub fn write_byte(&mut self, offset: u16, value: u8) -> BusOutcome {
         let merge = |word: u16| {
             let mut bytes = word.to_le_bytes();
@@ -82,7 +82,7 @@ impl AcpiPm {
             u16::from_le_bytes(bytes)
         };
         match offset / 2 {
-            // A one clears the bit that it is written to.
+            // Writing a one clears the status bit.
             0 => {
                 self.status &= !merge(0);
                 self.drive();
@@ -97,7 +97,7 @@ impl AcpiPm {
         }
     }
 
-    /// The whole control register. SLP_EN starts the sleep and reads as zero.
+    /// Writes the whole control register. SLP_EN starts the sleep transition and reads as zero.
     pub fn write_control(&mut self, value: u16) -> BusOutcome {
         self.control = value & !SLP_EN;
         let sleep_type = (value >> SLP_TYP_SHIFT) & SLP_TYP_MASK;
@@ -115,8 +115,8 @@ mod tests {
 
     use super::*;
 
-    /// The button is a level-triggered interrupt from its press until the guest has cleared its status; a
-    /// guest that has not enabled it gets nothing, then or later.
+    /// A press asserts the SCI until the guest clears the status bit. A guest that has not enabled
+    /// the event receives nothing, then or later.
     #[test]
     fn the_power_button_interrupts_until_it_is_taken_note_of() {
         let level = Arc::new(AtomicBool::new(false));
@@ -145,9 +145,8 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever the guest writes and whenever the button is pressed, the interrupt's level is what status
-        /// and enable say, a bit of the status goes only by a one that is written to it, and no sleep but
-        /// soft-off ends the machine.
+        /// The SCI level always equals status AND enable, only writing a one clears a status bit,
+        /// and only the soft-off sleep type ends the machine.
         #[test]
         fn the_level_follows_status_and_enable(
             steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),
@@ -156,7 +155,7 @@ mod tests {
             let mut pm = AcpiPm::default();
             let line = level.clone();
             pm.lead_to(Box::new(move |up| line.store(up, Ordering::SeqCst)));
-            // The bytes with the button's bit.
+            // The bytes with the power button bit.
             let (mut status, mut enable) = (0u8, 0u8);
             for (offset, value) in steps {
                 let outcome = if offset == 6 {

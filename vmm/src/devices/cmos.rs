@@ -1,4 +1,5 @@
-//! The CMOS memory and its clock: 128 bytes, the time in BCD, memory sizes where firmware leaves them.
+//! CMOS memory and real-time clock: 128 bytes with the time in BCD and the memory sizes that
+//! firmware stores.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,31 +15,31 @@ const REG_A: u8 = 0x0A;
 const REG_B: u8 = 0x0B;
 const REG_C: u8 = 0x0C;
 const REG_D: u8 = 0x0D;
-/// KiB in one unit of the 16-bit size registers.
+/// Unit of the 16-bit size registers.
 const KIB: u64 = 1 << 10;
 const UNIT_64_KIB: u64 = 64 << 10;
 
-/// The chip.
+/// The CMOS device.
 #[derive(Debug)]
 pub(super) struct Cmos {
     index: u8,
     memory: [u8; 128],
 }
 
-/// Broken-down UTC.
+/// A UTC date and time in calendar form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Utc {
     year: u64,
     month: u8,
     day: u8,
-    /// 1 is Sunday.
+    /// Day of the week; 1 is Sunday.
     weekday: u8,
     hour: u8,
     minute: u8,
     second: u8,
 }
 
-/// Civil date of seconds since 1970 (Howard Hinnant's days-to-civil algorithm).
+/// Returns the civil date of seconds since 1970 (Howard Hinnant's days-to-civil algorithm).
 #[expect(
     clippy::cast_possible_truncation,
     reason = "days, months and weekdays are below 256"
@@ -94,7 +95,8 @@ impl Cmos {
         Cmos { index: 0, memory }
     }
 
-    /// Bit 7 of the index disables NMI on a PC and is no part of it.
+    /// Selects a register. Bit 7 of the written value disables NMI on a PC and is not part of the
+    /// index.
     pub fn select(&mut self, value: u8) {
         self.index = value & 0x7F;
     }
@@ -108,7 +110,7 @@ impl Cmos {
 
     fn read_at(&self, index: u8, seconds: u64) -> u8 {
         let now = utc(seconds);
-        // Status B bit 2 set means binary values.
+        // Status B bit 2 selects binary values.
         let encode = |v: u8| {
             if self.memory[usize::from(REG_B)] & 0x04 != 0 {
                 v
@@ -125,18 +127,19 @@ impl Cmos {
             0x08 => encode(now.month),
             0x09 => encode((now.year % 100) as u8),
             CMOS_CENTURY => encode((now.year / 100 % 100) as u8),
-            // No interrupt is ever pending; reading would clear it.
+            // No interrupt is ever pending, so a read has nothing to clear.
             REG_C => 0,
             REG_D => STATUS_D,
             other => self.memory[usize::from(other & 0x7F)],
         }
     }
 
-    /// The clock follows the host: writes to its time are dropped, as are those to read-only registers.
+    /// Writes the selected register. Writes to the time and to read-only registers are ignored,
+    /// because the clock follows the host.
     pub fn write(&mut self, value: u8) {
         match self.index {
             0x00 | 0x02 | 0x04 | 0x06..=0x09 | CMOS_CENTURY | REG_C | REG_D => {}
-            // Update-in-progress is read-only and 24-hour mode is the only one.
+            // Update-in-progress is read-only, and 24-hour mode is the only mode.
             REG_A => self.memory[usize::from(REG_A)] = value & 0x7F,
             REG_B => self.memory[usize::from(REG_B)] = value | STATUS_B,
             index => self.memory[usize::from(index)] = value,
@@ -186,8 +189,8 @@ mod tests {
         assert_eq!(c.read_at(0x5D, 0), 1);
     }
 
-    /// A guest can use what is memory as memory, and nothing it writes moves the clock, hides the battery or
-    /// leaves an interrupt or an update pending that never ends.
+    /// Guest writes change memory only: they cannot move the clock, hide the battery, or leave an
+    /// interrupt or update pending forever.
     #[test]
     fn what_a_guest_writes_stays_in_memory_and_out_of_the_clock() {
         for value in [0u8, 0x55, 0xAA, 0xFF] {
@@ -197,7 +200,7 @@ mod tests {
                 c.select(at);
                 c.write(value);
             }
-            // Binary numbers, if the guest has asked for them.
+            // Binary format, if the guest has selected it.
             let binary = value & 4 != 0;
             for (at, was) in (0u8..).zip(before) {
                 let now = c.read_at(at, 951_782_400);
@@ -214,7 +217,7 @@ mod tests {
         }
     }
 
-    /// Bit 7 of the index is the PC's switch for NMIs.
+    /// Bit 7 of the index disables NMI on a PC.
     #[test]
     fn the_index_has_seven_bits() {
         let mut c = Cmos::new(64 << 20, 2);

@@ -1,16 +1,17 @@
-//! The registers through which a guest learns that processors come and are asked for, and gives them up: what
-//! the methods of the ACPI processor devices read and write (`boot/processors.rs`).
+//! CPU hot-plug registers, accessed by the methods of the ACPI processor devices
+//! (`boot/processors.rs`).
 //!
 //! | port | width | read | write |
 //! |---|---|---|---|
 //! | +0 | 8 | the selected processor | selects a processor |
-//! | +1 | 8 | 0: present; 1: it has come; 2: it is asked for | 1: takes note of 1; 2: of 2; 3: ejects the processor |
+//! | +1 | 8 | bit 0: present; 1: inserted; 2: ejection requested | 1: acknowledges bit 1; 2: acknowledges bit 2; 3: ejects the processor |
 //! | +4 | 32 | 0 | the event that _OST reports on |
-//! | +8 | 32 | 0 | the status that _OST reports, and the report with it |
+//! | +8 | 32 | 0 | the status that _OST reports; completes the report |
 //!
-//! The guest is hostile. All of it is a few bitmaps: a number that no processor has selects none, which reads
-//! as absent and takes no writes; ejecting processor 0, or one that is absent, does nothing and is counted.
-//! Ejecting another that nobody asked for is the guest's own affair, and it cannot have it back by itself.
+//! The guest is untrusted, and the device state consists of a few bitmaps. A number without a
+//! processor selects none, reads as absent and ignores writes. Ejecting processor 0 or an absent
+//! processor has no effect and is counted. A guest may eject a processor without a request, but
+//! cannot insert one again.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,114 +24,115 @@ const COME: u8 = 1 << 1;
 const ASKED_FOR: u8 = 1 << 2;
 const EJECT: u8 = 1 << 3;
 
-/// Events that _OST reports on (ACPI 6.5, table 6.73): a device was checked, its ejection was requested, and
-/// the guest ejects it on its own.
+/// Events that _OST reports on (ACPI 6.5, table 6.73): device check, ejection request, and an
+/// ejection initiated by the guest.
 const DEVICE_CHECK: u32 = 1;
 const EJECT_REQUEST: u32 = 3;
 const OWN_EJECTION: u32 = 0x103;
-/// Statuses of _OST (tables 6.74 and 6.75): all is well; the ejection goes on.
+/// Status codes of _OST (tables 6.74 and 6.75): success, and ejection in progress.
 const SUCCESS: u32 = 0;
 const EJECTION_GOES_ON: u32 = 0x84;
 
-/// The register of the selected processor, and of its state.
+/// Offsets of the selector register and of the status register.
 const SELECTOR: u16 = 0;
 const STATE: u16 = 1;
 const EVENT: u16 = 4;
 const STATUS: u16 = 8;
 
-/// A set of vCPUs, by number.
+/// A set of vCPU numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuSet(u64);
 
 impl VcpuSet {
-    /// The vCPUs below `end`, at most 64.
+    /// Returns the set of vCPUs below `end`, at most 64.
     pub fn below(end: u8) -> Self {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }
 
-    /// One vCPU; none if there cannot be such a number.
+    /// Returns the set with one vCPU, or the empty set for a number above the maximum.
     pub fn of(vcpu: u8) -> Self {
         Self(1u64.checked_shl(vcpu.into()).unwrap_or(0))
     }
 
-    /// The set with these bits.
+    /// Returns the set with these bits.
     pub fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// Bit n for vCPU n.
+    /// Returns the set as a bitmap; bit n is vCPU n.
     pub fn bits(self) -> u64 {
         self.0
     }
 
-    /// Whether `vcpu` is in it.
+    /// Returns whether the set contains `vcpu`.
     pub fn has(self, vcpu: u8) -> bool {
         self.0 & Self::of(vcpu).0 != 0
     }
 
-    /// Whether nobody is in it.
+    /// Returns whether the set is empty.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// How many are in it.
+    /// Returns the number of vCPUs in the set.
     pub fn len(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// With those of `other` too.
+    /// Returns the union with `other`.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// Without those of `other`.
+    /// Returns the difference from `other`.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// Those that are in `other` too.
+    /// Returns the intersection with `other`.
     #[must_use]
     pub fn within(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Their numbers, the lowest first.
+    /// Returns the vCPU numbers in ascending order.
     pub fn numbers(self) -> impl DoubleEndedIterator<Item = u8> {
         (0..64).filter(move |vcpu| self.has(*vcpu))
     }
 }
 
-/// What the guest has said and what it was asked.
+/// Hot-plug state as the guest sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlugState {
-    /// Processors that the guest is shown.
+    /// Processors that are present for the guest.
     pub shown: VcpuSet,
-    /// Those of them that it has not taken note of yet.
+    /// Inserted processors that the guest has not acknowledged yet.
     pub unnoticed: VcpuSet,
-    /// Those that it was asked to give up and has not.
+    /// Processors with a pending ejection request.
     pub asked_for: VcpuSet,
-    /// What it refused to take in or give up since it was asked last, with the status it gave.
+    /// Insertions and ejections that the guest refused since the last request: processor and _OST
+    /// status.
     pub refused: Vec<(u8, u32)>,
-    /// Ejections that nobody asked for.
+    /// Number of ejections without a request.
     pub own_ejections: u64,
-    /// Ejections of processor 0, or of one that is absent: they did nothing.
+    /// Number of ignored ejections, of processor 0 or of an absent processor.
     pub ignored_ejections: u64,
 }
 
 #[derive(Debug, Default)]
 struct Registers {
-    /// Those that can be.
+    /// All possible processors.
     all: VcpuSet,
     shown: VcpuSet,
-    /// Shown as having come.
+    /// Processors whose inserted bit is set.
     come: VcpuSet,
-    /// Shown as being asked for.
+    /// Processors whose ejection-requested bit is set.
     called: VcpuSet,
-    /// Asked for, and not answered.
+    /// Ejection requests without an answer.
     asked_for: VcpuSet,
-    /// Ejected, and not fetched by [`CpuPlug::take_ejected`].
+    /// Ejected processors that [`CpuPlug::take_ejected`] has not returned yet.
     ejected: VcpuSet,
     selector: u8,
     event: [u8; 4],
@@ -140,7 +142,8 @@ struct Registers {
     ignored_ejections: u64,
 }
 
-/// The device. Shared by the vCPUs' threads and the main loop; its lock is held for one access.
+/// The CPU hot-plug device, shared by the vCPU threads and the main loop. Its lock is held for one
+/// access.
 #[derive(Debug)]
 pub struct CpuPlug {
     registers: Mutex<Registers>,
@@ -149,10 +152,10 @@ pub struct CpuPlug {
 }
 
 impl CpuPlug {
-    /// For `max` processors, of which the first `shown` are there.
+    /// Creates the device for `max` processors, of which the first `shown` are present.
     ///
     /// # Errors
-    /// That of `eventfd(2)`.
+    /// Returns the error of `eventfd(2)`.
     pub fn new(shown: u8, max: u8) -> io::Result<Self> {
         Ok(Self {
             registers: Mutex::new(Registers {
@@ -165,7 +168,7 @@ impl CpuPlug {
         })
     }
 
-    /// As it is when the machine starts, with the first `shown` processors.
+    /// Resets the device to its initial state with the first `shown` processors present.
     pub fn reset(&self, shown: u8) {
         let mut registers = self.lock();
         *registers = Registers {
@@ -175,17 +178,18 @@ impl CpuPlug {
         };
     }
 
-    /// To be registered with KVM as an irqfd for [`super::ports::CPU_PLUG_IRQ`].
+    /// Returns the eventfd to register with KVM as an irqfd for [`super::ports::CPU_PLUG_IRQ`].
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt
     }
 
-    /// Becomes readable when the guest has ejected a processor: see [`CpuPlug::take_ejected`].
+    /// Returns an eventfd that becomes readable when the guest has ejected a processor. See
+    /// [`CpuPlug::take_ejected`].
     pub fn ejected(&self) -> &EventFd {
         &self.ejected
     }
 
-    /// Shows the guest that `vcpus` have come.
+    /// Inserts `vcpus` and notifies the guest.
     pub fn show(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
         let vcpus = vcpus.within(registers.all).without(registers.shown);
@@ -198,7 +202,8 @@ impl CpuPlug {
         self.call();
     }
 
-    /// Asks the guest for `vcpus` and for no others. Processor 0 is not asked for.
+    /// Requests the ejection of exactly `vcpus` and withdraws all other requests. Processor 0 is
+    /// ignored.
     pub fn ask_for(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
         let vcpus = vcpus.within(registers.shown).without(VcpuSet::of(0));
@@ -211,8 +216,8 @@ impl CpuPlug {
         }
     }
 
-    /// Interrupts the guest again if there is something that it has not looked at. An edge may be lost before
-    /// its driver is there.
+    /// Repeats the interrupt if changes are unacknowledged, because an edge before the guest's
+    /// driver is loaded is lost.
     pub fn remind(&self) {
         let registers = self.lock();
         let pending = !registers.come.with(registers.called).is_empty();
@@ -222,14 +227,14 @@ impl CpuPlug {
         }
     }
 
-    /// What the guest has ejected since the last call.
+    /// Returns the processors ejected since the last call.
     pub fn take_ejected(&self) -> VcpuSet {
-        // Empty if somebody else was here first.
+        // The read fails if another caller has already cleared the eventfd.
         let _ = self.ejected.read();
         std::mem::take(&mut self.lock().ejected)
     }
 
-    /// What the guest has said and what it was asked.
+    /// Returns the hot-plug state.
     pub fn state(&self) -> PlugState {
         let registers = self.lock();
         PlugState {
@@ -242,7 +247,7 @@ impl CpuPlug {
         }
     }
 
-    /// One byte, `offset` from the first port.
+    /// Reads the byte at `offset` from the first port.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let registers = self.lock();
         match offset {
@@ -252,7 +257,7 @@ impl CpuPlug {
         }
     }
 
-    /// One byte, `offset` from the first port.
+    /// Writes the byte at `offset` from the first port.
     pub fn write_byte(&self, offset: u16, value: u8) {
         let mut registers = self.lock();
         match offset {
@@ -287,7 +292,7 @@ impl CpuPlug {
 }
 
 impl Registers {
-    /// The selected processor; none if there cannot be such a one.
+    /// Returns the selected processor, or the empty set for an invalid selection.
     fn selected(&self) -> VcpuSet {
         VcpuSet::of(self.selector).within(self.all)
     }
@@ -298,7 +303,7 @@ impl Registers {
         bit(self.shown, PRESENT) | bit(self.come, COME) | bit(self.called, ASKED_FOR)
     }
 
-    /// Whether a processor was ejected.
+    /// Writes the control register. Returns whether a processor was ejected.
     fn control(&mut self, value: u8) -> bool {
         let one = self.selected();
         if value & COME != 0 {
@@ -325,7 +330,7 @@ impl Registers {
         true
     }
 
-    /// _OST: the guest says what came of it.
+    /// Handles a report by _OST.
     fn report(&mut self) {
         let (vcpu, one) = (self.selector, self.selected());
         let status = u32::from_le_bytes(self.status);
@@ -342,7 +347,7 @@ impl Registers {
             }
             _ => return,
         }
-        // One entry for a processor, so at most 64.
+        // One entry per processor bounds the list to 64.
         self.refused.retain(|(refused, _)| *refused != vcpu);
         self.refused.push((vcpu, status));
     }
@@ -413,7 +418,7 @@ mod tests {
         );
     }
 
-    /// A refusal ends the request and is told with its status, until the guest is asked again.
+    /// A refusal ends the request. Its status is reported until the next request.
     #[test]
     fn a_guest_may_refuse() {
         let plug = CpuPlug::new(3, 4).unwrap();
@@ -422,7 +427,7 @@ mod tests {
         let state = plug.state();
         assert_eq!((state.asked_for, state.refused), (set(&[1]), vec![(2, 0x82)]));
         assert_eq!(state_of(&plug, 2), PRESENT);
-        // Of what nobody asked for there is nothing to refuse.
+        // A refusal without a request has no effect.
         report(&plug, 0, EJECT_REQUEST, 0x82);
         report(&plug, 63, DEVICE_CHECK, 1);
         assert_eq!(plug.state().refused.len(), 1);
@@ -434,8 +439,7 @@ mod tests {
         assert_eq!(plug.state().refused, vec![(3, 1)]);
     }
 
-    /// Requests that are withdrawn are not shown any more; a guest that gives the processor up all the same
-    /// is believed.
+    /// A withdrawn request is no longer visible. An ejection by the guest is still accepted.
     #[test]
     fn a_request_can_be_withdrawn() {
         let plug = CpuPlug::new(2, 3).unwrap();
@@ -453,8 +457,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest writes: processor 0 stays, absent ones stay absent, nothing but what was shown is
-        /// ejected, and each at most once.
+        /// Whatever the guest writes, processor 0 stays present, absent processors stay absent, and
+        /// only present processors are ejected, each at most once.
         #[test]
         fn a_guest_can_only_give_up_what_it_has(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)

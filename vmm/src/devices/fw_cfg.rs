@@ -1,5 +1,5 @@
-//! The firmware configuration device, as far as bare-metal test kernels read it: a selector port and a
-//! data port that gives the selected item byte by byte.
+//! The part of QEMU's fw_cfg device that bare-metal test kernels use: a selector port and a data
+//! port that returns the selected item byte by byte.
 
 use super::ports::FW_CFG_SELECT;
 use crate::numbers::VcpuNumbers;
@@ -11,7 +11,7 @@ const CPU_COUNT: u16 = 0x05;
 const MAX_CPUS: u16 = 0x0F;
 const FILE_DIRECTORY: u16 = 0x19;
 
-/// The device.
+/// The fw_cfg device.
 #[derive(Debug)]
 pub(super) struct FwCfg {
     ram_bytes: u64,
@@ -30,7 +30,8 @@ impl FwCfg {
         }
     }
 
-    /// The selected item, zero-padded to the longest. A key nobody filled has no bytes.
+    /// Returns the selected item, zero-padded to the maximum length, and its length. An unknown key
+    /// has length 0.
     fn item(&self) -> ([u8; 8], usize) {
         let padded = |bytes: &[u8]| {
             let mut item = [0; 8];
@@ -39,19 +40,19 @@ impl FwCfg {
         };
         match self.key {
             SIGNATURE => padded(b"QEMU"),
-            // The port interface and nothing else (no DMA).
+            // The port interface only, without DMA.
             INTERFACE => padded(&1u32.to_le_bytes()),
             RAM_SIZE => padded(&self.ram_bytes.to_le_bytes()),
             CPU_COUNT => padded(&u16::from(self.cpus.present()).to_le_bytes()),
             MAX_CPUS => padded(&u16::from(self.cpus.max()).to_le_bytes()),
-            // A directory of no files: its big-endian count.
+            // An empty file directory: its big-endian count.
             FILE_DIRECTORY => padded(&0u32.to_be_bytes()),
             _ => ([0; 8], 0),
         }
     }
 
     pub fn write(&mut self, port: u16, data: &[u8]) {
-        // Items are read-only; only the selector takes writes.
+        // Items are read-only. Only the selector accepts writes.
         if port == FW_CFG_SELECT {
             let low = data.first().copied().unwrap_or(0);
             let high = data.get(1).copied().unwrap_or(0);
@@ -84,7 +85,7 @@ mod tests {
         FwCfg::new(0x1_1234_6000, "3,max=5".parse().unwrap())
     }
 
-    /// What the guest reads of an item, from its beginning.
+    /// Reads an item from its beginning.
     fn item(key: u16) -> Vec<u8> {
         match key {
             SIGNATURE => b"QEMU".to_vec(),
@@ -97,8 +98,8 @@ mod tests {
     }
 
     proptest! {
-        /// An item is read in accesses of any width, as one string from the selection on, and zeroes follow
-        /// it for ever. The selector cannot be read back, and the data port takes no writes.
+        /// Accesses of any width read an item as one byte string from the selection on, followed by
+        /// zeroes. The selector is write-only and the data port read-only.
         #[test]
         fn an_item_is_one_string_whatever_the_accesses_are(
             key in prop_oneof![0u16..8, Just(MAX_CPUS), Just(FILE_DIRECTORY), any::<u16>()],
@@ -120,7 +121,7 @@ mod tests {
             let mut right = item(key);
             right.resize(read.len().max(right.len()), 0);
             prop_assert_eq!(&read[..], &right[..read.len()]);
-            // Selected again, it begins again.
+            // Selecting the item again restarts it.
             device.write(FW_CFG_SELECT, &key.to_le_bytes());
             let mut first = [0];
             device.read(FW_CFG_DATA, &mut first);
@@ -128,7 +129,7 @@ mod tests {
         }
     }
 
-    /// A selector that is written as a byte names a low key.
+    /// A one-byte write to the selector selects a low key.
     #[test]
     fn a_key_may_be_written_as_a_byte() {
         let mut device = device();

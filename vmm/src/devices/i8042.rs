@@ -1,15 +1,15 @@
-//! A keyboard controller without a keyboard: it answers probes and resets the machine.
+//! A keyboard controller without a keyboard, which answers probes and resets the machine.
 //!
-//! Every command that promises an answer gives one at once. A driver that had to wait for one would
-//! poll the status port ten thousand times, each poll an exit.
+//! Every command with a response responds at once. A driver without a response would poll the
+//! status port ten thousand times, with one exit per poll.
 
 use super::outcome::BusOutcome;
 
-/// Status: output buffer full, system flag (self-test passed), keyboard not locked.
+/// Status bits: output buffer full, system flag (self-test passed), keyboard not locked.
 const STATUS_OUTPUT_FULL: u8 = 1 << 0;
 const STATUS_SYSTEM: u8 = 1 << 2;
 const STATUS_UNLOCKED: u8 = 1 << 4;
-/// Commands.
+/// Controller commands.
 const READ_CONFIG: u8 = 0x20;
 const WRITE_CONFIG: u8 = 0x60;
 const TEST_AUX: u8 = 0xA9;
@@ -21,21 +21,21 @@ const WRITE_OUTPUT: u8 = 0xD1;
 const AUX_LOOP: u8 = 0xD3;
 const WRITE_AUX: u8 = 0xD4;
 const PULSE_RESET: u8 = 0xFE;
-/// Output port bit 0: while 0 the processor is held in reset. Bit 1: A20.
+/// Output port bits. Bit 0 holds the processor in reset while clear. Bit 1 is A20.
 const OUTPUT_NOT_RESET: u8 = 1 << 0;
 const OUTPUT_A20: u8 = 1 << 1;
-/// Answers.
+/// Responses.
 const SELF_TEST_PASSED: u8 = 0x55;
 const PORT_OK: u8 = 0x00;
 const PORT_STUCK: u8 = 0x01;
-/// "Resend": what a line without a device gives.
+/// "Resend", the response of a port without a device.
 const RESEND: u8 = 0xFE;
 
-/// The controller.
+/// The keyboard controller.
 #[derive(Debug, Default)]
 pub(super) struct I8042 {
     config: u8,
-    /// The command whose data byte comes next.
+    /// The command that expects a data byte.
     pending: Option<u8>,
     output: Option<u8>,
 }
@@ -60,7 +60,7 @@ impl I8042 {
             READ_CONFIG => self.output = Some(self.config),
             SELF_TEST => self.output = Some(SELF_TEST_PASSED),
             TEST_KEYBOARD => self.output = Some(PORT_OK),
-            // No second port: its clock line is stuck.
+            // There is no second port: its clock line is stuck.
             TEST_AUX => self.output = Some(PORT_STUCK),
             READ_INPUT => self.output = Some(0),
             READ_OUTPUT => self.output = Some(OUTPUT_NOT_RESET | OUTPUT_A20),
@@ -101,8 +101,8 @@ mod tests {
         assert_eq!(c.read_data(), 0x47);
     }
 
-    /// What has a data byte takes the next one and no more: a byte that no command waits for goes to a line
-    /// without a device, which asks to send it again. Another command in between ends the wait.
+    /// A command with a data byte consumes exactly one. A byte that no command expects goes to a
+    /// port without a device, which responds with resend. Another command cancels the expectation.
     #[test]
     fn a_data_byte_is_its_commands_alone() {
         let mut c = I8042::default();
@@ -127,8 +127,8 @@ mod tests {
         assert_eq!(c.read_data(), OUTPUT_NOT_RESET | OUTPUT_A20);
     }
 
-    /// Only a byte for the output port that pulls the reset line resets, and the pulse command; the same byte
-    /// elsewhere does not.
+    /// Only an output port write that clears the reset bit and the pulse command reset the machine.
+    /// The same byte elsewhere does not.
     #[test]
     fn the_reset_line_is_pulled_by_its_port_alone() {
         for low in [0x00, 0x02, 0xDE, 0xFE] {

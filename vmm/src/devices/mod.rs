@@ -1,8 +1,8 @@
-//! The devices of the machine and the bus that finds them.
+//! The devices of the machine and the bus that dispatches accesses to them.
 //!
-//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports, but for the virtio
-//! devices: they are functions of a PCI bus and decode memory. Every width and every port and address a
-//! guest uses is safe: where nobody owns it, reads give all ones and writes go nowhere.
+//! KVM emulates the interrupt controllers and the timer. All other devices use I/O ports, except
+//! the virtio devices, which are functions of a PCI bus with MMIO regions. Accesses of any width to
+//! any port or address are safe: without a device, reads return all ones and writes are ignored.
 
 mod acpi_pm;
 mod cmos;
@@ -32,12 +32,13 @@ pub use outcome::BusOutcome;
 
 use crate::numbers::VcpuNumbers;
 
-/// System control port A: a one here resets the processor.
+/// System control port A: writing a one resets the processor.
 const CONTROL_A_RESET: u8 = 1 << 0;
-/// System control port A: address line 20 is on, which it always is here.
+/// System control port A: address line 20 is enabled. Always set.
 const CONTROL_A_A20: u8 = 1 << 1;
 
-/// The buses. Shared by all vCPU threads; each device has its own lock, held for one access.
+/// The port and MMIO buses, shared by all vCPU threads. Each device has its own lock, held for one
+/// access.
 pub struct Bus {
     ram_bytes: u64,
     cpus: VcpuNumbers,
@@ -46,30 +47,30 @@ pub struct Bus {
     i8042: Mutex<I8042>,
     fw_cfg: Mutex<FwCfg>,
     pm: Mutex<AcpiPm>,
-    /// Where processors can come and go.
+    /// CPU hot-plug registers, if the machine has them.
     cpu_plug: Option<Arc<CpuPlug>>,
-    /// Where the machine has one.
+    /// PCI bus, if the machine has one.
     pci: Option<PciBus>,
-    /// There is no debug-exit device.
+    /// `true` if there is no debug-exit device.
     no_debug_exit: bool,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
     /// Last value written to system control port A.
     control_a: AtomicU8,
-    /// Reads of system control port B, whose refresh bit toggles.
+    /// Number of reads of system control port B, whose refresh bit toggles.
     control_b_reads: AtomicU8,
-    /// Accesses to ports nobody owns.
+    /// Number of accesses to unclaimed ports.
     unclaimed: AtomicU64,
 }
 
-/// Locks a device. A thread that panicked while it held the lock must not take the machine along.
+/// Locks a device. Ignores poisoning, so that a panicked thread does not bring down the machine.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Bus {
-    /// Builds the devices. `console` takes the serial port's output, `ram_bytes` and `cpus` are what
-    /// the guest is told.
+    /// Creates the devices. `console` receives the serial port's output. `ram_bytes` and `cpus` are
+    /// reported to the guest.
     pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuNumbers) -> io::Result<Self> {
         Ok(Bus {
             ram_bytes,
@@ -92,18 +93,18 @@ impl Bus {
         })
     }
 
-    /// Where the system control interrupt goes.
+    /// Connects the system control interrupt.
     pub fn lead_sci_to(&self, sci: SciLine) {
         lock(&self.pm).lead_to(sci);
     }
 
-    /// Presses the power button. Whether the guest listens to it: its driver has enabled the event. If not,
-    /// nothing happens.
+    /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
+    /// the press has no effect.
     pub fn press_power_button(&self) -> bool {
         lock(&self.pm).press_power_button()
     }
 
-    /// All devices as they are when the machine starts. No vCPU may be in the guest.
+    /// Resets all devices to their initial state. No vCPU may run.
     pub fn reset(&self) {
         self.serial.reset();
         *lock(&self.cmos) = Cmos::new(self.ram_bytes, self.cpus.present());
@@ -121,46 +122,46 @@ impl Bus {
         }
     }
 
-    /// Without the debug-exit device: nobody answers at its ports.
+    /// Removes the debug-exit device.
     #[must_use]
     pub fn without_debug_exit(mut self) -> Self {
         self.no_debug_exit = true;
         self
     }
 
-    /// With a PCI bus.
+    /// Adds a PCI bus.
     #[must_use]
     pub fn with_pci(mut self, pci: PciBus) -> Self {
         self.pci = Some(pci);
         self
     }
 
-    /// The PCI bus, if the machine has one.
+    /// Returns the PCI bus, if the machine has one.
     pub fn pci(&self) -> Option<&PciBus> {
         self.pci.as_ref()
     }
 
-    /// The serial port, for input.
+    /// Returns the serial port, for input.
     pub fn serial(&self) -> &Arc<SerialPort> {
         &self.serial
     }
 
-    /// The eventfd to register with KVM as an irqfd for [`ports::COM1_IRQ`].
+    /// Returns the eventfd to register with KVM as an irqfd for [`ports::COM1_IRQ`].
     pub fn serial_irq(&self) -> &EventFd {
         self.serial.irq()
     }
 
-    /// The registers of processors that come and go; `None` where they cannot.
+    /// Returns the CPU hot-plug registers, or `None` without CPU hot-plug.
     pub fn cpu_plug(&self) -> Option<&Arc<CpuPlug>> {
         self.cpu_plug.as_ref()
     }
 
-    /// Accesses so far to ports nobody owns.
+    /// Returns the number of accesses to unclaimed ports.
     pub fn unclaimed_accesses(&self) -> u64 {
         self.unclaimed.load(Ordering::Relaxed)
     }
 
-    /// One IN of `data.len()` bytes (1, 2 or 4) from `port`.
+    /// Handles one IN of `data.len()` bytes (1, 2 or 4) from `port`.
     #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
     pub fn io_in(&self, port: u16, data: &mut [u8]) {
         match port {
@@ -177,7 +178,7 @@ impl Bus {
         }
     }
 
-    /// One OUT of `data.len()` bytes (1, 2 or 4) to `port`.
+    /// Handles one OUT of `data.len()` bytes (1, 2 or 4) to `port`.
     #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
     pub fn io_out(&self, port: u16, data: &[u8]) -> BusOutcome {
         match port {
@@ -192,7 +193,8 @@ impl Bus {
             ports::PM1A_CONTROL if data.len() >= 2 => {
                 lock(&self.pm).write_control(u16::from_le_bytes([data[0], data[1]]))
             }
-            // A wide write to the address register is no reset, although it covers that port.
+            // A wide write to the address register covers the reset control port but must not reset
+            // the machine.
             ports::PCI_ADDRESS | ports::PCI_DATA..=ports::PCI_DATA_END => {
                 if let Some(pci) = &self.pci {
                     pci.write_port(port, data);
@@ -211,14 +213,15 @@ impl Bus {
         }
     }
 
-    /// A string IN (`rep ins`): `data` holds several accesses of `width` bytes to one port.
+    /// Handles a string IN (`rep ins`): `data` holds several accesses of `width` bytes to one port.
     pub fn io_in_string(&self, port: u16, width: usize, data: &mut [u8]) {
         for access in data.chunks_mut(width.clamp(1, 4)) {
             self.io_in(port, access);
         }
     }
 
-    /// A string OUT (`rep outs`), ended by the first access that is not [`BusOutcome::Continue`].
+    /// Handles a string OUT (`rep outs`). Stops at the first access whose outcome is not
+    /// [`BusOutcome::Continue`].
     pub fn io_out_string(&self, port: u16, width: usize, data: &[u8]) -> BusOutcome {
         for access in data.chunks(width.clamp(1, 4)) {
             let outcome = self.io_out(port, access);
@@ -229,7 +232,7 @@ impl Bus {
         BusOutcome::Continue
     }
 
-    /// A read of memory-mapped I/O: all ones where no PCI function lives.
+    /// Handles an MMIO read. Returns all ones if no PCI function claims the address.
     pub fn mmio_read(&self, address: u64, data: &mut [u8]) {
         if self
             .pci
@@ -242,7 +245,7 @@ impl Bus {
         data.fill(0xFF);
     }
 
-    /// A write to memory-mapped I/O: dropped where no PCI function lives.
+    /// Handles an MMIO write. Ignores it if no PCI function claims the address.
     pub fn mmio_write(&self, address: u64, data: &[u8]) -> BusOutcome {
         if !self
             .pci
@@ -264,8 +267,8 @@ impl Bus {
             ports::I8042_DATA => lock(&self.i8042).read_data(),
             ports::I8042_COMMAND => lock(&self.i8042).read_status(),
             ports::SYSTEM_CONTROL_B => {
-                // Bit 4 toggles with memory refresh, bit 5 is timer 2's output: loops that wait for
-                // either must end. KVM's PIT normally answers this port before we do.
+                // Bit 4 toggles with memory refresh and bit 5 is timer 2's output. Loops that wait
+                // for either must end. KVM's PIT normally handles this port.
                 let toggle = self.control_b_reads.fetch_add(1, Ordering::Relaxed) & 1;
                 0x20 | (toggle << 4)
             }
@@ -314,7 +317,7 @@ impl Bus {
             }
             ports::RESET_CONTROL => {
                 self.reset_control.store(value & !0x04, Ordering::Relaxed);
-                // Bit 2 is "reset CPU"; the others choose how thorough.
+                // Bit 2 is "reset CPU". The other bits select the kind of reset.
                 if value & 0x04 != 0 {
                     BusOutcome::Reset
                 } else {
@@ -392,7 +395,7 @@ mod tests {
         assert_eq!(b.io_out(0x60, &[0xDE]), BusOutcome::Reset);
     }
 
-    /// Code that switches address line 20 on by port 0x92 waits until it reads so.
+    /// Code that enables address line 20 through port 0x92 waits until the bit reads as one.
     #[test]
     fn address_line_20_is_on_and_its_port_keeps_the_other_bits() {
         let b = bus();
@@ -413,9 +416,9 @@ mod tests {
             BusOutcome::Continue
         );
         assert_eq!(b.io_out(0x604, &(1u16 << 13).to_le_bytes()), BusOutcome::PowerOff);
-        // Byte by byte, as ACPICA may do it.
+        // ACPICA may access the register byte by byte.
         assert_eq!(b.io_out(0x605, &[0x20]), BusOutcome::PowerOff);
-        // ACPI is always on: SCI_EN reads as one.
+        // ACPI is always enabled: SCI_EN reads as one.
         assert_eq!(inb(&b, 0x604) & 1, 1);
     }
 
@@ -432,8 +435,8 @@ mod tests {
         assert_eq!(read(0x7777, 2), [0, 0]);
     }
 
-    /// Without processors that can come and go nothing is there; with them fw_cfg tells how many there are
-    /// and can be.
+    /// Without CPU hot-plug the registers are absent. With it, fw_cfg reports the present and
+    /// maximum number of processors.
     #[test]
     fn processors_that_come_and_go_have_registers_only_where_they_can() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);

@@ -1,14 +1,14 @@
-//! What devices tell the machine.
+//! Results of device accesses for the machine.
 
-/// What a write to a device means for the machine.
+/// Effect of a device write on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BusOutcome {
-    /// Go on.
+    /// The guest continues.
     Continue,
-    /// The guest asked for a reset.
+    /// The guest requested a reset.
     Reset,
     /// The guest powered off.
     PowerOff,
-    /// The guest ended the VM through the debug-exit port; the exit status of the process.
+    /// The guest ended the VM through the debug-exit port, with the exit status of the process.
     Exit(u8),
 }

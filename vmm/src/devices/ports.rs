@@ -1,60 +1,60 @@
-//! Port numbers and what lives there.
+//! I/O port and interrupt numbers of the devices.
 
 use std::ops::RangeInclusive;
 
-/// First serial port: eight registers.
+/// First of the eight registers of the first serial port.
 pub const COM1: u16 = 0x3F8;
-/// Its number of ports.
+/// Number of ports of the first serial port.
 pub const COM1_LEN: u16 = 8;
-/// Its interrupt line.
+/// Interrupt line of the first serial port.
 pub const COM1_IRQ: u32 = 4;
-/// Keyboard controller data.
+/// Keyboard controller data port.
 pub const I8042_DATA: u16 = 0x60;
 /// System control port B (timer 2 gate, speaker).
 pub const SYSTEM_CONTROL_B: u16 = 0x61;
-/// Keyboard controller command and status.
+/// Keyboard controller command and status port.
 pub const I8042_COMMAND: u16 = 0x64;
-/// CMOS index.
+/// CMOS index port.
 pub const CMOS_INDEX: u16 = 0x70;
-/// CMOS data.
+/// CMOS data port.
 pub const CMOS_DATA: u16 = 0x71;
-/// CMOS register of the century.
+/// Index of the CMOS century register.
 pub const CMOS_CENTURY: u8 = 0x32;
-/// Power-on self-test code; also the classic delay port.
+/// Power-on self-test code, also used as a delay port.
 pub const POST: u16 = 0x80;
 /// Debug exit: a write ends the VM with status (value << 1) | 1.
 pub const DEBUG_EXIT: u16 = 0xF4;
-/// Its ports (a test device of four).
+/// Ports of the debug-exit device.
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
 /// System control port A: fast A20 gate and fast reset.
 pub const SYSTEM_CONTROL_A: u16 = 0x92;
-/// fw_cfg selector.
+/// Selector port of the fw_cfg device.
 pub const FW_CFG_SELECT: u16 = 0x510;
-/// fw_cfg data.
+/// Data port of the fw_cfg device.
 pub const FW_CFG_DATA: u16 = 0x511;
 /// ACPI PM1a event block: status and enable, 16 bits each.
 pub const PM1A_EVENT: u16 = 0x600;
-/// Its length in bytes.
+/// Length of the PM1a event block in bytes.
 pub const PM1A_EVENT_LEN: u8 = 4;
 /// ACPI PM1a control block.
 pub const PM1A_CONTROL: u16 = 0x604;
-/// Its length in bytes.
+/// Length of the PM1a control block in bytes.
 pub const PM1A_CONTROL_LEN: u8 = 2;
 /// SLP_TYP of S5, soft off.
 pub const S5_SLEEP_TYPE: u8 = 0;
-/// Registers of processors that come and go; only where they can.
+/// First CPU hot-plug register. Unclaimed without CPU hot-plug.
 pub const CPU_PLUG: u16 = 0xCD8;
-/// Their length in bytes.
+/// Length of the CPU hot-plug registers in bytes.
 pub const CPU_PLUG_LEN: u16 = 12;
-/// Their interrupt line.
+/// Interrupt line of CPU hot-plug events.
 pub const CPU_PLUG_IRQ: u32 = 5;
-/// PCI configuration address; reads all ones where there is no PCI bus.
+/// PCI configuration address. Reads as all ones without a PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.
 pub const RESET_CONTROL: u16 = 0xCF9;
-/// What to write there for a full reset.
+/// Value that requests a full reset in [`RESET_CONTROL`].
 pub const RESET_VALUE: u8 = 0x06;
-/// PCI configuration data.
+/// First port of the PCI configuration data.
 pub const PCI_DATA: u16 = 0xCFC;
-/// Its last port.
+/// Last port of the PCI configuration data.
 pub const PCI_DATA_END: u16 = 0xCFF;

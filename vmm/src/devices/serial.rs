@@ -1,4 +1,4 @@
-//! The serial port: vm-superio's 16550 behind a lock, its interrupt an eventfd for KVM.
+//! The serial port: vm-superio's 16550 behind a lock, with an eventfd interrupt for KVM.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ impl Trigger for Irq {
     }
 }
 
-/// Tells the input side that the guest has emptied the receive buffer.
+/// Notifies the input side that the guest has emptied the receive buffer.
 struct InputRoom(Arc<EventFd>);
 
 impl SerialEvents for InputRoom {
@@ -30,7 +30,7 @@ impl SerialEvents for InputRoom {
     fn out_byte(&self) {}
     fn tx_lost_byte(&self) {}
     fn in_buffer_empty(&self) {
-        // A full eventfd counter means the reader has not looked yet: nothing is lost.
+        // The write fails only if the counter is full, and then a notification is already pending.
         let _ = self.0.write(1);
     }
 }
@@ -42,12 +42,12 @@ pub struct SerialPort {
     uart: Mutex<Uart>,
     irq: Arc<EventFd>,
     input_room: Arc<EventFd>,
-    /// Input found the port in use and waits for it.
+    /// `true` while input waits for the port's lock to be released.
     input_waits: AtomicBool,
 }
 
 impl SerialPort {
-    /// A port whose output goes to `out`.
+    /// Creates a port whose output goes to `out`.
     pub(super) fn new(out: Box<dyn Write + Send>) -> io::Result<Self> {
         let irq = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         let input_room = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
@@ -60,8 +60,7 @@ impl SerialPort {
         })
     }
 
-    /// The port as it is when the machine starts; its output goes where it went. Input that the guest has
-    /// not read is lost.
+    /// Resets the port to its initial state and keeps its output. Unread input is lost.
     pub(super) fn reset(&self) {
         let mut uart = lock(&self.uart);
         let out = std::mem::replace(uart.writer_mut(), Box::new(io::sink()));
@@ -71,7 +70,7 @@ impl SerialPort {
         self.let_input_in();
     }
 
-    /// The interrupt, to be registered with KVM.
+    /// Returns the interrupt eventfd, to be registered with KVM.
     pub fn irq(&self) -> &EventFd {
         &self.irq
     }
@@ -83,13 +82,14 @@ impl SerialPort {
             Err(TryLockError::WouldBlock) => None,
         };
         attempt().or_else(|| {
-            // Second attempt after the flag is up: a holder that let go in between has not seen it.
+            // Try again after setting the flag: the holder may have released the lock before it
+            // could see the flag.
             self.input_waits.store(true, Ordering::SeqCst);
             attempt()
         })
     }
 
-    /// After letting go of the port: wakes input that found it in use.
+    /// Wakes input that found the port locked. Call this after releasing the lock.
     fn let_input_in(&self) {
         if self.input_waits.swap(false, Ordering::SeqCst) {
             let _ = self.input_room.write(1);
@@ -103,11 +103,12 @@ impl SerialPort {
     }
 
     pub(super) fn write(&self, offset: u8, value: u8) {
-        // Output that cannot be delivered is lost, as on a line without a listener.
+        // Output that cannot be delivered is lost, as on an unconnected line.
         if let Err(e) = lock(&self.uart).write(offset, value) {
             guest_log!(Debug, "serial port: {e}");
         }
-        // In loopback mode no input is taken; the modem control register may have ended it.
+        // Loopback mode accepts no input, and a write to the modem control register may have ended
+        // it.
         if offset == MODEM_CONTROL {
             self.input_waits.store(true, Ordering::SeqCst);
         }
@@ -116,20 +117,20 @@ impl SerialPort {
 }
 
 impl GuestInput for SerialPort {
-    /// Never blocks: a vCPU may hold the port while it waits for a slow console, and the caller is who
-    /// would end that wait.
+    /// Never blocks: a vCPU may hold the lock while it waits for a slow console, and the caller is
+    /// the thread that would end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());
         if room == 0 {
             return 0;
         }
-        // The only failure after the check of the room is the interrupt's eventfd, whose counter
-        // being full means that an interrupt is pending: the bytes are in the buffer.
+        // After the check of the free space, only the interrupt's eventfd can fail. Its counter is
+        // then full, so an interrupt is pending and the bytes are buffered.
         uart.enqueue_raw_bytes(&bytes[..room]).unwrap_or(room)
     }
 
-    /// Written when the guest has read all input, so more can be sent.
+    /// Returns the eventfd that is written when the guest has read all input.
     fn room(&self) -> &EventFd {
         &self.input_room
     }

@@ -1,11 +1,11 @@
-//! The architecture as gdb's protocol has it: x86-64 with SSE.
+//! The gdbstub architecture: x86-64 with SSE.
 
 use gdbstub::arch::{Arch, Registers};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 
-/// As [`X86_64_SSE`], but for a packet with too few registers: that is an error of the packet, and not of the
-/// session.
+/// [`X86_64_SSE`] with one difference: a packet with too few registers is an error of the packet
+/// and does not end the session.
 pub enum X86 {}
 
 impl Arch for X86 {
@@ -19,12 +19,12 @@ impl Arch for X86 {
     }
 }
 
-/// All registers, as a packet has them.
+/// The registers of a packet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PacketRegisters {
-    /// The registers.
+    /// All registers.
     pub all: X86_64CoreRegs,
-    /// The packet had fewer: `all` says nothing.
+    /// `true` if the packet was too short. `all` is invalid then.
     pub cut_short: bool,
 }
 
@@ -40,7 +40,7 @@ impl Registers for PacketRegisters {
     }
 
     fn gdb_deserialize(&mut self, bytes: &[u8]) -> Result<(), ()> {
-        // An error here would end the session.
+        // Returning an error here would end the session.
         self.cut_short = self.all.gdb_deserialize(bytes).is_err();
         Ok(())
     }

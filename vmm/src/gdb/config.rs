@@ -1,29 +1,29 @@
-//! What a user writes behind `--gdb`.
+//! Parses the argument of `--gdb`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::console::target::MAX_SOCKET_PATH;
 
-/// Where a debugger connects, and whether the guest waits for it.
+/// Socket of the gdb server and its start-up behaviour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GdbConfig {
-    /// A Unix socket.
+    /// Path of the Unix socket.
     pub socket: PathBuf,
-    /// No vCPU runs before the first debugger has come.
+    /// `true` if no vCPU runs before the first debugger connects.
     pub wait: bool,
 }
 
-/// No place for a debugger.
+/// Error of parsing the argument of `--gdb`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GdbConfigError {
-    /// No path.
+    /// The path is empty.
     #[error("must be the path of a Unix socket, or PATH,wait")]
     Shape,
-    /// Something else behind the comma.
+    /// The text after the comma is not a known option.
     #[error("only wait can stand behind the path: PATH,wait")]
     Word,
-    /// The kernel takes no such path.
+    /// The path is too long for a Unix socket.
     #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
     Long,
 }

@@ -1,5 +1,5 @@
-//! Guest memory as a vCPU sees it, for a debugger: translated by its page tables, with what was under the
-//! debugger's own breakpoints.
+//! Guest memory for a debugger, translated by a vCPU's page tables. Reads hide the debugger's own
+//! breakpoints.
 
 use guest_profile::memory::{Budget, GuestRegs};
 use guest_profile::paging::{AddressSpace, Unsupported};
@@ -8,13 +8,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use crate::vcpu::debugger::{Planted, Registers};
 
 const PAGE: u64 = 4096;
-/// Reads of guest memory that one request may lead to: a packet has at most 4 KiB, on two pages.
+/// Maximum number of guest memory reads per request. A packet has at most 4 KiB on two pages.
 const MOST_READS: u32 = 256;
-/// INT3.
+/// Opcode of INT3.
 pub const INT3: u8 = 0xcc;
 
-/// Guest-physical address of a linear one, as a vCPU with these registers sees it. `None`: it has none, or
-/// the vCPU's mode is one whose tables are not understood (paging of 32 bits).
+/// Translates a linear address with the paging mode and tables of a vCPU with these registers.
+/// Returns `None` for an unmapped address, or in a paging mode that is not supported (32-bit
+/// paging).
 pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<u64> {
     let system = &registers.system;
     let regs = GuestRegs {
@@ -31,8 +32,8 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -
     }
 }
 
-/// The parts of `length` bytes from `address` on, each within a page, with where it begins: linear and
-/// physical. It ends before the first that is not there.
+/// Splits `length` bytes at `address` into parts within one page, each with its linear and physical
+/// address. Ends at the first unmapped page.
 fn pieces<'m>(
     memory: &'m GuestMemoryMmap,
     registers: &'m Registers,
@@ -54,7 +55,7 @@ fn pieces<'m>(
     })
 }
 
-/// Reads from `address` on; how many bytes there are.
+/// Reads memory at `address` and returns the number of bytes read.
 pub fn read(
     memory: &GuestMemoryMmap,
     registers: &Registers,
@@ -78,7 +79,8 @@ pub fn read(
     done
 }
 
-/// Writes from `address` on. `false`: not all of it is memory, and what came before that was written.
+/// Writes memory at `address`. Returns `false` at the first address without memory; bytes before it
+/// are written.
 pub fn write(
     memory: &GuestMemoryMmap,
     registers: &Registers,
@@ -102,7 +104,7 @@ pub fn write(
     done == data.len()
 }
 
-/// Puts an INT3 at a linear address. `None`: there is no memory.
+/// Inserts an INT3 at a linear address. Returns `None` if there is no memory.
 pub fn plant(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<Planted> {
     let physical = physical(memory, registers, address)?;
     let replaced = memory.read_obj(GuestAddress(physical)).ok()?;
@@ -114,11 +116,11 @@ pub fn plant(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> O
     })
 }
 
-/// Takes it out, unless the guest has put something else there.
+/// Removes an INT3, unless the guest has overwritten it.
 pub fn uproot(memory: &GuestMemoryMmap, planted: &Planted) {
     let at = GuestAddress(planted.physical);
     if memory.read_obj::<u8>(at).is_ok_and(|byte| byte == INT3) {
-        // It was there for reading.
+        // The address was readable a moment ago.
         let _ = memory.write_obj(planted.replaced, at);
     }
 }
@@ -181,7 +183,7 @@ mod tests {
             assert_eq!(read(&memory, &registers, &[], hole, &mut data), 0);
             assert_eq!(plant(&memory, &registers, hole), None);
         }
-        // Without paging addresses are physical, and end where memory does.
+        // Without paging, linear addresses are physical and end with memory.
         let off = Registers::default();
         assert_eq!(read(&memory, &off, &[], 0xf_fff8, &mut data), 8);
         let mut pae = registers;
@@ -189,7 +191,8 @@ mod tests {
         assert_eq!(read(&memory, &pae, &[], 0x40_0000, &mut data), 0);
     }
 
-    /// The debugger never sees its own breakpoints, and what it writes over one is there when that goes.
+    /// Reads hide the debugger's breakpoints, and a write over a breakpoint takes effect when the
+    /// breakpoint is removed.
     #[test]
     fn a_breakpoint_is_invisible_and_leaves_what_was_there() {
         let memory = memory();
@@ -205,7 +208,7 @@ mod tests {
         assert_eq!(byte(), INT3);
         uproot(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
-        // The guest has loaded something else there meanwhile.
+        // The guest has loaded other code there in the meantime.
         uproot(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
     }

@@ -1,19 +1,19 @@
-//! Debugging the guest with gdb (`run --gdb SOCKET`), by the `gdbstub` crate.
+//! Debugging the guest with gdb (`run --gdb SOCKET`), through the `gdbstub` crate.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what a user writes behind `--gdb` |
+//! | [`config`] | the argument of `--gdb` |
 //! | [`server`] | the socket and its thread: one client at a time |
-//! | `target` | the machine as the stub sees it: threads, breakpoints, stops |
-//! | `registers` | registers as KVM has them and as gdb wants them |
+//! | `target` | the machine as a gdbstub target: threads, breakpoints, stops |
+//! | `registers` | conversion between the registers of KVM and gdb |
 //! | `memory` | guest memory through a vCPU's page tables, and the INT3s in it |
 //!
-//! A thread of its own serves the client, and may block on it: what a client does or leaves undone never
-//! keeps the main loop. What it shares with the vCPUs is [`crate::vcpu::debugger`].
+//! A separate thread serves the client and may block on it, so a client cannot delay the main loop.
+//! The thread shares [`crate::vcpu::debugger`] with the vCPUs.
 //!
-//! The client is a user who may do anything to the guest. It may not do more: packets are bounded by the
-//! stub's buffer, breakpoints by `target`'s limits, and whatever it sends, the machine goes on when it has
-//! gone, with nothing of it in the guest's memory.
+//! The client has full control over the guest and none over the host. The stub's buffer limits
+//! packets and `target` limits breakpoints. When the client disconnects, its breakpoints are
+//! removed from guest memory and the machine resumes.
 
 mod arch;
 pub mod config;

@@ -1,16 +1,16 @@
-//! Registers as KVM has them and as gdb wants them.
+//! Converts registers between the formats of KVM and gdb.
 
 use gdbstub_arch::x86::reg::{X86_64CoreRegs, X86SegmentRegs, X87FpuInternalRegs};
 
 use crate::vcpu::debugger::Registers;
 
-/// A tag of x87: the register is empty (SDM vol. 1 §8.1.7). For those that are not gdb looks at the number
+/// x87 tag of an empty register (SDM vol. 1 §8.1.7). For other registers gdb inspects the value
 /// itself.
 const EMPTY: u32 = 3;
 /// RFLAGS bit 1, which is always set.
 const RFLAGS_ONE: u64 = 1 << 1;
 
-/// gdb's registers of a vCPU.
+/// Converts the registers of a vCPU for gdb.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "gdb has 32 bits for what x87 keeps of addresses, and for RFLAGS"
@@ -66,8 +66,8 @@ pub fn to_gdb(registers: &Registers) -> X86_64CoreRegs {
     }
 }
 
-/// Puts gdb's registers into those of a vCPU. `false`, and nothing is changed, if a segment is another: a
-/// selector alone says neither base nor limit.
+/// Copies gdb's registers to those of a vCPU. Returns `false` and changes nothing if a segment
+/// selector differs, because a selector alone determines neither base nor limit.
 #[expect(clippy::cast_possible_truncation, reason = "fields of 16 bits")]
 pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut Registers) -> bool {
     if gdb.segments != to_gdb(registers).segments {
@@ -113,7 +113,7 @@ pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut Registers) -> bool {
     true
 }
 
-/// A pointer of x87 whose lower 48 bits gdb has changed.
+/// Returns an x87 pointer whose lower 48 bits gdb has changed.
 fn joined(old: u64, segment: u32, offset: u32) -> u64 {
     old & !0xffff_ffff_ffff | u64::from(segment & 0xffff) << 32 | u64::from(offset)
 }

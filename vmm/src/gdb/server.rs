@@ -1,4 +1,4 @@
-//! The socket that debuggers connect to, and the thread that serves them.
+//! The socket for debuggers and the thread that serves them.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -23,33 +23,33 @@ use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::debugger::{Debugger, HoldError};
 use crate::vm::RunningVm;
 
-/// How long a client may take to read what it is sent.
+/// Timeout of a write to the client.
 const WRITE_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the thread may take to tell the client of the VM's end.
+/// Timeout of the thread for reporting the end of the VM to the client.
 const END_PATIENCE: Duration = Duration::from_millis(500);
-/// Bytes read at once.
+/// Size of one read in bytes.
 const READ_BYTES: usize = 4096;
 
-/// Nobody can connect.
+/// Error of starting the gdb server.
 #[derive(Debug, thiserror::Error)]
 pub enum GdbError {
-    /// Not there.
+    /// Listening on the socket failed.
     #[error(
         "--gdb {}: cannot listen there; choose a path in a directory that this user may write to, where nothing is",
         path.display()
     )]
     Listen {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// What the host said.
+        /// Error of the host.
         source: io::Error,
     },
-    /// No thread or descriptor.
+    /// Creating the thread or a descriptor failed.
     #[error("starting the thread for debuggers failed")]
     Thread(#[source] io::Error),
 }
 
-/// A socket for debuggers that nobody serves yet. Only this user can connect.
+/// A listening socket for debuggers that is not served yet. Only the VM's user can connect.
 #[derive(Debug)]
 pub struct GdbSocket {
     listener: Listener,
@@ -60,7 +60,7 @@ impl GdbSocket {
     /// Listens at `path`.
     ///
     /// # Errors
-    /// [`GdbError::Listen`].
+    /// Returns [`GdbError::Listen`] if the socket cannot be created.
     pub fn bind(path: &Path) -> Result<Self, GdbError> {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         match Listener::bind(&path) {
@@ -69,10 +69,10 @@ impl GdbSocket {
         }
     }
 
-    /// Serves debuggers of `vm`, one at a time, on a thread of its own.
+    /// Starts a thread that serves debuggers of `vm`, one at a time.
     ///
     /// # Errors
-    /// [`GdbError::Thread`].
+    /// Returns [`GdbError::Thread`] if the thread cannot be started.
     pub fn serve(self, vm: &RunningVm) -> Result<GdbServer, GdbError> {
         let control = vm.control().clone();
         let machine = Machine::new(
@@ -106,14 +106,14 @@ impl GdbSocket {
     }
 }
 
-/// The client that is there.
+/// The connected client.
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
 fn lock(current: &Current) -> MutexGuard<'_, Option<UnixStream>> {
     current.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The thread that serves debuggers. It ends when this is dropped.
+/// Handle of the thread that serves debuggers. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct GdbServer {
     end: EventFd,
@@ -125,7 +125,7 @@ impl Drop for GdbServer {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         let _ = self.end.write(1);
-        // It tells the client of the end, if that reads.
+        // Give the thread time to report the end to the client.
         let end = std::time::Instant::now() + END_PATIENCE;
         while !thread.is_finished() && std::time::Instant::now() < end {
             thread::sleep(Duration::from_millis(1));
@@ -139,7 +139,7 @@ impl Drop for GdbServer {
     }
 }
 
-/// Why a session ended before its client wanted.
+/// Error that ends a debugging session.
 #[derive(Debug, thiserror::Error)]
 enum SessionError {
     #[error("the socket failed")]
@@ -150,18 +150,18 @@ enum SessionError {
     Protocol(String),
 }
 
-/// What a wait ended with.
+/// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Woken {
-    /// The client has sent something, or is gone.
+    /// The client has sent data or disconnected.
     Client,
     /// A vCPU has stopped the machine.
     Stop,
-    /// The VM has ended, or is about to.
+    /// The VM has ended or is about to end.
     End,
 }
 
-/// What the thread runs.
+/// State of the server thread.
 struct Loop {
     machine: Machine,
     control: Arc<RunControl>,
@@ -187,7 +187,7 @@ impl Loop {
         }
     }
 
-    /// Waits for a client; `None`: the VM ends.
+    /// Waits for a client. Returns `None` when the VM ends.
     fn next_client(&self) -> Option<UnixStream> {
         loop {
             let socket = &self.listener.socket;
@@ -206,7 +206,7 @@ impl Loop {
         }
     }
 
-    /// One client, from its connection to its end.
+    /// Serves one client until it disconnects.
     fn session(&mut self, stream: UnixStream) -> Result<DisconnectReason, SessionError> {
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(WRITE_PATIENCE))?;
@@ -264,7 +264,7 @@ impl Loop {
                                 let end = MultiThreadStopReason::Exited(self.exit_code());
                                 running.report_stop(&mut self.machine, end)
                             }
-                            // It has asked for nothing that could be answered: it sees the socket's end.
+                            // The client has no pending request and sees the end of the connection.
                             _ => return Ok(DisconnectReason::Disconnect),
                         },
                     }
@@ -274,7 +274,7 @@ impl Loop {
         }
     }
 
-    /// What gdb shows as the exit status.
+    /// Returns the exit status for gdb.
     fn exit_code(&self) -> u8 {
         match self.control.reason() {
             Some(StopReason::PowerOff | StopReason::Operator) => 0,
@@ -284,14 +284,15 @@ impl Loop {
     }
 }
 
-/// Waits for `client`, `stops` or an end. An end comes last: what a client sent before it is served.
+/// Waits for `client`, `stops` or the end of the VM. The end has the lowest priority, so data that
+/// the client sent before it is processed.
 fn wait(
     client: &impl AsRawFd,
     stops: Option<&EventFd>,
     end: &EventFd,
     stopped: &EventFd,
 ) -> io::Result<Woken> {
-    // A negative descriptor is none.
+    // poll(2) ignores a negative descriptor.
     let stops = stops.map_or(-1, AsRawFd::as_raw_fd);
     let fds = [client.as_raw_fd(), stops, end.as_raw_fd(), stopped.as_raw_fd()];
     let [client, stops, ..] = wait_readable(fds)?;
@@ -302,7 +303,7 @@ fn wait(
     })
 }
 
-/// The stub's way to a client: a packet goes out in one piece.
+/// The stub's connection to a client, which sends each packet in one write.
 struct Client {
     stream: UnixStream,
     out: Vec<u8>,

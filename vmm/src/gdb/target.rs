@@ -1,4 +1,4 @@
-//! The machine as the stub sees it: vCPUs are threads of one process, numbered from 1.
+//! The machine as a gdbstub target: vCPUs are threads of one process, numbered from 1.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,26 +24,26 @@ use crate::vcpu::control::RunControl;
 use crate::vcpu::debugger::{Access, Debugger, Go, HoldError, Point, Registers, Stop, Why};
 use crate::vcpu::roster::Roster;
 
-/// How long the vCPUs may take to stop.
+/// Timeout for stopping the vCPUs.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most INT3s at a time.
+/// Maximum number of inserted INT3s.
 const MOST_PLANTED: usize = 1024;
-/// What gdb is told of an access that cannot be.
+/// Error numbers for gdb: an invalid access, and an invalid argument.
 const EFAULT: u8 = 14;
 const EINVAL: u8 = 22;
 
-/// The machine, to be debugged.
+/// A machine under a debugger.
 pub struct Machine {
     control: Arc<RunControl>,
     roster: Arc<Roster>,
     memory: GuestMemoryMmap,
-    /// Hardware breakpoints there are for a debugger.
+    /// Number of hardware breakpoints available to the debugger.
     most_points: usize,
-    /// The vCPU that stopped last: breakpoints are planted through its page tables.
+    /// The vCPU that stopped last. Breakpoints are inserted through its page tables.
     current: u8,
-    /// What the next resumption does, for those it names.
+    /// Actions of the next resumption, by vCPU.
     actions: Vec<(u8, Go)>,
-    /// Those it does not name stay.
+    /// vCPUs without an action stay stopped.
     locked: bool,
 }
 
@@ -56,7 +56,7 @@ fn vcpu(tid: Tid) -> Option<u8> {
 }
 
 impl Machine {
-    /// Of this VM.
+    /// Creates the target for a VM.
     pub fn new(
         control: Arc<RunControl>,
         roster: Arc<Roster>,
@@ -86,17 +86,17 @@ impl Machine {
         self.debugger()?.registers(vcpu)
     }
 
-    /// Those of a vCPU that is stopped, or what gdb is told instead.
+    /// Returns the registers of a stopped vCPU, or the error for gdb.
     fn registers_of(&self, tid: Tid) -> TargetResult<Registers, Self> {
         vcpu(tid)
             .and_then(|vcpu| self.registers(vcpu))
             .ok_or(TargetError::Errno(EINVAL))
     }
 
-    /// A debugger has come: stops the machine.
+    /// Stops the machine for a new debugger.
     ///
     /// # Errors
-    /// [`HoldError`].
+    /// Returns a [`HoldError`] if the vCPUs do not stop.
     pub fn attach(&mut self) -> Result<(), HoldError> {
         if let Some(debugger) = self.debugger() {
             debugger.attach(true);
@@ -104,10 +104,10 @@ impl Machine {
         self.stop()
     }
 
-    /// Stops the machine, and has all vCPUs show their registers.
+    /// Stops the machine and collects the registers of all vCPUs.
     ///
     /// # Errors
-    /// [`HoldError`].
+    /// Returns a [`HoldError`] if the vCPUs do not stop.
     pub fn stop(&mut self) -> Result<(), HoldError> {
         let Some(debugger) = self.debugger() else {
             return Err(HoldError::Ended);
@@ -121,10 +121,11 @@ impl Machine {
         Ok(())
     }
 
-    /// A vCPU has stopped the machine, or the debugger asked for it by Ctrl-C: what gdb is told.
+    /// Returns the stop reason for gdb, after a vCPU has stopped the machine or the debugger has
+    /// sent Ctrl-C.
     ///
     /// # Errors
-    /// [`HoldError`].
+    /// Returns a [`HoldError`] if the vCPUs do not stop.
     pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, HoldError> {
         self.stop()?;
         let stop = self.debugger().and_then(Debugger::take_stop);
@@ -157,7 +158,7 @@ impl Machine {
         })
     }
 
-    /// The debugger is gone, in order or not: nothing of it stays, and the machine goes on.
+    /// Removes all breakpoints of a disconnected debugger and resumes the machine.
     pub fn detach(&mut self) {
         let Some(debugger) = self.control.debugger() else {
             return;
@@ -249,7 +250,7 @@ impl MultiThreadBase for Machine {
     }
 
     fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), HoldError> {
-        // The one that stopped last first: gdb takes the first for the one it looks at.
+        // gdb selects the first thread of the list, so the vCPU that stopped last comes first.
         let present = self.present();
         let others = present.iter().filter(|vcpu| **vcpu != self.current);
         let current = present.iter().filter(|vcpu| **vcpu == self.current);
@@ -294,7 +295,7 @@ impl MultiThreadResume for Machine {
         Ok(())
     }
 
-    // A signal is nothing that a machine could be given.
+    // A signal has no meaning for a machine.
     fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), HoldError> {
         self.set_action(tid, Go::Run);
         Ok(())
@@ -368,7 +369,7 @@ impl SwBreakpoint for Machine {
     }
 }
 
-/// A breakpoint on an instruction.
+/// Returns a hardware breakpoint for an instruction.
 fn execution(address: u64) -> Option<Point> {
     Some(Point {
         address,
@@ -377,7 +378,7 @@ fn execution(address: u64) -> Option<Point> {
     })
 }
 
-/// A breakpoint on data, if the processor has such ones. It has none for reads alone.
+/// Returns a hardware breakpoint for data accesses. x86 has none for reads only.
 fn data(address: u64, length: u64, kind: WatchKind) -> Option<Point> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {

@@ -1,4 +1,4 @@
-//! A debugger's session with a real VM, packet by packet, as gdb speaks.
+//! Debugging sessions with a real VM at the level of gdb packets.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,16 +13,16 @@ use crate::testing::{self, CODE};
 use crate::vcpu::control::{RunState, StopReason};
 use crate::vm::{DebuggerWanted, RunningVm};
 
-/// inc dword [0x200000]; jmp back
+/// Guest code `inc dword [0x200000]; jmp` to the start.
 const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
-/// What the guest counts in.
+/// Address of the guest's counter.
 const COUNTER: u64 = 0x20_0000;
-/// Its second instruction.
+/// Address of the guest's second instruction.
 const JUMP: u64 = CODE + 6;
 
-/// A VM that counts, and the socket for its debuggers.
+/// A VM with a counting guest and a debugger socket.
 struct Debugged {
-    // Goes before the VM.
+    // Must be dropped before the VM.
     _server: GdbServer,
     path: PathBuf,
     _dir: tempfile::TempDir,
@@ -45,7 +45,7 @@ impl Debugged {
         })
     }
 
-    /// A debugger that is there: the machine stands still.
+    /// Connects a debugger, which stops the machine.
     fn attach(&self) -> Gdb {
         let mut gdb = Gdb(UnixStream::connect(&self.path).unwrap());
         let said = gdb.ask("?");
@@ -62,7 +62,7 @@ impl Debugged {
         self.vm.ram().memory().read_obj(GuestAddress(CODE)).unwrap()
     }
 
-    /// Waits until the guest goes on.
+    /// Waits until the guest's counter advances.
     fn goes_on(&self) {
         let before = self.counter();
         while self.counter() == before {
@@ -71,13 +71,13 @@ impl Debugged {
     }
 }
 
-/// gdb's side of a connection.
+/// The client side of a gdb connection.
 struct Gdb(UnixStream);
 
 impl Gdb {
     fn send(&mut self, body: &str) {
         let sum = body.bytes().fold(0u8, u8::wrapping_add);
-        // One that has been let go for what it said before finds the connection closed.
+        // The server may have closed the connection because of an earlier packet.
         let _ = self.0.write_all(format!("${body}#{sum:02x}").as_bytes());
     }
 
@@ -87,14 +87,14 @@ impl Gdb {
         byte[0]
     }
 
-    /// The next packet, without what makes it shorter on its way.
+    /// Returns the next packet with its run-length encoding expanded.
     fn hear(&mut self) -> String {
         while self.byte() != b'$' {}
         let mut body = Vec::new();
         loop {
             match self.byte() {
                 b'#' => break,
-                // So many times what came last, besides.
+                // Run-length encoding: the number of repetitions of the previous character.
                 b'*' => {
                     let more = usize::from(self.byte() - 29);
                     let last = *body.last().unwrap();
@@ -103,10 +103,10 @@ impl Gdb {
                 byte => body.push(byte),
             }
         }
-        // The checksum.
+        // The two checksum digits end the packet.
         self.byte();
         self.byte();
-        // Who has let us go does not hear it any more.
+        // The server may have closed the connection.
         let _ = self.0.write_all(b"+");
         String::from_utf8(body).unwrap()
     }
@@ -116,7 +116,7 @@ impl Gdb {
         self.hear()
     }
 
-    /// RIP of the vCPU that gdb looks at: behind 16 general registers.
+    /// Returns RIP of gdb's current vCPU, which follows 16 general registers.
     fn rip(&mut self) -> u64 {
         let all = self.ask("g");
         let bytes: Vec<u8> = (0..8)
@@ -126,8 +126,8 @@ impl Gdb {
     }
 }
 
-/// A debugger finds the guest stopped, in its code, with both vCPUs as threads; what is not there is an error
-/// and the session goes on.
+/// A debugger finds the guest stopped in its code, with both vCPUs as threads. An invalid request
+/// returns an error and the session continues.
 #[test]
 fn a_debugger_finds_the_guest_where_it_is() {
     let Some(vm) = Debugged::new() else { return };
@@ -153,17 +153,17 @@ fn a_debugger_finds_the_guest_where_it_is() {
         ("G", "no registers"),
     ] {
         let said = gdb.ask(asked);
-        // What there is none of here may be said by saying nothing.
+        // An unsupported breakpoint type may be answered with an empty packet.
         let nothing = asked.starts_with(['Z', 'z']) && said.is_empty();
         assert!(said.starts_with('E') || nothing, "{what}: {said}");
     }
     assert_eq!(gdb.rip(), rip, "no register was set");
-    // What is there of it is read; RAM ends behind it.
+    // Only the part before the end of RAM is read.
     assert_eq!(gdb.ask("m1fffffe,4").len(), 4);
     assert_eq!(vm.counter(), counted, "it stood still all the while");
 }
 
-/// Memory and registers that a debugger sets are what the guest goes on with.
+/// The guest continues with the memory and registers that the debugger has set.
 #[test]
 fn the_guest_goes_on_with_what_a_debugger_set() {
     let Some(vm) = Debugged::new() else { return };
@@ -177,7 +177,7 @@ fn the_guest_goes_on_with_what_a_debugger_set() {
     assert_eq!(gdb.ask(&format!("G{changed}")), "OK");
     assert_eq!(gdb.ask("g"), changed);
     let before = gdb.rip();
-    // One vCPU steps and the other stays.
+    // One vCPU steps and the other stays stopped.
     let said = gdb.ask("vCont;s:1");
     assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
     assert_eq!(gdb.rip(), if before == CODE { JUMP } else { CODE });
@@ -187,8 +187,8 @@ fn the_guest_goes_on_with_what_a_debugger_set() {
     assert_eq!(vm.counter(), 0x7fff_fffe + steps);
 }
 
-/// The processor's breakpoints stop the guest at their instruction; there are as many as there are, and those
-/// that are taken away make room.
+/// Hardware breakpoints stop the guest at their instruction. Their number is limited, and a removed
+/// one can be set again.
 #[test]
 fn breakpoints_stop_where_they_are_and_are_so_many() {
     let Some(vm) = Debugged::new() else { return };
@@ -214,12 +214,12 @@ fn breakpoints_stop_where_they_are_and_are_so_many() {
     }
 }
 
-/// An INT3 is in the guest's memory and not in what a debugger reads; it goes when it is taken out, when the
-/// debugger leaves, and when its connection breaks. The guest goes on each time.
+/// Reads hide an INT3 in guest memory. It is removed on request, when the debugger detaches, and
+/// when its connection breaks. The guest continues each time.
 #[test]
 fn nothing_of_a_debugger_stays_in_the_guest() {
     let Some(vm) = Debugged::new() else { return };
-    // Nothing runs into it.
+    // The guest does not execute this address.
     let place = CODE + 8;
     let there = |vm: &Debugged| vm.vm.ram().memory().read_obj::<u8>(GuestAddress(place)).unwrap();
     let original = there(&vm);
@@ -247,7 +247,7 @@ fn nothing_of_a_debugger_stays_in_the_guest() {
     }
 }
 
-/// Ctrl-C stops a guest that runs; killed by its debugger, the VM ends as an operator ends it.
+/// Ctrl-C stops a running guest. A kill command ends the VM like a stop by the operator.
 #[test]
 fn a_guest_that_runs_is_stopped_and_killed() {
     let Some(vm) = Debugged::new() else { return };
@@ -267,8 +267,8 @@ fn a_guest_that_runs_is_stopped_and_killed() {
     assert_eq!(vm.vm.control().reason(), Some(StopReason::Operator));
 }
 
-/// No packets, whatever they ask for, keep the guest from going on when their client has gone, or leave
-/// anything in its code; and the next debugger is served.
+/// After arbitrary packets and a disconnect, the guest continues with unmodified code, and the next
+/// debugger is served.
 #[test]
 fn no_packets_leave_anything_in_the_guest() {
     let Some(vm) = Debugged::new() else { return };
@@ -304,7 +304,7 @@ fn no_packets_leave_anything_in_the_guest() {
             if garbles {
                 let _ = gdb.0.write_all(&[b'$', b'#', 0xff, address as u8]);
             }
-            // Nobody reads the answers.
+            // The replies are not read.
             gdb.send(&format!("{kind}{comma}{address:x},{length:x}"));
         }
         drop(gdb);

@@ -1,9 +1,8 @@
-//! A vCPU on the thread that runs it: what a signal handler may write into its `kvm_run` page, and who owns
-//! the descriptor meanwhile.
+//! Kicks a vCPU out of KVM_RUN from a signal handler of its own thread.
 //!
-//! A signal makes a vCPU leave KVM_RUN by writing to `kvm_run.immediate_exit`. The handler finds the page
-//! through a variable of its thread. So the page must be there as long as that variable names it:
-//! [`ArmedVcpu`] owns the descriptor, which owns the page, and cannot leave the thread.
+//! The handler writes to `kvm_run.immediate_exit`. A thread-local pointer gives the address of the
+//! `kvm_run` page, so the page must stay mapped while that pointer is set. [`ArmedVcpu`] owns the
+//! descriptor, which owns the mapping, and is not `Send`.
 #![expect(
     unsafe_code,
     reason = "the kvm_run page is shared with the kernel and a signal handler"
@@ -23,13 +22,15 @@ use super::call::CallError;
 use super::vcpu_fd::VcpuFd;
 
 thread_local! {
-    /// The `kvm_run` page of the vCPU this thread runs; null while it runs none.
+    /// The `kvm_run` page of the vCPU that this thread runs, or null.
     static PAGE: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Makes the vCPU that this thread runs leave KVM_RUN, or not enter it; does nothing if the thread runs none.
-/// Async-signal-safe: it touches one const-initialised thread-local without a destructor and one byte of
-/// shared memory.
+/// Makes the vCPU of this thread leave KVM_RUN, or return at once from the next KVM_RUN. Has no
+/// effect if the thread runs no vCPU.
+///
+/// Async-signal-safe: accesses one const-initialised thread-local without a destructor and one byte
+/// of shared memory.
 pub fn request_exit_of_this_thread() {
     let page = PAGE.get();
     if !page.is_null() {
@@ -37,15 +38,16 @@ pub fn request_exit_of_this_thread() {
     }
 }
 
-/// `page` is that of an [`ArmedVcpu`] of this thread.
+/// Writes `value` to `immediate_exit` of `page`, the page of an [`ArmedVcpu`] of this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
-    // SAFETY: `Armed` alone hands out pages. It lives in an `ArmedVcpu` whose descriptor owns the mapping and
-    // is dropped after it, and dropping `Armed` clears `PAGE`. Neither leaves this thread: `Armed` holds a
-    // raw pointer and so is not `Send`. Volatile, because the kernel reads the byte and a handler writes it.
+    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns. `Armed` is
+    // dropped before the descriptor and clears `PAGE`. Neither can leave this thread, because
+    // `Armed` holds a raw pointer and is therefore not `Send`. The write is volatile because the
+    // kernel reads the byte and a signal handler may write it.
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 
-/// `PAGE` is set as long as this lives.
+/// Keeps `PAGE` set during its lifetime.
 #[derive(Debug)]
 struct Armed(*mut kvm_run);
 
@@ -57,23 +59,24 @@ impl Drop for Armed {
     }
 }
 
-/// Words of an internal error's data that there are when it has the instruction's bytes: the flags, and two
-/// of size and bytes (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
+/// Minimum `ndata` of an internal error that includes the instruction bytes: one word of flags and
+/// two words of size and bytes (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
 const DATA_WITH_BYTES: u32 = 3;
-/// The longest instruction, in bytes.
+/// Maximum length of an x86 instruction, in bytes.
 const MOST_INSTRUCTION_BYTES: usize = 15;
 
-/// An internal error of KVM's.
+/// A KVM_EXIT_INTERNAL_ERROR exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InternalExit {
-    /// Which (`KVM_INTERNAL_ERROR_*`).
+    /// The suberror (`KVM_INTERNAL_ERROR_*`).
     pub suberror: u32,
     bytes: [u8; MOST_INSTRUCTION_BYTES],
     count: usize,
 }
 
 impl InternalExit {
-    /// `bytes`: those at the instruction that it cannot emulate; those behind the first 15 are left out.
+    /// Creates an exit with the bytes of the instruction that KVM cannot emulate. Bytes after the
+    /// first 15 are ignored.
     #[must_use]
     pub fn new(suberror: u32, bytes: &[u8]) -> Self {
         let count = bytes.len().min(MOST_INSTRUCTION_BYTES);
@@ -86,31 +89,32 @@ impl InternalExit {
         }
     }
 
-    /// The bytes at the instruction, as far as KVM tells them.
+    /// Returns the instruction bytes that KVM reported, which may be empty.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.count]
     }
 }
 
-/// Why KVM_RUN returned.
+/// The result of one KVM_RUN call.
 #[derive(Debug)]
 pub struct Exit<'v> {
-    /// What it returned.
+    /// The exit reason, or the error of KVM_RUN.
     pub why: Result<VcpuExit<'v>, CallError>,
-    /// At an exit for port I/O, bytes of one access: string instructions exit with several accesses in one
-    /// buffer.
+    /// Size of one access in bytes at a port I/O exit. String instructions exit with several
+    /// accesses in one buffer.
     pub io_width: usize,
 }
 
-/// A vCPU on the thread that runs it: signals to this thread make it leave KVM_RUN. At most one for a thread;
-/// of several, the one made last.
+/// A vCPU that signals to the current thread can kick out of KVM_RUN. If a thread creates several,
+/// signals kick only the most recent one.
 ///
-/// What only reads and writes KVM's state goes through [`Deref`]. There is no `DerefMut`: who could exchange
-/// the descriptor could end the page under the handler.
+/// [`Deref`] gives access to the calls that read and write KVM's state. There is no `DerefMut`,
+/// because replacing the descriptor would unmap the page that the signal handler writes to.
 #[derive(Debug)]
 pub struct ArmedVcpu {
-    // Field order is drop order: no signal finds the page of a descriptor that is gone.
+    // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the
+    // page.
     armed: Armed,
     fd: VcpuFd,
 }
@@ -124,34 +128,35 @@ impl ArmedVcpu {
         Self { armed, fd }
     }
 
-    /// Signals do not reach it any more.
+    /// Disarms the thread and returns the descriptor. Later signals do not affect the vCPU.
     pub fn disarm(self) -> VcpuFd {
         let Self { armed, fd } = self;
         drop(armed);
         fd
     }
 
-    /// Clears the request to leave; to be called before looking at what a signal may have announced.
+    /// Clears the exit request. Call this before checking the state that a signal may have
+    /// announced.
     #[inline]
     pub fn clear_exit_request(&mut self) {
         write_immediate_exit(self.armed.0, 0);
-        // The handler runs on this thread, so program order is all that is needed.
+        // The signal handler runs on this thread, so a compiler fence is sufficient.
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Makes the next KVM_RUN end at once, after it has completed what the last exit left undone.
+    /// Makes the next KVM_RUN return as soon as KVM has completed the pending I/O of the last exit.
     pub fn request_exit(&mut self) {
         write_immediate_exit(self.armed.0, 1);
     }
 
-    /// KVM_RUN.
+    /// Runs the vCPU until its next exit (KVM_RUN).
     #[inline]
     pub fn run(&mut self) -> Exit<'_> {
         let page = self.armed.0;
         let why = self.fd.raw_mut().run().map_err(CallError::of("KVM_RUN"));
-        // SAFETY: the mapping is as long-lived as `self.fd`, see `write_immediate_exit`. Every bit pattern of
-        // the union is a valid `io`, which is plain integers, and `why` borrows data of the exit, never this
-        // byte.
+        // SAFETY: the mapping lives as long as `self.fd`, see `write_immediate_exit`. Every bit
+        // pattern of the union is a valid `io`, which consists of integers. `why` borrows the data
+        // of the exit and never this byte.
         let io_width = unsafe { (&raw const (*page).__bindgen_anon_1.io.size).read() };
         Exit {
             why,
@@ -159,12 +164,13 @@ impl ArmedVcpu {
         }
     }
 
-    /// Makes KVM complete what the last exit left undone, a port write that is being handled, and go no
-    /// further. KVM steps over the OUT when it is entered again, unless the vCPU has gone elsewhere. The
-    /// request to leave stays with the next entry until it is cleared.
+    /// Completes the pending I/O of the last exit, a port write, without entering the guest.
+    ///
+    /// KVM advances RIP past the OUT at the next entry, unless RIP has changed. The exit request
+    /// remains set until [`ArmedVcpu::clear_exit_request`] clears it.
     ///
     /// # Errors
-    /// KVM's, which no guest can cause.
+    /// Returns the error of KVM_RUN. A guest cannot cause one.
     pub fn complete_exit(&mut self) -> Result<(), CallError> {
         self.request_exit();
         match self.fd.raw_mut().run() {
@@ -175,20 +181,20 @@ impl ArmedVcpu {
         Ok(())
     }
 
-    /// IA32_APIC_BASE at the last exit.
+    /// Returns IA32_APIC_BASE as of the last exit.
     pub fn apic_base(&mut self) -> u64 {
         self.fd.raw_mut().get_kvm_run().apic_base
     }
 
-    /// As if the last exit had come with this IA32_APIC_BASE.
+    /// Overrides IA32_APIC_BASE of the last exit.
     #[cfg(test)]
     pub fn set_apic_base(&mut self, apic_base: u64) {
         self.fd.raw_mut().get_kvm_run().apic_base = apic_base;
     }
 
-    /// What KVM said at the last exit, if that was for an internal error of its own.
+    /// Returns the details of the last exit, which must be KVM_EXIT_INTERNAL_ERROR.
     pub fn internal_exit(&mut self) -> InternalExit {
-        // SAFETY: any bytes are a value of this member, which is made of integers.
+        // SAFETY: this union member consists of integers, so every bit pattern is valid.
         let failure = unsafe { self.fd.raw_mut().get_kvm_run().__bindgen_anon_1.emulation_failure };
         let with_bytes = failure.suberror == KVM_INTERNAL_ERROR_EMULATION
             && failure.ndata >= DATA_WITH_BYTES
@@ -196,19 +202,20 @@ impl ArmedVcpu {
         if !with_bytes {
             return InternalExit::new(failure.suberror, &[]);
         }
-        // SAFETY: as before, and KVM says that it has filled it.
+        // SAFETY: this union member consists of integers, and KVM's flag says that KVM has filled
+        // it.
         let instruction = unsafe { failure.__bindgen_anon_1.__bindgen_anon_1 };
         let count = usize::from(instruction.insn_size).min(instruction.insn_bytes.len());
         InternalExit::new(failure.suberror, &instruction.insn_bytes[..count])
     }
 
-    /// The registers that came with the last exit, and those that go with the next entry.
+    /// Returns the registers that KVM stored at the last exit and loads at the next entry.
     #[inline]
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
         self.fd.raw_mut().sync_regs_mut()
     }
 
-    /// `set` comes with each exit, or does not.
+    /// Sets whether KVM stores the register set `set` at each exit.
     pub fn sync_at_exit(&mut self, set: SyncReg, on: bool) {
         if on {
             self.fd.raw_mut().set_sync_valid_reg(set);
@@ -217,7 +224,7 @@ impl ArmedVcpu {
         }
     }
 
-    /// The next entry takes `set` from [`ArmedVcpu::sync_regs_mut`], or does not.
+    /// Sets whether the next entry loads `set` from [`ArmedVcpu::sync_regs_mut`].
     #[inline]
     pub fn sync_at_entry(&mut self, set: SyncReg, on: bool) {
         if on {
@@ -246,7 +253,7 @@ mod tests {
         vcpu.raw_mut().get_kvm_run().immediate_exit
     }
 
-    /// A request reaches the vCPU of this thread while it is armed, and none that has been taken back.
+    /// A signal kicks only an armed vCPU, and a cleared request has no effect.
     #[test]
     fn a_request_to_leave_reaches_the_armed_vcpu_only() {
         let Ok(kvm) = crate::kvm::host::open() else {

@@ -1,6 +1,6 @@
-//! A call of KVM that failed.
+//! Errors of KVM ioctls.
 
-/// Why a call of KVM failed: which call, and its errno.
+/// A failed KVM call: its name and its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed")]
 pub struct CallError {
@@ -10,24 +10,24 @@ pub struct CallError {
 }
 
 impl CallError {
-    /// For `map_err` behind the call of this name.
+    /// Returns a closure for `map_err` that adds the name of the failed call.
     #[inline]
     pub(super) fn of(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |source| Self { call, source }
     }
 
-    /// As if the call of this name had returned `errno`, for what it returned instead of an error: fewer
-    /// registers than were asked for, say.
+    /// Creates an error for a call that succeeded with an unusable result, for example fewer
+    /// registers than requested.
     pub fn with_errno(call: &'static str, errno: i32) -> Self {
         Self::of(call)(kvm_ioctls::Error::new(errno))
     }
 
-    /// The name of the call, as the KVM API spells it.
+    /// Returns the name of the call as in the KVM API documentation.
     pub fn call(&self) -> &'static str {
         self.call
     }
 
-    /// What the call set errno to.
+    /// Returns the errno of the call.
     #[inline]
     pub fn errno(&self) -> i32 {
         self.source.errno()
@@ -40,7 +40,6 @@ mod tests {
 
     use super::*;
 
-    /// A user reads which call failed and why.
     #[test]
     fn an_error_names_the_call_and_errno() {
         let e = CallError::with_errno("KVM_SET_REGS", libc::EINVAL);

@@ -1,5 +1,5 @@
-//! KVM's interrupt controllers and timer as they were when the VM was made, to be put back when the
-//! machine is reset.
+//! Saves the initial state of KVM's interrupt controllers and timer and restores it at a machine
+//! reset.
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
@@ -8,17 +8,17 @@ use kvm_bindings::{
 use super::call::CallError;
 use super::vm_fd::VmFd;
 
-/// The two PICs, the I/O APIC and the PIT.
+/// State of the two PICs, the I/O APIC and the PIT.
 pub struct Chips {
     irq: Vec<kvm_irqchip>,
     pit: kvm_pit_state2,
 }
 
 impl Chips {
-    /// As they are in `vm`.
+    /// Reads the current state of the chips of `vm`.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns a [`CallError`] if KVM cannot read a chip.
     pub fn of(vm: &VmFd) -> Result<Self, CallError> {
         let irq = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
             .into_iter()
@@ -39,10 +39,10 @@ impl Chips {
         })
     }
 
-    /// Puts them back. No vCPU may be in the guest.
+    /// Restores the state. No vCPU may run meanwhile.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns a [`CallError`] if KVM refuses the state of a chip.
     pub fn restore(&self, vm: &VmFd) -> Result<(), CallError> {
         let vm = vm.raw();
         vm.set_pit2(&self.pit).map_err(CallError::of("KVM_SET_PIT2"))?;
@@ -66,7 +66,7 @@ mod tests {
 
     use super::*;
 
-    /// A guest has programmed the PIT and the PICs; after a reset they are as in a new machine.
+    /// A reset restores a PIT and PICs that the guest has programmed.
     #[test]
     fn chips_that_a_guest_programmed_are_as_new_after_a_reset() {
         let Ok(kvm) = crate::kvm::host::open() else {
@@ -94,7 +94,7 @@ mod tests {
                 ..Default::default()
             };
             vm.raw().get_irqchip(&mut chip).unwrap();
-            // SAFETY: KVM has filled the part of the union that a PIC has.
+            // SAFETY: KVM has filled the `pic` member, because the chip is a PIC.
             let pic = unsafe { &mut chip.chip.pic };
             masks.push(pic.imr);
             pic.imr ^= 0x5A;
@@ -112,7 +112,7 @@ mod tests {
                 ..Default::default()
             };
             vm.raw().get_irqchip(&mut chip).unwrap();
-            // SAFETY: KVM has filled the part of the union that a PIC has.
+            // SAFETY: KVM has filled the `pic` member, because the chip is a PIC.
             assert_eq!(unsafe { chip.chip.pic }.imr, mask, "PIC {chip_id}");
         }
     }

@@ -1,9 +1,9 @@
-//! The CPUID a vCPU shows: what the host's KVM supports, the vCPU's place in the machine, and the PMU's
-//! leaves.
+//! Builds the CPUID table of a vCPU from the leaves that KVM supports, the vCPU topology and the
+//! leaves of the PMU model.
 //!
-//! Order matters: first the host's values, then identity (vendor, family) where the PMU model is another
-//! vendor's, then topology, and last the PMU model, which has the final word on every bit that announces a
-//! counter.
+//! The order matters: first the values of the host, then vendor and family if the PMU model is of
+//! another vendor, then the topology. The PMU model is applied last and overrides every bit that
+//! enumerates a counter.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -11,28 +11,28 @@ use vpmu::{Backability, CpuidRegs, HostPmu, Model, Vendor};
 
 use super::signature::CpuSignature;
 
-/// Why the guest's CPUID could not be made.
+/// Error of building the guest's CPUID table.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuidError {
-    /// KVM did not tell what it supports.
+    /// KVM_GET_SUPPORTED_CPUID failed.
     #[error("KVM_GET_SUPPORTED_CPUID failed")]
     Supported(#[source] kvm_ioctls::Error),
-    /// The table grew beyond what KVM takes.
+    /// The table has more entries than KVM accepts.
     #[error("the guest's CPUID needs {0} entries, more than KVM takes")]
     TooMany(usize),
-    /// `--nested` with a PMU of another vendor than the host's.
+    /// `--nested` with a PMU of another vendor than the host CPU.
     #[error(
         "--nested: the guest's processor is of another vendor than the host's and has no virtualisation of its own; \
          choose a --pmu of the host's vendor"
     )]
     NestedVendor,
-    /// `--cpu-signature host` with a PMU of another vendor than the host's.
+    /// `--cpu-signature host` with a PMU of another vendor than the host CPU.
     #[error(
         "--cpu-signature host: the guest's processor is of another vendor than the host's; name a signature of that vendor, as in \
          6/94/3, or choose a --pmu of the host's vendor"
     )]
     SignatureVendor,
-    /// `--nested` where KVM offers no virtualisation to guests.
+    /// `--nested` on a host whose KVM does not support nested virtualisation.
     #[error(
         "--nested: this host's KVM offers guests no VT-x or AMD-V; load kvm_intel or kvm_amd with nested=1, or leave \
          --nested out"
@@ -40,12 +40,12 @@ pub enum CpuidError {
     NestedRefused,
 }
 
-/// Leaf 1 EAX of the processor shown when an Intel PMU is asked for on a host of another vendor: family 6
-/// with a model number Intel has not used, so that guests take their architectural ("generic") paths instead
-/// of applying tables of model-specific events and errata that nothing here could honour.
+/// Leaf 1 EAX of a guest with an Intel PMU on a host of another vendor: family 6 with a model
+/// number that Intel has not used. Guests then use their architectural ("generic") code paths and
+/// no model-specific event tables or errata workarounds.
 const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
-/// Leaf 1 EAX of the processor shown when an AMD PMU is asked for on a host of another vendor: family 17h,
-/// model 31h, the first generation whose core counters need no erratum workarounds in guests.
+/// Leaf 1 EAX of a guest with an AMD PMU on a host of another vendor: family 17h, model 31h, the
+/// first generation whose core counters need no errata workarounds in guests.
 const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 
 /// CPUID.1:ECX.TSC_DEADLINE.
@@ -58,67 +58,67 @@ const LEAF1_EDX_HTT: u32 = 1 << 28;
 const LEAF1_ECX_VMX: u32 = 1 << 5;
 /// CPUID.80000001:ECX.SVM: the guest can use AMD-V.
 const EXT1_ECX_SVM: u32 = 1 << 2;
-/// AMD-V's revision and features.
+/// CPUID leaf of the SVM revision and features.
 const SVM_LEAF: u32 = 0x8000_000a;
-/// KVM's paravirtual features, one bit each in EAX.
+/// CPUID leaf of KVM's paravirtual features, one bit each in EAX.
 const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
-/// Those among them with which a guest makes hypercalls: MMU operations (bit 2), kicking a halted vCPU (7),
-/// sending IPIs (11), yielding to a vCPU (13), mapping ranges of guest memory (16), control of migration
-/// (17). Linux, Documentation/virt/kvm/x86/cpuid.rst.
+/// Bits of [`KVM_FEATURES_LEAF`] for features that use hypercalls: MMU operations (bit 2), kicking
+/// a halted vCPU (7), sending IPIs (11), yielding to a vCPU (13), mapping ranges of guest memory
+/// (16), control of migration (17). See Linux, Documentation/virt/kvm/x86/cpuid.rst.
 const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
-/// The one among them with which KVM writes to the guest's memory at each entry that follows a call from
-/// here: stolen time (bit 5).
+/// Bit of [`KVM_FEATURES_LEAF`] for stolen time (5). KVM updates the record in guest memory at each
+/// entry after an exit to user space.
 const STEAL_TIME: u32 = 1 << 5;
-/// Time stamp counter and core crystal clock: EBX/EAX is the ratio of the two, ECX the crystal's frequency in
-/// Hz. Intel SDM vol. 2, CPUID.
+/// CPUID leaf of the time stamp counter and core crystal clock: EBX/EAX is the ratio of the two,
+/// ECX the crystal frequency in Hz (Intel SDM vol. 2, CPUID).
 const TSC_LEAF: u32 = 0x15;
-/// Processor frequencies in MHz: base in EAX, most in EBX, bus in ECX.
+/// CPUID leaf of the processor frequencies in MHz: base in EAX, maximum in EBX, bus in ECX.
 const FREQUENCY_LEAF: u32 = 0x16;
-/// The crystal clock drives the local APIC's timer, and guests take its frequency for that of the timer.
-/// KVM's timer ticks once in a nanosecond (`APIC_BUS_CYCLE_NS`, the default of
+/// Frequency of the local APIC timer in kHz. Guests assume that the crystal clock drives this
+/// timer. KVM's timer ticks once per nanosecond (`APIC_BUS_CYCLE_NS`, the default of
 /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`).
 const APIC_TIMER_KHZ: u32 = 1_000_000;
-/// Denominators tried for the ratio. Linux multiplies the crystal's kilohertz by the numerator in 32 bits
-/// (`native_calibrate_tsc`), which leaves no room for larger ones.
+/// Maximum denominator of the TSC ratio. Linux multiplies the crystal frequency in kHz by the
+/// numerator in 32 bits (`native_calibrate_tsc`), so a larger denominator could overflow.
 const MAX_DENOMINATOR: u64 = 4000;
-/// What processors with leaf 16H say their bus has, in MHz.
+/// Bus frequency in MHz, as processors with leaf 16H report it.
 const BUS_MHZ: u32 = 100;
 /// CPUID.(7,0):ECX.SHSTK: shadow stacks.
 const LEAF7_ECX_SHADOW_STACKS: u32 = 1 << 7;
 /// CPUID.(7,0):ECX.BUS_LOCK_DETECT.
 const LEAF7_ECX_BUS_LOCK_DETECT: u32 = 1 << 24;
-/// CPUID.(7,0):EBX: HLE (4) and RTM (11), Intel's transactions.
+/// CPUID.(7,0):EBX bits of Intel TSX: HLE (4) and RTM (11).
 const LEAF7_EBX_TRANSACTIONS: u32 = 1 << 4 | 1 << 11;
-/// CPUID.(7,1):EAX.FRED: events that are delivered without an interrupt descriptor table.
+/// CPUID.(7,1):EAX.FRED: event delivery without an interrupt descriptor table.
 const LEAF7_1_EAX_FRED: u32 = 1 << 17;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
-/// What the vCPUs are to look like.
+/// Properties of the guest's vCPUs that determine their CPUID table.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestCpu<'a> {
-    /// The PMU model, which may be the one that hides the PMU.
+    /// The PMU model. May be the model without a PMU.
     pub pmu: &'a Model,
-    /// What its backing can count.
+    /// The events that the host can back for the PMU model.
     pub backability: Backability,
     /// Number of vCPUs.
     pub cpus: u8,
-    /// The guest's TSC frequency in kHz, which an Intel processor tells.
+    /// Guest TSC frequency in kHz, reported by the leaves of an Intel processor.
     pub tsc_khz: u32,
-    /// Whether the in-kernel local APIC offers TSC-deadline mode.
+    /// `true` if the in-kernel local APIC offers TSC-deadline mode.
     pub tsc_deadline: bool,
-    /// Whether the guest may run guests of its own.
+    /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// Whether it is single-stepped.
+    /// `true` if the guest is single-stepped.
     pub stepped: bool,
-    /// Family, model and stepping, if not the host's or the generic ones.
+    /// Family, model and stepping that replace the default signature.
     pub signature: Option<CpuSignature>,
-    /// Whether its handlers are looked at or entered by us, found in the interrupt descriptor table: for
-    /// steps, and for RDPMC at the handler of #GP.
+    /// `true` if the VMM locates guest exception handlers through the interrupt descriptor table,
+    /// for single-stepping or to emulate RDPMC at the #GP handler.
     pub enters_handlers: bool,
 }
 
-/// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
+/// Executes CPUID on the current processor. Suitable as the reader of [`Model::resolve`].
 pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     let r = std::arch::x86_64::__cpuid_count(leaf, subleaf);
     CpuidRegs {
@@ -129,19 +129,20 @@ pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     }
 }
 
-/// What this host's KVM supports.
+/// Returns the CPUID leaves that this host's KVM supports.
 ///
 /// # Errors
-/// [`CpuidError::Supported`].
+/// Returns [`CpuidError::Supported`] if KVM_GET_SUPPORTED_CPUID fails.
 pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
     kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(CpuidError::Supported)
 }
 
-/// The CPUID of vCPU `id`.
+/// Returns the CPUID table of vCPU `id`.
 ///
 /// # Errors
-/// [`CpuidError::TooMany`] when the leaves of the PMU do not fit any more, and the errors of `--nested`.
+/// Returns [`CpuidError::TooMany`] if the PMU leaves exceed KVM's limit, or an error of the
+/// `--nested` and `--cpu-signature` options.
 pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId, CpuidError> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
     let vendor = guest.pmu.vendor();
@@ -175,7 +176,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     }
     for entry in &mut entries {
         set_topology(entry, guest, id);
-        // APERF and MPERF would count the host.
+        // APERF and MPERF would count host execution.
         if entry.function == 6 {
             entry.ecx &= !1;
         }
@@ -185,7 +186,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany(count))
 }
 
-/// What KVM supports includes AMD-V and VT-x where its `nested` parameter is on, asked for or not.
+/// Hides VT-x and AMD-V. KVM reports them as supported if its `nested` parameter is on.
 fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match entry.function {
@@ -197,9 +198,9 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// A guest executes the hypercall instruction of the vendor it sees, VMCALL or VMMCALL. The other vendor's
-/// processor does not have it; KVM then rewrites the instruction in the guest's memory, which a kernel that
-/// protects its code does not survive.
+/// Hides hypercall features. A guest executes the hypercall instruction of the vendor it detects,
+/// VMCALL or VMMCALL. On a processor of the other vendor, KVM rewrites the instruction in guest
+/// memory, and a kernel with write-protected code crashes.
 fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -208,8 +209,8 @@ fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// KVM does not give a guest its processor's bus lock detection where that processor is AMD's, although it
-/// shows it.
+/// Hides bus lock detection. KVM reports the feature on AMD hosts but does not emulate it for
+/// guests there.
 fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if (entry.function, entry.index) == (7, 0) {
@@ -218,8 +219,9 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// With FRED no handler is in the interrupt descriptor table. With shadow stacks a handler cannot be left by
-/// setting registers: the frame on the shadow stack would stay.
+/// Hides FRED and shadow stacks. With FRED, the interrupt descriptor table does not locate
+/// handlers. With shadow stacks, setting registers to leave a handler would keep its frame on the
+/// shadow stack.
 fn hide_other_entries(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match (entry.function, entry.index) {
@@ -230,7 +232,7 @@ fn hide_other_entries(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Whether what KVM supports includes Intel's transactions.
+/// Returns whether the CPUID leaves that KVM supports include Intel TSX.
 pub fn has_transactions(supported: &CpuId) -> bool {
     supported
         .as_slice()
@@ -238,8 +240,8 @@ pub fn has_transactions(supported: &CpuId) -> bool {
         .any(|e| (e.function, e.index) == (7, 0) && e.ebx & LEAF7_EBX_TRANSACTIONS != 0)
 }
 
-/// Hides Intel's transactions. A KVM that interprets guest kernels has no XBEGIN at CPL 0, although the
-/// processor that it shows does (RTM), and a kernel that uses it dies of #UD.
+/// Hides Intel TSX. A KVM that interprets guest kernels does not support XBEGIN at CPL 0, although
+/// its CPUID reports RTM. A kernel that uses XBEGIN would crash with #UD.
 pub fn hide_transactions(supported: &mut CpuId) {
     for entry in supported.as_mut_slice() {
         if (entry.function, entry.index) == (7, 0) {
@@ -248,8 +250,9 @@ pub fn hide_transactions(supported: &mut CpuId) {
     }
 }
 
-/// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at
-/// each entry. A guest that enters for each instruction would read for ever.
+/// Hides stolen time. A guest rereads the record until its version is unchanged, and KVM may update
+/// the version at each entry. A single-stepped guest enters for every instruction and would loop
+/// forever.
 fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -266,7 +269,7 @@ fn has_virtualisation(entries: &[kvm_cpuid_entry2]) -> bool {
     })
 }
 
-/// What is said of the processor's family, model and stepping, and nothing else about it.
+/// Sets vendor, family, model and stepping.
 fn set_signature(entries: &mut [kvm_cpuid_entry2], vendor: Vendor, signature: u32) {
     for entry in entries {
         match entry.function {
@@ -291,8 +294,8 @@ fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
     set_signature(entries, vendor, signature);
 }
 
-/// Tells the TSC's frequency. KVM tells none, and then perf in the guest takes it for 0 (`#system_tsc_freq`),
-/// and with it what a metric divides by it.
+/// Sets the leaves of the TSC frequency. KVM does not fill them, and perf in the guest would read
+/// `#system_tsc_freq` as 0 and divide by it in metrics.
 fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     let Some((crystal_khz, numerator, denominator)) = crystal(tsc_khz) else {
         return;
@@ -318,10 +321,12 @@ fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     }
 }
 
-/// The crystal's frequency in kHz, and the numerator and denominator of the TSC's ratio to it. The frequency
-/// is as close to the local APIC timer's as a ratio allows that guests can multiply with, and what is left is
-/// given to the crystal: a timer that is off by some millionths does no harm, a TSC would. `None`: a
-/// frequency that no processor has.
+/// Returns the crystal frequency in kHz and the numerator and denominator of the TSC ratio, or
+/// `None` if no valid ratio exists.
+///
+/// The crystal frequency is as close to the local APIC timer frequency as the ratios permit. The
+/// rounding error goes to the crystal frequency: a timer error of a few ppm is harmless, a TSC
+/// error is not.
 fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
     let tsc = u64::from(tsc_khz);
     let timer = u64::from(APIC_TIMER_KHZ);
@@ -331,7 +336,7 @@ fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
         (crystal * numerator <= u64::from(u32::MAX)).then_some((crystal, numerator, denominator))
     });
     let (crystal, numerator, denominator) = ratios.min_by_key(|(crystal, ..)| crystal.abs_diff(timer))?;
-    // A part in a thousand.
+    // Reject deviations of more than 0.1 %.
     (crystal.abs_diff(timer) <= timer / 1000).then_some(())?;
     Some((
         u32::try_from(crystal).ok()?,
@@ -343,7 +348,7 @@ fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
 fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
     let cpus = u32::from(guest.cpus);
     let id = u32::from(id);
-    // Bits of the APIC id below the package: enough for every vCPU as a core with one thread.
+    // Number of APIC ID bits below the package ID: one core with one thread for each vCPU.
     let core_bits = 32 - (cpus - 1).leading_zeros().min(32);
     match entry.function {
         1 => {
@@ -352,7 +357,8 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
             set_bit(&mut entry.ecx, LEAF1_ECX_TSC_DEADLINE, guest.tsc_deadline);
             set_bit(&mut entry.edx, LEAF1_EDX_HTT, cpus > 1);
         }
-        // Deterministic cache parameters: cores per package in EAX[31:26], threads sharing in EAX[25:14].
+        // Deterministic cache parameters: cores per package in EAX[31:26], threads sharing in
+        // EAX[25:14].
         4 if entry.eax & 0x1f != 0 => {
             let shared = if entry.eax >> 5 & 7 >= 3 {
                 (1u32 << core_bits) - 1
@@ -384,7 +390,7 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
     }
 }
 
-/// Lets the PMU model have its say on every leaf, and adds the leaves it needs that the host lacks.
+/// Applies the PMU model to every leaf and adds the PMU leaves that the host lacks.
 fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &Model, backability: Backability) {
     for &leaf in model.required_leaves() {
         if !entries.iter().any(|e| e.function == leaf) {
@@ -463,7 +469,7 @@ mod tests {
         .unwrap()
     }
 
-    /// A guest can run guests only if the operator asked for it, whatever KVM would allow.
+    /// Nested virtualisation is shown only if the operator requested it.
     #[test]
     fn virtualisation_is_shown_only_when_asked_for() {
         let model = host_model();
@@ -495,7 +501,8 @@ mod tests {
         );
     }
 
-    /// A guest that sees the other vendor would execute a hypercall instruction this processor lacks.
+    /// A guest that detects the other vendor would execute a hypercall instruction that the host
+    /// lacks.
     #[test]
     fn hypercalls_are_offered_only_by_the_vendor_that_has_their_instruction() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -506,12 +513,11 @@ mod tests {
         .unwrap();
         let features = |model: &Model| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].eax;
         assert_eq!(features(&host_model()), !0);
-        // The clock, stolen time and what else needs no hypercall stays.
+        // Features without hypercalls remain, for example the clock and stolen time.
         assert_eq!(features(&other_model()), !0x3_2884);
     }
 
-    /// Linux reads stolen time in a loop that does not end while each of its instructions is an entry of its
-    /// own.
+    /// Linux reads stolen time in a loop that never ends if every instruction is a separate entry.
     #[test]
     fn a_stepped_guest_is_shown_no_stolen_time() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -528,7 +534,8 @@ mod tests {
         assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));
     }
 
-    /// What Linux and perf work out from the two leaves, with Linux's 32-bit product.
+    /// Checks the frequencies that Linux and perf derive from the two leaves, including Linux's
+    /// 32-bit product.
     #[test]
     fn an_intel_guest_is_told_the_frequency_of_its_tsc() {
         for tsc_khz in [
@@ -546,7 +553,7 @@ mod tests {
                 .checked_mul(tsc.ebx)
                 .expect("Linux multiplies in 32 bits");
             assert!((product / tsc.eax).abs_diff(tsc_khz) <= 2, "{tsc_khz}: {tsc:?}");
-            // The timer of KVM's local APIC.
+            // Frequency of the timer of KVM's local APIC.
             assert!(tsc.ecx.abs_diff(1_000_000_000) < 100_000, "{tsc:?}");
             assert!(leaf(FREQUENCY_LEAF).eax.abs_diff(tsc_khz / 1000) <= 1);
         }
@@ -560,7 +567,7 @@ mod tests {
             match crystal(khz) {
                 Some((crystal, numerator, denominator)) => {
                     let product = crystal.checked_mul(numerator).unwrap();
-                    // Half a kilohertz of the crystal, and what the division leaves.
+                    // Half a kilohertz of the crystal plus the remainder of the division.
                     proptest::prop_assert!((product / denominator).abs_diff(khz) <= khz / 2_000_000 + 1);
                     proptest::prop_assert!(crystal.abs_diff(APIC_TIMER_KHZ) <= APIC_TIMER_KHZ / 1000);
                 }
@@ -569,7 +576,7 @@ mod tests {
         }
     }
 
-    /// Guests choose tables of events, and what to work around, by the signature.
+    /// Guests select event tables and errata workarounds by the signature.
     #[test]
     fn a_guest_sees_the_signature_that_was_asked_for() {
         let (own, other) = (host_model(), other_model());
@@ -589,8 +596,8 @@ mod tests {
         assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
     }
 
-    /// What serves RDPMC at the handler of #GP finds it in the interrupt descriptor table and leaves it by
-    /// setting registers.
+    /// RDPMC emulation at the #GP handler reads the interrupt descriptor table and leaves the
+    /// handler by setting registers.
     #[test]
     fn fred_and_shadow_stacks_are_hidden_where_we_enter_handlers() {
         let leaf = |index, eax, ecx| kvm_cpuid_entry2 {
@@ -611,12 +618,13 @@ mod tests {
             let [first, second] = [shown.as_slice()[0], shown.as_slice()[1]];
             assert_eq!(first.ecx >> 7 & 1 == 0, enters_handlers);
             assert_eq!(second.eax >> 17 & 1 == 0, enters_handlers);
-            // LKGS, which goes well without.
+            // LKGS does not depend on FRED.
             assert_eq!(second.eax >> 18 & 1, 1);
         }
     }
 
-    /// KVM takes the bit in IA32_DEBUGCTL of its host's vendor only; Linux writes it when CPUID shows it.
+    /// KVM accepts the IA32_DEBUGCTL bit only on an Intel host. Linux sets it if CPUID reports the
+    /// feature.
     #[test]
     fn bus_lock_detection_is_shown_by_the_hosts_vendor_only() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {

@@ -1,8 +1,8 @@
-//! The event filter where KVM's own vPMU counts: `KVM_SET_PMU_EVENT_FILTER` (KVM API 4.120).
+//! Translates the event filter for KVM's own vPMU (`KVM_SET_PMU_EVENT_FILTER`, KVM API 4.120).
 //!
-//! KVM's filter means what ours does: listed is what some entry puts in and no entry takes out, and a bitmap
-//! alone decides for fixed counters. It takes 300 entries; and only exact ones before Linux 6.3, so that
-//! masked ones are written out.
+//! Both filters have the same semantics: an event is listed if an include entry matches and no
+//! exclude entry matches, and a bitmap alone decides for fixed counters. KVM accepts at most 300
+//! entries. Before Linux 6.3 all of them must be exact, so masked entries are expanded.
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
@@ -15,37 +15,37 @@ use vpmu::{EventFilter, Vendor};
 use super::call::CallError;
 use super::vm_fd::VmFd;
 
-/// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which is no part of the kernel's user-space headers.
+/// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which the kernel's user-space headers do not export.
 const MAX_EVENTS: usize = 300;
 
-/// Entries have masks (`linux/kvm.h`; the bindings leave it out).
+/// Flag for masked entries (`linux/kvm.h`; missing in kvm-bindings).
 const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
 
-/// Why KVM cannot have a filter.
+/// Error of installing an event filter in KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmFilterError {
-    /// No filter at all.
+    /// KVM does not support event filters.
     #[error(
         "the event filter: this host's KVM has none for its own vPMU (KVM_CAP_PMU_EVENT_FILTER, Linux 5.3 and later); leave it out, or use --backing auto"
     )]
     Unsupported,
-    /// It becomes too long.
+    /// The filter has more entries than KVM accepts.
     #[error(
         "the event filter becomes {entries} entries for KVM's own vPMU, which takes {MAX_EVENTS}{}; shorten it, or use --backing auto",
         if *.written_out { " (this KVM, older than Linux 6.3, takes exact unit masks only, and each of an entry's counts)" } else { "" }
     )]
     TooLong {
-        /// How many.
+        /// Number of entries of the translated filter.
         entries: usize,
-        /// Masked entries were written out.
+        /// `true` if masked entries were expanded to exact ones.
         written_out: bool,
     },
-    /// KVM refused it.
+    /// KVM refused the filter.
     #[error("KVM_SET_PMU_EVENT_FILTER failed")]
     Kvm(#[source] CallError),
 }
 
-/// A filter in KVM's words.
+/// An event filter in the format of KVM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvmFilter {
     action: u32,
@@ -54,24 +54,24 @@ pub struct KvmFilter {
     events: Vec<u64>,
 }
 
-/// An event select and unit mask where a selector register has them.
+/// Encodes an event select and unit mask as in a selector register.
 fn exact(select: u16, umask: u8) -> u64 {
     u64::from(select) & 0xFF | (u64::from(select) & 0xF00) << 24 | u64::from(umask) << 8
 }
 
-/// `KVM_PMU_ENCODE_MASKED_ENTRY`: as [`exact`] with what the unit mask must be; its mask in bits 63:56,
-/// exclusion in bit 55.
+/// Encodes a masked entry (`KVM_PMU_ENCODE_MASKED_ENTRY`): event select and unit mask match as in
+/// [`exact`], unit mask mask in bits 63:56, exclude flag in bit 55.
 fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
     exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
 }
 
 impl KvmFilter {
-    /// Translates. `takes_masks`: KVM takes masked entries.
+    /// Translates `filter` for KVM. `takes_masks` is `true` if KVM accepts masked entries.
     ///
     /// # Errors
-    /// [`KvmFilterError::TooLong`].
+    /// Returns [`KvmFilterError::TooLong`] if the translation exceeds KVM's limit.
     pub fn new(filter: &EventFilter, vendor: Vendor, takes_masks: bool) -> Result<Self, KvmFilterError> {
-        // Intel's selects have eight bits: no counter can ask for more, and KVM refuses such entries.
+        // Event selects of Intel have eight bits. KVM refuses entries with more.
         let highest = match vendor {
             Vendor::Intel => 0xFF,
             Vendor::Amd => 0xFFF,
@@ -115,14 +115,16 @@ impl KvmFilter {
         })
     }
 
-    /// Gives the filter to KVM. Counters that are already programmed follow it.
+    /// Installs the filter in `vm`. The filter also applies to counters that are already
+    /// programmed.
     ///
     /// # Errors
-    /// [`KvmFilterError::Kvm`].
+    /// Returns [`KvmFilterError::Kvm`] if KVM refuses the filter.
     pub fn install(&self, vm: &VmFd) -> Result<(), KvmFilterError> {
         let structure = self.structure();
-        // SAFETY: KVM reads a `kvm_pmu_event_filter` and as many entries behind it as it says, which is what
-        // the words are; it writes nothing. `vm` and the words live until the call has returned.
+        // SAFETY: KVM reads a `kvm_pmu_event_filter` followed by the number of entries in its
+        // header, which is the content of `structure`, and writes nothing. `vm` and `structure`
+        // outlive the call.
         let result = unsafe { ioctl_with_ptr(vm, KVM_SET_PMU_EVENT_FILTER(), structure.as_ptr()) };
         if result == 0 {
             Ok(())
@@ -133,12 +135,12 @@ impl KvmFilter {
         }
     }
 
-    /// `struct kvm_pmu_event_filter` in words of 64 bits: action and number of entries, bitmap and flags, two
-    /// of padding, entries.
+    /// Returns `struct kvm_pmu_event_filter` as 64-bit words: action and number of entries, bitmap
+    /// and flags, two words of padding, entries.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn structure(&self) -> Vec<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        // At most `MAX_EVENTS`.
+        // `count` is at most `MAX_EVENTS`.
         let count = self.events.len() as u32;
         let header = [
             pair(self.action, count),
@@ -219,7 +221,7 @@ mod tests {
         }
     }
 
-    /// What KVM's kernel does with a filter (`is_gp_event_allowed` and what it calls;
+    /// Evaluates a filter like the kernel (`is_gp_event_allowed` with its callees, and
     /// `is_fixed_event_allowed`).
     fn kvm_allows(filter: &KvmFilter, selection: Selection) -> bool {
         let listed = match selection {
@@ -260,7 +262,7 @@ mod tests {
     }
 
     proptest! {
-        /// KVM's kernel lets exactly those events be counted that we do.
+        /// The kernel and the vPMU allow the same events.
         #[test]
         fn the_translation_means_the_same(
             events in prop::collection::vec(entry(), 0..6),
@@ -276,7 +278,7 @@ mod tests {
             let vendor = if amd { Vendor::Amd } else { Vendor::Intel };
             let select = if amd { select } else { select & 0xFF };
             let Ok(theirs) = KvmFilter::new(&ours, vendor, masks) else {
-                // At most six masked entries: only written out can they be too many.
+                // There are at most six masked entries, so only an expanded filter can be too long.
                 prop_assert!(!masks);
                 return Ok(());
             };

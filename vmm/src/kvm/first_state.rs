@@ -1,9 +1,9 @@
-//! The state of a new vCPU, kept to give it back to one that was removed and comes again.
+//! Saves the initial state of a vCPU and restores it when a removed vCPU is plugged in again.
 //!
-//! KVM cannot delete a vCPU, and has no call that resets one. So what a vCPU that may come later holds when
-//! it was made is read once, and written before each time it comes: also before the first, because the INIT,
-//! SIPI and NMI of a guest reach vCPUs that no thread runs. The time stamp counter goes on, as it does over
-//! an INIT.
+//! KVM can neither delete nor reset a vCPU. The state of each hot-pluggable vCPU is therefore read
+//! once after creation and written before every hot-plug. The first hot-plug needs this too,
+//! because INIT, SIPI and NMI of the guest also reach vCPUs that no thread runs. The time stamp
+//! counter keeps running, as it does across an INIT.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
@@ -14,16 +14,16 @@ use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer};
 use super::call::CallError;
 use super::vcpu_fd::VcpuFd;
 
-/// Registers that are not written: the time stamp counter, its offset and its timer (which the local APIC's
-/// state stops), the local APIC's base (which the special registers hold), and what is the VM's and not the
-/// vCPU's: kvmclock's wall clock.
+/// MSRs that are not restored: the time stamp counter, its offset and its deadline timer (the state
+/// of the local APIC stops the timer), the local APIC base (part of the special registers), and
+/// kvmclock's wall clock (state of the VM).
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
-/// Hyper-V's, some of which are the VM's. No guest is offered them.
+/// MSRs of Hyper-V, some of which are state of the VM. No guest is offered them.
 const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
-/// Most MSRs that KVM takes at once (`KVM_MAX_MSR_ENTRIES`).
+/// Maximum number of MSRs in one KVM call (`KVM_MAX_MSR_ENTRIES`).
 const MOST_AT_ONCE: usize = 256;
 
-/// All that a vCPU holds.
+/// Complete initial state of a vCPU.
 pub struct FirstState {
     mp_state: kvm_mp_state,
     regs: kvm_regs,
@@ -34,7 +34,7 @@ pub struct FirstState {
     lapic: kvm_lapic_state,
     events: kvm_vcpu_events,
     msrs: Vec<kvm_msr_entry>,
-    /// `None`: the host's KVM runs no guests of guests.
+    /// `None` if the host's KVM does not support nested virtualisation.
     nested: Option<Box<KvmNestedStateBuffer>>,
 }
 
@@ -48,10 +48,10 @@ impl std::fmt::Debug for FirstState {
 }
 
 impl FirstState {
-    /// Of a vCPU that is configured and has not run.
+    /// Reads the state of a vCPU that is configured and has not run yet.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns a [`CallError`] if KVM cannot read a part of the state.
     pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CallError> {
         let list = kvm
             .get_msr_index_list()
@@ -80,10 +80,10 @@ impl FirstState {
         })
     }
 
-    /// Puts the vCPU into this state. No thread may run it.
+    /// Restores this state. No thread may run the vCPU.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns a [`CallError`] if KVM refuses a part of the state.
     pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), CallError> {
         if let Some(nested) = &self.nested {
             vcpu.raw()
@@ -98,7 +98,8 @@ impl FirstState {
         }
         vcpu.set_debug_regs(&self.debug)?;
         write_msrs(vcpu, &self.msrs)?;
-        // After the base of the local APIC, whose mode says what its registers are.
+        // The APIC base selects the mode that determines the register layout, so it must be set
+        // first.
         vcpu.set_lapic(&self.lapic)?;
         vcpu.set_vcpu_events(&self.events)?;
         vcpu.set_mp_state(self.mp_state)
@@ -109,7 +110,7 @@ fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, CallError> {
     Msrs::from_entries(entries).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
-/// Those of `indices` that can be read.
+/// Reads the MSRs of `indices` and skips unreadable ones.
 fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
     let mut wanted: Vec<kvm_msr_entry> = indices
@@ -126,21 +127,21 @@ fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallE
         let mut msrs = msrs_of(&wanted[..wanted.len().min(MOST_AT_ONCE)])?;
         let done = vcpu.get_msrs(&mut msrs)?;
         read.extend_from_slice(&msrs.as_slice()[..done.min(msrs.as_slice().len())]);
-        // It stops at one that it lists and does not have.
+        // KVM stops at an MSR that it lists but cannot read.
         let over = done + usize::from(done < msrs.as_slice().len());
         wanted.drain(..over);
     }
     Ok(read)
 }
 
-/// Writes what can be written.
+/// Writes the MSRs of `entries` and skips read-only ones.
 fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), CallError> {
     let mut rest = entries;
     while !rest.is_empty() {
         let now = &rest[..rest.len().min(MOST_AT_ONCE)];
         let done = vcpu.set_msrs(&msrs_of(now)?)?;
         if let Some(kept) = now.get(done) {
-            // One that can only be read, and so has its value.
+            // The MSR is read-only and therefore unchanged.
             log::trace!("MSR {:#x} stays as it is", kept.index);
         }
         rest = &rest[(done + usize::from(done < now.len())).min(rest.len())..];
@@ -155,7 +156,7 @@ mod tests {
 
     const KVM_MP_STATE_UNINITIALIZED: u32 = 1;
 
-    /// Whatever was done to a vCPU, it is afterwards as it was made.
+    /// Restoring returns a modified vCPU to its initial state.
     #[test]
     fn a_vcpu_is_as_it_was_made() {
         let Ok(kvm) = Kvm::new() else {
@@ -178,7 +179,7 @@ mod tests {
         let mut debug = first.debug;
         debug.db[0] = 0x1000;
         vcpu.set_debug_regs(&debug).unwrap();
-        // SYSENTER_EIP, STAR and kvmclock's page of this vCPU.
+        // SYSENTER_EIP, STAR and the kvmclock page of this vCPU.
         for (index, data) in [(0x176, 0x1111), (0xc000_0081, 0x2222), (0x4b56_4d01, 0x3001)] {
             let entry = kvm_msr_entry {
                 index,

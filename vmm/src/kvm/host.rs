@@ -1,5 +1,5 @@
-//! What /dev/kvm is on this host: hardware virtualisation or software only, and the capabilities the vPMU
-//! needs.
+//! Probes the KVM of this host: hardware virtualisation or software only, and the capabilities that
+//! the vPMU needs.
 
 use std::fmt;
 use std::io;
@@ -18,55 +18,56 @@ use super::call::CallError;
 use super::memslot::{MemorySlots, SlotError};
 use super::vm_fd::VmFd;
 
-/// `out 0x10, al`: how a probe's code ends. No chip in the kernel has the port, so `KVM_RUN` returns.
+/// `out 0x10, al`, the last instruction of the probe code. No in-kernel device handles the port, so
+/// `KVM_RUN` returns.
 pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
-/// What KVM keeps of its routing table for the I/O APIC that would be in user space.
+/// Number of pins that KVM reserves in its routing table for a user-space I/O APIC.
 const IOAPIC_PINS: u64 = 24;
 
-/// Why KVM cannot be used.
+/// Error of opening or probing KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// There is no /dev/kvm.
+    /// /dev/kvm does not exist.
     #[error(
         "/dev/kvm does not exist: this host has no KVM; load kvm_intel or kvm_amd, enable virtualisation in the \
          firmware, or use `make lab`"
     )]
     NoKvm,
-    /// /dev/kvm may not be opened.
+    /// Opening /dev/kvm failed with EACCES.
     #[error("no permission to open /dev/kvm: join its group (usually `kvm`) or run as root")]
     Permission,
-    /// /dev/kvm could not be opened for another reason.
+    /// Opening /dev/kvm failed with another error.
     #[error("/dev/kvm cannot be opened")]
     Open(#[source] io::Error),
-    /// KVM speaks another API.
+    /// KVM has an unsupported API version.
     #[error("/dev/kvm speaks API version {0}, but version 12 is needed")]
     ApiVersion(i32),
-    /// A probe failed.
+    /// A KVM call of a probe failed.
     #[error("probing KVM failed")]
     Probe(#[from] CallError),
-    /// The probe's memory.
+    /// KVM refused the memory of the probe.
     #[error("probing KVM failed")]
     Slot(#[from] SlotError),
-    /// No memory for the probe.
+    /// Allocating the memory of the probe failed.
     #[error("no memory to probe KVM with")]
     Memory,
-    /// The host refused the event that was to go off and on.
+    /// The host refused the perf event of a probe.
     #[error("an event for measuring what turns cost could not be opened")]
     Event(#[source] perf_core::pmu::PmuError),
-    /// A guest of three instructions did not run.
+    /// The guest of a probe did not run to its end.
     #[error("a guest for measuring what turns cost did not run")]
     Silent,
 }
 
-/// How this KVM runs guest code.
+/// The method by which KVM runs guest code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flavour {
-    /// Intel VT-x.
+    /// Hardware virtualisation with Intel VT-x.
     Vmx,
-    /// AMD-V.
+    /// Hardware virtualisation with AMD-V.
     Svm,
-    /// No hardware virtualisation: guest kernel code is emulated.
+    /// No hardware virtualisation. KVM emulates guest kernel code.
     SoftwareOnly,
 }
 
@@ -83,7 +84,7 @@ impl fmt::Display for Flavour {
 /// Opens /dev/kvm.
 ///
 /// # Errors
-/// [`HostError`] that names what to do.
+/// Returns a [`HostError`] whose message names the remedy.
 pub fn open() -> Result<Kvm, HostError> {
     let kvm = Kvm::new().map_err(|e| match e.errno() {
         libc::ENOENT => HostError::NoKvm,
@@ -96,33 +97,34 @@ pub fn open() -> Result<Kvm, HostError> {
     }
 }
 
-/// What is known of this host's KVM.
+/// Properties of this host's KVM.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct KvmFacts {
-    /// How guest code is run.
+    /// The method by which KVM runs guest code.
     pub flavour: Flavour,
-    /// Whether an unmodified Linux kernel can run, found out by running an instruction that every kernel
-    /// uses and that KVM's emulator lacks.
+    /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
+    /// uses and that KVM's emulator does not support.
     pub runs_linux: bool,
-    /// MSR accesses can be handed to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the filter).
+    /// `true` if KVM can forward MSR accesses to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the
+    /// MSR filter).
     pub traps_msrs: bool,
-    /// KVM's own vPMU can be switched off per VM (`KVM_CAP_PMU_CAPABILITY`).
+    /// `true` if KVM's own vPMU can be disabled per VM (`KVM_CAP_PMU_CAPABILITY`).
     pub can_disable_own_pmu: bool,
-    /// RDPMC that nothing stands in for raises #GP while KVM's own vPMU is off, found out by executing it.
-    /// Else KVM answers it with a count of its own, which is no guest's.
+    /// `true` if RDPMC raises #GP while KVM's own vPMU is off, probed by executing RDPMC. Otherwise
+    /// KVM returns the value of a counter that does not count the guest.
     pub rdpmc_faults: bool,
-    /// Binary statistics (`KVM_CAP_BINARY_STATS_FD`).
+    /// `true` if KVM offers binary statistics (`KVM_CAP_BINARY_STATS_FD`).
     pub binary_stats: bool,
-    /// Guest registers come with each exit (`KVM_CAP_SYNC_REGS`).
+    /// `true` if KVM can store guest registers at each exit (`KVM_CAP_SYNC_REGS`).
     pub sync_regs: bool,
-    /// Most vCPUs a VM can have.
+    /// Maximum number of vCPUs of a VM.
     pub max_vcpus: usize,
 }
 
-/// Probes KVM; takes about a millisecond.
+/// Probes KVM. Takes about one millisecond.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs.
+/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
     let interprets_kernels = interprets_kernels(kvm)?;
     Ok(KvmFacts {
@@ -137,22 +139,24 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
     })
 }
 
-/// Frequency of a guest's TSC in Hz, as KVM_GET_TSC_KHZ says.
+/// Returns the default TSC frequency of a guest in Hz (KVM_GET_TSC_KHZ).
 ///
 /// # Errors
-/// KVM's.
+/// Returns the error of KVM.
 pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
     let khz = probe_vm(kvm)?.create_vcpu(0)?.get_tsc_khz()?;
     Ok(u64::from(khz) * 1000)
 }
 
-/// A VM for a probe, with its local APICs in the kernel where KVM can split them off. KVM takes a static
-/// branch for vCPUs without one (`kvm_has_noapic_vcpu`): the first such vCPU of a host and the end of the
-/// last each make the kernel patch its own code on all processors, which every VM of the host would feel.
-/// A vCPU of it that halts does not come back from `KVM_RUN`, so its code ends with [`LEAVE`].
+/// Creates a VM for a probe, with its local APICs in the kernel if KVM supports a split irqchip.
+///
+/// KVM uses a static branch for vCPUs without a local APIC (`kvm_has_noapic_vcpu`). Creating the
+/// first and destroying the last of them makes the kernel patch its code on all processors, which
+/// disturbs every VM of the host. A halted vCPU with a local APIC does not return from `KVM_RUN`,
+/// so probe code ends with [`LEAVE`].
 ///
 /// # Errors
-/// KVM's.
+/// Returns the error of KVM.
 pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
     let vm = VmFd::new(kvm)?;
     if kvm.check_extension(Cap::SplitIrqchip) {
@@ -168,27 +172,27 @@ pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
     Ok(vm)
 }
 
-/// Whether registers can come with exits and go with entries, by the `kvm_run` page (`KVM_CAP_SYNC_REGS`).
+/// Returns whether KVM can exchange registers through the `kvm_run` page (`KVM_CAP_SYNC_REGS`).
 pub fn syncs_registers(kvm: &Kvm) -> bool {
     kvm.check_extension(Cap::SyncRegs)
 }
 
-/// Most vCPUs that one VM can have.
+/// Returns the maximum number of vCPUs of a VM.
 pub fn most_vcpus(kvm: &Kvm) -> usize {
     kvm.get_max_vcpus()
 }
 
-/// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
+/// Returns whether KVM supports `KVM_PMU_CAP_DISABLE` (Linux 5.18 and later).
 pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE.cast_signed() != 0
 }
 
-/// Switches KVM's own vPMU off for `vm`. False: that is not offered, as before Linux 5.18 or with
-/// kvm.enable_pmu=0. What our CPUID does not announce KVM does not enable then, and the MSR filter catches
-/// every register.
+/// Disables KVM's own vPMU for `vm`. Returns `false` if KVM does not support this, as before Linux
+/// 5.18 or with kvm.enable_pmu=0. KVM then does not enable counters that the guest's CPUID does not
+/// enumerate, and the MSR filter traps every PMU register.
 ///
 /// # Errors
-/// KVM's.
+/// Returns the error of KVM.
 pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
     if !own_pmu_can_be_disabled(kvm) {
         return Ok(false);
@@ -203,13 +207,13 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
     Ok(true)
 }
 
-/// Whether RDPMC raises #GP while KVM's own vPMU is off. KVM on AMD-V answered it with the counters of a vPMU
-/// that counts nothing, in Linux 6.1 for one; in 6.12 it does not.
+/// Returns whether RDPMC raises #GP while KVM's own vPMU is off. On AMD-V, KVM of Linux 6.1 returns
+/// the counters of an idle vPMU; Linux 6.12 raises #GP.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs.
+/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
-    // ECX is 0.
+    // RDPMC reads counter 0, because ECX is 0.
     goes_on_behind(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
@@ -228,13 +232,15 @@ fn flavour(interprets_kernels: bool) -> Flavour {
     }
 }
 
-/// Whether this KVM interprets the code of guest kernels, found out by running `fld1`. KVM's emulator has no
-/// x87 arithmetic, so where guest kernels are interpreted this ends in `KVM_EXIT_INTERNAL_ERROR`; on hardware
-/// the next instruction follows. Found out once: a probe makes and ends a VM, for which KVM waits several
-/// times until no processor looks at what was. Who asks meanwhile waits for the same probe.
+/// Returns whether KVM interprets the code of guest kernels, probed by running `fld1`.
+///
+/// KVM's emulator lacks x87 arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`.
+/// With hardware virtualisation the next instruction follows. The result is cached, because
+/// destroying the VM of a probe waits for several RCU grace periods. Concurrent callers wait for
+/// the same probe.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs.
+/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
     static FOUND: Mutex<Option<bool>> = Mutex::new(None);
     let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
@@ -246,14 +252,15 @@ pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
     Ok(interprets)
 }
 
-/// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault
-/// is the end.
+/// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
+/// instruction is reached. A fault ends the probe.
 fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let vm = probe_vm(kvm)?;
     disable_own_pmu(kvm, &vm)?;
-    // VT-x without unrestricted guests needs a place for its own task state; elsewhere this has no effect.
+    // VT-x without unrestricted guest mode needs guest memory for a TSS. Other hosts ignore the
+    // address.
     let _ = vm.raw().set_tss_address(0xfffb_d000);
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
         .map_err(|_| HostError::Memory)?;
@@ -278,7 +285,7 @@ fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError
 mod tests {
     use super::*;
 
-    /// A probe tells an instruction that completes from one that faults.
+    /// A probe distinguishes an instruction that completes from one that faults.
     #[test]
     fn a_probe_can_say_either() {
         let Ok(kvm) = open() else {
@@ -289,7 +296,6 @@ mod tests {
         assert!(!goes_on_behind(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
     }
 
-    /// What the self-description says of a host comes from one probe.
     #[test]
     fn a_kvm_that_interprets_kernels_runs_no_linux() {
         let Ok(kvm) = open() else {

@@ -1,4 +1,4 @@
-//! Guest memory handed to KVM.
+//! Registers guest memory with KVM.
 #![expect(unsafe_code, reason = "KVM maps memory that it is told the address of")]
 
 use std::sync::Arc;
@@ -12,29 +12,29 @@ use super::vm_fd::VmFd;
 #[derive(Debug, thiserror::Error)]
 #[error("KVM refused memory slot {slot} at {guest_address:#x}")]
 pub struct SlotError {
-    /// Its number.
+    /// Number of the slot.
     pub slot: u32,
-    /// Its guest-physical start.
+    /// Guest-physical start address.
     pub guest_address: u64,
-    /// What KVM_SET_USER_MEMORY_REGION said.
+    /// Error of KVM_SET_USER_MEMORY_REGION.
     #[source]
     pub source: kvm_ioctls::Error,
 }
 
-/// The memory slots of a VM. They keep the memory mapped as long as KVM uses it: when this is dropped, KVM
-/// loses the slots before the memory goes.
+/// The memory slots of a VM. Keeps the memory mapped while KVM uses it: dropping removes the slots
+/// from KVM before the memory is unmapped.
 pub struct MemorySlots {
     vm: Arc<VmFd>,
     memory: GuestMemoryMmap,
-    /// Guest-physical starts of the slots that KVM has, 0 and up.
+    /// Guest-physical start addresses of the registered slots, indexed by slot number.
     starts: Vec<u64>,
 }
 
 impl MemorySlots {
-    /// Gives each mapping of `memory` to a VM that has no slots yet, in slots 0 and up.
+    /// Registers each mapping of `memory` with a VM that has no slots yet, as slots 0 and up.
     ///
     /// # Errors
-    /// [`SlotError`]; KVM has none of the memory.
+    /// Returns a [`SlotError`] if KVM refuses a slot. No slot remains registered.
     pub fn new(vm: Arc<VmFd>, memory: GuestMemoryMmap) -> Result<Self, SlotError> {
         let mut slots = Self {
             vm,
@@ -50,9 +50,9 @@ impl MemorySlots {
                 memory_size: region.len(),
                 userspace_addr: region.as_ptr() as u64,
             };
-            // SAFETY: the range is one whole mapping of `slots.memory`, which stays mapped until `drop` has
-            // taken the slot from KVM. It is ordinary shared memory that no Rust reference points into: guest
-            // accesses only race with vm-memory's volatile ones.
+            // SAFETY: the range is one whole mapping of `slots.memory`, which stays mapped until
+            // `drop` has removed the slot from KVM. The mapping is shared memory without Rust
+            // references: guest accesses race only with volatile accesses of vm-memory.
             unsafe { slots.vm.raw().set_user_memory_region(slot_of_region) }.map_err(|source| SlotError {
                 slot,
                 guest_address,
@@ -72,10 +72,11 @@ impl Drop for MemorySlots {
                 guest_phys_addr,
                 ..Default::default()
             };
-            // SAFETY: a size of zero takes the slot away; no memory is named.
+            // SAFETY: a size of zero removes the slot and passes no memory to KVM.
             if let Err(e) = unsafe { self.vm.raw().set_user_memory_region(none) } {
                 log::error!("KVM keeps memory slot {slot}, and so the memory stays: {e}");
-                // The guest may still write there: better never unmapped than someone else's.
+                // The guest may still write to this memory. Leak the mapping so that the address
+                // range is not reused.
                 std::mem::forget(self.memory.clone());
             }
         }
@@ -106,8 +107,8 @@ mod tests {
         })
     }
 
-    /// KVM never has an address of memory that is gone, whoever else drops the memory first; and it takes
-    /// other memory in the place of what went.
+    /// KVM never keeps the address of unmapped memory, in any drop order, and accepts new memory at
+    /// the same guest address afterwards.
     #[test]
     fn memory_stays_mapped_as_long_as_kvm_has_it() {
         let Ok(kvm) = crate::kvm::host::open() else {

@@ -1,5 +1,4 @@
-//! IA32_MISC_ENABLE, which says once more whether there is a PMU. KVM keeps it; its PMU bits are told to KVM
-//! at the start.
+//! Initialises the PMU bits of IA32_MISC_ENABLE, a register that KVM keeps.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 
@@ -8,16 +7,16 @@ use super::vcpu_fd::VcpuFd;
 
 /// IA32_MISC_ENABLE (SDM vol. 4).
 const IA32_MISC_ENABLE: u32 = 0x1a0;
-/// Performance monitoring is available (bit 7, read-only: KVM keeps it whatever the guest writes).
+/// Performance monitoring available (bit 7). Read-only for the guest.
 const PERFMON_AVAILABLE: u64 = 1 << 7;
-/// Branch trace store (11) and PEBS (12) are unavailable.
+/// Branch trace store unavailable (bit 11) and PEBS unavailable (bit 12).
 const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 
-/// Says in IA32_MISC_ENABLE of a new vCPU that there is a PMU, without PEBS and BTS. Whether KVM has the
-/// register.
+/// Sets IA32_MISC_ENABLE of a new vCPU to report a PMU without PEBS and BTS. Returns whether KVM
+/// supports the register.
 ///
 /// # Errors
-/// KVM's.
+/// Returns the error of KVM.
 pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, CallError> {
     let entry = kvm_msr_entry {
         index: IA32_MISC_ENABLE,

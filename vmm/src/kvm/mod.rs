@@ -1,5 +1,5 @@
-//! What the VMM asks of KVM itself: the host's flavour, guest CPUID, the MSR filter, system calls that
-//! kvm-ioctls does not wrap.
+//! Access to KVM: host probes, guest CPUID, the MSR filter, and ioctls that kvm-ioctls does not
+//! wrap.
 
 pub mod armed;
 pub mod call;

@@ -1,9 +1,9 @@
-//! The MSR filter: every access of a guest to a PMU register becomes an exit.
+//! Installs the MSR filter that makes every guest access to a PMU register exit to user space.
 //!
-//! With KVM's own PMU off, KVM *answers* reads of the architectural PMU registers with 0 instead of failing
-//! them, so leaving one out of the filter would hand the guest a number nobody counted. The filter therefore
-//! covers the registers of both vendors, present in the guest's model or not; the vPMU decides which of them
-//! fault.
+//! With its own vPMU off, KVM *returns* 0 for reads of architectural PMU registers instead of
+//! failing them. A register missing from the filter would therefore give the guest a misleading
+//! zero. The filter covers the registers of both vendors, regardless of the guest's model; the vPMU
+//! decides which accesses fault.
 
 use std::ops::RangeInclusive;
 
@@ -13,20 +13,20 @@ use kvm_ioctls::{Cap, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, Msr
 use super::call::CallError;
 use super::vm_fd::VmFd;
 
-/// Most ranges one filter can have (`KVM_MSR_FILTER_MAX_RANGES`, KVM API 4.97).
+/// Maximum number of ranges of a filter (`KVM_MSR_FILTER_MAX_RANGES`, KVM API 4.97).
 const MAX_RANGES: usize = 16;
-/// Most registers one range can span: `KVM_MSR_FILTER_MAX_BITMAP_SIZE` is 0x600 bytes.
+/// Maximum number of registers in a range. `KVM_MSR_FILTER_MAX_BITMAP_SIZE` is 0x600 bytes.
 const MAX_SPAN: u32 = 0x600 * 8;
 
-/// Why the MSR filter could not be set.
+/// Error of installing the MSR filter.
 #[derive(Debug, thiserror::Error)]
 pub enum MsrFilterError {
-    /// The host's KVM cannot hand MSR accesses to user space.
+    /// KVM cannot forward MSR accesses to user space.
     #[error(
         "this host's KVM lacks {0}, so PMU registers cannot be trapped; use Linux 5.10 or later, or --pmu off"
     )]
     Unsupported(&'static str),
-    /// More ranges than KVM takes.
+    /// The filter needs more ranges than KVM accepts.
     #[error("{0} MSR ranges are to be trapped but KVM takes at most {MAX_RANGES}")]
     TooManyRanges(usize),
     /// A KVM call failed.
@@ -34,10 +34,11 @@ pub enum MsrFilterError {
     Kvm(#[from] CallError),
 }
 
-/// Makes every guest access to `ranges` exit to user space; all other MSRs stay with KVM.
+/// Makes every guest access to `ranges` exit to user space. KVM handles all other MSRs.
 ///
 /// # Errors
-/// [`MsrFilterError`] when this KVM cannot do it.
+/// Returns an [`MsrFilterError`] if KVM lacks a capability, if there are too many ranges, or if a
+/// call fails.
 pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilterError> {
     let vm = vm.raw();
     if !vm.check_extension(Cap::X86UserSpaceMsr) {
@@ -71,17 +72,17 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
     Ok(set.map_err(CallError::of("KVM_X86_SET_MSR_FILTER"))?)
 }
 
-/// Neighbouring ranges as one range of the filter, with a bit for each register.
+/// Adjacent ranges merged into one filter range with a bit for each register.
 #[derive(Debug, PartialEq, Eq)]
 struct Span {
     base: u32,
     count: u32,
-    /// Bit n: the access to register `base + n` stays with KVM. A zero bit denies it, which means an exit
-    /// here.
+    /// Bitmap of allowed accesses. KVM handles register `base + n` if bit n is set; a clear bit
+    /// makes the access exit.
     allowed: Vec<u8>,
 }
 
-/// Covers `ranges` with as few spans as the size of a bitmap lets.
+/// Covers `ranges` with as few spans as the bitmap size permits.
 fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<Span> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| !r.is_empty()).collect();
     sorted.sort_by_key(|r| *r.start());
@@ -112,7 +113,7 @@ fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<Span> {
 mod tests {
     use super::*;
 
-    /// Every register asked for is trapped, nothing between is, and both vendors' PMUs fit KVM's limit.
+    /// The spans trap exactly the requested registers, and both vendors' PMUs fit KVM's limit.
     #[test]
     fn spans_trap_exactly_what_is_asked() {
         let ranges = vpmu::Model::INTEL.trapped_msrs();

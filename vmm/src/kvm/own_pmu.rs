@@ -1,8 +1,9 @@
-//! KVM's own vPMU: whether this host's KVM offers guests one, which, and which models it can be.
+//! Probes KVM's own vPMU: whether this host offers one, and which PMU models it can provide.
 //!
-//! KVM emulates it with host perf events, or (Linux 6.20 and later, if its module is loaded so) hands the
-//! processor's counters to the guest: *mediated*. What it supports it says in `KVM_GET_SUPPORTED_CPUID`, in
-//! the leaves in which a processor does.
+//! KVM emulates its vPMU with host perf events. With Linux 6.20 and later and the right module
+//! parameter, KVM passes the hardware counters through to the guest instead (*mediated*).
+//! `KVM_GET_SUPPORTED_CPUID` describes the vPMU in the same leaves as a processor describes its
+//! PMU.
 
 use std::fs;
 use std::path::Path;
@@ -24,99 +25,101 @@ use super::call::CallError;
 use super::cpuid::{self, CpuidError};
 use super::vcpu_fd::VcpuFd;
 
-/// IA32_PERF_CAPABILITIES.FW_WRITE: full-width writes of counters (SDM vol. 3, "Full-Width Writes to
+/// IA32_PERF_CAPABILITIES.FW_WRITE: full-width counter writes (SDM vol. 3, "Full-Width Writes to
 /// Performance Counter Registers").
 const FW_WRITE: u64 = 1 << 13;
 
-/// Why a guest cannot have KVM's own vPMU.
+/// Reason why KVM's own vPMU is unavailable.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum NoOwnPmu {
-    /// KVM is older than the capability that tells.
+    /// KVM does not support `KVM_CAP_PMU_CAPABILITY`.
     #[error(
         "this host's KVM does not tell whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 and later); use --backing auto"
     )]
     Untold,
-    /// The host has no PMU, without which KVM has no vPMU.
+    /// The host has no PMU, which KVM's vPMU requires.
     #[error(
         "KVM's own vPMU needs a host PMU, and {0} (kvm.enable_pmu is N); use --backing auto, which counts without one"
     )]
     NoHostPmu(String),
-    /// It was switched off when KVM was loaded.
+    /// The vPMU is disabled by a module parameter of KVM.
     #[error(
         "KVM's own vPMU is switched off on this host (kvm.enable_pmu is N): load the module kvm with enable_pmu=1, or use --backing auto"
     )]
     SwitchedOff,
-    /// KVM's CPUID shows none.
+    /// The CPUID leaves that KVM supports enumerate no PMU.
     #[error("this host's KVM supports no vPMU in its guests' CPUID; use --backing auto")]
     NotInCpuid,
-    /// KVM does not say what it supports.
+    /// KVM_GET_SUPPORTED_CPUID failed.
     #[error("KVM_GET_SUPPORTED_CPUID failed; use --backing auto")]
     Cpuid(#[source] kvm_ioctls::Error),
 }
 
-/// Why KVM's own vPMU cannot be the model that was asked for.
+/// Reason why KVM's own vPMU cannot provide the requested model.
 #[derive(Debug, thiserror::Error)]
 pub enum NotThisModel {
-    /// The other vendor's.
+    /// The requested model is of another vendor than the host CPU.
     #[error(
         "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use --pmu auto, or --backing auto, which can be both"
     )]
     Vendor {
-        /// What was asked.
+        /// Requested generation.
         asked: Generation,
-        /// The host's vendor.
+        /// Vendor of the host CPU.
         host: Vendor,
     },
-    /// A later generation than KVM's.
+    /// The requested generation is later than KVM's.
     #[error(
         "--backing kvm: KVM's own vPMU is at most {offered} on this host, and --pmu {asked} was asked for; use --pmu {offered} or --pmu auto"
     )]
     Generation {
-        /// What was asked.
+        /// Requested generation.
         asked: Generation,
-        /// KVM's.
+        /// Latest generation that KVM provides.
         offered: Generation,
     },
-    /// More counters than KVM's.
+    /// More counters than KVM provides.
     #[error(
         "--backing kvm: {asked} {kind} counters were asked for, and KVM's own vPMU has {offered} on this host; ask for fewer with --pmu-counters, or use --pmu auto"
     )]
     Counters {
-        /// What was asked.
+        /// Requested number of counters.
         asked: u32,
-        /// Of what kind.
+        /// Kind of counter, `general-purpose` or `fixed`.
         kind: &'static str,
-        /// KVM's.
+        /// Number of counters that KVM provides.
         offered: u32,
     },
-    /// Wider counters than KVM's.
+    /// Wider counters than KVM provides.
     #[error(
         "--backing kvm: counters of {asked} bits were asked for, and those of KVM's own vPMU have {offered} on this host; use --pmu-width {offered}"
     )]
     Width {
-        /// What was asked.
+        /// Requested width in bits.
         asked: u32,
-        /// KVM's.
+        /// Counter width of KVM's vPMU in bits.
         offered: u32,
     },
-    /// No model at all.
+    /// The requested model is invalid on any host.
     #[error(transparent)]
     Model(#[from] ModelError),
 }
 
-/// What KVM offers.
+/// Capabilities of KVM's own vPMU.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct OwnPmu {
-    /// The guest has the processor's counters, not host events behind emulated registers.
+    /// `true` if the guest accesses hardware counters directly (mediated vPMU), `false` if host
+    /// perf events back emulated registers.
     pub mediated: bool,
-    /// The event filter takes masked entries (`KVM_PMU_EVENT_FLAG_MASKED_EVENTS`, Linux 6.3 and later).
+    /// `true` if the event filter accepts masked entries (`KVM_PMU_EVENT_FLAG_MASKED_EVENTS`, Linux
+    /// 6.3 and later).
     pub masked_filter: bool,
-    /// It takes an event filter at all.
+    /// `true` if KVM supports event filters.
     pub filter: bool,
-    /// What its CPUID shows.
+    /// The PMU that KVM's CPUID leaves enumerate.
     #[serde(serialize_with = "in_words")]
     pub pmu: HostPmu,
-    /// Intel: architectural events that it counts.
+    /// Architectural events that the vPMU counts (Intel only).
     #[serde(skip)]
     pub events: Backability,
 }
@@ -143,10 +146,10 @@ impl std::fmt::Display for OwnPmu {
     }
 }
 
-/// Looks.
+/// Probes KVM's own vPMU.
 ///
 /// # Errors
-/// Why there is none.
+/// Returns the [`NoOwnPmu`] reason if the vPMU is unavailable.
 pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<OwnPmu, NoOwnPmu> {
     if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
         return Err(match parameter("kvm", "enable_pmu") {
@@ -174,7 +177,7 @@ pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<OwnPmu, NoOwnPmu> {
     })
 }
 
-/// A boolean parameter of a module, if it has it.
+/// Returns a boolean module parameter, or `None` if the module lacks it.
 fn parameter(module: &str, name: &str) -> Option<bool> {
     let path = Path::new("/sys/module")
         .join(module)
@@ -187,8 +190,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Reads CPUID out of a table, as [`Model::resolve`] wants it. The index of an entry tells subleaves apart
-/// only where its flag says so.
+/// Returns a CPUID reader for [`Model::resolve`] that looks leaves up in a table. The index of an
+/// entry is significant only if the entry's flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {
@@ -209,11 +212,11 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
 }
 
 impl OwnPmu {
-    /// The model for what the user asked. `auto` and `host` are what KVM has, `auto` within what it is
-    /// elsewhere.
+    /// Resolves the requested PMU model. `host` selects what KVM provides, and `auto` the part of
+    /// it that `auto` also selects with other backings.
     ///
     /// # Errors
-    /// [`NotThisModel`], one line with the limit and a remedy.
+    /// Returns [`NotThisModel`] with the limit and a remedy in one line.
     pub fn model(
         &self,
         name: ModelName,
@@ -270,7 +273,7 @@ impl OwnPmu {
         Ok(model)
     }
 
-    /// Whether KVM can be this PMU.
+    /// Checks that KVM's vPMU can provide `model`.
     fn can_be(&self, model: &Model) -> Result<(), NotThisModel> {
         let offered = &self.pmu;
         let (asked, host) = (model.generation(), offered.generation);
@@ -289,7 +292,7 @@ impl OwnPmu {
         if rank(asked) > rank(host) {
             return Err(NotThisModel::Generation { asked, offered: host });
         }
-        // A K7's four are the first four of any AMD PMU, and the core extension is six.
+        // The four counters of a K7 are the first four of any AMD PMU. The core extension has six.
         if model.general() > offered.general {
             return Err(NotThisModel::Counters {
                 asked: model.general(),
@@ -314,11 +317,12 @@ impl OwnPmu {
     }
 }
 
-/// Makes IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records,
-/// no PEBS. KVM's own initial value is all that it supports. Nothing to do on AMD models.
+/// Limits IA32_PERF_CAPABILITIES to the features that both the model and KVM support: full-width
+/// writes, but neither branch records nor PEBS. KVM initialises the register with everything it
+/// supports. Has no effect on AMD models.
 ///
 /// # Errors
-/// KVM's.
+/// Returns the error of KVM.
 pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), CallError> {
     if !matches!(model.generation(), Generation::Intel(2..)) {
         return Ok(());
@@ -331,7 +335,7 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), C
         Msrs::from_entries(&[entry]).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
     };
     let mut supported = one(entry)?;
-    // The register is a feature that KVM reports for the system; where it does not, it lacks the register.
+    // KVM reports the register as a system-wide feature MSR. If it does not, it lacks the register.
     if kvm
         .get_msrs(&mut supported)
         .map_err(CallError::of("KVM_GET_MSRS"))?
@@ -373,8 +377,7 @@ mod tests {
             .map(|model| model.to_string())
     }
 
-    /// A leaf with subleaves is read at the subleaf that is asked for, wherever subleaf 0 stands in the
-    /// table.
+    /// A lookup returns the requested subleaf, independent of the order of table entries.
     #[test]
     fn a_subleaf_is_not_another_one() {
         let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {
@@ -418,7 +421,7 @@ mod tests {
         }
         let k7 = offers(Generation::AmdK7, 4, 0, 48);
         assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
-        // A version 1 has no fixed counters.
+        // Version 1 has no fixed counters.
         let first = offers(Generation::Intel(1), 4, 0, 40);
         assert!(asked(&first, "auto", None, None).unwrap().starts_with("intel-v1"));
         assert_eq!(
@@ -458,14 +461,14 @@ mod tests {
                 assert!(line.contains(word), "{name}: no {word:?} in {line}");
             }
         }
-        // Fewer and narrower than KVM's is what a guest may be shown.
+        // A guest may have fewer and narrower counters than KVM provides.
         assert!(asked(&intel, "intel", Some("2+1"), Some(40)).is_ok());
         assert!(asked(&intel, "intel-v1", None, None).is_ok());
         assert!(asked(&amd, "amd-k7", None, None).is_ok());
         assert!(asked(&intel, "off", None, None).is_ok());
     }
 
-    /// CPUID entries as KVM gives them, with an index only where leaves have several.
+    /// KVM's CPUID entries have an index only for leaves with several subleaves.
     #[test]
     fn what_is_offered_is_read_from_kvms_cpuid() {
         let leaf = |function, eax, ebx, ecx, edx| kvm_bindings::kvm_cpuid_entry2 {
@@ -484,7 +487,7 @@ mod tests {
         let intel = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0x0730_0802, 0x7a, 0, 3 | 48 << 5)])
             .unwrap();
         assert_eq!(in_cpuid(&intel), Some(offers(Generation::Intel(2), 8, 3, 48).pmu));
-        // Without a vPMU the leaf is zero.
+        // Without a vPMU, CPUID leaf 0AH is zero.
         let none = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0, 0, 0, 0)]).unwrap();
         assert_eq!(in_cpuid(&none), None);
         let amd = CpuId::from_entries(&[

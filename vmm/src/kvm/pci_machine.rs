@@ -1,4 +1,4 @@
-//! Doorbells and messages of PCI functions, by KVM: ioeventfd, GSI routing and irqfd.
+//! Implements doorbells and MSI messages of PCI functions with ioeventfd, GSI routing and irqfd.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,22 +15,23 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::vm_fd::VmFd;
 
-/// Inputs of KVM's I/O APIC; the interrupts behind them are messages.
+/// Number of inputs of KVM's I/O APIC. Higher GSIs are MSI messages.
 const IO_APIC_INPUTS: u32 = 24;
-/// Those of them that are inputs of the two PICs too, eight each.
+/// Number of I/O APIC inputs that are also inputs of the two PICs, eight each.
 const PIC_INPUTS: u32 = 16;
 const INPUTS_OF_A_PIC: u32 = 8;
 
-/// KVM, for the functions of one VM's PCI bus.
+/// KVM back end for the functions of one VM's PCI bus.
 pub struct KvmMachine {
     vm: Arc<VmFd>,
-    /// The message of each line that has had one.
+    /// The MSI message last routed for each line.
     messages: Mutex<Vec<Option<Message>>>,
     last_resort: LastResort,
 }
 
 impl KvmMachine {
-    /// For a VM whose interrupt controllers are KVM's, and that ends by `last_resort`.
+    /// Creates the back end for a VM with in-kernel interrupt controllers. `last_resort` terminates
+    /// the VM on a fatal error.
     pub fn new(vm: Arc<VmFd>, last_resort: LastResort) -> Self {
         Self {
             vm,
@@ -39,7 +40,7 @@ impl KvmMachine {
         }
     }
 
-    /// Tells KVM what line `line` sends, if it sent something else before.
+    /// Updates KVM's GSI routing if the message of `line` has changed.
     fn route(&self, line: u32, message: Message) -> io::Result<()> {
         let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         let n = usize::try_from(line).map_err(io::Error::other)?;
@@ -87,14 +88,14 @@ impl Machine for KvmMachine {
     }
 }
 
-/// KVM's number of a line of the bus.
+/// Returns the GSI of a line of the bus.
 fn gsi(line: u32) -> u32 {
     IO_APIC_INPUTS.saturating_add(line)
 }
 
-/// The whole table, which KVM takes at once. The inputs of the interrupt controllers are as KVM has them
-/// without a table: each input of a PIC is one of the I/O APIC too, and the timer's interrupt, 0, is its
-/// input 0 (`boot/acpi.rs` counts on it).
+/// Returns the complete GSI routing table, which KVM replaces as a whole. Interrupt controller
+/// inputs are as in KVM's default table: each input of a PIC is also an input of the I/O APIC, and
+/// the timer interrupt, 0, is its input 0 (`boot/acpi.rs` relies on this).
 fn routing(messages: &[Option<Message>]) -> io::Result<KvmIrqRouting> {
     let pics = (0..PIC_INPUTS).map(|input| {
         let chip = if input < INPUTS_OF_A_PIC {
@@ -169,7 +170,7 @@ mod tests {
         machine.disconnect(3, &vector).unwrap();
         vector.write(1).unwrap();
         assert_eq!(vector.read().unwrap(), 1);
-        // The highest line of a full bus.
+        // The highest interrupt line of a fully populated bus.
         machine.connect(31 * 64, message, &vector).unwrap();
     }
 

@@ -1,9 +1,9 @@
-//! From KVM's register structures to the registers that walks of guest memory need.
+//! Converts KVM's register structures to the registers that guest memory walks need.
 
 use guest_profile::GuestRegs;
 use kvm_bindings::{kvm_regs, kvm_sregs};
 
-/// Takes over what KVM_GET_REGS returns.
+/// Copies the registers that KVM_GET_REGS returns.
 #[inline]
 pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
     to.rip = regs.rip;
@@ -26,15 +26,15 @@ pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
     to.rflags = regs.rflags;
 }
 
-/// Takes over what KVM_GET_SREGS returns.
+/// Copies the registers that KVM_GET_SREGS returns.
 #[inline]
 pub fn set_system(to: &mut GuestRegs, sregs: &kvm_sregs) {
     to.cr0 = sregs.cr0;
     to.cr3 = sregs.cr3;
     to.cr4 = sregs.cr4;
     to.efer = sregs.efer;
-    // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3
-    // §5.5); CS.RPL differs from it for conforming segments.
+    // SS.DPL equals the CPL on both vendors in every mode; in real mode both are 0 (SDM vol. 3
+    // §5.5). CS.RPL differs from the CPL in conforming segments.
     to.cpl = sregs.ss.dpl & 3;
     to.code64 = sregs.cs.l != 0;
     to.gs_base = sregs.gs.base;

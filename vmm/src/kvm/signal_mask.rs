@@ -1,4 +1,5 @@
-//! `KVM_SET_SIGNAL_MASK` (KVM API 4.17): which signals a thread lets through while it is in KVM_RUN.
+//! Sets the signal mask that applies while a thread is in KVM_RUN (`KVM_SET_SIGNAL_MASK`, KVM API
+//! 4.17).
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls lacks")]
 
 use std::io;
@@ -15,27 +16,28 @@ mod request {
     vmm_sys_util::ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, kvm_signal_mask);
 }
 
-/// Bytes of the set of signals that x86 Linux knows, at the beginning of the C library's.
+/// Size of the kernel's x86 signal set in bytes, a prefix of the C library's `sigset_t`.
 const KERNEL_SIGSET_BYTES: usize = 8;
 
-/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as the call takes it.
+/// `struct kvm_signal_mask` followed by the kernel's signal set, the argument of the ioctl.
 #[repr(C)]
 struct KvmSignalMask {
     len: u32,
     set: [u8; KERNEL_SIGSET_BYTES],
 }
 
-/// The vCPU's thread blocks `blocked`, and nothing else, while it is in KVM_RUN.
+/// Blocks exactly the signals in `blocked` while the vCPU's thread is in KVM_RUN.
 ///
 /// # Errors
-/// The system call's error.
+/// Returns the error of the ioctl.
 #[expect(clippy::cast_possible_truncation, reason = "eight")]
 pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
     let mut mask = KvmSignalMask {
         len: KERNEL_SIGSET_BYTES as u32,
         set: [0; KERNEL_SIGSET_BYTES],
     };
-    // SAFETY: a sigset_t is plain data, initialised, and longer than what is copied of it.
+    // SAFETY: a sigset_t is initialised plain data and larger than the number of bytes copied from
+    // it.
     unsafe {
         ptr::copy_nonoverlapping(
             (&raw const *blocked).cast(),
@@ -43,20 +45,20 @@ pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
             KERNEL_SIGSET_BYTES,
         )
     };
-    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the
-    // right one for a vCPU.
+    // SAFETY: the ioctl reads a struct kvm_signal_mask and the `len` bytes after it, both of which
+    // `mask` contains. `KVM_SET_SIGNAL_MASK` is a vCPU ioctl.
     match unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// In KVM_RUN the thread blocks what it blocks elsewhere.
+/// Removes the mask. In KVM_RUN the thread's ordinary signal mask applies again.
 ///
 /// # Errors
-/// The system call's error.
+/// Returns the error of the ioctl.
 pub fn clear(vcpu: &VcpuFd) -> io::Result<()> {
-    // SAFETY: with a null pointer the ioctl reads nothing and takes the mask away.
+    // SAFETY: with a null pointer the ioctl reads nothing and removes the mask.
     match unsafe { ioctl_with_ptr(vcpu, KVM_SET_SIGNAL_MASK(), ptr::null::<KvmSignalMask>()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -72,7 +74,7 @@ mod tests {
     use super::*;
     use crate::kvm::vm_fd::VmFd;
 
-    /// The kernel reads `len` and then, right behind it, as many bytes as that says.
+    /// The kernel reads `len` and then `len` bytes directly after it.
     #[test]
     fn the_set_lies_right_behind_its_length() {
         assert_eq!(offset_of!(KvmSignalMask, set), 4);
@@ -84,8 +86,8 @@ mod tests {
         );
     }
 
-    /// KVM takes a mask, another in its place, and that there is none; taking away what is not there is no
-    /// error either.
+    /// KVM accepts a mask, its replacement and its removal. Removing a mask that is not set is no
+    /// error.
     #[test]
     fn kvm_takes_masks_and_gives_them_up() {
         let Ok(kvm) = crate::kvm::host::open() else {

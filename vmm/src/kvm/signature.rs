@@ -1,48 +1,49 @@
-//! `--cpu-signature`: the family, model and stepping a guest finds in its CPUID.
+//! Parses `--cpu-signature`, the family, model and stepping in the guest's CPUID.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// What CPUID leaf 1 EAX is to say. Intel SDM vol. 2, CPUID, figure "Version Information Returned by CPUID in
-/// EAX"; AMD APM vol. 3 appendix E.3.2.
+/// Value of CPUID leaf 1 EAX for the guest. See Intel SDM vol. 2, CPUID, figure "Version
+/// Information Returned by CPUID in EAX", and AMD APM vol. 3 appendix E.3.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuSignature {
-    /// What the host's processor says.
+    /// Signature of the host CPU.
     Host,
-    /// This.
+    /// Explicit value of EAX.
     Eax(u32),
 }
 
-/// Not a signature.
+/// Error of parsing a CPU signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SignatureError {
-    /// Of no known shape.
+    /// The text has none of the accepted formats.
     #[error("must be host, FAMILY/MODEL/STEPPING as in 6/94/3, or CPUID's EAX in hexadecimal as in 0x506e3")]
     Shape,
-    /// The family cannot be told.
+    /// The family does not fit the format of EAX.
     #[error("the family must be 1 to 270")]
     Family,
-    /// The model cannot be told.
+    /// The model does not fit the format of EAX.
     #[error("the model must be 0 to {0} in this family")]
     Model(u32),
-    /// The stepping cannot be told.
+    /// The stepping does not fit the format of EAX.
     #[error("the stepping must be 0 to 15")]
     Stepping,
-    /// Reserved bits.
+    /// Reserved bits are set.
     #[error("bits 31 to 28 and 15 to 12 of a signature are 0")]
     Reserved,
 }
 
-/// Bits of EAX that are reserved, and the processor type, which no processor uses any more.
+/// Reserved bits of EAX, and the processor type, which current processors leave at zero.
 const RESERVED: u32 = 0xf000_f000;
-/// Families from this on have an extended family; this one and 6 have an extended model.
+/// First family that is encoded with an extended family. This family and family 6 also have an
+/// extended model.
 const EXTENDED: u32 = 15;
 
 impl CpuSignature {
-    /// From the numbers as processors are known by them.
+    /// Encodes a signature from family, model and stepping.
     ///
     /// # Errors
-    /// [`SignatureError`].
+    /// Returns a [`SignatureError`] if a number does not fit.
     pub fn of(family: u32, model: u32, stepping: u32) -> Result<Self, SignatureError> {
         if !(1..=EXTENDED + 0xff).contains(&family) {
             return Err(SignatureError::Family);
@@ -87,7 +88,7 @@ impl FromStr for CpuSignature {
     }
 }
 
-/// A number without sign or blanks.
+/// Parses a number without sign or blanks.
 fn digits(text: &str, radix: u32) -> Result<u32, SignatureError> {
     if text.chars().all(|c| c.is_digit(radix)) {
         u32::from_str_radix(text, radix).map_err(|_| SignatureError::Shape)
@@ -109,8 +110,8 @@ impl fmt::Display for CpuSignature {
 mod tests {
     use super::*;
 
-    /// The numbers Linux prints ("family: 0x6, model: 0x5e, stepping: 0x3") and the signatures of the same
-    /// processors.
+    /// Checks signatures against the numbers that Linux prints for the same processors ("family:
+    /// 0x6, model: 0x5e, stepping: 0x3").
     #[test]
     fn both_ways_to_write_a_signature_are_the_same_one() {
         for (numbers, eax) in [

@@ -1,4 +1,4 @@
-//! `KVM_GET_STATS_FD` (KVM API 4.133): the descriptor behind KVM's binary statistics.
+//! Opens the file descriptors of KVM's binary statistics (`KVM_GET_STATS_FD`, KVM API 4.133).
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls lacks")]
 
 use std::io;
@@ -18,26 +18,27 @@ use request::KVM_GET_STATS_FD;
 use super::call::CallError;
 use super::host::probe_vm;
 
-/// Passes the statistics of a VM and of a vCPU that are made for this only: what they are is the same for all
-/// of a host.
+/// Creates a VM and a vCPU for probing and passes their statistics descriptors to `read`. The set
+/// of statistics is the same for all VMs of a host.
 ///
 /// # Errors
-/// The system call's error; `ENOTTY` on kernels before 5.14.
+/// Returns the error of a system call; `ENOTTY` on kernels before 5.14.
 pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::Result<T> {
     let failed = |e: CallError| io::Error::from_raw_os_error(e.errno());
     let vm = probe_vm(kvm).map_err(failed)?;
     let vcpu = vm.create_vcpu(0).map_err(failed)?;
-    // Both are there while they are read: before Linux 6.5 their descriptors did not keep them.
+    // Keep the VM and the vCPU open while reading: before Linux 6.5 a statistics descriptor did not
+    // hold a reference to them.
     Ok(read(stats_fd(&vm)?, stats_fd(&vcpu)?))
 }
 
-/// The binary statistics of a VM or a vCPU, as a descriptor to `pread(2)` from.
+/// Returns a descriptor of the binary statistics of a VM or a vCPU, to be read with `pread(2)`.
 ///
 /// # Errors
-/// The system call's error; `ENOTTY` on kernels before 5.14.
+/// Returns the error of the ioctl; `ENOTTY` on kernels before 5.14.
 pub fn stats_fd(fd: &impl AsRawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the ioctl takes no argument and only makes a new descriptor; `fd` is open for the whole call
-    // because the caller's reference keeps it so.
+    // SAFETY: the ioctl takes no argument and only creates a descriptor. The reference keeps `fd`
+    // open during the call.
     let raw = unsafe { ioctl(fd, KVM_GET_STATS_FD()) };
     if raw < 0 {
         return Err(io::Error::last_os_error());
@@ -54,8 +55,8 @@ mod tests {
     use super::*;
     use crate::kvm::vm_fd::VmFd;
 
-    /// The VM and each of its vCPUs have statistics of their own. They begin with the header that says where
-    /// the descriptors are, and no program that is started inherits them.
+    /// A VM and each of its vCPUs have separate statistics, which begin with the header. The
+    /// descriptors are close-on-exec.
     #[test]
     fn a_vm_and_its_vcpus_have_statistics_of_their_own() {
         let Ok(kvm) = crate::kvm::host::open() else {

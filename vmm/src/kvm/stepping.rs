@@ -1,7 +1,8 @@
-//! What this host's KVM can do for single-stepping a guest, found out by doing it.
+//! Probes which single-stepping features this host's KVM supports.
 //!
-//! Two instructions of a tiny 64-bit guest are run at either privilege level. No module's name is looked at:
-//! a KVM that runs code natively at one level and emulates it at the other steps at one of them only.
+//! The probe runs two instructions of a small 64-bit guest at CPL 0 and CPL 3. Each level needs its
+//! own probe, because a KVM that runs one level natively and emulates the other may step at one of
+//! them only.
 
 use kvm_bindings::{
     KVM_CAP_SET_GUEST_DEBUG2, KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP,
@@ -12,26 +13,27 @@ use kvm_ioctls::{Kvm, VcpuExit};
 use super::host::{HostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
 
-/// How many hardware breakpoints a processor has.
+/// Number of hardware breakpoints of a processor.
 pub const BREAKPOINTS: usize = 4;
 
-/// What works.
+/// Single-stepping features of this host's KVM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Stepping {
-    /// Single steps at CPL 0.
+    /// `true` if single-stepping works at CPL 0.
     pub kernel: bool,
-    /// Single steps at CPL 3.
+    /// `true` if single-stepping works at CPL 3.
     pub user: bool,
-    /// Hardware breakpoints (`KVM_GUESTDBG_USE_HW_BP`) at CPL 0.
+    /// `true` if hardware breakpoints (`KVM_GUESTDBG_USE_HW_BP`) work at CPL 0.
     pub breakpoints: bool,
-    /// Interrupts can be held back during a step (`KVM_GUESTDBG_BLOCKIRQ`, Linux 5.14 and later).
+    /// `true` if KVM can block interrupts during a step (`KVM_GUESTDBG_BLOCKIRQ`, Linux 5.14 and
+    /// later).
     pub blocks_interrupts: bool,
 }
 
-/// Probes; takes a few milliseconds.
+/// Probes the features. Takes a few milliseconds.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs.
+/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
     let mut step = kvm_guest_debug {
         control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
@@ -50,16 +52,16 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
     })
 }
 
-/// Whether interrupts can be held back during a step; this runs nothing.
+/// Returns whether KVM can block interrupts during a step, without running a guest.
 pub fn blocks_interrupts(kvm: &Kvm) -> bool {
     let controls = kvm.check_extension_raw(u64::from(KVM_CAP_SET_GUEST_DEBUG2));
     controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0
 }
 
-/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first
-/// instruction.
+/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Returns whether the guest
+/// stops after the first instruction.
 fn stops_behind_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
-    // OUT at CPL 3 faults; without an interrupt table that is the end.
+    // OUT at CPL 3 faults. Without an interrupt table the fault ends the guest.
     let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
     let vcpu = &mut guest.vcpu;
     if vcpu.set_guest_debug(debug).is_err() {

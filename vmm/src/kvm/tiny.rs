@@ -1,4 +1,4 @@
-//! A guest of a few instructions in 64-bit mode, for finding out what this host's KVM does.
+//! A guest of a few instructions in 64-bit mode, used to probe KVM.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use super::vcpu_fd::VcpuFd;
 const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
 const PD: u64 = 0x3000;
-/// Where its code begins.
+/// Guest-physical address of the code.
 pub(crate) const CODE: u64 = 0x5000;
-/// Where nothing is but what its code puts there.
+/// Guest-physical address of a page for data of the code.
 pub(crate) const DATA: u64 = 0x9000;
 const SIZE: usize = 0x10000;
-/// Present, writable, user.
+/// Page table entry bits: present, writable, user.
 const TABLE: u64 = 7;
 const LARGE: u64 = 1 << 7;
 
-/// A VM with one vCPU. It has no interrupt table: what faults shuts it down.
+/// A VM with one vCPU and without an interrupt table. Any fault shuts the guest down.
 #[derive(Debug)]
 pub(crate) struct TinyGuest {
     pub(crate) vcpu: VcpuFd,
@@ -31,7 +31,7 @@ pub(crate) struct TinyGuest {
 }
 
 impl TinyGuest {
-    /// Is about to run `code` at `cpl`.
+    /// Creates a guest that is ready to run `code` at `cpl`.
     pub(crate) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
         let memory =
             GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
@@ -83,7 +83,7 @@ impl TinyGuest {
         })
     }
 
-    /// Its vCPU, its memory, and KVM's part of that, which is to live as long as the vCPU runs.
+    /// Returns the vCPU, the guest memory and its slots. The slots must outlive the vCPU.
     #[cfg(test)]
     pub(crate) fn into_parts(self) -> (VcpuFd, GuestMemoryMmap, MemorySlots) {
         (self.vcpu, self.memory, self._slots)

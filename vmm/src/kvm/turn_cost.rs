@@ -1,9 +1,8 @@
-//! What a turn costs a guest: its vCPU's counters are reprogrammed from another thread, for which the host's
-//! kernel interrupts the guest.
+//! Measures the cost of one rotation of multiplexed events: another thread reprograms the counters
+//! of a vCPU, and the host kernel interrupts the guest for it.
 //!
-//! Measured and not assumed: a guest of three instructions counts how often it goes round, for a while
-//! undisturbed and for a while with an event on its thread that goes off and on again, as at a turn. What it
-//! did not get done in that time is the cost.
+//! A guest of three instructions counts its iterations for a period without and a period with
+//! rotations of an event on its thread. The difference in iterations is the cost.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
@@ -19,37 +18,40 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use super::host::HostError;
 use super::tiny::{DATA, TinyGuest};
 
-/// The most of a guest's time that turns may take where their length is for us to choose.
+/// Maximum fraction of guest time for rotations, if the VMM chooses the multiplexing interval.
 const MOST: f64 = 0.01;
-/// The shortest turns that are chosen: docs/measurements.md has what they are worth.
+/// Minimum multiplexing interval that the VMM chooses. docs/measurements.md gives the reason.
 pub const SHORTEST: Duration = Duration::from_micros(584);
-/// The longest: a guest whose turns are so dear sees a rotation of eight events in less than a second.
+/// Maximum multiplexing interval that the VMM chooses. With it, a guest still sees a rotation of
+/// eight events in less than one second.
 pub const LONGEST: Duration = Duration::from_millis(100);
 
-/// How long a while is, and how many of each kind there are. The best of them count: what else goes on only
-/// makes them worse.
+/// Length of a measuring period, and number of periods of each kind. The best period counts,
+/// because other load on the host can only increase the cost.
 const WHILE: Duration = Duration::from_millis(2);
 const WHILES: usize = 6;
-/// Between two turns of a while.
+/// Interval between two rotations of a measuring period.
 const BETWEEN: Duration = Duration::from_micros(30);
-/// How long the guest may take to begin.
+/// Timeout for the guest to start.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` to the first; `hlt`, which faults and ends it.
+/// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` to the first; `hlt`, which faults
+/// at CPL 3 and ends the guest.
 const COUNT: [u8; 19] = [
     0x48, 0xff, 0x04, 0x25, 0x00, 0x90, 0x00, 0x00, 0x80, 0x3c, 0x25, 0x00, 0x91, 0x00, 0x00, 0x00, 0x74,
     0xee, 0xf4,
 ];
 
-/// What a turn of one event costs the guest.
+/// Cost of one rotation of one event to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct TurnCost {
-    /// In microseconds of its time.
+    /// Lost guest time per rotation, in microseconds.
     pub cost_us: f64,
 }
 
 impl TurnCost {
-    /// How long turns are so that they take a hundredth of the guest's time at most.
+    /// Returns the shortest multiplexing interval whose rotations take at most 1 % of guest time,
+    /// between [`SHORTEST`] and [`LONGEST`].
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -60,7 +62,7 @@ impl TurnCost {
         least.clamp(SHORTEST, LONGEST)
     }
 
-    /// What `--mux auto` makes of it.
+    /// Describes the interval that `--mux auto` selects.
     pub fn in_words(self) -> String {
         let turn = self.turn();
         format!(
@@ -71,18 +73,20 @@ impl TurnCost {
         )
     }
 
-    /// Percent of the guest's time that turns of `length` take.
+    /// Returns the percentage of guest time that rotations take with a multiplexing interval of
+    /// `length`.
     pub fn percent(self, length: Duration) -> f64 {
         100.0 * self.cost_us / (length.as_secs_f64() * 1e6)
     }
 }
 
-/// Measures it with an event of the host's PMU, or of its kernel where `perf` says that there is none. Takes
-/// some 30 ms.
+/// Measures the cost with a hardware event, or with a software event if `perf` found no host PMU.
+/// Takes about 30 ms.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs, [`HostError::Event`] when the host refuses the
-/// event, [`HostError::Silent`] when the guest does not run.
+/// - [`HostError::Probe`] if KVM refuses a call that every VM needs.
+/// - [`HostError::Event`] if the host refuses the event.
+/// - [`HostError::Silent`] if the guest does not start.
 pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<TurnCost, HostError> {
     let mut guest = TinyGuest::new(kvm, 3, &COUNT)?;
     let TinyGuest { vcpu, memory, .. } = &mut guest;
@@ -91,7 +95,7 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<TurnCost, HostError> {
     thread::scope(|scope| {
         let runner = scope.spawn(|| {
             tid.store(VcpuClock::for_current_thread(1).tid(), Ordering::Release);
-            // Signals end a run early; what else ends it ends the guest.
+            // Signals end KVM_RUN early. Any other error ends the guest.
             while let Err(e) = vcpu.run().map(drop) {
                 if e.errno() != libc::EINTR && e.errno() != libc::EAGAIN {
                     break;
@@ -134,7 +138,8 @@ fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Resul
     })
 }
 
-/// How long a while was in seconds, how often the guest went round in it, and how many turns there were.
+/// Runs one measuring period. Returns its length in seconds, the number of guest iterations and the
+/// number of rotations.
 fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) {
     let (begun, first, mut turns) = (Instant::now(), rounds(), 0.0);
     while begun.elapsed() < WHILE {
@@ -180,7 +185,7 @@ mod tests {
         }
     }
 
-    /// A turn interrupts the guest, so it costs something, and less than the time between two of them.
+    /// A rotation interrupts the guest and costs less than the interval between two rotations.
     #[test]
     fn a_turn_costs_something() {
         let Ok(kvm) = super::super::host::open() else {

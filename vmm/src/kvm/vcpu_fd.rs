@@ -1,4 +1,4 @@
-//! The descriptor of a vCPU: each call that the machine makes on it, with an error that names the call.
+//! The file descriptor of a vCPU. Its methods return errors that name the failed ioctl.
 
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -9,11 +9,12 @@ use kvm_bindings::{
 
 use super::call::CallError;
 
-/// A vCPU of KVM. Who runs it takes it into an [`ArmedVcpu`](super::armed::ArmedVcpu).
+/// A vCPU file descriptor. [`ArmedVcpu`](super::armed::ArmedVcpu) takes ownership of it to run the
+/// vCPU.
 #[derive(Debug)]
 pub struct VcpuFd(kvm_ioctls::VcpuFd);
 
-/// Methods for calls that take or give one structure.
+/// Defines methods for ioctls that read or write one structure.
 macro_rules! calls {
     ($($(#[doc = $doc:literal])* $method:ident($($arg:ident: $of:ty)?) -> $gives:ty, $call:literal;)*) => {
         impl VcpuFd {
@@ -32,52 +33,53 @@ macro_rules! calls {
 }
 
 calls! {
-    /// General registers, RIP and RFLAGS.
+    /// Reads the general registers, RIP and RFLAGS.
     get_regs() -> kvm_regs, "KVM_GET_REGS";
-    /// Writes general registers, RIP and RFLAGS; an exception that waits to be injected is gone.
+    /// Writes the general registers, RIP and RFLAGS. Discards a pending exception.
     set_regs(regs: &kvm_regs) -> (), "KVM_SET_REGS";
-    /// Segment and control registers.
+    /// Reads the segment and control registers.
     get_sregs() -> kvm_sregs, "KVM_GET_SREGS";
-    /// Writes segment and control registers.
+    /// Writes the segment and control registers.
     set_sregs(sregs: &kvm_sregs) -> (), "KVM_SET_SREGS";
-    /// Registers of the FPU and of SSE.
+    /// Reads the FPU and SSE registers.
     get_fpu() -> kvm_fpu, "KVM_GET_FPU";
-    /// Writes registers of the FPU and of SSE.
+    /// Writes the FPU and SSE registers.
     set_fpu(fpu: &kvm_fpu) -> (), "KVM_SET_FPU";
-    /// DR0 to DR3, DR6 and DR7.
+    /// Reads DR0 to DR3, DR6 and DR7.
     get_debug_regs() -> kvm_debugregs, "KVM_GET_DEBUGREGS";
     /// Writes DR0 to DR3, DR6 and DR7.
     set_debug_regs(registers: &kvm_debugregs) -> (), "KVM_SET_DEBUGREGS";
-    /// The page of the local APIC, which KVM emulates.
+    /// Reads the register page of the in-kernel local APIC.
     get_lapic() -> kvm_lapic_state, "KVM_GET_LAPIC";
-    /// Writes the page of the local APIC.
+    /// Writes the register page of the in-kernel local APIC.
     set_lapic(page: &kvm_lapic_state) -> (), "KVM_SET_LAPIC";
-    /// Exceptions, interrupts, NMIs and SMIs that wait or are being delivered.
+    /// Reads exceptions, interrupts, NMIs and SMIs that are pending or being injected.
     get_vcpu_events() -> kvm_vcpu_events, "KVM_GET_VCPU_EVENTS";
-    /// Writes those that the flags of `events` name, and the exception.
+    /// Writes the pending events that the flags of `events` select, and the exception.
     set_vcpu_events(events: &kvm_vcpu_events) -> (), "KVM_SET_VCPU_EVENTS";
-    /// Whether it runs, is halted or waits for its SIPI.
+    /// Reads the multiprocessing state: running, halted or waiting for SIPI.
     get_mp_state() -> kvm_mp_state, "KVM_GET_MP_STATE";
-    /// Makes it run, be halted or wait for its SIPI.
+    /// Writes the multiprocessing state: running, halted or waiting for SIPI.
     set_mp_state(state: kvm_mp_state) -> (), "KVM_SET_MP_STATE";
-    /// Reads registers until one cannot be read; says how many were.
+    /// Reads MSRs up to the first unreadable one and returns the number read.
     get_msrs(msrs: &mut Msrs) -> usize, "KVM_GET_MSRS";
-    /// Writes registers until one cannot be written; says how many were.
+    /// Writes MSRs up to the first unwritable one and returns the number written.
     set_msrs(msrs: &Msrs) -> usize, "KVM_SET_MSRS";
-    /// What the guest reads by CPUID.
+    /// Sets the CPUID table of the vCPU.
     set_cpuid2(cpuid: &CpuId) -> (), "KVM_SET_CPUID2";
-    /// The frequency of its time stamp counter in kHz.
+    /// Returns the TSC frequency in kHz.
     get_tsc_khz() -> u32, "KVM_GET_TSC_KHZ";
-    /// Who stops the guest, and where.
+    /// Sets single-stepping and hardware breakpoints.
     set_guest_debug(debug: &kvm_guest_debug) -> (), "KVM_SET_GUEST_DEBUG";
     /// Queues an NMI.
     nmi() -> (), "KVM_NMI";
-    /// Tells the guest by its paravirtual clock that it was paused. `EINVAL`: it does not use that clock.
+    /// Reports to the guest through kvmclock that it was paused. Fails with `EINVAL` if the guest
+    /// does not use kvmclock.
     kvmclock_ctrl() -> (), "KVM_KVMCLOCK_CTRL";
 }
 
 impl VcpuFd {
-    /// KVM_RUN, for probes, which no signal is to stop.
+    /// Calls KVM_RUN for a probe, which needs no protection against lost signals.
     pub(super) fn run(&mut self) -> Result<kvm_ioctls::VcpuExit<'_>, CallError> {
         self.0.run().map_err(CallError::of("KVM_RUN"))
     }
@@ -86,13 +88,13 @@ impl VcpuFd {
         Self(fd)
     }
 
-    /// For calls of this room alone.
+    /// Returns the inner descriptor for ioctls issued by other files of this module.
     #[inline]
     pub(super) fn raw(&self) -> &kvm_ioctls::VcpuFd {
         &self.0
     }
 
-    /// For calls of this room alone.
+    /// Returns the inner descriptor for ioctls issued by other files of this module.
     #[inline]
     pub(super) fn raw_mut(&mut self) -> &mut kvm_ioctls::VcpuFd {
         &mut self.0

@@ -1,5 +1,5 @@
-//! The descriptor of a VM: making it and its vCPUs, its interrupts, and what KVM is to do otherwise than by
-//! itself.
+//! The file descriptor of a VM: creates the VM and its vCPUs, and sets interrupts and VM
+//! capabilities.
 
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -10,24 +10,24 @@ use vmm_sys_util::eventfd::EventFd;
 use super::call::CallError;
 use super::vcpu_fd::VcpuFd;
 
-/// A VM of KVM.
+/// A VM file descriptor.
 #[derive(Debug)]
 pub struct VmFd(kvm_ioctls::VmFd);
 
 impl VmFd {
-    /// A VM without devices, memory and vCPUs.
+    /// Creates a VM without devices, memory and vCPUs.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_CREATE_VM.
+    /// Returns the [`CallError`] of KVM_CREATE_VM.
     pub fn new(kvm: &Kvm) -> Result<Self, CallError> {
         kvm.create_vm().map(Self).map_err(CallError::of("KVM_CREATE_VM"))
     }
 
-    /// Gives it KVM's interrupt controllers and timer, which need two places in guest-physical memory that
-    /// the guest has nothing else at (KVM API 4.41 and 4.42). To be called before it has vCPUs.
+    /// Creates the in-kernel interrupt controllers and timer. They need two guest-physical ranges
+    /// that the guest does not use (KVM API 4.41 and 4.42). Call this before creating vCPUs.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// Returns the [`CallError`] of the failed ioctl.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn add_chips(&self, identity_map: u64, tss: u64) -> Result<(), CallError> {
         self.0
@@ -46,20 +46,20 @@ impl VmFd {
             .map_err(CallError::of("KVM_CREATE_PIT2"))
     }
 
-    /// Gives it KVM's interrupt controllers alone.
+    /// Creates the in-kernel interrupt controllers only.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_CREATE_IRQCHIP.
+    /// Returns the [`CallError`] of KVM_CREATE_IRQCHIP.
     pub fn add_irqchip(&self) -> Result<(), CallError> {
         self.0
             .create_irq_chip()
             .map_err(CallError::of("KVM_CREATE_IRQCHIP"))
     }
 
-    /// Its vCPU `id`.
+    /// Creates vCPU `id`.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_CREATE_VCPU.
+    /// Returns the [`CallError`] of KVM_CREATE_VCPU.
     pub fn create_vcpu(&self, id: u8) -> Result<VcpuFd, CallError> {
         self.0
             .create_vcpu(id.into())
@@ -67,12 +67,12 @@ impl VmFd {
             .map_err(CallError::of("KVM_CREATE_VCPU"))
     }
 
-    /// Makes a halted vCPU sleep after `most_ns` of polling for a wake-up at most, in nanoseconds; at once if
-    /// that is 0. Unless it is told, KVM polls as long as its module's `halt_poll_ns` says. That is on the
-    /// vCPU thread's CPU time.
+    /// Limits how long a halted vCPU polls for a wake-up, in nanoseconds; 0 disables polling. By
+    /// default, KVM uses the module parameter `halt_poll_ns`. Polling consumes CPU time of the vCPU
+    /// thread.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_ENABLE_CAP, where KVM does not offer it.
+    /// Returns the [`CallError`] of KVM_ENABLE_CAP if KVM does not support the limit.
     pub fn limit_halt_polling(&self, most_ns: u32) -> Result<(), CallError> {
         let mut cap = kvm_enable_cap {
             cap: KVM_CAP_HALT_POLL,
@@ -84,20 +84,21 @@ impl VmFd {
             .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_HALT_POLL)"))
     }
 
-    /// Whether KVM emulates the local APIC's TSC deadline.
+    /// Returns whether KVM emulates the TSC-deadline mode of the local APIC timer.
     pub fn has_tsc_deadline(&self) -> bool {
         self.0.check_extension(Cap::TscDeadlineTimer)
     }
 
-    /// Whether registers can come with exits and go with entries, by the `kvm_run` page.
+    /// Returns whether KVM can exchange registers through the `kvm_run` page.
     pub fn syncs_registers(&self) -> bool {
         self.0.check_extension(Cap::SyncRegs)
     }
 
-    /// Raises input `line` of the interrupt controllers whenever `trigger` is written.
+    /// Connects `trigger` to input `line` of the interrupt controllers. Each write raises the
+    /// interrupt.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_IRQFD.
+    /// Returns the [`CallError`] of KVM_IRQFD.
     pub fn connect_line(&self, trigger: &EventFd, line: u32) -> Result<(), CallError> {
         self.0
             .register_irqfd(trigger, line)
@@ -107,29 +108,30 @@ impl VmFd {
     /// Sets the level of input `line` of the interrupt controllers.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_IRQ_LINE.
+    /// Returns the [`CallError`] of KVM_IRQ_LINE.
     pub fn set_line(&self, line: u32, level: bool) -> Result<(), CallError> {
         self.0
             .set_irq_line(line, level)
             .map_err(CallError::of("KVM_IRQ_LINE"))
     }
 
-    /// Sends a message-signalled interrupt. False: no local APIC takes it, because it has no such id or is
-    /// switched off.
+    /// Sends a message-signalled interrupt. Returns `false` if no local APIC accepts it, because
+    /// the destination does not exist or is disabled.
     ///
     /// # Errors
-    /// [`CallError`] of KVM_SIGNAL_MSI.
+    /// Returns the [`CallError`] of KVM_SIGNAL_MSI.
     pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, CallError> {
         match self.0.signal_msi(msi) {
-            // How many took it.
+            // Number of local APICs that accepted the message.
             Ok(takers) => Ok(takers > 0),
-            // KVM's -1: no local APIC has this id, where KVM looked for it in all of them.
+            // KVM returns -1 (EPERM) if a search of all local APICs finds none with the destination
+            // ID.
             Err(e) if e.errno() == libc::EPERM => Ok(false),
             Err(e) => Err(CallError::of("KVM_SIGNAL_MSI")(e)),
         }
     }
 
-    /// For calls of this room alone.
+    /// Returns the inner descriptor for ioctls issued by other files of this module.
     #[inline]
     pub(super) fn raw(&self) -> &kvm_ioctls::VmFd {
         &self.0

@@ -1,20 +1,21 @@
-//! How much memory the host can give: its RAM and swap, what of it is free, and what the control group of
-//! this process may have (cgroup v2: Documentation/admin-guide/cgroup-v2.rst; v1: cgroup-v1/memory.rst).
+//! Determines how much memory the host can provide: RAM and swap, available memory, and the limits
+//! of the process's control groups (cgroup v2: Documentation/admin-guide/cgroup-v2.rst; v1:
+//! cgroup-v1/memory.rst).
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A v1 limit at or above this is none (`PAGE_COUNTER_MAX` pages, less a page or more).
+/// Smallest v1 limit that means "unlimited" (`PAGE_COUNTER_MAX` pages, less a page or more).
 const NO_LIMIT: u64 = 1 << 62;
-/// Levels of control groups that are looked at.
+/// Maximum depth of inspected control groups.
 const MOST_LEVELS: usize = 64;
 
-/// A limit and whose it is.
+/// A memory limit and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Bytes.
+    /// The limit in bytes.
     pub bytes: u64,
-    /// The directory of the control group; `None`: the host.
+    /// Directory of the control group, or `None` for a limit of the host.
     pub group: Option<PathBuf>,
 }
 
@@ -28,16 +29,16 @@ impl std::fmt::Display for Limit {
     }
 }
 
-/// What a process and the groups above it may have, and what of that is left.
+/// Memory limits of a process, and the memory that is left.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// The least that any group may have, swap included.
+    /// Lowest limit of any control group, swap included.
     pub most: Option<Limit>,
-    /// The least that is left, of the host or of any group.
+    /// Smallest amount of memory left on the host or in any control group.
     pub left: Option<Limit>,
 }
 
-/// What this process can have now.
+/// Returns the current limits of this process.
 pub fn limits() -> Limits {
     let proc = |name: &str| {
         let bytes = fs::read(Path::new("/proc").join(name)).unwrap_or_default();
@@ -46,7 +47,7 @@ pub fn limits() -> Limits {
     limits_of(&proc("self/mountinfo"), &proc("self/cgroup"), &proc("meminfo"))
 }
 
-/// From what these files of `/proc` say.
+/// Computes the limits from the contents of these `/proc` files.
 fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
     let mut limits = Limits::default();
     if let Some(bytes) = meminfo_bytes(meminfo, "MemAvailable:") {
@@ -70,7 +71,7 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
         };
         let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
         let own = point.join(below);
-        // In a container the path may be one of outside.
+        // In a container the path may be relative to the host's hierarchy.
         let own = if own.is_dir() { own } else { point.clone() };
         for group in own
             .ancestors()
@@ -83,7 +84,8 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
     limits
 }
 
-/// Which control groups: of v2, or v1's with the controller of memory. A host may have both.
+/// A version of the control group hierarchy: v2, or v1 with the memory controller. A host may have
+/// both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     V1,
@@ -98,7 +100,7 @@ impl Version {
         }
     }
 
-    /// Whether such a file system is of this version, and shows groups' memory.
+    /// Returns whether a mount is of this version and shows memory control groups.
     fn is(self, filesystem: &str, options: &str) -> bool {
         match self {
             Self::V1 => filesystem == "cgroup" && options.split(',').any(|option| option == "memory"),
@@ -107,17 +109,17 @@ impl Version {
     }
 }
 
-/// Where control groups are mounted.
+/// A mounted control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
-    /// The group that is shown.
+    /// The control group at the root of the mount.
     root: PathBuf,
-    /// Where.
+    /// The mount point.
     point: PathBuf,
 }
 
-/// The mount that shows `group`; if none does, one that shows others: a container's group may be called
-/// otherwise outside.
+/// Returns the mount that shows `group`, or else any mount of the hierarchy, because a container's
+/// group may have another name on the host.
 fn mount_of(mountinfo: &str, version: Version, group: &Path) -> Option<Mount> {
     // ID PARENT DEVICE ROOT POINT OPTIONS ... - FILESYSTEM SOURCE OPTIONS (proc_pid_mountinfo(5))
     let mounts = mountinfo.lines().filter_map(|line| {
@@ -138,8 +140,8 @@ fn mount_of(mountinfo: &str, version: Version, group: &Path) -> Option<Mount> {
     other
 }
 
-/// A path of mountinfo: a space, a tab, a line's end and a backslash are three octal digits behind a
-/// backslash.
+/// Decodes a path of mountinfo, in which a space, a tab, a newline and a backslash are octal
+/// escapes.
 fn unescaped(text: &str) -> PathBuf {
     let mut path = String::with_capacity(text.len());
     let mut rest = text;
@@ -163,7 +165,7 @@ fn unescaped(text: &str) -> PathBuf {
     path.into()
 }
 
-/// The names of a group's files.
+/// File names of a control group.
 struct Names {
     limit: &'static str,
     swap: &'static str,
@@ -179,7 +181,7 @@ const V2: Names = Names {
 };
 const V1: Names = Names {
     limit: "memory.limit_in_bytes",
-    // Of v1 it limits memory and swap together, and may not be there.
+    // The v1 limit covers memory and swap together. The file may be missing.
     swap: "",
     used: "memory.usage_in_bytes",
     inactive: "total_inactive_file ",
@@ -194,7 +196,7 @@ impl Limits {
             bytes,
             group: Some(group.to_owned()),
         };
-        // No number there is no limit, or no swap.
+        // A value that is not a number means no limit, or no swap.
         let swap = match names.swap {
             "" => None,
             name => number(&group.join(name)),
@@ -208,7 +210,7 @@ impl Limits {
             .lines()
             .find_map(|line| line.strip_prefix(names.inactive)?.trim().parse().ok())
             .unwrap_or(0);
-        // Page cache is given back before anything is refused.
+        // The kernel reclaims page cache before it refuses an allocation.
         let used = used.saturating_sub(inactive);
         least(&mut self.left, of_group(limit.saturating_sub(used)));
     }
@@ -224,7 +226,7 @@ fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// A line of `/proc/meminfo`, which is in KiB.
+/// Returns a value of `/proc/meminfo`, which is in KiB, in bytes.
 fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -244,7 +246,7 @@ mod tests {
         }
     }
 
-    /// Lines of mountinfo for control groups: version, the group that is shown, and where.
+    /// Returns mountinfo lines of control groups: version, root group and mount point.
     fn mounts(all: &[(Version, &str, &Path)]) -> String {
         let mut text = "22 1 0:21 / /proc rw,nosuid shared:12 - proc proc rw\n".to_owned();
         for (version, root, point) in all {
@@ -283,7 +285,7 @@ mod tests {
         );
     }
 
-    /// A group above has the lower limit, and what it holds as page cache can be had.
+    /// The lowest limit of all levels applies, and page cache counts as available.
     #[test]
     fn the_tightest_group_of_all_levels_counts() {
         let dir = tempfile::tempdir().unwrap();
@@ -332,7 +334,7 @@ mod tests {
         }
     }
 
-    /// v2 without the controller of memory beside v1 with it, at places of their own.
+    /// Hierarchies of v2 without and v1 with the memory controller, at different mount points.
     #[test]
     fn the_hierarchy_that_has_memory_is_found_where_it_is() {
         let dir = tempfile::tempdir().unwrap();
@@ -351,7 +353,7 @@ mod tests {
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
     }
 
-    /// A mount that shows the groups below one only, and another with groups of others.
+    /// One mount shows only the groups below one group, another shows other groups.
     #[test]
     fn the_mount_that_shows_the_group_is_taken() {
         let dir = tempfile::tempdir().unwrap();
@@ -364,7 +366,7 @@ mod tests {
         let both = mounts(&[(Version::V2, "/else", &others), (Version::V2, "/vms", &ours)]);
         let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
         assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
-        // In a namespace of its own it is called otherwise than outside.
+        // Within its own namespace the group has another name.
         let named = mounts(&[(Version::V2, "/vms", &ours.join("one"))]);
         let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
         assert_eq!(left.bytes, 100 << 20);

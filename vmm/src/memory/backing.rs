@@ -1,5 +1,5 @@
-//! Where the pages of guest memory come from: the host's anonymous memory, a memfd that others can map, or
-//! huge pages; and how they are given back.
+//! Allocates guest memory from anonymous memory, a memfd that other processes can map, or huge
+//! pages, and releases its pages.
 #![expect(unsafe_code, reason = "memfd_create(2), madvise(2), fallocate(2), mmap(2)")]
 
 use std::ffi::CStr;
@@ -16,42 +16,42 @@ use vm_memory::{
     MmapRegion,
 };
 
-/// Size of the huge pages that `--hugepages 2M` takes.
+/// Page size of `--hugepages 2M` in bytes.
 pub const HUGE_PAGE_BYTES: u64 = HUGE as u64;
-/// The same, as a length in this process.
+/// The same size as a `usize`.
 const HUGE: usize = 2 << 20;
-/// How often addresses that begin at a multiple of it are looked for. The second try has them, unless other
-/// threads map memory meanwhile.
+/// Maximum number of attempts to get an aligned mapping. The second attempt succeeds unless other
+/// threads map memory at the same time.
 const MAPPING_TRIES: usize = 8;
-/// How many of them are free.
+/// sysfs file with the number of free huge pages.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-/// When the kernel makes huge pages of its own accord.
+/// sysfs file with the policy for transparent huge pages.
 const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
-/// How guest memory is had from the host.
+/// Allocation options of guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryKind {
-    /// In a memfd, which another process can map: a vhost-user back end needs that.
+    /// Uses a memfd, which another process can map. Required by vhost-user back ends.
     pub shared: bool,
-    /// The size of its pages.
+    /// Page size of the memory.
     pub huge_pages: HugePages,
-    /// All of it is taken from the host before the guest starts.
+    /// Allocates all pages before the guest starts.
     pub prealloc: bool,
 }
 
-/// Whether guest memory is in huge pages.
+/// Use of huge pages for guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
-    /// As the host does it by itself.
+    /// The host's default.
     #[default]
     Off,
-    /// The kernel is asked for transparent huge pages.
+    /// Transparent huge pages, requested with madvise(2).
     Transparent,
-    /// In pages of 2 MiB that the host's administrator has reserved (hugetlbfs).
+    /// Pages of 2 MiB that the host's administrator has reserved (hugetlbfs).
     Reserved,
 }
 
-/// Not one of the kinds of huge pages.
+/// Error of parsing [`HugePages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
     "must be off, transparent (the kernel makes them as it can), or 2M (pages that the host has reserved)"
@@ -71,25 +71,25 @@ impl FromStr for HugePages {
     }
 }
 
-/// Why guest memory cannot be had in this way.
+/// Error of allocating guest memory in the requested way.
 #[derive(Debug, Error)]
 pub enum BackingError {
-    /// The kernel makes no transparent huge pages.
+    /// Transparent huge pages are disabled on the host.
     #[error(
         "--hugepages transparent: this host makes none ({TRANSPARENT} says {0}); allow them there, or leave --hugepages out"
     )]
     NoTransparent(String),
-    /// A size that is no whole number of huge pages.
+    /// The size is not a multiple of the huge page size.
     #[error("--hugepages 2M: {0} bytes of memory are not a multiple of 2 MiB; round --memory up")]
     NotWhole(u64),
-    /// The host has too few.
+    /// The host has too few free huge pages.
     #[error(
         "--hugepages 2M: {needed} pages are needed and this host has {free} free; reserve more (sysctl vm.nr_hugepages), or leave --hugepages out"
     )]
     TooFew {
-        /// How many the guest needs.
+        /// Number of huge pages that the guest needs.
         needed: u64,
-        /// How many are free.
+        /// Number of free huge pages.
         free: u64,
     },
     /// A system call failed.
@@ -98,18 +98,18 @@ pub enum BackingError {
     /// The mapping was refused.
     #[error("the mapping was refused")]
     Map(#[source] MmapRegionError),
-    /// The mappings do not go together.
+    /// The mappings are not a valid collection of regions.
     #[error("the mappings do not go together")]
     Regions(#[source] vm_memory::GuestRegionCollectionError),
-    /// Pages could not be had before the guest starts.
+    /// Preallocating the pages failed.
     #[error("--prealloc: the host cannot give all of it (MADV_POPULATE_WRITE, Linux 5.14 and later)")]
     Populate(#[source] io::Error),
 }
 
-/// Maps `ranges` of guest-physical memory. None of its pages is there yet.
+/// Maps `ranges` of guest-physical memory without allocating pages.
 ///
 /// # Errors
-/// [`BackingError`].
+/// Returns a [`BackingError`] if the host refuses a mapping or an option.
 pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMemoryMmap, BackingError> {
     check(ranges, kind.huge_pages)?;
     let regions = ranges
@@ -118,7 +118,7 @@ pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMe
         .collect::<Result<Vec<_>, _>>()?;
     let memory = GuestMemoryMmap::from_arc_regions(regions).map_err(BackingError::Regions)?;
     for region in memory.iter() {
-        // A core file of ours is about us; the guest's memory is large and the guest's own.
+        // Guest memory is large and belongs to the guest, so core dumps exclude it.
         advise(region, libc::MADV_DONTDUMP).map_err(|e| BackingError::Os("madvise(MADV_DONTDUMP)", e))?;
         if kind.huge_pages == HugePages::Transparent {
             advise(region, libc::MADV_HUGEPAGE).map_err(|e| BackingError::Os("madvise(MADV_HUGEPAGE)", e))?;
@@ -127,10 +127,10 @@ pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMe
     Ok(memory)
 }
 
-/// Makes all of `memory` read as zeroes again, and gives its pages back to the host. Nobody may be using it.
+/// Zeroes all of `memory` and releases its pages to the host. No other thread may access it.
 ///
 /// # Errors
-/// [`BackingError`].
+/// Returns a [`BackingError`] if a system call fails.
 pub fn clear(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
     for region in memory.iter() {
         match region.file_offset() {
@@ -166,7 +166,7 @@ fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), 
     }
 }
 
-/// The word in brackets.
+/// Returns the selected policy, the word in brackets.
 fn transparent(says: &str) -> Option<&str> {
     Some(says.split_once('[')?.1.split_once(']')?.0)
 }
@@ -188,7 +188,8 @@ fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError
     let mut builder = MmapRegionBuilder::new(len).with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
     builder = if kind.shared || huge {
         let file = memfd(len as u64, huge).map_err(|e| BackingError::Os("memfd_create", e))?;
-        // Huge pages are reserved with the mapping: else a guest that finds none left would kill us (SIGBUS).
+        // Reserve huge pages with the mapping. Otherwise a guest that finds none left would kill
+        // the process with SIGBUS.
         let reserve = if huge { 0 } else { libc::MAP_NORESERVE };
         builder
             .with_file_offset(FileOffset::new(file, 0))
@@ -206,9 +207,10 @@ fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError
     })
 }
 
-/// A mapping by `map` that begins at a multiple of a huge page's size, as the guest's addresses do. Only then
-/// can KVM map a huge page of ours as one of the guest's. Kernels before Linux 6.7 do not see to that, later
-/// ones for some lengths. A mapping elsewhere works too, so it is what is left if this fails.
+/// Creates a mapping that starts at a multiple of the huge page size, like the guest's addresses.
+/// Only then can KVM map a huge page of the host as a huge page of the guest. Kernels before Linux
+/// 6.7 do not align mappings, and later ones only some lengths. An unaligned mapping also works and
+/// is the fallback.
 fn at_a_boundary(map: impl Fn() -> Result<MmapRegion, BackingError>) -> Result<MmapRegion, BackingError> {
     let mut above = Vec::new();
     for _ in 0..MAPPING_TRIES {
@@ -219,26 +221,26 @@ fn at_a_boundary(map: impl Fn() -> Result<MmapRegion, BackingError>) -> Result<M
             return Ok(region);
         }
         drop(region);
-        // The kernel takes the highest addresses that are free. Without those at the end it takes as much
-        // more at the start.
+        // The kernel allocates the highest free addresses. Reserving the excess at the end shifts
+        // the next mapping down by the same amount.
         above.extend(Reserved::at(address + len - excess, excess));
     }
     map()
 }
 
-/// Addresses that nobody is to get, as long as it lives.
+/// An address range kept free of mappings for the lifetime of this value.
 struct Reserved {
     address: usize,
     len: usize,
 }
 
 impl Reserved {
-    /// `None`: somebody has mapped something there.
+    /// Reserves a range. Returns `None` if it is already mapped.
     fn at(address: usize, len: usize) -> Option<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         let hint = std::ptr::without_provenance_mut(address);
-        // SAFETY: a mapping that replaces none (kernels that do not know the flag take the address for a
-        // hint, and replace none either), and which cannot be accessed.
+        // SAFETY: the mapping replaces no other one and cannot be accessed. Kernels without the
+        // flag treat the address as a hint and replace nothing either.
         let got = unsafe { libc::mmap(hint, len, libc::PROT_NONE, flags, -1, 0) };
         (got != libc::MAP_FAILED).then(|| Self {
             address: got as usize,
@@ -249,13 +251,13 @@ impl Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone, is `len` bytes long, and nothing was ever in it.
+        // SAFETY: this value owns the mapping, which is `len` bytes long and was never accessed.
         unsafe { libc::munmap(std::ptr::without_provenance_mut(self.address), self.len) };
     }
 }
 
-/// A file of `len_bytes` in memory whose size nobody can change: a back end that cut it short would have our
-/// accesses end in SIGBUS.
+/// Creates a memfd of `len_bytes` with a sealed size. A back end that truncated it would make
+/// accesses of the VMM fail with SIGBUS.
 fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     const NAME: &CStr = c"perfvisor-guest-memory";
     let huge = if huge {
@@ -263,12 +265,12 @@ fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     } else {
         0
     };
-    // SAFETY: NAME is a string that ends with a zero byte.
+    // SAFETY: NAME is a NUL-terminated string.
     let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | huge) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len_bytes)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
@@ -279,10 +281,10 @@ fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     Ok(file)
 }
 
-/// Takes all pages from the host, if they are to be there before the guest starts. What is in them stays.
+/// Preallocates all pages, if requested. Their contents are preserved.
 ///
 /// # Errors
-/// [`BackingError::Populate`].
+/// Returns [`BackingError::Populate`] if the host has too little memory.
 pub fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
     if kind.prealloc {
         for region in memory.iter() {
@@ -292,12 +294,12 @@ pub fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), Backin
     Ok(())
 }
 
-/// Tells the kernel something of a whole mapping.
+/// Calls madvise(2) on a whole mapping.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
     loop {
-        // SAFETY: the range is one whole mapping of guest memory, to which no Rust reference points. None
-        // of the advice used here unmaps it; MADV_DONTNEED makes it read as zeroes.
+        // SAFETY: the range is one whole mapping of guest memory without Rust references. The
+        // advice values used here do not unmap it; MADV_DONTNEED makes it read as zeroes.
         let done = unsafe { libc::madvise(region.as_ptr().cast(), region.len() as usize, advice) };
         if done == 0 {
             return Ok(());
@@ -309,13 +311,13 @@ fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Takes the pages out of a file of guest memory.
+/// Punches a hole into a file of guest memory.
 fn punch(at: &FileOffset, len_bytes: u64) -> io::Result<()> {
     let out_of_range = |_| io::Error::from_raw_os_error(libc::EINVAL);
     let start = libc::off_t::try_from(at.start()).map_err(out_of_range)?;
     let len = libc::off_t::try_from(len_bytes).map_err(out_of_range)?;
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    // SAFETY: the call takes integers; what it takes out of the file reads as zeroes in every mapping.
+    // SAFETY: the call takes integers. The punched range reads as zeroes in every mapping.
     if unsafe { libc::fallocate(at.file().as_raw_fd(), mode, start, len) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -345,7 +347,7 @@ mod tests {
             .sum()
     }
 
-    /// What was written is gone after `clear`, and so are the pages; unless all of them are to be there.
+    /// `clear` zeroes the memory and releases its pages, except with preallocation.
     #[test]
     fn cleared_memory_is_zero_and_given_back() {
         for shared in [false, true] {
@@ -375,7 +377,7 @@ mod tests {
         }
     }
 
-    /// Lengths that are no whole number of huge pages are those that no kernel aligns by itself.
+    /// No kernel aligns lengths that are not a multiple of the huge page size.
     #[test]
     fn memory_begins_where_a_huge_page_can() {
         for shared in [false, true] {
@@ -395,7 +397,7 @@ mod tests {
         }
     }
 
-    /// Another process can map it, and cannot cut it short.
+    /// Another process can map the memory and cannot truncate it.
     #[test]
     fn shared_memory_is_in_files_of_a_fixed_size() {
         let kind = MemoryKind {

@@ -1,7 +1,8 @@
-//! What takes KVM long at the start of a machine, begun before the machine is made.
+//! Starts slow KVM operations in the background, before the machine is built.
 //!
-//! Most of it is KVM's waiting until no processor looks at what was: for the interrupt controllers and the
-//! timer of a VM, and for the VM of the probe. So threads wait, while the rest is read, loaded and checked.
+//! KVM spends most of the time waiting for RCU grace periods: for the interrupt controllers and the
+//! timer of a VM, and for the VM of the probe. Threads wait for these operations while the main
+//! thread loads and checks the guest.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
@@ -12,17 +13,17 @@ use crate::kvm::call::CallError;
 use crate::kvm::host::{self, HostError, Kvm};
 use crate::kvm::vm_fd::VmFd;
 
-/// The stack of such a thread.
+/// Stack size of the threads in bytes.
 const STACK: usize = 256 << 10;
 
-/// A VM of KVM in the making, and the probe of KVM. Its threads have ended when this is gone.
+/// Pending creation of a VM and pending probe of KVM. Dropping it joins the threads.
 #[derive(Debug)]
 pub struct Begun {
     vm: Option<JoinHandle<Result<VmFd, MakeError>>>,
     probe: Option<JoinHandle<()>>,
 }
 
-/// There is no VM.
+/// Error of creating the VM.
 #[derive(Debug, thiserror::Error)]
 enum MakeError {
     #[error(transparent)]
@@ -41,21 +42,21 @@ impl From<MakeError> for VmError {
 }
 
 impl Begun {
-    /// Begins. The threads have the calling one's signal mask.
+    /// Starts the threads, which inherit the caller's signal mask.
     #[must_use]
     pub fn now() -> Self {
-        // A thread that is missing is no failure: who needs what it was to do does it.
+        // A missing thread is not an error: the operation then runs where its result is needed.
         Self {
             vm: begin("maker", || make(&host::open()?)).ok(),
             probe: begin("probe", || {
-                // What fails here fails again, and is told, where the answer is needed.
+                // A failure is repeated and reported where the result is needed.
                 let _ = host::open().and_then(|kvm| host::interprets_kernels(&kvm));
             })
             .ok(),
         }
     }
 
-    /// The VM, with its interrupt controllers and its timer, and without memory and vCPUs.
+    /// Returns the VM with its interrupt controllers and timer, but without memory and vCPUs.
     pub(super) fn take_vm(&mut self, kvm: &Kvm) -> Result<VmFd, VmError> {
         let made = self.vm.take().and_then(|thread| thread.join().ok());
         Ok(made.unwrap_or_else(|| make(kvm))?)
@@ -90,8 +91,8 @@ fn begin<T: Send + 'static>(
 mod tests {
     use super::*;
 
-    /// A machine is made while KVM is probed, and asks for the answer in the middle of that. The VM comes
-    /// once, with its chips.
+    /// A caller that needs the probe's result while the probe runs waits for it. The VM is returned
+    /// once, with its interrupt controllers.
     #[test]
     fn who_asks_while_it_is_probed_gets_the_answer() {
         let Ok(kvm) = host::open() else {

@@ -1,4 +1,4 @@
-//! What a virtual machine is to be.
+//! Configuration of a virtual machine.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -17,68 +17,70 @@ use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
 use crate::vcpu::control::OnReset;
 
-/// What to run.
+/// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
-    /// The kernel.
+    /// Source of the kernel image.
     pub kernel: KernelSource,
-    /// How the kernel is entered.
+    /// Boot protocol of the kernel.
     pub boot_protocol: BootProtocol,
-    /// Its initrd.
+    /// Path of the initrd.
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// Command line of the kernel.
     pub cmdline: String,
-    /// vCPUs at the start and at most.
+    /// Initial and maximum number of vCPUs.
     pub cpus: VcpuNumbers,
-    /// RAM in bytes.
+    /// RAM size in bytes.
     pub memory_bytes: u64,
-    /// How it is had from the host.
+    /// Allocation options of guest memory.
     pub memory_kind: MemoryKind,
-    /// The PMU.
+    /// Configuration of the PMU.
     pub pmu: PmuConfig,
-    /// What the PMU's backing can count.
+    /// Events that the PMU's backing can count.
     pub backability: Backability,
-    /// KVM's own vPMU, if the guest is to have that.
+    /// KVM's own vPMU, if the guest uses it.
     pub own_pmu: Option<OwnPmu>,
-    /// How RDPMC in the kernel's text is served.
+    /// Handling of RDPMC in the kernel's text.
     pub rdpmc: RdpmcMode,
-    /// Whether perf in the guest is told what cannot be counted, by its kernel's own tables.
+    /// `true` to hide uncountable events from perf in the guest by editing the tables of its
+    /// kernel.
     pub hide_uncounted: bool,
-    /// Whether a debugger may come, and whether the guest waits for it.
+    /// Debugger support, or `None` if no debugger may connect.
     pub debugger: Option<DebuggerWanted>,
-    /// vCPUs that stay on one CPU of the host.
+    /// vCPUs pinned to host CPUs.
     pub pins: Pinning,
-    /// Whether the guest may run guests of its own.
+    /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// What a reset of the machine by its guest leads to.
+    /// Action on a reset of the machine by its guest.
     pub on_reset: OnReset,
-    /// How long a halted vCPU polls.
+    /// Polling of halted vCPUs.
     pub halt_polling: HaltPolling,
-    /// Whether the guest can end the VM by the debug-exit port.
+    /// `true` if the guest can end the VM through the debug-exit port.
     pub debug_exit: bool,
-    /// Who reads the kernel that runs in the guest, for operators.
+    /// Reader of the running guest kernel's data structures, for operators.
     pub kernel_reader: Option<Arc<KernelReader>>,
-    /// Family, model and stepping of its processors, if not the usual ones.
+    /// Family, model and stepping of the processors, if not the default.
     pub cpu_signature: Option<CpuSignature>,
 }
 
-/// How long KVM has a halted vCPU poll for a wake-up before its thread sleeps. Polling takes the CPU time of
-/// the vCPU's thread, which the clock counts as the guest's cycles, and answers a device sooner.
+/// Polling time of a halted vCPU before its thread sleeps. Polling consumes CPU time of the vCPU
+/// thread, which the clock backing counts as guest cycles, but reduces the latency of device
+/// interrupts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HaltPolling {
-    /// As the host does it where the host's PMU alone counts, else not at all.
+    /// The host's default if only the host's PMU counts, otherwise no polling.
     #[default]
     Auto,
-    /// As KVM's module is set (`/sys/module/kvm/parameters/halt_poll_ns`).
+    /// The parameter of KVM's module (`/sys/module/kvm/parameters/halt_poll_ns`).
     Host,
-    /// So many nanoseconds at most.
+    /// Maximum polling time in nanoseconds.
     AtMost(u32),
 }
 
-/// Longest time that a halted vCPU may poll, in nanoseconds.
+/// Maximum value of [`HaltPolling::AtMost`], in nanoseconds.
 const MOST_POLLING_NS: u32 = 1_000_000;
 
-/// No way to poll.
+/// Error of parsing [`HaltPolling`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto, host, or nanoseconds from 0 to {MOST_POLLING_NS}")]
 pub struct NotHaltPolling;
@@ -99,22 +101,22 @@ impl FromStr for HaltPolling {
 }
 
 impl HaltPolling {
-    /// What KVM is to be told, in nanoseconds; `None`: nothing.
+    /// Returns the limit to set in KVM in nanoseconds, or `None` to keep KVM's default.
     pub(super) fn most_ns(self, policy: BackingPolicy) -> Option<u32> {
         match self {
             Self::AtMost(ns) => Some(ns),
             Self::Host => None,
-            // The host's PMU counts nothing while the host runs.
+            // The host's PMU does not count host execution.
             Self::Auto if matches!(policy, BackingPolicy::Hardware | BackingPolicy::Kvm) => None,
             Self::Auto => Some(0),
         }
     }
 }
 
-/// That a debugger may come.
+/// Debugger support of a VM.
 #[derive(Clone, Copy, Debug)]
 pub struct DebuggerWanted {
-    /// No vCPU runs before.
+    /// `true` if no vCPU runs before a debugger connects.
     pub wait: bool,
 }
 
@@ -122,7 +124,7 @@ pub struct DebuggerWanted {
 mod tests {
     use super::*;
 
-    /// What polls counts as guest cycles where the clock counts, so nothing polls there unless it is asked.
+    /// The clock backing counts polling as guest cycles, so polling is off there unless requested.
     #[test]
     fn a_halted_vcpu_polls_where_the_clock_does_not_count_or_the_user_says_so() {
         for (text, policy, told) in [

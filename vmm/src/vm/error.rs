@@ -1,4 +1,4 @@
-//! Why there is no virtual machine.
+//! Errors of creating a virtual machine.
 
 use std::io;
 
@@ -15,57 +15,57 @@ use crate::rdpmc::hwbp::HwbpError;
 use crate::vcpu::affinity::PinError;
 use crate::vcpu::roster::RosterError;
 
-/// Why a VM could not be made.
+/// Error of creating a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     /// KVM is missing or unusable.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// Guest memory could not be had.
+    /// Guest memory cannot be allocated.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The guest could not be loaded.
+    /// The guest cannot be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// The guest's CPUID could not be made.
+    /// The guest's CPUID table cannot be built.
     #[error(transparent)]
     Cpuid(#[from] CpuidError),
     /// PMU registers cannot be trapped.
     #[error(transparent)]
     MsrFilter(#[from] MsrFilterError),
-    /// RDPMC cannot be served by breakpoints.
+    /// RDPMC cannot be emulated with breakpoints.
     #[error(transparent)]
     Hwbp(#[from] HwbpError),
-    /// KVM's own vPMU cannot filter events as asked.
+    /// KVM's own vPMU does not support the event filter.
     #[error(transparent)]
     Filter(#[from] KvmFilterError),
-    /// The host's PMU is in use by events that count guests, and KVM's mediated vPMU needs it whole.
+    /// Events that count guests use the host's PMU, which KVM's mediated vPMU needs exclusively.
     #[error(
         "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (perf on \
          the host, other VMs with --backing hardware), or use --backing auto"
     )]
     PmuTaken,
-    /// A vCPU could not be made.
+    /// A vCPU cannot be created.
     #[error(transparent)]
     Vcpu(#[from] RosterError),
-    /// More vCPUs than this host's KVM takes.
+    /// More vCPUs than this host's KVM supports.
     #[error("{asked} vCPUs: this host's KVM takes at most {limit} vCPUs in a VM")]
     TooManyVcpus {
-        /// What was asked.
+        /// Requested maximum number of vCPUs.
         asked: u8,
-        /// What KVM takes.
+        /// Limit of KVM.
         limit: usize,
     },
     /// A KVM call failed.
     #[error(transparent)]
     Kvm(#[from] CallError),
-    /// The kernel's file was replaced by one that needs another machine.
+    /// The kernel file was replaced by one that needs a different machine.
     #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
     OtherKernel,
-    /// No PCI bus can be made for the devices.
+    /// The PCI bus cannot be created for the devices.
     #[error(transparent)]
     Pci(#[from] BusError),
-    /// vCPUs cannot be where they are to be.
+    /// vCPUs cannot be pinned as configured.
     #[error(transparent)]
     Pin(#[from] PinError),
     /// Another system call failed.

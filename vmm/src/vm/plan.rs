@@ -1,4 +1,4 @@
-//! What follows from a configuration, and the machine's parts made by it.
+//! Derives settings from a configuration and creates the machine's parts.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -39,24 +39,24 @@ use crate::vcpu::debugger::Debugger;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 
-/// With this in the environment the exact backing steps each instruction, also where straight runs could be
-/// entered at once: to compare the two.
+/// Environment variable that makes the exact backing step every instruction instead of entering
+/// straight-line runs at once, to compare the two.
 const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
 
-/// What follows from a configuration, and the machine's parts made by it.
+/// Settings derived from a VM configuration.
 pub(super) struct Plan<'a> {
     pub(super) config: &'a VmConfig,
     /// The guest has a PMU.
     pub(super) has_pmu: bool,
-    /// PMU registers and RDPMC are ours to serve; with KVM's own vPMU they are KVM's.
+    /// The VMM emulates the PMU registers and RDPMC. With KVM's own vPMU, KVM does.
     pub(super) traps: bool,
     /// RDPMC is replaced in the kernel's text.
     pub(super) replaces: bool,
-    /// Counters count by single steps.
+    /// Counters are backed by single-stepping.
     pub(super) stepped: bool,
 }
 
-/// What KVM's vCPUs are made with.
+/// Inputs for configuring KVM's vCPUs.
 pub(super) struct VcpuParts<'a> {
     pub(super) supported: CpuId,
     pub(super) model: Model,
@@ -89,7 +89,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// What the vCPUs are made from, for the guest that was loaded.
+    /// Returns the vCPU factory for the loaded guest.
     #[expect(
         clippy::too_many_arguments,
         reason = "all of the machine's parts come together here"
@@ -128,7 +128,7 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// The run state, with a place for a debugger if one may come.
+    /// Creates the run state, with debugger support if configured.
     pub(super) fn make_control(&self, kvm: &Kvm) -> io::Result<RunControl> {
         let control = RunControl::new(self.config.on_reset)?;
         let Some(wanted) = self.config.debugger else {
@@ -157,7 +157,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Where RDPMC is served by hardware breakpoints.
+    /// Returns the RDPMC addresses that are emulated with hardware breakpoints.
     pub(super) fn breakpoints(&self, loaded: &Loaded) -> Result<Vec<u64>, HwbpError> {
         if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
             hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
@@ -166,7 +166,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Whether this host's KVM runs the kernel; and the kernel is told what cannot be counted.
+    /// Checks that this host's KVM can run the kernel, and hides uncountable events in the kernel's
+    /// tables.
     pub(super) fn check_kernel(
         &self,
         kvm: &Kvm,
@@ -189,7 +190,7 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// A VM with KVM's devices.
+    /// Returns the VM with its in-kernel devices.
     pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut Begun) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(begun.take_vm(kvm)?);
         if self.config.own_pmu.is_none() && !host::disable_own_pmu(kvm, &fd)? {
@@ -198,7 +199,7 @@ impl<'a> Plan<'a> {
         Ok(fd)
     }
 
-    /// What counts the VM, for operators too, and what KVM is to leave to it.
+    /// Creates the VM's perf-core side and configures which PMU accesses KVM forwards to it.
     pub(super) fn make_pmu(
         &self,
         kvm: &Kvm,
@@ -224,7 +225,7 @@ impl<'a> Plan<'a> {
         };
         if self.config.own_pmu.is_none() {
             match msr_filter::install(fd, &self.config.pmu.model.trapped_msrs()) {
-                // Where there is no PMU KVM answers much as hardware does.
+                // Without a PMU, KVM behaves much like hardware.
                 Err(e @ MsrFilterError::Unsupported(_)) if !self.has_pmu => {
                     log::info!("{}", error_line(&e));
                 }
@@ -259,7 +260,7 @@ impl<'a> Plan<'a> {
         Ok(bus)
     }
 
-    /// The bus with a PCI bus that has `devices`, if the guest is told of one.
+    /// Adds a PCI bus with `devices`, if the guest's tables describe one.
     pub(super) fn add_pci(
         bus: Bus,
         devices: Vec<Box<dyn VirtioDevice>>,
@@ -278,20 +279,20 @@ impl<'a> Plan<'a> {
         Ok(bus.with_pci(pci))
     }
 
-    /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs
-    /// one that is left over. What is not Linux is left as it is unless the user asks.
+    /// Returns whether RDPMC that was not replaced is emulated at the guest's #GP handler. This
+    /// needs a free breakpoint. For kernels other than Linux it must be requested by the user.
     pub(super) fn has_gate(&self, kvm: &Kvm, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
         let asked = match self.config.rdpmc {
             RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
             RdpmcMode::Trap | RdpmcMode::Hwbp => true,
             RdpmcMode::Off => false,
         };
-        // Whether it faults is asked only where it matters: that takes a VM of its own.
+        // Probing for faults creates a VM, so it runs only if the result matters.
         let faults = self.traps && asked && rdpmc_faults(kvm, &loaded.kind)?;
         Ok(faults && !self.stepped && breakpoints < BREAKPOINTS)
     }
 
-    /// KVM's vCPU `id`, configured.
+    /// Creates and configures KVM's vCPU `id`.
     pub(super) fn make_vcpu(
         &self,
         kvm: &Kvm,
@@ -339,7 +340,7 @@ impl<'a> Plan<'a> {
         Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
     }
 
-    /// What the guest's kernels are told that nobody counts.
+    /// Returns the events to hide from the guest's kernels.
     pub(super) fn uncounted(&self, probe: &HostProbe) -> Uncounted {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
@@ -351,7 +352,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// What serves RDPMC; `None`: KVM does.
+    /// Returns the parts of RDPMC emulation, or `None` if KVM handles RDPMC.
     pub(super) fn rdpmc_parts(
         &self,
         loaded: &Loaded,
@@ -384,22 +385,23 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses
-/// instructions that KVM's emulator lacks. Other kernels may do without.
+/// Returns whether a kernel of this kind needs a KVM that runs CPL 0 natively. Linux does, because
+/// it uses instructions that KVM's emulator lacks.
 pub(super) fn needs_full_kvm(kind: &KernelKind) -> bool {
     kind.is_linux()
 }
 
-/// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not
-/// supported.
+/// Returns the binary statistics of a VM or vCPU. Kernels before 5.14 have none, and the events
+/// that they back are unsupported then.
 pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
     stats_fd(of)
         .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
         .ok()
 }
 
-/// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that
-/// nobody counted. That is so for every guest of this host: `check` tells, and `run -v`.
+/// Returns whether RDPMC outside the kernel's text faults, so that it can be emulated. Otherwise
+/// user programs read counters that do not count. This is a property of the host; `check` and `run
+/// -v` report it.
 pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
@@ -411,7 +413,7 @@ pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostErr
     Ok(faults)
 }
 
-/// Without it KVM's own polling would count as guest cycles.
+/// Limits halt polling in KVM, which would otherwise count as guest cycles.
 fn limit_halt_polling(vm: &VmFd, most_ns: u32) {
     if let Err(e) = vm.limit_halt_polling(most_ns) {
         log::info!(

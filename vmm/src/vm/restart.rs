@@ -1,9 +1,9 @@
-//! A guest's reset of the machine: memory, devices and vCPUs as they were at the start, in the same
-//! process, under the same servers. Events and rings of operators go on; the guest's counters are those
-//! of a new machine.
+//! Restarts the machine after a reset by its guest: memory, devices and vCPUs return to their
+//! initial state in the same process, with the same servers. Events and rings of operators are
+//! kept; the guest's counters are reset.
 //!
-//! KVM has no call that resets a VM. What its parts held when the VM was made is kept and written back
-//! (`Chips`, `FirstState`), as it is for a vCPU that comes again.
+//! KVM cannot reset a VM. The initial state of its parts is saved and written back (`Chips`,
+//! `FirstState`), as for a vCPU that is plugged in again.
 
 use std::sync::Arc;
 
@@ -27,23 +27,23 @@ use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::maker::VcpuMaker;
 use crate::vcpu::roster::Roster;
 
-/// Restarts that are told of; a guest may do nothing else.
+/// Maximum number of logged restarts. A guest may reset in a loop.
 const MOST_LINES: u64 = 16;
 
-/// What a machine is made anew with.
+/// Inputs for rebuilding a machine.
 pub(super) struct Again {
     pub config: VmConfig,
     pub uncounted: Arc<Uncounted>,
     pub model: Model,
-    /// RDPMC that was not replaced may be served at the guest's handler of #GP.
+    /// RDPMC that was not replaced may be emulated at the guest's #GP handler.
     pub gate: bool,
-    /// The kernel needs a KVM that runs Linux.
+    /// The kernel needs a KVM that can run Linux.
     pub needs_full_kvm: bool,
     pub fd: Arc<VmFd>,
     pub chips: Chips,
 }
 
-/// Starts the machine again each time its guest resets it. To be called from the main loop, when
+/// Restarts the machine after each reset by its guest. The main loop calls it when
 /// [`Restarter::event`] is readable.
 pub struct Restarter {
     pub(super) again: Again,
@@ -57,15 +57,15 @@ pub struct Restarter {
 }
 
 impl Restarter {
-    /// Readable when there is something to do.
+    /// Returns the eventfd that becomes readable when a reset is pending.
     pub fn event(&self) -> &EventFd {
         self.control.reset_event()
     }
 
-    /// Does what can be done now for a reset. If the machine cannot be made anew, the VM ends, and a line
-    /// says why.
+    /// Performs the possible steps of a pending reset. If the machine cannot be rebuilt, the VM
+    /// ends and the reason is logged.
     pub fn serve(&mut self) {
-        // Empty if it was looked at already.
+        // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
         let (again, restarts) = (&self.again, &mut self.restarts);
         let made = self.roster.restart(again.config.cpus.present(), || {
@@ -89,7 +89,7 @@ impl Restarter {
 }
 
 impl Again {
-    /// The machine as at the start, but for its vCPUs, which are made by what this returns.
+    /// Resets the machine except for its vCPUs, and returns the factory that rebuilds them.
     fn make(
         &self,
         ram: &GuestRam,

@@ -1,4 +1,4 @@
-//! A VM of our own in a process of its own: its console, its control socket, its threads.
+//! A VM in a child process: its console, control socket and threads.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,56 +16,56 @@ use control_api::client::{Client, ClientError};
 use control_api::protocol::{Generation, GuestViews, VcpuView};
 use control_api::request;
 
-/// Longest line taken from a guest's console; a longer one is taken for several.
+/// Maximum length of a console line in bytes. Longer lines are split.
 const MAX_LINE: u64 = 64 << 10;
-/// Lines that may wait to be looked at.
+/// Maximum number of queued console lines.
 const MAX_LINES: usize = 4096;
-/// Lines of the VMM's own messages that are kept.
+/// Maximum number of kept VMM messages.
 const MAX_MESSAGES: usize = 50;
-/// Lines of the guest's console that are kept for the message that it ended.
+/// Maximum number of kept console lines for an error message.
 const MAX_LAST_LINES: usize = 12;
-/// Characters kept of each: a guest's lines may be as long as it likes.
+/// Maximum length of each kept console line in characters.
 const MAX_SHOWN: usize = 200;
-/// How long the VM's socket may take to appear.
+/// Timeout for the control socket to appear.
 const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
-/// How long the vCPUs may take to show their counters.
+/// Timeout for the vCPUs to report their counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(10);
-/// Between two looks for Ctrl-C.
+/// Interval of checking for Ctrl-C.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long a VM whose guest has ended may take to end.
+/// Timeout for the VM to end after its guest has ended.
 const END_PATIENCE: Duration = Duration::from_secs(20);
 
-/// Why a VM could not be measured.
+/// Error of measuring with a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
-    /// It could not be started, or was spoken to in vain.
+    /// Starting the VM or writing to it failed.
     #[error("{0}")]
     Io(&'static str, #[source] std::io::Error),
-    /// Its control socket.
+    /// A request on the control socket failed.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The VM ended before it should.
+    /// The VM ended unexpectedly.
     #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), shown(.console))]
     Ended {
-        /// Its exit status, -1 for a signal.
+        /// Exit status, or -1 after a signal.
         status: i32,
-        /// What it was to do.
+        /// The operation in progress.
         doing: String,
-        /// What it said.
+        /// Last messages of the VMM.
         messages: Vec<String>,
-        /// The last lines of the guest's console.
+        /// Last lines of the guest's console.
         console: Vec<String>,
     },
-    /// Nothing came in time.
+    /// A timeout in seconds expired during this operation.
     #[error("the guest said nothing for {0} s while {1}")]
     Silent(u64, String),
-    /// Ctrl-C, or another signal to end.
+    /// The user interrupted the program with Ctrl-C or another signal.
     #[error("interrupted")]
     Interrupted,
-    /// The operator's ring.
+    /// Reading the operator's ring failed.
     #[error("the ring of vCPU 0")]
     Ring(#[source] perf_core::ring::ReadError),
-    /// Something else came.
+    /// The guest or the VM sent an unexpected reply.
     #[error("the guest's answer is not understood: {0}")]
     Answer(String),
 }
@@ -84,7 +84,7 @@ fn shown(console: &[String]) -> String {
     format!("\nthe guest's last lines:\n  {}", console.join("\n  "))
 }
 
-/// A running VM. It is killed when dropped.
+/// A running VM. Dropping it kills the process.
 pub struct ChildVm {
     child: Child,
     stdin: ChildStdin,
@@ -98,16 +98,16 @@ pub struct ChildVm {
 }
 
 impl ChildVm {
-    /// Starts `perfvisor run` with these arguments and a name of its own.
+    /// Starts `perfvisor run` with these arguments and a unique name.
     ///
     /// # Errors
-    /// [`ChildError::Io`].
+    /// Returns [`ChildError::Io`] if the program cannot be started.
     pub fn start(arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         Self::start_with(Command::new(program), arguments, signals)
     }
 
-    /// The same with this program, which gets the arguments of `perfvisor run`.
+    /// Starts another program with the arguments of `perfvisor run`.
     fn start_with(mut program: Command, arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
@@ -154,10 +154,11 @@ impl ChildVm {
         Ok(vm)
     }
 
-    /// The next line of the console that `wanted` makes something of.
+    /// Reads console lines until `wanted` returns a value.
     ///
     /// # Errors
-    /// [`ChildError::Ended`], [`ChildError::Silent`].
+    /// Returns [`ChildError::Ended`] if the VM ends and [`ChildError::Silent`] after the time
+    /// limit.
     pub fn wait_for<T>(
         &mut self,
         limit: Duration,
@@ -190,10 +191,10 @@ impl ChildVm {
         }
     }
 
-    /// The console is closed: the VM has ended, or is about to.
+    /// Returns the error for a VM whose console is closed.
     fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_PATIENCE).unwrap_or(-1);
-        // Ctrl-C ends the VM as well as us, and it may be the first.
+        // Ctrl-C also ends the VM, possibly before this process handles the signal.
         if (self.signals)() {
             return ChildError::Interrupted;
         }
@@ -206,10 +207,10 @@ impl ChildVm {
         }
     }
 
-    /// Tells the guest to end, and waits until the VM has ended with status 0.
+    /// Tells the guest to end and waits until the VM has ended with status 0.
     ///
     /// # Errors
-    /// [`ChildError::Ended`] with another status.
+    /// Returns [`ChildError::Ended`] for another status.
     pub fn end(mut self, limit: Duration) -> Result<(), ChildError> {
         let doing = "it was told to end";
         self.type_line("end")?;
@@ -223,7 +224,7 @@ impl ChildVm {
     /// Types a line on the guest's console.
     ///
     /// # Errors
-    /// [`ChildError::Io`], [`ChildError::Ended`].
+    /// Returns [`ChildError::Ended`] if the VM has ended and [`ChildError::Io`] if the write fails.
     pub fn type_line(&mut self, line: &str) -> Result<(), ChildError> {
         let sent = self
             .stdin
@@ -235,10 +236,10 @@ impl ChildVm {
         }
     }
 
-    /// The VM's control socket.
+    /// Returns the connection to the VM's control socket, and connects at first use.
     ///
     /// # Errors
-    /// [`ChildError::Client`].
+    /// Returns [`ChildError::Client`] if the connection fails.
     pub fn client(&mut self) -> Result<&mut Client, ChildError> {
         if self.client.is_none() {
             self.client = Some(self.connect()?);
@@ -249,10 +250,10 @@ impl ChildVm {
         }
     }
 
-    /// One more connection to its control socket.
+    /// Opens another connection to the VM's control socket.
     ///
     /// # Errors
-    /// [`ChildError::Client`].
+    /// Returns [`ChildError::Client`] if the connection fails.
     pub fn connect(&mut self) -> Result<Client, ChildError> {
         let until = Instant::now() + SOCKET_PATIENCE;
         loop {
@@ -265,10 +266,10 @@ impl ChildVm {
         }
     }
 
-    /// What the host's kernel says of each vCPU's thread.
+    /// Returns the host kernel's accounts of each vCPU thread.
     ///
     /// # Errors
-    /// [`ChildError::Io`] where it says nothing.
+    /// Returns [`ChildError::Io`] if the kernel does not provide them.
     pub fn facts(&mut self) -> Result<Vec<ThreadFacts>, ChildError> {
         let pid = self.child.id();
         if self.threads.is_empty() {
@@ -284,10 +285,10 @@ impl ChildVm {
             .collect()
     }
 
-    /// What the host says of the guest's counters, in the order of the vCPUs.
+    /// Returns the host's view of the guest's counters, ordered by vCPU.
     ///
     /// # Errors
-    /// [`ChildError`].
+    /// Returns a [`ChildError`] if the request fails or is not complete in time.
     pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
         let until = Instant::now() + VIEW_PATIENCE;
         let client = self.client()?;
@@ -308,7 +309,7 @@ impl ChildVm {
         }
     }
 
-    /// Waits for the VM's end and returns its exit status; -1 for a signal.
+    /// Waits for the end of the VM and returns its exit status, or -1 after a signal.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let until = Instant::now() + limit;
         loop {
@@ -332,7 +333,7 @@ impl Drop for ChildVm {
     }
 }
 
-/// Passes the guest's lines on; ends with the console or with whom they are for.
+/// Forwards the guest's lines until the console closes or the receiver is dropped.
 fn read_lines(stream: impl Read, sender: &SyncSender<String>) {
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();

@@ -1,7 +1,8 @@
-//! The built-in guest that measures: what is asked of it, and what it answers.
+//! The built-in measuring guest: its jobs and results.
 //!
-//! Its results are JSON (`guest-images/bare-metal/validate/main.c`). A measurement goes in three steps with a
-//! halt after each, so that the host can look at the same counters at rest: ready, done, result.
+//! Results are JSON (`guest-images/bare-metal/validate/main.c`). A measurement has three steps,
+//! ready, done and result, with a halt after each, so that the host can read the same counters
+//! while they are stopped.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -21,54 +22,54 @@ use crate::host::Stop;
 use control_api::protocol::{EventReading, Failure, Opened, RingInfo, Sampling, VcpuView};
 use control_api::request;
 
-/// How long the guest may take to start.
+/// Timeout for the guest to start.
 const START_PATIENCE: Duration = Duration::from_secs(30);
-/// How long a measurement may take. Stepped code is slow, and so is a guest of a guest.
+/// Timeout of a measurement. Single-stepped code and nested guests are slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Data pages of a ring for the operator's samples.
+/// Number of data pages of a ring for the operator's samples.
 const RING_PAGES: u32 = 64;
 
-/// Count at CPL 3.
+/// Selector bit that enables counting at CPL 3.
 pub const USR: u64 = 1 << 16;
-/// Count at CPL 0.
+/// Selector bit that enables counting at CPL 0.
 pub const OS: u64 = 1 << 17;
 
-/// What the guest found.
+/// Properties of the PMU that the guest reports at start.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Hello {
-    /// CPUs that run.
+    /// Number of running CPUs.
     pub cpus: u32,
-    /// Its CPUID says AuthenticAMD.
+    /// `true` if the guest's CPUID vendor is AuthenticAMD.
     pub amd: bool,
-    /// General-purpose counters.
+    /// Number of general-purpose counters.
     pub gp: u32,
     /// Bitmap of fixed counters.
     pub fixed: u32,
-    /// Architectural events that CPUID says cannot be counted, by their bit.
+    /// Bitmap of architectural events that CPUID marks as unavailable.
     pub unavailable: u32,
 }
 
-/// What is to be measured.
+/// A measurement for the guest.
 #[derive(Clone, Debug, Default)]
 pub struct Job {
-    /// Kind of work.
+    /// Kind of work that the guest does.
     pub work: &'static str,
-    /// How much of it.
+    /// Amount of work.
     pub n: u64,
-    /// At which level, for kinds that can be done at both.
+    /// Privilege level, for kinds of work that support both.
     pub cpl: u32,
-    /// Event selectors, without their enable bit, for counters from 0 on.
+    /// Event selectors of the counters from 0 on, without their enable bit.
     pub selectors: Vec<u64>,
-    /// FIXED_CTR_CTRL.
+    /// Value of FIXED_CTR_CTRL.
     pub fixed_control: u64,
-    /// Counter 0 interrupts every so many counts; 0: it does not.
+    /// Sampling period of counter 0, or 0 for no interrupts.
     pub period: u64,
-    /// On so many CPUs; 0 means 1.
+    /// Number of CPUs that do the work; 0 means 1.
     pub cpus: u32,
 }
 
 impl Job {
-    /// `n` of `work` at CPL 0, without a counter.
+    /// Creates a job that does `n` of `work` at CPL 0 without counters.
     pub fn new(work: &'static str, n: u64) -> Self {
         Self {
             work,
@@ -77,14 +78,14 @@ impl Job {
         }
     }
 
-    /// At this level.
+    /// Sets the privilege level.
     #[must_use]
     pub fn at(mut self, cpl: u32) -> Self {
         self.cpl = cpl;
         self
     }
 
-    /// With one more counter.
+    /// Adds a counter.
     #[must_use]
     pub fn counter(mut self, selector: u64) -> Self {
         self.selectors.push(selector);
@@ -107,25 +108,25 @@ impl Job {
     }
 }
 
-/// What one CPU of the guest saw.
+/// Results of one guest CPU.
 #[derive(Clone, Debug, Deserialize)]
 pub struct CpuResult {
     /// TSC ticks around the work.
     pub tsc: u64,
-    /// General counters.
+    /// Values of the general-purpose counters.
     pub c: Vec<u64>,
-    /// Fixed counters; empty if none was used.
+    /// Values of the fixed counters. Empty if none was used.
     pub f: Vec<u64>,
-    /// PMIs that found an overflow.
+    /// Number of PMIs with an overflow.
     #[serde(default)]
     pub pmis: u64,
-    /// Periods that went by unseen before one.
+    /// Number of periods that elapsed without a PMI of their own.
     #[serde(default)]
     pub late: u64,
-    /// PMIs whose handler found no overflow.
+    /// Number of PMIs without an overflow.
     #[serde(default)]
     pub spurious: u64,
-    /// Where they struck: the three functions, anywhere else.
+    /// Distribution of the PMIs: the three functions, then everything else.
     #[serde(default)]
     pub struck: Vec<u64>,
 }
@@ -146,30 +147,30 @@ enum Said {
     Other,
 }
 
-/// What the operator counts or samples meanwhile.
+/// An operator's events during a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Operator<'a> {
-    /// In perf's syntax.
+    /// Event list in perf's syntax.
     pub events: &'a str,
-    /// To sample with this period.
+    /// Sampling period, or `None` to count.
     pub period: Option<u64>,
 }
 
-/// The operator's part of a measurement.
+/// The operator's results of a measurement.
 #[derive(Debug)]
 pub struct OperatorSaw {
-    /// The events, or why they were refused.
+    /// The open events, or the reason for the refusal.
     pub opened: Result<Vec<Opened>, Failure>,
-    /// Their counts.
+    /// Counts of the events.
     pub readings: Vec<EventReading>,
-    /// Addresses of the samples.
+    /// Instruction addresses of the samples.
     pub samples: Vec<u64>,
-    /// Samples that found no room.
+    /// Number of lost samples.
     pub lost: u64,
 }
 
 impl OperatorSaw {
-    /// The reading of event `index` of the list on vCPU `vcpu`.
+    /// Returns the reading of event `index` of the list on vCPU `vcpu`.
     pub fn reading(&self, index: u32, vcpu: u32) -> Option<&EventReading> {
         let opened = self.opened.as_ref().ok()?;
         let handle = opened
@@ -180,30 +181,31 @@ impl OperatorSaw {
     }
 }
 
-/// Everything seen in one measurement.
+/// All results of a measurement.
 #[derive(Debug)]
 pub struct Outcome {
-    /// By the guest, on each CPU used.
+    /// The guest's results, by CPU.
     pub cpus: Vec<CpuResult>,
-    /// By the host, of the same counters before and after.
+    /// The host's view of the counters before the measurement.
     pub before: Vec<VcpuView>,
-    /// After.
+    /// The host's view of the counters after the measurement.
     pub after: Vec<VcpuView>,
-    /// By the host's kernel, of each vCPU's thread.
+    /// The host kernel's accounts of each vCPU thread.
     pub facts: Vec<ThreadFacts>,
-    /// CPU time of a measurement of nothing, in ns.
+    /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
-    /// By the operator.
+    /// The operator's results.
     pub operator: Option<OperatorSaw>,
 }
 
 impl Outcome {
-    /// The host's view of a counter (`gp0`, `fixed1`) of CPU `cpu`, after.
+    /// Returns the host's view of a counter (`gp0`, `fixed1`) of CPU `cpu` after the measurement.
     pub fn host(&self, cpu: usize, counter: &str) -> Option<&control_api::protocol::GuestCounter> {
         find(&self.after, cpu, counter)
     }
 
-    /// Overflows of a counter of CPU `cpu` meanwhile, as the host saw them.
+    /// Returns the number of overflows of a counter of CPU `cpu` during the measurement, as seen by
+    /// the host.
     pub fn overflows(&self, cpu: usize, counter: &str) -> Option<u64> {
         let then = find(&self.before, cpu, counter)?.overflows?;
         Some(self.host(cpu, counter)?.overflows?.saturating_sub(then))
@@ -218,23 +220,23 @@ fn find<'a>(
     views.get(cpu)?.counters.iter().find(|c| c.counter == counter)
 }
 
-/// A VM with that guest in it.
+/// A VM that runs the measuring guest.
 pub struct MeasuringGuest {
-    /// The VM.
+    /// The VM of the guest.
     pub vm: ChildVm,
-    /// What the guest found.
+    /// Properties that the guest reported at start.
     pub hello: Hello,
-    /// How much of each kind of work, at each level, is done in a millisecond.
+    /// Amount of work per millisecond, by kind of work and privilege level.
     pub pace: HashMap<(&'static str, u32), f64>,
-    /// CPU time of a measurement of nothing, in ns; 0 before it was measured.
+    /// CPU time of an empty measurement in ns, or 0 if not measured yet.
     pub overhead_ns: u64,
 }
 
 impl MeasuringGuest {
-    /// Starts it with these arguments for `perfvisor run`.
+    /// Starts the guest with these arguments for `perfvisor run`.
     ///
     /// # Errors
-    /// [`ChildError`].
+    /// Returns a [`ChildError`] if the VM or its guest does not start.
     pub fn start(arguments: &[&str], signals: &Stop) -> Result<Self, ChildError> {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
@@ -242,7 +244,7 @@ impl MeasuringGuest {
         Self::greeted(ChildVm::start(&all, signals)?)
     }
 
-    /// The guest in a VM that was just started, once it has said what it found.
+    /// Waits for the guest's greeting in a VM that was just started.
     fn greeted(mut vm: ChildVm) -> Result<Self, ChildError> {
         let hello = vm.wait_for(START_PATIENCE, "it was started", |line| match parse(line) {
             Some(Said::Hello(hello)) => Some(hello),
@@ -263,10 +265,10 @@ impl MeasuringGuest {
         })
     }
 
-    /// Measures, with the operator counting or sampling meanwhile.
+    /// Runs a measurement, with optional operator events.
     ///
     /// # Errors
-    /// [`ChildError`].
+    /// Returns a [`ChildError`] if the VM ends, does not respond, or sends an unexpected reply.
     pub fn measure(&mut self, job: &Job, operator: Option<Operator<'_>>) -> Result<Outcome, ChildError> {
         let line = job.line();
         let wrong = |said: &Said| Err(ChildError::Answer(format!("{said:?} to \"{line}\"")));
@@ -310,10 +312,10 @@ impl MeasuringGuest {
         }
     }
 
-    /// Lets the guest end, and checks that the VM ended well.
+    /// Ends the guest and checks that the VM ended successfully.
     ///
     /// # Errors
-    /// [`ChildError::Ended`] with another status than 0.
+    /// Returns [`ChildError::Ended`] for a status other than 0.
     pub fn end(self) -> Result<(), ChildError> {
         self.vm.end(Duration::from_secs(10))
     }
@@ -327,7 +329,7 @@ fn parse(line: &str) -> Option<Said> {
     }
 }
 
-/// The operator's events while they are open.
+/// The operator's open events.
 pub(super) struct Watch {
     opened: Result<Vec<Opened>, Failure>,
     ring: Option<(RingReader, RingInfo)>,
@@ -350,7 +352,7 @@ impl Watch {
         });
         let opened = match opened {
             Ok(opened) => opened,
-            // Refusing is what a strict policy is for.
+            // A strict policy may refuse the operator.
             Err(control_api::client::ClientError::Refused(failure)) => {
                 return Ok(Self {
                     opened: Err(failure),

@@ -1,4 +1,4 @@
-//! What is to be validated, and on what.
+//! Options of the validation and properties of the host.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,71 +7,71 @@ use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
 use vpmu::ArchEvent;
 
-/// Whether the user has asked to end.
+/// Callback that returns `true` once the user has requested to stop.
 pub type Stop = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// What is to be validated.
+/// Options of the validation.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The guest's PMU, as for `--pmu`.
+    /// PMU model of the guests, as for `--pmu`.
     pub pmu: String,
-    /// How far counts of time may be off, in percent.
+    /// Tolerance of time-dependent counts, in percent.
     pub tolerance_percent: f64,
-    /// A Linux kernel and its initrd, if the Linux guest is to run.
+    /// Kernel and initrd of the Linux guest, or `None` to skip it.
     pub linux: Option<LinuxFiles>,
-    /// Why it is not.
+    /// Reason for skipping the Linux guest.
     pub linux_skipped: Option<String>,
-    /// What is validated is KVM's own vPMU.
+    /// `true` to validate KVM's own vPMU.
     pub own_pmu: bool,
 }
 
-/// The Linux guest's files.
+/// Files of the Linux guest.
 #[derive(Clone, Debug)]
 pub struct LinuxFiles {
-    /// vmlinux or bzImage.
+    /// Path of the vmlinux or bzImage.
     pub kernel: PathBuf,
-    /// An initrd of `make guest`.
+    /// Path of an initrd from `make guest`.
     pub initrd: PathBuf,
 }
 
-/// What is known of the host's KVM, as far as the report shows it.
+/// Properties of the host's KVM for the report.
 #[derive(Clone, Debug, Serialize)]
 pub struct KvmSeen {
-    /// All that is known, for programs.
+    /// All known properties, in JSON.
     #[serde(flatten)]
     pub facts: serde_json::Value,
-    /// How guest code is run, in words.
+    /// Description of how KVM runs guest code.
     #[serde(skip)]
     pub flavour: String,
 }
 
-/// What this host has, as the caller found out.
+/// Properties of this host, as probed by the caller.
 #[derive(Debug)]
 pub struct Host {
-    /// KVM.
+    /// Properties of KVM.
     pub kvm: KvmSeen,
-    /// The guests' PMU, as it comes out here, in words.
+    /// Description of the guests' PMU on this host.
     pub guest_pmu: String,
-    /// The slots of the host's PMU, in words.
+    /// Description of the slots of the host's PMU.
     pub slots: String,
-    /// perf events.
+    /// Properties of perf events.
     pub probe: HostProbe,
-    /// Why there is no hardware backing.
+    /// Reason why the hardware backing is unavailable.
     pub no_hardware: Option<String>,
-    /// Why there is no clock backing.
+    /// Reason why the clock backing is unavailable.
     pub no_clock: Option<String>,
-    /// Why there is no exact backing.
+    /// Reason why the exact backing is unavailable.
     pub no_exact: Option<String>,
-    /// Frequency of a guest's TSC, as KVM gives it.
+    /// TSC frequency of a guest in Hz, as reported by KVM.
     pub tsc_hz: u64,
-    /// CPL 3 can be stepped.
+    /// `true` if KVM can single-step CPL 3.
     pub steps_user: bool,
-    /// What the host's PMU counts.
+    /// Architectural events that the host's PMU counts.
     pub hardware_events: Vec<ArchEvent>,
 }
 
 impl Host {
-    /// Nanoseconds as ticks of a guest's TSC.
+    /// Converts nanoseconds to ticks of a guest's TSC.
     pub(crate) fn ticks(&self, ns: u64) -> u64 {
         let ticks = u128::from(ns) * u128::from(self.tsc_hz) / 1_000_000_000;
         u64::try_from(ticks).unwrap_or(u64::MAX)

@@ -1,27 +1,27 @@
-//! The judge: what was seen against what must be, with no knowledge of where either came from.
+//! Compares measured counts with expected ones, independent of their origin.
 
 use serde::Serialize;
 
-/// How far a count may be from what is expected.
+/// Permitted deviation of a count from the expected value.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tolerance {
-    /// Not at all.
+    /// No deviation.
     Exact,
-    /// So many percent of the expectation.
+    /// A percentage of the expected value.
     Percent(f64),
-    /// So many percent of the expectation and so many counts.
+    /// A percentage of the expected value plus a number of counts.
     PercentAnd(f64, u64),
-    /// The expectation is the least that is right.
+    /// The expected value is a minimum.
     AtLeast,
-    /// The expectation is the most that is right.
+    /// The expected value is a maximum.
     AtMost,
-    /// Anything from here to there.
+    /// An inclusive range.
     Range(u64, u64),
 }
 
 impl Tolerance {
-    /// Whether `seen` is right when `expected` is.
+    /// Returns whether the tolerance permits `seen` if `expected` is the expected value.
     pub fn allows(self, seen: u64, expected: u64) -> bool {
         let off = seen.abs_diff(expected) as f64;
         match self {
@@ -49,16 +49,16 @@ impl std::fmt::Display for Tolerance {
     }
 }
 
-/// What a row comes to.
+/// Verdict on a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Verdict {
-    /// Everything that was seen is right.
+    /// All counts are right.
     #[serde(rename = "PASS")]
     Pass,
-    /// Something that was seen is wrong, or nothing was seen.
+    /// A count is wrong or missing.
     #[serde(rename = "FAIL")]
     Fail,
-    /// This host cannot count it, and nothing pretended to.
+    /// The host cannot count the event, and no counter moved.
     #[serde(rename = "not supported here")]
     NotSupported,
 }
@@ -73,27 +73,27 @@ impl std::fmt::Display for Verdict {
     }
 }
 
-/// A number something must be, and how far from it is still right.
+/// An expected value and its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Expected {
-    /// The number.
+    /// The expected value.
     pub value: u64,
-    /// How far from it is right.
+    /// Permitted deviation.
     pub tolerance: Tolerance,
 }
 
-/// Everything that is known of one count.
+/// All available values of one count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Evidence {
-    /// What the guest read; `None`: it did not count.
+    /// Count in the guest, or `None` if the guest did not count.
     pub guest: Option<u64>,
-    /// What the host says, and how far the guest may be from it.
+    /// Count on the host, and the permitted deviation of the guest from it.
     pub host: Option<Expected>,
-    /// What it must be, as far as that is known apart from the two.
+    /// Independently known value, if there is one.
     pub expected: Option<Expected>,
 }
 
-/// The verdict, and for a failure the reason.
+/// Returns the verdict and, for a failure, the reason.
 pub fn judge(seen: &Evidence) -> (Verdict, Option<String>) {
     let fail = |why: String| (Verdict::Fail, Some(why));
     let Some(guest) = seen.guest else {
@@ -115,8 +115,8 @@ pub fn judge(seen: &Evidence) -> (Verdict, Option<String>) {
     (Verdict::Pass, None)
 }
 
-/// The verdict on a counter that is said not to be backed here: it must not have moved, and the host must say
-/// that nobody counts for it. `enumerated`: the guest's CPUID says it is there.
+/// Judges a counter that is reported as not backed: it must not have moved, and the host must
+/// report no backing. `enumerated` is `true` if the guest's CPUID enumerates the event.
 pub fn judge_unbacked(
     guest: Option<u64>,
     host_backing: Option<&str>,
@@ -137,7 +137,7 @@ pub fn judge_unbacked(
     }
 }
 
-/// The whole part of a number of something; 0 for what is negative or none.
+/// Returns the integer part, or 0 for a negative number or NaN.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -166,7 +166,7 @@ mod tests {
         }
     }
 
-    /// The command is worth nothing if it cannot fail: a count that was tampered with by one is found.
+    /// A count that is off by one is detected.
     #[test]
     fn an_exact_count_off_by_one_fails() {
         let ok = evidence(2010, 2010, 2010, Tolerance::Exact);
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!([at(979), at(1021), at(0)], [Verdict::Fail; 3]);
     }
 
-    /// Nothing seen, or nothing to hold it against, is no success.
+    /// A missing count or expectation is a failure.
     #[test]
     fn missing_evidence_fails() {
         assert_eq!(judge(&Evidence::default()).0, Verdict::Fail);
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(judge(&alone).0, Verdict::Fail);
     }
 
-    /// "not supported here" has to be true.
+    /// An event that moves cannot be reported as not supported.
     #[test]
     fn an_event_that_moves_is_not_unsupported() {
         assert_eq!(
@@ -214,7 +214,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the numbers, a pass means that both comparisons hold.
+        /// Only counts within both tolerances pass.
         #[test]
         fn a_pass_is_within_tolerance(guest: u32, host: u32, expected: u32, percent in 0.0..10.0f64) {
             let (guest, host, expected) = (u64::from(guest), u64::from(host), u64::from(expected));

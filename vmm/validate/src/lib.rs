@@ -1,24 +1,24 @@
-//! Proof of the numbers: that what guests count on this host is true.
+//! Validates the counts of guests on this host.
 //!
-//! Guests run in processes of their own and do work whose counts are known, or are measured apart. Each count
-//! is read three ways: by the guest, by the host of the same counter, and as what it must be. The judge
-//! compares them.
+//! Guests run in child processes and do work whose counts are known or measured independently. Each
+//! count has three values: the guest's, the host's of the same counter, and the expected one. The
+//! judge compares them.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`judge`] | from numbers to a verdict |
+//! | [`judge`] | from counts to a verdict |
 //! | [`report`] | rows, their table, the summary |
-//! | [`child`] | a VM in a process of its own |
-//! | [`procfs`] | what the host's kernel says of vCPU threads |
-//! | [`guest`] | the built-in guest that measures |
-//! | `builtin` | what is measured with it |
-//! | `linux` | what is measured with perf in a Linux guest |
+//! | [`child`] | a VM in a child process |
+//! | [`procfs`] | the host kernel's accounts of vCPU threads |
+//! | [`guest`] | the built-in measuring guest |
+//! | `builtin` | measurements with the built-in guest |
+//! | `linux` | measurements with perf in a Linux guest |
 //!
-//! Start with [`run`]. What the host can do ([`Host`]) is found out by the caller.
+//! Start with [`run`]. The caller probes the host ([`Host`]).
 //!
-//! **Dependencies.** `control-api` for all that is asked of a VM, `vpmu` for the names of events and
-//! registers, `perf-core` for records and rings. This crate starts VMs as programs: it knows neither KVM nor
-//! the machine.
+//! **Dependencies.** `control-api` for requests to a VM, `vpmu` for the names of events and
+//! registers, `perf-core` for records and rings. This crate starts VMs as child processes and
+//! depends on neither KVM nor the machine.
 
 #![cfg_attr(
     not(test),
@@ -45,10 +45,10 @@ use child::ChildError;
 pub use host::{Host, KvmSeen, LinuxFiles, Options, Stop};
 use report::{GuestKind, Report, Row, Rows, Summary};
 
-/// Measures everything. Each row goes to `on_row` as soon as it is final.
+/// Runs all measurements and passes each final row to `on_row`.
 ///
 /// # Errors
-/// When a guest could not be measured at all.
+/// Returns a [`ChildError`] if a guest cannot be measured at all.
 pub fn run(
     options: &Options,
     host: &Host,

@@ -1,8 +1,8 @@
-//! The Linux guest's part: the real perf in an unmodified kernel.
+//! Measurements with perf in an unmodified Linux guest.
 //!
-//! The guest runs the script `validate` of its initrd, which takes commands from the console. Programs run
-//! behind a *gate*: held at both ends, so that the host can look at the same counters, while perf counts
-//! exactly the program (`perf stat --control`).
+//! The guest runs the script `validate` of its initrd, which reads commands from the console.
+//! Programs run behind a *gate*, which holds them at both ends so that the host can read the same
+//! counters, while perf counts exactly the program (`perf stat --control`).
 
 mod counting;
 mod sampling;
@@ -20,21 +20,23 @@ use crate::host::{Host, LinuxFiles, Options};
 use crate::judge::whole;
 use control_api::protocol::VcpuView;
 
-/// How long the guest may take to its first line.
+/// Timeout for the guest's first line.
 const START_PATIENCE: Duration = Duration::from_secs(180);
-/// How long a command may take.
+/// Timeout of a command.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Lines kept of a command's output.
+/// Maximum number of output lines kept per command.
 const MAX_OUTPUT_LINES: usize = 10_000;
-/// Linux arms a counter that is only read at this distance from its overflow: half the range of a counter of
-/// 48 bits.
+/// Initial value of a counter that Linux uses for counting only: half the range of a 48-bit counter
+/// before its overflow.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
-/// `perf stat` of a program behind the gate. What it prints goes to a file first: the console costs time.
+/// Returns the shell command that runs `perf stat` on a program behind the gate. The output goes to
+/// a file first, because console output takes time.
 fn perf_stat(arguments: &str, program: &str) -> String {
     perf_stat_of(arguments, &format!("gate {program}"))
 }
 
-/// `perf stat` of a command that ends with a program behind the gate.
+/// Returns the shell command that runs `perf stat` on a command that ends with a program behind the
+/// gate.
 fn perf_stat_of(arguments: &str, command: &str) -> String {
     format!(
         "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} {command} \
@@ -42,7 +44,7 @@ fn perf_stat_of(arguments: &str, command: &str) -> String {
     )
 }
 
-/// What the Linux guest needs to know.
+/// Parameters of the measurements with the Linux guest.
 pub(super) struct Linux<'a> {
     pub options: &'a Options,
     pub host: &'a Host,
@@ -50,24 +52,24 @@ pub(super) struct Linux<'a> {
     pub files: &'a LinuxFiles,
 }
 
-/// A running guest.
+/// A running Linux guest.
 struct LinuxGuest {
     vm: ChildVm,
 }
 
-/// What a command came to.
+/// Result of a command.
 #[derive(Debug, Default)]
 struct Done {
     text: String,
     status: i32,
-    /// What was seen at its gate, if it has one.
+    /// Measurements at the gate, if the command has one.
     gate: Option<Gate>,
 }
 
-/// What was seen between the two ends of a gate.
+/// Measurements between the two ends of a gate.
 #[derive(Debug)]
 struct Gate {
-    /// CPU time of the program in ns, by the guest's kernel.
+    /// CPU time of the program in ns, from the guest kernel.
     cpu_ns: u64,
     before: Vec<VcpuView>,
     after: Vec<VcpuView>,
@@ -76,7 +78,7 @@ struct Gate {
 }
 
 impl Linux<'_> {
-    /// Measures all of it.
+    /// Runs all measurements.
     pub(super) fn rows(&self, rows: &mut Rows<'_>, summary: &mut Summary) -> Result<(), ChildError> {
         let backing = if self.options.own_pmu {
             "kvm"
@@ -104,8 +106,8 @@ impl Linux<'_> {
         self.levels(&mut guest, backing, rows)?;
         guest.end()?;
         if backing != "kvm" && self.host.no_exact.is_none() && self.host.steps_user {
-            // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another
-            // way.
+            // The NMI watchdog would count permanently, and address space randomisation may change
+            // a program's path.
             let mut guest = self.start("exact", "1", "nowatchdog norandmaps")?;
             self.exact(&mut guest, rows)?;
             guest.end()?;
@@ -140,7 +142,7 @@ impl Linux<'_> {
             if line.contains("@@pv validate ready") {
                 Some(true)
             } else {
-                // Whatever else the script or the lack of one leads to.
+                // Any other error of the script, or a missing script.
                 (line.contains("no such script") || line.starts_with("@@pv done")).then_some(false)
             }
         })?;
@@ -158,7 +160,8 @@ impl Linux<'_> {
 }
 
 impl LinuxGuest {
-    /// Runs a shell command. At its gate, if it has one, the operator's events are switched on and off.
+    /// Runs a shell command. At its gate, if it has one, the operator's events are enabled and
+    /// disabled.
     fn run(&mut self, name: &str, command: &str, operator: Option<Operator<'_>>) -> Result<Done, ChildError> {
         self.vm.type_line(&format!("{name} {command}"))?;
         let begin = format!("@@pv begin {name}");
@@ -205,15 +208,15 @@ impl LinuxGuest {
         }
     }
 
-    /// Lets the guest end, and checks that the VM ended well.
+    /// Ends the guest and checks that the VM ended successfully.
     fn end(self) -> Result<(), ChildError> {
         self.vm.end(Duration::from_secs(30))
     }
 }
 
 impl Gate {
-    /// The host's view of the counter that counted on vCPU `cpu` meanwhile, as Linux used it; `None` unless
-    /// it was one.
+    /// Returns the host's count of the counter that moved on vCPU `cpu`, relative to Linux's
+    /// initial value. Returns `None` unless exactly one moved.
     fn host(&self, cpu: usize) -> Option<u64> {
         let after = &self.after.get(cpu)?.counters;
         let before = &self.before.get(cpu)?.counters;
@@ -229,7 +232,7 @@ impl Gate {
         value.checked_sub(LINUX_START)
     }
 
-    /// The same, as what the guest's count must be.
+    /// Returns the same count as an exact expectation.
     fn host_exactly(&self, cpu: usize) -> Option<Expected> {
         self.host(cpu).map(|value| Expected {
             value,
@@ -238,7 +241,7 @@ impl Gate {
     }
 }
 
-/// The number after `key` among words.
+/// Returns the number after the word `key`.
 fn field(text: &str, key: &str) -> Option<u64> {
     text.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.parse().ok())
@@ -247,16 +250,16 @@ fn field(text: &str, key: &str) -> Option<u64> {
 /// A line of `perf stat -x,`.
 #[derive(Debug, Clone, PartialEq)]
 struct Count {
-    /// `CPU0` with `-A`.
+    /// CPU number with `-A` (`CPU0`).
     cpu: Option<u32>,
     event: String,
-    /// `None`: `<not supported>` or `<not counted>`.
+    /// Count, or `None` for `<not supported>` and `<not counted>`.
     value: Option<u64>,
-    /// Share of its enabled time it was on.
+    /// Share of the enabled time that the event ran, in percent.
     running_percent: f64,
 }
 
-/// What `perf stat -x,` printed, times in ns.
+/// Parses the output of `perf stat -x,`, with times in ns.
 fn counts(text: &str) -> Vec<Count> {
     text.lines().filter_map(count).collect()
 }

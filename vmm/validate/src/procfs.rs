@@ -1,20 +1,20 @@
-//! What the host's kernel says of a vCPU thread: measured apart from everything in Perfvisor.
+//! The host kernel's accounts of vCPU threads, which are independent of Perfvisor.
 
 use std::fs;
 use std::ops::Sub;
 
-/// A thread's own accounts, from its start.
+/// Accounts of a thread since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadFacts {
     /// CPU time, in ns (`schedstat`).
     pub cpu_ns: u64,
-    /// Time it was ready and waited for a CPU, in ns (`schedstat`).
+    /// Time waiting for a CPU while runnable, in ns (`schedstat`).
     pub wait_ns: u64,
-    /// Page faults, with and without a read (`stat`).
+    /// Minor and major page faults (`stat`).
     pub page_faults: u64,
-    /// Context switches of both kinds (`status`).
+    /// Voluntary and involuntary context switches (`status`).
     pub context_switches: u64,
-    /// Moves to another CPU (`sched`); `None` where the kernel does not say.
+    /// CPU migrations (`sched`), or `None` if the kernel does not report them.
     pub migrations: Option<u64>,
 }
 
@@ -36,7 +36,8 @@ impl Sub for ThreadFacts {
 }
 
 impl ThreadFacts {
-    /// Of thread `tid` of process `pid`; `None` if it has gone or the kernel has no `schedstat`.
+    /// Reads the accounts of thread `tid` of process `pid`. Returns `None` if the thread has exited
+    /// or the kernel has no `schedstat`.
     pub fn read(pid: u32, tid: u32) -> Option<Self> {
         let file = |name: &str| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}"));
         let schedstat = file("schedstat").ok()?;
@@ -51,7 +52,8 @@ impl ThreadFacts {
     }
 }
 
-/// Fields 10 and 12 of `stat`, counted behind the name in parentheses, which may hold anything.
+/// Returns the sum of fields 10 and 12 of `stat`, counted after the name in parentheses, which may
+/// contain any characters.
 fn page_faults(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
@@ -73,7 +75,7 @@ fn migrations(sched: &str) -> Option<u64> {
     line.rsplit_once(':')?.1.trim().parse().ok()
 }
 
-/// The threads of process `pid` that run vCPUs, in the order of the vCPUs.
+/// Returns the vCPU threads of process `pid`, in vCPU order.
 pub fn vcpu_threads(pid: u32) -> Vec<u32> {
     let mut threads: Vec<(u32, u32)> = fs::read_dir(format!("/proc/{pid}/task"))
         .into_iter()

@@ -1,4 +1,4 @@
-//! What `perfvisor validate` says: rows, the host they are from, and the score.
+//! The report of `perfvisor validate`: rows, host description and score.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,73 +9,73 @@ use super::judge::{Evidence, Tolerance, Verdict, judge};
 use crate::host::KvmSeen;
 use control_api::events::format::thousands;
 
-/// Where a count is from that does not depend on time.
+/// Basis of a count that does not depend on time.
 pub const KNOWN: &str = "counted by hand";
 
-/// One measurement, or one thing that cannot be measured here.
+/// A measurement, or an event that cannot be measured on this host.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// What kind of check it is.
+    /// Kind of check.
     pub check: Check,
-    /// The event.
+    /// Name of the event.
     pub event: String,
-    /// Who counts: hardware, clock, exact, paravirtual.
+    /// Backing of the event: hardware, clock, exact or paravirtual.
     pub backing: &'static str,
-    /// What the guest did.
+    /// Work that the guest did.
     pub workload: String,
-    /// Which guest: built-in or Linux.
+    /// Guest that measured: built-in or Linux.
     pub guest_kind: GuestKind,
-    /// What the guest read.
+    /// Count in the guest.
     pub guest: Option<u64>,
-    /// What the host says.
+    /// Count on the host.
     pub host: Option<u64>,
-    /// What it must be.
+    /// The expected count.
     pub expected: Option<u64>,
-    /// Where the expectation comes from.
+    /// Basis of the expected count.
     pub basis: &'static str,
-    /// Guest over expected.
+    /// Ratio of the guest's count to the expected one.
     pub ratio: Option<f64>,
-    /// How far the guest may be from the expectation.
+    /// Permitted deviation of the guest's count from the expected one.
     pub tolerance: Option<Tolerance>,
-    /// Share of its enabled time the event was on, in percent.
+    /// Share of the enabled time that the event ran, in percent.
     pub running_percent: Option<f64>,
-    /// It goes with time, which a host that does other things may spoil: such a row, and no other, is
-    /// measured again if it is off.
+    /// `true` if the count depends on time, which other load on the host can disturb. Only such a
+    /// row is measured again after a failure.
     pub of_time: bool,
-    /// How often it was measured until it was right; the last one is shown.
+    /// Number of measurements until the row passed. The last one is shown.
     pub tries: u32,
-    /// What it comes to.
+    /// Verdict on the row.
     pub verdict: Verdict,
-    /// Why it failed, or why it is not supported.
+    /// Reason for a failure or for missing support.
     pub reason: Option<String>,
 }
 
-/// Kinds of checks: the parts of the table.
+/// Kind of check; each kind is a section of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Check {
-    /// Events that are counted.
+    /// Counting with enough counters.
     Counting,
-    /// More events than counters.
+    /// Multiplexing of more events than counters.
     Multiplexing,
-    /// An operator counts at the same time.
+    /// Contention with an operator who counts the same vCPU.
     Contention,
-    /// Overflows and samples.
+    /// Overflow interrupts and samples.
     Sampling,
 }
 
-/// Which guest measured.
+/// Guest that measured a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestKind {
-    /// The one that ships in the binary.
+    /// The guest embedded in the program.
     BuiltIn,
-    /// Linux, with its perf.
+    /// Linux with perf.
     Linux,
 }
 
 impl Row {
-    /// A row with nothing in it yet, failed until judged.
+    /// Creates a row without values, which fails until it is judged.
     pub fn new(
         check: Check,
         event: impl Into<String>,
@@ -102,7 +102,7 @@ impl Row {
         }
     }
 
-    /// Judges `seen` and keeps it. `basis` says where the expectation comes from.
+    /// Judges `seen` and stores it. `basis` describes the origin of the expected count.
     #[must_use]
     pub fn judged(mut self, seen: &Evidence, basis: &'static str) -> Self {
         (self.verdict, self.reason) = judge(seen);
@@ -119,7 +119,7 @@ impl Row {
             .filter(|(_, expected)| *expected > 0)
             .map(|(guest, expected)| guest as f64 / expected as f64);
         self.basis = basis;
-        // Guest and host differ, where they must be one number: no other measurement makes that right.
+        // Guest and host must have equal counts. A repetition does not correct a difference.
         let apart = seen
             .guest
             .zip(seen.host)
@@ -131,19 +131,19 @@ impl Row {
         self
     }
 
-    /// Whether it may be measured once more.
+    /// Returns whether the failure of this row is time-dependent, so that it may be measured again.
     pub fn is_off_in_time(&self) -> bool {
         self.of_time && self.verdict == Verdict::Fail
     }
 
-    /// With the share of its time it was on.
+    /// Sets the share of time that the event ran.
     #[must_use]
     pub fn running(mut self, running_ns: u64, enabled_ns: u64) -> Self {
         self.running_percent = (enabled_ns > 0).then(|| 100.0 * running_ns as f64 / enabled_ns as f64);
         self
     }
 
-    /// The same, where the host tells.
+    /// Sets the share of time that the event ran, if the host reports it.
     #[must_use]
     pub fn running_if_known(self, running_ns: Option<u64>, enabled_ns: Option<u64>) -> Self {
         match (running_ns, enabled_ns) {
@@ -152,7 +152,7 @@ impl Row {
         }
     }
 
-    /// Not supported here, because of `why`. What that is said on must have been looked at.
+    /// Marks the row as not supported because of `why`. The caller must have checked this.
     #[must_use]
     pub fn unsupported(mut self, why: impl Into<String>) -> Self {
         self.verdict = Verdict::NotSupported;
@@ -160,7 +160,7 @@ impl Row {
         self
     }
 
-    /// Failed, because of `why`.
+    /// Marks the row as failed because of `why`.
     #[must_use]
     pub fn failed(mut self, why: impl Into<String>) -> Self {
         self.verdict = Verdict::Fail;
@@ -177,7 +177,7 @@ pub struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// No rows yet. `on_row` is called with each row that is added.
+    /// Creates an empty list. `on_row` is called with each added row.
     pub fn new(on_row: &'a mut dyn FnMut(&Row)) -> Self {
         Self {
             rows: Vec::new(),
@@ -186,12 +186,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Sets the guest that rows are of from now on.
+    /// Sets the guest of the rows added from now on.
     pub fn set_guest(&mut self, kind: GuestKind) {
         self.guest_kind = kind;
     }
 
-    /// Adds a row that will not change any more.
+    /// Adds a final row.
     pub fn push(&mut self, row: Row) {
         let row = Row {
             guest_kind: self.guest_kind,
@@ -201,69 +201,69 @@ impl<'a> Rows<'a> {
         self.rows.push(row);
     }
 
-    /// Adds rows that will not change any more.
+    /// Adds final rows.
     pub fn extend(&mut self, rows: impl IntoIterator<Item = Row>) {
         rows.into_iter().for_each(|row| self.push(row));
     }
 
-    /// All rows.
+    /// Returns all rows.
     pub fn into_vec(self) -> Vec<Row> {
         self.rows
     }
 }
 
-/// Where the numbers are from; all a bug report needs and no secrets.
+/// Description of the host and the guests. Contains what a bug report needs and no sensitive data.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Summary {
     /// Version of Perfvisor.
     pub perfvisor: String,
     /// Kernel release of the host.
     pub host_kernel: String,
-    /// The host's processor, as the kernel names it.
+    /// Processor name of the host, as the kernel reports it.
     pub host_cpu: String,
-    /// CPUs of the host.
+    /// Number of CPUs of the host.
     pub host_cpus: usize,
-    /// The host is a virtual machine itself.
+    /// `true` if the host is a virtual machine.
     pub host_is_virtual: bool,
-    /// KVM.
+    /// Properties of KVM.
     pub kvm: Option<KvmSeen>,
-    /// Counters of the host's PMU that a vCPU can have, or why there are none.
+    /// Number of host counters available to a vCPU, or the reason why there are none.
     pub host_pmu: String,
-    /// `perf_event_paranoid`.
+    /// Value of `perf_event_paranoid`.
     pub perf_event_paranoid: Option<i32>,
-    /// The guest's PMU.
+    /// Description of the guest's PMU.
     pub pmu: String,
-    /// The guest's TSC in Hz, as it measured it.
+    /// TSC frequency in Hz, as measured by the guest.
     pub guest_tsc_hz: u64,
-    /// Release of the Linux guest's kernel, or why none ran.
+    /// Kernel release of the Linux guest, or `None` if none ran.
     pub guest_kernel: Option<String>,
-    /// Version of its perf.
+    /// Version of perf in the Linux guest.
     pub guest_perf: Option<String>,
-    /// Why the Linux guest did not run.
+    /// Reason for skipping the Linux guest.
     pub linux_guest_skipped: Option<String>,
-    /// How long it all took, in seconds.
+    /// Total duration in seconds.
     pub seconds: f64,
 }
 
-/// The whole report.
+/// The complete report.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Version of this format.
+    /// Version of the report format.
     pub format: u32,
-    /// What was measured.
+    /// The measured rows.
     pub rows: Vec<Row>,
-    /// How many passed.
+    /// Number of passed rows.
     pub passed: usize,
-    /// How many failed.
+    /// Number of failed rows.
     pub failed: usize,
-    /// How many are not supported here.
+    /// Number of rows that are not supported on this host.
     pub not_supported: usize,
-    /// Where.
+    /// Description of the host and the guests.
     pub summary: Summary,
 }
 
 impl Report {
-    /// Of these rows.
+    /// Creates a report of these rows.
     pub fn new(rows: Vec<Row>, summary: Summary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {
@@ -276,12 +276,12 @@ impl Report {
         }
     }
 
-    /// Nothing failed, and something was measured.
+    /// Returns whether at least one row was measured and none failed.
     pub fn is_good(&self) -> bool {
         self.failed == 0 && self.passed > 0
     }
 
-    /// The whole report as text.
+    /// Returns the report as text.
     pub fn text(&self) -> String {
         let mut text = ReportText::default();
         let mut out: String = self.rows.iter().map(|row| text.row(row)).collect();
@@ -340,17 +340,17 @@ impl Report {
     }
 }
 
-/// The text of a report, row by row as they are measured.
+/// Formats a report row by row during the measurements.
 #[derive(Default)]
 pub struct ReportText {
-    /// The section of the last row.
+    /// Section of the last row.
     section: Option<(GuestKind, Check)>,
     /// Number of each footnote.
     notes: BTreeMap<String, usize>,
 }
 
 impl ReportText {
-    /// Returns the line of a row, after the head of its section if it is the first one there.
+    /// Returns the line of a row, preceded by the section header for the first row of a section.
     pub fn row(&mut self, row: &Row) -> String {
         let mut out = String::new();
         let section = (row.guest_kind, row.check);
@@ -392,7 +392,7 @@ impl ReportText {
         out
     }
 
-    /// Returns what follows the last row: the footnotes, the host and the score.
+    /// Returns the text after the last row: the footnotes, the host and the score.
     pub fn end(self, report: &Report) -> String {
         let mut out = String::new();
         if self.section.is_some() {
@@ -411,7 +411,7 @@ impl ReportText {
     }
 }
 
-/// Writes the head of a section.
+/// Writes a section header.
 fn head(out: &mut String, guest: GuestKind, check: Check) {
     let guest = match guest {
         GuestKind::BuiltIn => "built-in guest",
@@ -430,7 +430,7 @@ fn head(out: &mut String, guest: GuestKind, check: Check) {
     );
 }
 
-/// 2 as "2nd".
+/// Formats a number as an ordinal, for example 2 as "2nd".
 fn ordinal(n: u32) -> String {
     match n {
         1 => "1st".into(),
@@ -445,8 +445,8 @@ mod tests {
     use super::*;
     use crate::judge::Expected;
 
-    /// What is counted is right or wrong; only what goes with time may be measured again, and the table and
-    /// the JSON say that it was.
+    /// Only time-dependent rows are measured again, and the table and the JSON show the number of
+    /// tries.
     #[test]
     fn only_time_is_measured_again_and_that_is_said() {
         assert!(!row(5, 6).is_off_in_time());
@@ -497,7 +497,7 @@ mod tests {
         Row::new(Check::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 
-    /// One wrong number makes the whole report fail, in words and for programs.
+    /// One wrong count fails the whole report.
     #[test]
     fn one_failure_fails_the_report() {
         let good = Report::new(vec![row(5, 5), row(7, 7)], Summary::default());
@@ -511,7 +511,7 @@ mod tests {
         assert_eq!(json["rows"][1]["guest"], 7);
     }
 
-    /// A run that measured nothing proved nothing.
+    /// A report without measurements is a failure.
     #[test]
     fn nothing_measured_is_no_success() {
         assert!(!Report::new(vec![], Summary::default()).is_good());
@@ -519,7 +519,7 @@ mod tests {
         assert!(!Report::new(vec![only], Summary::default()).is_good());
     }
 
-    /// What is printed row by row is the whole report, and each row is a line at once.
+    /// The row-by-row output equals the complete report, and each row appears at once.
     #[test]
     fn rows_are_shown_as_they_are_added() {
         let mut text = ReportText::default();
@@ -544,7 +544,7 @@ mod tests {
             ..row(1, 1)
         });
         let report = Report::new(rows.into_vec(), Summary::default());
-        // A head of two lines before the first row of each section, and a blank line between them.
+        // Two header lines before the first row of each section, and a blank line between sections.
         assert_eq!(lines, [3, 4, 8, 12]);
         shown.push_str(&text.end(&report));
         assert_eq!(shown, report.text());

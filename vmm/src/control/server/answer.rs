@@ -1,4 +1,4 @@
-//! What the VM answers to each request.
+//! Handles each request of the control protocol.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use control_api::protocol::{
     Call, CodeInfo, Failure, FailureKind, Generation, MAX_CODE, PROTOCOL, SymbolsInfo, VcpuExits,
 };
 
-/// What a client asks of its own events.
+/// Requests for the connection's own events.
 impl Connection {
     fn set_enabled(&mut self, on: bool) -> Result<Done, Failure> {
         if let Some(events) = &mut self.events {
@@ -57,7 +57,7 @@ impl Connection {
     }
 }
 
-/// Which vCPUs an event is for.
+/// Returns the vCPUs on which an event is opened.
 fn where_to(whole: bool, vcpus: Option<&[u32]>, sampling: bool) -> Result<On<'_>, Failure> {
     match (whole, vcpus) {
         (true, None) if !sampling => Ok(On::Whole),
@@ -190,7 +190,7 @@ impl ControlServer {
             .roster
             .begin(count)
             .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
-        // Who counts all vCPUs is there before the guest knows of them.
+        // Events on all vCPUs are opened before the guest sees the new vCPUs.
         for vcpu in come.numbers() {
             let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
             for events in others.chain(connection.events.as_mut()) {
@@ -201,7 +201,7 @@ impl ControlServer {
         value(self.vm.vcpu_plug())
     }
 
-    /// The vCPUs' exits since the connection asked for the first time.
+    /// Returns the exits of all vCPUs since the connection's first such request.
     fn exits(&mut self, connection: &mut Connection) -> Vec<VcpuExits> {
         let seats = self.vm.roster.seats();
         let taken = Taken::out_of(seats);
@@ -244,19 +244,20 @@ impl ControlServer {
         value(Value::Null)
     }
 
-    /// The events of the connection; none yet if it has opened none.
+    /// Returns the connection's event session. Creates it at first use.
     fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
         let (vm, uid) = (&self.vm, connection.uid);
         let (uid, role) = match connection.access {
             Access::Operators => (uid, role(uid)),
-            // They count in the name of the VM's user, who lets them.
+            // Observers open events with the identity and role of the VM's user.
             Access::Observers => (peer::own_uid(), Role::Operator),
         };
         let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.roster.clone());
         connection.events.get_or_insert_with(new)
     }
 
-    /// What is known of the guest's kernel; a look at it begins if there was none yet.
+    /// Returns information about the guest kernel. Starts a search for the kernel if none has run
+    /// yet.
     fn kernel(&self) -> Result<Done, Failure> {
         let vm = &self.vm;
         let probe = vm.pmu.probe();
@@ -270,7 +271,7 @@ impl ControlServer {
         value(probe.kernel_info())
     }
 
-    /// The PMU that the guest sees.
+    /// Returns the PMU of the VM.
     fn guest_pmu(&self) -> Result<&VmPmu, Failure> {
         if self.vm.pmu.is_for_guest() {
             return Ok(&self.vm.pmu);
@@ -321,7 +322,8 @@ impl ControlServer {
     }
 }
 
-/// Refuses what changes the VM, takes samples or reads its memory: what is sampled is read there, too.
+/// Rejects requests that change the VM, take samples or read its memory. Sampling includes memory
+/// reads.
 fn may_observe(call: &Call) -> Result<(), Failure> {
     let why = match call {
         Call::Hello { .. }
@@ -361,7 +363,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
     fail(FailureKind::Denied, why)
 }
 
-/// The kind of failure that a number of vCPUs was refused for.
+/// Returns the failure kind of a rejected vCPU count.
 fn kind_of(error: &RosterError) -> FailureKind {
     match error {
         RosterError::Fixed(_) => FailureKind::Unsupported,

@@ -1,4 +1,4 @@
-//! Why a connection is turned away, and the line that says so before it is closed.
+//! Reasons for refusing a connection, and the error line that the client receives.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -6,24 +6,24 @@ use std::os::unix::net::UnixStream;
 use control_api::protocol::{Failure, FailureKind, ReplyLine};
 use perf_core::error_line;
 
-/// Why a connection is turned away.
+/// Reason for refusing a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
-    /// Of another user than the VM's, at the socket for operators.
+    /// A user other than root and the VM's user connected to the operator socket.
     #[error("user {0} is not the VM's owner")]
     NotOwner(u32),
-    /// All places are taken by clients that have said hello.
+    /// All connection slots are taken by clients that have sent a hello.
     #[error(
         "{0} connections are open, one more is refused; end one (a stat, record or top of this VM) and try again"
     )]
     Full(usize),
-    /// The process has none left.
+    /// The process has no free descriptors.
     #[error("no descriptor is left for a connection, it is refused")]
     NoDescriptor(#[source] io::Error),
-    /// It made room for another one before it said hello.
+    /// The connection was replaced by another one before its hello.
     #[error("all {0} connections are taken, and this one has not said hello: another one takes its place")]
     MadeRoom(usize),
-    /// A call failed.
+    /// A system call failed.
     #[error("a connection cannot be served")]
     Failed(#[from] io::Error),
 }
@@ -37,8 +37,8 @@ impl Refused {
         }
     }
 
-    /// Says it to the client, whose connection ends behind it. Nobody waits for one that does not read: what
-    /// has no room is not said.
+    /// Sends the reason to the client before the connection closes. Never blocks: a message that
+    /// does not fit into the socket buffer is dropped.
     pub(super) fn tell(&self, mut stream: &UnixStream) {
         let reply = ReplyLine {
             id: 0,
@@ -52,7 +52,7 @@ impl Refused {
             && stream.set_nonblocking(true).is_ok()
         {
             line.push(b'\n');
-            // The client may have gone.
+            // The client may have disconnected.
             let _ = stream.write(&line);
         }
     }

@@ -1,5 +1,5 @@
-//! A server of a real VM, whose loop the test turns itself: what clients say comes in the order that the test
-//! wants, and no clock decides.
+//! Tests of the control server of a real VM. The test runs the main loop step by step, so the order
+//! of requests is deterministic and no clock is involved.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::*;
 use crate::testing;
 use crate::vm::RunningVm;
 
-/// The VM and its server, with a socket for each access.
+/// The VM and its server, with a socket for each access class.
 struct Served {
     manager: EventManager<ControlServer>,
     server: SubscriberId,
@@ -41,7 +41,7 @@ impl Served {
         })
     }
 
-    /// Lets the server do all that it can do now.
+    /// Runs the server until it is idle.
     fn turn(&mut self) {
         while self.manager.run_with_timeout(0).unwrap() > 0 {}
     }
@@ -50,7 +50,7 @@ impl Served {
         self.manager.subscriber_mut(self.server).unwrap()
     }
 
-    /// The one connection that there is.
+    /// Returns the only connection.
     fn only(&mut self) -> &mut Connection {
         let connections = &mut self.server().connections;
         assert_eq!(connections.len(), 1);
@@ -72,7 +72,7 @@ impl Served {
         peer
     }
 
-    /// A client that has said hello.
+    /// Connects a client and sends its hello.
     fn greeted(&mut self, access: Access) -> Peer {
         let mut peer = self.connect(access);
         let reply = self.ask(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
@@ -80,9 +80,9 @@ impl Served {
         peer
     }
 
-    /// Bytes as they are, and the replies to them.
+    /// Sends raw bytes and returns the replies.
     fn say(&mut self, peer: &mut Peer, bytes: &[u8]) -> Vec<ReplyLine> {
-        // The server may have closed it, and more than the socket holds goes in pieces.
+        // The server may have closed the socket, and long input is sent in pieces.
         let mut rest = bytes;
         let mut replies = Vec::new();
         while !rest.is_empty() {
@@ -97,7 +97,7 @@ impl Served {
         replies
     }
 
-    /// One request and its reply. As many may be made as one likes.
+    /// Sends one request without rate limit and returns its reply.
     fn ask(&mut self, peer: &mut Peer, call: &Call) -> Result<Value, Failure> {
         for connection in self.server().connections.values_mut() {
             connection.tokens = REQUEST_BURST;
@@ -122,7 +122,7 @@ struct Peer {
 }
 
 impl Peer {
-    /// What has come by now.
+    /// Returns the replies received so far.
     fn replies(&mut self) -> Vec<ReplyLine> {
         let mut chunk = [0; 4096];
         while let Ok(n @ 1..) = self.stream.read(&mut chunk) {
@@ -142,8 +142,8 @@ impl Peer {
     }
 }
 
-/// What is no request is refused with the reason and ends the connection; nothing that was sent behind it is
-/// done.
+/// An invalid request is refused with the reason and ends the connection. Requests after it are not
+/// executed.
 #[test]
 fn what_is_no_request_ends_the_connection() {
     let Some(mut served) = Served::new() else { return };
@@ -181,7 +181,7 @@ fn what_is_no_request_ends_the_connection() {
     );
 }
 
-/// Before hello nothing is answered, and only this version of the protocol is spoken.
+/// Requests before the hello are refused, and only this protocol version is accepted.
 #[test]
 fn the_first_word_is_hello_in_this_version() {
     let Some(mut served) = Served::new() else { return };
@@ -203,7 +203,7 @@ fn the_first_word_is_hello_in_this_version() {
     assert_eq!(served.vm.control().reason(), None);
 }
 
-/// A request may come in any pieces; one as long as the limit, whose end does not come, is not waited for.
+/// A request may arrive in pieces. A request at the size limit without its end is refused.
 #[test]
 fn a_request_may_come_in_pieces_and_has_a_limit() {
     let Some(mut served) = Served::new() else { return };
@@ -221,8 +221,8 @@ fn a_request_may_come_in_pieces_and_has_a_limit() {
     assert!(peer.is_closed());
 }
 
-/// Requests are counted out of a rate: what was saved up is bounded, and who has none left is sent away.
-/// Others are served meanwhile.
+/// The burst is bounded, and a client that exceeds its rate is disconnected while others are
+/// served.
 #[test]
 fn who_asks_more_than_he_may_is_sent_away() {
     let Some(mut served) = Served::new() else { return };
@@ -239,7 +239,7 @@ fn who_asks_more_than_he_may_is_sent_away() {
         );
     }
     let mut other = served.greeted(Access::Observers);
-    // As if no time passed from now on.
+    // Disables the refill of the rate limit.
     let mut connections = served.server().connections.values_mut();
     let connection = connections.find(|c| c.access == Access::Operators).unwrap();
     (connection.tokens, connection.refilled) = (0.5, Instant::now() + Duration::from_secs(3600));
@@ -253,11 +253,11 @@ fn who_asks_more_than_he_may_is_sent_away() {
     served.ask(&mut other, &Call::Status).unwrap();
 }
 
-/// While a client does not fetch its replies, no more of its requests are read: what waits for it does not
-/// grow. When it fetches them all are there, and the requests that waited are answered.
+/// While a client does not read its replies, the server reads none of its requests, and its backlog
+/// does not grow. When the client reads, all replies arrive and the pending requests are answered.
 #[test]
 fn who_does_not_fetch_its_replies_is_not_read() {
-    /// No more than a client may ask at once.
+    /// A number of requests within the burst limit.
     const MORE: u64 = 150;
     let Some(mut served) = Served::new() else { return };
     let mut peer = served.greeted(Access::Operators);
@@ -291,7 +291,7 @@ fn who_does_not_fetch_its_replies_is_not_read() {
     }
 }
 
-/// Each kind of request once, with numbers that a client might send.
+/// Returns one request of each kind with arbitrary numbers.
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     let sampling = Sampling {
         rate: b,
@@ -356,8 +356,8 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     ]
 }
 
-/// An observer counts and looks on. Whatever changes the VM, samples it or reads its memory is denied, and
-/// nothing of it is done.
+/// An observer can count and inspect. Requests that change the VM, sample it or read its memory are
+/// denied without effect.
 #[test]
 fn an_observer_counts_and_does_nothing_else() {
     let Some(mut served) = Served::new() else { return };
@@ -405,7 +405,7 @@ fn an_observer_counts_and_does_nothing_else() {
     );
 }
 
-/// What cannot be is refused with the kind of mistake it is, and the connection goes on.
+/// An impossible request is refused with its failure kind, and the connection stays open.
 #[test]
 fn what_cannot_be_is_refused_and_the_connection_goes_on() {
     use FailureKind::{Invalid, Unsupported};
@@ -462,8 +462,7 @@ fn what_cannot_be_is_refused_and_the_connection_goes_on() {
     served.ask(&mut peer, &Call::Status).unwrap();
 }
 
-/// A list of events is opened as a whole or not at all: a group that fails leaves nothing open of those
-/// before it.
+/// A list of events is opened as a whole or not at all.
 #[test]
 fn of_a_list_that_fails_nothing_stays_open() {
     let Some(mut served) = Served::new() else { return };
@@ -509,7 +508,7 @@ fn of_a_list_that_fails_nothing_stays_open() {
     assert_eq!(served.ask(&mut peer, &Call::Read).unwrap(), json!([]));
 }
 
-/// The end of a VM is said once: whoever pauses it afterwards is told.
+/// A VM that has ended cannot be paused.
 #[test]
 fn a_vm_that_has_ended_is_not_paused() {
     let Some(mut served) = Served::new() else { return };
@@ -526,8 +525,9 @@ fn a_vm_that_has_ended_is_not_paused() {
     }
 }
 
-/// A connection more than may be is told so and closed; those who have said hello stay, operators are not
-/// kept out by observers, and the next that leaves makes room. Who has not said hello makes room for others.
+/// A connection beyond the limit is told the reason and closed. Greeted clients stay, observers do
+/// not displace operators, and a closed connection frees its slot. Clients without a hello are
+/// replaced.
 #[test]
 fn a_full_house_refuses_and_keeps_those_who_are_in() {
     let Some(mut served) = Served::new() else { return };
@@ -554,8 +554,8 @@ fn a_full_house_refuses_and_keeps_those_who_are_in() {
     }
 }
 
-/// No sequence of requests, whatever the numbers, harms the server: each is answered under its number, and
-/// another client is served behind each.
+/// The server answers every request under its number, whatever the requests, and keeps serving
+/// other clients.
 #[test]
 fn no_sequence_of_requests_harms_the_server() {
     let Some(mut served) = Served::new() else { return };
@@ -584,7 +584,7 @@ fn no_sequence_of_requests_harms_the_server() {
         let mut peer = served.greeted(Access::Operators);
         for (nth, a, b, words) in sequence {
             let calls = requests(a, b, words);
-            // Whatever it is answered: it is, under its number, and the connection stays.
+            // Any reply is valid if it has the request's number and the connection stays open.
             let _ = served.ask(&mut peer, nth.get(&calls));
             served.ask(other, &Call::Status).unwrap();
         }

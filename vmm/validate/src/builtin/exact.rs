@@ -1,4 +1,4 @@
-//! The exact backing: every instruction stepped, and each count known.
+//! Checks of the exact backing: every instruction is single-stepped and every count is known.
 
 use vpmu::ArchEvent;
 
@@ -8,7 +8,7 @@ use crate::guest::{Job, MeasuringGuest};
 use crate::judge::{Expected, Tolerance};
 use crate::report::{Check, KNOWN, Row, Rows};
 
-/// Rounds of the loops: some thousand steps.
+/// Iterations of the loops, a few thousand steps.
 const ROUNDS: u64 = 1000;
 const EXACT: &str = "exact";
 
@@ -24,14 +24,14 @@ impl Builtin<'_> {
         guest.end()
     }
 
-    /// Every event over the loops of known length, and what is stepped at CPL 3.
+    /// Measures every event over loops of known length, and the code that is stepped at CPL 3.
     fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
                 continue;
             };
-            // Each instruction takes one cycle here.
+            // Under the exact backing each instruction takes one cycle.
             let counted_as = match event {
                 ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => {
                     ArchEvent::Instructions
@@ -71,7 +71,7 @@ impl Builtin<'_> {
                 rows.push(unbacked(guest, row, &job, why)?);
                 continue;
             }
-            // What is around the work runs at CPL 0.
+            // The code around the work runs at CPL 0.
             let around = if event == ArchEvent::Instructions {
                 super::AROUND
             } else {

@@ -1,11 +1,11 @@
-//! Measurements that nobody made, for tests of what is said of them.
+//! Artificial measurements for tests of the judgement.
 
 use control_api::protocol::{GuestCounter, VcpuView};
 
 use crate::guest::{CpuResult, Outcome};
 use crate::procfs::ThreadFacts;
 
-/// A counter at rest that reads `value` and was on for half of its time.
+/// Returns a stopped counter with this value that ran for half of its enabled time.
 pub(super) fn counter(name: &str, value: u64) -> GuestCounter {
     GuestCounter {
         counter: name.into(),
@@ -35,7 +35,8 @@ fn view(counters: Vec<GuestCounter>) -> VcpuView {
     }
 }
 
-/// One CPU whose general counters read these, and a host that reads the same.
+/// Returns a measurement on one CPU whose general-purpose counters have these values for both guest
+/// and host.
 pub(super) fn outcome(counts: &[u64]) -> Outcome {
     let names = (0..counts.len()).map(|n| format!("gp{n}"));
     let after = names.zip(counts).map(|(name, count)| counter(&name, *count));

@@ -1,4 +1,5 @@
-//! The built-in guest's part: every event and backing this host has, on any KVM, in seconds.
+//! Measurements with the built-in guest: every event and backing of this host, on any KVM, within
+//! seconds.
 
 mod exact;
 mod paravirtual;
@@ -16,18 +17,19 @@ use crate::host::Stop;
 use crate::host::{Host, Options};
 use crate::judge::whole;
 
-/// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
+/// Maximum number of measurements of a time-dependent row, because other load on the host disturbs
+/// them.
 const TRIES: u32 = 3;
-/// A measurement takes at least so many times what a measurement of nothing does.
+/// Minimum ratio of a measurement to the overhead of an empty measurement.
 const OVERHEADS: f64 = 300.0;
-/// Measurements of nothing.
+/// Number of empty measurements.
 const OVERHEAD_RUNS: u32 = 5;
-/// Both levels.
+/// Both privilege levels.
 const BOTH: u64 = USR | OS;
-/// Instructions around the work that count: see `counted` in the guest.
+/// Number of counted instructions around the work; see `counted` in the guest.
 const AROUND: u64 = 5;
 
-/// What the built-in guest needs to know.
+/// Parameters of the measurements with the built-in guest.
 pub(super) struct Builtin<'a> {
     pub options: &'a Options,
     pub host: &'a Host,
@@ -35,7 +37,7 @@ pub(super) struct Builtin<'a> {
 }
 
 impl Builtin<'_> {
-    /// Measures all of it.
+    /// Runs all measurements.
     pub(super) fn rows(&self, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);
@@ -58,7 +60,7 @@ impl Builtin<'_> {
         self.exact(rows)
     }
 
-    /// Measures what one of the backings that follow time counts; and, once, the paravirtual
+    /// Runs the measurements with a time-dependent backing, and once those of the paravirtual
     /// events.
     fn backed_by(&self, backing: &'static str, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
@@ -92,7 +94,7 @@ impl Builtin<'_> {
         log::info!("built-in guest, {cpus} CPUs, backing {backing}");
         let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
         let mut guest = MeasuringGuest::start(&arguments, self.signals)?;
-        // The shortest: the host may do other things meanwhile.
+        // Use the minimum, because other load on the host only increases the overhead.
         let mut overhead_ns = u64::MAX;
         for _ in 0..OVERHEAD_RUNS {
             let outcome = guest.measure(&Job::new("nothing", 1), None)?;
@@ -106,7 +108,8 @@ impl Builtin<'_> {
         Ok(guest)
     }
 
-    /// How much of `work` takes about `ms` of CPU time. Measured once for each kind.
+    /// Returns the amount of `work` that takes about `ms` of CPU time. The speed of each kind of
+    /// work is measured once.
     fn amount(
         &self,
         guest: &mut MeasuringGuest,
@@ -123,13 +126,13 @@ impl Builtin<'_> {
                 per_ms
             }
         };
-        // Long enough that what is around it, which varies, does not matter.
+        // Make the work so long that the variable overhead is negligible.
         let least_ms = guest.overhead_ns as f64 * OVERHEADS / 1e6;
         Ok(whole(per_ms * least_ms.max(ms as f64)).max(1))
     }
 
-    /// CPU time of vCPU `cpu` in TSC ticks, as the host's kernel accounts it.
-    /// Less what a measurement of nothing takes.
+    /// Returns the CPU time of vCPU `cpu` in TSC ticks as accounted by the host kernel, less the
+    /// overhead of an empty measurement.
     fn cpu_ticks(&self, outcome: &Outcome, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
         let ns = ns.saturating_sub(outcome.overhead_ns);
@@ -137,22 +140,22 @@ impl Builtin<'_> {
     }
 }
 
-/// Whether the counts are those of the host's PMU: by our events, or by KVM's own vPMU.
+/// Returns whether this backing counts with the host's PMU, through perf events or KVM's own vPMU.
 pub(crate) fn on_host_pmu(backing: &str) -> bool {
     matches!(backing, "hardware" | "kvm")
 }
 
-/// How much of `work` is done in a millisecond of CPU time.
+/// Returns the amount of `work` done per millisecond of CPU time.
 fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
         let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
-        // Either may be too long for reasons of its own: the host's handshake, or a host that ran something
-        // else.
+        // Use the minimum, because either time may include delays: the handshake with the host, or
+        // other load on the host.
         let ms = passed.min(used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6);
-        // Work done in pieces has something around each.
+        // Work done in pieces has overhead around each piece.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
         if ms > enough_ms || n > 1 << 40 {
             return Ok(n as f64 / ms.max(1e-3));
@@ -161,9 +164,9 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
     }
 }
 
-/// Where an expectation of ticks comes from.
+/// Basis of an expectation in TSC ticks.
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
-/// Measures; what goes with time until it passes, at most [`TRIES`] times.
+/// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
 fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
     let mut tries = 1;
     loop {
@@ -184,7 +187,7 @@ fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, 
     }
 }
 
-/// A counter of the guest.
+/// A guest counter.
 #[derive(Clone, Copy, Debug)]
 enum Counter {
     General(usize),
@@ -192,7 +195,7 @@ enum Counter {
 }
 
 impl Counter {
-    /// Its name in the host's view.
+    /// Returns the name in the host's view of the counters.
     fn name(self) -> String {
         match self {
             Self::General(n) => format!("gp{n}"),
@@ -201,8 +204,8 @@ impl Counter {
     }
 }
 
-/// As [`settled`], for rows of one measurement, which is the same rows each time. Of further measurements
-/// those rows are taken that were off, and all that fail without being a matter of time.
+/// [`settled`] for several rows of one measurement, which has the same rows each time. A repetition
+/// replaces the rows that were off, and all rows that fail independently of time.
 fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Result<Vec<Row>, ChildError> {
     let mut rows = measure()?;
     for tries in 2..=TRIES {
@@ -219,8 +222,8 @@ fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Res
     Ok(rows)
 }
 
-/// What a counter of CPU `cpu` of the guest has, with the host's view of the same counter, which is at rest:
-/// the two are equal.
+/// Returns the evidence for a counter of guest CPU `cpu`. The host's view of the same stopped
+/// counter must be equal.
 fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Expected>) -> Evidence {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
@@ -237,7 +240,7 @@ fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Ex
     }
 }
 
-/// Judges counter 0 of CPU 0, with the time it was on.
+/// Judges counter 0 of CPU 0, with its running time.
 fn judged(
     row: Row,
     outcome: &Outcome,
@@ -253,12 +256,12 @@ fn judged(
     }
 }
 
-/// A row for an event nothing counts here: tried all the same, and it must not move.
+/// Measures an event that is not backed on this host. Its counter must not move.
 fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Result<Row, ChildError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
-    // KVM tells what a counter reads, and not whether anything counts for it.
+    // With KVM's own vPMU, KVM reports the value of a counter but not whether anything backs it.
     let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
@@ -270,10 +273,11 @@ fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Resul
     })
 }
 
-/// How many of `event` a hand-counted piece of work is, `counted` around it included.
+/// Returns the known count of `event` over a piece of work, including the instructions of `counted`
+/// around it.
 fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     use ArchEvent::*;
-    // known_loop(n) and chase(n) in the guest's sources say these numbers.
+    // The guest's sources of known_loop(n) and chase(n) document these numbers.
     Some(match (work, event) {
         ("busy", Instructions) => 2 * n + 5 + AROUND,
         ("busy", Branches) => n + 1 + 1,
@@ -291,8 +295,8 @@ fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     })
 }
 
-/// The numbers a guest writes into a selector for `event`, without levels and the enable bit; `None` where
-/// the vendor has no such event.
+/// Returns the event select and unit mask of `event`, without privilege levels and enable bit, or
+/// `None` if the vendor has no such event.
 fn selector(event: ArchEvent, amd: bool) -> Option<u64> {
     use ArchEvent::*;
     // A selector has the unit mask in bits 15:8 and AMD's upper event bits in 35:32.
@@ -339,7 +343,8 @@ mod tests {
         }
     }
 
-    /// A fault in one of two measurements is a fault; a time that is off in one of two is not.
+    /// A failure that is independent of time is final. A time-dependent deviation may pass at the
+    /// second attempt.
     #[test]
     fn what_is_not_of_time_cannot_pass_by_being_measured_again() {
         use Verdict::{Fail, Pass};
@@ -359,7 +364,7 @@ mod tests {
         assert_eq!(measured([Pass, Fail], [Pass, Pass]), [(Pass, 1), (Fail, 1)]);
     }
 
-    /// The numbers here are those the virtual PMU knows.
+    /// The selectors have the encodings of the virtual PMU's events.
     #[test]
     fn selectors_mean_their_events() {
         for event in ArchEvent::ALL {
@@ -385,8 +390,8 @@ mod tests {
         assert_eq!(known(ArchEvent::CoreCycles, "busy", 1000), None);
     }
 
-    /// The guest's count and the host's of the same counter are one number; both are held against what must
-    /// be.
+    /// The guest's and the host's count of the same counter must be equal and match the
+    /// expectation.
     #[test]
     fn guest_and_host_have_one_number() {
         let exactly = |value| Expected {
@@ -403,11 +408,11 @@ mod tests {
         assert_eq!(verdict(7, 7, 7).verdict, Verdict::Pass);
         assert_eq!(verdict(7, 8, 7).reason.as_deref(), Some("guest and host differ"));
         assert_eq!(verdict(8, 8, 7).reason.as_deref(), Some("off the expectation"));
-        // Half of the time enabled, as the host has it.
+        // The host reports that the counter ran for half of its enabled time.
         assert_eq!(verdict(7, 7, 7).running_percent, Some(50.0));
     }
 
-    /// A CPU or a counter that the guest did not answer for is no pass.
+    /// A missing CPU or counter in the guest's result is a failure.
     #[test]
     fn what_was_not_answered_is_not_counted() {
         let expected = Some(Expected {
@@ -426,7 +431,7 @@ mod tests {
         }
     }
 
-    /// What the host's counter had before does not count as an overflow of the measurement.
+    /// Overflows before the measurement are not counted.
     #[test]
     fn overflows_are_those_of_the_measurement() {
         let mut seen = outcome(&[1]);

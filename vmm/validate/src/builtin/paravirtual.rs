@@ -1,4 +1,5 @@
-//! The paravirtual events: what the host did to the vCPU, next to what the guest made it do.
+//! Checks of the paravirtual events: effects of the host on the vCPU, compared with what the guest
+//! provokes.
 
 use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
@@ -9,24 +10,25 @@ use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
 use crate::judge::{Expected, Tolerance};
 use crate::report::{Check, Row, Rows};
 
-/// How often the guest does what is counted.
+/// Number of repetitions of the work.
 const TIMES: u64 = 200;
-/// Halts, of 20 ms each.
+/// Number of halts, of 20 ms each.
 const HALTS: u64 = 20;
 /// CPU time of a busy loop, in ms.
 const BUSY_MS: u64 = 100;
-/// How far stolen time may be off, in percent and ns: the kernel's account is read a little before and after.
+/// Tolerance of stolen time, in percent and ns. The kernel's accounts are read slightly before and
+/// after the measurement.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
-/// CPU time of the loop beside which nobody counts for one counter, in ms; how far the time told may be off,
-/// in percent.
+/// CPU time of the loop during which one counter is not counted, in ms, and the tolerance of the
+/// reported time, in percent.
 const UNCOUNTED_MS: u64 = 200;
 const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
-/// CMASK = 1: what the host does to a vCPU has no cycles to compare with a threshold, so such an event has
-/// nobody who counts it, whatever the backing.
+/// CMASK = 1. A paravirtual event has no cycles to compare with a threshold, so it is never backed
+/// with one.
 const THRESHOLD: u64 = 1 << 24;
 
-/// What a paravirtual event must count over the work that provokes it.
+/// Returns the expected count of a paravirtual event over the work that provokes it.
 fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected, &'static str) {
     use ParavirtualEvent::*;
     let facts = outcome.facts.first().copied().unwrap_or_default();
@@ -40,12 +42,12 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected,
     match event {
         VmExits => known(n, Tolerance::AtLeast),
         IoExits | MmioExits | Halts => known(n, Tolerance::Exact),
-        // KVM injects again what an exit in the middle has held up, and counts it again.
+        // KVM repeats an injection that was interrupted by an exit, and counts it again.
         IrqInjections | NmiInjections => known(n, Tolerance::Range(n, n + n / 20)),
-        // The write that stops the counter is one too.
+        // The write that stops the counter is an MSR exit too.
         MsrExits => known(n + 1, Tolerance::Exact),
         HostPageFaults => kernel(facts.page_faults, Tolerance::PercentAnd(0.0, 2)),
-        // The account's window is a little longer, and waiting at its ends is sleeping.
+        // The account covers slightly more time than the counter, and waiting at both ends sleeps.
         HostContextSwitches => kernel(
             facts.context_switches,
             Tolerance::Range(n, facts.context_switches),
@@ -55,7 +57,7 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected,
             kernel(moves, Tolerance::Range(moves.saturating_sub(3), moves))
         }
         StealNs => kernel(facts.wait_ns, STEAL),
-        // Its own counter is the only one, and is counted.
+        // The only enabled counter is this one, which is counted.
         UncountedNs => known(0, Tolerance::Exact),
     }
 }
@@ -106,8 +108,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// How long another counter that is enabled was not counted, as the guest is told: as long as the loop
-    /// took.
+    /// Measures the uncounted time of another enabled counter, which must equal the duration of the
+    /// loop.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<Row, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let row = Row::new(
@@ -144,7 +146,7 @@ impl Builtin<'_> {
 }
 
 fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row) -> Result<Row, ChildError> {
-    // The statistic itself, by the operator's way to it.
+    // The statistic itself, read through an operator event.
     let spec = format!("pv/{}/", event.name());
     let operator = Operator {
         events: &spec,
@@ -169,8 +171,8 @@ fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row)
     if row.guest == Some(0) && backing == Some("none") {
         return Ok(row.unsupported("this host's KVM keeps no such statistic"));
     }
-    // Interrupts that a processor delivers by itself (APICv, AVIC) are not injected, and KVM counts none.
-    // KVM's own number tells that from a counter of ours that is broken.
+    // KVM neither injects nor counts interrupts that the processor delivers by itself (APICv,
+    // AVIC). KVM's own statistic distinguishes this from a broken counter.
     if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 && backing == Some("kvm-stat") {
         return Ok(row.unsupported("KVM's own statistic of it stood still meanwhile on this host"));
     }
@@ -190,7 +192,7 @@ mod tests {
         expected.tolerance.allows(counted, expected.value)
     }
 
-    /// What the guest does itself is counted as often as it did it, not once more or less.
+    /// Events that the guest causes are counted exactly.
     #[test]
     fn what_the_guest_does_is_counted_as_often() {
         use ParavirtualEvent::*;
@@ -204,14 +206,14 @@ mod tests {
             [200, 201, 202].map(|counted| allows(MsrExits, 200, facts, counted)),
             [false, true, false]
         );
-        // Other exits come on top; an injection that an exit has held up is made again.
+        // Other exits are added, and an injection that an exit interrupts is repeated.
         assert!(!allows(VmExits, 200, facts, 199) && allows(VmExits, 200, facts, 5000));
         assert!(!allows(IrqInjections, 200, facts, 199) && !allows(IrqInjections, 200, facts, 211));
         assert!(allows(NmiInjections, 200, facts, 210));
         assert!(allows(UncountedNs, 0, facts, 0) && !allows(UncountedNs, 0, facts, 1));
     }
 
-    /// What the host does to the vCPU is what its kernel says of the thread.
+    /// Events that the host causes match the host kernel's accounts of the thread.
     #[test]
     fn what_the_host_does_is_what_its_kernel_says() {
         use ParavirtualEvent::*;
@@ -235,14 +237,14 @@ mod tests {
             [false, true, true, false]
         );
         assert_eq!(right(HostMigrations, &[0, 1, 4, 5]), [false, true, true, false]);
-        // 5 % and 3 ms.
+        // The tolerance is 5 % plus 3 ms.
         assert_eq!(
             right(StealNs, &[91_000_000, 93_000_000, 107_000_000, 109_000_000]),
             [false, true, true, false]
         );
     }
 
-    /// Each event has work that provokes it, and of a kind that the guest knows.
+    /// The guest has a kind of work that provokes each event.
     #[test]
     fn each_event_has_its_work() {
         for event in ParavirtualEvent::ALL {

@@ -1,4 +1,5 @@
-//! Overflow interrupts in the guest, and the operator's samples of it: their number, and where they fall.
+//! Checks of overflow interrupts in the guest and of the operator's samples: their number and their
+//! distribution.
 
 use vpmu::ArchEvent;
 
@@ -10,14 +11,16 @@ use crate::report::{Check, Row, Rows};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
-/// Samples for each second of CPU time. Hosts that look at timers at their tick, 4 ms, cannot do many more.
+/// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
+/// much higher rate.
 const SAMPLES_PER_SECOND: u64 = 60;
-/// Their number may be off by 5 % and the one at the end.
+/// Tolerance of the number of samples: 5 % and the one at the end.
 const NUMBER: Tolerance = Tolerance::PercentAnd(5.0, 1);
 /// The profiled functions and their share of the work, in percent.
 const SHARES: [(&str, u64); 3] = [("spin_hot", 60), ("spin_warm", 30), ("spin_cool", 10)];
 
-/// Around its share of `all` samples, how many a function may have: five points, and what chance does.
+/// Returns the expected number of samples of a function with `percent` of the work out of `all`.
+/// The tolerance is five percentage points plus the statistical variation.
 fn by_chance(all: u64, percent: u64) -> (Expected, &'static str) {
     let (all, share) = (all as f64, percent as f64 / 100.0);
     let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
@@ -55,7 +58,7 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// The guest's own samples.
+    /// Measures the guest's own samples.
     fn interrupt_rows(
         guest: &mut MeasuringGuest,
         backing: &'static str,
@@ -85,7 +88,7 @@ impl Builtin<'_> {
         Ok(rows)
     }
 
-    /// The operator samples the vCPU; the guest only counts.
+    /// Measures samples that the operator takes while the guest only counts.
     fn operator_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -146,14 +149,14 @@ impl Builtin<'_> {
     }
 }
 
-/// PMIs against the count of a second counter that ran along.
+/// Compares the number of PMIs with the count of a second counter that ran at the same time.
 fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
     let Some(cpu) = outcome.cpus.first() else {
         return row;
     };
     let counted = cpu.c.get(1).copied().unwrap_or(0);
-    // Periods that went by before the handler ran have no PMI, and are not helped to one here: with sixty a
-    // second there are none.
+    // Periods that elapsed before the handler ran have no PMI and are not added here; at sixty
+    // samples per second there are none.
     let seen = Evidence {
         guest: Some(cpu.pmis),
         host: outcome.overflows(0, "gp0").map(|overflows| Expected {
@@ -168,7 +171,7 @@ fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
     row.judged(&seen, "a second counter's count over the period")
 }
 
-/// An interrupt that no overflow explains is for "unknown reason" in a Linux guest.
+/// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
 fn none_spurious(row: Row, spurious: u64) -> Row {
     let seen = Evidence {
         guest: Some(spurious),
@@ -194,7 +197,7 @@ fn share(row: Row, hits: u64, all: u64, percent: u64) -> Row {
     row.judged(&seen, basis)
 }
 
-/// Functions by address.
+/// Guest functions by start address.
 struct Symbols(Vec<(u64, String)>);
 
 impl Symbols {
@@ -221,7 +224,7 @@ mod tests {
     use super::*;
     use crate::judge::Verdict;
 
-    /// As many PMIs as periods passed and as the host saw overflows: one of the two is not enough.
+    /// The number of PMIs must match both the elapsed periods and the overflows that the host saw.
     #[test]
     fn pmis_are_as_many_as_periods_and_overflows() {
         let row = |pmis: u64, overflows: u64| {
@@ -246,7 +249,7 @@ mod tests {
         );
     }
 
-    /// A profile that is off by more than chance allows is found.
+    /// A profile that deviates by more than the statistical variation fails.
     #[test]
     fn a_skewed_profile_fails() {
         let row = || Row::new(Check::Sampling, "cycles", "clock", "x");
@@ -257,7 +260,7 @@ mod tests {
         assert_eq!(share(row(), 6, 10, 60).verdict, Verdict::Fail);
     }
 
-    /// One interrupt too many is a failure, and not one of time.
+    /// One spurious interrupt is a failure, independent of time.
     #[test]
     fn a_spurious_interrupt_fails() {
         let row = |spurious| {

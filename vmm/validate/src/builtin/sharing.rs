@@ -1,4 +1,4 @@
-//! More events than counters, and an operator who counts what the guest counts.
+//! Checks with more events than counters, and with an operator who counts the guest's events.
 
 use perf_core::SharePolicy;
 use perf_core::estimate::Estimator;
@@ -11,36 +11,36 @@ use crate::judge::{Evidence, Expected, Tolerance, whole};
 use crate::report::{Check, Row, Rows};
 use control_api::request;
 
-/// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the
-/// operator's events is in the measurement, and many times less.
+/// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
+/// includes programming all counters, which takes far less time.
 const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
-/// More events than counters by so many.
+/// Number of events beyond the number of counters.
 const EXTRA: usize = 3;
-/// Turns in all.
+/// Total number of intervals.
 const TURNS: u64 = 14;
 
-/// Events that all count the same and take turns on fewer counters, each in the order of the list.
+/// Identical events that are multiplexed on fewer counters in round-robin order.
 struct Turns {
     counters: usize,
     estimators: Vec<Estimator>,
     running_ns: Vec<u64>,
-    /// Turns so far.
+    /// Number of intervals so far.
     taken: usize,
-    /// How long they took.
+    /// Total duration in nanoseconds.
     now_ns: u64,
-    /// What was counted in all of them: any of the counters was on for the whole turn, so together they are
-    /// the count without turns.
+    /// Total count of all intervals. Any counter runs for its whole interval, so the sum equals the
+    /// count without multiplexing.
     all: u64,
     least: u64,
     most: u64,
 }
 
-/// The event whose estimate is farthest from the truth, for what it may be off by.
+/// The event whose estimate is farthest from the true count in relation to its tolerance.
 #[derive(Debug, PartialEq)]
 struct Worst {
     estimate: u64,
-    /// How far it may be off.
+    /// Tolerance of the estimate.
     slack: u64,
     running_ns: u64,
 }
@@ -59,7 +59,7 @@ impl Turns {
         }
     }
 
-    /// One more turn: how long it took, and what each counter counted.
+    /// Adds an interval with its length and the count of each counter.
     fn take(&mut self, length_ns: u64, counts: &[u64]) {
         let events = self.estimators.len();
         for (counter, count) in counts.iter().take(self.counters).enumerate() {
@@ -74,13 +74,13 @@ impl Turns {
         (self.least, self.most) = (self.least.min(counted), self.most.max(counted));
     }
 
-    /// The worst of them stands for all; `None` where no event had two turns.
+    /// Returns the worst event, or `None` if no event ran in two intervals.
     fn worst(&self, tolerance_percent: f64) -> Option<Worst> {
         let events = self.estimators.iter().zip(&self.running_ns);
         let told = events.filter_map(|(estimator, running_ns)| {
             let estimate = estimator.estimate(self.now_ns, None)?;
-            // So few slices have no standard error. What was not seen lies between the least and the most
-            // that a turn counted.
+            // Few intervals yield no standard error. The uncounted part is bounded by the
+            // minimum and maximum count of an interval.
             let unseen = self.taken as f64 * self.now_ns.saturating_sub(*running_ns) as f64
                 / self.now_ns.max(1) as f64;
             let slack = unseen * self.most.saturating_sub(self.least) as f64
@@ -98,7 +98,8 @@ impl Turns {
 }
 
 impl Builtin<'_> {
-    /// The guest takes turns as a kernel does: each event is on for a part of the time, and scaled.
+    /// Multiplexes events in the guest as a kernel does: each event runs for a part of the time and
+    /// is scaled.
     pub(super) fn multiplexing_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -123,7 +124,7 @@ impl Builtin<'_> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = Turns::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
-            // Alternating kinds of work, or every turn would be like every other.
+            // Alternate two kinds of work, otherwise all intervals would have equal counts.
             let work = if turn % 2 == 0 { "busy" } else { "chase" };
             let mut job = Job::new(work, n).at(3);
             for _ in 0..counters {
@@ -154,7 +155,7 @@ impl Builtin<'_> {
         Ok(row.judged(&seen, basis).running(worst.running_ns, turns.now_ns))
     }
 
-    /// The operator counts the same vCPU, under each policy.
+    /// Counts the same vCPU as an operator, under each policy.
     pub(super) fn contention_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -189,7 +190,8 @@ impl Builtin<'_> {
     ) -> Result<Row, ChildError> {
         let row = Row::new(Check::Contention, "cycles", backing, format!("--share {policy}"));
         let counters = u64::from(guest.hello.gp.min(8));
-        // As many as the guest has, so that on hosts with few they do not all fit.
+        // Use as many counters as the guest has, so that the operator's event does not fit on hosts
+        // with few.
         let mut job = Job::new("busy", n).at(3);
         for _ in 0..counters {
             job = job.counter(select | BOTH);
@@ -210,7 +212,7 @@ impl Builtin<'_> {
         };
         let index = Counter::General(0);
         if saw.opened.is_err() && policy == "strict" {
-            // Refused, and said so: then the guest's count is all there is.
+            // The operator was refused, so only the guest's count is available.
             return Ok(judged(row, &outcome, 0, index, expected, CPU_TIME));
         }
         let Some(reading) = saw.reading(0, 0) else {
@@ -218,7 +220,8 @@ impl Builtin<'_> {
         };
         let seen = Evidence {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
-            // The operator's event is on a little longer: the guest waits, mostly halted, at both ends.
+            // The operator's event runs slightly longer: the guest waits at both ends, mostly
+            // halted.
             host: reading.estimate.map(|value| Expected {
                 value,
                 tolerance: Tolerance::Percent(2.0 * percent),
@@ -245,7 +248,7 @@ mod tests {
         worst.estimate.abs_diff(turns.all) <= worst.slack
     }
 
-    /// Each event is on for its share of the time, and a steady count is estimated as it is.
+    /// A constant rate is estimated exactly.
     #[test]
     fn steady_turns_are_estimated_exactly() {
         let mut turns = Turns::new(4, 7);
@@ -256,7 +259,7 @@ mod tests {
         assert_eq!((worst.estimate, worst.slack), (14_000, 280));
     }
 
-    /// A counter that counts half of what it should is found, although the others are right.
+    /// A counter that counts half of the events is detected although the others are right.
     #[test]
     fn one_counter_that_counts_half_is_found() {
         let mut turns = Turns::new(4, 7);
@@ -273,8 +276,8 @@ mod tests {
     }
 
     proptest! {
-        /// However long turns take and whatever they count: there is a worst event, and no event was on for
-        /// longer than there were turns.
+        /// For any lengths and counts there is a worst event, and its running time does not exceed
+        /// the total duration.
         #[test]
         fn no_event_is_on_for_longer_than_all_turns(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = Turns::new(4, 7);
@@ -285,7 +288,8 @@ mod tests {
             prop_assert!(worst.running_ns <= taken.now_ns);
         }
 
-        /// With turns of one length, what an event did not see decides what it may be off by.
+        /// With intervals of equal length, the estimate lies within the tolerance from the
+        /// uncounted part.
         #[test]
         fn equal_turns_are_within_their_slack(counts in prop::collection::vec(0u64..1_000_000, 14..40)) {
             let mut taken = Turns::new(4, 7);

@@ -1,4 +1,4 @@
-//! Backings that count at full speed: the clock, and the host's PMU.
+//! Checks of backings that count at full speed: the clock and the host's PMU.
 
 use vpmu::ArchEvent;
 
@@ -12,14 +12,14 @@ use crate::report::{Check, KNOWN, Row, Rows};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
-/// Halts of 20 ms of the idle guest.
+/// Number of 20 ms halts of the idle guest.
 const HALTS: u64 = 15;
-/// Most of the TSC an idle guest's cycles may be, in percent: its wake-ups.
+/// Maximum share of the TSC for an idle guest's cycles, in percent. Wake-ups cause them.
 const IDLE_PERCENT: u64 = 10;
-/// How far a count of one privilege level may be off under the clock backing, in percent: it is an estimate.
+/// Tolerance for one privilege level under the clock backing, in percent. The count is an estimate.
 const LEVEL_PERCENT: f64 = 5.0;
 
-/// Counts of known code on hardware: interrupts and faults add a little.
+/// Tolerance of known counts on hardware, in percent. Interrupts and faults add a little.
 const KNOWN_PERCENT: f64 = 1.0;
 
 impl Builtin<'_> {
@@ -78,7 +78,7 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// What `event` must be over this work, and how that is known.
+    /// Returns the expected count of `event` over this work, and its basis.
     fn expectation(
         &self,
         backing: &str,
@@ -94,8 +94,8 @@ impl Builtin<'_> {
             return Some((Expected { value, tolerance }, KNOWN));
         }
         if on_host_pmu(backing) && event != ArchEvent::RefCycles {
-            // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and
-            // disabled around.
+            // The processor's clock is not the TSC, so the reference is the host's own event on the
+            // same vCPU, enabled around the work.
             let saw = outcome.operator.as_ref()?;
             let reading = saw.reading(0, u32::try_from(cpu).ok()?)?;
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
@@ -136,7 +136,7 @@ impl Builtin<'_> {
         })
     }
 
-    /// Intel's fixed counters.
+    /// Measures Intel's fixed counters.
     fn fixed_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -181,7 +181,7 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// A guest that sleeps uses hardly any cycles.
+    /// A sleeping guest uses few cycles.
     fn idle(
         &self,
         guest: &mut MeasuringGuest,
@@ -199,7 +199,7 @@ impl Builtin<'_> {
         Ok(judged(row, &outcome, 0, Counter::General(0), expected, basis))
     }
 
-    /// `cycles:u` over work at one level, beside a counter for both.
+    /// Measures `cycles:u` over work at one level, along with a counter for both levels.
     fn level(
         &self,
         guest: &mut MeasuringGuest,
@@ -231,14 +231,14 @@ impl Builtin<'_> {
         let basis = "the level the work ran at, and a counter for both levels";
         let row = row.judged(&seen, basis);
         log::debug!("cycles:u {user}, cycles:k {kernel}, both {both}");
-        // The parts make the whole, whatever the split.
+        // The sum of both levels must match the total, whatever the split.
         if (user + kernel).abs_diff(*both) > both / 100 {
             return Ok(row.failed("the two levels do not add up to the count of both"));
         }
         Ok(row)
     }
 
-    /// Each CPU counts for itself.
+    /// Checks that each CPU counts independently.
     pub(super) fn smp_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -284,10 +284,10 @@ impl Builtin<'_> {
     }
 }
 
-/// Whether a counter moves that has these numbers. KVM's own vPMU hands AMD's numbers to the host's PMU as
-/// they are, whether perf has a name for the event or not: 120H/01H is none of perf's ref-cycles on AMD
-/// hosts, and counts on processors that have it (Zen 4 and later, and a PMU of ours below). What moves is
-/// then judged by how far.
+/// Returns whether a counter with these encodings moves. KVM's own vPMU passes AMD's encodings to
+/// the host's PMU unchanged, whether perf has a name for the event or not: 120H/01H is none of
+/// perf's ref-cycles on AMD hosts, and counts on processors that have it (Zen 4 and later, or a
+/// virtual PMU of Perfvisor on a nested host). A counter that moves is judged by its count.
 fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
     let outcome = guest.measure(&Job::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome

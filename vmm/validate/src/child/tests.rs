@@ -1,4 +1,4 @@
-//! VMs that are scripts of the shell: what becomes of one that says, and does, what no VM should.
+//! Tests of misbehaving VMs, which shell scripts simulate.
 
 use std::os::unix::net::UnixStream;
 
@@ -9,12 +9,13 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// Nobody wants to end.
+/// Returns a signal check that never requests a stop.
 pub(crate) fn nobody_stops() -> Stop {
     Arc::new(|| false)
 }
 
-/// A VM that does what `script` says. `$0` and what follows are the arguments of `perfvisor`.
+/// Starts a VM simulated by the shell script `script`. `$0` and the parameters are the arguments of
+/// `perfvisor`.
 pub(crate) fn scripted(script: &str) -> ChildVm {
     scripted_until(script, &nobody_stops())
 }
@@ -26,7 +27,7 @@ fn scripted_until(script: &str, signals: &Stop) -> ChildVm {
 }
 
 impl ChildVm {
-    /// With a control socket at which each request is answered by `answer`.
+    /// Starts a simulated VM with a control socket whose requests `answer` handles.
     pub(crate) fn answered(
         mut self,
         mut answer: impl FnMut(Call) -> Result<Value, Failure> + Send + 'static,
@@ -55,7 +56,7 @@ impl ChildVm {
     }
 }
 
-/// A VM of a script, as its greeting describes it.
+/// Returns the description of a simulated VM.
 fn info() -> VmInfo {
     VmInfo {
         protocol: PROTOCOL,
@@ -76,7 +77,8 @@ fn info() -> VmInfo {
     }
 }
 
-/// The reply to a look at the counters: on each vCPU, counter `gp0`, `gp1`... reads these.
+/// Returns the reply to a counter view request: the values of the counters `gp0`, `gp1`... of each
+/// vCPU.
 pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
     let counter = |(n, value): (usize, &u64)| GuestCounter {
         counter: format!("gp{n}"),
@@ -109,7 +111,7 @@ pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
     .unwrap()
 }
 
-/// A refusal, as of a strict policy.
+/// Returns a refusal, as from a strict policy.
 pub(crate) fn refusal(message: &str) -> Failure {
     Failure {
         kind: FailureKind::Limit,
@@ -119,7 +121,7 @@ pub(crate) fn refusal(message: &str) -> Failure {
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A guest that never ends its line cannot make us keep it.
+/// A line without end is split and does not exhaust memory.
 #[test]
 fn long_lines_are_taken_in_pieces() {
     let (sender, lines) = sync_channel(8);
@@ -131,7 +133,7 @@ fn long_lines_are_taken_in_pieces() {
     assert_eq!(lengths, [MAX_LINE as usize, MAX_LINE as usize, 3, 4]);
 }
 
-/// Nobody waits for lines any more: the reader ends.
+/// The reader ends when its receiver is dropped.
 #[test]
 fn the_reader_ends_with_whom_it_reads_for() {
     let (sender, lines) = sync_channel(8);
@@ -139,7 +141,7 @@ fn the_reader_ends_with_whom_it_reads_for() {
     read_lines(std::io::repeat(b'\n'), &sender);
 }
 
-/// The last messages are kept, and no more than so many.
+/// A limited number of the last messages is kept.
 #[test]
 fn the_last_messages_are_kept() {
     let kept = Mutex::new(VecDeque::new());
@@ -150,7 +152,7 @@ fn the_last_messages_are_kept() {
     assert_eq!(kept.front().map(String::as_str), Some("message 7"));
 }
 
-/// What a VM said last is in the error, without the program's name, and the guest's lines below it.
+/// The error shows the VM's last message without the program name, and the guest's last lines.
 #[test]
 fn the_error_has_the_last_message_and_the_guests_lines() {
     let ended = ChildError::Ended {
@@ -165,7 +167,7 @@ fn the_error_has_the_last_message_and_the_guests_lines() {
     );
 }
 
-/// The VM is started as the operator would: `run`, a name of its own for each, then what was asked for.
+/// The VM is started with `run`, a unique name and the given arguments.
 #[test]
 fn each_vm_has_a_name_of_its_own() {
     let mut told = [0, 1].map(|_| {
@@ -180,12 +182,11 @@ fn each_vm_has_a_name_of_its_own() {
     assert_ne!(told[0], told[1]);
 }
 
-/// A VM that ends before it should is told of with all that helps to find out why: its status, what it said
-/// last, and the last lines of its guest.
+/// The error of an early end shows the exit status, the last message and the last console lines.
 #[test]
 fn a_vm_that_ends_early_says_why() {
     let mut vm = scripted("echo booting; echo 'perfvisor: no /dev/kvm' >&2; exit 2");
-    // The messages are read by another thread; its pipe is closed with that of the console.
+    // Another thread reads the messages; the pipe closes together with the console.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     let ChildError::Ended {
         status,
@@ -202,7 +203,7 @@ fn a_vm_that_ends_early_says_why() {
     );
 }
 
-/// A VM that was killed has no status, and is not taken for one that ended well.
+/// A killed VM has no exit status and counts as failed.
 #[test]
 fn a_killed_vm_has_not_ended_well() {
     let mut vm = scripted("kill -9 $$");
@@ -212,7 +213,7 @@ fn a_killed_vm_has_not_ended_well() {
     assert!(matches!(error, ChildError::Ended { status: -1, .. }), "{error}");
 }
 
-/// Only status 0 after "end" is a good end.
+/// After "end", only exit status 0 is a success.
 #[test]
 fn a_bad_end_is_an_error() {
     let ends = |status: u32| {
@@ -226,7 +227,7 @@ fn a_bad_end_is_an_error() {
     assert!(matches!(error, ChildError::Ended { status: 3, .. }), "{error}");
 }
 
-/// A guest that does not end when it is told to holds nobody up: it is said, and the VM is killed.
+/// A VM that does not end in time is an error and is killed.
 #[test]
 fn a_vm_that_does_not_end_is_killed() {
     let vm = scripted("read line; echo staying; exec sleep 600");
@@ -242,7 +243,7 @@ fn a_vm_that_does_not_end_is_killed() {
     );
 }
 
-/// A silent guest is given up, and the error says what it was asked for.
+/// The error of a timeout names the operation.
 #[test]
 fn a_silent_guest_is_given_up() {
     let mut vm = scripted("echo one; exec sleep 600");
@@ -255,7 +256,7 @@ fn a_silent_guest_is_given_up() {
     assert_eq!(doing, "it was to say two");
 }
 
-/// Ctrl-C ends the wait, whether the VM is still there or was ended by the same Ctrl-C first.
+/// Ctrl-C ends the wait, whether or not the same Ctrl-C has already ended the VM.
 #[test]
 fn an_interrupt_is_no_fault_of_the_vm() {
     let stop: Stop = Arc::new(|| true);
@@ -267,12 +268,12 @@ fn an_interrupt_is_no_fault_of_the_vm() {
     assert!(matches!(error, ChildError::Interrupted), "{error}");
 }
 
-/// Whoever types to a VM that has ended learns how it ended, and not of a broken pipe.
+/// Typing to a VM that has ended returns its end and not EPIPE.
 #[test]
 fn typing_to_a_vm_that_has_ended_tells_its_end() {
     let mut vm = scripted("exit 4");
     assert_eq!(vm.wait(LONG), Some(4));
-    // A process that another test forks just now has the pipe until it runs its program.
+    // A process that another test has just forked keeps the pipe open until it calls execve(2).
     let error = loop {
         match vm.type_line("measure") {
             Ok(()) => thread::sleep(Duration::from_millis(1)),
@@ -282,7 +283,7 @@ fn typing_to_a_vm_that_has_ended_tells_its_end() {
     assert!(matches!(error, ChildError::Ended { status: 4, .. }), "{error}");
 }
 
-/// A guest's lines may be as long and as many as it likes: the error has the last ones, cut.
+/// The error shows only the last lines of a guest, shortened.
 #[test]
 fn the_error_keeps_few_and_short_lines_of_a_noisy_guest() {
     let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
@@ -298,7 +299,7 @@ fn the_error_keeps_few_and_short_lines_of_a_noisy_guest() {
     );
 }
 
-/// The accounts are those of the threads that run vCPUs: here the script itself, under such a name.
+/// The accounts are those of the vCPU threads, simulated here by a script of that name.
 #[test]
 fn facts_are_those_of_the_vcpus_threads() {
     let mut vm = scripted("printf vcpu0 >/proc/$$/comm; echo named; exec <&-; while :; do :; done");
@@ -316,7 +317,7 @@ fn facts_are_those_of_the_vcpus_threads() {
     assert_eq!(grown.migrations.is_some(), before[0].migrations.is_some());
 }
 
-/// A thread that has gone has no accounts, and zeroes are not made up for it.
+/// A thread that has exited has no accounts, rather than zeroes.
 #[test]
 fn a_thread_that_has_gone_has_no_facts() {
     let mut vm = scripted("exit 0");
@@ -326,8 +327,7 @@ fn a_thread_that_has_gone_has_no_facts() {
     assert!(matches!(error, ChildError::Io("reading /proc", _)), "{error}");
 }
 
-/// A look is asked for once and its result until it is complete; vCPUs that answer in any order are in the
-/// order of their numbers.
+/// A view is requested once and polled until it is complete. vCPUs are returned in numeric order.
 #[test]
 fn a_look_is_complete_and_in_order() {
     let mut asked = Vec::new();
@@ -350,7 +350,7 @@ fn a_look_is_complete_and_in_order() {
     assert_eq!(seen[0].pmis, Some(4), "one question and three for its result");
 }
 
-/// A VM that refuses a look, or answers it with something else, is an error and no panic.
+/// A refused or malformed view is an error and does not panic.
 #[test]
 fn a_look_that_is_refused_or_not_understood_is_an_error() {
     let mut vm = scripted("exec sleep 600").answered(|_| Err(refusal("no")));

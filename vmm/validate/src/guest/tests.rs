@@ -1,4 +1,4 @@
-//! The measuring guest's side of a measurement, played by a script: what is taken for a result, and what not.
+//! Tests of the measurement protocol with a scripted guest.
 
 use control_api::protocol::Call;
 use proptest::prelude::*;
@@ -7,18 +7,19 @@ use serde_json::{Value, json};
 use super::*;
 use crate::child::tests::{refusal, scripted, views};
 
-/// A guest that found `gp` counters and no fixed ones, on an Intel PMU.
+/// Returns the greeting of a guest with `gp` general-purpose and no fixed counters, on an Intel
+/// PMU.
 pub(crate) fn hello(gp: u32) -> Value {
     json!({ "at": "hello", "cpus": 1, "amd": false, "gp": gp, "fixed": 0, "unavailable": 0 })
 }
 
-/// One CPU's general counters, with nothing else.
+/// Returns one CPU's result with these general-purpose counters.
 pub(crate) fn counted(counts: &[u64]) -> Value {
     json!({ "at": "result", "cpus": [{ "tsc": 3_000_000, "c": counts, "f": [] }] })
 }
 
-/// The script of a guest that says `hello`, and to each measurement the result of the first pattern (of the
-/// shell's `case`) that its line matches.
+/// Returns a script of a guest that sends `hello` and answers each measurement with the result of
+/// the first matching `case` pattern.
 pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
     let arms: String = results
         .iter()
@@ -37,7 +38,7 @@ pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
     )
 }
 
-/// That guest in its VM, where the host sees `host` in the counters.
+/// Starts the scripted guest in a VM whose host view of the counters is `host`.
 pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>) -> MeasuringGuest {
     let vm = scripted(&script(hello, results)).answered(move |call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),
@@ -68,7 +69,7 @@ fn answers_are_understood() {
     assert!(parse("text of the guest").is_none());
 }
 
-/// What the guest found is taken from its first line that says it; what a boot prints before is not.
+/// The greeting is found after the boot messages.
 #[test]
 fn the_greeting_is_found_behind_other_lines() {
     let vm = scripted(&format!(
@@ -80,8 +81,7 @@ fn the_greeting_is_found_behind_other_lines() {
     guest.end().unwrap();
 }
 
-/// A greeting with a number that is none, or too large for its field, is no greeting: the guest's end is
-/// told.
+/// A greeting with an invalid or too large number is ignored, and the end of the guest is reported.
 #[test]
 fn a_greeting_that_is_none_is_not_taken() {
     for wrong in [
@@ -99,7 +99,7 @@ fn a_greeting_that_is_none_is_not_taken() {
     }
 }
 
-/// The counts are the guest's, and the host's are those of the same counters before and after.
+/// A measurement contains the guest's counts and the host's view of the counters before and after.
 #[test]
 fn a_measurement_has_both_sides() {
     let mut guest = measuring(
@@ -121,7 +121,7 @@ fn a_measurement_has_both_sides() {
     guest.end().unwrap();
 }
 
-/// A result for another number of CPUs than asked for is not this measurement's.
+/// A result with another number of CPUs than requested is rejected.
 #[test]
 fn a_result_of_other_cpus_is_not_taken() {
     for cpus in [
@@ -138,7 +138,7 @@ fn a_result_of_other_cpus_is_not_taken() {
     }
 }
 
-/// A guest that refuses, or that leaves a step out, is not waited for and not believed.
+/// A guest that refuses a job or skips a step causes an error.
 #[test]
 fn a_step_left_out_is_an_answer_not_understood() {
     for steps in [
@@ -157,7 +157,7 @@ fn a_step_left_out_is_an_answer_not_understood() {
     }
 }
 
-/// Lines that are no step, as a guest prints them at any time, do not disturb a measurement.
+/// Other output of the guest does not disturb a measurement.
 #[test]
 fn other_lines_do_not_disturb_a_measurement() {
     let noisy = format!(
@@ -175,7 +175,7 @@ fn other_lines_do_not_disturb_a_measurement() {
     assert_eq!(outcome.cpus[0].c, [9]);
 }
 
-/// An event as an open tells of it.
+/// Returns an event as in the reply to an open request.
 pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> Opened {
     Opened {
         handle,
@@ -194,7 +194,7 @@ pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> Opened {
     }
 }
 
-/// What an event that was on all the time counted.
+/// Returns the reading of an event that ran all the time.
 pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
     EventReading {
         handle,
@@ -210,7 +210,8 @@ pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
     }
 }
 
-/// The operator's events are opened, on, off, read and closed, in this order, around the work.
+/// The operator's events are opened, enabled, disabled, read and closed around the work, in this
+/// order.
 #[test]
 fn the_operators_events_are_on_around_the_work() {
     let calls = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -255,8 +256,7 @@ fn the_operators_events_are_on_around_the_work() {
     assert_eq!(*calls.lock().unwrap(), order);
 }
 
-/// A policy that refuses the operator is not the measurement's end: the refusal is kept, and nothing is asked
-/// of events that there are not.
+/// A refusal of the operator is kept, and the measurement continues without its events.
 #[test]
 fn a_refused_operator_is_told_and_not_asked_again() {
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {
@@ -279,7 +279,8 @@ fn a_refused_operator_is_told_and_not_asked_again() {
     assert!(saw.reading(0, 0).is_none());
 }
 
-/// A job without work or CPUs is one of a little work on one CPU: the guest divides by neither.
+/// A job without work or CPUs is sent as one unit of work on one CPU, because the guest divides by
+/// both.
 #[test]
 fn a_job_of_nothing_is_asked_for_as_one() {
     let line = Job {

@@ -1,10 +1,10 @@
-//! Hosts and options for tests of what is said of them.
+//! Hosts and options for tests.
 
 use perf_core::pmu::host::{GenericEvent, HostCounters};
 
 use super::*;
 
-/// A host with a clock and nothing else. A tick of its guests' TSC takes a nanosecond.
+/// Returns a host with the clock backing only. One tick of its guests' TSC takes one nanosecond.
 pub(crate) fn clock_host() -> Host {
     Host {
         kvm: KvmSeen {
@@ -35,7 +35,7 @@ pub(crate) fn clock_host() -> Host {
     }
 }
 
-/// The same with a PMU that opens these of perf's generic events.
+/// Returns the same host with a PMU that supports these generic events of perf.
 pub(crate) fn hardware_host(generic: &[&str]) -> Host {
     let event = |name: &&str| GenericEvent {
         name: (*name).into(),
@@ -49,7 +49,7 @@ pub(crate) fn hardware_host(generic: &[&str]) -> Host {
     host
 }
 
-/// Two percent for what goes with time.
+/// Returns options with a tolerance of two percent.
 pub(crate) fn options() -> Options {
     Options {
         pmu: "intel".into(),
@@ -60,7 +60,7 @@ pub(crate) fn options() -> Options {
     }
 }
 
-/// Nanoseconds become ticks in full: neither a long time nor a fast TSC wraps round.
+/// The conversion is exact for long times and high TSC frequencies.
 #[test]
 fn ticks_neither_wrap_nor_panic() {
     let ticks = |ns, tsc_hz| {

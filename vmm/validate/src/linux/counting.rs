@@ -1,4 +1,4 @@
-//! `perf stat` in the Linux guest.
+//! Measurements with `perf stat` in the Linux guest.
 
 use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
@@ -9,29 +9,30 @@ use crate::report::{Check, KNOWN, Row, Rows};
 use control_api::request;
 use perf_core::SharePolicy;
 
-/// How often a measurement of time is taken before it counts as wrong.
+/// Maximum number of measurements of a time-dependent row.
 const TRIES: u32 = 3;
-/// Most of the TSC an idle guest's cycles may be, in percent: timer ticks.
+/// Maximum share of the TSC for an idle guest's cycles, in percent. Timer ticks cause them.
 const IDLE_PERCENT: u64 = 10;
-/// How far a count of one privilege level may be off under the clock backing, in percent of both.
+/// Tolerance for one privilege level under the clock backing, in percent of both levels.
 const LEVEL_PERCENT: f64 = 5.0;
-/// How far a scaled count may be off, in percent. Perf states no error of it.
+/// Tolerance of a scaled count, in percent. Perf reports no error of it.
 const SCALED_PERCENT: f64 = 5.0;
-/// Length of a turn, in ms.
+/// Multiplexing interval, in ms.
 const TURN_MS: u64 = 250;
-/// Events at a time: more than any model here has counters for `cycles`.
+/// Number of simultaneous events: more than any model here has counters for `cycles`.
 const TOO_MANY: usize = 9;
-/// Rounds of the program of known length.
+/// Iterations of the program of known length.
 const ROUNDS: u64 = 1000;
 const MORE_ROUNDS: u64 = 3000;
-/// Instructions at the two ends of a process that stepping does not see: docs/reference/accuracy.md.
+/// Number of instructions at both ends of a process that stepping misses:
+/// docs/reference/accuracy.md.
 const MISSED: u64 = 2;
 
 const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, times the TSC frequency";
 const HOST_CPU_TIME: &str =
     "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
 
-/// The count of `event`, of all lines that are it the first.
+/// Returns the first line of `event`.
 fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
     counts.iter().find(|count| count.event == event)
 }
@@ -43,12 +44,13 @@ fn with_share(row: Row, count: Option<&Count>) -> Row {
     }
 }
 
-/// Whether a measurement of several rows is off in time, and in nothing else: that would not go away.
+/// Returns whether only time-dependent rows of a measurement failed. A repetition would not correct
+/// other failures.
 fn may_be_measured_again(rows: &[Row]) -> bool {
     rows.iter().any(Row::is_off_in_time) && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
 }
 
-/// Measures; what goes with time until it passes, at most [`TRIES`] times.
+/// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
 pub(super) fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
     let mut tries = 1;
     loop {
@@ -110,8 +112,8 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// An event that follows time, over a program: the guest's perf, the host's view of the counter, the
-    /// program's CPU time.
+    /// Compares a time-dependent event over a program: perf in the guest, the host's view of the
+    /// counter, and the program's CPU time.
     fn ticks_of(
         &self,
         guest: &mut LinuxGuest,
@@ -172,7 +174,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    /// Events of which a program has a known number. A clock cannot count them, and must not seem to.
+    /// Measures events with a known count over a program. The clock backing cannot count them and
+    /// must not appear to.
     fn numbers(
         &self,
         guest: &mut LinuxGuest,
@@ -209,8 +212,8 @@ impl Linux<'_> {
                 continue;
             };
             if !counts_here {
-                // Perf says "not supported" where CPUID or the kernel's tables do; where neither can, the
-                // count is 0.
+                // perf prints "not supported" if CPUID or the kernel's tables hide the event.
+                // Otherwise the count must be 0.
                 let why = match backing {
                     "hardware" | "kvm" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",
@@ -237,8 +240,9 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// `cycles:u` and `cycles:k` over a program that stays at one level, on the CPU where the kernel has no
-    /// tick when one task runs: where exits are slow, ticks alone are several percent.
+    /// Measures `cycles:u` and `cycles:k` over a program that stays at one level, on a CPU without
+    /// a timer tick while one task runs. On hosts with slow exits, ticks alone take several
+    /// percent.
     pub(super) fn levels(
         &self,
         guest: &mut LinuxGuest,
@@ -287,7 +291,7 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// Each CPU counts for itself.
+    /// Checks that each CPU counts independently.
     pub(super) fn two_cpus(
         &self,
         guest: &mut LinuxGuest,
@@ -351,7 +355,7 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// More events than counters, and an operator who counts at the same time.
+    /// Measures more events than counters, with an operator who counts at the same time.
     pub(super) fn sharing(
         &self,
         guest: &mut LinuxGuest,
@@ -384,10 +388,10 @@ impl Linux<'_> {
             events: "cycles",
             period: None,
         };
-        // Each turn makes some forty exits, during which the guest's kernel has its counters off and its
-        // clock of the events running: turns of 4 ms, its own choice, would show the cost of exits and not
-        // the scaling. On an emulated processor, where an exit costs the guest 0.2 ms, that is 7 % of a turn
-        // of 100 ms still.
+        // Each rotation causes some forty exits, during which the guest kernel has stopped its
+        // counters but not the clock of its events. The kernel's default interval of 4 ms would
+        // show the cost of exits instead of the scaling. On an emulated processor, where an exit
+        // costs the guest 0.2 ms, this is 7 % even of a 100 ms interval.
         let command = format!(
             "echo {TURN_MS} >/sys/bus/event_source/devices/cpu/perf_event_mux_interval_ms; {}",
             perf_stat(&format!("-a -e {events}"), "spin 5")
@@ -400,8 +404,8 @@ impl Linux<'_> {
         if counted.len() != TOO_MANY {
             return Ok(row.failed(format!("perf printed {} counts", counted.len())));
         }
-        // The time of the exits that taking turns costs is not the guest's, so the program's CPU time is no
-        // measure here.
+        // The program's CPU time includes the exits of rotations, which are not guest time, so it
+        // is not used as a reference.
         let own = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
         let Some(expected) = own else {
             return Ok(row.failed("the operator's event was not counted"));
@@ -456,7 +460,7 @@ impl Linux<'_> {
         }
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
-            // The operator's window is a little longer: the handshake.
+            // The operator's event also covers the handshake and runs slightly longer.
             host: own.map(|value| Expected {
                 value,
                 tolerance: Tolerance::Percent(2.0 * self.percent()),
@@ -469,8 +473,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
     }
 
-    /// The program that is nothing but instructions of its own, stepped. Twice, with more rounds the second
-    /// time: what is around the program is the same in both.
+    /// Single-steps the program of known length twice, with more iterations the second time. The
+    /// code around the loop is the same in both runs.
     pub(super) fn exact(&self, guest: &mut LinuxGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
         let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
@@ -478,7 +482,7 @@ impl Linux<'_> {
             Ok(counts(&text))
         };
         let (few, many) = (run(ROUNDS)?, run(MORE_ROUNDS)?);
-        // The numbers are in the head of known.S.
+        // The comment at the top of known.S gives these numbers.
         let digits = ROUNDS.to_string().len() as u64;
         for (event, whole, each) in [
             ("instructions:u", 2 * ROUNDS + 7 * digits + 8, 2),

@@ -1,4 +1,4 @@
-//! `perf record` in the Linux guest.
+//! Measurements with `perf record` in the Linux guest.
 
 use super::counting::settled;
 use super::{Linux, LinuxGuest};
@@ -8,11 +8,12 @@ use crate::judge::{Evidence, Expected, Tolerance, whole};
 use crate::report::{Check, Row, Rows};
 use control_api::protocol::VcpuView;
 
-/// Samples for each second of CPU time. Hosts that look at timers at their tick, 4 ms, cannot do many more.
+/// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
+/// much higher rate.
 const SAMPLES_PER_SECOND: u64 = 80;
 /// The functions of `three` and their share of its time, in percent.
 const SHARES: [(&str, u64); 3] = [("heavy", 60), ("middle", 30), ("light", 10)];
-/// Around its share, what a function may have: so many points and what chance does.
+/// Tolerance of a function's share in percentage points, in addition to the statistical variation.
 const POINTS: f64 = 5.0;
 
 impl Linux<'_> {
@@ -37,7 +38,7 @@ impl Linux<'_> {
             };
             let report = "perf report -i /tmp/period --stdio --stdio-color=never --no-children -F sample,sym 2>/dev/null";
             functions = samples(&guest.run("report", report, None)?.text);
-            // KVM's own vPMU does not tell.
+            // KVM's own vPMU does not report overflows.
             let overflows = |views: &[VcpuView]| -> Option<u64> {
                 let counters = views.iter().flat_map(|view| &view.counters);
                 counters.map(|counter| counter.overflows).sum()
@@ -45,12 +46,13 @@ impl Linux<'_> {
             let overflows = overflows(&gate.after)
                 .zip(overflows(&gate.before))
                 .map(|(after, before)| after.saturating_sub(before));
-            // What perf itself does before the program starts is sampled too.
+            // perf's own work before the program starts is sampled too.
             let tolerance = Tolerance::PercentAnd(5.0, 3);
             let seen = Evidence {
                 guest: Some(functions.iter().map(|(n, _)| n).sum()),
                 host: overflows.map(|value| Expected { value, tolerance }),
-                // Not the program's CPU time: that of the exits of each interrupt is in it.
+                // The program's CPU time is unsuitable because it includes the exits of each
+                // interrupt.
                 expected: gate
                     .operator
                     .as_ref()
@@ -99,7 +101,7 @@ impl Linux<'_> {
     }
 }
 
-/// Number and function of each line of the report.
+/// Returns the number of samples and the function of each line of the report.
 fn samples(report: &str) -> Vec<(u64, String)> {
     let line = |line: &str| {
         let (count, symbol) = line.trim().split_once(char::is_whitespace)?;

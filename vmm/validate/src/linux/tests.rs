@@ -1,4 +1,4 @@
-//! Linux guests that are scripts: what is said of a program by its perf, its kernel, the host and the
+//! Tests with scripted Linux guests: the values from perf, the guest kernel, the host and the
 //! operator.
 
 use std::path::PathBuf;
@@ -13,23 +13,23 @@ use crate::guest::tests::{opened, reading};
 use crate::host::tests::options;
 use crate::report::Row;
 
-/// What everybody says.
+/// Scripted values of all sources.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Told {
-    /// What each command prints, by a pattern of the shell's `case`.
+    /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
-    /// CPU time of a program behind the gate, by the guest's kernel.
+    /// CPU time of a program behind the gate in ns, from the guest kernel.
     pub cpu_ns: u64,
-    /// By how much the one counter of each vCPU moves at a gate, by the host.
+    /// Increase of the single counter of each vCPU at a gate, as seen by the host.
     pub moved: Vec<u64>,
-    /// Overflows of each of them meanwhile; `None`: the host does not tell.
+    /// Overflows of each counter at a gate, or `None` if the host does not report them.
     pub overflows: Option<u64>,
-    /// The operator's count on each vCPU; `None`: the VM refuses him.
+    /// Count of the operator's event on each vCPU, or `None` if the VM refuses it.
     pub operator: Option<Vec<u64>>,
 }
 
 impl Told {
-    /// With what the commands of this pattern print.
+    /// Adds the output of the commands that match this pattern.
     pub fn prints(mut self, pattern: &'static str, text: impl Into<String>) -> Self {
         self.prints.push((pattern, text.into()));
         self
@@ -55,7 +55,7 @@ impl Told {
         )
     }
 
-    /// A guest and a host that say it.
+    /// Starts a scripted guest with these values.
     pub fn guest(&self) -> LinuxGuest {
         let Self {
             moved,
@@ -97,7 +97,7 @@ impl Told {
         LinuxGuest { vm }
     }
 
-    /// The rows that `measure` adds on this host.
+    /// Returns the rows that `measure` adds on this host.
     pub fn rows(
         &self,
         host: &Host,
@@ -111,7 +111,7 @@ impl Told {
         })
     }
 
-    /// What is made of it on this host.
+    /// Returns the result of `measure` on this host.
     pub fn seen<T>(
         &self,
         host: &Host,
@@ -135,19 +135,18 @@ impl Told {
     }
 }
 
-/// A line of `perf stat -x,`, for an event that was on all the time.
+/// Returns a line of `perf stat -x,` for an event with a running share of 100 %.
 pub(super) fn perf_line(event: &str, value: u64) -> String {
     format!("{value},,{event},1000,100.00,,\n")
 }
 
-/// A guest whose shell does what this script says for one command, and what came of it.
+/// Runs one command in a guest whose shell executes this script, and returns the result.
 fn ran(script: &str) -> Result<Done, ChildError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)
 }
 
-/// A command's output is what is between its two marks, whatever the console had before, and ends with its
-/// status.
+/// A command's output lies between its two markers and ends with its status.
 #[test]
 fn the_output_of_a_command_is_between_its_marks() {
     let done = ran("echo noise; echo '[ 1.0] @@pv begin x'; echo one; printf 'two@@pv end x 3\\n'").unwrap();
@@ -161,7 +160,7 @@ fn the_output_of_a_command_is_between_its_marks() {
     );
 }
 
-/// A command that prints without end fills no memory of ours.
+/// The kept output of a command is bounded.
 #[test]
 fn no_more_lines_are_kept_than_so_many() {
     let lines = MAX_OUTPUT_LINES + 500;
@@ -174,7 +173,7 @@ fn no_more_lines_are_kept_than_so_many() {
     );
 }
 
-/// A gate that ends before it began is nothing that can be measured.
+/// A gate that ends before it begins is an error.
 #[test]
 fn a_gate_that_ends_before_it_begins_is_not_understood() {
     let error = ran("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
@@ -184,7 +183,8 @@ fn a_gate_that_ends_before_it_begins_is_not_understood() {
     );
 }
 
-/// At the gate both sides are looked at, before and after, and the operator's events are on between.
+/// At both ends of the gate the counters of guest and host are read, and the operator's events are
+/// enabled between them.
 #[test]
 fn at_the_gate_both_sides_are_looked_at() {
     let told = Told {
@@ -222,7 +222,7 @@ fn fields_of_perf_stat_are_read() {
     );
 }
 
-/// A gate with the counters' values before and after.
+/// Returns a gate with these counter values before and after.
 fn gate(before: &[u64], after: &[u64]) -> Gate {
     let views = |values: &[u64]| {
         let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
@@ -258,8 +258,8 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
     }
 }
 
-/// The host's number is that of the one counter that moved, from where Linux arms it. With two of them,
-/// nobody knows which is meant.
+/// The host's count is that of the single counter that moved, relative to Linux's initial value.
+/// With two moved counters it is undefined.
 #[test]
 fn the_counter_that_moved_is_the_hosts_number() {
     let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);
@@ -279,7 +279,7 @@ fn words_of_the_gate_are_read() {
     assert_eq!(field("", "cpu_ns="), None);
 }
 
-/// Values that no counter has, a line that is cut, and other programs' output are not taken for counts.
+/// Impossible counter values, truncated lines and output of other programs are ignored.
 #[test]
 fn what_is_no_count_is_not_taken_for_one() {
     for line in [

@@ -1,4 +1,4 @@
-//! The exact backing's rows over a scripted guest: what is known by hand is held to the last count.
+//! Tests of the exact backing's rows with a scripted guest.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::host::Host;
 use crate::host::tests::{clock_host, options};
 use crate::judge::Verdict;
 
-/// The shell's pattern of a measurement of `event` over `work`, at these levels.
+/// Returns the shell pattern of a measurement of `event` over `work` at these privilege levels.
 fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
     format!(
         "*work={work}\\ *c={:#x}\\ *",
@@ -17,8 +17,8 @@ fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
     )
 }
 
-/// The rows over a guest that gives `answer` to each event and kind of work at CPL 0, `None` where nothing is
-/// known by hand; at CPL 3 it answers with the loop alone.
+/// Returns the rows for a guest whose count is `answer` for each event and kind of work at CPL 0,
+/// with `None` if no count is known. At CPL 3 the count is that of the loop alone.
 fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<Row> {
     let mut results: Vec<(String, Value)> = Vec::new();
     let mut add = |pattern, count| results.push((pattern, counted(&[count])));
@@ -47,7 +47,7 @@ fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Ve
         host,
         signals: &signals,
     };
-    // The host is not asked here: it has no counter of that name.
+    // The host has no counter of that name.
     let mut guest = measuring(&hello(2), &results, Vec::new());
     let mut on_row = |_: &Row| ();
     let mut rows = Rows::new(&mut on_row);
@@ -59,8 +59,7 @@ fn honest(_: ArchEvent, _: &str, known: Option<u64>) -> u64 {
     known.unwrap_or(0)
 }
 
-/// A guest that counts what its work is passes each row; what stepping cannot see is not supported, and said
-/// so.
+/// Correct counts pass each row. An event that stepping cannot count is reported as not supported.
 #[test]
 fn what_is_known_by_hand_passes() {
     let rows = rows(&clock_host(), honest);
@@ -79,7 +78,7 @@ fn what_is_known_by_hand_passes() {
     assert_eq!(user.len(), 2, "instructions and branches at CPL 3");
 }
 
-/// One instruction, branch, load or store too many or too few is found, in each row of its own.
+/// A count that is off by one instruction, branch, load or store fails exactly its row.
 #[test]
 fn one_count_off_fails_its_row_and_no_other() {
     for event in ArchEvent::ALL {
@@ -105,7 +104,7 @@ fn one_count_off_fails_its_row_and_no_other() {
     }
 }
 
-/// An event that stepping cannot see, and that moves all the same, was made up.
+/// An event that stepping cannot count but that moves is a failure.
 #[test]
 fn what_stepping_cannot_see_must_not_move() {
     let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));
@@ -118,7 +117,7 @@ fn what_stepping_cannot_see_must_not_move() {
     }
 }
 
-/// Where KVM cannot step CPL 3, a count at CPL 3 must stay at 0: one that does not is a failure.
+/// If KVM cannot step CPL 3, counts at CPL 3 must be 0.
 #[test]
 fn without_steps_at_cpl_3_its_counts_must_stay_at_0() {
     let host = Host {
@@ -137,7 +136,7 @@ fn without_steps_at_cpl_3_its_counts_must_stay_at_0() {
     }
 }
 
-/// A host that cannot step at all has one row that says why, and starts no guest for it.
+/// A host without single-stepping has one row with the reason and starts no guest.
 #[test]
 fn a_host_without_steps_says_so() {
     let host = Host {

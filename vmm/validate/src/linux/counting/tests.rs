@@ -1,5 +1,5 @@
-//! What is made of perf's counts in a Linux guest. Each row passes when all say what is right, and fails when
-//! one of them does not.
+//! Tests of rows from perf's counts in a Linux guest. Each row passes if all sources are right and
+//! fails if one is not.
 
 use super::*;
 use crate::host::Host;
@@ -14,7 +14,7 @@ fn row(of_time: bool, verdict: Verdict) -> Row {
     }
 }
 
-/// A measurement is taken again for time only, and not when something else in it is wrong.
+/// Only a time-dependent failure is measured again.
 #[test]
 fn only_a_measurement_that_is_off_in_time_is_taken_again() {
     use Verdict::{Fail, Pass};
@@ -25,7 +25,7 @@ fn only_a_measurement_that_is_off_in_time_is_taken_again() {
     assert!(!again(row(false, Fail), row(false, Pass)));
 }
 
-/// The number of tries is in the row, and the last of them decides.
+/// The row shows the number of tries, and the last one decides.
 #[test]
 fn tries_are_told_and_bounded() {
     let mut measured = 0;
@@ -43,7 +43,7 @@ fn tries_are_told_and_bounded() {
     assert_eq!((shown.tries, shown.verdict), (2, Verdict::Pass));
 }
 
-/// The first line of an event is taken, and its share of the time shown.
+/// The first line of an event is used, with its share of running time.
 #[test]
 fn an_event_is_found_by_its_name() {
     let counted = super::super::counts("5,,cycles,10,50.00,,\n6,,cycles:u,10,100.00,,\n");
@@ -54,7 +54,8 @@ fn an_event_is_found_by_its_name() {
     assert_eq!(shown.running_percent, Some(50.0));
 }
 
-/// A program that had a second of CPU time, of which the host saw `host` cycles and perf printed `perf`.
+/// A program with one second of CPU time, for which the host saw `host` cycles and perf printed
+/// `perf`.
 fn second(perf: u64, host: u64) -> Told {
     let told = Told {
         cpu_ns: 1_000_000_000,
@@ -73,7 +74,7 @@ fn cycles(told: &Told, host: &Host, backing: &'static str) -> Row {
     })
 }
 
-/// Under the clock the count is the program's CPU time, and the host's of the same counter to the last tick.
+/// With the clock backing, the count equals the program's CPU time and exactly the host's count.
 #[test]
 fn cycles_by_the_clock_are_the_programs_time() {
     let row = |perf, host| cycles(&second(perf, host), &clock_host(), "clock");
@@ -98,7 +99,8 @@ fn cycles_by_the_clock_are_the_programs_time() {
     );
 }
 
-/// On hardware the processor's clock is not the TSC: the measure is the host's own event on the vCPU.
+/// On hardware the processor's clock is not the TSC, so the reference is the host's own event on
+/// the vCPU.
 #[test]
 fn cycles_on_hardware_are_the_hosts_own_count() {
     let host = hardware_host(&["cycles"]);
@@ -115,7 +117,7 @@ fn cycles_on_hardware_are_the_hosts_own_count() {
     );
 }
 
-/// An event that perf does not count, or has no line for, is not measured.
+/// An event without a count or a line is a failure.
 #[test]
 fn an_event_without_a_count_fails() {
     for text in [
@@ -139,7 +141,7 @@ fn an_event_without_a_count_fails() {
     }
 }
 
-/// An idle guest may use a tenth of the ticks, and not one more.
+/// An idle guest may use at most a tenth of the ticks.
 #[test]
 fn an_idle_guest_uses_hardly_any_cycles() {
     let row = |ticks| {
@@ -161,7 +163,7 @@ const NUMBERS: [&str; 5] = [
     "cache-misses",
 ];
 
-/// Events of which perf prints, in the order of `NUMBERS`, these.
+/// Returns the rows if perf prints these lines, in the order of `NUMBERS`.
 fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<Row> {
     let mut told = Told {
         moved: vec![moved],
@@ -182,7 +184,8 @@ fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> 
     told.rows(host, |linux, guest, rows| linux.numbers(guest, backing, rows))
 }
 
-/// A clock counts no instructions. Perf may say so or read 0; a number is made up, and no line is no answer.
+/// The clock backing counts no instructions. "Not supported" and 0 pass; any other count or a
+/// missing line fails.
 #[test]
 fn a_clock_must_not_seem_to_count_numbers() {
     let rows = numbers(
@@ -212,8 +215,8 @@ fn a_clock_must_not_seem_to_count_numbers() {
     );
 }
 
-/// A loop of known length has its instructions and branches, in the guest as in the host. Other events have
-/// no known number, and the two sides must agree all the same.
+/// The loop's instructions and branches are known for both guest and host. For other events, guest
+/// and host must agree.
 #[test]
 fn numbers_on_hardware_are_those_of_the_loop() {
     let host = hardware_host(&["instructions", "cache-misses"]);
@@ -243,7 +246,7 @@ fn numbers_on_hardware_are_those_of_the_loop() {
     assert!(!rows[0].is_off_in_time(), "instructions do not go with time");
 }
 
-/// What runs at one level counts there and not at the other; the row tells whether the CPU had a tick.
+/// A program at one level counts only there. The row reports whether the CPU had a tick.
 #[test]
 fn a_level_counts_what_runs_at_it() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
@@ -275,7 +278,7 @@ fn a_level_counts_what_runs_at_it() {
     assert!(leaking[0].basis.contains("keeps its tick"));
 }
 
-/// Each CPU's count is that of its own counter: two that were swapped are found.
+/// Swapped counts of two CPUs are detected.
 #[test]
 fn counts_of_two_cpus_are_not_taken_for_each_other() {
     let rows = |first: u64, second: u64| {
@@ -301,8 +304,8 @@ fn counts_of_two_cpus_are_not_taken_for_each_other() {
     }
 }
 
-/// Of the scaled counts the worst is judged. Fewer lines than events, counters for all of them and nobody to
-/// compare with prove nothing.
+/// The worst scaled count is judged. Too few lines, counters for all events, or a missing reference
+/// are failures.
 #[test]
 fn of_scaled_counts_the_worst_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {
@@ -349,7 +352,7 @@ fn of_scaled_counts_the_worst_is_judged() {
     }
 }
 
-/// Only a strict policy may refuse the operator, and then the guest's count stands alone.
+/// Only a strict policy may refuse the operator. Only the guest's count is judged then.
 #[test]
 fn only_strict_may_refuse_the_operator() {
     let row = |operator: Option<u64>, policy: &str| {
@@ -371,8 +374,7 @@ fn only_strict_may_refuse_the_operator() {
     );
 }
 
-/// The program of known length has, of two runs, the difference of its rounds to the last instruction; of
-/// what is around it stepping may miss two.
+/// The difference of two runs must be exact. Stepping may miss two instructions around the loop.
 #[test]
 fn the_known_program_is_counted_to_the_last_instruction() {
     let rows = |few: [u64; 2], many: [u64; 2]| {
@@ -404,7 +406,7 @@ fn the_known_program_is_counted_to_the_last_instruction() {
     assert_eq!(verdicts(rows(more(0), whole))[1], Fail, "fewer for more rounds");
 }
 
-/// The AMD driver of the guest's kernel has no ref-cycles: perf that counts them all the same is a failure.
+/// The AMD driver of the guest's kernel has no ref-cycles, so a count of them is a failure.
 #[test]
 fn amd_has_no_ref_cycles_in_linux() {
     let row = |line: &str| {

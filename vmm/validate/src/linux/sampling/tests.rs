@@ -1,4 +1,4 @@
-//! What is made of a report of perf's samples.
+//! Tests of rows from perf's sample reports.
 
 use super::*;
 use crate::host::tests::clock_host;
@@ -14,8 +14,8 @@ fn a_report_is_read() {
     assert_eq!(read.iter().map(|(n, _)| n).sum::<u64>(), 7);
 }
 
-/// The rows over a profile with so many samples in the three functions, where the operator's count
-/// is so many periods and the host saw so many overflows.
+/// Returns the rows for a profile with these samples in the three functions, an operator count of
+/// `counted` periods, and this number of overflows on the host.
 fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
     let host = clock_host();
     let period = host.tsc_hz / SAMPLES_PER_SECOND;
@@ -32,7 +32,8 @@ fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
     told.rows(&host, |linux, guest, rows| linux.sampling(guest, "clock", rows))
 }
 
-/// As many samples as periods passed and as the host saw overflows, in the functions that did the work.
+/// A profile passes if the number of samples matches the periods and the overflows, and their
+/// distribution matches the work.
 #[test]
 fn a_profile_that_shows_the_work_passes() {
     for overflows in [Some(240), None] {
@@ -46,8 +47,7 @@ fn a_profile_that_shows_the_work_passes() {
     }
 }
 
-/// A profile whose functions have other shares than their work is found, and so is one of too few samples to
-/// tell.
+/// A wrong distribution fails, and so do too few samples to judge one.
 #[test]
 fn a_profile_that_shows_other_work_fails() {
     let skewed = rows([72, 144, 24], 240, Some(240));
@@ -67,8 +67,8 @@ fn a_profile_that_shows_other_work_fails() {
     );
 }
 
-/// Samples that were lost or come twice are off the operator's count or off the overflows, and that is not
-/// mended by the shares being right. It goes with time, so it is tried again before it is said.
+/// Lost and duplicate samples deviate from the operator's count or the overflows, and fail despite
+/// a right distribution. The failure is time-dependent, so it is measured again.
 #[test]
 fn lost_and_doubled_samples_are_found() {
     let number = |counted, overflows| {
