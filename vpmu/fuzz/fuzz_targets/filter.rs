@@ -1,4 +1,5 @@
-//! Text that claims to be an event filter: refused with one line, or a filter that answers.
+//! Fuzzes the event filter parser. Text must be rejected with a one-line error or result in a
+//! usable filter.
 #![no_main]
 
 use vpmu::{EventFilter, EventSelect, Selection, UnitMask};

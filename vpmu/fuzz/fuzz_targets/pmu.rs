@@ -1,5 +1,6 @@
-//! A hostile guest and a busy host against the reference model: MSRs, RDPMC, CPUID, overflows, PMIs, filter
-//! changes, saving and restoring. Says from time to time how many operations that made.
+//! Fuzzes the PMU against the reference model with a hostile guest and a busy host: MSRs, RDPMC,
+//! CPUID, overflows, PMIs, filter changes, save and restore. Periodically prints the number of
+//! operations.
 #![no_main]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[path = "../../testing/mod.rs"]
 mod testing;
 
-/// Between two lines that say how far it is.
+/// Number of operations between progress messages.
 const STEP: u64 = 1_000_000;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,4 +1,5 @@
-//! Bytes that claim to be a saved PMU: refused, or a state that saves to the same bytes.
+//! Fuzzes the parser of a saved PMU state. Input must be rejected or result in a state that is
+//! saved as the same bytes.
 #![no_main]
 
 use vpmu::sim::SimEvents;
@@ -10,7 +11,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let mut events = SimEvents::default();
     for model in [Model::INTEL, Model::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
-        // A fuzzer does not guess checksums.
+        // A fuzzer cannot guess checksums.
         let mut framed = bytes.to_vec();
         vpmu::fix_checksum(&mut framed);
         if vpmu.restore(&framed, &mut events).is_ok() {
