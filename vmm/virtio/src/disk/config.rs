@@ -71,7 +71,7 @@ pub enum DiskConfigError {
     /// An option is unknown.
     #[error("'{0}' is not known: FILE may be followed by {WORDS} (a file's name cannot have a comma)")]
     Unknown(String),
-    /// The serial number is too long or not printable ASCII.
+    /// The serial number is empty, too long, or contains unsupported characters.
     #[error("serial={0}: a serial number has 1 to {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
     Serial(String),
     /// The format is unsupported.

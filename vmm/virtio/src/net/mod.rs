@@ -57,7 +57,8 @@ const OFFLOADS: [(Offloads, u32); 5] = [
     (Offloads::UFO, VIRTIO_NET_F_GUEST_UFO),
 ];
 
-/// Feature bits that do not depend on the tap device.
+/// Feature bits that are always offered: host-side offloads, which every tap device supports, and
+/// features of this device.
 const ALWAYS: [u32; 9] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_HOST_TSO4,

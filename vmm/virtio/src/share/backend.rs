@@ -134,7 +134,7 @@ impl Backend {
     /// Connects to the backend.
     pub(super) fn connect(&self) -> Result<Connection, BackendError> {
         let stream = match &self.destination {
-            // The caller waits for the broker's answer.
+            // The backend's answers are read synchronously, so the socket must be blocking.
             Some(destination) => destination
                 .connect(0)
                 .and_then(|stream| stream.set_nonblocking(false).map(|()| stream)),
