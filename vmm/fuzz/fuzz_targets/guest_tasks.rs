@@ -84,7 +84,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let budget = || Budget::new(READS, None);
 
-    // As for a sample.
+    // Reads performed for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
     let mut samples = budget();
     if let Some(task) = reader.current(base, &mut samples) {
@@ -98,7 +98,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
 
-    // As for an operator request.
+    // Reads performed for an operator request.
     let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
     let Some(process) = Process::find(&layout, ram, tables, address as u32, &mut asked) else {

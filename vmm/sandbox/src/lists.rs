@@ -469,7 +469,7 @@ fn main() -> Vec<Allowed> {
     let others = u64::from(!may.unsigned_abs());
     list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
     list.extend(only(Sysno::open, &[Check::Without(1, others)]));
-    // Reboot with --prealloc.
+    // Calls made at a reboot with --prealloc.
     list.extend(one_of(
         Sysno::madvise,
         2,
@@ -487,7 +487,7 @@ fn main() -> Vec<Allowed> {
         Sysno::dup2,
         Sysno::dup3,
         Sysno::mincore,
-        // Exited backends.
+        // Reaping of exited backends.
         Sysno::wait4,
         Sysno::waitid,
         Sysno::geteuid,

@@ -345,8 +345,8 @@ pub fn bind(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     directory.bind(&name, mode, path)
 }
 
-/// Guard with a umask of zero. The umask applies to the whole process, so it is changed only for
-/// sockets with explicit permissions and for the duration of one call.
+/// Guard that restores the saved umask on drop. The umask applies to the whole process, so it is
+/// changed only for sockets with explicit permissions and for the duration of one call.
 struct NoUmask(Mode);
 
 impl Drop for NoUmask {
@@ -456,7 +456,7 @@ pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     let Ok((directory, name)) = Directory::of(path) else {
         return;
     };
-    // Errors are ignored. The next VM replaces a socket without a listener.
+    // A failed removal is harmless, because the next VM replaces a socket without a listener.
     let _ = directory.act(|| {
         if identity.is_none_or(|file| directory.identity(&name).is_ok_and(|now| now == file.0)) {
             let _ = unlinkat(&directory.fd, &name, AtFlags::empty());

@@ -12,7 +12,7 @@ pub(crate) enum Check {
     Not(u8, u32),
     /// None of these bits is set. Applies to the low 32 bits.
     Without(u8, u64),
-    /// Of the bits in the first mask, exactly those in the second are set. Applies to the low 32
+    /// Exactly the bits in the second mask are set among those in the first. Applies to the low 32
     /// bits.
     Bits(u8, u64, u64),
 }

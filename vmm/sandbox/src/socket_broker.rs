@@ -403,7 +403,8 @@ fn serve(
     };
     for (named, identity) in names.own {
         if named.identity().is_ok_and(|now| now == identity) {
-            // Errors are ignored. The next VM replaces a socket without a listener.
+            // A failed removal is harmless, because the next VM replaces a socket without a
+            // listener.
             let _ = unlinkat(&named.directory, &named.name, AtFlags::empty());
         }
     }

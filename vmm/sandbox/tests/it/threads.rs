@@ -116,7 +116,7 @@ fn image() {
     assert_eq!((&back, file.metadata().unwrap().len()), (b"data", 1 << 20));
 }
 
-/// Each call fails with an error and the thread continues.
+/// Each refused call fails with an error and the thread continues.
 fn refused() {
     let kind = sandbox::kind().unwrap();
     let is_refused = |error: &std::io::Error| error.raw_os_error() == Some(libc::EPERM);

@@ -203,7 +203,7 @@ fn chains_without_a_header_or_a_status_fail_alone() {
         &[Descriptor::new(HEADER, 16, 0, 0)],
         &[short, status],
         &[header, Descriptor::new(STATUS, 0, WRITE, 0)],
-        // Outside RAM.
+        // The header or the status is outside RAM.
         &[Descriptor::new(u64::MAX - 8, 16, NEXT, 1), status],
         &[header, Descriptor::new(MEMORY_BYTES as u64, 1, WRITE, 0)],
         &[header, Descriptor::new(u64::MAX, u32::MAX, WRITE, 0)],

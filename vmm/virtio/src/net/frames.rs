@@ -184,7 +184,7 @@ impl Receiver {
     /// Returns `false` if the driver has added too few.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
         let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
-        // Bounded by the queue size, because a driver may add invalid buffers indefinitely.
+        // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
         for _ in 0..=self.queue.size() {
             if self.waiting_bytes >= enough {
                 return Ok(true);

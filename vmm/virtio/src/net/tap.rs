@@ -23,15 +23,15 @@ bitflags::bitflags! {
     /// Offloads that the tap device may leave to the guest (`TUN_F_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Offloads: c_uint {
-        /// Partial checksums.
+        /// Partial checksum offload.
         const CSUM = libc::TUN_F_CSUM;
-        /// TCP segmentation over IPv4, up to 64 KiB.
+        /// TCP segmentation offload over IPv4, up to 64 KiB.
         const TSO4 = libc::TUN_F_TSO4;
-        /// TCP segmentation over IPv6, up to 64 KiB.
+        /// TCP segmentation offload over IPv6, up to 64 KiB.
         const TSO6 = libc::TUN_F_TSO6;
-        /// TCP segmentation with ECN bits.
+        /// TCP segmentation offload for packets with ECN bits.
         const TSO_ECN = libc::TUN_F_TSO_ECN;
-        /// UDP fragmentation.
+        /// UDP fragmentation offload.
         const UFO = libc::TUN_F_UFO;
     }
 }

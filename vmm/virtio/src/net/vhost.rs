@@ -242,7 +242,7 @@ impl Watch {
     /// seccomp filter of device threads forbids receiving from sockets (crate `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];
-        // Bounded. Remaining messages cause another event.
+        // The number of reads is limited. Remaining messages cause another event.
         for _ in 0..1000 {
             match read(&self.changes, &mut message) {
                 Err(e) if io::Error::from(e).kind() == ErrorKind::WouldBlock => return,

@@ -257,8 +257,8 @@ mod tests {
         [program].into_iter().chain(words.map(OsString::from)).collect()
     }
 
-    /// Environment variable with the command to run, because a test program takes no arguments of
-    /// its own.
+    /// Environment variable with the command to run, because a test program accepts no additional
+    /// arguments.
     const COMMAND: &str = "KEEPER_TEST_COMMAND";
 
     #[test]

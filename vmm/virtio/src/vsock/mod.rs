@@ -260,7 +260,7 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // The guest_cid field (5.10.4).
+        // The configuration consists of guest_cid (5.10.4).
         read_config_bytes(&u64::from(self.cid).to_le_bytes(), offset, data);
     }
 

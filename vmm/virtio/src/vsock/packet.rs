@@ -27,7 +27,7 @@ pub enum Op {
     Reset = 3,
     /// Half-close or close of a connection.
     Shutdown = 4,
-    /// Stream data.
+    /// Data of a stream.
     Data = 5,
     /// Update of the sender's buffer space.
     CreditUpdate = 6,

@@ -105,7 +105,7 @@ pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Re
 
 impl Walk<'_> {
     fn run(&mut self) -> Result<(), ClaimError> {
-        // The header cluster.
+        // The first cluster contains the header.
         self.take(0)?;
         for (at, entries) in [&self.layout.l1, &self.layout.counts] {
             let bytes = entries.len() as u64 * 8;
@@ -185,7 +185,8 @@ impl Walk<'_> {
             }
             let within = cluster % per_block;
             if is_zero(&block, within, self.layout.count_order) {
-                // A cluster referenced more than once is not the result of an interrupted VM.
+                // Several runs of compressed data may share the cluster, so a count of 1 may be
+                // wrong. An interrupted VM does not leave this state.
                 if self.shared.has(cluster) {
                     return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
                 }

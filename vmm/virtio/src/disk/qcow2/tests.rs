@@ -563,7 +563,7 @@ fn tables_that_are_right_are_not_refused() {
         write(&image, 8192, &[0x31; 131_072]).unwrap();
         image.write_zeros(262_144, 262_144, true).unwrap();
         image.flush().unwrap();
-        // State after a VM was killed.
+        // Leaves the image in the state of a killed VM.
         write(&image, 700_416, &[0x32; 65_536]).unwrap();
         std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
         drop(image);
