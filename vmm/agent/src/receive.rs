@@ -49,7 +49,7 @@ pub enum ReceiveError {
     Refused(String),
 }
 
-/// Progress of a copy after one frame.
+/// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Progress {
     /// The tree is incomplete.
@@ -70,7 +70,7 @@ struct Made {
 /// Permission bits that a sender may set. Set-ID and sticky bits are excluded.
 const PERMISSIONS: u32 = 0o777;
 
-/// Receiver of a tree.
+/// The receiving end of a copy.
 #[derive(Debug)]
 pub struct Receiver {
     parent: OwnedFd,

@@ -12,7 +12,7 @@ pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
 
-/// Kind of a frame, with its sender.
+/// The kind of a frame, with its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -63,7 +63,7 @@ impl Kind {
 /// A received frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Kind of the frame.
+    /// The kind of the frame.
     pub kind: Kind,
     /// Payload, whose format depends on the kind.
     pub payload: Vec<u8>,

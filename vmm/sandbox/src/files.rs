@@ -28,7 +28,7 @@ const KNOWN: ABI = ABI::V7;
 /// Paths that remain accessible. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Files {
-    /// Files and directory trees that may be read.
+    /// Paths of files and directory trees that may be read.
     pub read: Vec<PathBuf>,
     /// Directory trees in which files may be removed, but not read.
     pub remove: Vec<PathBuf>,

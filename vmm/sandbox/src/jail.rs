@@ -78,7 +78,7 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
 /// Contents of a jail, in addition to `/proc/self`. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inside {
-    /// Files and directory trees that can be read. Sockets in them can be connected to.
+    /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
     pub read: Vec<PathBuf>,
     /// Directory trees in which files can also be removed.
     pub change: Vec<PathBuf>,

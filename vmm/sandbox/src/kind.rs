@@ -9,9 +9,9 @@ pub enum ThreadKind {
     Main,
     /// vCPU thread.
     Vcpu,
-    /// Worker of a device's queues: disks, network, entropy.
+    /// Thread of a device's queues: disks, network, entropy.
     Device,
-    /// Worker of a device that connects to Unix sockets: shared directories, vsock.
+    /// Thread of a device that connects to Unix sockets: shared directories, vsock.
     Socket,
     /// Profiler, which extracts symbols from the guest's kernel memory.
     Profiler,

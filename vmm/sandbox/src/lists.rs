@@ -582,8 +582,8 @@ pub(crate) fn refused_to_workers() -> Vec<Allowed> {
     list
 }
 
-/// Allow-list of the keeper: starts workers, limits them, terminates them and waits for them.
-/// Workers inherit its filter, so the list includes their calls.
+/// Allow-list of the keeper: starts workers, limits them, terminates them and waits for them. Its
+/// workers inherit the filter, so the list includes their calls.
 pub(crate) fn of_keeper() -> Vec<Allowed> {
     let mut list = of_any_worker();
     list.extend(only(Sysno::clone, &[Check::Bits(0, NEW_NAMESPACES | THREAD, 0)]));

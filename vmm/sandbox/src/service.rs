@@ -15,7 +15,7 @@ use crate::files;
 /// Exit status of a process that could not be confined.
 pub(crate) const UNFIT: i32 = 125;
 
-/// Confinement of a service process.
+/// Restrictions of a service process.
 pub(crate) struct ServiceProcess<'a> {
     /// Process name, as displayed by `ps`.
     pub(crate) name: &'a CStr,

@@ -43,7 +43,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of a socket path, in bytes (unix(7), `sun_path`).
 const MAX_NAME: usize = 107;
 
-/// Operation of a request.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Operation {
@@ -73,7 +73,7 @@ impl Operation {
     }
 }
 
-/// A message from the VM. Names are allowed only before the seal.
+/// A message from the VM. A name is allowed only before the seal.
 struct Request {
     operation: Operation,
     destination: u16,
@@ -347,7 +347,7 @@ impl Named {
     }
 }
 
-/// Names that the VM has registered.
+/// Sockets that the VM has registered.
 #[derive(Default)]
 struct Names {
     /// Destinations, with `true` if the port is part of the name.

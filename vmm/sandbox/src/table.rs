@@ -131,7 +131,7 @@ fn grouped(counting: Counting) -> BTreeMap<(String, Answers), Vec<String>> {
     rows
 }
 
-/// Form of the arguments in a rule.
+/// The form of the arguments in a rule.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Form {
     /// An `ioctl(2)` request, by type and number.

@@ -1,4 +1,4 @@
-//! Worker processes for guest-controlled data that the VM can work without. Each worker performs
+//! Processes for guest-controlled data that the VM can work without (workers). Each worker performs
 //! one task and exits. Its seccomp filter and limits of memory and CPU time are strict, and its
 //! only descriptor is one socket.
 //!
@@ -33,7 +33,7 @@ use crate::{ThreadKind, filter, lists};
 /// Timeout for an answer of the keeper and for a message of a worker.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Confinement of worker processes.
+/// Restrictions of worker processes.
 #[derive(Clone, Copy, Debug)]
 pub struct Confinement {
     /// Seccomp mode.

@@ -80,7 +80,7 @@ pub fn serve_queue_while(
     serve_by(active, memory, wants, serve, Instant::now)
 }
 
-/// Progress of one call of [`serve_queue_while`].
+/// State of one call of [`serve_queue_while`].
 struct Progress {
     /// Number of chains that may still be started.
     left: u16,

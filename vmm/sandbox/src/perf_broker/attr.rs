@@ -70,7 +70,7 @@ pub(super) fn is_allowed(attr: &[u8]) -> bool {
     fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !FLAGS == 0
 }
 
-/// Fields that may be non-zero.
+/// The fields that may be non-zero.
 struct Fields {
     kind: u32,
     config: u64,

@@ -72,7 +72,7 @@ impl fmt::Display for Ended {
             Self::Done => f.write_str("it ended"),
             Self::Panicked(words) => write!(f, "it panicked {words}; please report this"),
             Self::Aborted(words) => write!(f, "it gave up: {words}; please report this"),
-            // Workers are the first processes to be killed on memory shortage.
+            // The kernel kills workers first on memory shortage.
             Self::Signal(libc::SIGKILL) => {
                 f.write_str("it was ended by signal 9, by somebody or because the host has no memory left")
             }

@@ -183,7 +183,8 @@ fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -
     socket.set_read_timeout(Some(job.patience))?;
     socket.set_write_timeout(Some(job.patience))?;
     let (last_words, its_end) = io::pipe()?;
-    // Workers are killed before the VM on memory shortage, because they hold no state of their own.
+    // The kernel kills workers before the VM on memory shortage, because they hold no persistent
+    // state.
     turn.inspect(|turn| turn.set(true));
     // SAFETY: this process has one thread.
     let pid = unsafe { libc::fork() };

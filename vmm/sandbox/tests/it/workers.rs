@@ -317,8 +317,8 @@ fn parent(pid: u32) -> u32 {
     line.unwrap().trim().parse().unwrap()
 }
 
-/// A worker has only its socket and the pipe for its output, and cannot access the VM's files.
-/// Worker and keeper exit with the VM.
+/// A worker has only its socket and the pipe for its output, and cannot access the VM's files. Both
+/// the worker and its keeper exit with the VM.
 #[test]
 fn a_worker_has_one_socket_and_ends_with_its_vm() {
     let mut vm = child_command(module_path!(), TASK, "shown")

@@ -33,7 +33,7 @@ const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// Output sink, which is kept across device resets.
+/// Sink of the guest's output, which is kept across device resets.
 type Output = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// A virtio console device.

@@ -115,7 +115,7 @@ fn a_driver_of_hostile_chains_stops_no_input() {
     let driver = Driver::new(&memory, 64);
     let (mut queues, mut driver, _output) = queues(&memory, driver);
     driver.offer_hostile(WRITE);
-    // One chain may take all of the pending input.
+    // One chain may hold all of the pending input.
     for _ in 0..2 * HOSTILE {
         port.send(&[b'i'; INPUT_BYTES]);
         queues.serve_input(&memory, &port).unwrap();

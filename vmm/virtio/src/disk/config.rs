@@ -13,7 +13,7 @@ pub const MAX_BACKING: usize = 8;
 const WORDS: &str =
     "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]";
 
-/// Format of a disk image. The format is never probed, because a guest can write the header of
+/// The format of a disk image. The format is never probed, because a guest can write the header of
 /// another format, which may name files of the host, to its raw disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
@@ -41,7 +41,7 @@ impl FromStr for Format {
 pub struct Backing {
     /// Path of the image.
     pub path: PathBuf,
-    /// Format of the image.
+    /// The format of the image.
     pub format: Format,
 }
 
@@ -50,9 +50,9 @@ pub struct Backing {
 pub struct DiskConfig {
     /// Path of the image file or host block device.
     pub path: PathBuf,
-    /// Format of the image.
+    /// The format of the image.
     pub format: Format,
-    /// Backing files, nearest first. File names in an image's header are never opened.
+    /// Chain of backing files, nearest first. File names in an image's header are never opened.
     pub backing: Vec<Backing>,
     /// `true` if the guest cannot write the disk.
     pub read_only: bool,

@@ -67,7 +67,7 @@ pub struct Image {
     pub(super) flushes: std::sync::atomic::AtomicU32,
 }
 
-/// Format-specific storage of the disk.
+/// Storage of the disk, specific to the format.
 #[derive(Debug)]
 enum Store {
     Raw(Raw),

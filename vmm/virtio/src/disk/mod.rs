@@ -1,4 +1,5 @@
-//! Block device (virtio-blk; virtio 1.2, 5.2), backed by an image file or a host block device.
+//! Virtio block device (virtio-blk; virtio 1.2, 5.2), backed by an image file or a host block
+//! device.
 //!
 //! | module | contents |
 //! |---|---|

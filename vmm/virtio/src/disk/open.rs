@@ -117,7 +117,7 @@ pub struct Opened {
     pub file: File,
     /// Size in bytes.
     pub bytes: u64,
-    /// Lock, which must be dropped after the last use of the file.
+    /// The lock, which must be dropped after the last use of the file.
     pub lock: Lock,
 }
 

@@ -1,4 +1,4 @@
-//! Disk requests: parsing of the descriptor chain, execution and status (virtio 1.2, 5.2.6).
+//! Requests to a disk: parsing of the descriptor chain, execution and status (virtio 1.2, 5.2.6).
 
 use std::io;
 use std::sync::Arc;

@@ -43,8 +43,8 @@ impl Store {
 }
 
 impl View {
-    /// Opens the image that `config` names. Backing files of a qcow2 image are never written and
-    /// are locked against writers while the view exists.
+    /// Opens the image that `config` names. The backing files of a qcow2 image are never written
+    /// and are locked against writers while the view exists.
     ///
     /// # Errors
     /// Returns an [`ImageError`] if the image or a backing file cannot be opened.

@@ -1,4 +1,4 @@
-//! Link status of the guest's network device, which goes down when the tap device is removed.
+//! The link of the guest's network device, which goes down when the tap device is removed.
 
 use std::io;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::device::ConfigChange;
 #[expect(clippy::cast_possible_truncation, reason = "it is 1")]
 pub(super) const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 
-/// Link of the guest's network device. The link is up until the tap device is removed.
+/// The link status of the guest's network device. The link is up until the tap device is removed.
 pub struct Link {
     pub(super) name: String,
     pub(super) status: Arc<AtomicU16>,

@@ -48,7 +48,7 @@ use vhost::{Kernel, Watcher};
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
-/// Offloads that the guest may accept, with the feature bit of each.
+/// Receive offloads that the guest may accept, with the feature bit of each.
 const OFFLOADS: [(Offloads, u32); 5] = [
     (Offloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
     (Offloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),

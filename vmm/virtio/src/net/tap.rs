@@ -20,7 +20,7 @@ pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
 pub const MAX_PIECES: usize = 1024;
 
 bitflags::bitflags! {
-    /// Offloads that the tap device may leave to the guest (`TUN_F_*`).
+    /// Set of offloads that the tap device may leave to the guest (`TUN_F_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Offloads: c_uint {
         /// Partial checksum offload.

@@ -69,7 +69,7 @@ pub(super) struct Backend {
     socket: PathBuf,
     /// Broker destination, or `None` if this process connects directly.
     destination: Option<Destination>,
-    /// Keeper and socket of a virtiofsd started by the VMM.
+    /// The keeper and the socket of a virtiofsd started by the VMM.
     own: Option<Arc<Own>>,
 }
 
@@ -199,7 +199,7 @@ pub fn greet(stream: UnixStream) -> Result<u64, BackendError> {
     Connection::greet(stream).map(|connection| connection.features)
 }
 
-/// Returns the command line of a virtiofsd that serves `path` to clients of the socket on its
+/// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
 /// standard input.
 fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
     let directory = std::fs::canonicalize(path).and_then(|whole| std::fs::read_dir(&whole).map(|_| whole));

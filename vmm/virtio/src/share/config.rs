@@ -15,14 +15,14 @@ pub enum Source {
         path: PathBuf,
         /// `true` if the guest cannot modify the directory.
         read_only: bool,
-        /// Sandbox mode of virtiofsd, or `None` for its default.
+        /// Mode of virtiofsd's sandbox, or `None` for its default.
         sandbox: Option<Sandbox>,
     },
     /// Socket of a vhost-user-fs backend that is already running.
     Socket(PathBuf),
 }
 
-/// Sandbox mode of virtiofsd.
+/// Mode of virtiofsd's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sandbox {
     /// Separate namespaces.

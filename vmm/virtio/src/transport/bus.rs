@@ -31,7 +31,8 @@ const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
 /// Base address of a function that decodes no memory.
 const NOWHERE: u64 = u64::MAX;
 
-/// Identity of QEMU's generic host bridge, which needs no driver and has no quirks in any kernel.
+/// Identification of QEMU's generic host bridge, which needs no driver and has no quirks in any
+/// kernel.
 const BRIDGE: Identity = Identity {
     vendor: 0x1B36,
     device: 0x0008,
@@ -76,7 +77,7 @@ impl Place {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Updates the cached base address. Call this with the lock held after any change of the
+    /// Updates the cached base address. Must be called with the lock held after any change of the
     /// configuration.
     fn note_base(&self, function: &Function) {
         self.base

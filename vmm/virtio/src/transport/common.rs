@@ -1,4 +1,4 @@
-//! Common configuration registers of a virtio PCI device (virtio 1.2, 4.1.4.3).
+//! Registers of the common configuration of a virtio PCI device (virtio 1.2, 4.1.4.3).
 //!
 //! A write of any length is a sequence of whole-field writes in which bytes not covered keep their
 //! value. No order or width of accesses leaves a partially written register.
@@ -55,7 +55,7 @@ enum Field {
     Used(Half),
 }
 
-/// Half of a 64-bit address.
+/// One half of a 64-bit address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Half {
     Low,

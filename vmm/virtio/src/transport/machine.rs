@@ -9,9 +9,9 @@ use crate::device::LastResort;
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Message {
-    /// Message address, as programmed by the guest.
+    /// Address of the write, as programmed by the guest.
     pub address: u64,
-    /// Message data.
+    /// Value of the write.
     pub data: u32,
 }
 

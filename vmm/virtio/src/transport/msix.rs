@@ -16,7 +16,7 @@ use perf_core::{error_line, guest_log};
 pub(super) const ENTRY_BYTES: usize = 16;
 /// Mask bit of the entry's vector control.
 const ENTRY_MASKED: u32 = 1 << 0;
-/// Function mask and MSI-X enable bits of message control.
+/// Bits of message control: function mask and MSI-X enable.
 const CONTROL_MASKED: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
 /// Guest-writable bits of message control.
@@ -26,7 +26,7 @@ struct Entry {
     message: Message,
     control: u32,
     vector: Arc<EventFd>,
-    /// Message that the machine currently sends for the entry.
+    /// The message that the machine currently sends for the entry.
     connected: Option<Message>,
 }
 

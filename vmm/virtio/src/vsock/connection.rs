@@ -1,4 +1,4 @@
-//! Connection between a guest port and a Unix socket of the host.
+//! A connection between a guest port and a Unix socket of the host.
 //!
 //! Data from the guest is written to the Unix socket at once, and data that does not fit is
 //! buffered up to the credit granted to the guest. Data from the host stays in the Unix socket

@@ -1,5 +1,5 @@
-//! Connection multiplexer: maps the connections of a guest to Unix sockets and schedules packets
-//! for the guest.
+//! Multiplexing of connections: maps the connections of a guest to Unix sockets and schedules
+//! packets for the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
 //! events of Unix sockets, and produces packets for the guest. [`Watch`] values describe the

@@ -21,7 +21,7 @@ use crate::device::{ActiveQueue, ConfigChange, Interrupt, LastResort};
 
 const CID: u64 = 3;
 
-/// Driver end of the device: guest memory with two queues, processed without a thread.
+/// The driver's end of the device: guest memory with two queues, processed without a thread.
 struct Driver {
     queues: Queues,
     _directory: tempfile::TempDir,

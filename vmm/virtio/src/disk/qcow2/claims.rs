@@ -133,7 +133,7 @@ pub enum ClaimError {
 /// Validated header fields of an image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Claims {
-    /// Format version, 2 or 3.
+    /// Version of the format, 2 or 3.
     pub version: u32,
     /// Size of the disk, in bytes.
     pub bytes: u64,

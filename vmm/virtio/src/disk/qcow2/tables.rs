@@ -71,9 +71,9 @@ struct Walk<'f> {
     layout: &'f Layout,
     /// Number of clusters in the file. The last one may be partial.
     count: u64,
-    /// Clusters with a single owner.
+    /// Set of clusters with a single owner.
     whole: Clusters,
-    /// Clusters with compressed data, which may be shared.
+    /// Set of clusters with compressed data, which may be shared.
     shared: Clusters,
 }
 

@@ -92,7 +92,7 @@ fn content(seed: u8) -> Vec<u8> {
         .collect()
 }
 
-/// Image variants, as qemu-img options.
+/// Variants of images, as qemu-img options.
 const KINDS: [&str; 9] = [
     "-o compat=1.1",
     "-o compat=0.10",
