@@ -198,7 +198,7 @@ fn a_terminal_has_a_size_and_takes_ctrl_c() {
         text.push_str(&String::from_utf8_lossy(&frame.payload));
     }
     assert!(text.contains("33 44"), "{text:?}");
-    // Wait for cat to answer before sending Ctrl-C: a shell that receives the signal while it
+    // Wait for output of cat before sending Ctrl-C: a shell that receives the signal while it
     // starts a command may wait for the command, which did not receive it.
     write_frame(&mut host, Kind::Stdin, b"line\n").unwrap();
     while text.matches("line").count() < 2 {

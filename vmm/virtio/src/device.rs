@@ -124,7 +124,7 @@ pub struct ActiveQueue {
     pub queue: Queue,
     /// Eventfd that is signalled when the driver adds buffers.
     pub kick: Arc<EventFd>,
-    /// Interrupt to raise after buffers are used, subject to `QueueT::needs_notification`.
+    /// The interrupt to raise after buffers are used, subject to `QueueT::needs_notification`.
     pub interrupt: Interrupt,
 }
 

@@ -173,7 +173,7 @@ impl Function {
             DEVICE => self.device.read_config(offset - DEVICE, data),
             TABLE => self.msix.read_table(inside, data),
             PENDING => self.msix.read_pending(inside, data),
-            // Interrupt status, doorbells and unused offsets read as 0.
+            // The interrupt status, doorbells and unused offsets read as 0.
             _ => {}
         }
     }
