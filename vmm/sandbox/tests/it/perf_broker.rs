@@ -60,7 +60,7 @@ fn a_broker_that_ends_leaves_events_as_they_are() {
     in_own_process("end");
 }
 
-/// Run with `cargo test --workspace --test broker -- --ignored --nocapture opens_take`.
+/// Run with `cargo test -p sandbox --test it -- --ignored --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
 fn opens_take_as_long_as_is_printed() {
