@@ -9,7 +9,7 @@
 //! | `table` | the lists as data, for documentation and tests |
 //! | `files` | restriction of file access |
 //! | `paths` | files and sockets at paths that another user can influence |
-//! | `socket_broker` | a process that connects to Unix sockets for the VM and removes its own ones |
+//! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
 //! | `jail` | a process without network, whose file system contains named paths only |
 //! | `start` | application of filters, and the starter thread |
