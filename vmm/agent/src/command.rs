@@ -1,8 +1,8 @@
-//! One command: its streams, its signals, its end.
+//! Execution of one command: streams, signals and exit.
 //!
-//! One thread reads what the host sends. Another moves everything else: input, output and the news that the
-//! command has ended, which a third waits for. What the command wrote before its end has come before the end
-//! is told; a child that it leaves behind with its output open is not waited for.
+//! One thread reads the host's frames. A second one transfers input, output and the notification
+//! that the command has exited, for which a third one waits. Output written before the exit is sent
+//! before the exit is reported. A child process that keeps the output open is not waited for.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -28,42 +28,42 @@ use nix::unistd::Pid;
 use crate::ends::{close, line, refuse};
 use crate::terminal;
 
-/// How long a command may live on whose host has gone and which was told so (SIGHUP).
+/// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
 const GRACE: Duration = Duration::from_secs(5);
-/// Bytes that are moved at once.
+/// Number of bytes transferred at once.
 const PIECE: usize = 64 << 10;
-/// Pieces that a pipe may hold when the command has ended: twice the most a pipe can be given (pipe(7)). A
-/// child that it left behind may write for ever.
+/// Maximum number of transfers after the command has exited: twice the maximum pipe capacity
+/// (pipe(7)). A remaining child process may write without end.
 const LAST_PIECES: usize = 2 * (1 << 20) / PIECE;
 
-/// The command's process group, as long as its leader has not been waited for.
+/// Process group of the command, `None` after its leader has been reaped.
 struct Group(Mutex<Option<Pid>>);
 
 impl Group {
     fn signal(&self, signal: Signal) {
         let pid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pid) = *pid {
-            // It fails when all of the group have ended.
+            // Fails only if all processes of the group have ended.
             let _ = killpg(pid, signal);
         }
     }
 }
 
-/// The streams of a command on this side.
+/// Agent ends of a command's streams.
 struct Streams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// The terminal is for input and output; its end of file is a character.
+    /// `true` if a terminal is used for input and output. Its end of file is a character.
     terminal: bool,
 }
 
-/// Runs a command until it ends or the host goes.
+/// Runs a command until it exits or the host disconnects.
 ///
 /// # Errors
-/// The system lacks what is needed to watch it.
+/// Returns an error if the system lacks resources to monitor the command.
 pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
-    // All that may be refused is had before there is a command.
+    // Acquire all resources that may fail before the command starts.
     let (news, mut bell) = io::pipe()?;
     let ended = bell.try_clone()?;
     nonblocking(&news)?;
@@ -85,7 +85,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     let waiting = group.clone();
     let waiter = thread::Builder::new().spawn(move || wait(child, pid, &waiting, ended));
     let waiter = waiter.inspect_err(|_| {
-        // Nobody else waits for it.
+        // No other thread waits for the command.
         group.signal(Signal::SIGKILL);
         let _ = waitpid(pid, None);
     })?;
@@ -94,7 +94,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
         if moved.is_err() {
             host.leave();
         }
-        // The last byte of the news was that it has ended, or it will be ended.
+        // The last notification reported the exit, or the command is being killed.
         let exit = waiter.join().unwrap_or(Exit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
             host.send(Kind::Exit, &exit);
@@ -113,8 +113,8 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// The way to the host. When that has gone, what is sent is lost, and the command goes on: it gets SIGHUP and
-/// may have something to bring to its end.
+/// Connection to the host. After a disconnect, frames are discarded and the command continues: it
+/// receives SIGHUP and may need time to exit cleanly.
 struct Host {
     stream: UnixStream,
     gone: bool,
@@ -127,14 +127,14 @@ impl Host {
         }
     }
 
-    /// The thread that reads notices it, too.
+    /// Disconnects, which also ends the reader thread.
     fn leave(&mut self) {
         self.gone = true;
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }
 
-/// Why a command did not start. The host prints it with its cause.
+/// The reason why a command did not start. The host prints the error with its cause.
 #[derive(Debug, thiserror::Error)]
 enum StartError {
     #[error("no command")]
@@ -151,7 +151,7 @@ enum StartError {
     },
 }
 
-/// Starts it; the terminal's end if it has one.
+/// Starts the command. Returns the master end of its terminal, if any.
 fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
     let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
@@ -182,7 +182,8 @@ fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
         io::ErrorKind::NotFound => StartError::NoCommand(program.clone()),
         _ => system(error),
     })?;
-    // It holds the terminal's other end open, and then the terminal has no end.
+    // The command builder holds the slave end open, which would prevent the end of file on the
+    // terminal.
     drop(command);
     let file = |fd: OwnedFd| -> io::Result<File> {
         nonblocking(&fd)?;
@@ -219,8 +220,8 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for its end, and tells of it. Until the process has been waited for its number is no other's, so
-/// signals are stopped before.
+/// Waits for the command and reports its exit. Signals are disabled before the process is reaped,
+/// because its process ID may be reused afterwards.
 fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }
@@ -236,7 +237,7 @@ fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exi
     exit
 }
 
-/// Does what the host says until it goes.
+/// Handles frames of the host until it disconnects.
 fn obey(
     mut stream: &UnixStream,
     group: &Group,
@@ -249,7 +250,7 @@ fn obey(
         match kind {
             Kind::Stdin => {
                 if input.send(payload.clone()).is_err() || bell.write_all(b"i").is_err() {
-                    // It has ended; what else comes says nothing to it.
+                    // The command has exited, so further frames have no effect.
                     continue;
                 }
             }
@@ -269,14 +270,14 @@ fn obey(
     }
 }
 
-/// Input that the command has not taken.
+/// Input that the command has not read yet.
 #[derive(Default)]
 struct Pending {
     bytes: VecDeque<u8>,
     end: bool,
 }
 
-/// Moves input and output until the command has ended.
+/// Transfers input and output until the command has exited.
 fn pump(
     mut streams: Streams,
     mut news: &PipeReader,
@@ -315,7 +316,8 @@ fn pump(
             return Err(io::Error::other("the host sends more input than it may"));
         }
         feed(&mut streams, &mut pending, out);
-        // After its end all it wrote is taken; before, one piece of each in turn.
+        // After the exit, read all remaining output. Before, transfer one piece of each stream in
+        // turn.
         for _ in 0..if ended { LAST_PIECES } else { 1 } {
             let more = forward(&mut streams.stdout, Kind::Stdout, out);
             if !(forward(&mut streams.stderr, Kind::Stderr, out) | more) {
@@ -326,7 +328,7 @@ fn pump(
     Ok(())
 }
 
-/// Gives the command what it takes of its input.
+/// Writes pending input to the command, as far as the command reads it.
 fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     let mut taken = 0;
     while let Some(stdin) = &mut streams.stdin {
@@ -341,7 +343,7 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // It reads no more.
+            // The command has closed its input.
             Err(_) => streams.stdin = None,
         }
     }
@@ -352,7 +354,7 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     if pending.end && pending.bytes.is_empty() {
         pending.end = false;
         if streams.terminal {
-            // Ctrl-D, which the terminal takes for the end of input.
+            // Ctrl-D, which the terminal interprets as end of input.
             pending.bytes.push_back(4);
         } else {
             streams.stdin = None;
@@ -364,7 +366,7 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     }
 }
 
-/// Sends a piece of output. Whether there was one.
+/// Sends one piece of output. Returns `true` if there was any.
 fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
     let Some(file) = stream else {
         return false;
@@ -377,7 +379,7 @@ fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
         }
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
         Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
-        // The end; of a terminal it is an error.
+        // End of file, which a terminal reports as an error.
         Ok(_) | Err(_) => {
             *stream = None;
             false

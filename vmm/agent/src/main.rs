@@ -1,14 +1,15 @@
-//! The agent in a guest: it runs commands and copies files for its host, which asks over vsock.
+//! Guest agent: runs commands and copies files at the request of the host, over vsock.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `main` | who may ask, how many, and what for |
-//! | `command` | one command: its streams, its signals, its end |
-//! | `ends` | how a connection ends |
-//! | `signals` | what the agent's starter may have left ignored |
-//! | `terminal` | a terminal for a command |
+//! | `main` | accepts and limits connections, and dispatches requests |
+//! | `command` | execution of one command |
+//! | `ends` | shutdown of a connection |
+//! | `signals` | reset of inherited signal dispositions |
+//! | `terminal` | terminal of a command |
 //!
-//! Only the host itself (address 2) is listened to: no program of this guest, and no other guest.
+//! Only connections from the host (CID 2) are accepted, not those of programs in this guest or of
+//! other guests.
 #![cfg_attr(
     not(test),
     warn(
@@ -43,7 +44,7 @@ use guest_agent::send::{SendError, send_tree};
 use guest_agent::wire::{Kind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
-/// Most commands and copies at once.
+/// Maximum number of simultaneous connections.
 const MAX_CONNECTIONS: usize = 64;
 
 fn main() -> ExitCode {
@@ -80,7 +81,7 @@ fn serve() -> io::Result<()> {
         if peer.cid() != VMADDR_CID_HOST {
             continue;
         }
-        // A stream of the standard library does all that is needed with any stream socket.
+        // `UnixStream` provides the required operations for any stream socket.
         let Ok(stream) = stream.as_fd().try_clone_to_owned().map(UnixStream::from) else {
             continue;
         };
@@ -105,7 +106,7 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// The place of a connection among those that there may be, given back however its thread ends.
+/// A connection slot, which is released on drop, also when the thread panics.
 struct Place(Arc<AtomicUsize>);
 
 impl Drop for Place {
@@ -114,14 +115,14 @@ impl Drop for Place {
     }
 }
 
-/// Does what one connection asks for.
+/// Handles one connection.
 fn answer(stream: UnixStream) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     let frame = match read_frame(&mut &stream) {
         Ok(Some(frame)) if frame.kind == Kind::Request => frame,
         _ => return Ok(()),
     };
-    // Only the version may be known of another one's request.
+    // Other protocol versions may have unknown fields, so only the version is parsed.
     #[derive(serde::Deserialize)]
     struct Version {
         version: u32,
@@ -157,7 +158,7 @@ fn answer(stream: UnixStream) -> io::Result<()> {
     }
 }
 
-/// Takes a tree.
+/// Receives a tree.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
     let mut receiver = match Receiver::new(path, Some(name)) {

@@ -1,11 +1,12 @@
-//! Makes a tree of what comes, and nothing outside of its target.
+//! Receiving end of a copy: creates a tree of files within a target directory.
 //!
-//! Each path is opened by openat2(2) below the target's directory with RESOLVE_BENEATH and
-//! RESOLVE_NO_SYMLINKS: not even links that were just received, or that somebody puts there at the same time,
-//! lead out of it.
+//! Each path is opened with openat2(2) below the target directory with RESOLVE_BENEATH and
+//! RESOLVE_NO_SYMLINKS. Symbolic links cannot escape from the directory, even if they were just
+//! received or are created concurrently.
 //!
-//! Permissions are those that were sent, as far as this process' umask allows them. What was there already
-//! keeps its own: the sender may be hostile, and what it sends is not to open anything to others.
+//! New files have the permissions that the sender specified, restricted by the umask. Existing
+//! files keep their permissions, because a hostile sender must not make them accessible to other
+//! users.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -22,70 +23,72 @@ use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 use crate::entry::{Entry, EntryError, What};
 use crate::wire::{Frame, Kind};
 
-/// Why a tree was not made.
+/// The reason why a tree could not be received.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
-    /// A file, directory or link cannot be made.
+    /// A file, directory or link cannot be created.
     #[error("{}", path.display())]
     Target {
-        /// It.
+        /// Path of the entry.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         #[source]
         source: io::Error,
     },
-    /// There is no name to give.
+    /// The target path has no file name.
     #[error("{}: give the copy a name", .0.display())]
     NoName(PathBuf),
-    /// The sender sends nonsense.
+    /// The sender sent an invalid entry.
     #[error(transparent)]
     Entry(#[from] EntryError),
-    /// Frames in an order that makes no sense.
+    /// The sender sent frames in an invalid order.
     #[error("the other side sends a frame that does not belong there")]
     Order,
-    /// The sender gave up.
+    /// The sender aborted the copy.
     #[error("{0}")]
     Refused(String),
 }
 
-/// How far a tree is.
+/// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// There is more.
+    /// The tree is incomplete.
     More,
-    /// Something was left out; what and why.
+    /// The sender skipped an entry, with its path and the reason.
     Skipped(String),
-    /// All has come.
+    /// The tree is complete.
     Done,
 }
 
-/// A file or directory, and whether it was not there before.
+/// A file or directory, and whether it was created.
 #[derive(Debug)]
 struct Made {
     file: File,
     new: bool,
 }
 
-/// Bits of a mode that can be sent: no set-user-ID and the like.
+/// Permission bits that a sender may set. Set-ID and sticky bits are excluded.
 const PERMISSIONS: u32 = 0o777;
 
-/// A tree that is being made.
+/// The receiving end of a copy.
 #[derive(Debug)]
 pub struct Receiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
     file: Option<(Made, Entry)>,
-    /// Directories that are being filled, each in the one before it.
+    /// Stack of the directories that are being filled.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
 impl Receiver {
-    /// A tree at `path`: in it, as `name`, if it is a directory.
+    /// Creates a receiver for a tree at `path`, or in `path` with the name `name` if `path` is a
+    /// directory.
     ///
     /// # Errors
-    /// The directory is not there, or there is no name.
+    /// Returns [`ReceiveError::Target`] if the directory does not exist, and
+    /// [`ReceiveError::NoName`] if there is no file name.
     pub fn new(path: &Path, name: Option<&str>) -> Result<Self, ReceiveError> {
         let no_name = || ReceiveError::NoName(path.to_owned());
         let (directory, name) = if path.is_dir() {
@@ -118,19 +121,21 @@ impl Receiver {
         })
     }
 
-    /// Takes a frame of the sender.
+    /// Processes a frame of the sender.
     ///
     /// # Errors
-    /// [`ReceiveError`]; what has been made stays.
+    /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
+    /// created earlier are kept.
     pub fn take(&mut self, frame: &Frame) -> Result<Progress, ReceiveError> {
         match (frame.kind, &mut self.file) {
             (Kind::Entry, None) => {
                 let entry = Entry::from_bytes(&frame.payload)?;
-                // The root comes first.
+                // The root must be the first entry.
                 if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
                     return Err(ReceiveError::Order);
                 }
-                // The sender follows a link that it is asked for. Here it would lead the next copy out.
+                // The sender follows a link at the root. A link created here would redirect the
+                // next copy.
                 if !self.begun && matches!(entry.what, What::Link(_)) {
                     return Err(ReceiveError::Order);
                 }
@@ -162,7 +167,7 @@ impl Receiver {
         }
     }
 
-    /// The path of an entry below the target's directory.
+    /// Returns the path of an entry below the target directory.
     fn below(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() {
             self.name.clone().into()
@@ -193,7 +198,7 @@ impl Receiver {
         made.map_err(|source| self.target(&entry.path, source))
     }
 
-    /// `mode` is for what is made.
+    /// Opens `path` below the target directory. `mode` applies to new files.
     fn open(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<File> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
@@ -206,7 +211,7 @@ impl Receiver {
         }
     }
 
-    /// The directory that holds `path`, and its name there.
+    /// Opens the parent directory of `path` and returns it with the file name.
     fn place(&self, path: &Path) -> io::Result<(File, OsString)> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let parent = path.parent().filter(|parent| *parent != Path::new(""));
@@ -217,13 +222,13 @@ impl Receiver {
         ))
     }
 
-    /// Whether it was not there.
+    /// Creates a directory. Returns `true` if it did not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
         let (parent, name) = self.place(path)?;
-        // The owner has to fill it first.
+        // The owner must be able to fill the directory.
         let mode = Mode::from_bits_truncate(mode & PERMISSIONS) | Mode::S_IRWXU;
         match mkdirat(&parent, name.as_os_str(), mode) {
-            // One that is there is filled.
+            // An existing directory is reused.
             Err(Errno::EEXIST) => {
                 self.open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0)?;
                 Ok(false)
@@ -250,7 +255,7 @@ impl Receiver {
         let (parent, name) = self.place(path)?;
         match symlinkat(target, &parent, name.as_os_str()) {
             Err(Errno::EEXIST) => {
-                // A directory stays, and the error says so.
+                // The call fails for a directory, which is kept.
                 unlinkat(&parent, name.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
                 Ok(symlinkat(target, &parent, name.as_os_str())?)
             }
@@ -258,7 +263,8 @@ impl Receiver {
         }
     }
 
-    /// Permissions and time come last: writing changes the time, and may need the permissions it had.
+    /// Sets permissions and time last, because writing changes the time and may require the initial
+    /// permissions.
     fn finish(made: &Made, entry: &Entry) -> io::Result<()> {
         let Made { file, new } = made;
         if *new {
@@ -350,7 +356,8 @@ mod tests {
         assert!(copy.join("d/e").is_dir() && !copy.join("pipe").exists());
     }
 
-    /// Others get no more than this process gives them, and what was there stays as it was.
+    /// A received file is not accessible to other users beyond the umask, and existing files keep
+    /// their permissions.
     #[test]
     fn a_sender_opens_nothing_to_others() {
         let temp = tempfile::tempdir().unwrap();
@@ -400,7 +407,7 @@ mod tests {
         let sent = frames(&from);
         receive(&sent, &new, "from").unwrap();
         fs::write(&from, "text").unwrap();
-        // Written over, and cut.
+        // The file is overwritten and truncated.
         receive(&frames(&from), &new, "from").unwrap();
         assert_eq!(fs::read(&new).unwrap(), b"text");
         fs::create_dir(temp.path().join("d")).unwrap();
@@ -436,7 +443,7 @@ mod tests {
         fs::create_dir(&target).unwrap();
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("secret"), "mine").unwrap();
-        // A link that was received, and then something behind it.
+        // A received link, followed by an entry below it.
         for last in [
             entry("l/new", What::File),
             entry("l/d", What::Directory),
@@ -447,7 +454,7 @@ mod tests {
             assert!(receive(&sent, &target, "t").is_err());
             assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
         }
-        // A link to a file that is to be written over.
+        // A link at the path of a file that is then written.
         let link = entry("f", What::Link(outside.join("secret")));
         let sent = [entry("", What::Directory), link, entry("f", What::File)];
         let error = receive(&sent, &target, "t").unwrap_err();

@@ -1,4 +1,4 @@
-//! Reads a tree and sends it.
+//! Sending end of a copy: reads a tree of files and sends it.
 
 use std::fs::{self, File, Metadata, ReadDir};
 use std::io::{self, Read};
@@ -8,22 +8,22 @@ use std::path::{Path, PathBuf};
 use crate::entry::{Entry, What};
 use crate::wire::{Kind, MAX_PAYLOAD};
 
-/// Directories within each other that are sent: deeper ones are left out.
+/// Maximum depth of nested directories. Deeper ones are skipped.
 const MAX_DEPTH: usize = 64;
 
-/// Why a tree was not sent.
+/// The reason why a tree could not be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The root cannot be read.
     #[error("{}", path.display())]
     Source {
-        /// It.
+        /// Path of the root.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         #[source]
         source: io::Error,
     },
-    /// It is no file and no directory.
+    /// The root is neither a file nor a directory.
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
     /// The connection failed.
@@ -31,14 +31,14 @@ pub enum SendError {
     Connection(#[source] io::Error),
 }
 
-/// Sends frames.
+/// Callback that sends a frame.
 pub type Out<'a> = &'a mut dyn FnMut(Kind, &[u8]) -> io::Result<()>;
 
-/// Sends the tree at `root` up to [`Kind::Done`]. A link at `root` itself is followed, links below it are
-/// sent as links. What cannot be read below it is skipped, and told.
+/// Sends the tree at `root`, followed by [`Kind::Done`]. A symbolic link at `root` itself is
+/// followed. Links below are sent as links. Unreadable entries are skipped and reported.
 ///
 /// # Errors
-/// [`SendError`].
+/// Returns a [`SendError`] if the root cannot be read or the connection fails.
 pub fn send_tree(root: &Path, out: Out<'_>) -> Result<(), SendError> {
     let source = |source| SendError::Source {
         path: root.to_owned(),
@@ -58,10 +58,11 @@ pub fn send_tree(root: &Path, out: Out<'_>) -> Result<(), SendError> {
     out(Kind::Done, &[]).map_err(SendError::Connection)
 }
 
-/// Sends what `input` has as a file.
+/// Sends the contents of `input` as a file.
 ///
 /// # Errors
-/// [`SendError::Connection`], or `input` cannot be read.
+/// Returns [`SendError::Connection`] if the connection fails, or an error if `input` cannot be
+/// read.
 pub fn send_stream(
     mut input: impl Read,
     mode: u32,
@@ -85,7 +86,7 @@ pub fn send_stream(
 }
 
 fn open(path: &Path, follow: bool) -> io::Result<File> {
-    // A pipe would have us wait, and a link may have come in between.
+    // Opening a pipe would block, and the file may have been replaced by a link.
     let no_follow = if follow { 0 } else { libc::O_NOFOLLOW };
     let file = fs::OpenOptions::new()
         .read(true)
@@ -103,7 +104,7 @@ fn entry(path: PathBuf, what: What, meta: &Metadata) -> Entry {
         path,
         what,
         mode: meta.mode() & 0o777,
-        // What is older than 1970 is of 1970.
+        // Earlier times are clamped to 1970.
         modified: (
             u64::try_from(meta.mtime()).unwrap_or(0),
             u32::try_from(meta.mtime_nsec()).unwrap_or(0),
@@ -117,7 +118,7 @@ struct Open {
     list: ReadDir,
 }
 
-/// A directory with all below it, without recursion.
+/// Sends a directory with all its descendants, without recursion.
 fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: Out<'_>) -> Result<(), SendError> {
     let first = entry(PathBuf::new(), What::Directory, meta);
     send_entry(&first, out)?;
@@ -143,7 +144,7 @@ fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: Out<'_>) -> Resul
     Ok(())
 }
 
-/// One entry of a directory: sent, or begun when it is a directory, or why it is left out.
+/// Sends one directory entry, or begins a subdirectory. Returns the reason if the entry is skipped.
 fn child(
     here: &Path,
     path: PathBuf,
@@ -199,7 +200,7 @@ fn send_file(mut file: File, entry: &Entry, here: &Path, out: Out<'_>) -> Result
     out(Kind::FileEnd, &[]).map_err(SendError::Connection)
 }
 
-/// All bytes of `input`, up to its own error.
+/// Sends the contents of `input` up to its end or first read error.
 fn copy(input: &mut impl Read, out: Out<'_>) -> Result<io::Result<()>, SendError> {
     let mut buffer = vec![0; MAX_PAYLOAD];
     loop {

@@ -1,14 +1,15 @@
-//! Signals as commands expect them.
+//! Reset of inherited signal dispositions.
 #![expect(unsafe_code, reason = "the disposition of signals")]
 
-/// Those that a shell has what it starts in the background ignore, and nohup(1).
+/// Signals that are ignored in background processes of a shell and under nohup(1).
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Gives these signals their usual meaning. What is ignored stays so in the commands that are started, and
-/// Ctrl-C would not end them.
+/// Resets these signals to their default actions. Commands inherit ignored signals, and Ctrl-C
+/// would not terminate them.
 pub fn usual() {
     for signal in IGNORED {
-        // SAFETY: SIG_DFL installs no handler, so no code of ours can run in a signal's context.
+        // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
+        // context.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
 }
@@ -22,12 +23,12 @@ mod tests {
 
     use super::*;
 
-    /// Names the signal to raise, in the process that [`ending`] starts.
+    /// Environment variable with the signal to raise, for the process that [`ending`] starts.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
-    /// There [`usual`] is called before.
+    /// Environment variable that makes this process call [`usual`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
-    /// What such a process does. In the run of all tests it is none.
+    /// Body of the child process. A no-op in a normal test run.
     #[test]
     fn in_a_process_of_its_own() {
         let Ok(signal) = std::env::var(SIGNAL) else { return };
@@ -37,7 +38,8 @@ mod tests {
         raise(signal.parse::<Signal>().unwrap()).unwrap();
     }
 
-    /// The signal that ends a process which was started with `signal` ignored and raises it.
+    /// Returns the signal that terminates a process that was started with `signal` ignored and
+    /// raises it.
     fn ending(signal: Signal, usual: bool) -> Option<i32> {
         let script = "ulimit -c 0; trap '' INT QUIT HUP; exec \"$@\"";
         let mut command = Command::new("sh");
@@ -55,7 +57,8 @@ mod tests {
         output.status.signal()
     }
 
-    /// An agent that was started in a shell's background, or by nohup, starts commands that Ctrl-C ends.
+    /// Commands of an agent that was started in the background or by nohup are terminated by
+    /// Ctrl-C.
     #[test]
     fn what_was_left_ignored_ends_a_process_again() {
         for number in IGNORED {

@@ -1,4 +1,4 @@
-//! The agent served over a pair of Unix sockets: a host in order, one that is gone, one that is hostile.
+//! Tests of the agent over a pair of Unix sockets, with conforming, disconnected and hostile hosts.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
 use super::*;
 
 fn agent() -> (UnixStream, JoinHandle<()>) {
-    // As the program does first: under nohup(1) they are ignored, and so in what it starts.
+    // Same as in the program. nohup(1) ignores signals, and child processes inherit that.
     crate::signals::usual();
     let (host, agent) = UnixStream::pair().unwrap();
     (host, std::thread::spawn(move || answer(agent).unwrap()))
@@ -33,7 +33,7 @@ fn exec(argv: &[&str], terminal: Option<Terminal>) -> Job {
     })
 }
 
-/// What came of a kind, and how it ended.
+/// Received payloads by frame kind, and the end of the command.
 struct Outcome {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -147,12 +147,12 @@ fn a_host_that_goes_ends_the_command() {
     ask(&mut host, exec(&["sleep", "600"], None));
     assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
     drop(host);
-    // It would take ten minutes otherwise.
+    // The command would otherwise run for ten minutes.
     agent.join().unwrap();
 }
 
-/// A command that is writing when its host goes has its time to end in order: a recording is written to its
-/// end.
+/// A command that is writing when its host disconnects has time to exit cleanly, so that a
+/// recording is complete.
 #[test]
 fn a_command_that_writes_ends_in_order_when_its_host_goes() {
     let dir = tempfile::tempdir().unwrap();
@@ -170,7 +170,7 @@ fn a_command_that_writes_ends_in_order_when_its_host_goes() {
     assert!(file.exists());
 }
 
-/// A place is given back also by a thread that panics.
+/// A connection slot is released even if its thread panics.
 #[test]
 fn a_place_is_given_back_however_its_thread_ends() {
     let busy = Arc::new(AtomicUsize::new(1));
@@ -198,8 +198,8 @@ fn a_terminal_has_a_size_and_takes_ctrl_c() {
         text.push_str(&String::from_utf8_lossy(&frame.payload));
     }
     assert!(text.contains("33 44"), "{text:?}");
-    // Only when cat has answered a line does Ctrl-C meet it: a shell that gets the signal while it starts a
-    // command may wait for the command, which did not get it.
+    // Wait for output of cat before sending Ctrl-C: a shell that receives the signal while it
+    // starts a command may wait for the command, which did not receive it.
     write_frame(&mut host, Kind::Stdin, b"line\n").unwrap();
     while text.matches("line").count() < 2 {
         let frame = read_frame(&mut host).unwrap().unwrap();
@@ -216,7 +216,7 @@ fn a_terminal_has_a_size_and_takes_ctrl_c() {
 #[test]
 fn a_command_holds_no_descriptors_but_its_own() {
     let script = "ls -l /proc/self/fd | grep -c -e ptmx -e socket";
-    // Those that whoever runs the tests left open are everybody's.
+    // Descriptors inherited from the test runner are excluded.
     let plain = std::process::Command::new("sh")
         .args(["-c", script])
         .output()

@@ -1,8 +1,8 @@
-//! A hostile guest's queues at the virtio console: whatever rings and descriptors say, each round ends,
-//! output stays within its bound, and input goes to guest memory only.
+//! Fuzzes the virtio console queues of a hostile guest. Each round must complete, output must be
+//! bounded, and input may be written to guest memory only.
 //!
-//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of the first
-//! byte chooses the queue.
+//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of
+//! the first byte selects the queue.
 #![no_main]
 
 use std::io::{self, Write};

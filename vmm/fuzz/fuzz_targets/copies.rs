@@ -1,7 +1,7 @@
-//! What a hostile guest's agent sends to `perfvisor cp`: frames, entries of a tree, bytes of files. Whatever
-//! comes, nothing is made outside of the directory that was named.
+//! Fuzzes the frames that a hostile guest's agent sends to `perfvisor cp`: tree entries and file
+//! contents. No file may be created outside the named directory.
 //!
-//! Input: frames as they come by the connection.
+//! Input: frames as received from the connection.
 #![no_main]
 
 use std::fs;

@@ -1,5 +1,5 @@
-//! A hostile guest's requests to a disk: whatever its queue and its descriptors say, only the disk and guest
-//! memory are touched, and each request ends.
+//! Fuzzes disk requests of a hostile guest. Only the disk and guest memory may be accessed, and
+//! each request must complete.
 //!
 //! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
 #![no_main]
@@ -22,7 +22,7 @@ fn image() -> Arc<Image> {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-disk-{}", std::process::id()));
     std::fs::write(&path, [0x5A; 32 * 512]).expect("a file in the temporary directory");
     let image = Image::open(&DiskConfig::raw(&path)).expect("it is a disk");
-    // It lives as long as it is open.
+    // The open descriptor keeps the file alive.
     let _ = std::fs::remove_file(&path);
     Arc::new(image)
 }

@@ -1,8 +1,8 @@
-//! A hostile guest's queues of a network device, and frames of any length from the host. Whatever its rings
-//! and its descriptors say, only guest memory and the tap device are touched, and each round ends.
+//! Fuzzes the network device queues of a hostile guest, with host frames of any length. Only guest
+//! memory and the tap device may be accessed, and each round must complete.
 //!
-//! Input: one byte of choices; then pieces of guest memory, written one after the other from 0x1000 on. The
-//! receive queue's tables begin there, the transmit queue's at 0x2000.
+//! Input: one byte of options, followed by pieces of guest memory, written sequentially from 0x1000
+//! on. The receive queue's tables begin there, the transmit queue's at 0x2000.
 #![no_main]
 
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// A queue whose table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
 fn queue(at: u32, event_idx: bool) -> Queue {
     let mut queue = Queue::new(ENTRIES).expect("a size");
     queue.set_size(ENTRIES);
@@ -48,7 +48,7 @@ fuzz_target!(|data: &[u8]| {
         memory.write_slice(piece, GuestAddress(0x1000)).expect("it fits");
         let bytes = usize::from(piece[0]) * 270 + 12;
         let _ = host.send(&frame[..bytes]);
-        // A queue that is broken is left alone, as the device does.
+        // The device does not process a broken queue either.
         receives = receives && receiver.run(&memory, &tap).is_ok();
         sends = sends && sender.run(&memory, Some(&tap)).is_ok();
         while host.recv(&mut frame).is_ok() {}

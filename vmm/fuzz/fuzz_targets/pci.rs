@@ -1,7 +1,7 @@
-//! A hostile guest at the configuration ports and the registers of virtio devices: any access of any width in
-//! any order.
+//! Fuzzes accesses of a hostile guest to the PCI configuration ports and virtio registers, with any
+//! width and order.
 //!
-//! Input: records of 12 bytes: what (ports or memory, read or write), width, offset, value.
+//! Input: records of 12 bytes: type (port or memory, read or write), width, offset, value.
 #![no_main]
 
 use std::io;
@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 const WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 
-/// A machine that can do everything and does nothing.
+/// A machine whose operations succeed without any effect.
 struct Nothing;
 
 impl Machine for Nothing {
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
     let machine: Arc<dyn Machine> = Arc::new(Nothing);
     let device: Box<dyn VirtioDevice> = Box::new(Rng::new().expect("/dev/urandom"));
     let bus = PciBus::new(vec![device], &memory, WINDOW, &machine).expect("one device fits");
-    // The device decodes its memory from the start.
+    // Enable memory decoding from the start.
     bus.write_port(CONFIG_PORT, &0x8000_0804u32.to_le_bytes());
     bus.write_port(CONFIG_PORT + 4, &6u16.to_le_bytes());
     for record in data.chunks_exact(12).take(512) {

@@ -1,9 +1,10 @@
-//! A stranger's qcow2 image under a guest's requests: whatever is in it, only its file is touched, memory is
-//! bounded and each request ends.
+//! Fuzzes guest requests to a disk with an untrusted qcow2 image. Only the image file may be
+//! accessed, memory must be bounded, and each request must complete.
 //!
-//! The crate that reads images may panic; that ends the disk and is not what is looked for here.
+//! Panics in the crate that reads images disable the disk and are not reported as failures.
 //!
-//! Input: eight bytes for each of sixteen requests (what, sectors, first sector), then the image.
+//! Input: sixteen requests of eight bytes each (operation, sectors, first sector), followed by the
+//! image.
 #![no_main]
 
 use std::sync::Once;
@@ -19,7 +20,7 @@ const MEMORY_BYTES: usize = 1 << 18;
 
 fuzz_target!(|data: &[u8]| {
     static QUIET: Once = Once::new();
-    // libFuzzer's own hook ends the process at each panic, also at one that is caught.
+    // libFuzzer's panic hook terminates the process even if the panic is caught.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let Some((requests, bytes)) = data.split_at_checked(REQUESTS * REQUEST_BYTES) else {
         return;

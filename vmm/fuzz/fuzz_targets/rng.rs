@@ -1,4 +1,5 @@
-//! A hostile guest's requests for entropy: each gets so many bytes at most, within guest memory, and ends.
+//! Fuzzes entropy requests of a hostile guest. Each request must complete and write a bounded
+//! number of bytes within guest memory.
 //!
 //! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
 #![no_main]

@@ -1,4 +1,4 @@
-//! The queues of a vsock device whose guest wrote its rings, descriptors and packets at random.
+//! Fuzzes the queues of a vsock device with arbitrary rings, descriptors and packets.
 #![no_main]
 
 use std::os::unix::net::UnixListener;
@@ -18,7 +18,7 @@ use vmm_sys_util::timerfd::TimerFd;
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// A queue whose table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
 fn queue(at: u32) -> ActiveQueue {
     let mut queue = Queue::new(ENTRIES).unwrap();
     queue.set_size(ENTRIES);
@@ -45,7 +45,7 @@ fuzz_target!(|data: &[u8]| {
     let muxer = Muxer::new(3, path, FIRST_TOKEN);
     let timer = TimerFd::new().unwrap();
     let mut queues = Queues::new(memory.clone(), queue(0x1000), queue(0x2000), listener.clone(), muxer, timer);
-    // The guest writes again and again while the device works.
+    // The guest modifies its memory while the device is running.
     for piece in data.chunks(0x2000) {
         memory.write_slice(piece, GuestAddress(0x1000)).unwrap();
         queues.pump(Instant::now());

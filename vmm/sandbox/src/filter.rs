@@ -1,4 +1,4 @@
-//! Lists of system calls as programs for the kernel.
+//! Compilation of system call lists to seccomp programs.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use syscalls::Sysno;
 
 use crate::rules::{Allowed, Check};
 
-/// The program that allows `list`, and does `otherwise` with what is not on it.
+/// Compiles a program that allows the calls on `list` and applies `otherwise` to all others.
 pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     SeccompFilter::new(rules(list)?, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
 }
 
-/// The program that answers what is on `list` with an error, and has nothing against anything else.
+/// Compiles a program that fails the calls on `list` with an error and allows all others.
 pub(crate) fn refuse(list: &[Allowed]) -> Result<BpfProgram, BackendError> {
     let error = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     SeccompFilter::new(rules(list)?, SeccompAction::Allow, error, TargetArch::x86_64)?.try_into()
@@ -32,7 +32,7 @@ fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendErr
             }
             std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
         };
-        // No condition is the widest one.
+        // An entry without conditions subsumes all others of the same call.
         if of_call.is_empty() || when.is_empty() {
             of_call.clear();
             continue;
@@ -46,8 +46,8 @@ fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendErr
     Ok(rules)
 }
 
-/// The program that has the C library start threads by `clone(2)`, whose flags a filter sees: `clone3(2)`
-/// has them behind a pointer.
+/// Compiles a program that fails `clone3(2)`, so that the C library falls back to `clone(2)`. A
+/// filter can check the flags of `clone(2)`, but `clone3(2)` takes them by pointer.
 pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
     let rules = BTreeMap::from([(i64::from(Sysno::clone3.id()), Vec::new())]);
     let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());

@@ -1,5 +1,5 @@
-//! What threads of each kind may ask of the kernel, as data: for the documentation, and for tests that hold
-//! the filters of a running VM to it.
+//! System call filters of each thread kind as data, for the documentation and for tests that
+//! compare the filters of a running VM.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,20 +10,20 @@ use crate::kind::{Counting, ThreadKind};
 use crate::lists;
 use crate::rules::{Allowed, Check};
 
-/// The kernel's answer to a system call of a thread, as far as its filters decide.
+/// Result of a thread's system call, as decided by its filters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// The kernel executes it.
+    /// The kernel executes the call.
     Allowed,
-    /// It fails with `EPERM`, and the thread goes on.
+    /// The call fails with `EPERM`.
     Refused,
-    /// It fails with `ENOSYS`, and the thread goes on.
+    /// The call fails with `ENOSYS`.
     Missing,
-    /// The VM ends.
+    /// The VM is terminated.
     Ends,
 }
 
-/// The answer to system call `call` of a thread of `kind` in the process `pid`.
+/// Returns the result of system call `call` by a thread of `kind` in process `pid`.
 #[must_use]
 pub fn outcome(kind: ThreadKind, counting: Counting, pid: u32, call: i64, arguments: [u64; 6]) -> Outcome {
     let on = |list: &[Allowed]| list.iter().any(|allowed| allowed.takes(call, arguments));
@@ -60,7 +60,7 @@ impl Check {
         }
     }
 
-    /// The condition in words; arguments are counted from 1.
+    /// Returns the condition as text. Arguments are counted from 1.
     fn words(self) -> String {
         let number = |value: u64| match value {
             OWN => "own process".to_owned(),
@@ -77,13 +77,13 @@ impl Check {
     }
 }
 
-/// Stands for the number of the VM's process.
+/// Placeholder for the VM's process ID.
 const OWN: u64 = 0x7fff_fffe;
 
-/// The answers to a call with arguments of one form, in the order of [`ThreadKind::ALL`].
+/// Results of a call with one form of arguments, in the order of [`ThreadKind::ALL`].
 type Answers = [Option<Outcome>; ThreadKind::ALL.len()];
 
-/// The filters of all kinds as a table in Markdown. Where the table has no entry the VM ends.
+/// Formats the filters of all kinds as a Markdown table. A call without an entry terminates the VM.
 #[must_use]
 pub fn markdown(counting: Counting) -> String {
     let mut text = String::from("| system calls | arguments |");
@@ -108,7 +108,7 @@ pub fn markdown(counting: Counting) -> String {
     text
 }
 
-/// Calls with the same arguments and answers in one row; requests of one device too.
+/// Groups calls with the same arguments and results, and ioctl requests of the same type.
 fn grouped(counting: Counting) -> BTreeMap<(String, Answers), Vec<String>> {
     let mut requests: BTreeMap<(u64, Answers), Vec<u64>> = BTreeMap::new();
     let mut rows: BTreeMap<(String, Answers), Vec<String>> = BTreeMap::new();
@@ -131,12 +131,12 @@ fn grouped(counting: Counting) -> BTreeMap<(String, Answers), Vec<String>> {
     rows
 }
 
-/// Arguments as a rule has them.
+/// The form of the arguments in a rule.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Form {
-    /// A request of `ioctl(2)`, by its type and number.
+    /// An `ioctl(2)` request, by type and number.
     Request { kind: u64, number: u64 },
-    /// Other conditions.
+    /// Other conditions, as text.
     Words(String),
 }
 
@@ -163,7 +163,7 @@ fn answers(counting: Counting) -> BTreeMap<(String, Form), Answers> {
     let own = u32::try_from(OWN).unwrap_or(0);
     for (at, kind) in ThreadKind::ALL.into_iter().enumerate() {
         let allowed = lists::of(kind, own, counting);
-        // A call that is allowed whatever its arguments are needs no other row.
+        // A call that is permitted with any arguments needs only one row.
         let any: Vec<Sysno> = allowed
             .iter()
             .filter(|a| a.when.is_empty())

@@ -1,4 +1,4 @@
-//! Entropy for the guest (virtio 1.2, 5.4): random bytes of the host's kernel.
+//! Entropy device (virtio 1.2, 5.4), backed by the host kernel's random number generator.
 
 use std::fs::File;
 use std::io;
@@ -14,14 +14,14 @@ use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, Virtio
 use crate::serve::{Chain, serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
-/// Where the bytes come from: never blocks once the host has started.
+/// Source of the random bytes. Reads never block once the host has booted.
 const SOURCE: &str = "/dev/urandom";
-/// Entries of the queue. Linux uses one at a time.
+/// Queue size. Linux uses one entry at a time.
 const QUEUE_SIZE: u16 = 16;
-/// The most bytes for one chain; a driver gets the rest by asking again (5.4.6.1).
+/// Maximum number of bytes written per chain. A driver requests more with further chains (5.4.6.1).
 pub const MOST_BYTES: usize = 4096;
 
-/// The device.
+/// A virtio entropy device.
 #[derive(Debug)]
 pub struct Rng {
     source: File,
@@ -29,10 +29,10 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// Of this host's entropy.
+    /// Creates an entropy device that reads the host's `/dev/urandom`.
     ///
     /// # Errors
-    /// /dev/urandom cannot be opened.
+    /// Returns an error if `/dev/urandom` cannot be opened.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             source: File::open(SOURCE)?,
@@ -86,7 +86,6 @@ impl VirtioDevice for Rng {
     }
 }
 
-/// What runs on the device's thread.
 struct Server {
     source: File,
     queue: ActiveQueue,
@@ -107,7 +106,7 @@ impl Server {
     }
 }
 
-/// Fills a chain's buffers; how many bytes it was.
+/// Fills the buffers of a chain with random bytes and returns the number of bytes written.
 #[expect(clippy::cast_possible_truncation, reason = "at most MOST_BYTES")]
 pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
     let mut left = MOST_BYTES;
@@ -119,7 +118,7 @@ pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u3
                 left -= read;
                 break;
             }
-            // Not RAM: the guest's own affair.
+            // The buffer is outside guest RAM, which is a driver error.
             Err(_) => break,
         }
         if left == 0 {
@@ -156,7 +155,7 @@ mod tests {
     fn a_broken_ring_asks_for_a_reset() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // No descriptor of this queue.
+        // The head index is outside the descriptor table.
         driver.offer(16);
         let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
         let mut rng = Rng::new().unwrap();
@@ -198,15 +197,15 @@ mod tests {
     #[test]
     fn hostile_chains_get_at_most_the_bound() {
         let memory = memory();
-        // A loop, a buffer as long as it can be, one outside of RAM, one that is not to be written.
+        // A descriptor loop, an oversized buffer, a buffer outside RAM and a read-only buffer.
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 3, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, u32::MAX, 2, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(u64::MAX - 8, 100, 2, 0)]), 0);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 0, 0)]), 0);
     }
 
-    /// Loops, tables of 65,535 pieces and in each other, and what is no memory: each is used with what it may
-    /// have, and the good chain behind them is filled.
+    /// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside
+    /// RAM) are returned as used, and the valid chain after them is filled.
     #[test]
     fn a_driver_of_hostile_chains_stops_nobody() {
         let memory = memory();
@@ -228,7 +227,7 @@ mod tests {
             used.iter().all(|(_, bytes)| *bytes as usize <= MOST_BYTES),
             "{used:?}"
         );
-        // Nothing is written for the other side, or where there is no memory.
+        // Nothing is written to read-only buffers or to addresses outside RAM.
         assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
         assert_eq!(used.last(), Some(&(13, 256)));
     }

@@ -1,4 +1,5 @@
-//! Serving a queue: every chain in it once, and one interrupt for all that were served in a short time.
+//! Queue processing: handles each available descriptor chain once and coalesces interrupts for
+//! chains that complete within a short time.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -9,47 +10,52 @@ use vm_memory::GuestMemoryMmap;
 
 use crate::device::ActiveQueue;
 
-/// A chain of descriptors in the guest's memory, which may change at any time.
+/// A descriptor chain in guest memory. The guest may modify the memory at any time.
 pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
-/// The driver broke the rules of queues: nothing more can be had from this one until the device is reset.
+/// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
+/// reset.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// Its rings make no sense.
+    /// The rings are invalid.
     #[error("the driver's queue cannot be worked with")]
     Rings(#[from] virtio_queue::Error),
-    /// It offers a chain that the queue cannot have.
+    /// The head index of a chain is not below the queue size.
     #[error("the driver offers descriptor {head} of a queue of {size}")]
     Head {
-        /// The chain's first descriptor.
+        /// Index of the first descriptor of the chain.
         head: u16,
-        /// The queue's size.
+        /// Queue size, in entries.
         size: u16,
     },
 }
 
-/// Logs how a driver broke its queues, within the limit of [`mod@perf_core::guest_log`].
+/// Logs a virtqueue violation by the driver, subject to the rate limit of
+/// [`mod@perf_core::guest_log`].
 pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
-/// How long chains are served one after the other; one that has begun is finished.
+/// Maximum time that one round may start new chains. A chain in progress is always finished.
 const LONGEST_ROUND: Duration = Duration::from_millis(50);
 
-/// How long the driver may be left without an interrupt for what was served, while the rest is. Where a chain
-/// takes a few microseconds, an interrupt for each would cost more than the chain; where it takes longer,
-/// whoever waits for it does not wait for all others too.
+/// Maximum time between the completion of a chain and the driver's interrupt while further chains
+/// are processed. An interrupt for each chain would cost more than the chain itself where a chain
+/// takes a few microseconds. Slow chains are signalled individually.
 const LONGEST_SILENCE: Duration = Duration::from_micros(50);
 
-/// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver
-/// is interrupted at the end, and before it if that takes longer than `LONGEST_SILENCE`, if it wants to be.
+/// Processes the available chains of a queue. `serve` handles one chain and returns the number of
+/// bytes that it wrote. The driver is interrupted at the end and at least every `LONGEST_SILENCE`,
+/// unless it suppresses notifications.
 ///
-/// It ends after one round of the queue, or after `LONGEST_ROUND`, even if the driver goes on to fill it;
-/// then the queue has kicked itself, and the caller's loop comes back after it has looked at its other
-/// descriptors: it may be asked to stop.
+/// The call returns after one pass over the queue or after `LONGEST_ROUND`, even if the driver
+/// keeps adding chains. In that case the queue's kick eventfd is signalled again, so that the
+/// caller's event loop can check its other descriptors, including the stop event, before it
+/// continues.
 ///
 /// # Errors
-/// [`QueueError`]; the driver knows of all chains that were served before.
+/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
+/// the error have been signalled.
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -58,11 +64,13 @@ pub fn serve_queue(
     serve_queue_while(active, memory, || true, serve)
 }
 
-/// As [`serve_queue`], as long as the device has a use for chains: `wants` is asked before each. Those it has
-/// no use for stay in the queue. The driver's kicks may be off afterwards, until the next call.
+/// Processes chains like [`serve_queue`] while `wants` returns `true`, which is checked before each
+/// chain. The remaining chains stay in the queue. The driver's notifications may stay disabled
+/// until the next call.
 ///
 /// # Errors
-/// [`QueueError`]; the driver knows of all chains that were served before.
+/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
+/// the error have been signalled.
 pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -72,19 +80,19 @@ pub fn serve_queue_while(
     serve_by(active, memory, wants, serve, Instant::now)
 }
 
-/// Where a call of [`serve_queue_while`] is.
+/// State of one call of [`serve_queue_while`].
 struct Progress {
-    /// Chains that it may still begin.
+    /// Number of chains that may still be started.
     left: u16,
-    /// When it begins no more.
+    /// Deadline for starting a chain.
     end: Instant,
-    /// When the driver was last told, or had nothing to be told.
+    /// Time of the last interrupt, or the last time that no completed chain was unsignalled.
     told: Instant,
-    /// Something was served since.
+    /// `true` if chains have completed since the last interrupt.
     untold: bool,
 }
 
-/// [`serve_queue_while`] by the clock `now`.
+/// Implements [`serve_queue_while`] with the clock `now`.
 fn serve_by(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -102,10 +110,10 @@ fn serve_by(
     let outcome = loop {
         active.queue.disable_notification(memory)?;
         match serve_round(active, memory, &mut progress, &wants, &mut serve, &mut now) {
-            // It comes back when it has a use for more.
+            // The handler accepts no more chains for now and resumes the queue later.
             Ok(()) if !wants() => break Ok(()),
             Ok(()) if progress.left == 0 || now() >= progress.end => {
-                // A full counter is a kick too.
+                // A full counter is a pending notification too.
                 let _ = active.kick.write(1);
                 break Ok(());
             }
@@ -122,7 +130,7 @@ fn serve_by(
     outcome
 }
 
-/// Interrupts the driver if it wants to be.
+/// Interrupts the driver unless it suppresses notifications.
 fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
     if active.queue.needs_notification(memory)? {
         active.interrupt.raise();
@@ -130,7 +138,7 @@ fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueE
     Ok(())
 }
 
-/// Serves the chains that are there, as many as may be begun.
+/// Processes the chains that are currently available, within the limits of `progress`.
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -166,7 +174,7 @@ fn serve_round(
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! A queue as a driver makes it, in memory of its own.
+    //! A mock driver with a virtqueue in its own guest memory.
 
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU8};
@@ -181,12 +189,13 @@ pub(crate) mod testing {
     use super::*;
     use crate::device::{Activation, ConfigChange, Interrupt, LastResort};
 
-    /// Bytes of guest memory; the queue lies at its beginning.
+    /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
-    /// First address that the queue does not use.
+    /// First address after the queue.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
-    /// How many chains [`Driver::offer_hostile`] offers, and the address of its last one's buffer.
+    /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last one's
+    /// buffer.
     pub(crate) const HOSTILE: u16 = 14;
     pub(crate) const GOOD: u64 = BUFFERS + 0x4000;
 
@@ -194,15 +203,15 @@ pub(crate) mod testing {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
 
-    /// What a driver sees of a device beside its queues.
+    /// The driver-visible state of a device other than its queues.
     pub(crate) struct Seen {
-        /// The interrupt for changes, whose reader waits.
+        /// Configuration-change interrupt.
         pub changed: Arc<EventFd>,
-        /// DEVICE_NEEDS_RESET.
+        /// The DEVICE_NEEDS_RESET status bit.
         pub needs_reset: Arc<AtomicBool>,
     }
 
-    /// What a device gets when a driver with these queues is ready.
+    /// Returns the [`Activation`] of a device whose driver has set up these queues.
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
@@ -223,7 +232,7 @@ pub(crate) mod testing {
         (activation, seen)
     }
 
-    /// The driver's side of a queue, and the device's.
+    /// Both ends of a virtqueue.
     pub(crate) struct Driver<'m> {
         pub mock: MockSplitQueue<'m, GuestMemoryMmap>,
         pub active: ActiveQueue,
@@ -233,7 +242,7 @@ pub(crate) mod testing {
     }
 
     impl<'m> Driver<'m> {
-        /// The device's side, for a device that takes it.
+        /// Returns the device end of the queue.
         pub(crate) fn active(&self) -> ActiveQueue {
             ActiveQueue {
                 queue: self.mock.create_queue().unwrap(),
@@ -246,7 +255,7 @@ pub(crate) mod testing {
             Self::at(memory, size, 0x1000)
         }
 
-        /// With its rings from address `start` on.
+        /// Creates a queue whose rings begin at address `start`.
         pub(crate) fn at(memory: &'m GuestMemoryMmap, size: u16, start: u64) -> Self {
             let mock = MockSplitQueue::create(memory, GuestAddress(start), size);
             let queue: Queue = mock.create_queue().unwrap();
@@ -265,7 +274,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Writes descriptors, the first at `head`.
+        /// Writes consecutive descriptors, the first one at index `head`.
         pub(crate) fn write(&self, head: u16, descriptors: &[Descriptor]) {
             for (at, descriptor) in (head..).zip(descriptors) {
                 let table = self.mock.desc_table();
@@ -273,7 +282,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Offers the chain at `head`.
+        /// Adds the chain at `head` to the available ring.
         pub(crate) fn offer(&mut self, head: u16) {
             let avail = self.mock.avail();
             let size = self.active.queue.size();
@@ -286,10 +295,10 @@ pub(crate) mod testing {
             avail.idx().store(self.offered.to_le());
         }
 
-        /// Offers chains as no driver makes them, from head 0 on, and a good one of 256 bytes at [`GOOD`]
-        /// behind them: [`HOSTILE`] chains in all. `direction` is WRITE for buffers of the device. The queue
-        /// has 32 entries or more: in the crate's mock the used ring begins halfway through the available
-        /// one.
+        /// Adds [`HOSTILE`] chains from head 0 on: malformed ones, followed by a valid one of 256
+        /// bytes at [`GOOD`]. `direction` is WRITE for device-writable buffers. The queue must have
+        /// at least 32 entries because the used ring of the mock begins halfway through the
+        /// available ring.
         pub(crate) fn offer_hostile(&mut self, direction: u16) {
             const NEXT: u16 = 1;
             const WRITE: u16 = 2;
@@ -305,20 +314,21 @@ pub(crate) mod testing {
             let at = GuestAddress(outer);
             self.memory.write_obj(RawDescriptor::from(inner), at).unwrap();
             let chains = [
-                // Round and round.
+                // A descriptor loop.
                 Descriptor::new(BUFFERS, 64, direction | NEXT, 0),
-                // Out of memory, at its end and at that of the address space.
+                // Buffers that cross the end of memory, begin at it, or reach the end of the
+                // address space.
                 Descriptor::new(MEMORY_BYTES as u64 - 8, 64, direction, 0),
                 Descriptor::new(u64::MAX - 8, 64, direction, 0),
-                // Longer than memory, and with nothing in it.
+                // A buffer larger than memory, and an empty one.
                 Descriptor::new(BUFFERS, u32::MAX, direction, 0),
                 Descriptor::new(BUFFERS, 0, direction, 0),
-                // For the other side.
+                // A buffer of the opposite direction.
                 Descriptor::new(BUFFERS, 64, direction ^ WRITE, 0),
-                // On behind the table.
+                // A next index outside the descriptor table.
                 Descriptor::new(BUFFERS, 0, direction | NEXT, 999),
-                // A table of 65,535 pieces, each of which leads to the next; a table in a table; tables that
-                // are too long, of a piece and a bit, of nothing, and out of memory.
+                // An indirect table of 65,535 chained descriptors, a nested table, and tables that
+                // are too long, not a multiple of the descriptor size, empty, or outside memory.
                 Descriptor::new(long, 65_535 * 16, INDIRECT, 0),
                 Descriptor::new(outer, 16, INDIRECT, 0),
                 Descriptor::new(long, 65_536 * 16, INDIRECT, 0),
@@ -334,7 +344,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// What was used so far: heads and bytes written.
+        /// Returns the used ring entries so far: head index and bytes written.
         pub(crate) fn used(&self) -> Vec<(u32, u32)> {
             let used = self.mock.used();
             (0..usize::from(u16::from_le(used.idx().load())))
@@ -355,8 +365,7 @@ mod tests {
     use super::testing::{BUFFERS, Driver, memory};
     use super::*;
 
-    /// Whoever waits for a chain waits for that one: a flush behind a long write told of neither before both
-    /// were done.
+    /// A completed flush is signalled without waiting for a long write that precedes it.
     #[test]
     fn quick_chains_are_one_interrupt_and_slow_ones_are_told_at_once() {
         for (step, interrupts) in [
@@ -391,13 +400,13 @@ mod tests {
     fn nothing_served_is_nothing_told() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // Nothing to do, nothing to tell.
+        // An empty queue causes no interrupt.
         serve_queue(&mut driver.active, &memory, |_| panic!("there is no chain")).unwrap();
         assert!(driver.vector.read().is_err());
     }
 
-    /// [`serve_queue`] by a clock that stands: on a machine that does other work its time could be over
-    /// between two chains.
+    /// Runs [`serve_queue`] with a stopped clock, because the round could otherwise time out
+    /// between two chains on a busy host.
     fn in_no_time(
         active: &mut ActiveQueue,
         memory: &GuestMemoryMmap,
@@ -419,7 +428,7 @@ mod tests {
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
-    /// Whoever waits for the thread to stop waits for the chain that is served, not for all that are there.
+    /// Stopping the worker waits for the chain in progress only, not for the whole queue.
     #[test]
     fn a_long_round_ends_before_the_queue_does_and_is_gone_on_with() {
         let memory = memory();
@@ -452,7 +461,7 @@ mod tests {
         let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");
         assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
-        // More chains than the queue has entries.
+        // The available index exceeds the queue size.
         driver.mock.avail().idx().store(100u16.to_le());
         let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Rings(_)), "{error}");

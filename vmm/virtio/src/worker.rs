@@ -1,4 +1,4 @@
-//! The thread of a device.
+//! Device worker threads.
 
 use std::any::Any;
 use std::io;
@@ -16,29 +16,29 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::device::LastResort;
 
-/// A thread that serves a device's queues until it is stopped or dropped.
+/// A thread that serves a device's queues until the worker is stopped or dropped.
 #[derive(Debug)]
 pub struct Worker {
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A thread's stack. Handlers need a few pages; stacks of 2 MiB, the usual ones, are backed by a huge page
-/// each where the host makes them by itself.
+/// Stack size of a worker thread, in bytes. Handlers need a few pages. The default of 2 MiB would
+/// be backed by one huge page per thread on hosts with transparent huge pages enabled.
 const STACK_BYTES: usize = 256 << 10;
 
-/// The CPUs of the host that devices' threads may use. A driver gets ready on a vCPU's thread, which may be
-/// kept on one CPU; what it starts would stay there with it.
+/// Host CPUs that worker threads may use. A driver activates its device on a vCPU thread, which may
+/// be pinned to one CPU, and new threads inherit the affinity of their creator.
 static CPUS: OnceLock<CpuSet> = OnceLock::new();
 
-/// Takes the CPUs that the calling thread may use for those of the threads of devices. The first call counts.
+/// Records the CPU affinity of the calling thread as the affinity of worker threads. Only the first
+/// call has an effect.
 pub fn take_cpus() {
     if let Ok(cpus) = sched_getaffinity(Pid::from_raw(0)) {
         CPUS.get_or_init(|| cpus);
     }
 }
 
-/// Ends the loop of the thread.
 struct Stop {
     fd: EventFd,
     came: bool,
@@ -61,7 +61,7 @@ impl MutEventSubscriber for Stop {
     }
 }
 
-/// What runs on the thread: the end, or the device.
+/// Event subscriber of the worker thread: the stop event or the device handler.
 enum Part<H> {
     Stop(Stop),
     Device(H),
@@ -84,12 +84,13 @@ impl<H: MutEventSubscriber> MutEventSubscriber for Part<H> {
 }
 
 impl Worker {
-    /// Starts a thread `name` (at most 15 bytes) of this kind that calls `handler` for the descriptors it
-    /// adds to its event loop: `init` adds them, `process` is called for each that is ready. If the thread
-    /// ends before it is stopped, that is said in one line, and `last_resort` is taken.
+    /// Starts a thread named `name` (at most 15 bytes) of kind `kind` that runs an event loop for
+    /// `handler`. `init` registers the handler's descriptors, and `process` is called for each
+    /// ready one. If the thread ends before it is stopped, the worker logs one line and triggers
+    /// `last_resort`.
     ///
     /// # Errors
-    /// The host has no descriptor or no thread left.
+    /// Returns an error if the host has run out of file descriptors or threads.
     pub fn spawn<H>(kind: ThreadKind, name: &str, handler: H, last_resort: LastResort) -> io::Result<Self>
     where
         H: MutEventSubscriber + Send + 'static,
@@ -101,7 +102,7 @@ impl Worker {
             .name(name.to_owned())
             .stack_size(STACK_BYTES);
         let thread = sandbox::spawn_prepared(kind, builder, leave_the_vcpu, move || {
-            // A panic here would be a bug of ours.
+            // A panic here is a bug in the device.
             let why = match catch_unwind(AssertUnwindSafe(|| serve(fd, handler))) {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => error_line(&error),
@@ -116,12 +117,12 @@ impl Worker {
         })
     }
 
-    /// Stops the thread and waits until it has ended; what it was serving is finished first.
+    /// Stops the thread and waits until it has ended. A request in progress is completed first.
     pub fn stop(&mut self) {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        // Only a full counter fails, and then the thread is being stopped.
+        // The write fails only if the counter is full, in which case a stop is already pending.
         let _ = self.stop.write(1);
         if thread.join().is_err() {
             log::error!("a device's thread panicked");
@@ -135,7 +136,7 @@ impl Drop for Worker {
     }
 }
 
-/// Lets the calling thread run on any CPU of the process.
+/// Sets the CPU affinity of the calling thread to the CPUs of the process.
 fn leave_the_vcpu() {
     if let Some(cpus) = CPUS.get()
         && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
@@ -148,14 +149,13 @@ fn leave_the_vcpu() {
     }
 }
 
-/// What a panic said, in one line.
+/// Formats the payload of a panic as one line.
 fn message(panic: &(dyn Any + Send)) -> String {
     let said = panic.downcast_ref::<&str>().copied();
     let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     said.unwrap_or("nothing").replace('\n', " ")
 }
 
-/// The thread.
 fn serve<H: MutEventSubscriber>(fd: EventFd, handler: H) -> Result<(), event_manager::Error> {
     let mut manager: EventManager<Part<H>> = EventManager::new()?;
     let stop = manager.add_subscriber(Part::Stop(Stop { fd, came: false }));
@@ -175,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// A thread that was started by one that is kept on a CPU is not.
+    /// A worker started by a pinned thread may use all CPUs of the process.
     #[test]
     fn a_worker_may_use_the_cpus_of_the_process() {
         struct Looks(std::sync::mpsc::Sender<CpuSet>);
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!((kicks.load(Ordering::Relaxed), kick.read().unwrap()), (3, 1));
     }
 
-    /// What a guest of a device without a thread would do is wait.
+    /// A guest would otherwise wait forever for a device without a thread.
     #[test]
     fn a_thread_that_panics_ends_the_machine_and_one_that_is_stopped_does_not() {
         struct Panics(Arc<EventFd>);

@@ -1,5 +1,5 @@
-//! Fuzzes the restoring of saved PMU states: each input is rejected or serializes back to the same
-//! bytes.
+//! Fuzzes the parser of a saved PMU state. Input must be rejected or result in a state that is
+//! saved as the same bytes.
 #![no_main]
 
 use vpmu::sim::SimEvents;

@@ -1,39 +1,40 @@
-//! Messages between a VM and the process that opens its perf events, one datagram each.
+//! Messages between a VM and its perf event broker, one datagram each.
 
-/// Maximum length of an attribute block. Linux 6.18 has 144 bytes.
+/// Maximum size of an attribute structure, in bytes. Linux 6.18 has 144 bytes.
 pub(super) const MAX_ATTR_BYTES: usize = 256;
-/// Length of a request without its attribute block.
+/// Size of a request without its attribute structure, in bytes.
 const HEADER_BYTES: usize = 16;
-/// Maximum length of a request.
+/// Maximum size of a request, in bytes.
 pub(super) const MAX_REQUEST_BYTES: usize = HEADER_BYTES + MAX_ATTR_BYTES;
-/// Length of a reply: an error number, 0 for success.
+/// Size of a reply, in bytes: an error number, 0 for success.
 pub(super) const REPLY_BYTES: usize = 4;
 
 const OPEN: u32 = 1;
 const SIGNAL: u32 = 2;
 
-/// A request of the VM. One descriptor may come with it: the leader of a new event's group, or the event
-/// whose signal is to be set.
+/// A request of the VM. One descriptor may be passed with it: the group leader of a new event, or
+/// the event whose signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Request<'a> {
     /// Opens an event.
     Open {
-        /// The thread that it counts.
+        /// ID of the thread to count.
         tid: i32,
-        /// The thread that overflows send the signal to; 0 for no signal.
+        /// ID of the thread that receives overflow signals, 0 for no signal.
         receiver: i32,
-        /// The bytes of `struct perf_event_attr`.
+        /// Bytes of `struct perf_event_attr`.
         attr: &'a [u8],
     },
-    /// Sets the receiver of the signal that overflows of an event send.
+    /// Sets the receiver of an event's overflow signal.
     Signal {
-        /// The thread.
+        /// ID of the receiving thread.
         receiver: i32,
     },
 }
 
 impl<'a> Request<'a> {
-    /// Writes the request to `buffer` and returns its length; `None` if the attribute block is too long.
+    /// Encodes the request to `buffer` and returns its length, or `None` if the attribute structure
+    /// is too long.
     pub(super) fn encode(self, buffer: &mut [u8; MAX_REQUEST_BYTES]) -> Option<usize> {
         let (kind, tid, receiver, attr) = match self {
             Self::Open { tid, receiver, attr } => (OPEN, tid, receiver, attr),
@@ -48,7 +49,7 @@ impl<'a> Request<'a> {
         Some(length)
     }
 
-    /// Reads a request; `None` if it is malformed.
+    /// Decodes a request. Returns `None` if it is malformed.
     pub(super) fn decode(bytes: &'a [u8]) -> Option<Self> {
         let (header, attr) = bytes.split_first_chunk::<HEADER_BYTES>()?;
         let word = |at: usize| Some(u32::from_ne_bytes(*header.get(at..)?.first_chunk()?));
@@ -99,7 +100,7 @@ mod tests {
     #[test]
     fn malformed_requests_are_refused() {
         let mut buffer = [0; MAX_REQUEST_BYTES];
-        // pid -1 (any process), pid 0 (the broker itself), no receiver, an unknown kind.
+        // pid -1 (any process), pid 0 (the broker itself), no receiver, and an unknown type.
         for (kind, tid, receiver) in [
             (OPEN, -1, 0),
             (OPEN, 0, 0),

@@ -1,5 +1,6 @@
-//! What a thread in a jail can reach. Who may make namespaces gets them for one thread, so each test has a
-//! thread of its own; others would need a process without threads.
+//! Tests of resources that are accessible in a jail. A privileged user can create namespaces for
+//! one thread, so each test uses a separate thread. Other users would need a single-threaded
+//! process.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -12,7 +13,8 @@ use std::process::Command;
 use crate::common::memory_file::memory_file;
 use sandbox::{Inside, JailError};
 
-/// Runs `test` on a thread that is in a jail with what is `inside`. `false`: this user may have none.
+/// Runs `test` on a thread in a jail that contains `inside`. Returns `false` if this user cannot
+/// create a jail.
 fn jailed(inside: Inside, test: impl FnOnce() + Send + 'static) -> bool {
     let thread = std::thread::spawn(move || {
         let jail = match sandbox::separate() {
@@ -37,9 +39,9 @@ fn mount(args: &[&str], path: &Path) {
     assert!(mounted.unwrap().success(), "{args:?} {}", path.display());
 }
 
-/// In a directory that is made the root, with `/proc`: as inside chroot(1).
+/// Makes a directory with `/proc` the root, like chroot(1).
 fn in_a_chroot(root: &Path, bound: bool) {
-    // Mounts are this thread's, then.
+    // The mount namespace then belongs to this thread only.
     unshare_mounts();
     if bound {
         mount(&["--bind", root.to_str().unwrap()], root);
@@ -58,7 +60,8 @@ fn unshare_mounts() {
     mount(&["--make-rprivate"], Path::new("/"));
 }
 
-/// The root of an initramfs, which cannot be left, is in the lab (`integration/tests/lab/machine.rs`).
+/// The case of an initramfs root, which cannot be detached, is tested in the lab
+/// (`integration/tests/lab/machine.rs`).
 #[test]
 fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
     if !jailed(Inside::default(), || {}) {
@@ -114,7 +117,7 @@ fn a_thread_sees_no_file_but_what_was_named() {
         assert_eq!(fs::read_to_string(read.join("file")).unwrap(), "text");
         assert!(missing(File::open("/etc/passwd")));
         assert!(missing(File::open(&beside)));
-        // Nor by a way up, nor by a new file.
+        // Neither parent directories nor new files lead out of the jail.
         assert!(missing(File::open(read.join("../../../../../../etc/passwd"))));
         for at in [read.join("new"), PathBuf::from("/new")] {
             let made = File::create(&at).unwrap_err();

@@ -1,5 +1,5 @@
-//! The broker of perf events: what it opens for a VM, and what it leaves behind. The process that
-//! has one is one of its own: this test program, started again for one test.
+//! Tests of the perf event broker: the events that it opens for a VM, and the state after its exit.
+//! The process with the broker is a child that runs this test program again.
 #![expect(unsafe_code, reason = "perf_event_open(2), and reads of its descriptor")]
 
 use std::fs;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::common::child::child_command;
 use sandbox::{BrokerError, Confinement, Mode, PerfBroker};
 
-/// A process outside the VM, which would be its victim.
+/// A process outside the VM that an attack would target.
 struct Victim(Child);
 
 impl Victim {
@@ -28,10 +28,10 @@ impl Drop for Victim {
     }
 }
 
-/// Tells the process that has a broker what to do.
+/// Environment variable with the task of the child.
 const TASK: &str = "ISOLATION_TEST_TASK";
 
-/// Runs `task` in a process of its own, which may fork.
+/// Runs `task` in a separate process, which may fork.
 fn in_own_process(task: &str) {
     let child = child_command(module_path!(), TASK, task).output().unwrap();
     let said = String::from_utf8_lossy(&child.stdout) + String::from_utf8_lossy(&child.stderr);
@@ -60,7 +60,7 @@ fn a_broker_that_ends_leaves_events_as_they_are() {
     in_own_process("end");
 }
 
-/// `cargo test --workspace --test broker -- --ignored --nocapture opens_take`.
+/// Run with `cargo test -p sandbox --test it -- --ignored --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
 fn opens_take_as_long_as_is_printed() {
@@ -71,7 +71,7 @@ const SOFTWARE: u32 = 1;
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 
-/// `struct perf_event_attr` of a stopped event.
+/// Returns the `struct perf_event_attr` of a disabled event.
 fn attr(kind: u32, config: u64) -> [u8; 144] {
     let mut attr = [0; 144];
     attr[..4].copy_from_slice(&kind.to_ne_bytes());
@@ -90,7 +90,7 @@ fn broker() -> PerfBroker {
 }
 
 fn own_tid() -> i32 {
-    // SAFETY: the call takes nothing and cannot fail.
+    // SAFETY: the call takes no arguments and cannot fail.
     unsafe { libc::gettid() }
 }
 
@@ -116,11 +116,11 @@ fn requests_beyond_a_vm_are_refused() {
             Some(libc::ESRCH),
             "{other}"
         );
-        // A signal for it.
+        // A signal receiver outside the VM.
         let opened = broker.open(&faults, tid, None, Some(other));
         assert_eq!(refusal(opened), Some(libc::ESRCH), "{other}");
     }
-    // Every process, and the broker itself.
+    // Any process, and the broker itself.
     for none in [-1, 0] {
         assert_eq!(
             refusal(broker.open(&faults, none, None, None)),
@@ -129,7 +129,8 @@ fn requests_beyond_a_vm_are_refused() {
     }
     let uprobe = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type");
     let uprobe = uprobe.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(9);
-    // A uprobe, whose reference counter is written in another process; a breakpoint; a tracepoint.
+    // A uprobe, whose reference counter is written in another process, a breakpoint, and a
+    // tracepoint.
     for kind in [uprobe, 5, 2] {
         assert_eq!(
             refusal(broker.open(&attr(kind, 1), tid, None, None)),
@@ -137,18 +138,18 @@ fn requests_beyond_a_vm_are_refused() {
             "{kind}"
         );
     }
-    // Samples of the program's registers and stack, and a signal at each (sigtrap).
+    // Samples of user registers and stack, and a signal for each sample (sigtrap).
     let (mut stack, mut trap) = (attr(SOFTWARE, 0), attr(SOFTWARE, 0));
     stack[24..32].copy_from_slice(&(1u64 << 12 | 1 << 13).to_ne_bytes());
     trap[44] = 1 << 5;
     for bad in [stack, trap] {
         assert_eq!(refusal(broker.open(&bad, tid, None, None)), Some(libc::EPERM));
     }
-    // A leader that is no event.
+    // A group leader that is not an event.
     let file = fs::File::open("/dev/null").unwrap();
     let opened = broker.open(&faults, tid, Some(std::os::fd::AsFd::as_fd(&file)), None);
     assert_eq!(refusal(opened), Some(libc::EBADF));
-    // All that has not disturbed it.
+    // The broker still works after all denied requests.
     broker.open(&faults, tid, None, Some(tid)).unwrap();
 }
 
@@ -187,7 +188,7 @@ fn events_outlive_the_broker() {
         assert!(matches!(opened, Err(BrokerError::Gone(_))), "{opened:?}");
     }
     let before = count(&event);
-    // It counts the time of this thread on a processor.
+    // The event counts the CPU time of this thread.
     while count(&event) == before {
         std::hint::spin_loop();
     }
@@ -199,9 +200,9 @@ fn time_of_opens() {
     let faults = attr(SOFTWARE, PAGE_FAULTS);
     let tid = own_tid();
     let direct = || {
-        // SAFETY: the attributes live for the call, and their size is said in them.
+        // SAFETY: the attributes outlive the call and contain their own size.
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, faults.as_ptr(), tid, -1, -1, 8) };
-        // SAFETY: the descriptor was just opened and is nobody else's.
+        // SAFETY: the descriptor has just been opened and is not owned elsewhere.
         unsafe { libc::close(i32::try_from(fd).unwrap()) };
     };
     let asked = || drop(broker.open(&faults, tid, None, Some(tid)).unwrap());

@@ -1,6 +1,6 @@
-//! The socket broker: threads that may not connect reach the sockets that were named, and no other, and the
-//! VM's own sockets go with it however it ends. The process that has the broker is one of its own: this test
-//! program, started again for one test.
+//! Tests of the socket broker: threads that may not connect can reach the registered sockets and no
+//! others, and the VM's own sockets are removed however the VM ends. The process with the broker is
+//! a child that runs this test program again.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,11 +14,11 @@ use std::thread::Builder;
 use crate::common::child::child_command;
 use sandbox::{Confinement, Counting, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
 
-/// The directory of the sockets, for the child.
+/// Environment variable with the directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
-/// What the child says when its threads are confined.
+/// Printed by the child when its threads are confined.
 const CONFINED: &str = "all threads are confined";
-/// What the child says when a thread may not connect.
+/// Exit status of the child when a thread is denied a connection.
 const STATUS: u8 = 77;
 
 fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destination) {
@@ -32,7 +32,7 @@ fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destinatio
     (broker, ports, exact)
 }
 
-/// Confines this process as a VM is, and does what the test asks for by a line of standard input.
+/// Confines this process like a VM and performs the actions requested on standard input.
 #[test]
 #[ignore = "a child of the tests below"]
 fn as_a_child() {
@@ -85,13 +85,13 @@ fn connections(ports: &Destination, exact: &Destination) {
     };
     assert_eq!(greeted(ports.connect(7).unwrap()), *b"v7");
     assert_eq!(greeted(exact.connect(0).unwrap()), *b"be");
-    // Nobody listens; the socket of somebody else by a link; a file; a name with a dead socket.
+    // No listener, a link to another user's socket, a regular file, and a name with a stale socket.
     for port in [1, 2, 3, 4] {
         assert!(ports.connect(port).is_err(), "port {port}");
     }
 }
 
-/// Sockets that greet whoever connects, and what is no socket.
+/// Creates sockets that greet each client, and a file that is not a socket.
 fn sockets(directory: &Path) {
     for (name, greeting) in [("v_7", b"v7"), ("back-end", b"be"), ("docker", b"no")] {
         let listener = UnixListener::bind(directory.join(name)).unwrap();
@@ -106,7 +106,7 @@ fn sockets(directory: &Path) {
     drop(UnixListener::bind(directory.join("v_4")).unwrap());
 }
 
-/// A child that is confined.
+/// Starts a confined child.
 fn confined(directory: &Path) -> Child {
     let mut child = child_command(module_path!(), DIRECTORY, directory)
         .stdin(Stdio::piped())
@@ -133,7 +133,7 @@ fn ends(mut child: Child, word: &str) -> (Option<i32>, String) {
     )
 }
 
-/// Waits until the file is gone; a test that hangs here has failed.
+/// Waits without a timeout until the file has been removed.
 fn goes(path: &Path) {
     while path.symlink_metadata().is_ok() {
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -172,7 +172,7 @@ fn socket_of_a_killed_vm_is_removed() {
     goes(&dir.path().join("own"));
 }
 
-/// Another VM may have taken the name.
+/// Another VM may have taken over the path.
 #[test]
 fn socket_that_was_replaced_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -186,7 +186,8 @@ fn socket_that_was_replaced_stays() {
     assert!(own.exists());
 }
 
-/// The broker has the signals of a service manager for the whole group ignored, and its VM still connects.
+/// The broker ignores signals that a service manager sends to the whole group, so its VM can still
+/// connect.
 #[test]
 fn broker_survives_signals_that_end_the_vm() {
     if Command::new("ps").output().is_err() {

@@ -1,13 +1,13 @@
-//! A console (virtio 1.2, 5.3): one port, two queues. Linux calls it `hvc0`.
+//! Console device (virtio 1.2, 5.3) with one port and two queues (`hvc0` in Linux).
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | this one | the device, and its thread |
-//! | [`port`] | input for the guest, the size of the window |
+//! | this module | the device and its thread |
+//! | [`port`] | input for the guest, and the window size |
 //! | [`queues`] | the driver's two queues |
 //!
-//! Linux spins with a lock held until the device has taken what it writes, so the writer of the output must
-//! not make it wait for long: see the machine's console for what happens to output that nobody reads.
+//! Linux spins with a lock held until the device has consumed its output, so writes to the output
+//! sink must not block for long. The machine's console defines how unread output is handled.
 
 pub mod port;
 pub mod queues;
@@ -28,15 +28,15 @@ use crate::worker::Worker;
 use port::{Port, WindowSize};
 use queues::Queues;
 
-/// Feature bit: the configuration has the window's size (virtio 1.2, 5.3.3).
+/// Feature bit: the configuration contains the window size (virtio 1.2, 5.3.3).
 const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
-/// Entries of each queue: the driver's input, then its output.
+/// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// Where the output goes, from one start of the driver to the next.
+/// Sink of the guest's output, which is kept across device resets.
 type Output = Arc<Mutex<Box<dyn Write + Send>>>;
 
-/// The device.
+/// A virtio console device.
 pub struct Console {
     output: Output,
     port: Arc<Port>,
@@ -45,13 +45,13 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console whose output goes to `output`; `size` is that of the window it is shown in, where there is
-    /// one.
+    /// Creates a console that writes guest output to `output`. `size` is the size of the terminal
+    /// window, if there is one.
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the host has run out of file descriptors.
     pub fn new(output: Box<dyn Write + Send>, size: Option<WindowSize>) -> io::Result<Self> {
-        // A terminal of no size does not say what it has.
+        // A terminal with a size of zero does not report its size.
         let size = size.filter(|size| size.columns != 0 && size.rows != 0);
         Ok(Self {
             output: Arc::new(Mutex::new(output)),
@@ -61,7 +61,7 @@ impl Console {
         })
     }
 
-    /// What takes its input.
+    /// Returns the port, which accepts input for the guest.
     pub fn port(&self) -> &Arc<Port> {
         &self.port
     }
@@ -117,7 +117,6 @@ impl VirtioDevice for Console {
     }
 }
 
-/// What runs on the device's thread.
 struct Server {
     queues: Queues,
     sink: Output,
@@ -166,7 +165,7 @@ impl MutEventSubscriber for Server {
                 guest_log!(Error, "hvc0 hears no kicks: {}", error_line(&error));
             }
         }
-        // What came before the driver did.
+        // Deliver input that arrived before the driver was ready.
         let _ = self.port.came().write(1);
     }
 }

@@ -1,4 +1,4 @@
-//! The side of the device that the rest of the program holds: input for the guest, the size of the window.
+//! Host end of the console: input for the guest, and the window size.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,33 +11,35 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use crate::device::ConfigChange;
 use crate::serve::Chain;
 
-/// Bytes of input that wait for the driver.
+/// Capacity of the input buffer, in bytes.
 pub const INPUT_BYTES: usize = 4096;
 
-/// How many columns and rows a terminal has.
+/// Size of a terminal window, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
-    /// Columns.
+    /// Number of columns.
     pub columns: u16,
-    /// Rows.
+    /// Number of rows.
     pub rows: u16,
 }
 
 #[derive(Debug, Default)]
 struct Waiting {
     bytes: VecDeque<u8>,
-    /// Some input found no room: its owner waits to be told of some.
+    /// `true` if input was rejected because the buffer was full and the sender awaits a
+    /// notification.
     refused: bool,
 }
 
-/// Takes input for the guest from any thread, never blocks, and keeps at most [`INPUT_BYTES`].
+/// Input buffer and window size of a console. Accepts input from any thread, never blocks, and
+/// buffers at most [`INPUT_BYTES`].
 #[derive(Debug)]
 pub struct Port {
     waiting: Mutex<Waiting>,
-    /// For the device's thread: there is input.
+    /// Notifies the device's thread of new input.
     came: EventFd,
     room: EventFd,
-    /// Columns and rows as they lie in the configuration (virtio 1.2, 5.3.4); 0 is not known.
+    /// Columns and rows in configuration layout (virtio 1.2, 5.3.4), 0 if unknown.
     size: AtomicU32,
     change: Mutex<Option<ConfigChange>>,
 }
@@ -47,10 +49,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Port {
-    /// A port that nobody listens to yet; `size` as for [`super::Console::new`].
+    /// Creates a port without a device. `size` has the same meaning as in [`super::Console::new`].
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the host has run out of file descriptors.
     pub fn new(size: Option<WindowSize>) -> io::Result<Self> {
         Ok(Self {
             waiting: Mutex::default(),
@@ -61,7 +63,7 @@ impl Port {
         })
     }
 
-    /// Takes as much of `bytes` as there is room for; returns how many that was.
+    /// Buffers as much of `bytes` as fits and returns the number of bytes accepted.
     pub fn send(&self, bytes: &[u8]) -> usize {
         let mut waiting = lock(&self.waiting);
         let count = bytes.len().min(INPUT_BYTES.saturating_sub(waiting.bytes.len()));
@@ -69,18 +71,20 @@ impl Port {
         waiting.refused |= count < bytes.len();
         drop(waiting);
         if count > 0 {
-            // Only a full counter fails, and then the thread is on its way.
+            // The write fails only if the counter is full, in which case a wake-up is already
+            // pending.
             let _ = self.came.write(1);
         }
         count
     }
 
-    /// Written when the guest has taken input after [`Port::send`] had no room for some.
+    /// Returns the eventfd that is signalled when buffer space becomes available after
+    /// [`Port::send`] rejected input.
     pub fn room(&self) -> &EventFd {
         &self.room
     }
 
-    /// The operator's terminal has another size now. Without effect on a device that was made without one.
+    /// Sets a new window size. Has no effect on a device created without a size.
     pub fn resize(&self, size: WindowSize) {
         let packed = packed(size);
         if self.size.load(Ordering::Acquire) != 0
@@ -91,7 +95,7 @@ impl Port {
         }
     }
 
-    /// The configuration's first four bytes: columns, rows.
+    /// Returns the first four bytes of the configuration: columns and rows.
     pub(super) fn config(&self) -> [u8; 4] {
         self.size.load(Ordering::Acquire).to_le_bytes()
     }
@@ -108,14 +112,14 @@ impl Port {
         !lock(&self.waiting).bytes.is_empty()
     }
 
-    /// Moves input to a chain's buffers; how many bytes that was.
+    /// Moves pending input to the buffers of a chain and returns the number of bytes.
     pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
         let mut waiting = lock(&self.waiting);
         let mut written = 0;
         for buffer in chain.writable() {
             let input = waiting.bytes.make_contiguous();
             let count = input.len().min(buffer.len() as usize);
-            // Not RAM: the guest's own affair, and the input is for the next buffer.
+            // The buffer is outside guest RAM. The input is kept for the next buffer.
             if count == 0 || memory.write_slice(&input[..count], buffer.addr()).is_err() {
                 break;
             }

@@ -16,7 +16,7 @@ use crate::serve::{serve_queue, serve_queue_while};
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// A sink whose contents a test can look at.
+/// A sink that a test can inspect.
 #[derive(Clone, Default)]
 struct Sink(Arc<Mutex<Vec<u8>>>);
 
@@ -31,7 +31,7 @@ impl Write for Sink {
     }
 }
 
-/// What a chain of the driver's leads to at the sink.
+/// Returns the bytes that a chain of the driver writes to the sink.
 fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
     let mut driver = Driver::new(memory, 64);
     driver.write(0, chain);
@@ -65,7 +65,8 @@ fn what_the_guest_writes_arrives_in_order() {
 #[test]
 fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
     let memory = memory();
-    // A loop; a buffer as long as it can be; one outside of RAM behind one inside; one to be written.
+    // A loop, an oversized buffer, a buffer outside RAM after a valid one, and a device-writable
+    // buffer.
     assert_eq!(
         written(&memory, &[Descriptor::new(BUFFERS, 4096, NEXT, 0)]).len(),
         MOST_BYTES
@@ -83,8 +84,8 @@ fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
     assert!(written(&memory, &[Descriptor::new(BUFFERS, 0, 0, 0)]).is_empty());
 }
 
-/// Loops, tables of 65,535 pieces and in each other, and what is no memory: each comes back, none gives more
-/// than the bound, and the good chain behind them arrives.
+/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM)
+/// are returned as used with bounded output, and the valid chain after them is written.
 #[test]
 fn a_driver_of_hostile_chains_stops_no_output() {
     let memory = memory();
@@ -106,7 +107,7 @@ fn a_driver_of_hostile_chains_stops_no_output() {
     assert!(out.ends_with(&[b'g'; 256]));
 }
 
-/// The same for its buffers: what has no place there waits for the next.
+/// Input that a hostile chain cannot hold is kept for the next chain.
 #[test]
 fn a_driver_of_hostile_chains_stops_no_input() {
     let memory = memory();
@@ -114,7 +115,7 @@ fn a_driver_of_hostile_chains_stops_no_input() {
     let driver = Driver::new(&memory, 64);
     let (mut queues, mut driver, _output) = queues(&memory, driver);
     driver.offer_hostile(WRITE);
-    // A chain may take all that waits.
+    // One chain may hold all of the pending input.
     for _ in 0..2 * HOSTILE {
         port.send(&[b'i'; INPUT_BYTES]);
         queues.serve_input(&memory, &port).unwrap();
@@ -146,7 +147,7 @@ fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (Queues, Driver
     (queues, input, output)
 }
 
-/// Input waits for buffers, fills them as far as it goes, and leaves the others to the driver.
+/// Input is kept until buffers are available, and unused buffers stay in the queue.
 #[test]
 fn input_takes_the_buffers_that_it_needs() {
     let memory = memory();
@@ -170,13 +171,13 @@ fn input_takes_the_buffers_that_it_needs() {
     );
     assert_eq!(memory.read_obj::<u8>(GuestAddress(BUFFERS + 64)).unwrap(), b'o');
     assert_eq!(driver.vector.read().unwrap(), 1);
-    // The third buffer is there for what comes next.
+    // The third buffer is still available for later input.
     port.send(b"!");
     queues.serve_input(&memory, &port).unwrap();
     assert_eq!(driver.used().last(), Some(&(3, 1)));
 }
 
-/// A buffer that is no memory costs its chain, not the input.
+/// A buffer outside RAM uses up its chain but loses no input.
 #[test]
 fn input_outlives_buffers_that_cannot_be_written() {
     let memory = memory();
@@ -194,7 +195,7 @@ fn input_outlives_buffers_that_cannot_be_written() {
     assert_eq!(driver.used(), [(0, 0), (1, 0), (2, 1)]);
 }
 
-/// A guest that reads nothing: what waits stays bounded, and who sends is told when there is room.
+/// Pending input is bounded, and the sender is notified once when space becomes available.
 #[test]
 fn input_is_bounded_and_room_is_told_of_once() {
     let memory = memory();
@@ -240,7 +241,7 @@ fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
     assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
 }
 
-/// A driver that breaks either of its rings is told to reset the device.
+/// A driver that breaks either ring must reset the device.
 #[test]
 fn a_broken_ring_asks_for_a_reset() {
     for breaks_output in [false, true] {
@@ -248,7 +249,7 @@ fn a_broken_ring_asks_for_a_reset() {
         let mut console = Console::new(Box::new(io::sink()), None).unwrap();
         let mut input = Driver::new(&memory, 16);
         let mut output = Driver::at(&memory, 16, 0x8000);
-        // No descriptor of these queues.
+        // The head index is outside the descriptor table.
         if breaks_output {
             output.offer(16);
         } else {
@@ -264,7 +265,7 @@ fn a_broken_ring_asks_for_a_reset() {
     }
 }
 
-/// The whole device: both directions on its thread, and again after a reset.
+/// The device thread serves both directions, also after a reset.
 #[test]
 fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
     let memory = memory();
@@ -274,7 +275,7 @@ fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
         let mut input = Driver::new(&memory, 16);
         input.write(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
         input.offer(0);
-        // The other queue's rings lie behind those of the first.
+        // The rings of the second queue follow those of the first.
         let mut output = Driver::at(&memory, 16, 0x8000);
         memory
             .write_slice(&[b'a' + round], GuestAddress(BUFFERS + 64))
@@ -311,7 +312,7 @@ fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
 }
 
 proptest! {
-    /// Whatever the rings and descriptors say, each round ends, and output stays within its bound.
+    /// With arbitrary rings and descriptors, each round ends and the output is bounded.
     #[test]
     fn any_rings_end_the_round(
         words in proptest::collection::vec(any::<u64>(), 64),

@@ -1,4 +1,4 @@
-//! A disk's image, whatever its format.
+//! Disk image, independent of its format.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,62 +12,62 @@ use super::open::{Lock, OpenError, Opened, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
 use super::raw::{Piece, Raw};
 
-/// Bytes of a block where nobody says otherwise.
+/// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
 
-/// Why an image cannot be a disk.
+/// The reason why an image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// Its file cannot be had.
+    /// The file cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// No whole number of sectors.
+    /// The size is not a positive multiple of the sector size.
     #[error(
         "{} has {bytes} bytes: a raw disk has a multiple of {SECTOR_BYTES}, at least one; {}",
         path.display(),
         if *qcow2 { "this one begins as a qcow2 image: format=qcow2" } else { "truncate -s makes it so" }
     )]
     Size {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Its size.
+        /// Size of the file in bytes.
         bytes: u64,
-        /// It begins as an image of the other format.
+        /// `true` if the file has a qcow2 header.
         qcow2: bool,
     },
-    /// No whole number of blocks.
+    /// The size is not a multiple of the block size.
     #[error("{}: a disk of {bytes} bytes has no whole number of blocks of {block}; block-size=512 does", path.display())]
     Blocks {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The disk's size.
+        /// Size of the disk in bytes.
         bytes: u64,
-        /// That of a block.
+        /// Block size in bytes.
         block: u32,
     },
-    /// A block device that does not say what it is.
+    /// The properties of the block device cannot be read.
     #[error("{}: its logical block size cannot be read", .0.display())]
     BlockDevice(PathBuf, #[source] io::Error),
-    /// A qcow2 image that is none, or leads where it must not.
+    /// The qcow2 image is invalid, or has an unexpected backing file.
     #[error(transparent)]
     Qcow2(#[from] Qcow2Error),
 }
 
-/// An open image with a lock on it.
+/// An open and locked disk image.
 #[derive(Debug)]
 pub struct Image {
     store: Store,
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
-    /// Behind the store, so that it is dropped after it.
+    /// Declared after the store so that it is dropped after it.
     _lock: Lock,
-    /// How often it was flushed.
+    /// Number of flushes.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
 }
 
-/// Where the disk is in the image.
+/// Storage of the disk, specific to the format.
 #[derive(Debug)]
 enum Store {
     Raw(Raw),
@@ -75,10 +75,11 @@ enum Store {
 }
 
 impl Image {
-    /// Opens and locks the image that `config` names: to be read only, or to be written by nobody else.
+    /// Opens and locks the image that `config` names, shared for reading or exclusively for
+    /// writing.
     ///
     /// # Errors
-    /// [`ImageError`]; the file is as it was.
+    /// Returns an [`ImageError`], in which case the file is unchanged.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let path = &config.path;
         let Opened { file, bytes, lock } = open(path, config.read_only)?;
@@ -121,22 +122,22 @@ impl Image {
         })
     }
 
-    /// Its size, in sectors.
+    /// Returns the size in sectors of [`SECTOR_BYTES`].
     pub fn sectors(&self) -> u64 {
         self.sectors
     }
 
-    /// Bytes of a block: the guest reads and writes whole ones.
+    /// Returns the logical block size in bytes. The guest transfers whole blocks.
     pub fn block_bytes(&self) -> u32 {
         self.block_bytes
     }
 
-    /// Whether it cannot be written.
+    /// Returns whether the image is read-only.
     pub fn read_only(&self) -> bool {
         self.read_only
     }
 
-    /// The unit in which space can be given back, in bytes; `None`: it cannot.
+    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
         match &self.store {
             Store::Raw(_) => Some(self.block_bytes.into()),
@@ -147,12 +148,12 @@ impl Image {
         .filter(|_| !self.read_only)
     }
 
-    /// Reads the disk from byte `at` into `pieces` of guest memory. The caller has checked the range against
-    /// [`Image::sectors`].
+    /// Reads the disk from byte offset `at` into segments of guest memory. The caller must have
+    /// checked the range against [`Image::sectors`].
     ///
     /// # Errors
-    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `InvalidInput` that is not the
-    /// host's for `pieces` that are not RAM.
+    /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
+    /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
     pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
         match &self.store {
             Store::Raw(image) => image.read(memory, pieces, at),
@@ -160,10 +161,10 @@ impl Image {
         }
     }
 
-    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// As [`Image::read`].
+    /// Returns the same errors as [`Image::read`].
     pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
         match &self.store {
             Store::Raw(image) => image.write(memory, pieces, at),
@@ -171,10 +172,10 @@ impl Image {
         }
     }
 
-    /// Waits until all that was written is on the disk.
+    /// Flushes all completed writes to stable storage.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         match &self.store {
             Store::Raw(image) => image.flush(),
@@ -185,11 +186,11 @@ impl Image {
         Ok(())
     }
 
-    /// Has the host know all that was written, without waiting for its disk: what is left when a machine
-    /// ends.
+    /// Passes all cached writes to the host without waiting for stable storage, as required at
+    /// machine shutdown.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
         match &self.store {
             Store::Raw(_) => Ok(()),
@@ -198,10 +199,11 @@ impl Image {
         }
     }
 
-    /// Gives the space of `bytes` from byte `at` on back to the host; what was given back reads zeros.
+    /// Deallocates `bytes` bytes at byte offset `at`. The range reads as zeros afterwards.
     ///
     /// # Errors
-    /// `Unsupported` if the image or the file system cannot; what else the host says.
+    /// Returns `Unsupported` if the image or the file system cannot deallocate space, otherwise the
+    /// error of the host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
         match &self.store {
             Store::Raw(image) => image.discard(at, bytes),
@@ -209,10 +211,11 @@ impl Image {
         }
     }
 
-    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
+    /// deallocated.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
         match &self.store {
             Store::Raw(image) => image.write_zeros(at, bytes, unmap),

@@ -1,17 +1,18 @@
-//! A disk (virtio-blk; virtio 1.2, 5.2): an image file or a block device of the host.
+//! Virtio block device (virtio-blk; virtio 1.2, 5.2), backed by an image file or a host block
+//! device.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what a user writes behind `--disk` |
-//! | [`image`] | the image, whatever its format |
-//! | [`open`] | its file: opened, and locked against others |
-//! | [`raw`] | a raw image: read and written with guest memory in place |
-//! | [`qcow2`] | a qcow2 image and those behind it |
-//! | [`view`] | a look at an image that a VM may be using |
-//! | [`request`] | a request, from its chain of descriptors to its status |
+//! | [`config`] | configuration (`--disk`) |
+//! | [`image`] | disk image, independent of its format |
+//! | [`open`] | opening and locking of image files |
+//! | [`raw`] | raw images, with direct transfers from and to guest memory |
+//! | [`qcow2`] | qcow2 images and their backing files |
+//! | [`view`] | read-only access to an image that a VM may be using |
+//! | [`request`] | request parsing and execution |
 //!
-//! Requests are served one after the other on the disk's thread. Of a raw disk nothing of a request's data is
-//! copied or kept by us: the kernel reads and writes guest memory.
+//! The disk's thread processes requests sequentially. Data of a raw disk is not copied by the VMM:
+//! the kernel transfers it directly from and to guest memory.
 
 pub mod config;
 pub mod image;
@@ -47,14 +48,15 @@ use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, Virtio
 use crate::serve::{serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
-/// Entries of the queue: one request of the most pieces needs so many without indirect descriptors.
+/// Queue size, in entries. One request with the maximum number of segments fits without indirect
+/// descriptors.
 const QUEUE_SIZE: u16 = 256;
-/// Bytes of the configuration (5.2.4), up to the fields of features that we do not have.
+/// Size of the configuration (5.2.4) in bytes, without the fields of unsupported features.
 const CONFIG_BYTES: usize = 60;
-/// A disk that fails is told of once in so long a time.
+/// Minimum interval between failure messages of a disk.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// The device.
+/// A virtio block device.
 #[derive(Debug)]
 pub struct Block {
     name: String,
@@ -65,14 +67,14 @@ pub struct Block {
     said: Said,
 }
 
-/// When a failure of the host was told last: kept when the guest resets the device.
+/// Time of the last failure message, kept across device resets.
 type Said = Arc<Mutex<Option<Instant>>>;
 
 impl Block {
-    /// The disk `name` of `config`, opened and locked.
+    /// Opens and locks the image of `config` as disk `name`.
     ///
     /// # Errors
-    /// [`ImageError`].
+    /// Returns an [`ImageError`] if the image cannot be used.
     pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
         let image = Image::open(config)?;
         let mut serial = [0; MAX_SERIAL];
@@ -90,7 +92,7 @@ impl Block {
     }
 }
 
-/// What the driver reads of the disk.
+/// Returns the device configuration.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "small constants, and clusters of 2 MiB at most"
@@ -106,7 +108,8 @@ fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
         put(at, &MAX_RANGE_SECTORS.to_le_bytes());
         put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
     }
-    // What is smaller keeps its space. Zeros may give it back.
+    // Smaller ranges are not deallocated by a discard. Write-zeroes requests may still deallocate
+    // space.
     let discard = image.discard_bytes().unwrap_or(SECTOR_BYTES) / SECTOR_BYTES;
     put(44, &(discard as u32).to_le_bytes());
     put(56, &[1]);
@@ -192,7 +195,6 @@ impl VirtioDevice for Block {
     }
 }
 
-/// What runs on the disk's thread.
 struct Server {
     name: String,
     disk: Disk,
@@ -228,7 +230,7 @@ impl Server {
     }
 }
 
-/// Whether enough time has passed to tell again; it has begun anew then.
+/// Returns whether the minimum interval between messages has elapsed, and restarts it if so.
 fn is_due(said: &Mutex<Option<Instant>>) -> bool {
     let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
     let due = said.is_none_or(|said| said.elapsed() >= SILENCE);

@@ -1,4 +1,4 @@
-//! A request to a disk, from its chain of descriptors to its status (virtio 1.2, 5.2.6).
+//! Requests to a disk: parsing of the descriptor chain, execution and status (virtio 1.2, 5.2.6).
 
 use std::io;
 use std::sync::Arc;
@@ -17,19 +17,19 @@ use super::open::SECTOR_BYTES;
 use super::raw::Piece;
 use crate::serve::Chain;
 
-/// The most pieces of data in a request.
+/// Maximum number of data segments in a request.
 pub const MAX_SEGMENTS: usize = 254;
-/// The most bytes of a piece, for drivers that ask.
+/// Maximum size of a segment in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
-/// The most bytes of data in a request: pieces may lie one over the other, so guest memory is no bound, and
-/// the disk's thread does nothing else meanwhile.
+/// Maximum amount of data in a request, in bytes. Segments may overlap, so guest memory is no
+/// limit, and the disk's thread processes one request at a time.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
-/// With the header and the status.
+/// Maximum number of descriptors, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
-/// The most ranges in a request to discard or to write zeros. They and their sectors are bounded because
-/// zeros may have to be written one by one.
+/// Maximum number of ranges in a discard or write-zeroes request. Ranges and their sectors are
+/// limited because zeros may have to be written explicitly.
 pub const MAX_RANGES: usize = 16;
-/// Sectors of one such range: 32 MiB.
+/// Maximum number of sectors in such a range (32 MiB).
 pub const MAX_RANGE_SECTORS: u32 = 65_536;
 
 const HEADER_BYTES: usize = 16;
@@ -37,14 +37,14 @@ const RANGE_BYTES: usize = 16;
 
 type Pieces = SmallVec<[Piece; 16]>;
 
-/// Why a request has failed.
+/// The reason why a request failed.
 #[derive(Debug)]
 pub enum Failure {
-    /// The guest asks for what cannot be: its own affair.
+    /// The request is invalid, which is an error of the guest.
     Guest,
-    /// The disk cannot do that.
+    /// The disk does not support the operation.
     Unsupported,
-    /// The host refused: the operator's affair.
+    /// The host failed the operation, which is reported to the operator.
     Host(io::Error),
 }
 
@@ -52,29 +52,30 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::Unsupported => Self::Unsupported,
-            // What we say of pieces that are not RAM; the host says it with a number.
+            // Created here for segments outside RAM. Errors of the host have an OS error code.
             io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => Self::Guest,
             _ => Self::Host(error),
         }
     }
 }
 
-/// A disk as its requests see it.
+/// A disk from the perspective of its requests.
 #[derive(Debug)]
 pub struct Disk {
-    /// Where the data is.
+    /// The disk image.
     pub image: Arc<Image>,
-    /// The serial number, zeros behind it.
+    /// Serial number, padded with zeros.
     pub serial: [u8; MAX_SERIAL],
-    /// The driver knows of no flush: each write is one.
+    /// `true` if the driver does not support flushing, so that each write is flushed.
     pub write_through: bool,
 }
 
 impl Disk {
-    /// Serves the request in `chain`: how many bytes of guest memory were written, and what failed.
+    /// Executes the request in `chain`. Returns the number of bytes written to guest memory, and
+    /// the result.
     pub fn serve(&self, memory: &GuestMemoryMmap, chain: Chain<'_>) -> (u32, Result<(), Failure>) {
         let Some(mut request) = Request::parse(memory, chain) else {
-            // There is no place for a status.
+            // The request has no status byte.
             return (0, Err(Failure::Guest));
         };
         let done = self.execute(memory, &mut request);
@@ -85,13 +86,13 @@ impl Disk {
         };
         let status = u8::try_from(status).unwrap_or(u8::MAX);
         match memory.write_obj(status, request.status.0) {
-            // The chain is less than 4 GiB long, the status included.
+            // The chain is shorter than 4 GiB, including the status.
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
             Err(_) => (0, Err(Failure::Guest)),
         }
     }
 
-    /// Does what is asked; the bytes of data that the guest gets.
+    /// Executes the operation and returns the number of data bytes written to guest memory.
     fn execute(&self, memory: &GuestMemoryMmap, request: &mut Request) -> Result<u32, Failure> {
         let writes = matches!(
             request.kind,
@@ -130,7 +131,8 @@ impl Disk {
         Ok(0)
     }
 
-    /// The byte at which `bytes` from `sector` on begin, if they are whole blocks of the disk.
+    /// Returns the byte offset of `sector`, if the range of `bytes` bytes consists of whole blocks
+    /// of the disk.
     fn place(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());
@@ -144,7 +146,7 @@ impl Disk {
         }
     }
 
-    /// Discards ranges, or writes zeros to them.
+    /// Executes a discard or write-zeroes request.
     fn ranges(&self, memory: &GuestMemoryMmap, request: &mut Request) -> Result<(), Failure> {
         let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| Failure::Guest)?;
         if bytes == 0 || bytes % RANGE_BYTES != 0 || bytes > MAX_RANGES * RANGE_BYTES {
@@ -186,7 +188,7 @@ impl Disk {
     }
 }
 
-/// A request, its pieces still in guest memory.
+/// A parsed request. Its data is still in guest memory.
 #[derive(Debug)]
 struct Request {
     kind: u32,
@@ -197,8 +199,8 @@ struct Request {
 }
 
 impl Request {
-    /// `None`: it has no header or no status, or more pieces than there may be. Where one descriptor ends and
-    /// the next begins means nothing (2.7.4.2).
+    /// Returns `None` if the chain has no header or status, or too many segments. The split into
+    /// descriptors is arbitrary (2.7.4.2).
     fn parse(memory: &GuestMemoryMmap, chain: Chain<'_>) -> Option<Self> {
         let (mut from_guest, mut to_guest) = (Pieces::new(), Pieces::new());
         for (n, descriptor) in chain.enumerate() {
@@ -214,7 +216,7 @@ impl Request {
         }
         let header: [u8; HEADER_BYTES] = take(memory, &mut from_guest)?;
         let [a, b, c, d, _, _, _, _, sector @ ..] = header;
-        // The status is the last byte that the guest lets us write.
+        // The status is the last device-writable byte.
         while to_guest.last().is_some_and(|(_, bytes)| *bytes == 0) {
             to_guest.pop();
         }
@@ -231,19 +233,20 @@ impl Request {
     }
 }
 
-/// Bytes of all pieces, if they are not too many for one request.
+/// Returns the total length of the segments if it is within the limit of a request.
 fn bounded(pieces: &Pieces) -> Result<u64, Failure> {
     Some(length(pieces))
         .filter(|bytes| *bytes <= MAX_REQUEST_BYTES)
         .ok_or(Failure::Guest)
 }
 
-/// Bytes of all pieces.
+/// Returns the total length of the segments in bytes.
 fn length(pieces: &Pieces) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// Takes the first `N` bytes off `pieces`; `None`: there are fewer, or they are not RAM.
+/// Removes the first `N` bytes of `pieces`. Returns `None` if there are fewer or if they are
+/// outside RAM.
 fn take<const N: usize>(memory: &GuestMemoryMmap, pieces: &mut Pieces) -> Option<[u8; N]> {
     let mut data = [0; N];
     let mut have = 0;

@@ -1,4 +1,4 @@
-//! Requests as a driver makes them, good and bad.
+//! Tests of well-formed and malformed disk requests.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const INDIRECT: u16 = 4;
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Nobody has written it.
+/// Marks a status byte that the device has not written.
 const NO_STATUS: u8 = 0xEE;
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -45,8 +45,8 @@ impl Rig {
         }
     }
 
-    /// The status, the bytes that are said to be written, and the outcome, of a request whose chain is
-    /// `descriptors`.
+    /// Returns the status byte, the reported number of bytes written, and the outcome of a request
+    /// whose chain is `descriptors`.
     fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), Failure>) {
         self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
         let mut driver = Driver::new(&self.memory, 256);
@@ -119,7 +119,7 @@ fn data_comes_back_as_it_was_written() {
 fn the_layout_of_descriptors_means_nothing() {
     let rig = Rig::new(8, false);
     rig.header(VIRTIO_BLK_T_IN, 1);
-    // The header in three, the status behind the data in one.
+    // The header spans three descriptors, and one descriptor holds data and status.
     let chain = [
         Descriptor::new(HEADER, 1, NEXT, 1),
         Descriptor::new(HEADER + 1, 14, NEXT, 2),
@@ -203,7 +203,7 @@ fn chains_without_a_header_or_a_status_fail_alone() {
         &[Descriptor::new(HEADER, 16, 0, 0)],
         &[short, status],
         &[header, Descriptor::new(STATUS, 0, WRITE, 0)],
-        // Outside of RAM.
+        // The header or the status is outside RAM.
         &[Descriptor::new(u64::MAX - 8, 16, NEXT, 1), status],
         &[header, Descriptor::new(MEMORY_BYTES as u64, 1, WRITE, 0)],
         &[header, Descriptor::new(u64::MAX, u32::MAX, WRITE, 0)],
@@ -213,7 +213,7 @@ fn chains_without_a_header_or_a_status_fail_alone() {
         assert_eq!((status, written), (NO_STATUS, 0), "{chain:?}");
         assert!(matches!(outcome, Err(Failure::Guest)));
     }
-    // Data outside of RAM: the status tells.
+    // The data is outside RAM, which the status reports.
     let data = Descriptor::new(MEMORY_BYTES as u64 - 256, 512, NEXT | WRITE, 2);
     assert_eq!(rig.raw(&[header, data, status]).0, IOERR);
 }
@@ -222,7 +222,8 @@ fn chains_without_a_header_or_a_status_fail_alone() {
 fn loops_and_long_and_nested_chains_end() {
     let rig = Rig::new(8, false);
     let header = rig.header(VIRTIO_BLK_T_IN, 0);
-    // Round and round: as many pieces as the queue has entries, of which the last byte is the status.
+    // A descriptor loop: the chain has as many descriptors as the queue has entries, and the status
+    // is the last byte.
     let round = Descriptor::new(DATA, 512, NEXT | WRITE, 1);
     assert_eq!(rig.raw(&[header, round]).1, 1);
     assert_eq!(
@@ -230,7 +231,7 @@ fn loops_and_long_and_nested_chains_end() {
         IOERR
     );
     assert_eq!(rig.raw(&[Descriptor::new(HEADER, 16, NEXT, 0)]).1, 0);
-    // An indirect table of 65,535, each of which leads to the next.
+    // An indirect table of 65,535 chained descriptors.
     let table = BUFFERS + 0x1_0000;
     for n in 0..65_535u16 {
         let descriptor = Descriptor::new(DATA, 512, NEXT | WRITE, n.wrapping_add(1));
@@ -241,7 +242,7 @@ fn loops_and_long_and_nested_chains_end() {
         .write_obj(RawDescriptor::from(header), GuestAddress(table))
         .unwrap();
     assert_eq!(rig.raw(&[Descriptor::new(table, 65_535 * 16, INDIRECT, 0)]).1, 0);
-    // A table in a table.
+    // A nested indirect table.
     let inner = RawDescriptor::from(Descriptor::new(table, 160, INDIRECT, 0));
     rig.memory.write_obj(inner, GuestAddress(table)).unwrap();
     for bytes in [0, 8, 16, 160, u32::MAX, 16 * 65_536] {
@@ -271,8 +272,8 @@ fn a_good_request_in_an_indirect_table_is_served() {
     assert_eq!((status, written), (OK, 513));
 }
 
-/// Pieces may lie one over the other, so that a chain asks for a terabyte: it is refused before anything is
-/// read.
+/// Buffers may overlap, so that a chain describes a terabyte. The request is rejected before any
+/// data is transferred.
 #[test]
 fn a_request_is_bounded() {
     let rig = Rig::new(1 << 26, false);
@@ -295,7 +296,7 @@ fn a_request_is_bounded() {
     }
 }
 
-/// Data outside of RAM is the guest's affair, and no news for the operator.
+/// Data outside RAM is a guest error and is not reported to the operator.
 #[test]
 fn data_that_is_no_ram_is_an_error_of_the_guest() {
     let rig = Rig::new(8, false);
@@ -316,7 +317,7 @@ fn data_that_is_no_ram_is_an_error_of_the_guest() {
     }
 }
 
-/// A device that the guest resets for ever tells of its host's failures as seldom as another.
+/// Device resets by the guest do not increase the rate of failure messages.
 #[test]
 fn a_failure_of_the_host_is_told_once_in_a_while() {
     let said = Said::default();
@@ -326,8 +327,8 @@ fn a_failure_of_the_host_is_told_once_in_a_while() {
     assert!(is_due(&said));
 }
 
-/// What a guest has flushed is on the disk when it hears so; and for a driver that knows of no flush that is
-/// each change. Nothing else waits for the disk.
+/// Flushed data is on the disk before the flush completes. For a driver without flush support, this
+/// applies to every write. Other requests do not wait for the disk.
 #[test]
 fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
     for write_through in [false, true] {
@@ -357,7 +358,7 @@ fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
     }
 }
 
-/// Addresses stay in sectors of 512 bytes, whatever the blocks are (5.2.6.4).
+/// Addresses are in sectors of 512 bytes regardless of the block size (5.2.6.4).
 #[test]
 fn a_disk_of_large_blocks_takes_whole_ones() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -385,7 +386,7 @@ fn a_disk_of_large_blocks_takes_whole_ones() {
     assert_eq!(rig.range(VIRTIO_BLK_T_DISCARD, 4, 8, 0), IOERR);
 }
 
-/// A disk of 8 sectors as a device, and its file.
+/// Returns a block device of 8 sectors and its image file.
 fn device() -> (Block, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(8 * 512).unwrap();
@@ -400,7 +401,7 @@ fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
     for breaks in [true, false] {
         let mut driver = Driver::new(&memory, 16);
         driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
-        // Of this queue is descriptor 15 at most.
+        // The queue has 16 descriptors, so index 16 is invalid.
         driver.offer(if breaks { 16 } else { 0 });
         let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
         block.activate(activation).unwrap();
@@ -408,7 +409,7 @@ fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
         if breaks {
             seen.changed.read().unwrap();
         }
-        // What was begun is finished before it has stopped.
+        // Requests in progress complete before the device stops.
         while !breaks && driver.used().is_empty() {
             std::thread::yield_now();
         }
@@ -418,7 +419,7 @@ fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
     }
 }
 
-/// Requests that nobody tells of wait, and the disk can be stopped.
+/// Requests without a notification are not processed, and the device can be stopped.
 #[test]
 fn a_guest_that_never_kicks_is_not_served_and_keeps_nobody() {
     let memory = memory();
@@ -433,8 +434,8 @@ fn a_guest_that_never_kicks_is_not_served_and_keeps_nobody() {
     assert!(!seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
 }
 
-/// Kicks without end are one kick each time that the thread looks. It does what there is to do once, and
-/// stops when it is to; so do kicks of a queue that is broken.
+/// Continuous notifications coalesce. The thread processes pending requests once and stops when
+/// requested, even if the queue is broken.
 #[test]
 fn a_guest_that_always_kicks_is_served_once_and_keeps_nobody() {
     use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,6 +1,7 @@
-//! A look at an image that a VM may be using: read only, and without a lock.
+//! Read-only access to an image that a VM may be using, without a lock.
 //!
-//! What the VM writes meanwhile is seen or not, in whatever order: who looks must check what he finds.
+//! Concurrent writes of the VM may or may not be visible, in any order, so readers must validate
+//! the data.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -12,7 +13,7 @@ use super::image::ImageError;
 use super::open::look;
 use super::qcow2::Qcow2;
 
-/// An image that is looked at.
+/// A read-only view of an image.
 #[derive(Debug)]
 pub struct View {
     config: DiskConfig,
@@ -27,7 +28,7 @@ enum Store {
 }
 
 impl Store {
-    /// As the image is now, and the bytes of the disk.
+    /// Opens the current state of the image and returns the disk size in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), ImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {
@@ -42,11 +43,11 @@ impl Store {
 }
 
 impl View {
-    /// Opens the image that `config` names. The files behind a qcow2 image, which nobody writes, are locked
-    /// against writers as long as it is looked at.
+    /// Opens the image that `config` names. The backing files of a qcow2 image are never written
+    /// and are locked against writers while the view exists.
     ///
     /// # Errors
-    /// [`ImageError`].
+    /// Returns an [`ImageError`] if the image or a backing file cannot be opened.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let (store, bytes) = Store::open(config)?;
         Ok(Self {
@@ -56,11 +57,12 @@ impl View {
         })
     }
 
-    /// Sees what was written since the image was opened: the tables of a qcow2 image are kept once they were
-    /// read, so what the guest has written to clusters that it had not used before is not seen without this.
+    /// Reloads the metadata of the image. The tables of a qcow2 image are cached, so data written
+    /// to newly allocated clusters is visible only after this call.
     ///
     /// # Errors
-    /// [`ImageError`]; the image is seen as before. One that is being written may look damaged for a moment.
+    /// Returns an [`ImageError`], in which case the previous state stays in use. An image that is
+    /// being written may temporarily appear damaged.
     pub fn look_again(&self) -> Result<(), ImageError> {
         if self.config.format == Format::Qcow2 {
             let (store, _) = Store::open(&self.config)?;
@@ -69,15 +71,16 @@ impl View {
         Ok(())
     }
 
-    /// Bytes of the disk.
+    /// Returns the size of the disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Fills `to` from byte `at` of the disk on.
+    /// Reads `to.len()` bytes of the disk at byte offset `at`.
     ///
     /// # Errors
-    /// That of the host or of what is in the image; `UnexpectedEof` beyond its end.
+    /// Returns the error of the host or of the image format, `UnexpectedEof` beyond the end of the
+    /// disk.
     pub fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
         let inside = at
             .checked_add(to.len() as u64)
@@ -97,7 +100,7 @@ mod tests {
     use super::*;
     use crate::disk::image::Image;
 
-    /// While a VM holds its lock, and never beyond the end.
+    /// Reads succeed while a VM holds the lock, and fail beyond the end.
     #[test]
     fn an_image_in_use_can_be_looked_at() {
         let temp = tempfile::tempdir().unwrap();

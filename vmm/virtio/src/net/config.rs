@@ -1,20 +1,20 @@
-//! What a user writes behind `--net`.
+//! Configuration of a network device (`--net`).
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Longest name of a network device, in bytes (`IFNAMSIZ` without its end).
+/// Maximum length of a network device name, in bytes (`IFNAMSIZ` without the terminating NUL).
 const MAX_NAME: usize = 15;
 
-/// An Ethernet address.
+/// An Ethernet (MAC) address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mac([u8; 6]);
 
 impl Mac {
-    /// A locally administered address that follows from `text`: the same in each run, another for another
-    /// text.
+    /// Derives a locally administered address from `text`. The result is deterministic and differs
+    /// between texts with high probability.
     pub fn derived_from(text: &str) -> Self {
-        // FNV-1a, 64 bits: spreads short names, and stays what it is.
+        // FNV-1a with 64 bits distributes short names well and is stable.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
         });
@@ -23,7 +23,7 @@ impl Mac {
         Self([first, b, c, d, e, f])
     }
 
-    /// Its bytes, in the order of the wire.
+    /// Returns the address in network byte order.
     pub fn bytes(self) -> [u8; 6] {
         self.0
     }
@@ -59,51 +59,51 @@ impl FromStr for Mac {
     }
 }
 
-/// A network device of the guest.
+/// Configuration of a network device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetConfig {
-    /// The host's tap device.
+    /// Name of the host's tap device.
     pub tap: String,
-    /// The guest's address; `None`: one that follows from the VM's name.
+    /// MAC address, derived from the VM's name if `None`.
     pub mac: Option<Mac>,
-    /// Who moves the frames.
+    /// Use of vhost-net.
     pub vhost: Vhost,
 }
 
-/// Whether the host's kernel moves the frames (vhost-net).
+/// Use of the host kernel's vhost-net for the transfer of frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vhost {
-    /// Where it can.
+    /// Use vhost-net if it is available.
     #[default]
     Auto,
-    /// It must.
+    /// Require vhost-net.
     On,
-    /// A thread of ours does.
+    /// Transfer frames in a thread of the VMM.
     Off,
 }
 
-/// No network device.
+/// The reason why a network device configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
-    /// No tap device.
+    /// The tap device is missing.
     #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX and vhost=on, off or auto behind commas")]
     Shape,
-    /// A word that is none.
+    /// An option is unknown.
     #[error("{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX or vhost=on, off or auto")]
     Word(String),
-    /// A word twice.
+    /// An option is repeated.
     #[error("{0}= must be there once")]
     Twice(&'static str),
-    /// The kernel has no device of such a name.
+    /// The name is not a valid network device name.
     #[error("a tap device's name has 1 to {MAX_NAME} bytes and no slash, blank or colon")]
     Name,
-    /// Neither on nor off.
+    /// The value of `vhost` is invalid.
     #[error("vhost must be on, off or auto")]
     Vhost,
-    /// No Ethernet address.
+    /// The MAC address is malformed.
     #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
     Mac,
-    /// An address that no network device can have.
+    /// The MAC address is a group or all-zero address.
     #[error("mac must not be zero or an address of a group: its first byte is even")]
     Group,
 }
@@ -134,7 +134,8 @@ impl FromStr for NetConfig {
     }
 }
 
-/// As `dev_valid_name` of the kernel has it; and no percent sign, which asks for a new device of a pattern.
+/// Validates a name like `dev_valid_name` in the kernel, and rejects the percent sign, which
+/// requests a new device with a name pattern.
 fn checked_name(name: &str) -> Result<String, NetConfigError> {
     let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
     if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {

@@ -1,5 +1,5 @@
-//! Frames between a tap device and the guest's two queues, each moved by one system call on guest memory in
-//! place.
+//! Frame transfer between a tap device and the guest's two queues, with one system call per frame
+//! that accesses guest memory directly.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,53 +14,54 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES, Scatter, Tap};
 
-/// Most pieces of a chain. Linux makes at most 19.
+/// Maximum number of segments in a chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
-/// Most frames at once, before the thread looks at the other direction.
+/// Maximum number of frames per batch, after which the thread serves the other direction.
 const MAX_BATCH: usize = 64;
-/// Where the number of buffers is in the header (virtio 1.2, 5.1.6).
+/// Offset of the number of buffers in the header (virtio 1.2, 5.1.6).
 const NUM_BUFFERS_OFFSET: usize = 10;
-/// Bytes of a ring before its entries: flags and index.
+/// Size of the flags and index that precede the entries of a ring, in bytes.
 const RING_HEADER_BYTES: u64 = 4;
-/// Bytes of an entry of the used ring.
+/// Size of a used ring entry, in bytes.
 const USED_ENTRY_BYTES: u64 = 8;
 
-/// What ends the service of a queue: the driver has broken it.
+/// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
+/// reset.
 #[derive(Debug, Error)]
 pub enum FramesError {
-    /// The rings cannot be used.
+    /// The rings are invalid.
     #[error("the driver's rings are broken")]
     Queue(#[from] virtio_queue::Error),
-    /// A ring is not in memory any more.
+    /// A ring is outside guest memory.
     #[error("the driver's rings are not in memory")]
     Memory(#[from] vm_memory::GuestMemoryError),
-    /// The driver offers a descriptor that the table has not.
+    /// The head index of a chain is not below the queue size.
     #[error("descriptor {0} is behind the end of the table")]
     Head(u16),
 }
 
-/// Why a run has ended.
+/// The reason why a batch ended.
 #[derive(Debug)]
 pub enum Pause {
-    /// There may be more at once.
+    /// More frames may be available.
     More,
-    /// The tap device has nothing more, or the driver has sent all.
+    /// The tap device has no more frames, or the driver has sent all of its frames.
     Idle,
-    /// The driver has no buffer for what the tap device has.
+    /// The driver has no buffer for the next frame.
     NoBuffer,
-    /// The tap device is gone.
+    /// The tap device was removed.
     Gone(io::Error),
 }
 
-/// A chain of the driver's.
+/// A descriptor chain with its segments.
 struct Chain {
     head: u16,
     bytes: usize,
     pieces: SmallVec<[(GuestAddress, u32); 2]>,
 }
 
-/// The next chain of `queue`, all of it for the device to write, or to read. `None`: there is none. One that
-/// is no such chain has no bytes.
+/// Returns the next chain of `queue`, whose buffers must all be device-writable or all be
+/// device-readable, or `None` if the queue is empty. A malformed chain is returned with no bytes.
 fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
@@ -90,13 +91,14 @@ fn next_chain(
     Ok(Some(chain))
 }
 
-/// Whether the driver wants an interrupt for what was used since `before` (virtio 1.2, 2.7.7.2).
+/// Returns whether the driver wants an interrupt for the chains used since `before` (virtio 1.2,
+/// 2.7.7.2).
 fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FramesError> {
     let now = queue.next_used();
     if now == before {
         return Ok(false);
     }
-    // What was used is seen before the driver's wish is looked at.
+    // The used index must be visible before the driver's event index is read.
     fence(Ordering::SeqCst);
     let avail = GuestAddress(queue.avail_ring());
     if !queue.event_idx_enabled() {
@@ -108,22 +110,22 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
     Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
 }
 
-/// Frames from the guest to the tap device.
+/// Transmit direction: moves frames from the guest to the tap device.
 pub struct Sender {
     queue: Queue,
 }
 
 impl Sender {
-    /// Of the guest's transmit queue.
+    /// Creates a sender for the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
         Self { queue }
     }
 
-    /// Sends what the driver has put in, and says whether it wants an interrupt. Without a tap device, and
-    /// where a frame is none or the tap device does not take it, the frame is lost, as on a wire.
+    /// Sends the available frames and returns whether the driver wants an interrupt. A frame is
+    /// dropped if it is malformed, if the tap device rejects it, or if there is no tap device.
     ///
     /// # Errors
-    /// [`FramesError`]: the queue can be served no more.
+    /// Returns a [`FramesError`] if the queue is unusable.
     pub fn run(&mut self, memory: &GuestMemoryMmap, tap: Option<&Tap>) -> Result<(Pause, bool), FramesError> {
         let before = self.queue.next_used();
         let mut pause = Pause::More;
@@ -153,20 +155,21 @@ impl Sender {
     }
 }
 
-/// Frames from the tap device to the guest.
+/// Receive direction: moves frames from the tap device to the guest.
 pub struct Receiver {
     queue: Queue,
-    /// A frame may take several buffers (VIRTIO_NET_F_MRG_RXBUF).
+    /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
     merges: bool,
-    /// Buffers that the driver has put in and no frame has taken.
+    /// Buffers that the driver has added and no frame has used yet.
     waiting: VecDeque<Chain>,
     waiting_bytes: usize,
-    /// A frame that had to be read before there were buffers for all of it, and nothing while there is none.
+    /// Frame that was read before enough buffers were available for it. Empty if there is none.
     held: Vec<u8>,
 }
 
 impl Receiver {
-    /// Of the guest's receive queue; `merges`: the driver takes frames that lie in several buffers.
+    /// Creates a receiver for the guest's receive queue. `merges` is `true` if the driver accepts
+    /// frames that span several buffers.
     pub fn new(queue: Queue, merges: bool) -> Self {
         Self {
             queue,
@@ -177,11 +180,11 @@ impl Receiver {
         }
     }
 
-    /// Takes buffers until the longest frame fits, or one if frames are not merged. `false`: the driver has
-    /// put in fewer.
+    /// Collects buffers until the longest frame fits, or one buffer without mergeable buffers.
+    /// Returns `false` if the driver has added too few.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
         let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
-        // As many as the queue holds: a driver that puts in bad buffers without end has no frames.
+        // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
         for _ in 0..=self.queue.size() {
             if self.waiting_bytes >= enough {
                 return Ok(true);
@@ -207,10 +210,11 @@ impl Receiver {
         Ok(false)
     }
 
-    /// Hands over what the tap device has, and says whether the driver wants an interrupt.
+    /// Delivers the available frames of the tap device and returns whether the driver wants an
+    /// interrupt.
     ///
     /// # Errors
-    /// [`FramesError`]: the queue can be served no more.
+    /// Returns a [`FramesError`] if the queue is unusable.
     pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(Pause, bool), FramesError> {
         let before = self.queue.next_used();
         let mut pause = Pause::More;
@@ -221,7 +225,7 @@ impl Receiver {
                     pause = Pause::NoBuffer;
                     break;
                 }
-                // The driver can put in no more, so it has no place for this frame.
+                // The queue is full, so the driver cannot add buffers for this frame.
                 self.held.clear();
                 continue;
             }
@@ -230,7 +234,8 @@ impl Receiver {
                 continue;
             }
             if !enough {
-                // The next frame may be longer than what there is, and cannot be put back.
+                // The next frame may be longer than the available buffers, and a frame cannot be
+                // put back.
                 self.held.resize(MAX_FRAME_BYTES, 0);
                 let read = tap.read_bytes(&mut self.held);
                 self.held.truncate(*read.as_ref().unwrap_or(&0));
@@ -269,7 +274,7 @@ impl Receiver {
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
     }
 
-    /// Copies the held frame to the first buffers, which are enough for it.
+    /// Copies the held frame to the first buffers, which are large enough for it.
     fn hand_over_held(&mut self, memory: &GuestMemoryMmap) -> Result<(), FramesError> {
         let mut rest = &self.held[..];
         for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
@@ -282,8 +287,8 @@ impl Receiver {
         self.hand_over(memory, count)
     }
 
-    /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them
-    /// at once, so the index moves with the last.
+    /// Returns the first buffers, which contain a frame of `count` bytes, to the driver. The used
+    /// index is updated once, because the driver must see all buffers of a frame at the same time.
     fn hand_over(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FramesError> {
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
         let mut left = count;
@@ -317,7 +322,7 @@ impl Receiver {
     }
 }
 
-/// Where byte `offset` of a buffer is.
+/// Returns the guest address of byte `offset` of a buffer.
 fn byte_at(pieces: &[(GuestAddress, u32)], offset: usize) -> Option<GuestAddress> {
     let mut left = u64::try_from(offset).ok()?;
     for (address, length) in pieces {
@@ -342,7 +347,7 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
     const SIZE: u16 = 256;
-    /// Where the guest's buffers are; the queue is below.
+    /// Address of the guest's buffers. The queue is below.
     const BUFFERS: u64 = 0x10_0000;
     const MEMORY_BYTES: usize = 0x200_0000;
 
@@ -350,7 +355,7 @@ mod tests {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
 
-    /// A driver's side, and a line in place of a tap device.
+    /// The driver's end of a queue, and a socket pair that replaces the tap device.
     struct Rig<'m> {
         driver: MockSplitQueue<'m, GuestMemoryMmap>,
         put_in: u16,
@@ -392,7 +397,7 @@ mod tests {
             self.driver.avail().idx().store(self.put_in.to_le());
         }
 
-        /// (head, length) of all that was used so far.
+        /// Returns the used ring entries so far: head index and length.
         fn used(&self) -> Vec<(u32, u32)> {
             let count = u16::from_le(self.driver.used().idx().load());
             let entry = |i: u16| {
@@ -435,11 +440,11 @@ mod tests {
         assert!(matches!(pause, Pause::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.used(), [(3, 0)]);
-        // Nothing new, so no interrupt.
+        // No new chain was used, so no interrupt is due.
         assert!(!sender.run(&memory, Some(&rig.tap)).unwrap().1);
     }
 
-    /// A driver that takes merged frames and offers less than the longest gets all that fit.
+    /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
     #[test]
     fn short_rings_get_frames_and_one_that_is_too_long_waits_for_buffers() {
         const BUFFER: u64 = 1536;
@@ -462,11 +467,11 @@ mod tests {
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
             memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
-            // The number of buffers is the device's.
+            // The device writes the number of buffers.
             (u16::from_le_bytes([bytes[10], bytes[11]]), bytes[12..].to_vec())
         };
         assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
-        // Not enough for the third, and then enough.
+        // First too few buffers for the third frame, then enough.
         offer(&mut rig, 4..8);
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
         assert!(matches!(pause, Pause::NoBuffer) && !wanted);
@@ -511,7 +516,8 @@ mod tests {
         assert!(rig.arrived().is_empty());
     }
 
-    /// Each is used at once with nothing sent, and a good frame behind them all arrives.
+    /// Each malformed chain is used at once without sending a frame, and the valid frame after them
+    /// is sent.
     #[test]
     fn chains_that_are_no_frames_are_lost_alone() {
         let memory = memory();
@@ -524,7 +530,7 @@ mod tests {
         rig.describe(4, BUFFERS, u32::MAX, 0, 0); // longer than memory
         rig.describe(5, BUFFERS, 0x10_0000, 0, 0); // longer than any frame
         rig.describe(6, BUFFERS, 0, NEXT, 999); // behind the table
-        // An indirect table of 65,535 pieces, and one in another.
+        // An indirect table of 65,535 descriptors, and a nested one.
         rig.describe(7, BUFFERS + 0x10_0000, 65_535 * 16, INDIRECT, 0);
         for i in 0..65_535_u64 {
             let piece = Descriptor::new(BUFFERS, 1, NEXT, (i as u16).wrapping_add(1));
@@ -566,7 +572,8 @@ mod tests {
         }
     }
 
-    /// Buffers of 1,500 bytes: as many as the frame needs are used at once, and the first says how many.
+    /// A frame takes as many buffers of 1,500 bytes as it needs, and its header contains their
+    /// number.
     #[test]
     fn a_long_frame_lies_in_several_buffers() {
         let memory = memory();
@@ -592,7 +599,7 @@ mod tests {
         assert_eq!(got[12..], frame(4000)[12..]);
     }
 
-    /// Header and frame in pieces of their own, as Linux has them without merging.
+    /// Header and frame are in separate segments, as in Linux without mergeable buffers.
     #[test]
     fn without_merging_each_frame_has_a_chain() {
         let memory = memory();
@@ -604,7 +611,7 @@ mod tests {
             rig.describe(2 * chain + 1, at + 0x800, 1515, WRITE, 0);
             rig.put_in(2 * chain);
         }
-        // The second is longer than its chain, and cut off.
+        // The second frame is longer than its chain and is truncated.
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
         receiver.run(&memory, &rig.tap).unwrap();

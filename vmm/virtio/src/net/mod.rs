@@ -1,16 +1,16 @@
-//! A network device on a tap device of the host (virtio 1.2, 5.1).
+//! Network device backed by a host tap device (virtio 1.2, 5.1).
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what the user asks for: `tap=NAME,mac=...` |
+//! | [`config`] | configuration: `tap=NAME,mac=...` |
 //! | [`tap`] | system calls on a tap device and on guest memory |
-//! | [`frames`] | the two queues: frames in, frames out |
-//! | [`link`] | the guest's link, up or down |
-//! | [`vhost`] | the host's kernel in their place |
+//! | [`frames`] | the receive and transmit queues |
+//! | [`link`] | link status of the guest's device |
+//! | [`vhost`] | frame transfer by vhost-net |
 //!
-//! One thread moves frames both ways, or the host's kernel does. Checksums and segmentation are left to whom
-//! they cost least: the host's kernel and the guest's agree on them by the feature bits. When the tap device
-//! goes away the guest sees its link go down, and lives on.
+//! One thread, or vhost-net, moves frames in both directions. Checksum and segmentation offloads
+//! are negotiated between the kernels of host and guest through feature bits. If the tap device is
+//! removed, the guest's link goes down and the VM continues to run.
 
 pub mod config;
 pub mod frames;
@@ -45,10 +45,10 @@ use link::{LINK_UP, Link};
 use tap::{Offloads, Tap};
 use vhost::{Kernel, Watcher};
 
-/// Entries of the receive and the transmit queue.
+/// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
-/// What the guest may have the tap device leave unfinished, with the bit for each.
+/// Receive offloads that the guest may accept, with the feature bit of each.
 const OFFLOADS: [(Offloads, u32); 5] = [
     (Offloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
     (Offloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
@@ -57,7 +57,8 @@ const OFFLOADS: [(Offloads, u32); 5] = [
     (Offloads::UFO, VIRTIO_NET_F_GUEST_UFO),
 ];
 
-/// What every tap device finishes for the guest, and what this device has besides.
+/// Feature bits that are always offered: host-side offloads, which every tap device supports, and
+/// features of this device.
 const ALWAYS: [u32; 9] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_HOST_TSO4,
@@ -70,7 +71,7 @@ const ALWAYS: [u32; 9] = [
     VIRTIO_NET_F_STATUS,
 ];
 
-/// A network device.
+/// A virtio network device.
 #[derive(Debug)]
 pub struct Net {
     name: String,
@@ -78,16 +79,16 @@ pub struct Net {
     mac: Mac,
     mtu: u16,
     offered: u64,
-    /// `status` of the configuration.
+    /// The `status` field of the configuration.
     status: Arc<AtomicU16>,
-    /// Moves the frames, if there is one.
+    /// The vhost-net instance that transfers the frames, if any.
     kernel: Option<Kernel>,
     worker: Option<Worker>,
 }
 
 impl Net {
-    /// A device `name` on `tap`, whose longest packet is `mtu` bytes. Frames are moved by `kernel`, or by a
-    /// thread of its own.
+    /// Creates a device `name` on `tap`, whose MTU is `mtu` bytes. Frames are transferred by
+    /// `kernel` if given, otherwise by a thread.
     pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16, kernel: Option<Kernel>) -> Self {
         let offered = offered(|offloads| tap.set_offloads(offloads).is_ok());
         Self {
@@ -103,9 +104,9 @@ impl Net {
     }
 }
 
-/// The device's feature bits, where the host's kernel takes offloads that are `known`. Each is asked for with
-/// no more than what it builds upon (`set_offload` in drivers/net/tun.c): one that the kernel does not know
-/// would have it refuse all.
+/// Returns the device's feature bits for a host kernel on which `known` accepts an offload. Each
+/// offload is probed together with its prerequisites only (`set_offload` in drivers/net/tun.c),
+/// because the kernel rejects a set with an unknown offload as a whole.
 fn offered(known: impl Fn(Offloads) -> bool) -> u64 {
     let guest = OFFLOADS
         .iter()
@@ -120,13 +121,13 @@ fn offered(known: impl Fn(Offloads) -> bool) -> u64 {
     ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit)
 }
 
-/// What the tap device may leave unfinished for a driver that has accepted `features`.
+/// Returns the offloads to enable for a driver that accepted `features`.
 fn offloads(features: u64) -> Offloads {
     let accepted = OFFLOADS
         .iter()
         .filter(|(_, bit)| features & (1 << bit) != 0)
         .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
-    // Without segments there is no congestion bit in them, and the kernel would refuse all.
+    // The ECN offload requires segmentation, and the kernel rejects the set otherwise.
     if accepted.intersects(Offloads::TSO4 | Offloads::TSO6) {
         accepted
     } else {
@@ -151,7 +152,7 @@ impl VirtioDevice for Net {
         &QUEUE_SIZES
     }
 
-    /// `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
+    /// Reads `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; 12];
         config[..6].copy_from_slice(&self.mac.bytes());
@@ -189,7 +190,7 @@ impl VirtioDevice for Net {
             status: self.status.clone(),
             config_change,
         };
-        // Without a tap device there is nothing for the kernel to do.
+        // vhost-net requires a tap device.
         let kernel = self.kernel.as_ref().filter(|_| link.is_up());
         let spawned = if let Some(kernel) = kernel {
             let watch = kernel
@@ -245,19 +246,19 @@ impl VirtioDevice for Net {
     }
 }
 
-/// Both directions, on the device's thread.
+/// Event handler of the device's thread for both directions.
 struct Lanes {
     memory: GuestMemoryMmap,
-    /// `None` once it is gone.
+    /// The tap device, `None` after its removal.
     tap: Option<Arc<Tap>>,
     link: Link,
     receiver: Lane<Receiver>,
     sender: Lane<Sender>,
-    /// The tap device is in the epoll set: not while the driver has no buffers for what it has.
+    /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
     watching: bool,
 }
 
-/// A queue; `None` once the driver has broken it.
+/// One direction, `None` after the driver has broken its queue.
 struct Lane<Q> {
     queue: Option<Q>,
     kick: Arc<EventFd>,
@@ -273,7 +274,7 @@ impl<Q> Lane<Q> {
         }
     }
 
-    /// The end of a run: raises the interrupt, or gives up a queue that is broken.
+    /// Completes a batch: raises the interrupt, or marks a broken queue as unusable.
     fn settle(&mut self, link: &Link, result: Result<(Pause, bool), FramesError>) -> Pause {
         match result {
             Ok((pause, wanted)) => {
@@ -283,7 +284,7 @@ impl<Q> Lane<Q> {
                 pause
             }
             Err(e) => {
-                // Once for each time that the driver sets the device up.
+                // Logged once per device activation.
                 guest_log!(
                     Info,
                     "{}: a queue is served no more: {}",
@@ -305,7 +306,8 @@ impl Lanes {
         };
         let result = sender.run(&self.memory, self.tap.as_deref());
         if let Pause::More = self.sender.settle(&self.link, result) {
-            // After the other direction had its turn. Only a full counter fails, and then it comes anyway.
+            // Continue after the other direction has been served. The write fails only if the
+            // counter is full, in which case a notification is already pending.
             let _ = self.sender.kick.write(1);
         }
     }
@@ -316,9 +318,9 @@ impl Lanes {
         };
         let result = receiver.run(&self.memory, &tap);
         match self.receiver.settle(&self.link, result) {
-            // The tap device is asked again as long as it has something.
+            // Monitor the tap device while it may have frames.
             Pause::More | Pause::Idle => self.watch(&tap, true, ops),
-            // Until the driver kicks.
+            // Stop monitoring until the driver adds buffers.
             Pause::NoBuffer => self.watch(&tap, false, ops),
             Pause::Gone(e) => self.lose(&tap, &e, ops),
         }
@@ -389,7 +391,8 @@ mod tests {
     use super::*;
     use crate::serve::testing::{Driver, activation, memory};
 
-    /// As Linux takes them (`set_offload` in drivers/net/tun.c): what is left over refuses all.
+    /// Models `set_offload` in drivers/net/tun.c, which rejects a set with unknown or unsupported
+    /// bits.
     fn linux(offloads: Offloads) -> bool {
         let mut known = Offloads::CSUM | Offloads::TSO4 | Offloads::TSO6 | Offloads::UFO;
         if offloads.intersects(Offloads::TSO4 | Offloads::TSO6) {
@@ -404,7 +407,7 @@ mod tests {
         for (_, bit) in OFFLOADS {
             assert_ne!(all & (1 << bit), 0, "bit {bit}");
         }
-        // A kernel without one of them still has the others.
+        // A kernel without one offload still supports the others.
         let some = offered(|offloads| linux(offloads) && !offloads.contains(Offloads::UFO));
         assert_eq!(some, all & !(1 << VIRTIO_NET_F_GUEST_UFO));
     }

@@ -1,5 +1,5 @@
-//! Frames moved by the host's kernel (vhost-net): it has the two queues, their eventfds and the tap device,
-//! and no thread of ours sees a frame.
+//! Frame transfer by the host kernel (vhost-net), which owns the two queues, their eventfds and the
+//! tap device. No VMM thread handles frames.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -25,48 +25,48 @@ use super::link::Link;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 
-/// Multicast group of changes of network devices (`RTMGRP_LINK`).
+/// Multicast group of network device changes (`RTMGRP_LINK`).
 const LINK_GROUP: u32 = 1;
-/// Without these a driver would have to be told that it cannot have what each tap device offers.
+/// Features that vhost-net must support, because every tap device offers them to the driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
 
-/// Why the host's kernel cannot move the frames.
+/// The reason why vhost-net cannot be used.
 #[derive(Debug, Error)]
 pub enum VhostError {
-    /// There is no such device.
+    /// The vhost-net device cannot be opened.
     #[error("/dev/vhost-net cannot be opened; load the module vhost_net, or give this user access")]
     Open(#[source] vhost::Error),
-    /// It is too old.
+    /// The kernel lacks required features.
     #[error("this host's vhost-net lacks what the device needs (it has {0:#x})")]
     Old(u64),
-    /// One of its calls failed.
+    /// A vhost-net call failed.
     #[error("vhost-net: {0} failed")]
     Call(&'static str, #[source] vhost::Error),
-    /// What tells of the tap device's end cannot be had.
+    /// The netlink socket that reports the removal of the tap device cannot be created.
     #[error("changes of network devices cannot be watched")]
     Watch(#[source] io::Error),
 }
 
-/// The host's kernel, for one network device.
+/// A vhost-net instance for one network device.
 pub struct Kernel {
     device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
     features: u64,
-    /// What it signals in place of an interrupt that the guest does not want.
+    /// Eventfd that replaces an interrupt that the guest has not configured.
     nobody: EventFd,
-    /// Which queues it has.
+    /// `true` for each queue that the kernel currently serves.
     has: [AtomicBool; 2],
-    /// Has messages when network devices change. Made here: a vCPU's thread, on which the driver starts this,
-    /// may make no socket.
+    /// Netlink socket that receives network device changes. Created early, because the driver
+    /// starts the device on a vCPU thread, which may not create sockets.
     changes: OwnedFd,
 }
 
 impl Kernel {
-    /// Takes a place in the kernel. It is the calling thread whose CPUs and control group the kernel's thread
-    /// gets, so this is no call for a vCPU's.
+    /// Opens a vhost-net instance. The kernel's worker thread inherits the CPU affinity and control
+    /// group of the calling thread, so this must not be called on a vCPU thread.
     ///
     /// # Errors
-    /// [`VhostError`], with the remedy.
+    /// Returns a [`VhostError`] whose message includes the remedy.
     pub fn open() -> Result<Self, VhostError> {
         let memory = GuestMemoryAtomic::new(GuestMemoryMmap::default());
         let device = Device::new(memory.clone()).map_err(VhostError::Open)?;
@@ -90,11 +90,11 @@ impl Kernel {
         })
     }
 
-    /// Lets it move frames between `tap` and the driver's queues. `features` are those that the driver has
-    /// accepted.
+    /// Starts the transfer of frames between `tap` and the driver's queues. `features` are those
+    /// that the driver accepted.
     ///
     /// # Errors
-    /// A call failed; it moves nothing.
+    /// Returns an error if a vhost-net call fails, in which case no frames are transferred.
     pub fn start(
         &self,
         memory: &GuestMemoryMmap,
@@ -177,13 +177,14 @@ impl Kernel {
             if let Some(has) = self.has.get(n) {
                 has.store(true, Ordering::Relaxed);
             }
-            // For what the driver has put in before. Only a full counter fails, which is a kick too.
+            // Notify vhost-net of buffers that the driver added earlier. The write fails only if
+            // the counter is full, which is a pending notification too.
             let _ = active.kick.write(1);
         }
         Ok(watch)
     }
 
-    /// Stops it. It does not touch the guest's memory once this returns.
+    /// Stops the transfer. The kernel does not access guest memory after this returns.
     pub fn stop(&self) {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
@@ -206,7 +207,7 @@ impl std::fmt::Debug for Kernel {
     }
 }
 
-/// A socket that has messages when network devices change.
+/// Creates a netlink socket that receives network device changes.
 fn changes_of_devices() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let changes = socket(
@@ -219,11 +220,12 @@ fn changes_of_devices() -> io::Result<OwnedFd> {
     Ok(changes)
 }
 
-/// What is left for us to see: the end of the tap device, and queues that the driver has broken.
+/// Descriptors that the device's thread monitors: removal of the tap device and queues broken by
+/// the driver.
 pub struct Watch {
-    /// Has messages when network devices change, ours or others.
+    /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,
-    /// Signalled by the kernel.
+    /// Eventfds that the kernel signals when a queue is broken.
     broken: [EventFd; 2],
 }
 
@@ -236,11 +238,11 @@ impl Watch {
         })
     }
 
-    /// Takes all messages out: that there were any is all that they say. By `read(2)`, which any thread may
-    /// do; what receives from sockets is not for threads of devices (crate `sandbox`).
+    /// Discards all netlink messages. Their contents do not matter. Uses `read(2)`, because the
+    /// seccomp filter of device threads forbids receiving from sockets (crate `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];
-        // A host that changes its devices faster than this is asked again at the next event.
+        // The number of reads is limited. Remaining messages cause another event.
         for _ in 0..1000 {
             match read(&self.changes, &mut message) {
                 Err(e) if io::Error::from(e).kind() == ErrorKind::WouldBlock => return,
@@ -250,13 +252,13 @@ impl Watch {
     }
 }
 
-/// The device's thread while the kernel moves the frames.
+/// Event handler of the device's thread while vhost-net transfers the frames.
 pub struct Watcher {
-    /// What is watched.
+    /// Descriptors to monitor.
     pub watch: Watch,
-    /// The tap device; `None` once it is gone.
+    /// The tap device, `None` after its removal.
     pub tap: Option<Arc<Tap>>,
-    /// The guest's side of it.
+    /// The link of the guest's network device.
     pub link: Link,
 }
 
@@ -278,7 +280,8 @@ impl MutEventSubscriber for Watcher {
             self.look();
             return;
         }
-        // Once for each time that the driver sets the device up: it may do it at every kick.
+        // Logged once per device activation, because the driver can trigger this with every
+        // notification.
         for broken in &self.watch.broken {
             if events.fd() == broken.as_raw_fd() {
                 guest_log!(
@@ -306,7 +309,7 @@ impl MutEventSubscriber for Watcher {
                 error_line(&e)
             );
         }
-        // It may have gone before there was a watch.
+        // The tap device may have been removed before the socket was monitored.
         self.look();
     }
 }

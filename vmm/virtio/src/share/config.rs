@@ -1,38 +1,38 @@
-//! What a user writes behind `--share`.
+//! Configuration of a shared directory (`--share`).
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Longest tag, in bytes (virtio 1.2, 5.11.4).
+/// Maximum length of a tag, in bytes (virtio 1.2, 5.11.4).
 pub const MAX_TAG_BYTES: usize = 36;
 
-/// Who serves a shared directory.
+/// Backend of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// A virtiofsd that is started for it.
+    /// A virtiofsd process started for this device.
     Directory {
-        /// The directory.
+        /// Shared directory of the host.
         path: PathBuf,
-        /// The guest cannot change it.
+        /// `true` if the guest cannot modify the directory.
         read_only: bool,
-        /// How virtiofsd shuts itself in; `None`: as it does by itself.
+        /// Mode of virtiofsd's sandbox, or `None` for its default.
         sandbox: Option<Sandbox>,
     },
-    /// A vhost-user-fs back end that runs already, at this socket.
+    /// Socket of a vhost-user-fs backend that is already running.
     Socket(PathBuf),
 }
 
-/// How virtiofsd shuts itself in.
+/// Mode of virtiofsd's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sandbox {
-    /// In namespaces of its own.
+    /// Separate namespaces.
     Namespace,
-    /// By chroot alone, where namespaces cannot be had: in containers and initial RAM disks.
+    /// Chroot only, for environments without namespaces such as containers and initial RAM disks.
     Chroot,
 }
 
 impl Sandbox {
-    /// As virtiofsd has it.
+    /// Returns the value of virtiofsd's `--sandbox` option.
     pub fn word(self) -> &'static str {
         match self {
             Self::Namespace => "namespace",
@@ -41,28 +41,28 @@ impl Sandbox {
     }
 }
 
-/// A directory of the host that the guest can mount.
+/// Configuration of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareConfig {
-    /// Who serves it.
+    /// Backend of the directory.
     pub source: Source,
-    /// What the guest mounts it by; `None`: `share` and its number.
+    /// Mount tag, or `None` for `share` followed by the index.
     pub tag: Option<String>,
 }
 
-/// No shared directory.
+/// The reason why a shared directory configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShareConfigError {
-    /// No directory.
+    /// The directory or socket is missing.
     #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
     Shape,
-    /// A word that is none.
+    /// An option is unknown.
     #[error("{0}: behind the directory there can be ro, tag=NAME and sandbox=namespace|chroot")]
     Word(String),
-    /// A word of a virtiofsd that is not ours to start.
+    /// An option applies only to a virtiofsd that is started by the VMM.
     #[error("{0}: with socket=PATH whoever starts the back end chooses that")]
     NotOurs(String),
-    /// No tag.
+    /// The tag is invalid.
     #[error("a tag has 1 to {MAX_TAG_BYTES} bytes")]
     Tag,
 }

@@ -1,5 +1,5 @@
-//! Keeps a back end running, in a process of its own that is started before the VM gives up its rights: with
-//! those left to the VM no virtiofsd could be started for one that has died.
+//! Supervisor process that keeps the backend of a shared directory running. The process starts
+//! before the VM drops its privileges, because a confined VM could not restart virtiofsd.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,38 +13,38 @@ use std::time::{Duration, Instant};
 
 use perf_core::guest_log;
 
-/// Between two looks at the back end and at the VM.
+/// Interval between checks of the backend and the VM.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// From the end of a back end to the start of the next, at first and at most.
+/// Minimum and maximum delay between the exit of a backend and its restart.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
-/// A back end that lived so long did not fail at its start.
+/// Lifetime after which a backend's start counts as successful and the delay is reset.
 const LIVED: Duration = Duration::from_secs(60);
-/// How many lines of one back end are passed on, and how much of each, in bytes: a guest may be able to make
-/// it say things without end.
+/// Limits of the log output forwarded per backend: number of lines and length of a line in bytes. A
+/// guest may be able to cause unlimited output.
 const MOST_LINES: usize = 16;
 const MOST_OF_A_LINE: u64 = 1024;
-/// To the keeper: the back end has answered the VM.
+/// Message to the keeper: the backend has answered the VM.
 const SERVES: u8 = b'S';
 
-/// The program that keeps back ends running.
+/// The supervisor program that keeps backends running.
 #[derive(Debug)]
 pub struct Program {
-    /// A program that calls [`keep`], with its words.
+    /// Command line of a program that calls [`keep`].
     pub words: Vec<OsString>,
-    /// Where messages go; the caller's standard error if nothing is here.
+    /// Log file, or `None` for the caller's standard error.
     pub log: Option<File>,
 }
 
-/// The keeper's process, which ends with this, however the VM ends.
+/// The keeper process. The process ends when this value is dropped or the VM ends for any reason.
 #[derive(Debug)]
 pub(super) struct Keeper {
     process: Child,
-    /// Its end here. One word is sent at most.
+    /// VM end of the socket. At most one byte is sent.
     lifeline: Option<UnixStream>,
 }
 
 impl Keeper {
-    /// Starts `keeper`, to run `command` with `listener` as its standard input.
+    /// Starts `keeper`, which runs `command` with `listener` as its standard input.
     pub(super) fn start(keeper: &Program, command: &[OsString], listener: UnixListener) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
         let (program, words) = keeper.words.split_first().ok_or(ErrorKind::InvalidInput)?;
@@ -55,7 +55,7 @@ impl Keeper {
             .stdin(Stdio::from(OwnedFd::from(listener)))
             .stdout(Stdio::from(OwnedFd::from(its)))
             .stderr(log.map_or_else(Stdio::inherit, Stdio::from))
-            // Keys of the terminal are not for it.
+            // Terminal signals must not reach the keeper.
             .process_group(0)
             .spawn()?;
         Ok(Self {
@@ -64,10 +64,11 @@ impl Keeper {
         })
     }
 
-    /// The back end has answered. What it says when the VM ends is of no use from now on.
+    /// Reports that the backend has answered. Its output at the end of the VM is discarded from
+    /// then on.
     pub(super) fn serves(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
-            // A keeper that is not there has nothing to say.
+            // The write fails only if the keeper has ended.
             let _ = lifeline.write_all(&[SERVES]);
         }
     }
@@ -80,12 +81,12 @@ impl Drop for Keeper {
     }
 }
 
-/// Runs `command` with this process's standard input as its own, and again each time that it ends, until the
-/// other end of standard output, a socket, is closed. What `command` says on its standard error becomes
-/// warnings in the log.
+/// Runs `command` with this process's standard input and restarts it whenever it exits, until the
+/// peer of the socket on standard output is closed. Lines that `command` writes to standard error
+/// are logged as warnings.
 ///
 /// # Errors
-/// Standard output is no socket.
+/// Returns an error if standard output is not a socket.
 pub fn keep(command: &[OsString]) -> io::Result<()> {
     let mut lifeline = UnixStream::from(io::stdout().as_fd().try_clone_to_owned()?);
     lifeline.set_read_timeout(Some(LOOK_EVERY))?;
@@ -129,7 +130,8 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
         let _ = child.kill();
         let _ = child.wait();
     }
-    // Back ends say something about each VM that ends. Before they have answered, it is why they do not.
+    // Backends log the end of each VM. Before the backend has answered, its output explains why it
+    // failed.
     if !serves {
         says.pass_on_the_rest();
     }
@@ -158,7 +160,8 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
     }
 }
 
-/// Sends on the first lines that a back end says. The rest is read all the same: it must not wait for room.
+/// Forwards the first lines of a backend's output. The remaining output is read and discarded, so
+/// that the backend never blocks on a full pipe.
 fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
     let mut stderr = BufReader::new(stderr);
     for _ in 0..MOST_LINES {
@@ -185,11 +188,12 @@ fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
     }
 }
 
-/// What back ends say, until it is passed on.
+/// Output of backends that has not been logged yet.
 struct Says {
     to: SyncSender<String>,
     from: Receiver<String>,
-    /// What had come at the last look. It waits for the next one, which tells whether the VM has ended.
+    /// Output read at the previous check. Held until the next check, which detects whether the VM
+    /// has ended.
     held: Vec<String>,
 }
 
@@ -208,7 +212,7 @@ impl Says {
         tell(&std::mem::replace(&mut self.held, came));
     }
 
-    /// All of it; the back end has ended.
+    /// Logs all remaining output after the backend has exited.
     fn pass_on_the_rest(self) {
         tell(&self.held);
         drop(self.to);
@@ -231,7 +235,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Waits until `there` says so; a machine that has much to do takes long.
+    /// Waits until `there` returns `true`, with a long timeout for busy hosts.
     fn eventually(what: &str, mut there: impl FnMut() -> bool) {
         let end = Instant::now() + LIMIT;
         while !there() {
@@ -240,7 +244,8 @@ mod tests {
         }
     }
 
-    /// The keeper, in a process of its own: this test program, whose one test calls it.
+    /// Returns the command line of a keeper process: this test program, restricted to the test that
+    /// calls `keep`.
     fn keeper() -> Vec<OsString> {
         let program = std::env::current_exe().unwrap().into_os_string();
         let words = [
@@ -252,7 +257,8 @@ mod tests {
         [program].into_iter().chain(words.map(OsString::from)).collect()
     }
 
-    /// What it runs, by the environment: a test program takes no words of its own.
+    /// Environment variable with the command to run, because a test program accepts no additional
+    /// arguments.
     const COMMAND: &str = "KEEPER_TEST_COMMAND";
 
     #[test]
@@ -268,14 +274,14 @@ mod tests {
         std::fs::read_to_string(file).map_or(0, |text| text.lines().count())
     }
 
-    /// A back end that ends is started again, with the same socket; none is left when the VM has gone.
+    /// A backend that exits is restarted with the same socket, and no backend survives the VM.
     #[test]
     fn a_back_end_that_ends_is_followed_by_another_until_the_vm_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let (log, socket) = (dir.path().join("log"), dir.path().join("socket"));
         let listener = UnixListener::bind(&socket).unwrap();
         let (ours, its) = UnixStream::pair().unwrap();
-        // Each says where its standard input leads, and waits to be killed.
+        // Each backend reports its standard input and waits to be killed.
         let script = format!(
             "echo $$ $(readlink /proc/self/fd/0) >>{}; exec sleep 1000",
             log.display()
@@ -305,7 +311,7 @@ mod tests {
         assert_eq!(second.1, first.1, "at the same socket");
         assert_ne!(second.0, first.0);
         drop(ours);
-        // The test program around it cannot print its result any more.
+        // The test harness in the child cannot print its result to the closed pipe.
         process.wait().unwrap();
         eventually("it is gone", || {
             !Path::new(&format!("/proc/{}", second.0)).exists()
@@ -313,7 +319,7 @@ mod tests {
         assert_eq!(lines(&log), 2);
     }
 
-    /// What a back end says is passed on in lines of text, and no more of it than anybody would read.
+    /// Output is forwarded line by line, up to the limits.
     #[test]
     fn a_back_end_that_says_much_is_listened_to_for_some_lines() {
         let (to, from) = sync_channel(1);
@@ -326,7 +332,7 @@ mod tests {
         assert_eq!(said[0], "one [31m");
         assert_eq!(said[MOST_LINES - 1], "more");
         assert!(said[MOST_LINES].contains("left out"), "{said:?}");
-        // A line without an end is one of many bytes.
+        // A long line without a newline is truncated.
         let (to, from) = sync_channel(1);
         let mut child = start(
             &["sh".into(), "-c".into(), "head -c 1500 /dev/zero >&2".into()],
@@ -339,7 +345,7 @@ mod tests {
         assert_eq!(lengths, [1024, 476]);
     }
 
-    /// A program that cannot be started is tried again, and ends with the VM all the same.
+    /// A program that fails to start is retried, and the keeper still ends with the VM.
     #[test]
     fn what_does_not_start_holds_nobody_up() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,14 +1,15 @@
-//! A directory of the host in the guest (virtio-fs, virtio 1.2, 5.11), served by virtiofsd over vhost-user.
+//! Host directory shared with the guest (virtio-fs, virtio 1.2, 5.11), served by virtiofsd over
+//! vhost-user.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what the user asks for: `DIR,ro,tag=NAME` |
-//! | [`backend`] | virtiofsd, and the connection to it |
-//! | [`keeper`] | the process that starts virtiofsd, and again when it has died |
-//! | `session` | the queues handed over, and again when the back end has died |
+//! | [`config`] | configuration: `DIR,ro,tag=NAME` |
+//! | [`backend`] | virtiofsd and the connection to it |
+//! | [`keeper`] | the supervisor process that starts and restarts virtiofsd |
+//! | `session` | handover of the queues to each backend |
 //!
-//! The back end maps guest memory, so that must be in a memfd. It takes the guest's requests from the queues
-//! itself; nothing of ours is on their way.
+//! The backend maps guest memory, which must therefore be in a memfd, and processes the queues
+//! itself. The VMM does not handle requests.
 
 pub mod backend;
 pub mod config;
@@ -27,25 +28,26 @@ use backend::{Backend, BackendError, Connection, QUEUES};
 use config::{MAX_TAG_BYTES, Source};
 use session::Session;
 
-/// Their entries: requests of up to 1,020 pages.
+/// Queue sizes, in entries. Requests have up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 
-/// A shared directory.
+/// A virtio-fs device that shares a host directory.
 pub struct Share {
     name: String,
     tag: String,
     backend: Backend,
-    /// The first connection, until the driver is ready.
+    /// Initial connection, until the driver activates the device.
     first: Option<Connection>,
     worker: Option<Worker>,
 }
 
 impl Share {
-    /// A device `name` that the guest mounts by `tag`, at most [`MAX_TAG_BYTES`]. A virtiofsd of its own
-    /// listens at `socket`, in a directory of this user only; `keeper` keeps that running.
+    /// Creates a device `name` that the guest mounts by `tag` (at most [`MAX_TAG_BYTES`]). A
+    /// virtiofsd started for the device listens at `socket`, which is in a directory of this user
+    /// only, and `keeper` keeps it running.
     ///
     /// # Errors
-    /// The back end cannot be had.
+    /// Returns a [`BackendError`] if the backend cannot be started or connected to.
     pub fn new(
         name: String,
         tag: String,
@@ -64,10 +66,10 @@ impl Share {
         })
     }
 
-    /// The same device, which reaches the next back end by `broker` when one has ended.
+    /// Makes the device reconnect to later backends through `broker`.
     ///
     /// # Errors
-    /// [`BackendError::Host`] if the broker does not take the path.
+    /// Returns [`BackendError::Host`] if the broker does not accept the path.
     pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, BackendError> {
         self.backend.connect_by(broker)?;
         Ok(self)
@@ -91,7 +93,7 @@ impl VirtioDevice for Share {
         &QUEUE_SIZES
     }
 
-    /// `struct virtio_fs_config`: tag, num_request_queues.
+    /// Reads `struct virtio_fs_config`: tag, num_request_queues.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; MAX_TAG_BYTES + 4];
         let tag = self.tag.as_bytes();
@@ -116,7 +118,8 @@ impl VirtioDevice for Share {
         Ok(())
     }
 
-    /// The back end ends with its connection; the next driver gets a new one.
+    /// Stops the session. The backend ends with its connection, and the next activation makes a new
+    /// one.
     fn reset(&mut self) {
         self.worker = None;
     }

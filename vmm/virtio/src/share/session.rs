@@ -1,8 +1,8 @@
-//! The queues of a shared directory in its back end's hands, for as long as the driver runs.
+//! Handover of a shared directory's queues to its backend while the driver is active.
 //!
-//! When the back end dies the guest's requests wait, and a new one is tried for, more and more rarely. It
-//! gets the queues where the old one left them: at the first request without an answer. It knows nothing of
-//! files that the guest has open, so the guest has to mount again.
+//! When the backend exits, requests of the guest wait and the session reconnects with increasing
+//! delays. A new backend continues the queues at the first unanswered request. The new backend has
+//! no information on files that the guest has open, so the guest must mount the directory again.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -23,25 +23,26 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::backend::{Backend, BackendError, Connection};
 use crate::device::{Activation, ActiveQueue};
 
-/// From the end of a back end to the first try for another.
+/// Delay between the exit of a backend and the first reconnection attempt.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest time between two tries.
+/// Maximum delay between reconnection attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// A queue, as the back end gets it.
+/// A queue as handed over to the backend.
 struct Ring {
     active: ActiveQueue,
-    /// What the back end signals: the guest's vector, or one that nobody hears.
+    /// Eventfd that the backend signals: the guest's vector, or an unconnected one if the guest has
+    /// configured none.
     call: Arc<EventFd>,
 }
 
-/// Hands the queues to a back end, and to the next when it dies.
+/// Hands over the queues to a backend, and to the next one after each exit.
 pub(super) struct Session {
     name: String,
     backend: Backend,
     memory: GuestMemoryMmap,
     features: u64,
-    /// By number; `None`: the driver has not enabled it.
+    /// Queues by index, `None` for a queue that the driver has not enabled.
     rings: Vec<Option<Ring>>,
     connection: Option<Connection>,
     since: Instant,
@@ -80,7 +81,7 @@ impl Session {
         })
     }
 
-    /// Gets a back end, hands it the queues and watches it.
+    /// Connects to a backend, hands over the queues and monitors the connection.
     fn connect(&mut self, ops: &mut EventOps) -> Result<(), BackendError> {
         let connection = match self.connection.take() {
             Some(connection) => connection,
@@ -119,7 +120,8 @@ impl Session {
                     .map_err(|_| vhost::Error::InvalidQueue)
             };
             frontend.set_vring_num(index, queue.size())?;
-            // All before it has an answer. It is 0 at first, for the driver has just set the ring up.
+            // All earlier requests are answered. The index is initially 0, because the driver has
+            // just configured the ring.
             let answered = queue.used_idx(&self.memory, Ordering::Acquire);
             frontend.set_vring_base(index, answered.map_err(|_| vhost::Error::InvalidQueue)?.0)?;
             frontend.set_vring_addr(
@@ -141,14 +143,14 @@ impl Session {
         for (index, ring) in self.rings.iter().enumerate() {
             if let Some(ring) = ring {
                 enabler.set_vring_enable(index, true)?;
-                // For requests that came while nobody was there.
+                // Requests may have been added while there was no backend.
                 let _ = ring.active.kick.write(1);
             }
         }
         Ok(())
     }
 
-    /// The back end is gone: another is tried for after a pause.
+    /// Handles the exit of the backend and schedules a reconnection attempt.
     fn lose(&mut self, ops: &mut EventOps) {
         if let Some(connection) = self.connection.take() {
             if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {
@@ -177,7 +179,7 @@ impl Session {
 impl MutEventSubscriber for Session {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() != self.timer.as_raw_fd() {
-            // It has nothing to say of its own accord, so this is its end.
+            // The backend sends no unsolicited messages, so the connection has ended.
             self.lose(ops);
             return;
         }

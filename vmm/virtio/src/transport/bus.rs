@@ -1,5 +1,5 @@
-//! The PCI bus: a host bridge and up to 31 functions behind the configuration ports (mechanism 1 of PCI 3.0,
-//! 3.2.2.3.2), and the memory that the functions decode.
+//! PCI bus with a host bridge and up to 31 functions: configuration access through I/O ports
+//! (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routing of memory accesses to BARs.
 
 use std::io;
 use std::ops::Range;
@@ -15,23 +15,24 @@ use super::space::{ConfigSpace, Identity};
 use crate::device::VirtioDevice;
 use crate::worker;
 
-/// The first configuration port: the address, then the data.
+/// First configuration port. The address ports precede the data ports.
 pub const CONFIG_PORT: u16 = 0xCF8;
-/// Their number.
+/// Number of configuration ports.
 pub const CONFIG_PORTS: u8 = 8;
-/// The most devices: a bus has 32 places, and the bridge takes one.
+/// Maximum number of devices: the bus has 32 device numbers, and the host bridge takes one.
 pub const MAX_DEVICES: usize = 31;
 
-/// The port of data.
+/// First port of the configuration data.
 const DATA_PORT: u16 = 0xCFC;
-/// The address selects a register; else the data ports are nobody's.
+/// Enable bit of the address register. Without it, the data ports are unclaimed.
 const ADDRESS_ENABLE: u32 = 1 << 31;
-/// Bits of the address that can be set.
+/// Writable bits of the address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
-/// A function that decodes no memory.
+/// Base address of a function that decodes no memory.
 const NOWHERE: u64 = u64::MAX;
 
-/// What QEMU's generic host bridge is, which needs no driver and for which no kernel has a special treatment.
+/// Identification of QEMU's generic host bridge, which needs no driver and has no quirks in any
+/// kernel.
 const BRIDGE: Identity = Identity {
     vendor: 0x1B36,
     device: 0x0008,
@@ -39,35 +40,35 @@ const BRIDGE: Identity = Identity {
     class: [0x06, 0x00, 0x00],
 };
 
-/// Why there is no bus with these devices.
+/// The reason why a bus could not be created.
 #[derive(Debug, Error)]
 pub enum BusError {
-    /// More than there are places.
+    /// The number of devices exceeds [`MAX_DEVICES`].
     #[error("{0} virtio devices: a machine has room for at most {MAX_DEVICES}; leave some out")]
     TooManyDevices(usize),
-    /// One has more queues than a function can have interrupts.
+    /// A device has more queues than a function can have interrupts.
     #[error("{name} has {queues} queues: at most {MAX_QUEUES} are possible")]
     TooManyQueues {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// Its queues.
+        /// Number of queues.
         queues: usize,
     },
-    /// The host has no descriptors left.
+    /// The host has run out of file descriptors.
     #[error("no eventfd for {name}; raise the limit of open files (ulimit -n)")]
     Eventfd {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// What the host said.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
 }
 
-/// One place on the bus.
+/// One device number on the bus.
 struct Place {
     function: Mutex<Function>,
-    /// Where it decodes memory, as of the last access to its configuration; or [`NOWHERE`].
+    /// Base address of the decoded memory as of the last configuration access, or [`NOWHERE`].
     base: AtomicU64,
 }
 
@@ -76,26 +77,28 @@ impl Place {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called with the lock held, after the configuration may have changed.
+    /// Updates the cached base address. Must be called with the lock held after any change of the
+    /// configuration.
     fn note_base(&self, function: &Function) {
         self.base
             .store(function.decodes().unwrap_or(NOWHERE), Ordering::Release);
     }
 }
 
-/// The bus. Shared by all vCPUs.
+/// The PCI bus, shared by all vCPUs.
 pub struct PciBus {
     bridge: ConfigSpace,
     places: Vec<Place>,
-    /// The configuration address register.
     address: AtomicU32,
 }
 
 impl PciBus {
-    /// A bus with `devices` at places 1 and up, whose BARs are in `window` until the guest moves them.
+    /// Creates a bus with `devices` at device numbers 1 and up. Their BARs are in `window` until
+    /// the guest moves them.
     ///
     /// # Errors
-    /// [`BusError`].
+    /// Returns a [`BusError`] if there are too many devices or queues, or if no eventfd can be
+    /// created.
     pub fn new(
         devices: Vec<Box<dyn VirtioDevice>>,
         memory: &GuestMemoryMmap,
@@ -132,7 +135,7 @@ impl PciBus {
         })
     }
 
-    /// A guest's IN from one of the configuration ports.
+    /// Handles a guest read from a configuration port.
     pub fn read_port(&self, port: u16, data: &mut [u8]) {
         data.fill(0xFF);
         if port == CONFIG_PORT && data.len() == 4 {
@@ -146,7 +149,7 @@ impl PciBus {
         }
     }
 
-    /// A guest's OUT to one of the configuration ports.
+    /// Handles a guest write to a configuration port.
     pub fn write_port(&self, port: u16, data: &[u8]) {
         if port == CONFIG_PORT {
             if let Ok(address) = <[u8; 4]>::try_from(data) {
@@ -161,7 +164,8 @@ impl PciBus {
         }
     }
 
-    /// A guest's read of memory at `address`; whether a function decodes it.
+    /// Handles a guest read of memory at `address`. Returns `true` if a function decodes the
+    /// address.
     pub fn read_memory(&self, address: u64, data: &mut [u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
             return false;
@@ -170,7 +174,8 @@ impl PciBus {
         true
     }
 
-    /// A guest's write to memory at `address`; whether a function decodes it.
+    /// Handles a guest write to memory at `address`. Returns `true` if a function decodes the
+    /// address.
     pub fn write_memory(&self, address: u64, data: &[u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
             return false;
@@ -179,7 +184,7 @@ impl PciBus {
         true
     }
 
-    /// Stops all devices and puts all registers back as they were at power-on.
+    /// Stops all devices and restores the power-on values of all registers.
     pub fn reset(&self) {
         self.address.store(0, Ordering::Relaxed);
         for place in &self.places {
@@ -189,11 +194,11 @@ impl PciBus {
         }
     }
 
-    /// What the address register and a data port select.
+    /// Returns the function and register offset that the address register and a data port select.
     fn selected(&self, port: u16) -> Option<(Selected<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);
-        // Bus 0, function 0.
+        // Only bus 0 and function 0 exist.
         if address & ADDRESS_ENABLE == 0 || address & 0x00FF_0700 != 0 {
             return None;
         }
@@ -206,7 +211,7 @@ impl PciBus {
         Some((selected, at))
     }
 
-    /// The function that decodes `address`, and the offset in its BAR.
+    /// Returns the function that decodes `address` and the offset in its BAR.
     fn decoder(&self, address: u64) -> Option<(&Place, u64)> {
         self.places.iter().find_map(|place| {
             let base = place.base.load(Ordering::Acquire);
@@ -216,12 +221,12 @@ impl PciBus {
     }
 }
 
-/// How many of the ports there are from `port`, which is one of them, to the last.
+/// Returns the number of configuration ports from `port` to the last one, inclusive.
 fn ports_from(port: u16) -> usize {
     usize::from(CONFIG_PORT + u16::from(CONFIG_PORTS) - port)
 }
 
-/// What a configuration address selects.
+/// Target of a configuration access.
 enum Selected<'a> {
     Bridge,
     Place(&'a Place),
@@ -245,7 +250,7 @@ mod tests {
     const FEATURES_OK: u8 = 8;
     const NEEDS_RESET: u8 = 64;
 
-    /// A machine with devices, and a driver's way to them.
+    /// A machine with devices, and driver-side access to them.
     struct Guest {
         bus: PciBus,
         machine: Arc<FakeMachine>,
@@ -303,7 +308,7 @@ mod tests {
             self.write(20, u64::from(self.status() | bits), 1);
         }
 
-        /// Accepts VERSION_1 and what else is in `features`.
+        /// Accepts VERSION_1 and the bits in `features`.
         fn negotiate(&self, features: u64) {
             self.set_config(1, 4, 6);
             self.set_status(ACKNOWLEDGE);
@@ -326,7 +331,7 @@ mod tests {
         }
     }
 
-    /// The capabilities of the first device: identifier and place.
+    /// Returns the ID and offset of each capability of the first device.
     fn capabilities(guest: &Guest) -> Vec<(u8, u32)> {
         let mut at = guest.config(1, 0x34) & 0xFF;
         let mut found = Vec::new();
@@ -349,7 +354,7 @@ mod tests {
         for place in 3..32 {
             assert_eq!(guest.config(place, 0), u32::MAX);
         }
-        // Another bus, another function, a register that is not selected.
+        // Another bus, another function and a disabled address register.
         for address in [1u32 << 31 | 1 << 16, 1 << 31 | 1 << 8, 1 << 11] {
             guest.bus.write_port(CONFIG_PORT, &address.to_le_bytes());
             let mut data = [0; 4];
@@ -394,12 +399,12 @@ mod tests {
             assert!(activation.queues[0].is_none());
             let queue = activation.queues[1].as_ref().unwrap();
             assert!(virtio_queue::QueueT::event_idx_enabled(&queue.queue));
-            // A kick that reaches us is one all the same.
+            // A notification that reaches the VMM as an exit has the same effect.
             guest.write(0x3004, 1, 2);
             assert_eq!(queue.kick.read().unwrap(), 1);
         }
         assert_eq!(guest.machine.take(), [Call::AddDoorbell(HOME + 0x3004)]);
-        // The doorbell follows the BAR, and goes when the function decodes nothing.
+        // The doorbell moves with the BAR and is removed when memory decoding is disabled.
         guest.set_config(1, 0x10, 0xE800_0000);
         guest.set_config(1, 4, 0);
         guest.set_config(1, 0x10, 0xE000_0000);
@@ -419,7 +424,6 @@ mod tests {
         assert_eq!(guest.status(), 0);
         assert_eq!(guest.machine.take(), [Call::RemoveDoorbell(HOME + 0x3004)]);
         assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
-        // And again.
         guest.negotiate(0);
         guest.set_queue(0, 0x4000);
         guest.set_status(DRIVER_OK);
@@ -439,7 +443,8 @@ mod tests {
         guest.negotiate(1 << 40);
         assert_eq!(guest.status() & FEATURES_OK, 0, "more than was offered");
         guest.negotiate(0);
-        // Bits are not taken back, features not changed, a second DRIVER_OK is none.
+        // Status bits cannot be cleared, features cannot change, and a second DRIVER_OK has no
+        // effect.
         guest.write(20, ACKNOWLEDGE.into(), 1);
         guest.write(8, 0, 4);
         guest.write(12, 1 << 5, 4);
@@ -480,11 +485,11 @@ mod tests {
         guest.write(16, 0, 2);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
-        // The change's interrupt is pending in its masked vector.
+        // The configuration-change interrupt is pending in its masked vector.
         assert_eq!(guest.read(0x5000, 1), 1);
     }
 
-    /// A device that finds a queue broken while it works says so in the status until it is reset.
+    /// A device that finds a broken queue sets DEVICE_NEEDS_RESET until it is reset.
     #[test]
     fn a_device_that_cannot_go_on_asks_for_a_reset_and_tells_so() {
         let guest = Guest::new(&[&[16]]);
@@ -497,7 +502,7 @@ mod tests {
         change(&guest.seen[0].lock().unwrap()).needs_reset();
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
         assert_eq!(guest.read(0x5000, 1), 1, "the interrupt");
-        // A driver does not clear it by what it writes, but for a reset.
+        // Only a reset clears the bit.
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
         guest.write(20, 0, 1);
@@ -534,7 +539,7 @@ mod tests {
         guest.set_config(1, at + 8, 0x2000);
         guest.set_config(1, at + 12, 4);
         assert_eq!(guest.config(1, at + 16), 0x44AB_2211);
-        // A length that there is not, another BAR: nothing is reached.
+        // Unsupported lengths and other BARs are ignored.
         for (bar, length) in [(0, 3), (0, 0), (0, 1 << 20), (1, 4)] {
             guest.set_config(1, at + 4, bar);
             guest.set_config(1, at + 12, length);
@@ -578,8 +583,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is accessed, in whatever order and width: nothing panics, and no device is activated
-        /// twice without a reset in between (it would panic).
+        /// No sequence of accesses of any width panics or activates a device twice without a reset
+        /// in between (the test device would panic).
         #[test]
         fn any_access_is_safe(accesses in proptest::collection::vec(
             (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400
@@ -599,13 +604,13 @@ mod tests {
             }
         }
 
-        /// The common registers, by a driver that writes anything there.
+        /// Arbitrary writes to the common configuration registers are safe.
         #[test]
         fn any_driver_is_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
             let guest = Guest::new(&[&[16, 4]]);
             guest.negotiate(0);
             for (at, len, value) in writes {
-                // Small values are those that mean something.
+                // Small values reach more states.
                 guest.write(at, value & 0xFFF7, len);
                 guest.read(at, len);
             }

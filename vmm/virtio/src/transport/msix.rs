@@ -1,8 +1,8 @@
-//! MSI-X: the table of interrupts of a function (PCI 3.0, 6.8.2).
+//! MSI-X table of a PCI function (PCI 3.0, 6.8.2).
 //!
-//! Each entry has an eventfd that the device signals. While the entry can send, the machine has the eventfd
-//! and no thread of ours is involved. While it is masked, the eventfd keeps what is pending, and the Pending
-//! Bit Array is read from it.
+//! Each entry has an eventfd that the device signals. While the entry is unmasked, the machine owns
+//! the eventfd as an irqfd and no VMM thread is involved. While the entry is masked, the eventfd
+//! holds the pending interrupt, and reads of the Pending Bit Array query it.
 
 use std::io;
 use std::sync::Arc;
@@ -12,21 +12,21 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::machine::{Machine, Message};
 use perf_core::{error_line, guest_log};
 
-/// Bytes of an entry: address, data, control.
+/// Size of a table entry (address, data, control), in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;
-/// Entry control: nothing is sent.
+/// Mask bit of the entry's vector control.
 const ENTRY_MASKED: u32 = 1 << 0;
-/// Message control: all entries are masked; messages are sent at all.
+/// Bits of message control: function mask and MSI-X enable.
 const CONTROL_MASKED: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
-/// What of message control the guest can write.
+/// Guest-writable bits of message control.
 pub(super) const CONTROL_WRITABLE: u16 = CONTROL_MASKED | CONTROL_ENABLE;
 
 struct Entry {
     message: Message,
     control: u32,
     vector: Arc<EventFd>,
-    /// What the machine sends for it at present.
+    /// The message that the machine currently sends for the entry.
     connected: Option<Message>,
 }
 
@@ -50,14 +50,13 @@ impl Entry {
     }
 }
 
-/// The table of one function.
 pub(super) struct Msix {
     machine: Arc<dyn Machine>,
-    /// The bus's number of the first entry.
+    /// Bus-wide number of the first entry.
     first_line: u32,
     entries: Vec<Entry>,
     control: u16,
-    /// A connection failed, and it was said.
+    /// `true` after a connection failure has been logged.
     said: bool,
 }
 
@@ -80,19 +79,19 @@ impl Msix {
         })
     }
 
-    /// What a device signals to raise the interrupt `vector`; `None`: there is no such entry.
+    /// Returns the eventfd that raises interrupt `vector`, or `None` if the entry does not exist.
     pub(super) fn vector(&self, vector: u16) -> Option<Arc<EventFd>> {
         self.entries
             .get(usize::from(vector))
             .map(|entry| entry.vector.clone())
     }
 
-    /// How many interrupts there are.
+    /// Returns the number of table entries.
     pub(super) fn count(&self) -> usize {
         self.entries.len()
     }
 
-    /// The guest has written message control.
+    /// Handles a guest write to message control.
     pub(super) fn set_control(&mut self, control: u16) {
         let control = control & CONTROL_WRITABLE;
         if control != self.control {
@@ -103,7 +102,7 @@ impl Msix {
         }
     }
 
-    /// A guest's read of the table; behind its end it finds zeros.
+    /// Handles a guest read of the table. Bytes beyond its end read as 0.
     pub(super) fn read_table(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let at = at + i;
@@ -112,7 +111,7 @@ impl Msix {
         }
     }
 
-    /// A guest's write of any length anywhere in the table.
+    /// Handles a guest write of any length at any offset of the table.
     pub(super) fn write_table(&mut self, at: usize, data: &[u8]) {
         let mut rest = data;
         let mut at = at;
@@ -130,7 +129,7 @@ impl Msix {
         }
     }
 
-    /// A guest's read of the Pending Bit Array: what masked entries keep.
+    /// Handles a guest read of the Pending Bit Array, which reports the pending masked entries.
     pub(super) fn read_pending(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let first = (at + i).saturating_mul(8);
@@ -144,7 +143,7 @@ impl Msix {
         }
     }
 
-    /// As after power-on: nothing is sent, nothing is pending.
+    /// Restores the power-on state: all entries disconnected, no interrupt pending.
     pub(super) fn reset(&mut self) {
         self.control = 0;
         for n in 0..self.entries.len() {
@@ -155,7 +154,7 @@ impl Msix {
         }
     }
 
-    /// Tells the machine what message the vector sends: the entry's, or none.
+    /// Connects or disconnects entry `n` according to its mask and message.
     fn settle(&mut self, n: usize) {
         let Some((entry, line)) = self
             .entries
@@ -181,7 +180,8 @@ impl Msix {
         let Some(message) = wanted else {
             return;
         };
-        // What came in the meantime is sent now. Taken out first, or KVM may send it twice.
+        // Deliver an interrupt that arrived in the meantime. Drain the eventfd first, otherwise KVM
+        // may send the message twice.
         let pending = entry.vector.read().is_ok();
         match self.machine.connect(line, message, &entry.vector) {
             Ok(()) => {
@@ -205,9 +205,10 @@ impl Drop for Msix {
     }
 }
 
-/// Whether a masked entry keeps an interrupt. One that is connected keeps none: the machine has it.
+/// Returns whether a masked entry has a pending interrupt. The machine owns the eventfd of a
+/// connected entry, so such an entry is never pending.
 fn is_pending(entry: &Entry) -> bool {
-    // Whatever a device signals in between is added.
+    // Restore the count. Concurrent signals of the device add to it.
     entry.connected.is_none()
         && entry
             .vector
@@ -227,7 +228,7 @@ mod tests {
         (Msix::new(machine.clone(), 10, 3).unwrap(), machine)
     }
 
-    /// Writes an entry as Linux does: masked, its message, unmasked.
+    /// Programs an entry as Linux does: mask, write the message, unmask.
     fn set(msix: &mut Msix, n: usize, data: u32) {
         msix.write_table(n * 16 + 12, &[1, 0, 0, 0]);
         msix.write_table(n * 16, &ADDRESS.to_le_bytes());
@@ -255,7 +256,7 @@ mod tests {
         assert_eq!(machine.take(), [Call::Disconnect(11)]);
         set(&mut msix, 1, 0x42);
         assert_eq!(machine.take(), [Call::Connect(11, message(0x42))]);
-        // Written while it can send.
+        // The message of an unmasked entry changes.
         msix.write_table(16 + 8, &[0x43]);
         assert_eq!(
             machine.take(),

@@ -1,4 +1,4 @@
-//! A machine that writes down what it is asked for, and a device that does.
+//! A mock machine that records the calls it receives, and a mock device.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,12 +21,12 @@ pub(super) enum Call {
 pub(super) struct FakeMachine {
     calls: Mutex<Vec<Call>>,
     refuses: AtomicBool,
-    /// A device has taken the last resort.
+    /// `true` after a device has triggered [`LastResort`].
     pub ended: Arc<AtomicBool>,
 }
 
 impl FakeMachine {
-    /// What was asked for since the last call.
+    /// Returns and clears the recorded calls.
     pub(super) fn take(&self) -> Vec<Call> {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
@@ -67,7 +67,7 @@ impl Machine for FakeMachine {
     }
 }
 
-/// What a device was asked for.
+/// Calls that a mock device received.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub activation: Option<Activation>,

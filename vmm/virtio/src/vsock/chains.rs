@@ -1,5 +1,5 @@
-//! Packets in chains of descriptors. Where one descriptor ends and the next begins means nothing (virtio 1.2,
-//! 2.7.4.2): Linux has header and data in one, in two, and from 6.17 on in more.
+//! Packets in descriptor chains. The split of a packet into descriptors is arbitrary (virtio 1.2,
+//! 2.7.4.2): Linux places header and data in one descriptor, in two, and from 6.17 on in more.
 
 use smallvec::SmallVec;
 use virtio_queue::DescriptorChain;
@@ -7,45 +7,45 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap}
 
 use super::packet::{HEADER_BYTES, Header};
 
-/// A chain in the guest's memory.
 type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
-/// What is wrong with a chain.
+/// A malformed descriptor chain.
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
-    /// It has no place for a header.
+    /// The chain has no space for a header.
     #[error("a packet of {0} bytes has no header")]
     NoHeader(usize),
-    /// It is not RAM.
+    /// A buffer is outside guest RAM.
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
-    /// The header tells of more than there is.
+    /// The header's length exceeds the data in the chain.
     #[error("a packet tells of {len} bytes of data and has {have}")]
     Short {
-        /// What it tells.
+        /// Length in the header, in bytes.
         len: u32,
-        /// What there is.
+        /// Available data, in bytes.
         have: usize,
     },
-    /// More than any packet.
+    /// The header's length exceeds the maximum packet size.
     #[error("a packet tells of {len} bytes of data, and {most} is the most")]
     Long {
-        /// What it tells.
+        /// Length in the header, in bytes.
         len: u32,
-        /// The most.
+        /// Maximum length, in bytes.
         most: usize,
     },
 }
 
-/// Pieces of guest memory, one behind the other.
+/// Consecutive segments of guest memory.
 struct Pieces {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
-    /// The first that is not used up.
+    /// Index of the first segment that is not used up.
     first: usize,
 }
 
 impl Pieces {
-    /// Those of a chain that the driver has written, or that it lets us write.
+    /// Returns the device-writable segments of a chain if `to_guest` is set, otherwise the
+    /// device-readable ones.
     fn of(chain: Chain<'_>, to_guest: bool) -> Self {
         let wanted = chain.filter(|descriptor| descriptor.is_write_only() == to_guest);
         let rest = wanted.map(|descriptor| (descriptor.addr(), descriptor.len() as usize));
@@ -55,14 +55,14 @@ impl Pieces {
         }
     }
 
-    /// Bytes of all.
+    /// Returns the total length in bytes.
     fn length(&self) -> usize {
         let left = self.rest.iter().skip(self.first);
         left.fold(0, |all, (_, bytes)| all.saturating_add(*bytes))
     }
 
-    /// Goes through the next `most` bytes: `part` gets the address of each part, and where it lies in them.
-    /// How many there were.
+    /// Advances by up to `most` bytes. `part` receives the address of each contiguous range and its
+    /// range within the transfer. Returns the number of bytes.
     fn advance(
         &mut self,
         most: usize,
@@ -76,7 +76,7 @@ impl Pieces {
             part(*at, done..done + count)?;
             done += count;
             *bytes -= count;
-            // At the end of the address space there is nothing behind it.
+            // No segment follows one that reaches the end of the address space.
             *at = at.checked_add(count as u64).unwrap_or(GuestAddress(u64::MAX));
             if *bytes == 0 {
                 self.first += 1;
@@ -94,10 +94,11 @@ impl Pieces {
     }
 }
 
-/// A packet of the driver: its header, and how many bytes of data are in `buffer` now, or why there are none.
+/// Reads a packet of the driver. Returns its header, and either the number of data bytes written to
+/// `buffer` or the reason why the data is invalid.
 ///
 /// # Errors
-/// [`ChainError`]: there is no header.
+/// Returns a [`ChainError`] if the chain has no valid header.
 pub fn take(
     memory: &GuestMemoryMmap,
     chain: Chain<'_>,
@@ -123,14 +124,14 @@ pub fn take(
     Ok((header, data))
 }
 
-/// Room for a packet to the driver.
+/// Buffer space in a chain for one packet to the driver.
 pub struct Room(Pieces);
 
 impl Room {
-    /// In a chain that the driver has put in for that.
+    /// Returns the buffer space of a device-writable chain.
     ///
     /// # Errors
-    /// [`ChainError::NoHeader`].
+    /// Returns [`ChainError::NoHeader`] if the header does not fit.
     pub fn of(chain: Chain<'_>) -> Result<Self, ChainError> {
         let pieces = Pieces::of(chain, true);
         let bytes = pieces.length();
@@ -140,15 +141,15 @@ impl Room {
         Ok(Self(pieces))
     }
 
-    /// For that much data.
+    /// Returns the space for data after the header, in bytes.
     pub fn data(&self) -> usize {
         self.0.length().saturating_sub(HEADER_BYTES)
     }
 
-    /// Writes the packet; how many bytes that are.
+    /// Writes a packet and returns the number of bytes written.
     ///
     /// # Errors
-    /// [`ChainError::Memory`].
+    /// Returns [`ChainError::Memory`] if a buffer is outside guest RAM.
     pub fn put(
         mut self,
         memory: &GuestMemoryMmap,

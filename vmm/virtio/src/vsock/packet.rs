@@ -1,42 +1,43 @@
-//! The header of a packet, taken out of the guest's memory once (virtio 1.2, 5.10.6).
+//! Packet header, copied from guest memory exactly once (virtio 1.2, 5.10.6).
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, transmute};
 
-/// The host's address (virtio 1.2, 5.10.4).
+/// CID of the host (virtio 1.2, 5.10.4).
 pub const HOST_CID: u64 = 2;
-/// The only type of socket there is without feature bits (5.10.6).
+/// Stream socket type, the only one without optional feature bits (5.10.6).
 pub const STREAM: u16 = 1;
-/// Bytes of data that one packet can carry: what Linux's driver sends at most.
+/// Maximum number of data bytes in a packet, the same as in Linux's driver.
 pub const MAX_DATA: usize = 64 << 10;
 
-/// Flag of [`Op::Shutdown`]: the sender receives no more (5.10.6.5).
+/// Flag of [`Op::Shutdown`]: the sender will receive no more data (5.10.6.5).
 pub const NO_RECEIVE: u32 = 1;
-/// Flag of [`Op::Shutdown`]: the sender sends no more.
+/// Flag of [`Op::Shutdown`]: the sender will send no more data.
 pub const NO_SEND: u32 = 2;
 
-/// What a packet is for (5.10.6).
+/// Operation of a packet (5.10.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Op {
-    /// Asks for a connection.
+    /// Connection request.
     Request = 1,
-    /// Accepts one.
+    /// Acceptance of a connection request.
     Response = 2,
-    /// Refuses or ends one, at once.
+    /// Refusal or immediate termination of a connection.
     Reset = 3,
-    /// Says that a side sends or receives no more.
+    /// Half-close or close of a connection.
     Shutdown = 4,
-    /// Carries data.
+    /// Data of a stream.
     Data = 5,
-    /// Tells how much the sender can take.
+    /// Update of the sender's buffer space.
     CreditUpdate = 6,
-    /// Asks for that.
+    /// Request for a credit update.
     CreditRequest = 7,
 }
 
 impl Op {
-    /// That of a number in a header; none of it, the connection is to be reset.
+    /// Converts an operation number of a header. Returns `None` for an unknown number, in which
+    /// case the connection must be reset.
     pub fn from_number(number: u16) -> Option<Self> {
         use Op::*;
         [
@@ -53,35 +54,35 @@ impl Op {
     }
 }
 
-/// A header.
+/// A decoded packet header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Who sends.
+    /// Source CID.
     pub src_cid: u64,
-    /// Who is to get it.
+    /// Destination CID.
     pub dst_cid: u64,
-    /// Port of the sender.
+    /// Source port.
     pub src_port: u32,
-    /// Port of the receiver.
+    /// Destination port.
     pub dst_port: u32,
-    /// Bytes of data behind the header.
+    /// Length of the data after the header, in bytes.
     pub len: u32,
-    /// Kind of socket.
+    /// Socket type.
     pub kind: u16,
-    /// What it is for: the number of an [`Op`], when it is one.
+    /// Operation number, an [`Op`] if valid.
     pub op: u16,
-    /// Belongs to the operation.
+    /// Flags, specific to the operation.
     pub flags: u32,
-    /// Bytes the sender can hold for this connection.
+    /// Buffer size of the sender for this connection, in bytes.
     pub buf_alloc: u32,
-    /// Bytes of this connection that the sender has passed on so far, modulo 2^32.
+    /// Number of bytes that the sender has consumed on this connection, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
-/// Bytes of a header.
+/// Size of an encoded header, in bytes.
 pub const HEADER_BYTES: usize = 44;
 
-/// A header as it lies in memory (5.10.6).
+/// Memory layout of a header (5.10.6).
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes)]
 #[repr(C)]
 struct Raw {
@@ -98,7 +99,7 @@ struct Raw {
 }
 
 impl Header {
-    /// That of a packet in memory.
+    /// Decodes a header.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
         let raw: Raw = transmute!(bytes);
         Self {
@@ -115,7 +116,7 @@ impl Header {
         }
     }
 
-    /// As it lies in memory.
+    /// Encodes the header.
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
         transmute!(Raw {
             src_cid: self.src_cid.into(),
@@ -131,7 +132,7 @@ impl Header {
         })
     }
 
-    /// The answer that ends what this packet belongs to.
+    /// Returns the reset packet that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,
@@ -160,7 +161,7 @@ mod tests {
         }
     }
 
-    /// The order and the sizes of virtio 1.2, 5.10.6.
+    /// Fields have the order and sizes of virtio 1.2, 5.10.6.
     #[test]
     fn a_header_lies_in_memory_as_the_standard_says() {
         let header = Header {

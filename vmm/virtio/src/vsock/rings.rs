@@ -1,4 +1,4 @@
-//! The device against the rings of a driver, sound and broken, and from its start to its end.
+//! Tests of the vsock device with valid and invalid rings, and across activation and reset.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,7 +21,7 @@ use crate::device::{ActiveQueue, ConfigChange, Interrupt, LastResort};
 
 const CID: u64 = 3;
 
-/// The driver's view of the device: memory with two queues, served without a thread.
+/// The driver's end of the device: guest memory with two queues, processed without a thread.
 struct Driver {
     queues: Queues,
     _directory: tempfile::TempDir,
@@ -65,7 +65,7 @@ fn descriptor(address: u64, len: u32, flags: u32) -> RawDescriptor {
     RawDescriptor::from(Descriptor::new(address, len, u16::try_from(flags).unwrap(), 0))
 }
 
-/// Descriptors one behind the other, as far as they say that there is one more.
+/// Links consecutive descriptors that have the NEXT flag.
 fn linked(descriptors: &[RawDescriptor]) -> Vec<RawDescriptor> {
     let numbered = (1..).zip(descriptors);
     let linked = numbered.map(|(next, raw)| {
@@ -75,7 +75,7 @@ fn linked(descriptors: &[RawDescriptor]) -> Vec<RawDescriptor> {
     linked.collect()
 }
 
-/// A packet that nobody wants, in memory.
+/// Writes a packet for an unused port to memory.
 fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
     let mut raw = [0_u8; HEADER_BYTES];
     raw[0..8].copy_from_slice(&CID.to_le_bytes());
@@ -94,7 +94,7 @@ fn packets_go_through_the_queues() {
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
     put_packet(&memory, BUFFERS, 4);
-    // Header and data apart, as Linux before 6.2 had them.
+    // Separate descriptors for header and data, as in Linux before 6.2.
     tx.add_desc_chains(
         &linked(&[
             descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
@@ -110,22 +110,22 @@ fn packets_go_through_the_queues() {
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
     let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
     assert_eq!(op, Op::Reset as u16);
-    // Nothing more, and nothing is given back twice.
+    // No further chain is used, and none is used twice.
     driver.queues.pump(Instant::now());
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
 }
 
-/// What has no header is given back. What has one and lacks its data ends its connection: the stream would go
-/// on without these bytes.
+/// A chain without a complete header is returned as used. A chain with a header but incomplete data
+/// also resets its connection, because the stream has lost these bytes.
 #[test]
 fn broken_chains_are_given_back_and_end_their_connection() {
     let memory = memory();
     let broken: [(&[RawDescriptor], u16); 6] = [
-        // Too short, outside of memory, to be written.
+        // Too short, outside memory, and device-writable.
         (&[descriptor(BUFFERS, 43, 0)], 0),
         (&[descriptor(u64::MAX - 10, 44, 0)], 0),
         (&[descriptor(BUFFERS, 44, VRING_DESC_F_WRITE)], 0),
-        // Data that is not there, a length that lies, data outside of memory.
+        // Missing data, a wrong length, and data outside memory.
         (&[descriptor(BUFFERS, 44, 0)], 1),
         (
             &[
@@ -167,7 +167,8 @@ fn broken_chains_are_given_back_and_end_their_connection() {
     }
 }
 
-/// Linux from 6.17 on has a packet of more than 32 KiB in three pieces; and a header may be in two.
+/// The split of a packet into descriptors is arbitrary. Linux 6.17 and later use three for packets
+/// larger than 32 KiB, and a header may span two.
 #[test]
 fn the_layout_of_descriptors_means_nothing() {
     use super::chains::{Room, take};
@@ -190,7 +191,7 @@ fn the_layout_of_descriptors_means_nothing() {
             descriptor(DATA, 1, next),
             descriptor(DATA + 1, len - 1, 0),
         ],
-        // More than what is told.
+        // The buffer is longer than the packet.
         &[descriptor(BUFFERS, 44, next), descriptor(DATA, len + 7, 0)],
     ];
     for layout in layouts {
@@ -204,7 +205,7 @@ fn the_layout_of_descriptors_means_nothing() {
         assert_eq!(buffer[..bytes.len()], bytes);
         memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
     }
-    // To the guest: header and data over three pieces.
+    // To the guest: header and data across three descriptors.
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let mut queue: Queue = rx.create_queue().unwrap();
     let write = VRING_DESC_F_WRITE;
@@ -276,7 +277,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
                 None,
             ]))
             .unwrap();
-        // The thread serves programs: this one is no good, and is told so.
+        // The thread serves host programs. This one sends an invalid request and is disconnected.
         let mut program = UnixStream::connect(&path).unwrap();
         program.write_all(b"nonsense\n").unwrap();
         assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
@@ -284,7 +285,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
     }
     drop(device);
     assert!(!path.exists());
-    // What a killed VM left behind is taken over, another's file is not.
+    // A stale socket of a killed VM is replaced, but another kind of file is not.
     drop(UnixListener::bind(&path).unwrap());
     drop(VsockDevice::new(3, &path).unwrap());
     std::fs::write(&path, "mine").unwrap();
@@ -293,8 +294,8 @@ fn a_device_starts_stops_and_leaves_no_file() {
     assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
 }
 
-/// A chain whose head is not in the queue breaks the queue before anything is added to the used ring, which
-/// could not take it.
+/// A head index outside the queue marks the queue as broken before anything is added to the used
+/// ring, which could not hold the entry.
 #[test]
 fn a_head_beyond_the_queue_breaks_it() {
     let memory = memory();

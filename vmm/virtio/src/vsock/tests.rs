@@ -1,4 +1,4 @@
-//! The device against guests in order and out of it, and programs of the host of both kinds.
+//! Tests of the vsock device with conforming and misbehaving guests and host programs.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -18,7 +18,7 @@ use crate::serve::testing::{Driver, GOOD, HOSTILE, memory};
 
 const CID: u64 = 3;
 
-/// A muxer, and what a driver and an event loop would do with it.
+/// A muxer with a simulated driver and event loop.
 struct Bench {
     muxer: Muxer,
     now: Instant,
@@ -37,7 +37,7 @@ impl Bench {
         }
     }
 
-    /// Everything ready, as an event loop would say after a while.
+    /// Reports all descriptors as ready.
     fn events(&mut self) {
         for watch in self.muxer.take_watches() {
             match watch {
@@ -69,7 +69,7 @@ impl Bench {
         self.muxer.from_guest(&packet, data, self.now);
     }
 
-    /// A program of the host connected to guest port 5, and the guest accepted.
+    /// Connects a host program to guest port 5 and accepts the connection in the guest.
     fn connected(&mut self) -> (UnixStream, Header) {
         let mut program = self.program();
         program.write_all(b"CONNECT 5\n").unwrap();
@@ -84,7 +84,7 @@ impl Bench {
     }
 }
 
-/// How the guest addresses the connection of a packet it got.
+/// Returns the header of the guest's answer to a packet.
 fn answer(packet: &Header) -> Header {
     Header {
         src_cid: packet.dst_cid,
@@ -104,7 +104,7 @@ fn of(packet: Header, op: Op) -> Header {
     }
 }
 
-/// What is there to be read.
+/// Returns the bytes that are currently readable.
 fn read(stream: &mut UnixStream) -> Vec<u8> {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
@@ -128,7 +128,7 @@ fn a_program_reaches_the_guest_and_both_speak() {
     bench.events();
     let (packet, data) = bench.next().unwrap();
     assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"from the host"[..]));
-    // Credit tells what the program has taken; the greeting is no part of it.
+    // The credit counts the bytes that the program has read, without the greeting.
     assert_eq!((packet.fwd_cnt, packet.buf_alloc), (14, BUFFER));
     assert!(bench.next().is_none());
 }
@@ -191,7 +191,7 @@ fn a_guest_that_does_not_answer_loses_the_connection() {
     assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
     bench.events();
     assert!(at_end(&mut program));
-    // It comes too late.
+    // The response arrives too late.
     bench.send(of(answer(&request), Op::Response), &[]);
     assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
 }
@@ -294,7 +294,7 @@ fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
     let piece = vec![7; MAX_DATA];
     let mut sent: u32 = 0;
     let mut told = 0;
-    // A driver in order: never more than its credit.
+    // A conforming driver never exceeds its credit.
     while sent.wrapping_sub(told) + (MAX_DATA as u32) <= BUFFER {
         bench.send(of(guest, Op::Data), &piece);
         sent += MAX_DATA as u32;
@@ -303,7 +303,7 @@ fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
         }
     }
     assert!(sent >= BUFFER);
-    // The program reads: all of it comes, and the guest is told.
+    // The program receives all data, and the guest receives a credit update.
     let mut got = 0;
     while got < sent as usize {
         got += read(&mut program).len();
@@ -311,7 +311,7 @@ fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
     }
     let updates: Vec<_> = std::iter::from_fn(|| bench.next()).collect();
     assert_eq!(updates.last().unwrap().0.fwd_cnt, sent);
-    // A driver that ignores its credit is cut off.
+    // A connection that exceeds its credit is reset.
     for _ in 0..100 {
         bench.send(of(guest, Op::Data), &piece);
     }
@@ -334,7 +334,7 @@ fn a_guest_without_room_is_asked_once_and_gets_the_rest_later() {
     guest.fwd_cnt = 10;
     bench.send(of(guest, Op::CreditUpdate), &[]);
     assert_eq!(bench.next().unwrap().1.len(), 10);
-    // One that contradicts itself has no room.
+    // A guest with contradictory credit values has no buffer space.
     guest.fwd_cnt = 1000;
     bench.send(of(guest, Op::CreditUpdate), &[]);
     assert!(std::iter::from_fn(|| bench.next()).all(|(packet, _)| packet.len == 0));
@@ -346,7 +346,7 @@ fn a_buffer_without_room_for_data_takes_none_and_ends() {
     let (mut program, _) = bench.connected();
     program.write_all(b"hello").unwrap();
     bench.events();
-    // Only the header has a place: a loop that tried again would not end.
+    // Only the header fits. A retry loop would not terminate.
     assert!(bench.muxer.next(&mut [], bench.now).is_none());
     let (packet, data) = bench.next().unwrap();
     assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"hello"[..]));
@@ -368,7 +368,7 @@ fn each_side_can_end_its_own_direction() {
     };
     bench.send(end, &[]);
     assert!(at_end(&mut program));
-    // The guest closes.
+    // The guest closes the connection.
     bench.send(
         Header {
             flags: NO_SEND | NO_RECEIVE,
@@ -494,8 +494,8 @@ fn any_step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever guests and programs send, the muxer stays within its bounds, gives the guest no more than it
-    /// has room for, and comes to rest.
+    /// With arbitrary packets of guests and programs, the muxer stays within its limits, respects
+    /// the guest's credit, and becomes idle.
     #[test]
     fn nothing_anyone_sends_breaks_the_bounds(steps in proptest::collection::vec(any_step(), 1..80)) {
         let mut bench = Bench::new();
@@ -531,7 +531,7 @@ proptest! {
             }
             prop_assert!(bench.tokens.len() <= MAX_CONNECTIONS);
         }
-        // All programs gone and a long time over: every connection ends.
+        // After all programs have exited and all timeouts have expired, every connection ends.
         drop(programs);
         for _ in 0..4 {
             for token in bench.tokens.clone() {
@@ -545,8 +545,8 @@ proptest! {
     }
 }
 
-/// Loops, tables of 65,535 pieces and in each other, and what is no memory, in both of its queues: each comes
-/// back, and the good chain behind them is served.
+/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM) in
+/// both queues are returned as used, and the valid chain after them is processed.
 #[test]
 fn a_driver_of_hostile_chains_stops_no_packets() {
     let bench = Bench::new();
@@ -563,7 +563,7 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
         bench.muxer,
         timer,
     );
-    // The good one asks for a port that nobody listens on: the answer is a packet for the guest.
+    // The valid chain requests a port without a listener, so the guest receives a reset packet.
     let request = Header {
         src_cid: CID,
         dst_cid: HOST_CID,
@@ -582,7 +582,7 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
     let heads: Vec<_> = (0..u32::from(HOSTILE)).map(|head| (head, 0)).collect();
     assert_eq!(tx.used(), heads);
     for _ in 0..2 * HOSTILE {
-        // What an answer was written over in its place.
+        // Overwritten in place by an answer.
         memory
             .write_slice(&request.to_bytes(), GuestAddress(GOOD))
             .unwrap();
@@ -604,7 +604,7 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
     assert_eq!(used.last(), Some(&(13, 44)));
 }
 
-/// A program whose connection has taken too long hears so also while the guest takes no packets.
+/// A host program sees the timeout of its connection even while the guest takes no packets.
 #[test]
 fn a_program_sees_the_end_of_a_connection_that_took_too_long() {
     let mut bench = Bench::new();
@@ -617,7 +617,7 @@ fn a_program_sees_the_end_of_a_connection_that_took_too_long() {
     assert!(at_end(&mut program));
 }
 
-/// A socket that another VM has put in the place of ours stays.
+/// The socket of another VM that has replaced the device's own is not removed.
 #[test]
 fn a_device_removes_its_own_file_only() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,15 +1,15 @@
-//! A qcow2 image and those behind it, by the crate `imago`.
+//! qcow2 images and their backing files, based on the crate `imago`.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`claims`] | what an image says of itself, before it is believed |
-//! | [`tables`] | the clusters that its tables lead to |
-//! | this one | opening it and what the operator named behind it, reading and writing |
+//! | [`claims`] | validation of headers and top-level tables |
+//! | [`tables`] | consistency check of all referenced clusters |
+//! | this module | opening an image with its backing files, reading and writing |
 //!
-//! `imago` is used without its asynchronous half: a disk's thread serves one request after the other and
-//! would do nothing else while it waits. Its code never sees guest memory, which changes while it is looked
-//! at: data goes through a buffer of ours. What an image makes it stumble over (a panic) ends the disk, not
-//! the VM.
+//! Only the synchronous half of `imago` is used, because a disk's thread processes requests
+//! sequentially. `imago` never accesses guest memory, which can change at any time: data is copied
+//! through a private buffer. If an image causes a panic in `imago`, the disk fails but the VM
+//! continues.
 
 pub mod claims;
 pub mod tables;
@@ -33,16 +33,16 @@ use super::config::{Backing, Format};
 use super::open::{Lock, OpenError, Opened, open};
 use super::raw::Piece;
 
-/// The most data that is in the buffer at once.
+/// Maximum amount of data in the buffer, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Why an image cannot be a disk.
+/// The reason why a qcow2 image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
-    /// What it says of itself.
+    /// The header or the tables are invalid.
     #[error("{} cannot be used as a qcow2 image", .0.display())]
     Claims(PathBuf, #[source] ClaimError),
-    /// It names a file that the operator has not named.
+    /// The image has a backing file that the operator has not named.
     #[error(
         "{} is based on '{}', and no file is opened because an image says so; type backing=FILE behind \
          format=qcow2 (and backing-format=qcow2 if it is no raw image)",
@@ -50,61 +50,61 @@ pub enum Qcow2Error {
         name.escape_debug()
     )]
     Unnamed {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What it names.
+        /// Name of the backing file in the header.
         name: String,
     },
-    /// The operator names a file that it does not ask for.
+    /// The operator named a backing file for an image that has none.
     #[error("{} has no backing file; leave backing={} out", path.display(), backing.display())]
     Alone {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What was named.
+        /// The backing file that the operator named.
         backing: PathBuf,
     },
-    /// A file behind it.
+    /// A backing file cannot be opened.
     #[error("backing=")]
     Backing(#[source] OpenError),
-    /// What is in it makes no sense.
+    /// `imago` rejected the image.
     #[error("{} is damaged; qemu-img check says how", .0.display())]
     Damaged(PathBuf, #[source] io::Error),
 }
 
-/// What `imago` did that it should not have done.
+/// A panic in `imago`.
 #[derive(Debug, Error)]
 enum Stumble {
-    /// Just now.
+    /// The current request caused the panic.
     #[error("the image is damaged: its reader panicked, and the disk stays as it is")]
     Now,
-    /// Before.
+    /// An earlier request caused the panic.
     #[error("the image was found to be damaged before")]
     Before,
 }
 
-/// An open image.
+/// An open qcow2 image.
 #[derive(Debug)]
 pub struct Qcow2 {
     state: Mutex<State>,
     claims: Claims,
-    /// Those of the files behind it; dropped after them.
+    /// Locks of the backing files, dropped after the files.
     _locks: Vec<Lock>,
 }
 
 #[derive(Debug)]
 struct State {
-    /// `None`: it stumbled.
+    /// The image, or `None` after a panic.
     image: Option<FormatAccess<Storage>>,
-    /// Data on its way.
+    /// Buffer for data in transit.
     buffer: Vec<u8>,
 }
 
 impl Qcow2 {
-    /// The image at `path`, in `file` of `file_bytes` bytes, and those in `backing` behind it, which are
-    /// opened and locked to be read only.
+    /// Opens the image at `path`, whose file is `file` of `file_bytes` bytes, with the backing
+    /// files in `backing`, which are opened read-only and locked.
     ///
     /// # Errors
-    /// [`Qcow2Error`].
+    /// Returns a [`Qcow2Error`] if the image is invalid or a backing file cannot be opened.
     pub fn open(
         path: &Path,
         (file, file_bytes): (File, u64),
@@ -125,21 +125,22 @@ impl Qcow2 {
         })
     }
 
-    /// Bytes of the disk.
+    /// Returns the size of the disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.claims.bytes
     }
 
-    /// The unit in which space can be given back, in bytes; `None`: it cannot.
+    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
-        // Version 2 has no entry that reads as zeros.
+        // Version 2 has no entry type that reads as zeros.
         (self.claims.version >= 3).then_some(self.claims.cluster_bytes)
     }
 
-    /// Reads the disk from byte `at` into `pieces` of guest memory.
+    /// Reads the disk from byte offset `at` into segments of guest memory.
     ///
     /// # Errors
-    /// That of the host or of what is in the image; `InvalidInput` for `pieces` that are not RAM.
+    /// Returns the error of the host or of the image format, or `InvalidInput` if `pieces` are
+    /// outside guest RAM.
     pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
             let mut guest = Cursor { pieces, done: 0 };
@@ -152,18 +153,18 @@ impl Qcow2 {
         })
     }
 
-    /// Reads the disk from byte `at` into `data`, which is no guest memory.
+    /// Reads the disk from byte offset `at` into `data`, which is not guest memory.
     ///
     /// # Errors
-    /// As [`Qcow2::read`].
+    /// Returns the same errors as [`Qcow2::read`].
     pub fn look(&self, data: &mut [u8], at: u64) -> io::Result<()> {
         self.with(|image, _| foreign(image.read(&mut *data, at)))
     }
 
-    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// As [`Qcow2::read`].
+    /// Returns the same errors as [`Qcow2::read`].
     pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
             let mut guest = Cursor { pieces, done: 0 };
@@ -176,10 +177,10 @@ impl Qcow2 {
         })
     }
 
-    /// Writes what is known of the image and not in its file yet, and waits until all is on the disk.
+    /// Writes cached metadata to the file and flushes it to stable storage.
     ///
     /// # Errors
-    /// That of the host.
+    /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         self.with(|image, _| {
             foreign(image.flush())?;
@@ -187,29 +188,31 @@ impl Qcow2 {
         })
     }
 
-    /// Writes what is known of the image and not in its file yet.
+    /// Writes cached metadata to the file.
     ///
     /// # Errors
-    /// That of the host.
+    /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
         self.with(|image, _| foreign(image.flush()))
     }
 
-    /// Gives the space of whole clusters in these `bytes` from byte `at` on back to the image; they read
-    /// zeros afterwards.
+    /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. They read as zeros
+    /// afterwards.
     ///
     /// # Errors
-    /// `Unsupported` where [`Qcow2::discard_bytes`] is `None`; what else the host says.
+    /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
+    /// host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
         self.with(|image, _| foreign(image.discard_to_any(at, bytes)))
     }
 
-    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
+    /// deallocated.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
-        // imago 0.2.6 zeros whole clusters well, and computes past zero with parts of one.
+        // imago 0.2.6 zeros whole clusters correctly but underflows on partial ones.
         let whole = self.whole_clusters(at, bytes);
         self.with(|image, buffer| {
             let count = whole.end - whole.start;
@@ -236,8 +239,8 @@ impl Qcow2 {
         })
     }
 
-    /// The whole clusters in the `bytes` from `at` on; the last of the disk may be shorter. Where there are
-    /// none, an empty range in between.
+    /// Returns the range of whole clusters in the `bytes` bytes at `at`. The last cluster of the
+    /// disk may be shorter. Returns an empty range if there are none.
     fn whole_clusters(&self, at: u64, bytes: u64) -> Range<u64> {
         let (cluster, end) = (self.claims.cluster_bytes, at + bytes);
         let first = at.next_multiple_of(cluster).min(end);
@@ -249,7 +252,7 @@ impl Qcow2 {
         first..last.max(first)
     }
 
-    /// Does `work` with the image. If that panics, the image is left as it is from then on.
+    /// Calls `work` with the image. After a panic, the image is not used again.
     fn with<T>(
         &self,
         work: impl FnOnce(&mut FormatAccess<Storage>, &mut Vec<u8>) -> io::Result<T>,
@@ -260,7 +263,7 @@ impl Qcow2 {
             return Err(io::Error::other(Stumble::Before));
         };
         catch_unwind(AssertUnwindSafe(|| work(access, buffer))).unwrap_or_else(|_| {
-            // To drop it would write to the file what it has in mind, which may be half done.
+            // Dropping the image would write its metadata, which may be inconsistent.
             std::mem::forget(image.take());
             Err(io::Error::other(Stumble::Now))
         })
@@ -269,7 +272,7 @@ impl Qcow2 {
 
 impl Drop for Qcow2 {
     fn drop(&mut self) {
-        // It writes what is not in the file yet.
+        // Dropping the image writes its cached metadata.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let image = state.image.take();
         if catch_unwind(AssertUnwindSafe(|| drop(image))).is_err() {
@@ -278,7 +281,8 @@ impl Drop for Qcow2 {
     }
 }
 
-/// What the image at `path` says, if it may be used with this `backing`, and perhaps `written`.
+/// Validates the image at `path` for use with `backing`, and repairs its reference counts if it
+/// will be `written`.
 fn believed(
     path: &Path,
     file: &File,
@@ -311,7 +315,7 @@ fn believed(
     }
 }
 
-/// The images of `backing`, each in front of the next, and their `locks`.
+/// Opens the images in `backing` as a chain and adds their locks to `locks`.
 fn chain(backing: &[Backing], locks: &mut Vec<Lock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
     let mut behind = None;
     for (n, image) in backing.iter().enumerate().rev() {
@@ -325,7 +329,7 @@ fn chain(backing: &[Backing], locks: &mut Vec<Lock>) -> Result<FormatAccess<Stor
             }
         });
     }
-    // Whoever calls has looked that there is one.
+    // The caller ensures that `backing` is not empty.
     behind.ok_or_else(|| Qcow2Error::Damaged(PathBuf::new(), io::ErrorKind::NotFound.into()))
 }
 
@@ -348,7 +352,7 @@ fn qcow2(
             .write(write)
             .data_file(None)
             .backing(behind);
-        // All that it may use is named above: whatever else the image says, nothing is opened.
+        // All permitted files are opened above. The image must not open any other file.
         builder.open(DenyImplicitOpenGate::default())
     })
     .map(FormatAccess::new)
@@ -360,7 +364,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qc
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// An error of `imago`. What it calls invalid input is the image's fault, never the guest's.
+/// Converts an error of `imago`. Its `InvalidInput` refers to the image, never to the guest's
+/// request.
 fn foreign<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),
@@ -372,7 +377,7 @@ fn length(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// The first `count` bytes of the buffer, which grows for them.
+/// Returns the first `count` bytes of the buffer, which grows as needed.
 fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     if buffer.len() < count {
         buffer.resize(count, 0);
@@ -380,8 +385,8 @@ fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     &mut buffer[..count]
 }
 
-/// Parts of the `bytes` from `at` on, each in the buffer at once: none goes over a multiple of its size, so
-/// that no cluster is changed in two parts.
+/// Splits `bytes` bytes at `at` into parts that fit into the buffer. Parts do not cross multiples
+/// of the buffer size, so that no cluster is modified in two parts.
 fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let end = at.saturating_add(bytes);
     std::iter::from_fn(move || {
@@ -393,15 +398,15 @@ fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     })
 }
 
-/// Goes through pieces of guest memory.
+/// Iterator over segments of guest memory.
 struct Cursor<'p> {
     pieces: &'p [Piece],
-    /// Bytes of the first that were passed.
+    /// Number of bytes consumed from the first segment.
     done: usize,
 }
 
 impl Cursor<'_> {
-    /// Hands each part of `data` to `copy` with the place in guest memory that it belongs to.
+    /// Calls `copy` for each part of `data` with its address in guest memory.
     fn each<'d, E>(
         &mut self,
         mut data: &'d mut [u8],

@@ -1,8 +1,10 @@
-//! The clusters that an image's tables lead to: each is in the file, is counted, and is there once.
+//! Consistency check of the clusters that an image's tables refer to: each is in the file, has a
+//! reference count, and is referenced only once.
 //!
-//! `imago` believes its tables. With a cluster that nothing counts its search for a free one has no end
-//! (0.2.6), and one that holds data and a table at once lets a guest write tables. So the tables are looked
-//! through before, as `qemu-img check` does it, in time and memory that have bounds.
+//! `imago` trusts its tables. A used cluster without a reference count makes its search for a free
+//! cluster endless (0.2.6), and a cluster that holds both data and a table lets a guest write
+//! tables. The tables are therefore checked first, like `qemu-img check`, in bounded time and
+//! memory.
 
 use std::fs::File;
 use std::ops::Range;
@@ -10,14 +12,15 @@ use std::os::unix::fs::FileExt;
 
 use super::claims::{ClaimError, Layout, OFFSET};
 
-/// The most clusters of a file: so many bits of memory are needed for them.
+/// Maximum number of clusters in a file, which is also the size of the check's bitmaps in bits.
 const MAX_CLUSTERS: u64 = 1 << 30;
-/// The most bytes of L2 tables, which are read: of a disk of 8 TiB with clusters of 64 KiB.
+/// Maximum total size of the L2 tables, in bytes, which corresponds to a disk of 8 TiB with
+/// clusters of 64 KiB.
 const MAX_L2_BYTES: u64 = 1 << 30;
-/// An entry of an L2 table is for compressed data.
+/// Flag of an L2 entry for compressed data.
 const COMPRESSED: u64 = 1 << 62;
 
-/// A bit for each cluster of the file.
+/// Bitmap of the clusters of a file.
 struct Clusters(Vec<u64>);
 
 impl Clusters {
@@ -37,7 +40,7 @@ impl Clusters {
         self.0.get(word).is_some_and(|bits| bits & bit != 0)
     }
 
-    /// The clusters that are here or in `other`.
+    /// Returns the clusters that are in this set or in `other`.
     fn with<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = u64> + 'a {
         let words = (0u64..).zip(self.0.iter().zip(&other.0));
         let taken = words
@@ -50,7 +53,7 @@ impl Clusters {
         })
     }
 
-    /// Adds a cluster; whether it is in the file and was not there.
+    /// Adds a cluster. Returns `true` if it is in the file and was not in the set.
     fn add(&mut self, cluster: u64) -> bool {
         let (word, bit) = Self::word(cluster);
         let Some(bits) = self.0.get_mut(word) else {
@@ -62,26 +65,26 @@ impl Clusters {
     }
 }
 
-/// What is looked through.
+/// State of the consistency check.
 struct Walk<'f> {
     file: &'f File,
     layout: &'f Layout,
-    /// Clusters of the file, the last perhaps a part of one.
+    /// Number of clusters in the file. The last one may be partial.
     count: u64,
-    /// Those that belong to one thing.
+    /// Set of clusters with a single owner.
     whole: Clusters,
-    /// Those that compressed data is in, of which several may be in one.
+    /// Set of clusters with compressed data, which may be shared.
     shared: Clusters,
 }
 
-/// Looks through the tables in `layout` of the image in `file` of `file_bytes` bytes. In an image that is to
-/// be `written`, each cluster is counted afterwards: how many were not before.
+/// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If the image
+/// will be `written`, sets the missing reference counts and returns their number.
 ///
-/// A VM that is killed, and a host that loses power, may leave clusters that are in use and have a count of
-/// 0, because counts and what leads to clusters are written one after the other.
+/// A killed VM or a power loss may leave used clusters with a reference count of 0, because counts
+/// and references are not written atomically.
 ///
 /// # Errors
-/// [`ClaimError`].
+/// Returns a [`ClaimError`] if the tables are inconsistent or too large.
 pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Result<u64, ClaimError> {
     let count = file_bytes.div_ceil(1 << layout.cluster_bits);
     let l2_bytes = (layout.l1.1.iter().filter(|at| **at != 0).count() as u64) << layout.cluster_bits;
@@ -96,13 +99,13 @@ pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Re
         shared: Clusters::new(count),
     };
     walk.run()?;
-    // Nothing is looked for in an image that is only read.
+    // No cluster is allocated in a read-only image.
     if written { walk.count() } else { Ok(0) }
 }
 
 impl Walk<'_> {
     fn run(&mut self) -> Result<(), ClaimError> {
-        // The header.
+        // The first cluster contains the header.
         self.take(0)?;
         for (at, entries) in [&self.layout.l1, &self.layout.counts] {
             let bytes = entries.len() as u64 * 8;
@@ -129,7 +132,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// A cluster that belongs to one thing, at byte `at`.
+    /// Marks the cluster at byte offset `at` as used by a single owner.
     fn take(&mut self, at: u64) -> Result<(), ClaimError> {
         let cluster = at >> self.layout.cluster_bits;
         let aligned = at.is_multiple_of(1 << self.layout.cluster_bits);
@@ -142,10 +145,10 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// The clusters of compressed data; the last may be behind the file's end, which is no multiple of
-    /// sectors.
+    /// Marks the clusters of compressed data. The last one may be beyond the end of the file, whose
+    /// size need not be a multiple of the sector size.
     fn take_compressed(&mut self, entry: u64) -> Result<(), ClaimError> {
-        // Behind bit 61 - (cluster_bits - 8) there are the sectors that follow that of the offset.
+        // Bits above 61 - (cluster_bits - 8) hold the number of additional sectors.
         let offset_bits = 62 - (self.layout.cluster_bits - 8);
         let at = entry & ((1 << offset_bits) - 1);
         let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
@@ -164,9 +167,9 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Counts each cluster that was taken and has no count.
+    /// Sets the missing reference counts of used clusters and returns their number.
     fn count(&self) -> Result<u64, ClaimError> {
-        // A block of counts is a cluster.
+        // A refcount block is one cluster.
         let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
         let mut block = vec![0; 1 << self.layout.cluster_bits];
         let (mut read, mut missing) = (None, 0);
@@ -182,7 +185,8 @@ impl Walk<'_> {
             }
             let within = cluster % per_block;
             if is_zero(&block, within, self.layout.count_order) {
-                // Whatever is in it more than once is not what a machine that ended left.
+                // Several runs of compressed data may share the cluster, so a count of 1 may be
+                // wrong. An interrupted VM does not leave this state.
                 if self.shared.has(cluster) {
                     return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
                 }
@@ -197,7 +201,7 @@ impl Walk<'_> {
         Ok(missing)
     }
 
-    /// Reads at `at`; zeros behind the file's end.
+    /// Reads at byte offset `at`. Bytes beyond the end of the file read as zeros.
     fn read(&self, data: &mut [u8], at: u64) -> Result<(), ClaimError> {
         let mut done = 0;
         while done < data.len() {
@@ -215,8 +219,8 @@ impl Walk<'_> {
     }
 }
 
-/// Whether count `index` in a block of counts of 2^`order` bits is zero. Those of less than a byte begin with
-/// the lowest bits.
+/// Returns whether reference count `index` is zero in a block of counts of 2^`order` bits. Counts
+/// narrower than a byte start at the least significant bits.
 fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
@@ -229,11 +233,11 @@ fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     }
 }
 
-/// Makes count `index`, which is zero, 1; the bytes that have changed.
+/// Sets reference count `index`, which is zero, to 1 and returns the range of modified bytes.
 fn set_one(block: &mut [u8], index: u64, order: u32) -> Range<usize> {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
-    // Big-endian, or the lowest bit of a part of a byte.
+    // Big-endian counts, or the lowest bit of a count narrower than a byte.
     let (byte, one) = if bits >= 8 {
         ((bit + bits) / 8 - 1, 1)
     } else {
@@ -259,7 +263,7 @@ mod tests {
                 let mut block = vec![0; 512];
                 assert!(is_zero(&block, index, order));
                 let bit = usize::try_from(index << order).unwrap();
-                // The highest bit of the count.
+                // Most significant bit of the count.
                 if order < 3 {
                     let highest = bit + (1 << order) - 1;
                     block[highest / 8] |= 1 << (highest % 8);
