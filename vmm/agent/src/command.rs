@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_agent::request::{Exec, Exit, Terminal};
-use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
+use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
@@ -29,17 +29,17 @@ use crate::ends::{close, line, refuse};
 use crate::terminal;
 
 /// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
-const GRACE: Duration = Duration::from_secs(5);
+const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
 /// Number of bytes transferred at once.
-const PIECE: usize = 64 << 10;
+const TRANSFER_BYTES: usize = 64 << 10;
 /// Maximum number of transfers after the command has exited: twice the maximum pipe capacity
 /// (pipe(7)). A remaining child process may write without end.
-const LAST_PIECES: usize = 2 * (1 << 20) / PIECE;
+const MAX_FINAL_TRANSFERS: usize = 2 * (1 << 20) / TRANSFER_BYTES;
 
 /// Process group of the command, `None` after its leader has been reaped.
-struct Group(Mutex<Option<Pid>>);
+struct ProcessGroup(Mutex<Option<Pid>>);
 
-impl Group {
+impl ProcessGroup {
     fn signal(&self, signal: Signal) {
         let pid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pid) = *pid {
@@ -50,7 +50,7 @@ impl Group {
 }
 
 /// Agent ends of a command's streams.
-struct Streams {
+struct CommandStreams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
@@ -67,7 +67,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     let (news, mut bell) = io::pipe()?;
     let ended = bell.try_clone()?;
     nonblocking(&news)?;
-    let mut host = Host {
+    let mut host = HostConnection {
         stream: stream.try_clone()?,
         gone: false,
     };
@@ -80,7 +80,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
         }
     };
     let pid = i32::try_from(child.id()).map_or(Pid::from_raw(0), Pid::from_raw);
-    let group = Arc::new(Group(Mutex::new(Some(pid))));
+    let group = Arc::new(ProcessGroup(Mutex::new(Some(pid))));
     let (input, inputs) = channel();
     let waiting = group.clone();
     let waiter = thread::Builder::new().spawn(move || wait(child, pid, &waiting, ended));
@@ -97,14 +97,14 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
         // The last notification reported the exit, or the command is being killed.
         let exit = waiter.join().unwrap_or(Exit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
-            host.send(Kind::Exit, &exit);
+            host.send(FrameKind::Exit, &exit);
         }
     });
     let pump = pump.inspect_err(|_| group.signal(Signal::SIGKILL))?;
-    obey(&stream, &group, &input, &mut bell, master.as_ref());
+    handle_frames(&stream, &group, &input, &mut bell, master.as_ref());
     group.signal(Signal::SIGHUP);
     drop((input, bell));
-    let until = Instant::now() + GRACE;
+    let until = Instant::now() + EXIT_GRACE_PERIOD;
     while !pump.is_finished() && Instant::now() < until {
         thread::sleep(Duration::from_millis(20));
     }
@@ -115,13 +115,13 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
 
 /// Connection to the host. After a disconnect, frames are discarded and the command continues: it
 /// receives SIGHUP and may need time to exit cleanly.
-struct Host {
+struct HostConnection {
     stream: UnixStream,
     gone: bool,
 }
 
-impl Host {
-    fn send(&mut self, kind: Kind, payload: &[u8]) {
+impl HostConnection {
+    fn send(&mut self, kind: FrameKind, payload: &[u8]) {
         if !self.gone && write_frame(&mut self.stream, kind, payload).is_err() {
             self.leave();
         }
@@ -152,7 +152,7 @@ enum StartError {
 }
 
 /// Starts the command. Returns the master end of its terminal, if any.
-fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
+fn start(exec: &Exec) -> Result<(Child, CommandStreams, Option<OwnedFd>), StartError> {
     let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
     command.args(arguments).envs(exec.env.iter().cloned());
@@ -189,15 +189,15 @@ fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
         nonblocking(&fd)?;
         Ok(File::from(fd))
     };
-    let streams = (|| -> io::Result<Streams> {
+    let streams = (|| -> io::Result<CommandStreams> {
         Ok(match &master {
-            Some(master) => Streams {
+            Some(master) => CommandStreams {
                 stdin: Some(file(master.try_clone()?)?),
                 stdout: Some(file(master.try_clone()?)?),
                 stderr: None,
                 terminal: true,
             },
-            None => Streams {
+            None => CommandStreams {
                 stdin: child.stdin.take().map(|s| file(s.into())).transpose()?,
                 stdout: child.stdout.take().map(|s| file(s.into())).transpose()?,
                 stderr: child.stderr.take().map(|s| file(s.into())).transpose()?,
@@ -222,7 +222,7 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
 
 /// Waits for the command and reports its exit. Signals are disabled before the process is reaped,
 /// because its process ID may be reused afterwards.
-fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exit {
+fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> Exit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }
     *group.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -238,9 +238,9 @@ fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exi
 }
 
 /// Handles frames of the host until it disconnects.
-fn obey(
+fn handle_frames(
     mut stream: &UnixStream,
-    group: &Group,
+    group: &ProcessGroup,
     input: &Sender<Vec<u8>>,
     bell: &mut PipeWriter,
     master: Option<&OwnedFd>,
@@ -248,19 +248,19 @@ fn obey(
     while let Ok(Some(frame)) = read_frame(&mut stream) {
         let Frame { kind, payload } = &frame;
         match kind {
-            Kind::Stdin => {
+            FrameKind::Stdin => {
                 if input.send(payload.clone()).is_err() || bell.write_all(b"i").is_err() {
                     // The command has exited, so further frames have no effect.
                     continue;
                 }
             }
-            Kind::Signal => {
+            FrameKind::Signal => {
                 let number = frame.number().and_then(|number| i32::try_from(number).ok());
                 if let Some(Ok(signal)) = number.map(Signal::try_from) {
                     group.signal(signal);
                 }
             }
-            Kind::Resize => {
+            FrameKind::Resize => {
                 if let (Some(master), Some(size)) = (master, Terminal::from_bytes(payload)) {
                     terminal::resize(master, size);
                 }
@@ -272,20 +272,20 @@ fn obey(
 
 /// Input that the command has not read yet.
 #[derive(Default)]
-struct Pending {
+struct PendingStdin {
     bytes: VecDeque<u8>,
     end: bool,
 }
 
 /// Transfers input and output until the command has exited.
 fn pump(
-    mut streams: Streams,
+    mut streams: CommandStreams,
     mut news: &PipeReader,
     inputs: &Receiver<Vec<u8>>,
-    out: &mut Host,
+    out: &mut HostConnection,
 ) -> io::Result<()> {
-    out.send(Kind::Accepted, &[]);
-    let mut pending = Pending::default();
+    out.send(FrameKind::Accepted, &[]);
+    let mut pending = PendingStdin::default();
     let mut ended = false;
     while !ended {
         let feeds = streams.stdin.is_some() && !pending.bytes.is_empty();
@@ -315,12 +315,12 @@ fn pump(
         if pending.bytes.len() > usize::try_from(INPUT_WINDOW).unwrap_or(usize::MAX) {
             return Err(io::Error::other("the host sends more input than it may"));
         }
-        feed(&mut streams, &mut pending, out);
+        write_input(&mut streams, &mut pending, out);
         // After the exit, read all remaining output. Before, transfer one piece of each stream in
         // turn.
-        for _ in 0..if ended { LAST_PIECES } else { 1 } {
-            let more = forward(&mut streams.stdout, Kind::Stdout, out);
-            if !(forward(&mut streams.stderr, Kind::Stderr, out) | more) {
+        for _ in 0..if ended { MAX_FINAL_TRANSFERS } else { 1 } {
+            let more = send_output(&mut streams.stdout, FrameKind::Stdout, out);
+            if !(send_output(&mut streams.stderr, FrameKind::Stderr, out) | more) {
                 break;
             }
         }
@@ -329,7 +329,7 @@ fn pump(
 }
 
 /// Writes pending input to the command, as far as the command reads it.
-fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
+fn write_input(streams: &mut CommandStreams, pending: &mut PendingStdin, out: &mut HostConnection) {
     let mut taken = 0;
     while let Some(stdin) = &mut streams.stdin {
         let (first, _) = pending.bytes.as_slices();
@@ -362,16 +362,16 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     }
     if taken > 0 {
         let taken = u32::try_from(taken).unwrap_or(u32::MAX);
-        out.send(Kind::Taken, &taken.to_le_bytes());
+        out.send(FrameKind::Taken, &taken.to_le_bytes());
     }
 }
 
 /// Sends one piece of output. Returns `true` if there was any.
-fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
+fn send_output(stream: &mut Option<File>, kind: FrameKind, out: &mut HostConnection) -> bool {
     let Some(file) = stream else {
         return false;
     };
-    let mut buffer = vec![0; PIECE];
+    let mut buffer = vec![0; TRANSFER_BYTES];
     match file.read(&mut buffer) {
         Ok(count @ 1..) => {
             out.send(kind, &buffer[..count]);

@@ -4,10 +4,10 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use guest_agent::wire::{Kind, MAX_PAYLOAD, read_frame, write_frame};
+use guest_agent::wire::{FrameKind, MAX_PAYLOAD, read_frame, write_frame};
 
 /// Timeout for the host's request, and for its close at the end.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const HOST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of frames read and discarded so that the host receives the reason for a refused
 /// copy. The host may have sent frames before it reads the answer.
 const LINGER: usize = 64;
@@ -17,13 +17,13 @@ pub fn refuse(stream: &UnixStream, why: &str) {
     let mut stream = stream;
     // The write fails only if the host has disconnected.
     let bytes = &why.as_bytes()[..why.len().min(MAX_PAYLOAD)];
-    let _ = write_frame(&mut stream, Kind::Refused, bytes);
+    let _ = write_frame(&mut stream, FrameKind::Refused, bytes);
 }
 
 /// Waits until the host has read all frames and closed the connection, or until the timeout.
 pub fn close(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Write);
-    let _ = stream.set_read_timeout(Some(PATIENCE));
+    let _ = stream.set_read_timeout(Some(HOST_TIMEOUT));
     for _ in 0..LINGER {
         if !matches!(read_frame(&mut &*stream), Ok(Some(_))) {
             break;

@@ -26,7 +26,7 @@ pub enum What {
 
 /// Header of one entry of a copied tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct TreeEntry {
     /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
     /// Type of the entry.
@@ -48,7 +48,7 @@ pub enum EntryError {
     Outside(PathBuf),
 }
 
-impl Entry {
+impl TreeEntry {
     /// Returns the modification time.
     pub fn modified(&self) -> SystemTime {
         let (seconds, nanoseconds) = self.modified;
@@ -128,8 +128,8 @@ mod tests {
 
     use super::*;
 
-    fn entry(path: &str, what: What) -> Entry {
-        Entry {
+    fn entry(path: &str, what: What) -> TreeEntry {
+        TreeEntry {
             path: path.into(),
             what,
             mode: 0o640,
@@ -138,40 +138,40 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_read_as_written() {
+    fn entry_round_trips() {
         for entry in [
             entry("", What::Directory),
             entry("a/b", What::File),
             entry("a", What::DirectoryEnd),
             entry("l", What::Link("../../anywhere".into())),
         ] {
-            assert_eq!(Entry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
+            assert_eq!(TreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
         }
         assert!(entry(&"x".repeat(5000), What::File).to_bytes().is_none());
     }
 
     #[test]
-    fn no_entry_leads_out() {
+    fn entry_outside_tree_is_rejected() {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
             let bytes = entry(path, What::File).to_bytes().unwrap();
             assert!(
-                matches!(Entry::from_bytes(&bytes), Err(EntryError::Outside(_))),
+                matches!(TreeEntry::from_bytes(&bytes), Err(EntryError::Outside(_))),
                 "{path}"
             );
         }
     }
 
     #[test]
-    fn set_id_bits_stay_behind() {
+    fn set_id_bits_are_not_copied() {
         let mut bytes = entry("a", What::File).to_bytes().unwrap();
         bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
-        assert_eq!(Entry::from_bytes(&bytes).unwrap().mode, 0o755);
+        assert_eq!(TreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_an_entry_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            if let Ok(entry) = Entry::from_bytes(&bytes) {
+        fn arbitrary_entry_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            if let Ok(entry) = TreeEntry::from_bytes(&bytes) {
                 prop_assert!(stays_below(&entry.path));
                 let _ = entry.modified();
             }

@@ -36,12 +36,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ends::{PATIENCE, close, line, refuse};
+use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
-use guest_agent::receive::{Progress, Receiver};
-use guest_agent::request::{Job, Request, VERSION};
+use guest_agent::receive::{CopyProgress, TreeReceiver};
+use guest_agent::request::{AgentOperation, Request, VERSION};
 use guest_agent::send::{SendError, send_tree};
-use guest_agent::wire::{Kind, read_frame, write_frame};
+use guest_agent::wire::{FrameKind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
 /// Maximum number of simultaneous connections.
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
         );
         return ExitCode::from(2);
     }
-    signals::usual();
+    signals::reset_ignored();
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -93,10 +93,10 @@ fn serve() -> io::Result<()> {
             );
             continue;
         }
-        let place = Place(busy.clone());
+        let place = ConnectionSlot(busy.clone());
         let spawned = std::thread::Builder::new().name("host".into()).spawn(move || {
             let _place = place;
-            if let Err(error) = answer(stream) {
+            if let Err(error) = handle_connection(stream) {
                 eprintln!("perfvisor-agent: {error}");
             }
         });
@@ -107,19 +107,19 @@ fn serve() -> io::Result<()> {
 }
 
 /// A connection slot, which is released on drop, also when the thread panics.
-struct Place(Arc<AtomicUsize>);
+struct ConnectionSlot(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 /// Handles one connection.
-fn answer(stream: UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
+fn handle_connection(stream: UnixStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(HOST_TIMEOUT))?;
     let frame = match read_frame(&mut &stream) {
-        Ok(Some(frame)) if frame.kind == Kind::Request => frame,
+        Ok(Some(frame)) if frame.kind == FrameKind::Request => frame,
         _ => return Ok(()),
     };
     // Other protocol versions may have unknown fields, so only the version is parsed.
@@ -144,13 +144,13 @@ fn answer(stream: UnixStream) -> io::Result<()> {
     };
     stream.set_read_timeout(None)?;
     match request.job {
-        Job::Exec(exec) => command::run(&exec, stream),
-        Job::Put { path, name } => {
+        AgentOperation::Exec(exec) => command::run(&exec, stream),
+        AgentOperation::Put { path, name } => {
             put(&stream, Path::new(&path), &name);
             close(&stream);
             Ok(())
         }
-        Job::Get { path } => {
+        AgentOperation::Get { path } => {
             get(&stream, Path::new(&path));
             close(&stream);
             Ok(())
@@ -161,11 +161,11 @@ fn answer(stream: UnixStream) -> io::Result<()> {
 /// Receives a tree.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
-    let mut receiver = match Receiver::new(path, Some(name)) {
+    let mut receiver = match TreeReceiver::new(path, Some(name)) {
         Ok(receiver) => receiver,
         Err(error) => return refuse(stream, &line(&error)),
     };
-    if write_frame(&mut ours, Kind::Accepted, &[]).is_err() {
+    if write_frame(&mut ours, FrameKind::Accepted, &[]).is_err() {
         return;
     }
     loop {
@@ -173,9 +173,9 @@ fn put(stream: &UnixStream, path: &Path, name: &str) {
             return;
         };
         match receiver.take(&frame) {
-            Ok(Progress::More | Progress::Skipped(_)) => {}
-            Ok(Progress::Done) => {
-                let _ = write_frame(&mut ours, Kind::Done, &[]);
+            Ok(CopyProgress::More | CopyProgress::Skipped(_)) => {}
+            Ok(CopyProgress::Done) => {
+                let _ = write_frame(&mut ours, FrameKind::Done, &[]);
                 return;
             }
             Err(error) => return refuse(stream, &line(&error)),
@@ -189,7 +189,7 @@ fn get(stream: &UnixStream, path: &Path) {
     let mut accepted = false;
     let sent = send_tree(path, &mut |kind, payload| {
         if !std::mem::replace(&mut accepted, true) {
-            write_frame(&mut ours, Kind::Accepted, &[])?;
+            write_frame(&mut ours, FrameKind::Accepted, &[])?;
         }
         write_frame(&mut ours, kind, payload)
     });

@@ -20,8 +20,8 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{Entry, EntryError, What};
-use crate::wire::{Frame, Kind};
+use crate::entry::{EntryError, TreeEntry, What};
+use crate::wire::{Frame, FrameKind};
 
 /// The reason why a tree could not be received.
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum ReceiveError {
     NoName(PathBuf),
     /// The sender sent an invalid entry.
     #[error(transparent)]
-    Entry(#[from] EntryError),
+    TreeEntry(#[from] EntryError),
     /// The sender sent frames in an invalid order.
     #[error("the other side sends a frame that does not belong there")]
     Order,
@@ -51,7 +51,7 @@ pub enum ReceiveError {
 
 /// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum CopyProgress {
     /// The tree is incomplete.
     More,
     /// The sender skipped an entry, with its path and the reason.
@@ -62,7 +62,7 @@ pub enum Progress {
 
 /// A file or directory, and whether it was created.
 #[derive(Debug)]
-struct Made {
+struct CreatedEntry {
     file: File,
     new: bool,
 }
@@ -72,17 +72,17 @@ const PERMISSIONS: u32 = 0o777;
 
 /// The receiving end of a copy.
 #[derive(Debug)]
-pub struct Receiver {
+pub struct TreeReceiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
-    file: Option<(Made, Entry)>,
+    file: Option<(CreatedEntry, TreeEntry)>,
     /// Stack of the directories that are being filled.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
-impl Receiver {
+impl TreeReceiver {
     /// Creates a receiver for a tree at `path`, or in `path` with the name `name` if `path` is a
     /// directory.
     ///
@@ -126,10 +126,10 @@ impl Receiver {
     /// # Errors
     /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
     /// created earlier are kept.
-    pub fn take(&mut self, frame: &Frame) -> Result<Progress, ReceiveError> {
+    pub fn take(&mut self, frame: &Frame) -> Result<CopyProgress, ReceiveError> {
         match (frame.kind, &mut self.file) {
-            (Kind::Entry, None) => {
-                let entry = Entry::from_bytes(&frame.payload)?;
+            (FrameKind::TreeEntry, None) => {
+                let entry = TreeEntry::from_bytes(&frame.payload)?;
                 // The root must be the first entry.
                 if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
                     return Err(ReceiveError::Order);
@@ -142,22 +142,22 @@ impl Receiver {
                 self.begun = true;
                 self.make(entry)?;
             }
-            (Kind::Data, Some((made, entry))) => {
+            (FrameKind::Data, Some((made, entry))) => {
                 let written = made.file.write_all(&frame.payload);
                 let path = entry.path.clone();
                 written.map_err(|source| self.target(&path, source))?;
             }
-            (Kind::FileEnd, Some(_)) => {
+            (FrameKind::FileEnd, Some(_)) => {
                 if let Some((made, entry)) = self.file.take() {
                     Self::finish(&made, &entry).map_err(|source| self.target(&entry.path, source))?;
                 }
             }
-            (Kind::Skipped, _) => return Ok(Progress::Skipped(frame.text())),
-            (Kind::Done, None) if self.begun => return Ok(Progress::Done),
-            (Kind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
+            (FrameKind::Skipped, _) => return Ok(CopyProgress::Skipped(frame.text())),
+            (FrameKind::Done, None) if self.begun => return Ok(CopyProgress::Done),
+            (FrameKind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
             _ => return Err(ReceiveError::Order),
         }
-        Ok(Progress::More)
+        Ok(CopyProgress::More)
     }
 
     fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
@@ -176,7 +176,7 @@ impl Receiver {
         }
     }
 
-    fn make(&mut self, entry: Entry) -> Result<(), ReceiveError> {
+    fn make(&mut self, entry: TreeEntry) -> Result<(), ReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
             What::Directory => self
@@ -188,7 +188,7 @@ impl Receiver {
                     return Err(ReceiveError::Order);
                 };
                 let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0);
-                directory.and_then(|file| Self::finish(&Made { file, new }, &entry))
+                directory.and_then(|file| Self::finish(&CreatedEntry { file, new }, &entry))
             }
             What::File => self
                 .make_file(&path, entry.mode)
@@ -212,7 +212,7 @@ impl Receiver {
     }
 
     /// Opens the parent directory of `path` and returns it with the file name.
-    fn place(&self, path: &Path) -> io::Result<(File, OsString)> {
+    fn parent_of(&self, path: &Path) -> io::Result<(File, OsString)> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let parent = path.parent().filter(|parent| *parent != Path::new(""));
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
@@ -224,7 +224,7 @@ impl Receiver {
 
     /// Creates a directory. Returns `true` if it did not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
-        let (parent, name) = self.place(path)?;
+        let (parent, name) = self.parent_of(path)?;
         // The owner must be able to fill the directory.
         let mode = Mode::from_bits_truncate(mode & PERMISSIONS) | Mode::S_IRWXU;
         match mkdirat(&parent, name.as_os_str(), mode) {
@@ -237,7 +237,7 @@ impl Receiver {
         }
     }
 
-    fn make_file(&self, path: &Path, mode: u32) -> io::Result<Made> {
+    fn make_file(&self, path: &Path, mode: u32) -> io::Result<CreatedEntry> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT;
         let new = self.open(path, flags | OFlag::O_EXCL, mode & PERMISSIONS);
         let (file, new) = match new {
@@ -248,11 +248,11 @@ impl Receiver {
             return Err(io::Error::other("something that is no file is in the way"));
         }
         file.set_len(0)?;
-        Ok(Made { file, new })
+        Ok(CreatedEntry { file, new })
     }
 
     fn make_link(&self, path: &Path, target: &Path) -> io::Result<()> {
-        let (parent, name) = self.place(path)?;
+        let (parent, name) = self.parent_of(path)?;
         match symlinkat(target, &parent, name.as_os_str()) {
             Err(Errno::EEXIST) => {
                 // The call fails for a directory, which is kept.
@@ -265,8 +265,8 @@ impl Receiver {
 
     /// Sets permissions and time last, because writing changes the time and may require the initial
     /// permissions.
-    fn finish(made: &Made, entry: &Entry) -> io::Result<()> {
-        let Made { file, new } = made;
+    fn finish(made: &CreatedEntry, entry: &TreeEntry) -> io::Result<()> {
+        let CreatedEntry { file, new } = made;
         if *new {
             let granted = file.metadata()?.permissions().mode() & PERMISSIONS;
             file.set_permissions(Permissions::from_mode(granted & entry.mode))?;
@@ -295,32 +295,32 @@ mod tests {
     }
 
     fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, ReceiveError> {
-        let mut receiver = Receiver::new(target, Some(name))?;
+        let mut receiver = TreeReceiver::new(target, Some(name))?;
         let mut skipped = Vec::new();
         for frame in frames {
             match receiver.take(frame)? {
-                Progress::Skipped(what) => skipped.push(what),
-                Progress::Done => return Ok(skipped),
-                Progress::More => {}
+                CopyProgress::Skipped(what) => skipped.push(what),
+                CopyProgress::Done => return Ok(skipped),
+                CopyProgress::More => {}
             }
         }
         panic!("it does not end")
     }
 
     fn entry(path: &str, what: What) -> Frame {
-        let entry = Entry {
+        let entry = TreeEntry {
             path: path.into(),
             what,
             mode: 0o755,
             modified: (0, 0),
         };
         Frame {
-            kind: Kind::Entry,
+            kind: FrameKind::TreeEntry,
             payload: entry.to_bytes().unwrap(),
         }
     }
 
-    fn frame(kind: Kind) -> Frame {
+    fn frame(kind: FrameKind) -> Frame {
         Frame {
             kind,
             payload: Vec::new(),
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_arrives_as_it_was() {
+    fn tree_is_copied_unchanged() {
         let temp = tempfile::tempdir().unwrap();
         let (from, to) = (temp.path().join("from"), temp.path().join("to"));
         fs::create_dir_all(from.join("d/e")).unwrap();
@@ -359,34 +359,34 @@ mod tests {
     /// A received file is not accessible to other users beyond the umask, and existing files keep
     /// their permissions.
     #[test]
-    fn a_sender_opens_nothing_to_others() {
+    fn received_files_respect_umask_and_existing_modes() {
         let temp = tempfile::tempdir().unwrap();
         let umask = {
             fs::write(temp.path().join("probe"), "").unwrap();
             0o666 & !fs::metadata(temp.path().join("probe")).unwrap().mode()
         };
         let open = |path: &str, what| {
-            let entry = Entry {
+            let entry = TreeEntry {
                 path: path.into(),
                 what,
                 mode: 0o6777,
                 modified: (0, 0),
             };
             Frame {
-                kind: Kind::Entry,
+                kind: FrameKind::TreeEntry,
                 payload: entry.to_bytes().unwrap(),
             }
         };
         let sent = [
             open("", What::Directory),
             open("old", What::File),
-            frame(Kind::FileEnd),
+            frame(FrameKind::FileEnd),
             open("new", What::File),
-            frame(Kind::FileEnd),
+            frame(FrameKind::FileEnd),
             open("d", What::Directory),
             open("d", What::DirectoryEnd),
             open("", What::DirectoryEnd),
-            frame(Kind::Done),
+            frame(FrameKind::Done),
         ];
         let target = temp.path().join("t");
         fs::create_dir(&target).unwrap();
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gets_its_new_name_or_its_old_one_in_a_directory() {
+    fn file_is_named_by_target_or_source() {
         let temp = tempfile::tempdir().unwrap();
         let (from, new) = (temp.path().join("from"), temp.path().join("new"));
         fs::write(&from, "text, longer").unwrap();
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_a_file() {
+    fn stream_is_received_as_file() {
         let temp = tempfile::tempdir().unwrap();
         let mut sent = Vec::new();
         send_stream(&b"piped"[..], 0o600, (1, 2), &mut |kind, payload| {
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn links_do_not_lead_out() {
+    fn symbolic_links_cannot_escape_target() {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&target).unwrap();
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_does_not_become_a_link() {
+    fn root_entry_cannot_be_a_link() {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&outside).unwrap();
@@ -478,17 +478,17 @@ mod tests {
     }
 
     #[test]
-    fn frames_out_of_order_are_refused() {
+    fn frames_in_wrong_order_are_rejected() {
         let temp = tempfile::tempdir().unwrap();
         let root = || entry("", What::Directory);
         for sent in [
-            vec![frame(Kind::Data)],
-            vec![frame(Kind::Done)],
-            vec![frame(Kind::Stdout)],
+            vec![frame(FrameKind::Data)],
+            vec![frame(FrameKind::Done)],
+            vec![frame(FrameKind::Stdout)],
             vec![entry("a", What::File)],
             vec![root(), root()],
-            vec![root(), frame(Kind::FileEnd)],
-            vec![root(), entry("a", What::File), frame(Kind::Done)],
+            vec![root(), frame(FrameKind::FileEnd)],
+            vec![root(), entry("a", What::File), frame(FrameKind::Done)],
             vec![root(), entry("a", What::File), entry("b", What::File)],
         ] {
             assert!(

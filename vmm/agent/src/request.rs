@@ -11,13 +11,13 @@ pub struct Request {
     /// [`VERSION`] of the host. The agent refuses other versions and reports its own.
     pub version: u32,
     /// The operation to perform.
-    pub job: Job,
+    pub job: AgentOperation,
 }
 
 /// Operation to perform.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Job {
+pub enum AgentOperation {
     /// Run a command.
     Exec(Exec),
     /// Receive a tree from the host.
@@ -110,12 +110,12 @@ mod tests {
             }),
         };
         for job in [
-            Job::Exec(exec),
-            Job::Put {
+            AgentOperation::Exec(exec),
+            AgentOperation::Put {
                 path: "/a".into(),
                 name: "b".into(),
             },
-            Job::Get { path: "/c".into() },
+            AgentOperation::Get { path: "/c".into() },
         ] {
             let request = Request {
                 version: VERSION,

@@ -6,7 +6,7 @@ const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
 /// Resets these signals to their default actions. Commands inherit ignored signals, and Ctrl-C
 /// would not terminate them.
-pub fn usual() {
+pub fn reset_ignored() {
     for signal in IGNORED {
         // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
         // context.
@@ -23,32 +23,32 @@ mod tests {
 
     use super::*;
 
-    /// Environment variable with the signal to raise, for the process that [`ending`] starts.
+    /// Environment variable with the signal to raise, for the process that [`terminating_signal`] starts.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
-    /// Environment variable that makes this process call [`usual`] first.
+    /// Environment variable that makes this process call [`reset_ignored`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
     /// Body of the child process. A no-op in a normal test run.
     #[test]
-    fn in_a_process_of_its_own() {
+    fn child_process_entry() {
         let Ok(signal) = std::env::var(SIGNAL) else { return };
         if std::env::var_os(USUAL).is_some() {
-            usual();
+            reset_ignored();
         }
         raise(signal.parse::<Signal>().unwrap()).unwrap();
     }
 
     /// Returns the signal that terminates a process that was started with `signal` ignored and
     /// raises it.
-    fn ending(signal: Signal, usual: bool) -> Option<i32> {
+    fn terminating_signal(signal: Signal, reset_ignored: bool) -> Option<i32> {
         let script = "ulimit -c 0; trap '' INT QUIT HUP; exec \"$@\"";
         let mut command = Command::new("sh");
         command
             .args(["-c", script, "sh"])
             .arg(std::env::current_exe().unwrap());
-        command.args(["--exact", "signals::tests::in_a_process_of_its_own"]);
+        command.args(["--exact", "signals::tests::child_process_entry"]);
         command.env(SIGNAL, signal.as_str()).env_remove(USUAL);
-        if usual {
+        if reset_ignored {
             command.env(USUAL, "1");
         }
         let output = command.output().unwrap();
@@ -60,11 +60,11 @@ mod tests {
     /// Commands of an agent that was started in the background or by nohup are terminated by
     /// Ctrl-C.
     #[test]
-    fn what_was_left_ignored_ends_a_process_again() {
+    fn reset_signal_terminates_process() {
         for number in IGNORED {
             let signal = Signal::try_from(number).unwrap();
-            assert_eq!(ending(signal, false), None, "{signal} is ignored");
-            assert_eq!(ending(signal, true), Some(number), "{signal}");
+            assert_eq!(terminating_signal(signal, false), None, "{signal} is ignored");
+            assert_eq!(terminating_signal(signal, true), Some(number), "{signal}");
         }
     }
 }

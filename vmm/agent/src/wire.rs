@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 /// Maximum length of a payload, in bytes. Longer data is split.
 pub const MAX_PAYLOAD: usize = 128 << 10;
 /// Maximum amount of unacknowledged standard input, in bytes. The host stops sending until it
-/// receives [`Kind::Taken`], so that signals are not delayed by input that the command does not
+/// receives [`FrameKind::Taken`], so that signals are not delayed by input that the command does not
 /// read.
 pub const INPUT_WINDOW: u32 = 256 << 10;
 
@@ -15,7 +15,7 @@ const HEADER: usize = 5;
 /// The kind of a frame, with its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// Host: the request, a [`crate::request::Request`] as JSON. Sent once, as the first frame.
     Request = 1,
     /// Agent: the request has been accepted.
@@ -36,8 +36,8 @@ pub enum Kind {
     Resize = 9,
     /// Agent: the command has exited, a [`crate::request::Exit`] as JSON.
     Exit = 10,
-    /// Sender: the next entry of a tree, a [`crate::entry::Entry`].
-    Entry = 11,
+    /// Sender: the next entry of a tree, a [`crate::entry::TreeEntry`].
+    TreeEntry = 11,
     /// Sender: contents of the current file.
     Data = 12,
     /// Sender: end of the current file.
@@ -48,11 +48,11 @@ pub enum Kind {
     Skipped = 15,
 }
 
-impl Kind {
+impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
-        use Kind::*;
+        use FrameKind::*;
         [
-            Request, Accepted, Refused, Stdin, Taken, Stdout, Stderr, Signal, Resize, Exit, Entry, Data,
+            Request, Accepted, Refused, Stdin, Taken, Stdout, Stderr, Signal, Resize, Exit, TreeEntry, Data,
             FileEnd, Done, Skipped,
         ]
         .into_iter()
@@ -64,7 +64,7 @@ impl Kind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
     /// The kind of the frame.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// Payload, whose format depends on the kind.
     pub payload: Vec<u8>,
 }
@@ -93,7 +93,7 @@ pub enum WireError {
     Io(#[from] io::Error),
     /// The kind is unknown.
     #[error("the other side sends what is no frame (kind {0})")]
-    Kind(u8),
+    FrameKind(u8),
     /// The length exceeds [`MAX_PAYLOAD`].
     #[error("the other side sends a frame of {0} bytes; at most {MAX_PAYLOAD} are allowed")]
     TooLong(u32),
@@ -103,7 +103,7 @@ pub enum WireError {
 ///
 /// # Errors
 /// Returns the error of the connection, or an error if the payload is longer than [`MAX_PAYLOAD`].
-pub fn write_frame(out: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Result<()> {
+pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len())
         .ok()
         .filter(|_| payload.len() <= MAX_PAYLOAD)
@@ -131,7 +131,7 @@ pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
     }
     input.read_exact(&mut header[1..])?;
     let [number, a, b, c, d] = header;
-    let kind = Kind::from_byte(number).ok_or(WireError::Kind(number))?;
+    let kind = FrameKind::from_byte(number).ok_or(WireError::FrameKind(number))?;
     let length = u32::from_le_bytes([a, b, c, d]);
     let bytes = usize::try_from(length)
         .ok()
@@ -149,24 +149,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_read_back_as_written() {
+    fn frame_round_trips() {
         let mut bytes = Vec::new();
         let long = vec![7; MAX_PAYLOAD];
-        write_frame(&mut bytes, Kind::Stdin, b"").unwrap();
-        write_frame(&mut bytes, Kind::Data, &long).unwrap();
+        write_frame(&mut bytes, FrameKind::Stdin, b"").unwrap();
+        write_frame(&mut bytes, FrameKind::Data, &long).unwrap();
         let mut input = &bytes[..];
         let read = |input: &mut &[u8]| read_frame(input).unwrap();
-        assert_eq!(read(&mut input).unwrap().kind, Kind::Stdin);
+        assert_eq!(read(&mut input).unwrap().kind, FrameKind::Stdin);
         assert_eq!(read(&mut input).unwrap().payload, long);
         assert_eq!(read(&mut input), None);
-        assert!(write_frame(&mut Vec::new(), Kind::Data, &vec![0; MAX_PAYLOAD + 1]).is_err());
+        assert!(write_frame(&mut Vec::new(), FrameKind::Data, &vec![0; MAX_PAYLOAD + 1]).is_err());
     }
 
     #[test]
-    fn what_is_no_frame_allocates_nothing() {
+    fn invalid_frame_allocates_nothing() {
         let refused = |bytes: &[u8]| read_frame(&mut &bytes[..]).unwrap_err();
-        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::Kind(0)));
-        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::Kind(16)));
+        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::FrameKind(0)));
+        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::FrameKind(16)));
         assert!(matches!(
             refused(&[12, 0xff, 0xff, 0xff, 0xff]),
             WireError::TooLong(u32::MAX)
@@ -176,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn text_of_the_other_side_is_one_short_line() {
+    fn peer_text_is_one_short_line() {
         let frame = Frame {
-            kind: Kind::Refused,
+            kind: FrameKind::Refused,
             payload: [&b"a\n\x1b[2J\xff"[..], &[b'x'; 5000]].concat(),
         };
         let text = frame.text();
@@ -187,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_frame_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let mut input = &bytes[..];
             while let Ok(Some(_)) = read_frame(&mut input) {}
         }

@@ -14,14 +14,14 @@ use std::sync::Once;
 
 use guest_profile::disk::{DiskBytes, GuestDisk};
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::disk::config::{DiskConfig, Format};
-use virtio_devices::disk::view::View;
+use virtio_devices::disk::config::{DiskConfig, DiskFormat};
+use virtio_devices::disk::view::DiskView;
 
 /// Maximum number of bytes requested from a file, as for a perf map file.
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
-struct Looked(View);
+struct Looked(DiskView);
 
 impl DiskBytes for Looked {
     fn len(&self) -> u64 {
@@ -32,8 +32,8 @@ impl DiskBytes for Looked {
         self.0.read(at, to)
     }
 
-    fn look_again(&self) -> io::Result<()> {
-        self.0.look_again().map_err(io::Error::other)
+    fn reload(&self) -> io::Result<()> {
+        self.0.reload().map_err(io::Error::other)
     }
 }
 
@@ -48,7 +48,7 @@ fuzz_target!(|data: &[u8]| {
     std::fs::write(&path, image).expect("a file in the temporary directory");
     let config = if how & 1 != 0 {
         DiskConfig {
-            format: Format::Qcow2,
+            format: DiskFormat::Qcow2,
             ..DiskConfig::raw(&path)
         }
     } else {
@@ -61,7 +61,7 @@ fuzz_target!(|data: &[u8]| {
         file.set_len(bytes.max(4096)).expect("a sparse file");
         DiskConfig::raw(&path)
     };
-    if let Ok(view) = View::open(&config)
+    if let Ok(view) = DiskView::open(&config)
         && let Ok(mut disk) = GuestDisk::open(Box::new(Looked(view)))
     {
         for file in FILES {
@@ -69,7 +69,7 @@ fuzz_target!(|data: &[u8]| {
                 assert!(bytes.len() as u64 <= MOST);
             }
         }
-        let _ = disk.look_again();
+        let _ = disk.reload();
         let _ = disk.read(FILES[0], MOST);
     }
     let _ = std::fs::remove_file(&path);

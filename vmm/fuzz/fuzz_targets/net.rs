@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::net::frames::{Receiver, Sender};
+use virtio_devices::net::frames::{FrameReceiver, FrameSender};
 use virtio_devices::net::tap::Tap;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -40,8 +40,8 @@ fuzz_target!(|data: &[u8]| {
     }
     let tap = Tap::on(OwnedFd::from(ours));
     let event_idx = choices & 1 != 0;
-    let mut receiver = Receiver::new(queue(0x1000, event_idx), choices & 2 != 0);
-    let mut sender = Sender::new(queue(0x2000, event_idx));
+    let mut receiver = FrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0);
+    let mut sender = FrameSender::new(queue(0x2000, event_idx));
     let (mut receives, mut sends) = (true, true);
     let mut frame = vec![0; 70_000];
     for piece in data.chunks(0x2000) {

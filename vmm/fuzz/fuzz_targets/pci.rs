@@ -8,19 +8,19 @@ use std::io;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{LastResort, VirtioDevice};
-use virtio_devices::rng::Rng;
+use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
+use virtio_devices::rng::EntropyDevice;
 use virtio_devices::transport::bus::{CONFIG_PORT, PciBus};
-use virtio_devices::transport::machine::{Machine, Message};
+use virtio_devices::transport::machine::{PciBackend, MsiMessage};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 const WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 
 /// A machine whose operations succeed without any effect.
-struct Nothing;
+struct NoOpPciBackend;
 
-impl Machine for Nothing {
+impl PciBackend for NoOpPciBackend {
     fn add_doorbell(&self, _: u64, _: &EventFd) -> io::Result<()> {
         Ok(())
     }
@@ -29,7 +29,7 @@ impl Machine for Nothing {
         Ok(())
     }
 
-    fn connect(&self, _: u32, _: Message, _: &EventFd) -> io::Result<()> {
+    fn connect(&self, _: u32, _: MsiMessage, _: &EventFd) -> io::Result<()> {
         Ok(())
     }
 
@@ -37,15 +37,15 @@ impl Machine for Nothing {
         Ok(())
     }
 
-    fn last_resort(&self) -> LastResort {
-        LastResort::default()
+    fn fatal_error_callback(&self) -> FatalErrorCallback {
+        FatalErrorCallback::default()
     }
 }
 
 fuzz_target!(|data: &[u8]| {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 16)]).expect("memory");
-    let machine: Arc<dyn Machine> = Arc::new(Nothing);
-    let device: Box<dyn VirtioDevice> = Box::new(Rng::new().expect("/dev/urandom"));
+    let machine: Arc<dyn PciBackend> = Arc::new(NoOpPciBackend);
+    let device: Box<dyn VirtioDevice> = Box::new(EntropyDevice::new().expect("/dev/urandom"));
     let bus = PciBus::new(vec![device], &memory, WINDOW, &machine).expect("one device fits");
     // Enable memory decoding from the start.
     bus.write_port(CONFIG_PORT, &0x8000_0804u32.to_le_bytes());

@@ -10,8 +10,8 @@
 use std::sync::Once;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::disk::config::{DiskConfig, Format};
-use virtio_devices::disk::image::Image;
+use virtio_devices::disk::config::{DiskConfig, DiskFormat};
+use virtio_devices::disk::image::DiskImage;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 const REQUESTS: usize = 16;
@@ -28,10 +28,10 @@ fuzz_target!(|data: &[u8]| {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-qcow2-{}", std::process::id()));
     std::fs::write(&path, bytes).expect("a file in the temporary directory");
     let config = DiskConfig {
-        format: Format::Qcow2,
+        format: DiskFormat::Qcow2,
         ..DiskConfig::raw(&path)
     };
-    if let Ok(image) = Image::open(&config) {
+    if let Ok(image) = DiskImage::open(&config) {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).expect("memory");
         for request in requests.chunks_exact(REQUEST_BYTES) {
             let first = u32::from_le_bytes([request[4], request[5], request[6], request[7]]);

@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::share::backend::greet;
+use virtio_devices::share::backend::negotiate;
 
 /// VERSION_1, EVENT_IDX, INDIRECT_DESC.
 const NEEDED: u64 = 1 << 32 | 1 << 29 | 1 << 28;
@@ -21,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
     theirs.write_all(&data[..data.len().min(MOST_BYTES)]).expect("it fits");
     // Avoids waiting for answers that are not in the input.
     theirs.shutdown(Shutdown::Write).expect("it is connected");
-    if let Ok(features) = greet(ours) {
+    if let Ok(features) = negotiate(ours) {
         assert_eq!(features & NEEDED, NEEDED);
     }
 });

@@ -68,7 +68,7 @@ pub trait DiskBytes {
     ///
     /// # Errors
     /// As [`Self::read`]; it is seen as before.
-    fn look_again(&self) -> io::Result<()> {
+    fn reload(&self) -> io::Result<()> {
         Ok(())
     }
 }
@@ -139,7 +139,7 @@ impl GuestDisk {
                 let result = match (ask, &open) {
                     (Ask::LookAgain, _) => {
                         // What is on the disk as it was seen before is better than nothing.
-                        let seen = bytes.look_again();
+                        let seen = bytes.reload();
                         open = FileSystems::open(&bytes);
                         seen.map(|()| Vec::new())
                             .map_err(|e| DiskError::File(perf_core::error_line(&e)))
@@ -201,7 +201,7 @@ impl GuestDisk {
     ///
     /// # Errors
     /// [`DiskError`].
-    pub fn look_again(&mut self) -> Result<(), DiskError> {
+    pub fn reload(&mut self) -> Result<(), DiskError> {
         self.asked(Ask::LookAgain).map(|_| ())
     }
 }

@@ -252,10 +252,10 @@ impl GuestFiles {
     }
 
     /// Sees what the guest has written to its disk in the meantime.
-    pub fn look_again(&mut self) {
+    pub fn reload(&mut self) {
         if let Self::Disk(disk) = self {
             // What is read next says the same again.
-            let _ = disk.look_again();
+            let _ = disk.reload();
         }
     }
 }

@@ -8,7 +8,7 @@ use std::io;
 use std::mem::zeroed;
 use std::ptr;
 
-use crate::violation::{self, LastWill, Line, end, own_name};
+use crate::violation::{self, SignalSafeLine, TerminationActions, end, own_name};
 
 /// Fault signals and their names.
 const FAULTS: [(libc::c_int, &str); 4] = [
@@ -24,8 +24,8 @@ const FAULTS: [(libc::c_int, &str); 4] = [
 ///
 /// # Errors
 /// Returns the error of `sigaction(2)`.
-pub fn watch_faults(will: LastWill) -> io::Result<()> {
-    violation::leave(will);
+pub fn watch_faults(will: TerminationActions) -> io::Result<()> {
+    violation::set_termination_actions(will);
     for (signal, _) in FAULTS {
         // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO
         // requires and is async-signal-safe.
@@ -44,7 +44,7 @@ pub fn watch_faults(will: LastWill) -> io::Result<()> {
 extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo.
     let info = unsafe { &*info };
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: thread ");
     line.text(own_name(&mut [0; 16]));
     if let Some(kind) = violation::kind() {
@@ -78,7 +78,7 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
         .and_then(|at| registers.get(at));
     line.hex(instruction.map_or(0, |at| at.cast_unsigned()));
     line.text("; the VM ends with it, please report this\n");
-    violation::tell(&line);
+    violation::log_line(&line);
     // SAFETY: signal is async-signal-safe. The fault recurs after the return and terminates the
     // process.
     unsafe { libc::signal(signal, libc::SIG_DFL) };

@@ -16,14 +16,14 @@ const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 pub fn worker_fault(number: u32) {
     #[cfg(debug_assertions)]
     if let Ok(words) = std::env::var(WORKERS) {
-        suffer(words.split(',').nth(number as usize).unwrap_or_default());
+        inject(words.split(',').nth(number as usize).unwrap_or_default());
     }
     #[cfg(not(debug_assertions))]
     let _ = number;
 }
 
 #[cfg(debug_assertions)]
-fn suffer(word: &str) {
+fn inject(word: &str) {
     match word {
         "panic" => std::panic::panic_any("a test wants it"),
         "memory" => {

@@ -27,7 +27,7 @@ const KNOWN: ABI = ABI::V7;
 
 /// Paths that remain accessible. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Files {
+pub struct AccessibleFiles {
     /// Paths of files and directory trees that may be read.
     pub read: Vec<PathBuf>,
     /// Directory trees in which files may be removed, but not read.
@@ -36,7 +36,7 @@ pub struct Files {
 
 /// The reason why file access could not be restricted.
 #[derive(Debug, thiserror::Error)]
-pub enum FilesError {
+pub enum FileAccessError {
     /// The kernel denied a landlock call.
     #[error("landlock does not take the files that may be opened")]
     Landlock(#[from] RulesetError),
@@ -61,8 +61,8 @@ pub fn has_landlock() -> bool {
 /// ([`has_landlock`]).
 ///
 /// # Errors
-/// Returns a [`FilesError`] if the ruleset cannot be created.
-pub fn begin_files() -> Result<(), FilesError> {
+/// Returns a [`FileAccessError`] if the ruleset cannot be created.
+pub fn begin_files() -> Result<(), FileAccessError> {
     if let Some(nothing) = no_files(scopes())?.into() {
         let _ = NOTHING.set(nothing);
     }
@@ -73,8 +73,8 @@ pub fn begin_files() -> Result<(), FilesError> {
 /// effect without [`begin_files`].
 ///
 /// # Errors
-/// Returns a [`FilesError`], in which case the thread is not restricted.
-pub fn only_files(files: &Files) -> Result<(), FilesError> {
+/// Returns a [`FileAccessError`], in which case the thread is not restricted.
+pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
     if NOTHING.get().is_none() {
         return Ok(());
     }
@@ -94,7 +94,7 @@ pub fn only_files(files: &Files) -> Result<(), FilesError> {
 }
 
 /// Applies the ruleset without files to a thread of `kind`, unless the kind opens or removes files.
-pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
+pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
     if matches!(
         kind,
         ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger
@@ -113,13 +113,13 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     if taken {
         Ok(())
     } else {
-        Err(FilesError::Thread(io::Error::last_os_error()))
+        Err(FileAccessError::Thread(io::Error::last_os_error()))
     }
 }
 
 /// Denies file access to the calling thread, if the kernel has landlock. With `signals`, events
 /// that it opens may signal processes outside.
-pub(crate) fn nothing(signals: bool) -> Result<(), FilesError> {
+pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
     } else {
@@ -131,7 +131,7 @@ pub(crate) fn nothing(signals: bool) -> Result<(), FilesError> {
 
 /// Restricts the calling thread to the removal of files in `directories`, if the kernel has
 /// landlock.
-pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FilesError> {
+pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FileAccessError> {
     let mut rules = no_files(scopes())?;
     for directory in directories {
         rules = rules.add_rule(PathBeneath::new(directory, AccessFs::RemoveFile))?;

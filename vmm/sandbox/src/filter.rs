@@ -8,7 +8,7 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use crate::rules::{Allowed, Check};
+use crate::rules::{Allowed, ArgumentCheck};
 
 /// Compiles a program that allows the calls on `list` and applies `otherwise` to all others.
 pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
@@ -54,13 +54,15 @@ pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
     SeccompFilter::new(rules, SeccompAction::Allow, missing, TargetArch::x86_64)?.try_into()
 }
 
-fn rule(checks: &[Check]) -> Result<SeccompRule, BackendError> {
+fn rule(checks: &[ArgumentCheck]) -> Result<SeccompRule, BackendError> {
     use SeccompCmpArgLen::Dword;
-    let condition = |check: &Check| match *check {
-        Check::Is(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Eq, value.into()),
-        Check::Not(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Ne, value.into()),
-        Check::Without(at, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(bits), 0),
-        Check::Bits(at, mask, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(mask), bits),
+    let condition = |check: &ArgumentCheck| match *check {
+        ArgumentCheck::Is(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Eq, value.into()),
+        ArgumentCheck::Not(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Ne, value.into()),
+        ArgumentCheck::Without(at, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(bits), 0),
+        ArgumentCheck::Bits(at, mask, bits) => {
+            SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(mask), bits)
+        }
     };
     SeccompRule::new(checks.iter().map(condition).collect::<Result<_, _>>()?)
 }

@@ -77,7 +77,7 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
 
 /// Contents of a jail, in addition to `/proc/self`. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Inside {
+pub struct JailContents {
     /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
     pub read: Vec<PathBuf>,
     /// Directory trees in which files can also be removed.
@@ -190,7 +190,7 @@ impl Jail {
     /// # Errors
     /// Returns a [`JailError`], in which case the root directory is either that of the host or
     /// incomplete.
-    pub fn close(self, inside: &Inside) -> Result<(), JailError> {
+    pub fn close(self, inside: &JailContents) -> Result<(), JailError> {
         let here = std::env::current_dir().unwrap_or_else(|_| "/".into());
         let pid = std::process::id();
         let own = PathBuf::from(format!("/proc/{pid}"));
@@ -207,7 +207,7 @@ impl Jail {
         wanted.dedup_by(|second, first| second.0 == first.0);
         let mut trees = Vec::new();
         for (path, reads) in wanted {
-            match Tree::of(&path) {
+            match DetachedMount::of(&path) {
                 Ok(tree) => {
                     tree.restrict(&path, reads)?;
                     trees.push((path, tree));
@@ -218,10 +218,10 @@ impl Jail {
         }
         new_root()?;
         for (path, tree) in trees {
-            tree.put(&path)?;
+            tree.attach(&path)?;
         }
-        let _ = make_directory(&inside_new(&here));
-        let link = inside_new(Path::new("/proc/self"));
+        let _ = make_directory(&path_in_new_root(&here));
+        let link = path_in_new_root(Path::new("/proc/self"));
         symlink(pid.to_string(), &link).map_err(step("cannot make", link))?;
         enter_new_root()?;
         // If the working directory is not in the jail, it becomes an empty directory.
@@ -245,9 +245,9 @@ impl Jail {
 }
 
 /// A detached mount of a part of the host's file system.
-struct Tree(File);
+struct DetachedMount(File);
 
-impl Tree {
+impl DetachedMount {
     fn of(path: &Path) -> io::Result<Self> {
         let text = c_string(path)?;
         let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | RECURSIVE.unsigned_abs();
@@ -269,8 +269,8 @@ impl Tree {
     }
 
     /// Attaches the mount at its original path in the new root.
-    fn put(&self, path: &Path) -> Result<(), JailError> {
-        let place = inside_new(path);
+    fn attach(&self, path: &Path) -> Result<(), JailError> {
+        let place = path_in_new_root(path);
         let is_dir = self.0.metadata().is_ok_and(|meta| meta.is_dir());
         if is_dir {
             make_directory(&place).map_err(step("cannot make", &place))?;
@@ -376,7 +376,7 @@ fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
 }
 
 /// Returns the location of `path` while the new root is assembled.
-fn inside_new(path: &Path) -> PathBuf {
+fn path_in_new_root(path: &Path) -> PathBuf {
     let below = path.strip_prefix("/").unwrap_or(path);
     Path::new(BUILT_AT).join(below)
 }

@@ -27,7 +27,7 @@ pub enum ThreadKind {
 
 /// The process or thread that opens a VM's perf events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Counting {
+pub enum PerfEventAccess {
     /// The broker, which has the required capability. Threads of the VM may not open events.
     #[default]
     Broker,

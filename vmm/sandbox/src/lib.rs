@@ -45,12 +45,15 @@ mod workers;
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
-pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
-pub use jail::{Inside, Jail, JailError, become_user, separate};
-pub use kind::{Counting, ThreadKind};
-pub use perf_broker::{BrokerError, PerfBroker};
-pub use socket_broker::{Destination, SocketBroker};
+pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};
+pub use jail::{Jail, JailContents, JailError, become_user, separate};
+pub use kind::{PerfEventAccess, ThreadKind};
+pub use perf_broker::{PerfBroker, PerfBrokerError};
+pub use socket_broker::{SocketBroker, SocketDestination};
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
-pub use table::{Outcome, markdown as filter_table, outcome};
-pub use violation::{LastWill, end_now, kind};
-pub use workers::{BeginError, Confinement, Ended, Limits, Worker, Workers, WorkersError};
+pub use table::{CallOutcome, markdown as filter_table, outcome};
+pub use violation::{TerminationActions, end_now, kind};
+pub use workers::{
+    ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,
+    WorkerStartError,
+};

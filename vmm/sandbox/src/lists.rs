@@ -7,8 +7,8 @@
 use rustix::fs::OFlags;
 use syscalls::Sysno;
 
-use crate::kind::{Counting, ThreadKind};
-use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
+use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::rules::{Allowed, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
@@ -20,7 +20,7 @@ const F_SETOWN_EX: u32 = 15;
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
 /// Flags of `open(2)` for a path-only descriptor.
-pub(crate) const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+pub(crate) const PATH_ONLY: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// Socket type used by the socket broker.
 pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
 /// Namespace flags of `clone(2)`.
@@ -28,16 +28,16 @@ const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
 const THREAD: u64 = 0x1_0000;
 /// Returns the `open(2)` flags that must be clear for read-only access.
-fn other_than_reading() -> u64 {
+fn non_read_flags() -> u64 {
     let reading = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY | libc::O_DIRECTORY;
     u64::from(!reading.unsigned_abs())
 }
 
 /// Returns the allow-list of threads of `kind`. `pid` is the ID of this process.
-pub(crate) fn of(kind: ThreadKind, pid: u32, counting: Counting) -> Vec<Allowed> {
+pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
     let mut list = common(pid);
     let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
-    if counts && counting == Counting::OwnThread {
+    if counts && counting == PerfEventAccess::OwnThread {
         list.extend(own_perf_events());
     }
     list.extend(match kind {
@@ -58,35 +58,38 @@ pub(crate) fn of(kind: ThreadKind, pid: u32, counting: Counting) -> Vec<Allowed>
 /// Returns the calls of threads of `kind` that fail with an error. Libraries attempt these calls
 /// but work without them.
 pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
-    let mut list = asked_at_a_fault();
+    let mut list = fault_reporting();
     // File state by path. The standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
-    let by_path = |flags| Check::Bits(flags, of_descriptor, 0);
+    let by_path = |flags| ArgumentCheck::Bits(flags, of_descriptor, 0);
     list.extend(only(Sysno::newfstatat, &[by_path(3)]));
     list.extend(only(Sysno::statx, &[by_path(2)]));
     list.extend(any(&[Sysno::stat, Sysno::lstat]));
     // Reading the limits of this process.
-    list.extend(only(Sysno::prlimit64, &[Check::Is(0, 0), Check::Is(2, 0)]));
+    list.extend(only(
+        Sysno::prlimit64,
+        &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
+    ));
     if kind != ThreadKind::Starter {
         // Threads are created by the starter. An attempt by another thread fails with an error.
         list.extend(only(
             Sysno::clone,
-            &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
+            &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
         ));
         list.extend(any(&[Sysno::clone3]));
     }
     if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
         // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory, and
         // returns less without it.
-        let others = other_than_reading();
-        list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-        list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+        let others = non_read_flags();
+        list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+        list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     }
     list
 }
 
 /// Calls made to report a fault: location of the program and access checks.
-fn asked_at_a_fault() -> Vec<Allowed> {
+fn fault_reporting() -> Vec<Allowed> {
     any(&[
         Sysno::readlink,
         Sysno::readlinkat,
@@ -140,10 +143,10 @@ fn common(pid: u32) -> Vec<Allowed> {
     list.extend(memory());
     list.extend(locks());
     list.extend(ending_signals());
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     // Like fstat: the state of an existing descriptor.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
-    let bits = |at| Check::Bits(at, of_descriptor.into(), of_descriptor.into());
+    let bits = |at| ArgumentCheck::Bits(at, of_descriptor.into(), of_descriptor.into());
     list.extend(only(Sysno::newfstatat, &[bits(3)]));
     list.extend(only(Sysno::statx, &[bits(2)]));
     let names = [libc::PR_SET_NAME, libc::PR_GET_NAME].map(i32::unsigned_abs);
@@ -172,13 +175,13 @@ fn memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
-    let private = Check::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
-    let mut list = only(Sysno::mmap, &[Check::Without(2, prot), private]);
+    let private = ArgumentCheck::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
+    let mut list = only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
     // glibc's malloc returns the end of a heap with this call in a program with file capabilities,
     // and if the kernel does not overcommit.
-    let given_back = Check::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
-    list.extend(only(Sysno::mmap, &[Check::Is(2, 0), given_back]));
-    list.extend(only(Sysno::mprotect, &[Check::Without(2, prot)]));
+    let given_back = ArgumentCheck::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
+    list.extend(only(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
+    list.extend(only(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
     list.extend(one_of(Sysno::mremap, 3, &[libc::MREMAP_MAYMOVE.unsigned_abs()]));
     let advice = [libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
     list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
@@ -189,12 +192,12 @@ fn memory() -> Vec<Allowed> {
 /// ring in a memory file is mapped twice in succession into a reserved address range.
 fn shared_memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
-    let shared = Check::Bits(
+    let shared = ArgumentCheck::Bits(
         3,
         all_but(libc::MAP_FIXED | libc::MAP_POPULATE),
         u64::from(libc::MAP_SHARED.unsigned_abs()),
     );
-    only(Sysno::mmap, &[Check::Without(2, prot), shared])
+    only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), shared])
 }
 
 /// `futex(2)` operations of the C library and Rust's standard library, private or shared, on either
@@ -204,7 +207,7 @@ fn locks() -> Vec<Allowed> {
     let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
     let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
     let operation = |operation: &i32| {
-        vec![Check::Bits(
+        vec![ArgumentCheck::Bits(
             1,
             all_but(options),
             u64::from(operation.unsigned_abs()),
@@ -284,11 +287,15 @@ fn perf_events() -> Vec<Allowed> {
     list
 }
 
-/// Opening of perf events without the broker ([`Counting::OwnThread`]): on the calling thread and
+/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling thread and
 /// any CPU. The filter cannot check the attributes, which are passed by pointer.
 fn own_perf_events() -> Vec<Allowed> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
-    let checks = [Check::Is(1, own), Check::Is(2, any_cpu), Check::Is(4, cloexec)];
+    let checks = [
+        ArgumentCheck::Is(1, own),
+        ArgumentCheck::Is(2, any_cpu),
+        ArgumentCheck::Is(4, cloexec),
+    ];
     only(Sysno::perf_event_open, &checks)
 }
 
@@ -467,8 +474,8 @@ fn main() -> Vec<Allowed> {
     // kernel image again. No file is created.
     let may = libc::O_ACCMODE | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY;
     let others = u64::from(!may.unsigned_abs());
-    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     // Calls made at a reboot with --prealloc.
     list.extend(one_of(
         Sysno::madvise,
@@ -478,7 +485,10 @@ fn main() -> Vec<Allowed> {
     // Lease of a ring's memory file. Its signal is ignored by default and is sent to this process.
     list.extend(only(
         Sysno::fcntl,
-        &[Check::Is(1, F_SETSIG), Check::Is(2, libc::SIGURG.unsigned_abs())],
+        &[
+            ArgumentCheck::Is(1, F_SETSIG),
+            ArgumentCheck::Is(2, libc::SIGURG.unsigned_abs()),
+        ],
     ));
     let leases = [libc::F_SETLEASE, libc::F_ADD_SEALS, libc::F_GET_SEALS];
     list.extend(one_of(Sysno::fcntl, 1, &leases.map(i32::unsigned_abs)));
@@ -499,7 +509,7 @@ fn main() -> Vec<Allowed> {
 
 /// Allow-list of the starter: the calls of all threads that it starts, which inherit its filter,
 /// and the calls with which they confine themselves.
-fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
+fn starter(pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
     let mut list = Vec::new();
     // The vCPU list comes first because of KVM_RUN.
     for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
@@ -509,7 +519,7 @@ fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
     }
     list.extend(only(
         Sysno::clone,
-        &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
+        &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
     ));
     // A separate filter answers clone3.
     list.extend(any(&[
@@ -537,7 +547,7 @@ fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
 /// is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<Allowed> {
     let mut list = of_any_worker();
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
@@ -574,11 +584,11 @@ fn of_any_worker() -> Vec<Allowed> {
 
 /// Calls of workers and their keeper that fail with an error.
 pub(crate) fn refused_to_workers() -> Vec<Allowed> {
-    let mut list = asked_at_a_fault();
+    let mut list = fault_reporting();
     // As for other threads: glibc's malloc opens this file.
-    let others = other_than_reading();
-    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    let others = non_read_flags();
+    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     list
 }
 
@@ -586,7 +596,10 @@ pub(crate) fn refused_to_workers() -> Vec<Allowed> {
 /// workers inherit the filter, so the list includes their calls.
 pub(crate) fn of_keeper() -> Vec<Allowed> {
     let mut list = of_any_worker();
-    list.extend(only(Sysno::clone, &[Check::Bits(0, NEW_NAMESPACES | THREAD, 0)]));
+    list.extend(only(
+        Sysno::clone,
+        &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, 0)],
+    ));
     list.extend(any(&[
         Sysno::tgkill,
         Sysno::kill,
@@ -626,20 +639,20 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     let large_files = u64::from(!OFlags::LARGEFILE.bits());
     list.extend(only(
         Sysno::openat,
-        &[Check::Bits(2, large_files, LOOK.bits().into())],
+        &[ArgumentCheck::Bits(2, large_files, PATH_ONLY.bits().into())],
     ));
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     list.extend(only(
         Sysno::newfstatat,
-        &[Check::Bits(3, of_descriptor, of_descriptor)],
+        &[ArgumentCheck::Bits(3, of_descriptor, of_descriptor)],
     ));
-    list.extend(only(Sysno::unlinkat, &[Check::Is(2, 0)]));
+    list.extend(only(Sysno::unlinkat, &[ArgumentCheck::Is(2, 0)]));
     list.extend(only(
         Sysno::socket,
         &[
-            Check::Is(0, libc::AF_UNIX.unsigned_abs()),
-            Check::Is(1, SOCKET_TYPE.unsigned_abs()),
-            Check::Is(2, 0),
+            ArgumentCheck::Is(0, libc::AF_UNIX.unsigned_abs()),
+            ArgumentCheck::Is(1, SOCKET_TYPE.unsigned_abs()),
+            ArgumentCheck::Is(2, 0),
         ],
     ));
     list
@@ -665,15 +678,15 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
     list.extend(only(
         Sysno::perf_event_open,
         &[
-            Check::Not(1, 0),
-            Check::Not(1, any_process),
-            Check::Is(2, any_cpu),
-            Check::Is(4, cloexec),
+            ArgumentCheck::Not(1, 0),
+            ArgumentCheck::Not(1, any_process),
+            ArgumentCheck::Is(2, any_cpu),
+            ArgumentCheck::Is(4, cloexec),
         ],
     ));
     list.extend(only(
         Sysno::fcntl,
-        &[Check::Is(1, F_SETSIG), Check::Is(2, signal)],
+        &[ArgumentCheck::Is(1, F_SETSIG), ArgumentCheck::Is(2, signal)],
     ));
     let of_events = [
         F_SETOWN_EX,
@@ -684,7 +697,10 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
     // The standard library checks that a descriptor is open before it closes it.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
     // Checks that a thread belongs to the VM. Signal 0 is never delivered.
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, vm), Check::Is(2, 0)]));
+    list.extend(only(
+        Sysno::tgkill,
+        &[ArgumentCheck::Is(0, vm), ArgumentCheck::Is(2, 0)],
+    ));
     list
 }
 

@@ -3,7 +3,7 @@
 //! A VM that changes its user (`--jail uid=N`) keeps root's capabilities until all resources are
 //! open, and a VM of root may be configured to log into a directory of another user. [`Directory`]
 //! resolves the directory of a path without following symbolic links of other users, and holds it
-//! open so that later operations apply to the same directory. [`Directory::act`] performs an
+//! open so that later operations apply to the same directory. [`Directory::without_file_capabilities`] performs an
 //! operation with the file capabilities only if no other user can influence the result. [`bind`]
 //! and [`append`] are based on it. No permissions are changed by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
@@ -43,9 +43,9 @@ const FILE_CAPABILITIES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::CHOWN);
 
 /// Guard that restores the effective capabilities of this thread.
-struct Lowered(CapabilitySets);
+struct LoweredCapabilities(CapabilitySets);
 
-impl Lowered {
+impl LoweredCapabilities {
     /// Removes the file capabilities from the effective set. Returns `None` if the process runs as
     /// root, which owns its files anyway, or has none of these capabilities.
     fn now() -> io::Result<Option<Self>> {
@@ -62,7 +62,7 @@ impl Lowered {
     }
 }
 
-impl Drop for Lowered {
+impl Drop for LoweredCapabilities {
     fn drop(&mut self) {
         // The permitted set is unchanged, so the call cannot be denied.
         let _ = set_capabilities(None, self.0);
@@ -83,16 +83,16 @@ pub struct Directory {
 
 /// Owners, besides root, whose symbolic links are followed.
 #[derive(Clone, Copy, PartialEq)]
-enum Links {
+enum TrustedLinks {
     OfThisUser,
     OfRootOnly,
 }
 
 /// State of the resolution of a path.
-struct Walk {
+struct PathWalk {
     at: OwnedFd,
     rest: VecDeque<OsString>,
-    links: Links,
+    links: TrustedLinks,
     followed: usize,
     /// `true` if every component so far is controlled by root.
     of_root: bool,
@@ -100,8 +100,8 @@ struct Walk {
     exposed: bool,
 }
 
-impl Walk {
-    fn new(path: &Path, links: Links) -> io::Result<Self> {
+impl PathWalk {
+    fn new(path: &Path, links: TrustedLinks) -> io::Result<Self> {
         // The user may be unable to open the working directory by path.
         let start = if path.is_absolute() { "/" } else { "." };
         let mut walk = Self {
@@ -143,7 +143,7 @@ impl Walk {
         let meta = fstat(&next)?;
         match FileType::from_raw_mode(meta.st_mode) {
             FileType::Directory => {
-                self.judge(&meta);
+                self.record_writers(&meta);
                 self.at = next;
                 Ok(())
             }
@@ -154,11 +154,11 @@ impl Walk {
 
     /// Records who can change the contents of a directory on the path. In a sticky directory users
     /// cannot replace files of others.
-    fn judge(&mut self, meta: &Stat) {
+    fn record_writers(&mut self, meta: &Stat) {
         let sticky = meta.st_mode & 0o1000 != 0;
         let open = meta.st_mode & WRITABLE_BY_OTHERS != 0 && !sticky;
-        self.of_root &= is_own(meta.st_uid, Links::OfRootOnly) && !open;
-        self.exposed |= open || !is_own(meta.st_uid, Links::OfThisUser);
+        self.of_root &= is_own(meta.st_uid, TrustedLinks::OfRootOnly) && !open;
+        self.exposed |= open || !is_own(meta.st_uid, TrustedLinks::OfThisUser);
     }
 
     /// Follows the symbolic link `name` in the current directory.
@@ -175,7 +175,7 @@ impl Walk {
                 name.display()
             )));
         }
-        self.of_root &= is_own(owner, Links::OfRootOnly);
+        self.of_root &= is_own(owner, TrustedLinks::OfRootOnly);
         self.followed += 1;
         if self.followed > MAX_LINKS {
             return Err(Errno::LOOP.into());
@@ -186,7 +186,7 @@ impl Walk {
 
     fn enter(&mut self) -> io::Result<()> {
         let meta = fstat(&self.at)?;
-        self.judge(&meta);
+        self.record_writers(&meta);
         Ok(())
     }
 
@@ -214,8 +214,8 @@ impl Walk {
 
 /// Returns whether the owner of a link or directory is root or, unless `links` accepts only root,
 /// this user.
-fn is_own(owner: u32, links: Links) -> bool {
-    owner == root() || (links == Links::OfThisUser && owner == geteuid().as_raw())
+fn is_own(owner: u32, links: TrustedLinks) -> bool {
+    owner == root() || (links == TrustedLinks::OfThisUser && owner == geteuid().as_raw())
 }
 
 /// Returns the user ID of root as seen by this process, which is the owner of /proc. A user
@@ -253,22 +253,25 @@ impl Directory {
         Self::reach(path, |walk| walk.run(0)).map(|(directory, _)| directory)
     }
 
-    fn reach(path: &Path, run: impl Fn(&mut Walk) -> io::Result<()>) -> io::Result<(Self, Option<OsString>)> {
+    fn reach(
+        path: &Path,
+        run: impl Fn(&mut PathWalk) -> io::Result<()>,
+    ) -> io::Result<(Self, Option<OsString>)> {
         let walk = |links, reached| {
-            let mut walk = Walk::new(path, links)?;
+            let mut walk = PathWalk::new(path, links)?;
             run(&mut walk)?;
             let rest = walk.rest.pop_front();
             Ok((walk.into_directory(reached)?, rest))
         };
-        let Some(lowered) = Lowered::now()? else {
-            return walk(Links::OfThisUser, true);
+        let Some(lowered) = LoweredCapabilities::now()? else {
+            return walk(TrustedLinks::OfThisUser, true);
         };
-        let found = walk(Links::OfThisUser, true);
+        let found = walk(TrustedLinks::OfThisUser, true);
         drop(lowered);
         match found {
             // A directory of root on the path may be inaccessible to this user. In that case only
             // root's links are followed.
-            Err(e) if is_denied(&e) => walk(Links::OfRootOnly, false),
+            Err(e) if is_denied(&e) => walk(TrustedLinks::OfRootOnly, false),
             found => found,
         }
     }
@@ -291,8 +294,12 @@ impl Directory {
     ///
     /// # Errors
     /// Returns the error of `capset(2)`.
-    pub fn act<T>(&self, what: impl FnOnce() -> T) -> io::Result<T> {
-        let _lowered = if self.trusted { None } else { Lowered::now()? };
+    pub fn without_file_capabilities<T>(&self, what: impl FnOnce() -> T) -> io::Result<T> {
+        let _lowered = if self.trusted {
+            None
+        } else {
+            LoweredCapabilities::now()?
+        };
         Ok(what())
     }
 
@@ -306,7 +313,7 @@ impl Directory {
     pub fn bind(&self, name: &OsStr, mode: Option<u32>, path: &Path) -> io::Result<UnixListener> {
         let own = self.path(name);
         let path = if self.reached_by_path { path } else { &own };
-        self.act(|| match bind_at(path, mode) {
+        self.without_file_capabilities(|| match bind_at(path, mode) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse && self.is_dead_socket(name) => {
                 unlinkat(&self.fd, name, AtFlags::empty())?;
                 bind_at(path, mode)
@@ -347,9 +354,9 @@ pub fn bind(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
 
 /// Guard that restores the saved umask on drop. The umask applies to the whole process, so it is
 /// changed only for sockets with explicit permissions and for the duration of one call.
-struct NoUmask(Mode);
+struct UmaskGuard(Mode);
 
-impl Drop for NoUmask {
+impl Drop for UmaskGuard {
     fn drop(&mut self) {
         umask(self.0);
     }
@@ -371,7 +378,7 @@ fn bind_at(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     }
     let _no_umask = mode
         .filter(|mode| mode & 0o077 != 0)
-        .map(|_| NoUmask(umask(Mode::empty())));
+        .map(|_| UmaskGuard(umask(Mode::empty())));
     // SAFETY: the address outlives the call and is at least as long as its length argument, and the
     // descriptor is open.
     let done =
@@ -435,10 +442,11 @@ pub fn append(path: &Path, mode: u32) -> io::Result<File> {
         flags |= OFlags::NOFOLLOW;
     }
     let mode = Mode::from_bits_truncate(mode);
-    let file = directory.act(|| openat(&directory.fd, &name, flags, mode))??;
+    let file = directory.without_file_capabilities(|| openat(&directory.fd, &name, flags, mode))??;
     let (meta, around) = (fstat(&file)?, fstat(&directory.fd)?);
     let regular = FileType::from_raw_mode(meta.st_mode) == FileType::RegularFile;
-    let stranger = !is_own(around.st_uid, Links::OfThisUser) || around.st_mode & WRITABLE_BY_OTHERS != 0;
+    let stranger =
+        !is_own(around.st_uid, TrustedLinks::OfThisUser) || around.st_mode & WRITABLE_BY_OTHERS != 0;
     if regular && meta.st_nlink > 1 && stranger && !is_proc(&directory.fd) {
         return Err(io::Error::other(
             "a file with more than one name in a directory that other users may write; choose another directory",
@@ -457,7 +465,7 @@ pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
         return;
     };
     // A failed removal is harmless, because the next VM replaces a socket without a listener.
-    let _ = directory.act(|| {
+    let _ = directory.without_file_capabilities(|| {
         if identity.is_none_or(|file| directory.identity(&name).is_ok_and(|now| now == file.0)) {
             let _ = unlinkat(&directory.fd, &name, AtFlags::empty());
         }
@@ -475,6 +483,8 @@ impl FileIdentity {
     /// Returns the errors of [`Directory::of`] and `fstatat(2)`.
     pub fn of(path: &Path) -> io::Result<Self> {
         let (directory, name) = Directory::of(path)?;
-        directory.act(|| directory.identity(&name))?.map(Self)
+        directory
+            .without_file_capabilities(|| directory.identity(&name))?
+            .map(Self)
     }
 }

@@ -25,10 +25,10 @@ use std::time::Duration;
 
 use crate::service::ServiceProcess;
 use crate::start::SandboxError;
-use crate::workers::{Confinement, WorkersError};
+use crate::workers::{ProcessConfinement, ServiceStartError};
 use crate::{ThreadKind, filter, lists};
-use protocol::{MAX_REQUEST_BYTES, REPLY_BYTES, Request};
-use server::Client;
+use protocol::{MAX_REQUEST_BYTES, PerfRequest, REPLY_BYTES};
+use server::BrokerClient;
 
 /// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"perf-broker";
@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The reason why the broker did not open an event.
 #[derive(Debug, thiserror::Error)]
-pub enum BrokerError {
+pub enum PerfBrokerError {
     /// The broker or the kernel denied the request.
     #[error("the event is refused")]
     Refused(#[source] io::Error),
@@ -61,15 +61,15 @@ impl PerfBroker {
     /// the right to open events.
     ///
     /// # Errors
-    /// Returns a [`WorkersError`] if the process cannot be started or its filter cannot be created.
+    /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be created.
     pub fn start(
-        confinement: Confinement,
+        confinement: ProcessConfinement,
         signal: libc::c_int,
         give_up: fn() -> bool,
-    ) -> Result<Self, WorkersError> {
-        let (ours, its) = datagram::pair(PATIENCE).map_err(|e| WorkersError::Os("socketpair", e))?;
+    ) -> Result<Self, ServiceStartError> {
+        let (ours, its) = datagram::pair(PATIENCE).map_err(|e| ServiceStartError::Os("socketpair", e))?;
         let pid = std::process::id();
-        let client = Client {
+        let client = BrokerClient {
             pid: pid.cast_signed(),
             signal,
         };
@@ -95,7 +95,7 @@ impl PerfBroker {
                     Ok(())
                 },
             )
-            .map_err(|e| WorkersError::Os("fork", e))?;
+            .map_err(|e| ServiceStartError::Os("fork", e))?;
         Ok(Self {
             connection: Mutex::new(Some(ours)),
             signal,
@@ -112,43 +112,43 @@ impl PerfBroker {
     /// the broker's signal to thread `receiver`.
     ///
     /// # Errors
-    /// Returns [`BrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if this
+    /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if this
     /// process has no such thread, or the error of `perf_event_open(2)` or `fcntl(2)`. Returns
-    /// [`BrokerError::Gone`] if the broker has exited.
+    /// [`PerfBrokerError::Gone`] if the broker has exited.
     pub fn open(
         &self,
         attr: &[u8],
         tid: i32,
         leader: Option<BorrowedFd<'_>>,
         receiver: Option<i32>,
-    ) -> Result<OwnedFd, BrokerError> {
-        let request = Request::Open {
+    ) -> Result<OwnedFd, PerfBrokerError> {
+        let request = PerfRequest::Open {
             tid,
             receiver: receiver.unwrap_or(0),
             attr,
         };
         let event = self.ask(request, leader)?;
         // The kernel discards a passed descriptor if this process has reached its descriptor limit.
-        event.ok_or_else(|| BrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
+        event.ok_or_else(|| PerfBrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
     }
 
     /// Makes overflows of `event` send the broker's signal to thread `receiver` of this process.
     ///
     /// # Errors
     /// Returns the same errors as [`PerfBroker::open`].
-    pub fn set_signal(&self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), BrokerError> {
-        self.ask(Request::Signal { receiver }, Some(event)).map(drop)
+    pub fn set_signal(&self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), PerfBrokerError> {
+        self.ask(PerfRequest::Signal { receiver }, Some(event)).map(drop)
     }
 
     fn ask(
         &self,
-        request: Request<'_>,
+        request: PerfRequest<'_>,
         passed: Option<BorrowedFd<'_>>,
-    ) -> Result<Option<OwnedFd>, BrokerError> {
+    ) -> Result<Option<OwnedFd>, PerfBrokerError> {
         let mut buffer = [0; MAX_REQUEST_BYTES];
         let length = request
             .encode(&mut buffer)
-            .ok_or_else(|| BrokerError::Refused(io::Error::from_raw_os_error(libc::E2BIG)))?;
+            .ok_or_else(|| PerfBrokerError::Refused(io::Error::from_raw_os_error(libc::E2BIG)))?;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = connection
             .as_ref()
@@ -164,11 +164,11 @@ impl PerfBroker {
             });
         match answer {
             Ok((0, event)) => Ok(event),
-            Ok((errno, _)) => Err(BrokerError::Refused(io::Error::from_raw_os_error(errno))),
+            Ok((errno, _)) => Err(PerfBrokerError::Refused(io::Error::from_raw_os_error(errno))),
             Err(e) => {
                 // A late answer would be mistaken for the answer to another request.
                 *connection = None;
-                Err(BrokerError::Gone(e))
+                Err(PerfBrokerError::Gone(e))
             }
         }
     }

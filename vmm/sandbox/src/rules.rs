@@ -5,7 +5,7 @@ use syscalls::Sysno;
 /// A condition on one argument, counted from 0. Filters see register values only and cannot
 /// dereference pointers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Check {
+pub(crate) enum ArgumentCheck {
     /// The low 32 bits are equal to the value.
     Is(u8, u32),
     /// The low 32 bits differ from the value.
@@ -23,7 +23,7 @@ pub(crate) struct Allowed {
     pub(crate) call: Sysno,
     /// Alternatives, each a list of conditions that must all hold. Empty if any arguments are
     /// permitted.
-    pub(crate) when: Vec<Vec<Check>>,
+    pub(crate) when: Vec<Vec<ArgumentCheck>>,
 }
 
 /// Permits each of `calls` with any arguments.
@@ -36,7 +36,7 @@ pub(crate) fn any(calls: &[Sysno]) -> Vec<Allowed> {
 }
 
 /// Permits `call` if all of `checks` hold.
-pub(crate) fn only(call: Sysno, checks: &[Check]) -> Vec<Allowed> {
+pub(crate) fn only(call: Sysno, checks: &[ArgumentCheck]) -> Vec<Allowed> {
     vec![Allowed {
         call,
         when: vec![checks.to_vec()],
@@ -45,7 +45,9 @@ pub(crate) fn only(call: Sysno, checks: &[Check]) -> Vec<Allowed> {
 
 /// Permits `call` with any of `values` as argument `argument`.
 pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<Allowed> {
-    let when = values.iter().map(|value| vec![Check::Is(argument, *value)]);
+    let when = values
+        .iter()
+        .map(|value| vec![ArgumentCheck::Is(argument, *value)]);
     vec![Allowed {
         call,
         when: when.collect(),
@@ -55,7 +57,13 @@ pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<Allowed> 
 /// Permits `ioctl(2)` with these requests, given by type and number (ioctl(2), `_IOC`). Direction
 /// and size are checked by the kernel only.
 pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<Allowed> {
-    let request = |number: &u8| vec![Check::Bits(1, 0xffff, u64::from(kind) << 8 | u64::from(*number))];
+    let request = |number: &u8| {
+        vec![ArgumentCheck::Bits(
+            1,
+            0xffff,
+            u64::from(kind) << 8 | u64::from(*number),
+        )]
+    };
     vec![Allowed {
         call: Sysno::ioctl,
         when: numbers.iter().map(request).collect(),

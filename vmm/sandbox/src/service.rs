@@ -60,12 +60,12 @@ impl ServiceProcess<'_> {
         prepare: impl FnOnce() -> T,
         serve: impl FnOnce(OwnedFd, T) -> io::Result<()>,
     ) -> io::Result<()> {
-        ends_with_its_parent(self.name);
+        exit_with_parent(self.name);
         // SAFETY: the call takes numbers. Terminal signals must not reach this process.
         unsafe { libc::setpgid(0, 0) };
-        let socket = only_descriptor(socket)?;
+        let socket = keep_only_descriptor(socket)?;
         let prepared = prepare();
-        give_back_what_is_free();
+        trim_heap();
         if !(self.give_up)() {
             return Err(io::Error::other("rights that stay"));
         }
@@ -87,7 +87,7 @@ pub(crate) fn leave(status: i32) -> ! {
 
 /// Returns free heap memory inherited from the parent to the host, because this process is idle
 /// most of the time.
-pub(crate) fn give_back_what_is_free() {
+pub(crate) fn trim_heap() {
     // SAFETY: the call takes a number.
     #[cfg(target_env = "gnu")]
     unsafe {
@@ -96,7 +96,7 @@ pub(crate) fn give_back_what_is_free() {
 }
 
 /// Sets the process name and makes the process exit when its parent exits.
-pub(crate) fn ends_with_its_parent(name: &CStr) {
+pub(crate) fn exit_with_parent(name: &CStr) {
     // SAFETY: the calls take numbers and a string that outlives them.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
@@ -106,7 +106,7 @@ pub(crate) fn ends_with_its_parent(name: &CStr) {
 
 /// Closes all descriptors except `kept`. Standard streams are redirected to a pipe without a
 /// reader.
-pub(crate) fn only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
+pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
     const FIRST: RawFd = 3;
     let (_, nowhere) = io::pipe()?;
     // SAFETY: the calls take descriptors and numbers. The closed descriptors are copies inherited

@@ -32,9 +32,9 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::paths::{self, Directory};
-use crate::service::{UNFIT, give_back_what_is_free, leave, only_descriptor};
+use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{Mode as FilterMode, SandboxError};
-use crate::{Confinement, ThreadKind, WorkersError, files, filter, lists};
+use crate::{ProcessConfinement, ServiceStartError, ThreadKind, files, filter, lists};
 
 /// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
@@ -46,7 +46,7 @@ const MAX_NAME: usize = 107;
 /// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-enum Operation {
+enum BrokerOperation {
     /// Registers a destination with exactly this name. The directory is passed as a descriptor.
     AddExact = b'E',
     /// Registers destinations with this name followed by an underscore and a port.
@@ -59,7 +59,7 @@ enum Operation {
     Connect = b'C',
 }
 
-impl Operation {
+impl BrokerOperation {
     fn from_byte(byte: u8) -> Option<Self> {
         [
             Self::AddExact,
@@ -74,14 +74,14 @@ impl Operation {
 }
 
 /// A message from the VM. A name is allowed only before the seal.
-struct Request {
-    operation: Operation,
+struct BrokerRequest {
+    operation: BrokerOperation,
     destination: u16,
     port: u32,
     name: OsString,
 }
 
-impl Request {
+impl BrokerRequest {
     const BYTES: usize = 8 + MAX_NAME;
 
     fn to_bytes(&self) -> [u8; Self::BYTES] {
@@ -100,7 +100,7 @@ impl Request {
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let name = bytes[8..].get(..bytes[1].into())?;
         Some(Self {
-            operation: Operation::from_byte(bytes[0])?,
+            operation: BrokerOperation::from_byte(bytes[0])?,
             destination: u16::from_le_bytes([bytes[2], bytes[3]]),
             port: u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]),
             name: OsString::from_vec(name.to_vec()),
@@ -120,20 +120,20 @@ pub struct SocketBroker {
 /// A registered Unix socket, or a set of Unix sockets numbered by port, that the broker connects
 /// to.
 #[derive(Clone, Debug)]
-pub struct Destination {
+pub struct SocketDestination {
     broker: Arc<SocketBroker>,
     index: u16,
 }
 
-impl Destination {
+impl SocketDestination {
     /// Connects to the socket of `port`, which is ignored for a single socket. The returned socket
     /// is non-blocking. A symbolic link at the socket's path is rejected.
     ///
     /// # Errors
     /// Returns the error of `connect(2)`, or [`ErrorKind::NotConnected`] if the broker has exited.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
-        let request = Request {
-            operation: Operation::Connect,
+        let request = BrokerRequest {
+            operation: BrokerOperation::Connect,
             destination: self.index,
             port,
             name: OsString::new(),
@@ -148,16 +148,19 @@ impl SocketBroker {
     /// `give_up` drops the broker's privileges.
     ///
     /// # Errors
-    /// Returns a [`WorkersError`] if the process cannot be started or its filters cannot be
+    /// Returns a [`ServiceStartError`] if the process cannot be started or its filters cannot be
     /// created.
-    pub fn start(confinement: Confinement, give_up: fn() -> bool) -> Result<Arc<Self>, WorkersError> {
-        let os = |what| move |e| WorkersError::Os(what, e);
+    pub fn start(
+        confinement: ProcessConfinement,
+        give_up: fn() -> bool,
+    ) -> Result<Arc<Self>, ServiceStartError> {
+        let os = |what| move |e| ServiceStartError::Os(what, e);
         let (ours, its) = UnixStream::pair().map_err(os("socketpair"))?;
         ours.set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| ours.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(os("setsockopt"))?;
         let filters = filters(confinement.seccomp)
-            .map_err(|e| WorkersError::Sandbox(SandboxError::Compile(ThreadKind::Socket, e)))?;
+            .map_err(|e| ServiceStartError::Sandbox(SandboxError::Compile(ThreadKind::Socket, e)))?;
         // SAFETY: no other thread exists, as the documentation requires, so all memory of the child
         // is consistent and no lock is held by another thread.
         match unsafe { libc::fork() } {
@@ -178,18 +181,18 @@ impl SocketBroker {
     ///
     /// # Errors
     /// Returns the errors of [`Directory::of`], or an error if the broker has exited.
-    pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<Destination> {
+    pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
         // The listener may be replaced, so the destination is identified by name.
         let whole = std::fs::canonicalize(path);
-        self.name(Operation::AddExact, whole.as_deref().unwrap_or(path))
+        self.name(BrokerOperation::AddExact, whole.as_deref().unwrap_or(path))
     }
 
     /// Registers the sockets at `path` followed by an underscore and a port.
     ///
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
-    pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<Destination> {
-        self.name(Operation::AddNumbered, path)
+    pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
+        self.name(BrokerOperation::AddNumbered, path)
     }
 
     /// Registers the socket at `path` for removal when the VM ends, provided that it is still the
@@ -198,23 +201,23 @@ impl SocketBroker {
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
     pub fn remove_at_end(self: &Arc<Self>, path: &Path) -> io::Result<()> {
-        self.name(Operation::RemoveAtEnd, path).map(drop)
+        self.name(BrokerOperation::RemoveAtEnd, path).map(drop)
     }
 
-    fn name(self: &Arc<Self>, operation: Operation, path: &Path) -> io::Result<Destination> {
+    fn name(self: &Arc<Self>, operation: BrokerOperation, path: &Path) -> io::Result<SocketDestination> {
         let (directory, name) = Directory::of(path)?;
         if name.len() > MAX_NAME {
             let why = format!("a socket's file name has at most {MAX_NAME} bytes here; choose a shorter one");
             return Err(io::Error::new(ErrorKind::InvalidInput, why));
         }
-        let request = Request {
+        let request = BrokerRequest {
             operation,
             destination: 0,
             port: 0,
             name,
         };
         let (index, _) = self.ask(&request, Some(&directory))?;
-        Ok(Destination {
+        Ok(SocketDestination {
             broker: self.clone(),
             index: u16::try_from(index).map_err(io::Error::other)?,
         })
@@ -226,8 +229,8 @@ impl SocketBroker {
     /// # Errors
     /// Returns an error if the broker has exited or cannot be confined.
     pub fn seal(&self) -> io::Result<()> {
-        let request = Request {
-            operation: Operation::Seal,
+        let request = BrokerRequest {
+            operation: BrokerOperation::Seal,
             destination: 0,
             port: 0,
             name: OsString::new(),
@@ -246,7 +249,7 @@ impl SocketBroker {
         }
     }
 
-    fn ask(&self, request: &Request, along: Option<&Directory>) -> io::Result<(i32, Option<OwnedFd>)> {
+    fn ask(&self, request: &BrokerRequest, along: Option<&Directory>) -> io::Result<(i32, Option<OwnedFd>)> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = control.as_mut().ok_or_else(|| {
             io::Error::new(
@@ -275,7 +278,7 @@ impl Drop for SocketBroker {
 /// Sends a request. Returns the number in the answer, negative for an error, and the passed socket.
 fn exchange(
     stream: &mut UnixStream,
-    request: &Request,
+    request: &BrokerRequest,
     along: Option<&Directory>,
 ) -> io::Result<(i32, Option<OwnedFd>)> {
     let bytes = request.to_bytes();
@@ -326,15 +329,15 @@ fn filters(mode: FilterMode) -> Result<Vec<BpfProgram>, seccompiler::BackendErro
 }
 
 /// A file name in a directory.
-struct Named {
+struct NamedSocket {
     directory: OwnedFd,
     name: OsString,
 }
 
-impl Named {
+impl NamedSocket {
     /// Opens the file by path only and checks that it is a socket.
-    fn look(&self, name: &OsStr) -> io::Result<OwnedFd> {
-        let file = openat(&self.directory, name, lists::LOOK, Mode::empty())?;
+    fn open_socket_path(&self, name: &OsStr) -> io::Result<OwnedFd> {
+        let file = openat(&self.directory, name, lists::PATH_ONLY, Mode::empty())?;
         match FileType::from_raw_mode(fstat(&file)?.st_mode) {
             FileType::Socket => Ok(file),
             _ => Err(Errno::CONNREFUSED.into()),
@@ -342,18 +345,18 @@ impl Named {
     }
 
     fn identity(&self) -> io::Result<(u64, u64)> {
-        let meta = fstat(self.look(&self.name)?)?;
+        let meta = fstat(self.open_socket_path(&self.name)?)?;
         Ok((meta.st_dev, meta.st_ino))
     }
 }
 
 /// Sockets that the VM has registered.
 #[derive(Default)]
-struct Names {
+struct RegisteredSockets {
     /// Destinations, with `true` if the port is part of the name.
-    destinations: Vec<(Named, bool)>,
+    destinations: Vec<(NamedSocket, bool)>,
     /// Sockets to remove, with device and inode numbers.
-    own: Vec<(Named, (u64, u64))>,
+    own: Vec<(NamedSocket, (u64, u64))>,
 }
 
 fn serve(
@@ -372,26 +375,26 @@ fn serve(
             libc::signal(signal, libc::SIG_IGN);
         }
     }
-    let mut control = UnixStream::from(only_descriptor(control.into())?);
-    give_back_what_is_free();
+    let mut control = UnixStream::from(keep_only_descriptor(control.into())?);
+    trim_heap();
     if !give_up() {
         return Err(io::Error::other("rights that stay"));
     }
-    let mut names = Names::default();
+    let mut names = RegisteredSockets::default();
     let mut sealed = false;
     let served = loop {
-        let mut bytes = [0; Request::BYTES];
+        let mut bytes = [0; BrokerRequest::BYTES];
         let along = match receive(&mut control, &mut bytes) {
             Ok(Some(along)) => along,
             Ok(None) => break Ok(()),
             Err(e) => break Err(e),
         };
-        let answer = match Request::from_bytes(&bytes) {
-            Some(request) if request.operation == Operation::Seal && !sealed => {
+        let answer = match BrokerRequest::from_bytes(&bytes) {
+            Some(request) if request.operation == BrokerOperation::Seal && !sealed => {
                 sealed = true;
                 confine(&names, filters, landlock).map(|()| (0, None))
             }
-            Some(request) if request.operation == Operation::Connect => {
+            Some(request) if request.operation == BrokerOperation::Connect => {
                 names.connect(&request).map(|socket| (0, Some(socket)))
             }
             Some(request) if !sealed => names.add(request, along).map(|index| (index, None)),
@@ -411,7 +414,7 @@ fn serve(
     served
 }
 
-fn confine(names: &Names, filters: &[BpfProgram], landlock: bool) -> io::Result<()> {
+fn confine(names: &RegisteredSockets, filters: &[BpfProgram], landlock: bool) -> io::Result<()> {
     if landlock {
         let own: Vec<_> = names
             .own
@@ -441,24 +444,24 @@ fn reply(control: &mut UnixStream, answer: io::Result<(i32, Option<OwnedFd>)>) -
     control.write_all(&bytes[sent..])
 }
 
-impl Names {
+impl RegisteredSockets {
     /// Registers a destination and returns its number.
-    fn add(&mut self, request: Request, directory: Option<OwnedFd>) -> io::Result<i32> {
-        let named = Named {
+    fn add(&mut self, request: BrokerRequest, directory: Option<OwnedFd>) -> io::Result<i32> {
+        let named = NamedSocket {
             directory: directory.ok_or(Errno::BADF)?,
             name: request.name,
         };
-        if request.operation == Operation::RemoveAtEnd {
+        if request.operation == BrokerOperation::RemoveAtEnd {
             let identity = named.identity()?;
             self.own.push((named, identity));
             return Ok(0);
         }
-        let numbered = request.operation == Operation::AddNumbered;
+        let numbered = request.operation == BrokerOperation::AddNumbered;
         self.destinations.push((named, numbered));
         i32::try_from(self.destinations.len() - 1).map_err(io::Error::other)
     }
 
-    fn connect(&self, request: &Request) -> io::Result<OwnedFd> {
+    fn connect(&self, request: &BrokerRequest) -> io::Result<OwnedFd> {
         let destination = self.destinations.get(usize::from(request.destination));
         let (named, numbered) = destination.ok_or(Errno::NOENT)?;
         let mut name = named.name.clone();
@@ -466,7 +469,7 @@ impl Names {
             name.push(format!("_{}", request.port));
         }
         // Symbolic links are rejected because they may lead to sockets of other users.
-        let file = named.look(&name)?;
+        let file = named.open_socket_path(&name)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         connect(Path::new(&path))
     }
@@ -497,19 +500,19 @@ mod tests {
     #[test]
     fn request_survives_encoding() {
         for (operation, name) in [
-            (Operation::AddExact, "back-end.sock"),
-            (Operation::AddNumbered, ""),
-            (Operation::RemoveAtEnd, "x"),
-            (Operation::Seal, ""),
-            (Operation::Connect, ""),
+            (BrokerOperation::AddExact, "back-end.sock"),
+            (BrokerOperation::AddNumbered, ""),
+            (BrokerOperation::RemoveAtEnd, "x"),
+            (BrokerOperation::Seal, ""),
+            (BrokerOperation::Connect, ""),
         ] {
-            let request = Request {
+            let request = BrokerRequest {
                 operation,
                 destination: 515,
                 port: u32::MAX - 1,
                 name: name.into(),
             };
-            let again = Request::from_bytes(&request.to_bytes()).unwrap();
+            let again = BrokerRequest::from_bytes(&request.to_bytes()).unwrap();
             assert_eq!(
                 (again.operation, again.destination, again.port, again.name),
                 (operation, 515, u32::MAX - 1, OsString::from(name))
@@ -518,14 +521,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_not_a_request_are_refused() {
-        let mut bytes = [0; Request::BYTES];
-        assert!(Request::from_bytes(&bytes).is_none());
+    fn malformed_request_bytes_are_rejected() {
+        let mut bytes = [0; BrokerRequest::BYTES];
+        assert!(BrokerRequest::from_bytes(&bytes).is_none());
         bytes[0] = b'C';
-        assert!(Request::from_bytes(&bytes).is_some());
+        assert!(BrokerRequest::from_bytes(&bytes).is_some());
         bytes[1] = u8::try_from(MAX_NAME + 1).unwrap();
         assert!(
-            Request::from_bytes(&bytes).is_none(),
+            BrokerRequest::from_bytes(&bytes).is_none(),
             "a name longer than the message"
         );
     }

@@ -10,8 +10,8 @@ use std::thread::{Builder, JoinHandle};
 
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
-use crate::kind::{Counting, ThreadKind};
-use crate::violation::{self, LastWill, Line};
+use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::violation::{self, SignalSafeLine, TerminationActions};
 use crate::{files, filter, lists};
 
 /// Stack size of the starter thread, in bytes.
@@ -32,7 +32,7 @@ pub enum Mode {
 /// The error for an unknown seccomp mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be one of on, log, off")]
-pub struct ModeError;
+pub struct ParseSeccompModeError;
 
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -45,14 +45,14 @@ impl fmt::Display for Mode {
 }
 
 impl FromStr for Mode {
-    type Err = ModeError;
+    type Err = ParseSeccompModeError;
 
-    fn from_str(word: &str) -> Result<Self, ModeError> {
+    fn from_str(word: &str) -> Result<Self, ParseSeccompModeError> {
         match word {
             "on" => Ok(Self::On),
             "log" => Ok(Self::Log),
             "off" => Ok(Self::Off),
-            _ => Err(ModeError),
+            _ => Err(ParseSeccompModeError),
         }
     }
 }
@@ -82,14 +82,14 @@ pub enum SandboxError {
 type Start = Box<dyn FnOnce() + Send>;
 
 /// A request to start a thread, with the channel for its handle.
-struct Wanted {
+struct ThreadRequest {
     builder: Builder,
     run: Start,
     reply: Sender<io::Result<JoinHandle<()>>>,
 }
 
 /// Filters of one thread kind.
-struct Programs {
+struct KindFilters {
     /// Filter that fails calls with an error, `None` in a mode that executes all calls.
     refuse: Option<BpfProgram>,
     /// Filter with the allow-list, which includes the refused calls.
@@ -98,10 +98,10 @@ struct Programs {
 
 struct Sandbox {
     /// Filters in the order of [`ThreadKind::ALL`].
-    programs: Vec<Programs>,
+    programs: Vec<KindFilters>,
     without_clone3: BpfProgram,
     /// Channel to the starter thread, set once it exists.
-    starter: OnceLock<Mutex<Sender<Wanted>>>,
+    starter: OnceLock<Mutex<Sender<ThreadRequest>>>,
 }
 
 /// Sandbox of this process, unset without filters.
@@ -114,7 +114,7 @@ static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 /// # Errors
 /// Returns a [`SandboxError`] if the kernel does not support filters, a list cannot be compiled, or
 /// the signal handler cannot be installed.
-pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), SandboxError> {
+pub fn begin(mode: Mode, counting: PerfEventAccess, will: TerminationActions) -> Result<(), SandboxError> {
     let otherwise = match mode {
         Mode::Off => return Ok(()),
         Mode::On => SeccompAction::Trap,
@@ -134,7 +134,7 @@ pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), Sandb
         let refuse = refused.map(|list| filter::refuse(&list)).transpose();
         refuse
             .and_then(|refuse| {
-                Ok(Programs {
+                Ok(KindFilters {
                     refuse,
                     allow: allow?,
                 })
@@ -157,7 +157,7 @@ pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), Sandb
 
 impl Sandbox {
     fn apply(&self, kind: ThreadKind) -> Result<(), SandboxError> {
-        violation::is_of(kind);
+        violation::set_thread_kind(kind);
         let program = ThreadKind::ALL.into_iter().zip(&self.programs);
         program
             .filter(|(of, _)| *of == kind)
@@ -176,7 +176,7 @@ impl Sandbox {
 /// process if the thread cannot be confined, because the thread must not run with excess
 /// privileges.
 pub fn enter(kind: ThreadKind) {
-    violation::is_of(kind);
+    violation::set_thread_kind(kind);
     // Landlock first, because the filter does not allow its calls.
     if let Err(e) = files::enter(kind) {
         not_confined(&e);
@@ -195,7 +195,7 @@ pub(crate) fn is_confined() -> bool {
 }
 
 fn not_confined(e: &dyn std::error::Error) {
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: ");
     line.text(&format!(
         "{e}: {}",
@@ -216,13 +216,13 @@ pub fn confine() -> Result<(), SandboxError> {
     };
     apply_filter(&sandbox.without_clone3).map_err(|e| SandboxError::Apply(ThreadKind::Starter, e))?;
     sandbox.apply(ThreadKind::Starter)?;
-    let (ask, asked) = channel::<Wanted>();
+    let (ask, asked) = channel::<ThreadRequest>();
     Builder::new()
         .name("starter".into())
         .stack_size(STARTER_STACK_BYTES)
         .spawn(move || {
-            violation::is_of(ThreadKind::Starter);
-            for Wanted { builder, run, reply } in asked {
+            violation::set_thread_kind(ThreadKind::Starter);
+            for ThreadRequest { builder, run, reply } in asked {
                 // The requester may have given up, but the thread runs anyway.
                 let _ = reply.send(builder.spawn(run));
             }
@@ -257,7 +257,7 @@ pub fn spawn_prepared(
 ) -> io::Result<JoinHandle<()>> {
     let run = move || {
         // The thread still has the filter inherited from the starter.
-        violation::is_of(ThreadKind::Starter);
+        violation::set_thread_kind(ThreadKind::Starter);
         prepare();
         enter(kind);
         run();
@@ -267,7 +267,7 @@ pub fn spawn_prepared(
     };
     let (reply, replied) = channel();
     let gone = || io::Error::other("the thread that starts others has ended");
-    let wanted = Wanted {
+    let wanted = ThreadRequest {
         builder,
         run: Box::new(run),
         reply,

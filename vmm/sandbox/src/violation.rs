@@ -28,7 +28,7 @@ struct SigSys {
 
 /// Actions at immediate process termination, when destructors do not run.
 #[derive(Clone, Copy, Debug)]
-pub struct LastWill {
+pub struct TerminationActions {
     /// Callback that runs in a signal handler before the line is written and may restore the
     /// terminal.
     pub first: fn(),
@@ -38,12 +38,12 @@ pub struct LastWill {
     pub status: u8,
 }
 
-static WILL: OnceLock<LastWill> = OnceLock::new();
+static WILL: OnceLock<TerminationActions> = OnceLock::new();
 
 thread_local!(static KIND: Cell<Option<ThreadKind>> = const { Cell::new(None) });
 
 /// Records the kind of the calling thread.
-pub(crate) fn is_of(kind: ThreadKind) {
+pub(crate) fn set_thread_kind(kind: ThreadKind) {
     KIND.with(|own| own.set(Some(kind)));
 }
 
@@ -54,20 +54,20 @@ pub fn kind() -> Option<ThreadKind> {
 }
 
 /// Terminates the process as specified by `will`, without destructors and exit handlers.
-pub fn end_now(will: LastWill) -> ! {
+pub fn end_now(will: TerminationActions) -> ! {
     (will.first)();
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(will.status.into()) }
 }
 
 /// Sets the termination actions of the process. Only the first call has an effect.
-pub(crate) fn leave(will: LastWill) {
+pub(crate) fn set_termination_actions(will: TerminationActions) {
     let _ = WILL.set(will);
 }
 
 /// Installs the SIGSYS handler, which terminates the process as specified by `will`.
-pub(crate) fn watch(will: LastWill) -> io::Result<()> {
-    leave(will);
+pub(crate) fn watch(will: TerminationActions) -> io::Result<()> {
+    set_termination_actions(will);
     // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO requires
     // and is async-signal-safe.
     unsafe {
@@ -82,14 +82,14 @@ pub(crate) fn watch(will: LastWill) -> io::Result<()> {
 }
 
 /// Logs a line and terminates the process without destructors and exit handlers.
-pub(crate) fn end(line: &Line) -> ! {
-    tell(line);
+pub(crate) fn end(line: &SignalSafeLine) -> ! {
+    log_line(line);
     // SAFETY: _exit does not return and is async-signal-safe.
     unsafe { libc::_exit(WILL.get().map_or(libc::EXIT_FAILURE, |will| will.status.into())) }
 }
 
 /// Restores the terminal and writes a line to standard error and the log. Async-signal-safe.
-pub(crate) fn tell(line: &Line) {
+pub(crate) fn log_line(line: &SignalSafeLine) {
     let will = WILL.get();
     if let Some(will) = will {
         (will.first)();
@@ -108,7 +108,7 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, and SigSys is its layout for this
     // signal. A siginfo is larger than SigSys for every code.
     let info = unsafe { &*info.cast::<SigSys>() };
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: thread ");
     line.text(own_name(&mut [0; 16]));
     if let Some(kind) = kind() {
@@ -152,12 +152,12 @@ pub(crate) fn own_name(buffer: &mut [u8; 16]) -> &str {
 }
 
 /// A line of text in a fixed buffer, because the interrupted thread may hold the allocator's lock.
-pub(crate) struct Line {
+pub(crate) struct SignalSafeLine {
     bytes: [u8; 400],
     length: usize,
 }
 
-impl Default for Line {
+impl Default for SignalSafeLine {
     fn default() -> Self {
         Self {
             bytes: [0; 400],
@@ -166,7 +166,7 @@ impl Default for Line {
     }
 }
 
-impl Line {
+impl SignalSafeLine {
     /// Appends text, truncated to the remaining space.
     pub(crate) fn text(&mut self, text: &str) {
         let room = &mut self.bytes[self.length..];
@@ -220,8 +220,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_its_numbers_and_no_more_than_fits() {
-        let mut line = Line::default();
+    fn line_formats_numbers_and_truncates() {
+        let mut line = SignalSafeLine::default();
         line.number(0);
         line.text(" ");
         line.number(u64::MAX);

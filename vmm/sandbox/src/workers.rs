@@ -23,9 +23,9 @@ use std::time::Duration;
 use seccompiler::{BackendError, BpfProgram, SeccompAction};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-pub use ended::Ended;
-pub use keeper::Limits;
-use keeper::{BEGIN, GIVE_UP, Job, Said};
+pub use ended::WorkerExit;
+pub use keeper::WorkerLimits;
+use keeper::{BEGIN, GIVE_UP, KeeperConfig, KeeperMessage};
 
 use crate::start::{Mode, SandboxError};
 use crate::{ThreadKind, filter, lists};
@@ -35,14 +35,14 @@ const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Restrictions of worker processes.
 #[derive(Clone, Copy, Debug)]
-pub struct Confinement {
+pub struct ProcessConfinement {
     /// Seccomp mode.
     pub seccomp: Mode,
     /// `true` if landlock denies access to all files, on kernels that support it.
     pub landlock: bool,
 }
 
-impl Confinement {
+impl ProcessConfinement {
     /// Returns the action for a call that is not on a process's list, or `None` without a filter.
     pub(crate) fn otherwise(self) -> Option<SeccompAction> {
         match self.seccomp {
@@ -56,7 +56,7 @@ impl Confinement {
 
 /// The reason why the worker keeper could not be started.
 #[derive(Debug, thiserror::Error)]
-pub enum WorkersError {
+pub enum ServiceStartError {
     /// The operating system denied an operation.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -67,7 +67,7 @@ pub enum WorkersError {
 
 /// The reason why no worker was started.
 #[derive(Debug, thiserror::Error)]
-pub enum BeginError {
+pub enum WorkerStartError {
     /// The keeper has exited or timed out, and no further workers can be started.
     #[error("the process that starts it has ended")]
     NoKeeper(#[source] io::Error),
@@ -79,30 +79,30 @@ pub enum BeginError {
 /// The connection to the worker keeper. The keeper and its current worker exit when this value is
 /// dropped.
 #[derive(Debug)]
-pub struct Workers {
+pub struct WorkerKeeper {
     /// Connection to the keeper, `None` after the keeper has exited.
     control: Mutex<Option<UnixStream>>,
 }
 
-impl Workers {
+impl WorkerKeeper {
     /// Forks the keeper from this process, which must have no thread other than the calling one.
     /// `give_up` drops its privileges. Each worker calls `work` with its socket and its number,
     /// counted from 0.
     ///
     /// # Errors
-    /// Returns a [`WorkersError`] if the keeper cannot be started or its filters cannot be created.
+    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be created.
     pub fn start(
-        confinement: Confinement,
-        limits: Limits,
+        confinement: ProcessConfinement,
+        limits: WorkerLimits,
         give_up: fn() -> bool,
         work: fn(UnixStream, u32),
-    ) -> Result<Self, WorkersError> {
-        let (ours, its) = UnixStream::pair().map_err(|e| WorkersError::Os("socketpair", e))?;
+    ) -> Result<Self, ServiceStartError> {
+        let (ours, its) = UnixStream::pair().map_err(|e| ServiceStartError::Os("socketpair", e))?;
         ours.set_read_timeout(Some(PATIENCE))
-            .map_err(|e| WorkersError::Os("setsockopt", e))?;
+            .map_err(|e| ServiceStartError::Os("setsockopt", e))?;
         let otherwise = confinement.otherwise();
         let filters = filters(otherwise.as_ref());
-        let job = Job {
+        let job = KeeperConfig {
             filters: filters.map_err(|e| SandboxError::Compile(ThreadKind::Profiler, e))?,
             otherwise,
             landlock: confinement.landlock,
@@ -111,7 +111,7 @@ impl Workers {
             give_up,
             work,
         };
-        keeper::start(its, job).map_err(|e| WorkersError::Os("fork", e))?;
+        keeper::start(its, job).map_err(|e| ServiceStartError::Os("fork", e))?;
         Ok(Self {
             control: Mutex::new(Some(ours)),
         })
@@ -121,17 +121,17 @@ impl Workers {
     /// one is dropped.
     ///
     /// # Errors
-    /// Returns a [`BeginError`] if the keeper is unavailable or cannot start a worker.
-    pub fn begin(&self) -> Result<Worker<'_>, BeginError> {
+    /// Returns a [`WorkerStartError`] if the keeper is unavailable or cannot start a worker.
+    pub fn begin(&self) -> Result<WorkerProcess<'_>, WorkerStartError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         match with_keeper(&mut control, begun) {
-            Ok(Ok(socket)) => Ok(Worker {
+            Ok(Ok(socket)) => Ok(WorkerProcess {
                 control,
                 socket,
                 ended: false,
             }),
-            Ok(Err(refused)) => Err(BeginError::Refused(refused)),
-            Err(e) => Err(BeginError::NoKeeper(e)),
+            Ok(Err(refused)) => Err(WorkerStartError::Refused(refused)),
+            Err(e) => Err(WorkerStartError::NoKeeper(e)),
         }
     }
 }
@@ -142,19 +142,19 @@ impl Workers {
 /// Returns an error if the keeper does not answer.
 fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     control.write_all(&[BEGIN])?;
-    let mut word = [0; Said::BYTES];
+    let mut word = [0; KeeperMessage::BYTES];
     let (count, socket) = control
         .recv_with_fd(&mut word)
         .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
     let rest = word.get_mut(count..).unwrap_or_default();
     control.read_exact(rest)?;
-    match Said::from_bytes(word) {
-        Said::Begun => {
+    match KeeperMessage::from_bytes(word) {
+        KeeperMessage::StartedWorker => {
             let socket = socket.ok_or(ErrorKind::InvalidData)?;
             Ok(Ok(UnixStream::from(OwnedFd::from(socket))))
         }
-        Said::Failed(errno) => Ok(Err(io::Error::from_raw_os_error(errno))),
-        Said::Ended { .. } => Err(ErrorKind::InvalidData.into()),
+        KeeperMessage::Failed(errno) => Ok(Err(io::Error::from_raw_os_error(errno))),
+        KeeperMessage::WorkerExit { .. } => Err(ErrorKind::InvalidData.into()),
     }
 }
 
@@ -173,29 +173,29 @@ fn with_keeper<T>(
 }
 
 /// Receives the termination status of a worker.
-fn ended(control: &mut UnixStream) -> io::Result<Ended> {
+fn ended(control: &mut UnixStream) -> io::Result<WorkerExit> {
     control.write_all(&[GIVE_UP])?;
-    let mut word = [0; Said::BYTES];
+    let mut word = [0; KeeperMessage::BYTES];
     control.read_exact(&mut word)?;
-    match Said::from_bytes(word) {
-        Said::Ended { status, text } => {
+    match KeeperMessage::from_bytes(word) {
+        KeeperMessage::WorkerExit { status, text } => {
             let mut words = vec![0; text.into()];
             control.read_exact(&mut words)?;
-            Ok(Ended::of(status, &words))
+            Ok(WorkerExit::of(status, &words))
         }
-        Said::Begun | Said::Failed(_) => Err(ErrorKind::InvalidData.into()),
+        KeeperMessage::StartedWorker | KeeperMessage::Failed(_) => Err(ErrorKind::InvalidData.into()),
     }
 }
 
 /// A running worker process. Dropping this value terminates the worker.
 #[derive(Debug)]
-pub struct Worker<'a> {
+pub struct WorkerProcess<'a> {
     control: MutexGuard<'a, Option<UnixStream>>,
     socket: UnixStream,
     ended: bool,
 }
 
-impl Drop for Worker<'_> {
+impl Drop for WorkerProcess<'_> {
     fn drop(&mut self) {
         if !self.ended {
             // The keeper waits for this message before it starts another worker. The status is not
@@ -205,7 +205,7 @@ impl Drop for Worker<'_> {
     }
 }
 
-impl Worker<'_> {
+impl WorkerProcess<'_> {
     /// Returns the socket that is connected to the worker.
     pub fn socket(&mut self) -> &mut UnixStream {
         &mut self.socket
@@ -216,7 +216,7 @@ impl Worker<'_> {
     ///
     /// # Errors
     /// Returns an error if the keeper has exited, which also ends the worker.
-    pub fn end(mut self) -> io::Result<Ended> {
+    pub fn end(mut self) -> io::Result<WorkerExit> {
         self.ended = true;
         with_keeper(&mut self.control, ended)
     }

@@ -31,9 +31,9 @@ pub enum ActivateError {
 /// An interrupt of the device: the MSI-X vector that the guest assigned to a queue or to
 /// configuration changes. Without a vector, raising the interrupt has no effect.
 #[derive(Clone, Debug, Default)]
-pub struct Interrupt(Option<Arc<EventFd>>);
+pub struct DeviceInterrupt(Option<Arc<EventFd>>);
 
-impl Interrupt {
+impl DeviceInterrupt {
     /// Creates an interrupt that is raised by writing to `vector`. The machine attaches the eventfd
     /// to KVM.
     pub fn new(vector: Option<Arc<EventFd>>) -> Self {
@@ -59,17 +59,17 @@ impl Interrupt {
 /// Notifies the driver of a configuration change (virtio 1.2, 2.5) or of the need for a device
 /// reset (2.1.2).
 #[derive(Clone, Debug, Default)]
-pub struct ConfigChange {
+pub struct ConfigChangeNotifier {
     generation: Arc<AtomicU8>,
     broken: Arc<AtomicBool>,
-    interrupt: Interrupt,
+    interrupt: DeviceInterrupt,
 }
 
-impl ConfigChange {
+impl ConfigChangeNotifier {
     /// Creates a notifier that increments `generation` on each change and sets `broken` for
     /// DEVICE_NEEDS_RESET. The driver reads the generation before and after each configuration
     /// read.
-    pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: Interrupt) -> Self {
+    pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: DeviceInterrupt) -> Self {
         Self {
             generation,
             broken,
@@ -95,9 +95,9 @@ impl ConfigChange {
 /// A callback that terminates the machine if a device thread ends unexpectedly. The guest would
 /// otherwise wait forever for the device.
 #[derive(Clone, Default)]
-pub struct LastResort(Option<Arc<dyn Fn() + Send + Sync>>);
+pub struct FatalErrorCallback(Option<Arc<dyn Fn() + Send + Sync>>);
 
-impl LastResort {
+impl FatalErrorCallback {
     /// Creates the callback. Device threads call `end`, which must not wait for them.
     pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
         Self(Some(end))
@@ -111,7 +111,7 @@ impl LastResort {
     }
 }
 
-impl fmt::Debug for LastResort {
+impl fmt::Debug for FatalErrorCallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LastResort").finish_non_exhaustive()
     }
@@ -125,7 +125,7 @@ pub struct ActiveQueue {
     /// Eventfd that is signalled when the driver adds buffers.
     pub kick: Arc<EventFd>,
     /// The interrupt to raise after buffers are used, subject to `QueueT::needs_notification`.
-    pub interrupt: Interrupt,
+    pub interrupt: DeviceInterrupt,
 }
 
 /// Resources that a device receives when its driver sets DRIVER_OK.
@@ -139,9 +139,9 @@ pub struct Activation {
     /// driver left disabled.
     pub queues: Vec<Option<ActiveQueue>>,
     /// Notifier for configuration changes.
-    pub config_change: ConfigChange,
-    /// Callback for [`crate::worker::Worker::spawn`].
-    pub last_resort: LastResort,
+    pub config_change: ConfigChangeNotifier,
+    /// Callback for [`crate::worker::DeviceWorker::spawn`].
+    pub fatal_error_callback: FatalErrorCallback,
 }
 
 /// A virtio device. The transport calls all methods with the device's lock held.
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_read_of_the_configuration_ends_where_it_ends() {
+    fn config_read_beyond_end_is_zero() {
         let mut data = [0xff; 4];
         read_config_bytes(&[1, 2, 3], 1, &mut data);
         assert_eq!(data, [2, 3, 0, 0]);
@@ -205,12 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_told_with_a_new_generation() {
+    fn config_change_increments_generation() {
         let vector = Arc::new(EventFd::new(0).unwrap());
         let generation = Arc::new(AtomicU8::new(255));
         let broken = Arc::new(AtomicBool::new(false));
-        let interrupt = Interrupt::new(Some(vector.clone()));
-        let change = ConfigChange::new(generation.clone(), broken.clone(), interrupt);
+        let interrupt = DeviceInterrupt::new(Some(vector.clone()));
+        let change = ConfigChangeNotifier::new(generation.clone(), broken.clone(), interrupt);
         change.tell();
         assert_eq!(generation.load(Ordering::Acquire), 0);
         assert_eq!(vector.read().unwrap(), 1);

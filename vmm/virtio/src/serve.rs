@@ -11,7 +11,7 @@ use vm_memory::GuestMemoryMmap;
 use crate::device::ActiveQueue;
 
 /// A descriptor chain in guest memory. The guest may modify the memory at any time.
-pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
+pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
 /// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
 /// reset.
@@ -32,23 +32,23 @@ pub enum QueueError {
 
 /// Logs a virtqueue violation by the driver, subject to the rate limit of
 /// [`mod@perf_core::guest_log`].
-pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
+pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
 /// Maximum time that one round may start new chains. A chain in progress is always finished.
-const LONGEST_ROUND: Duration = Duration::from_millis(50);
+const MAX_ROUND: Duration = Duration::from_millis(50);
 
 /// Maximum time between the completion of a chain and the driver's interrupt while further chains
 /// are processed. An interrupt for each chain would cost more than the chain itself where a chain
 /// takes a few microseconds. Slow chains are signalled individually.
-const LONGEST_SILENCE: Duration = Duration::from_micros(50);
+const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
 /// Processes the available chains of a queue. `serve` handles one chain and returns the number of
-/// bytes that it wrote. The driver is interrupted at the end and at least every `LONGEST_SILENCE`,
+/// bytes that it wrote. The driver is interrupted at the end and at least every `MAX_INTERRUPT_DELAY`,
 /// unless it suppresses notifications.
 ///
-/// The call returns after one pass over the queue or after `LONGEST_ROUND`, even if the driver
+/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver
 /// keeps adding chains. In that case the queue's kick eventfd is signalled again, so that the
 /// caller's event loop can check its other descriptors, including the stop event, before it
 /// continues.
@@ -59,7 +59,7 @@ const LONGEST_SILENCE: Duration = Duration::from_micros(50);
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
-    serve: impl FnMut(Chain<'_>) -> u32,
+    serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     serve_queue_while(active, memory, || true, serve)
 }
@@ -75,37 +75,37 @@ pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
-    serve: impl FnMut(Chain<'_>) -> u32,
+    serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
 ) -> Result<(), QueueError> {
-    serve_by(active, memory, wants, serve, Instant::now)
+    serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
 /// State of one call of [`serve_queue_while`].
-struct Progress {
+struct RoundProgress {
     /// Number of chains that may still be started.
     left: u16,
     /// Deadline for starting a chain.
     end: Instant,
     /// Time of the last interrupt, or the last time that no completed chain was unsignalled.
-    told: Instant,
+    signalled: Instant,
     /// `true` if chains have completed since the last interrupt.
-    untold: bool,
+    unsignalled: bool,
 }
 
 /// Implements [`serve_queue_while`] with the clock `now`.
-fn serve_by(
+fn serve_with_clock(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
-    mut serve: impl FnMut(Chain<'_>) -> u32,
+    mut serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
     mut now: impl FnMut() -> Instant,
 ) -> Result<(), QueueError> {
     let start = now();
-    let mut progress = Progress {
+    let mut progress = RoundProgress {
         left: active.queue.size(),
-        end: start + LONGEST_ROUND,
-        told: start,
-        untold: false,
+        end: start + MAX_ROUND,
+        signalled: start,
+        unsignalled: false,
     };
     let outcome = loop {
         active.queue.disable_notification(memory)?;
@@ -124,7 +124,7 @@ fn serve_by(
             break Ok(());
         }
     };
-    if progress.untold {
+    if progress.unsignalled {
         tell(active, memory)?;
     }
     outcome
@@ -142,9 +142,9 @@ fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueE
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
-    progress: &mut Progress,
+    progress: &mut RoundProgress,
     wants: &impl Fn() -> bool,
-    serve: &mut impl FnMut(Chain<'_>) -> u32,
+    serve: &mut impl FnMut(GuestDescriptorChain<'_>) -> u32,
     now: &mut impl FnMut() -> Instant,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
@@ -160,9 +160,9 @@ fn serve_round(
         active.queue.add_used(memory, head, written)?;
         progress.left -= 1;
         let at = now();
-        progress.untold = at.duration_since(progress.told) < LONGEST_SILENCE;
-        if !progress.untold {
-            progress.told = at;
+        progress.unsignalled = at.duration_since(progress.signalled) < MAX_INTERRUPT_DELAY;
+        if !progress.unsignalled {
+            progress.signalled = at;
             tell(active, memory)?;
         }
         if at >= progress.end {
@@ -187,7 +187,7 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::{Activation, ConfigChange, Interrupt, LastResort};
+    use crate::device::{Activation, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
 
     /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
@@ -204,7 +204,7 @@ pub(crate) mod testing {
     }
 
     /// The driver-visible state of a device other than its queues.
-    pub(crate) struct Seen {
+    pub(crate) struct DriverView {
         /// Configuration-change interrupt.
         pub changed: Arc<EventFd>,
         /// The DEVICE_NEEDS_RESET status bit.
@@ -215,19 +215,19 @@ pub(crate) mod testing {
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
-    ) -> (Activation, Seen) {
-        let seen = Seen {
+    ) -> (Activation, DriverView) {
+        let seen = DriverView {
             changed: Arc::new(EventFd::new(0).unwrap()),
             needs_reset: Arc::default(),
         };
-        let interrupt = Interrupt::new(Some(seen.changed.clone()));
+        let interrupt = DeviceInterrupt::new(Some(seen.changed.clone()));
         let generation = Arc::new(AtomicU8::new(0));
         let activation = Activation {
             memory: memory.clone(),
             features: 0,
             queues,
-            config_change: ConfigChange::new(generation, seen.needs_reset.clone(), interrupt),
-            last_resort: LastResort::default(),
+            config_change: ConfigChangeNotifier::new(generation, seen.needs_reset.clone(), interrupt),
+            fatal_error_callback: FatalErrorCallback::default(),
         };
         (activation, seen)
     }
@@ -263,7 +263,7 @@ pub(crate) mod testing {
             let active = ActiveQueue {
                 queue,
                 kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-                interrupt: Interrupt::new(Some(vector.clone())),
+                interrupt: DeviceInterrupt::new(Some(vector.clone())),
             };
             Self {
                 mock,
@@ -367,11 +367,11 @@ mod tests {
 
     /// A completed flush is signalled without waiting for a long write that precedes it.
     #[test]
-    fn quick_chains_are_one_interrupt_and_slow_ones_are_told_at_once() {
+    fn fast_chains_are_coalesced_and_slow_ones_are_not() {
         for (step, interrupts) in [
             (Duration::ZERO, 1),
-            (LONGEST_SILENCE / 2, 3),
-            (LONGEST_SILENCE, 5),
+            (MAX_INTERRUPT_DELAY / 2, 3),
+            (MAX_INTERRUPT_DELAY, 5),
         ] {
             let memory = memory();
             let mut driver = Driver::new(&memory, 16);
@@ -380,7 +380,7 @@ mod tests {
                 driver.offer(head);
             }
             let (mut written, mut clock) = (10, Instant::now());
-            let serve = |chain: Chain<'_>| {
+            let serve = |chain: GuestDescriptorChain<'_>| {
                 assert_eq!(chain.count(), 1);
                 written += 1;
                 written
@@ -389,7 +389,7 @@ mod tests {
                 clock += step;
                 clock
             };
-            serve_by(&mut driver.active, &memory, || true, serve, now).unwrap();
+            serve_with_clock(&mut driver.active, &memory, || true, serve, now).unwrap();
             assert_eq!(driver.used(), [(0, 11), (1, 12), (2, 13), (3, 14), (4, 15)]);
             assert_eq!(driver.vector.read().unwrap(), interrupts, "{step:?}");
             assert!(driver.active.kick.read().is_err());
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_served_is_nothing_told() {
+    fn empty_queue_raises_no_interrupt() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
         // An empty queue causes no interrupt.
@@ -407,30 +407,30 @@ mod tests {
 
     /// Runs [`serve_queue`] with a stopped clock, because the round could otherwise time out
     /// between two chains on a busy host.
-    fn in_no_time(
+    fn serve_with_stopped_clock(
         active: &mut ActiveQueue,
         memory: &GuestMemoryMmap,
-        serve: impl FnMut(Chain<'_>) -> u32,
+        serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
     ) -> Result<(), QueueError> {
         let start = Instant::now();
-        serve_by(active, memory, || true, serve, || start)
+        serve_with_clock(active, memory, || true, serve, || start)
     }
 
     #[test]
-    fn a_full_queue_ends_the_round_and_kicks_itself() {
+    fn full_queue_ends_round_and_kicks_again() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
         for head in 0..4 {
             driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
             driver.offer(head);
         }
-        in_no_time(&mut driver.active, &memory, |_| 0).unwrap();
+        serve_with_stopped_clock(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
     /// Stopping the worker waits for the chain in progress only, not for the whole queue.
     #[test]
-    fn a_long_round_ends_before_the_queue_does_and_is_gone_on_with() {
+    fn long_round_is_interrupted_and_continued() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
         for head in 0..5 {
@@ -440,30 +440,30 @@ mod tests {
         let mut served = 0;
         serve_queue(&mut driver.active, &memory, |_| {
             served += 1;
-            std::thread::sleep(LONGEST_ROUND);
+            std::thread::sleep(MAX_ROUND);
             0
         })
         .unwrap();
         assert_eq!((served, driver.used().len()), (1, 1));
         assert_eq!(driver.active.kick.read().unwrap(), 1, "the rest comes next");
         assert_eq!(driver.vector.read().unwrap(), 1, "and the first is told");
-        in_no_time(&mut driver.active, &memory, |_| 0).unwrap();
+        serve_with_stopped_clock(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.used().len(), 5);
     }
 
     #[test]
-    fn rings_that_make_no_sense_are_an_error_and_what_was_served_is_told() {
+    fn invalid_ring_is_an_error_after_signalling() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
         driver.write(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         driver.offer(0);
         driver.offer(4);
-        let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
+        let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");
         assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
         // The available index exceeds the queue size.
         driver.mock.avail().idx().store(100u16.to_le());
-        let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
+        let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Rings(_)), "{error}");
     }
 }

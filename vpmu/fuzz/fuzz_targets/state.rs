@@ -3,13 +3,13 @@
 #![no_main]
 
 use vpmu::sim::SimEvents;
-use vpmu::{Generation, Model, Vpmu};
+use vpmu::{Generation, PmuModel, Vpmu};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let v2 = Model::new(Generation::AmdV2, None, None).expect("the default numbers fit");
-    let v5 = Model::new(Generation::Intel(5), None, None).expect("the default numbers fit");
+    let v2 = PmuModel::new(Generation::AmdV2, None, None).expect("the default numbers fit");
+    let v5 = PmuModel::new(Generation::Intel(5), None, None).expect("the default numbers fit");
     let mut events = SimEvents::default();
-    for model in [Model::INTEL, Model::AMD, v2, v5] {
+    for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
         // A fuzzer cannot guess checksums.
         let mut framed = bytes.to_vec();

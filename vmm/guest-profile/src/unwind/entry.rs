@@ -17,7 +17,7 @@
 use super::parts::{KernelUnwind, Others, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
-use kernel_images::orc::Kind;
+use kernel_images::orc::OrcFrameKind;
 
 /// In the TSS (SDM vol. 3 §8.7): the entry stack's end, and the word where Linux keeps the user's stack
 /// pointer meanwhile.
@@ -48,7 +48,7 @@ pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool 
     match kernel.orc {
         Some(orc) => orc
             .find(at)
-            .is_none_or(|entry| matches!(entry.kind, Kind::End | Kind::Undefined)),
+            .is_none_or(|entry| matches!(entry.kind, OrcFrameKind::End | OrcFrameKind::Undefined)),
         // The kernel's own frames, or a `pt_regs`, are in the upper half.
         None => regs.rbp >> 63 == 0,
     }

@@ -52,10 +52,10 @@ struct Filters([BpfProgram; 2]);
 
 impl Filters {
     fn of(kind: ThreadKind) -> Self {
-        Self::with(kind, Counting::Broker)
+        Self::with(kind, PerfEventAccess::Broker)
     }
 
-    fn with(kind: ThreadKind, counting: Counting) -> Self {
+    fn with(kind: ThreadKind, counting: PerfEventAccess) -> Self {
         let mut list = super::of(kind, PID, counting);
         list.extend(refused(kind));
         let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
@@ -77,13 +77,13 @@ impl Filters {
 
 /// Evaluates a list directly, without compilation.
 fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
-    let holds = |check: &Check| {
+    let holds = |check: &ArgumentCheck| {
         let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
         match *check {
-            Check::Is(at, value) => of(at) == u64::from(value),
-            Check::Not(at, value) => of(at) != u64::from(value),
-            Check::Without(at, bits) => of(at) & bits == 0,
-            Check::Bits(at, mask, bits) => of(at) & mask == bits,
+            ArgumentCheck::Is(at, value) => of(at) == u64::from(value),
+            ArgumentCheck::Not(at, value) => of(at) != u64::from(value),
+            ArgumentCheck::Without(at, bits) => of(at) & bits == 0,
+            ArgumentCheck::Bits(at, mask, bits) => of(at) & mask == bits,
         }
     };
     list.iter().any(|allowed| {
@@ -99,7 +99,7 @@ proptest! {
     /// The programs implement the lists for every call with any arguments. Conditions of one entry
     /// do not restrict another entry of the same call, and no call is allowed that no entry allows.
     #[test]
-    fn the_programs_mean_what_the_lists_say(
+    fn programs_implement_lists(
         kind in prop::sample::select(&ThreadKind::ALL[..]),
         words in prop::collection::vec(
             prop_oneof![
@@ -115,7 +115,7 @@ proptest! {
         ),
     ) {
         let filters = Filters::of(kind);
-        let (list, refused) = (super::of(kind, PID, Counting::Broker), refused(kind));
+        let (list, refused) = (super::of(kind, PID, PerfEventAccess::Broker), refused(kind));
         let arguments: [u64; 6] = words.try_into().unwrap();
         for call in 0..500 {
             let right = match (is_on(&refused, call, arguments), is_on(&list, call, arguments)) {
@@ -132,7 +132,7 @@ proptest! {
 /// Calls through other ABIs are denied. The call numbers of 32-bit and x32 programs have different
 /// meanings.
 #[test]
-fn calls_by_other_abis_reach_nothing() {
+fn foreign_abi_calls_are_denied() {
     const X32: u32 = 0x4000_0000;
     for kind in ThreadKind::ALL {
         let filters = Filters::of(kind);
@@ -150,7 +150,7 @@ fn calls_by_other_abis_reach_nothing() {
 /// No thread kind may make calls that affect other processes or increase privileges, with any
 /// arguments.
 #[test]
-fn no_thread_has_a_way_out() {
+fn privilege_escalation_calls_are_denied() {
     #[rustfmt::skip]
     let none = [
         // Other programs and processes.
@@ -191,7 +191,7 @@ fn no_thread_has_a_way_out() {
 /// Thread kinds that may make a call with certain arguments, and the result for the others. The
 /// starter may make the calls of the threads that it starts.
 #[test]
-fn arguments_decide_who_may() {
+fn argument_rules_apply_per_thread_kind() {
     use ThreadKind::{Debugger, Device, Main, Socket, Starter, Vcpu};
     let all = &ThreadKind::ALL[..];
     let kvm = |nr: u64| vec![3, 0xae00 | nr];
@@ -295,10 +295,10 @@ fn arguments_decide_who_may() {
 
 /// Without a broker, threads may open events on themselves only.
 #[test]
-fn without_a_broker_that_may_a_thread_counts_itself_only() {
+fn without_broker_threads_open_own_events_only() {
     let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];
     for kind in ThreadKind::ALL {
-        let filters = Filters::with(kind, Counting::OwnThread);
+        let filters = Filters::with(kind, PerfEventAccess::OwnThread);
         let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
         let answer = |arguments: Vec<u64>| filters.to(Sysno::perf_event_open, &arguments);
         assert_eq!(
@@ -322,7 +322,7 @@ fn without_a_broker_that_may_a_thread_counts_itself_only() {
 
 /// The broker may open events of threads and send one signal, and do nothing else.
 #[test]
-fn the_broker_may_open_events_and_nothing_else() {
+fn perf_broker_filter_allows_only_events() {
     const SIGNAL: u32 = 12;
     let list = of_perf_broker(PID, SIGNAL);
     let program = filter::compile(&list, SeccompAction::Trap).unwrap();
@@ -365,12 +365,12 @@ fn the_broker_may_open_events_and_nothing_else() {
 /// The log mode logs exactly the calls that would otherwise terminate the VM, and thread kind names
 /// are unique.
 #[test]
-fn the_mode_that_logs_lets_the_same_pass() {
+fn log_mode_logs_what_on_mode_kills() {
     const LOG: u32 = 0x7ffc_0000;
     let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
     assert_eq!(names.len(), ThreadKind::ALL.len());
     for kind in ThreadKind::ALL {
-        let list = super::of(kind, PID, Counting::Broker);
+        let list = super::of(kind, PID, PerfEventAccess::Broker);
         let ends = filter::compile(&list, SeccompAction::Trap).unwrap();
         let logs = filter::compile(&list, SeccompAction::Log).unwrap();
         for call in 0..500 {

@@ -64,14 +64,14 @@ const MIN_BYTES: usize = 64;
 
 /// Returns whether a VM may open the event that `attr` describes.
 pub(super) fn is_allowed(attr: &[u8]) -> bool {
-    let Some(fields) = Fields::read(attr) else {
+    let Some(fields) = AttrFields::read(attr) else {
         return false;
     };
     fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !FLAGS == 0
 }
 
 /// The fields that may be non-zero.
-struct Fields {
+struct AttrFields {
     kind: u32,
     config: u64,
     sample_type: u64,
@@ -80,7 +80,7 @@ struct Fields {
     clockid: u32,
 }
 
-impl Fields {
+impl AttrFields {
     /// Parses the fields. Returns `None` if any other field is non-zero.
     fn read(attr: &[u8]) -> Option<Self> {
         let word = |at: usize| {
@@ -183,7 +183,7 @@ mod tests {
     /// Events that perf-core opens are permitted: counters with a mapped ring, group members, and
     /// sampling events of the guest and the clock.
     #[test]
-    fn the_product_s_events_are_allowed() {
+    fn perf_core_events_are_allowed() {
         let sides = EXCLUDE_HOST | EXCLUDE_HV | EXCLUDE_USER;
         let counter = with(attr(RAW, 0x1_00c0), at::FLAGS, DISABLED | PINNED | sides);
         let counter = with(
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn events_and_samples_of_anything_else_are_refused() {
+    fn other_events_and_samples_are_denied() {
         // Tracepoints, breakpoints, and a PMU with a dynamic type number (uprobe here).
         for kind in [2, 5, 6, 9, 1 << 20] {
             assert!(!is_allowed(&attr(kind, 0)), "type {kind}");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_without_a_meaning_here_must_be_zero() {
+    fn unlisted_attr_bytes_must_be_zero() {
         let good = attr(SOFTWARE, 1);
         assert!(is_allowed(&good));
         // Watermarks, breakpoint types, branch stacks, registers, stacks, AUX areas, sigtrap data

@@ -15,7 +15,7 @@ const SIGNAL: u32 = 2;
 /// A request of the VM. One descriptor may be passed with it: the group leader of a new event, or
 /// the event whose signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Request<'a> {
+pub(super) enum PerfRequest<'a> {
     /// Opens an event.
     Open {
         /// ID of the thread to count.
@@ -32,7 +32,7 @@ pub(super) enum Request<'a> {
     },
 }
 
-impl<'a> Request<'a> {
+impl<'a> PerfRequest<'a> {
     /// Encodes the request to `buffer` and returns its length, or `None` if the attribute structure
     /// is too long.
     pub(super) fn encode(self, buffer: &mut [u8; MAX_REQUEST_BYTES]) -> Option<usize> {
@@ -71,25 +71,25 @@ mod tests {
     fn requests_survive_a_round_trip() {
         let attr = [7; 144];
         let requests = [
-            Request::Open {
+            PerfRequest::Open {
                 tid: 1,
                 receiver: 0,
                 attr: &attr,
             },
-            Request::Open {
+            PerfRequest::Open {
                 tid: i32::MAX,
                 receiver: 3,
                 attr: &[],
             },
-            Request::Signal { receiver: 9 },
+            PerfRequest::Signal { receiver: 9 },
         ];
         for request in requests {
             let mut buffer = [0xff; MAX_REQUEST_BYTES];
             let length = request.encode(&mut buffer).unwrap();
-            assert_eq!(Request::decode(&buffer[..length]), Some(request));
+            assert_eq!(PerfRequest::decode(&buffer[..length]), Some(request));
         }
         let long = [0; MAX_ATTR_BYTES + 1];
-        let request = Request::Open {
+        let request = PerfRequest::Open {
             tid: 1,
             receiver: 0,
             attr: &long,
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_requests_are_refused() {
+    fn malformed_requests_are_rejected() {
         let mut buffer = [0; MAX_REQUEST_BYTES];
         // pid -1 (any process), pid 0 (the broker itself), no receiver, and an unknown type.
         for (kind, tid, receiver) in [
@@ -112,13 +112,13 @@ mod tests {
             buffer[4..8].copy_from_slice(&i32::to_ne_bytes(tid));
             buffer[8..12].copy_from_slice(&i32::to_ne_bytes(receiver));
             assert_eq!(
-                Request::decode(&buffer[..HEADER_BYTES]),
+                PerfRequest::decode(&buffer[..HEADER_BYTES]),
                 None,
                 "{kind} {tid} {receiver}"
             );
         }
         for length in 0..HEADER_BYTES {
-            assert_eq!(Request::decode(&buffer[..length]), None);
+            assert_eq!(PerfRequest::decode(&buffer[..length]), None);
         }
     }
 }

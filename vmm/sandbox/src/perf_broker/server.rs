@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::attr;
 use super::datagram;
-use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, Request};
+use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, PerfRequest};
 
 /// `PERF_FLAG_FD_CLOEXEC`.
 const CLOEXEC: libc::c_ulong = 8;
@@ -25,7 +25,7 @@ struct FOwnerEx {
 
 /// The VM that a broker serves.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Client {
+pub(super) struct BrokerClient {
     /// Process ID of the VM.
     pub(super) pid: libc::pid_t,
     /// The only signal that events may send.
@@ -59,7 +59,7 @@ impl RateLimit {
 }
 
 /// Serves requests until the VM closes the socket.
-pub(super) fn serve(socket: &OwnedFd, client: Client) {
+pub(super) fn serve(socket: &OwnedFd, client: BrokerClient) {
     let mut rate = RateLimit::new();
     let mut buffer = [0; MAX_REQUEST_BYTES];
     while let Ok((length, passed)) = datagram::receive(socket.as_fd(), &mut buffer) {
@@ -72,7 +72,7 @@ pub(super) fn serve(socket: &OwnedFd, client: Client) {
         }
         let answer = buffer
             .get(..length)
-            .and_then(Request::decode)
+            .and_then(PerfRequest::decode)
             .map_or(Err(libc::EINVAL), |request| {
                 client.answer(request, passed.as_ref())
             });
@@ -87,11 +87,11 @@ pub(super) fn serve(socket: &OwnedFd, client: Client) {
     }
 }
 
-impl Client {
+impl BrokerClient {
     /// Executes a request. Returns the descriptor of a new event.
-    fn answer(self, request: Request<'_>, passed: Option<&OwnedFd>) -> Result<Option<OwnedFd>, i32> {
+    fn answer(self, request: PerfRequest<'_>, passed: Option<&OwnedFd>) -> Result<Option<OwnedFd>, i32> {
         match request {
-            Request::Open { tid, receiver, attr } => {
+            PerfRequest::Open { tid, receiver, attr } => {
                 if !attr::is_allowed(attr) {
                     return Err(libc::EPERM);
                 }
@@ -105,7 +105,7 @@ impl Client {
                 self.check_thread(tid)?;
                 Ok(Some(event))
             }
-            Request::Signal { receiver } => {
+            PerfRequest::Signal { receiver } => {
                 let event = passed.ok_or(libc::EBADF)?;
                 self.set_signal(event.as_fd(), receiver)?;
                 Ok(None)
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_passes_and_more_requests_are_delayed_to_the_rate() {
+    fn requests_beyond_burst_are_rate_limited() {
         let start = Instant::now();
         let mut rate = RateLimit { next: start };
         for n in 0..BURST {
@@ -211,11 +211,11 @@ mod tests {
     }
 
     #[test]
-    fn threads_of_other_processes_are_not_the_vm_s() {
+    fn threads_of_other_processes_are_rejected() {
         let pid = std::process::id().cast_signed();
         // SAFETY: gettid takes no arguments and cannot fail.
         let own = unsafe { libc::gettid() };
-        let client = Client {
+        let client = BrokerClient {
             pid,
             signal: libc::SIGUSR2,
         };

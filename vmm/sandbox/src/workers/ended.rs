@@ -11,7 +11,7 @@ const NO_MEMORY: &[u8] = b"memory allocation of ";
 
 /// Termination status of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum WorkerExit {
     /// The worker completed its task.
     Done,
     /// The worker panicked, with the location and message.
@@ -30,7 +30,7 @@ pub enum Ended {
     Status(i32),
 }
 
-impl Ended {
+impl WorkerExit {
     /// Derives the termination status from a `wait(2)` status and the worker's output.
     pub(super) fn of(status: i32, words: &[u8]) -> Self {
         if libc::WIFSIGNALED(status) {
@@ -66,7 +66,7 @@ fn shown(words: &[u8]) -> String {
     words.iter().take(MOST_WORDS).map(shown).collect()
 }
 
-impl fmt::Display for Ended {
+impl fmt::Display for WorkerExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Done => f.write_str("it ended"),
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_is_told_by_its_status() {
+    fn worker_exit_is_derived_from_status() {
         let exit = |status: i32| status << 8;
         let ends = [
             (exit(0), "it ended"),
@@ -106,13 +106,16 @@ mod tests {
             (libc::SIGABRT, "it gave up: at x y; please report this"),
         ];
         for (status, line) in ends {
-            assert_eq!(Ended::of(status, b"at x\ny").to_string(), line);
+            assert_eq!(WorkerExit::of(status, b"at x\ny").to_string(), line);
         }
-        assert_eq!(Ended::of(libc::SIGSYS, &[]), Ended::Forbidden);
+        assert_eq!(WorkerExit::of(libc::SIGSYS, &[]), WorkerExit::Forbidden);
         let no_memory = b"memory allocation of 1048576 bytes failed\n";
-        assert_eq!(Ended::of(libc::SIGABRT, no_memory), Ended::Memory);
-        assert_eq!(Ended::of(libc::SIGABRT, &[]), Ended::Signal(libc::SIGABRT));
-        let long = Ended::of(exit(PANICKED), &[b'x'; 4000]);
-        assert_eq!(long, Ended::Panicked("x".repeat(MOST_WORDS)));
+        assert_eq!(WorkerExit::of(libc::SIGABRT, no_memory), WorkerExit::Memory);
+        assert_eq!(
+            WorkerExit::of(libc::SIGABRT, &[]),
+            WorkerExit::Signal(libc::SIGABRT)
+        );
+        let long = WorkerExit::of(exit(PANICKED), &[b'x'; 4000]);
+        assert_eq!(long, WorkerExit::Panicked("x".repeat(MOST_WORDS)));
     }
 }

@@ -16,7 +16,7 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::ended::{MOST_WORDS, PANICKED};
-use crate::service::{ServiceProcess, ends_with_its_parent, leave};
+use crate::service::{ServiceProcess, exit_with_parent, leave};
 use crate::{filter, lists, service};
 
 /// Message to the keeper: start a worker.
@@ -29,23 +29,23 @@ const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 
 /// Message of the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Said {
+pub(super) enum KeeperMessage {
     /// A worker has been started. Its socket is passed along.
-    Begun,
+    StartedWorker,
     /// The worker could not be started, with the error number.
     Failed(i32),
     /// The worker has ended with this `wait(2)` status. `text` bytes of output follow.
-    Ended { status: i32, text: u16 },
+    WorkerExit { status: i32, text: u16 },
 }
 
-impl Said {
+impl KeeperMessage {
     pub(super) const BYTES: usize = 8;
 
     fn to_bytes(self) -> [u8; Self::BYTES] {
         let (letter, number, text) = match self {
-            Self::Begun => (b'b', 0, 0),
+            Self::StartedWorker => (b'b', 0, 0),
             Self::Failed(errno) => (b'f', errno, 0),
-            Self::Ended { status, text } => (b'e', status, text),
+            Self::WorkerExit { status, text } => (b'e', status, text),
         };
         let mut bytes = [letter; Self::BYTES];
         bytes[2..4].copy_from_slice(&text.to_le_bytes());
@@ -58,8 +58,8 @@ impl Said {
         let [letter, _, text @ .., a, b, c, d] = bytes;
         let (number, text) = (i32::from_le_bytes([a, b, c, d]), u16::from_le_bytes(text));
         match letter {
-            b'b' => Self::Begun,
-            b'e' => Self::Ended { status: number, text },
+            b'b' => Self::StartedWorker,
+            b'e' => Self::WorkerExit { status: number, text },
             _ => Self::Failed(number),
         }
     }
@@ -67,7 +67,7 @@ impl Said {
 
 /// Resource limits of a worker.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct WorkerLimits {
     /// Address space, including the program itself, in bytes.
     pub memory_bytes: u64,
     /// CPU time, in seconds.
@@ -75,13 +75,13 @@ pub struct Limits {
 }
 
 /// Configuration of the keeper.
-pub(super) struct Job {
+pub(super) struct KeeperConfig {
     /// Seccomp filters of the keeper.
     pub(super) filters: Vec<BpfProgram>,
     /// Action for a worker's call that is not on its list, or `None` without a filter.
     pub(super) otherwise: Option<SeccompAction>,
     pub(super) landlock: bool,
-    pub(super) limits: Limits,
+    pub(super) limits: WorkerLimits,
     /// Timeout of the VM for a worker's message.
     pub(super) patience: Duration,
     pub(super) give_up: fn() -> bool,
@@ -89,7 +89,7 @@ pub(super) struct Job {
 }
 
 /// Starts the keeper, which communicates through `control`.
-pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
+pub(super) fn start(control: UnixStream, job: KeeperConfig) -> io::Result<()> {
     let service = ServiceProcess {
         name: KEEPER_NAME,
         filters: &job.filters,
@@ -97,18 +97,18 @@ pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
         signals: false,
         give_up: job.give_up,
     };
-    service.start(control.into(), OomTurn::of_this_process, |control, turn| {
+    service.start(control.into(), OomScore::of_this_process, |control, turn| {
         keep(control.into(), turn.as_ref(), &job)
     })
 }
 
 /// OOM score adjustment of this process and its children (`oom_score_adj` of proc(5)).
-struct OomTurn {
+struct OomScore {
     file: File,
     own: String,
 }
 
-impl OomTurn {
+impl OomScore {
     const FILE: &str = "/proc/self/oom_score_adj";
     /// Score of a process that is killed first.
     const FIRST: &str = "1000";
@@ -143,9 +143,9 @@ impl OomTurn {
 }
 
 /// Starts workers on request until the VM exits.
-fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Result<()> {
+fn keep(mut control: UnixStream, turn: Option<&OomScore>, job: &KeeperConfig) -> io::Result<()> {
     let mut number = 0;
-    while let Some(word) = heard(&mut control) {
+    while let Some(word) = read_message(&mut control) {
         if word != BEGIN {
             continue;
         }
@@ -156,7 +156,7 @@ fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Resul
             }
             Err(e) => {
                 let errno = e.raw_os_error().unwrap_or(libc::EIO);
-                control.write_all(&Said::Failed(errno).to_bytes())?;
+                control.write_all(&KeeperMessage::Failed(errno).to_bytes())?;
             }
         }
     }
@@ -164,21 +164,26 @@ fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Resul
 }
 
 /// Reads one message of the VM. Returns `None` after the VM has exited.
-fn heard(control: &mut UnixStream) -> Option<u8> {
+fn read_message(control: &mut UnixStream) -> Option<u8> {
     let mut word = [0];
     control.read_exact(&mut word).ok()?;
     Some(word[0])
 }
 
 /// A running worker.
-struct Begun {
+struct StartedWorker {
     pid: libc::pid_t,
     /// Pipe with the worker's standard error.
     last_words: PipeReader,
     socket: UnixStream,
 }
 
-fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -> io::Result<Begun> {
+fn begin(
+    control: &UnixStream,
+    turn: Option<&OomScore>,
+    job: &KeeperConfig,
+    number: u32,
+) -> io::Result<StartedWorker> {
     let (socket, its) = UnixStream::pair()?;
     socket.set_read_timeout(Some(job.patience))?;
     socket.set_write_timeout(Some(job.patience))?;
@@ -202,7 +207,7 @@ fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -
             drop((socket, last_words));
             be_worker(its, its_end, job, number)
         }
-        pid => Ok(Begun {
+        pid => Ok(StartedWorker {
             pid,
             last_words,
             socket,
@@ -211,17 +216,17 @@ fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -
 }
 
 /// Reports a worker and its termination to the VM.
-fn watch(control: &mut UnixStream, begun: Begun) -> io::Result<()> {
-    let Begun {
+fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
+    let StartedWorker {
         pid,
         mut last_words,
         socket,
     } = begun;
-    let told = control.send_with_fd(&Said::Begun.to_bytes()[..], socket.as_raw_fd());
+    let told = control.send_with_fd(&KeeperMessage::StartedWorker.to_bytes()[..], socket.as_raw_fd());
     drop(socket);
     // The VM sees the end of the worker on its socket and then asks for the status, or asks to
     // terminate the worker.
-    let gone = told.is_err() || heard(control).is_none();
+    let gone = told.is_err() || read_message(control).is_none();
     // The kill has no effect on a worker that is already exiting.
     let mut status = 0;
     // SAFETY: the process is a child that has not been reaped, so its ID is still valid, and
@@ -239,15 +244,15 @@ fn watch(control: &mut UnixStream, begun: Begun) -> io::Result<()> {
     // All other ends of the pipe are closed.
     let length = last_words.read(&mut words).unwrap_or(0);
     let text = u16::try_from(length).unwrap_or(0);
-    control.write_all(&Said::Ended { status, text }.to_bytes())?;
+    control.write_all(&KeeperMessage::WorkerExit { status, text }.to_bytes())?;
     control.write_all(&words[..text.into()])
 }
 
 /// Location and message of a panic.
 static LAST_WORDS: OnceLock<String> = OnceLock::new();
 
-fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: u32) -> ! {
-    ends_with_its_parent(WORKER_NAME);
+fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig, number: u32) -> ! {
+    exit_with_parent(WORKER_NAME);
     // Captures messages of the runtime when it aborts, especially on memory exhaustion. SAFETY: the
     // call takes descriptors, and the replaced one is an unused copy from the keeper.
     unsafe { libc::dup2(last_words.as_raw_fd(), libc::STDERR_FILENO) };
@@ -265,7 +270,7 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: 
     let Ok(held) = socket.try_clone() else {
         leave(service::UNFIT)
     };
-    if !limited(&job.limits) || confined(job).is_none() {
+    if !apply_limits(&job.limits) || confined(job).is_none() {
         leave(service::UNFIT);
     }
     let done = panic::catch_unwind(AssertUnwindSafe(|| (job.work)(socket, number)));
@@ -277,7 +282,7 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: 
     leave(if done.is_ok() { 0 } else { PANICKED })
 }
 
-fn confined(job: &Job) -> Option<()> {
+fn confined(job: &KeeperConfig) -> Option<()> {
     let Some(otherwise) = job.otherwise.clone() else {
         return Some(());
     };
@@ -287,7 +292,7 @@ fn confined(job: &Job) -> Option<()> {
 
 /// Applies the resource limits: no file writes, no new descriptors, no core dump. Returns whether
 /// all were set.
-fn limited(limits: &Limits) -> bool {
+fn apply_limits(limits: &WorkerLimits) -> bool {
     let limit = |resource, soft: u64, hard: u64| {
         let limit = libc::rlimit {
             rlim_cur: soft,
@@ -309,17 +314,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_heard() {
+    fn keeper_messages_round_trip() {
         for said in [
-            Said::Begun,
-            Said::Failed(libc::EAGAIN),
-            Said::Ended { status: 0, text: 0 },
-            Said::Ended {
+            KeeperMessage::StartedWorker,
+            KeeperMessage::Failed(libc::EAGAIN),
+            KeeperMessage::WorkerExit { status: 0, text: 0 },
+            KeeperMessage::WorkerExit {
                 status: -1,
                 text: 300,
             },
         ] {
-            assert_eq!(Said::from_bytes(said.to_bytes()), said);
+            assert_eq!(KeeperMessage::from_bytes(said.to_bytes()), said);
         }
     }
 }

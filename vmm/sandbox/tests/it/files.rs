@@ -10,7 +10,7 @@ use std::sync::Once;
 use std::thread::Builder;
 
 use crate::common::memory_file::memory_file;
-use sandbox::{Files, ThreadKind};
+use sandbox::{AccessibleFiles, ThreadKind};
 
 /// Runs `test` on a thread that can read below `read` and remove files below `remove`. Returns
 /// `false` if this host has no landlock.
@@ -22,7 +22,7 @@ fn with_files(read: &[&Path], remove: &[&Path], test: impl FnOnce() + Send + 'st
     }
     BEGUN.call_once(|| sandbox::begin_files().unwrap());
     let owned = |paths: &[&Path]| paths.iter().map(|path| PathBuf::from(*path)).collect();
-    let files = Files {
+    let files = AccessibleFiles {
         read: owned(read),
         remove: owned(remove),
     };
@@ -39,7 +39,7 @@ fn refused<T>(result: io::Result<T>) -> bool {
 }
 
 #[test]
-fn a_thread_opens_what_was_named_and_nothing_else() {
+fn thread_opens_permitted_paths_only() {
     let dir = tempfile::tempdir().unwrap();
     let (within, beside) = (dir.path().join("within"), dir.path().join("beside"));
     for at in [&within, &beside] {
@@ -66,7 +66,7 @@ fn a_thread_opens_what_was_named_and_nothing_else() {
 }
 
 #[test]
-fn files_of_a_directory_are_removed_where_that_was_named() {
+fn files_are_removed_in_permitted_directories() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().to_owned();
     fs::write(at.join("socket"), "").unwrap();
@@ -91,7 +91,7 @@ fn memory_files_are_opened_again() {
 }
 
 #[test]
-fn no_port_is_reached() {
+fn tcp_ports_are_denied() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     // Port rights require Linux 6.7. The landlock version shows whether they exist, not whether
@@ -107,7 +107,7 @@ fn no_port_is_reached() {
 }
 
 #[test]
-fn threads_of_kinds_that_open_nothing_cannot_open_what_the_process_can() {
+fn restricted_kinds_cannot_open_permitted_paths() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "text").unwrap();

@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::memory_file::memory_file;
-use sandbox::{Inside, JailError};
+use sandbox::{JailContents, JailError};
 
 /// Runs `test` on a thread in a jail that contains `inside`. Returns `false` if this user cannot
 /// create a jail.
-fn jailed(inside: Inside, test: impl FnOnce() + Send + 'static) -> bool {
+fn jailed(inside: JailContents, test: impl FnOnce() + Send + 'static) -> bool {
     let thread = std::thread::spawn(move || {
         let jail = match sandbox::separate() {
             Ok(jail) => jail,
@@ -63,8 +63,8 @@ fn unshare_mounts() {
 /// The case of an initramfs root, which cannot be detached, is tested in the lab
 /// (`integration/tests/lab/machine.rs`).
 #[test]
-fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
-    if !jailed(Inside::default(), || {}) {
+fn chroot_must_be_a_mount() {
+    if !jailed(JailContents::default(), || {}) {
         return;
     }
     let outside = tempfile::tempdir().unwrap();
@@ -79,7 +79,7 @@ fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
                 return assert!(matches!(refused, JailError::Chroot), "{refused}");
             }
             let jail = sandbox::separate().unwrap_or_else(|e| panic!("{e}"));
-            jail.close(&Inside::default())
+            jail.close(&JailContents::default())
                 .unwrap_or_else(|e| panic!("{e}: {:?}", std::error::Error::source(&e)));
             for root in ["/", "/.."] {
                 assert_eq!(names(root), ["proc"], "{root}");
@@ -101,7 +101,7 @@ fn names(dir: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_thread_sees_no_file_but_what_was_named() {
+fn jail_contains_named_files_only() {
     let dir = tempfile::tempdir().unwrap();
     let read = dir.path().join("read");
     fs::create_dir(&read).unwrap();
@@ -109,7 +109,7 @@ fn a_thread_sees_no_file_but_what_was_named() {
     fs::write(dir.path().join("beside"), "secret").unwrap();
     let open_before = File::open(dir.path().join("beside")).unwrap();
     let beside = dir.path().join("beside");
-    let inside = Inside {
+    let inside = JailContents {
         read: vec![read.clone(), dir.path().join("missing")],
         change: Vec::new(),
     };
@@ -128,8 +128,8 @@ fn a_thread_sees_no_file_but_what_was_named() {
 }
 
 #[test]
-fn a_thread_sees_no_process_but_its_own() {
-    jailed(Inside::default(), || {
+fn jail_shows_own_process_only() {
+    jailed(JailContents::default(), || {
         let own = std::process::id().to_string();
         assert_eq!(names("/proc"), [own, "self".into()]);
         assert!(fs::read_to_string("/proc/self/status").unwrap().contains("Name:"));
@@ -139,11 +139,11 @@ fn a_thread_sees_no_process_but_its_own() {
 }
 
 #[test]
-fn sockets_are_reached_where_that_was_named_and_removed() {
+fn jail_sockets_can_be_reached_and_removed() {
     let [changed, read] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [path, kept] = [&changed, &read].map(|dir| dir.path().join("socket"));
     let _listeners = [&path, &kept].map(|path| UnixListener::bind(path).unwrap());
-    let inside = Inside {
+    let inside = JailContents {
         read: vec![read.path().to_owned()],
         change: vec![changed.path().to_owned()],
     };
@@ -159,21 +159,21 @@ fn sockets_are_reached_where_that_was_named_and_removed() {
 }
 
 #[test]
-fn no_network_is_reached() {
+fn jail_has_no_network() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     TcpStream::connect(at).unwrap();
-    jailed(Inside::default(), move || {
+    jailed(JailContents::default(), move || {
         TcpStream::connect(at).unwrap_err();
     });
 }
 
 #[test]
-fn nothing_in_a_jail_is_executed() {
+fn jail_has_no_executable_files() {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
     fs::copy("/bin/true", &program).unwrap();
-    let inside = Inside {
+    let inside = JailContents {
         read: Vec::new(),
         change: vec![dir.path().to_owned()],
     };
@@ -184,8 +184,8 @@ fn nothing_in_a_jail_is_executed() {
 }
 
 #[test]
-fn the_host_sees_nothing_of_a_jail() {
+fn jail_mounts_do_not_propagate() {
     let before = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    jailed(Inside::default(), || {});
+    jailed(JailContents::default(), || {});
     assert_eq!(fs::read_to_string("/proc/self/mountinfo").unwrap(), before);
 }

@@ -71,7 +71,7 @@ fn refused(out: &Output) -> bool {
 }
 
 #[test]
-fn another_users_link_does_not_lead_to_a_file_of_roots() {
+fn link_of_another_user_is_not_followed() {
     if !is_root() {
         return;
     }
@@ -132,7 +132,7 @@ fn links_of_root_are_followed() {
 
 /// A directory of root that the user cannot access may be used for a socket.
 #[test]
-fn directories_of_root_serve_a_process_with_its_capabilities() {
+fn root_directory_is_usable_with_capabilities() {
     if !is_root() {
         return;
     }
@@ -154,7 +154,7 @@ fn directories_of_root_serve_a_process_with_its_capabilities() {
 }
 
 #[test]
-fn user_directory_behind_a_closed_one_is_reached() {
+fn user_directory_below_inaccessible_one_is_reached() {
     if !is_root() {
         return;
     }
@@ -189,7 +189,7 @@ fn socket_has_its_permissions_when_it_appears() {
 }
 
 #[test]
-fn dead_socket_is_replaced_and_nothing_else() {
+fn only_stale_socket_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     drop(UnixListener::bind(&path).unwrap());
@@ -209,7 +209,7 @@ fn dead_socket_is_replaced_and_nothing_else() {
 }
 
 #[test]
-fn directory_stays_the_same_when_its_name_is_taken() {
+fn open_directory_survives_path_replacement() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (dir.path().join("first"), dir.path().join("second"));
     fs::create_dir(&first).unwrap();

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::child::child_command;
-use sandbox::{BrokerError, Confinement, Mode, PerfBroker};
+use sandbox::{Mode, PerfBroker, PerfBrokerError, ProcessConfinement};
 
 /// A process outside the VM that an attack would target.
 struct Victim(Child);
@@ -32,7 +32,7 @@ impl Drop for Victim {
 const TASK: &str = "ISOLATION_TEST_TASK";
 
 /// Runs `task` in a separate process, which may fork.
-fn in_own_process(task: &str) {
+fn run_in_child(task: &str) {
     let child = child_command(module_path!(), TASK, task).output().unwrap();
     let said = String::from_utf8_lossy(&child.stdout) + String::from_utf8_lossy(&child.stderr);
     eprint!("{said}");
@@ -43,7 +43,7 @@ fn in_own_process(task: &str) {
 #[ignore = "run by others, in a process of its own"]
 fn as_a_child() {
     match std::env::var(TASK).unwrap_or_default().as_str() {
-        "requests" => requests_beyond_a_vm_are_refused(),
+        "requests" => requests_outside_vm_are_denied(),
         "end" => events_outlive_the_broker(),
         "time" => time_of_opens(),
         _ => {}
@@ -51,20 +51,20 @@ fn as_a_child() {
 }
 
 #[test]
-fn the_broker_opens_events_of_its_vm_s_threads_only() {
-    in_own_process("requests");
+fn perf_broker_opens_events_of_own_threads_only() {
+    run_in_child("requests");
 }
 
 #[test]
-fn a_broker_that_ends_leaves_events_as_they_are() {
-    in_own_process("end");
+fn events_survive_broker_exit() {
+    run_in_child("end");
 }
 
 /// Run with `cargo test -p sandbox --test it -- --ignored --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
-fn opens_take_as_long_as_is_printed() {
-    in_own_process("time");
+fn event_open_time_is_printed() {
+    run_in_child("time");
 }
 
 const SOFTWARE: u32 = 1;
@@ -82,7 +82,7 @@ fn attr(kind: u32, config: u64) -> [u8; 144] {
 }
 
 fn broker() -> PerfBroker {
-    let confinement = Confinement {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
@@ -94,18 +94,18 @@ fn own_tid() -> i32 {
     unsafe { libc::gettid() }
 }
 
-fn refusal(opened: Result<OwnedFd, BrokerError>) -> Option<i32> {
+fn refusal(opened: Result<OwnedFd, PerfBrokerError>) -> Option<i32> {
     match opened {
-        Err(BrokerError::Refused(e)) => e.raw_os_error(),
+        Err(PerfBrokerError::Refused(e)) => e.raw_os_error(),
         other => panic!("{other:?}"),
     }
 }
 
-fn requests_beyond_a_vm_are_refused() {
+fn requests_outside_vm_are_denied() {
     let broker = broker();
     let tid = own_tid();
     let faults = attr(SOFTWARE, PAGE_FAULTS);
-    if let Err(BrokerError::Refused(e)) = broker.open(&faults, tid, None, None) {
+    if let Err(PerfBrokerError::Refused(e)) = broker.open(&faults, tid, None, None) {
         return eprintln!("SKIP: this user may not count: {e}");
     }
     let victim = Victim::start();
@@ -185,7 +185,7 @@ fn events_outlive_the_broker() {
     assert!(Command::new("kill").args(["-9", pid]).status().unwrap().success());
     for _ in 0..2 {
         let opened = broker.open(&clock, own_tid(), None, None);
-        assert!(matches!(opened, Err(BrokerError::Gone(_))), "{opened:?}");
+        assert!(matches!(opened, Err(PerfBrokerError::Gone(_))), "{opened:?}");
     }
     let before = count(&event);
     // The event counts the CPU time of this thread.

@@ -12,7 +12,10 @@ use std::sync::Arc;
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{Confinement, Counting, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
+use sandbox::{
+    AccessibleFiles, Mode, PerfEventAccess, ProcessConfinement, SocketBroker, SocketDestination,
+    TerminationActions, ThreadKind,
+};
 
 /// Environment variable with the directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
@@ -21,8 +24,8 @@ const CONFINED: &str = "all threads are confined";
 /// Exit status of the child when a thread is denied a connection.
 const STATUS: u8 = 77;
 
-fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destination) {
-    let confinement = Confinement {
+fn start_broker(directory: &Path) -> (Arc<SocketBroker>, SocketDestination, SocketDestination) {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
@@ -43,15 +46,15 @@ fn as_a_child() {
     broker.seal().unwrap();
     let late = broker.add(&directory.join("back-end"));
     assert!(late.is_err(), "no name is taken after the seal");
-    let will = LastWill {
+    let will = TerminationActions {
         first: || {},
         log: None,
         status: STATUS,
     };
-    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
+    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
-        sandbox::only_files(&Files::default()).unwrap();
+        sandbox::only_files(&AccessibleFiles::default()).unwrap();
     }
     sandbox::confine().unwrap();
     println!("\n{CONFINED}");
@@ -67,16 +70,16 @@ fn as_a_child() {
     let thread = sandbox::spawn(ThreadKind::Socket, Builder::new(), job);
     thread.unwrap().join().unwrap();
     broker.finish();
-    assert!(exact_is_gone(&broker), "a broker that has ended");
+    assert!(exact_socket_is_removed(&broker), "a broker that has ended");
     drop(own);
     std::process::exit(0);
 }
 
-fn exact_is_gone(broker: &Arc<SocketBroker>) -> bool {
+fn exact_socket_is_removed(broker: &Arc<SocketBroker>) -> bool {
     broker.seal().is_err()
 }
 
-fn connections(ports: &Destination, exact: &Destination) {
+fn connections(ports: &SocketDestination, exact: &SocketDestination) {
     let greeted = |stream: UnixStream| {
         stream.set_nonblocking(false).unwrap();
         let mut word = [0; 2];
@@ -152,7 +155,7 @@ fn broker_connects_to_named_sockets_only() {
 }
 
 #[test]
-fn confined_thread_that_connects_ends_the_process() {
+fn connect_in_confined_thread_terminates_process() {
     let dir = tempfile::tempdir().unwrap();
     sockets(dir.path());
     let (status, said) = ends(confined(dir.path()), "direct");
@@ -174,7 +177,7 @@ fn socket_of_a_killed_vm_is_removed() {
 
 /// Another VM may have taken over the path.
 #[test]
-fn socket_that_was_replaced_stays() {
+fn replaced_socket_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     sockets(dir.path());
     let child = confined(dir.path());
@@ -189,7 +192,7 @@ fn socket_that_was_replaced_stays() {
 /// The broker ignores signals that a service manager sends to the whole group, so its VM can still
 /// connect.
 #[test]
-fn broker_survives_signals_that_end_the_vm() {
+fn broker_survives_termination_signals() {
     if Command::new("ps").output().is_err() {
         return eprintln!("SKIP: no ps here");
     }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{Counting, LastWill, Mode, ThreadKind};
+use sandbox::{Mode, PerfEventAccess, TerminationActions, ThreadKind};
 
 /// Environment variable with the mode, thread kind and attempt of the child.
 const TASK: &str = "SANDBOX_TEST_TASK";
@@ -173,13 +173,13 @@ fn as_a_child() {
         .into_iter()
         .find(|known| format!("{known:?}") == name)
         .unwrap();
-    let will = LastWill {
+    let will = TerminationActions {
         first: || RESTORED.store(true, Ordering::Relaxed),
         log: Some(libc::STDOUT_FILENO),
         status: STATUS,
     };
     IMAGE.set(tempfile::tempfile().unwrap()).unwrap();
-    sandbox::begin(mode, Counting::Broker, will).unwrap();
+    sandbox::begin(mode, PerfEventAccess::Broker, will).unwrap();
     let done = move || {
         tried.run();
         // Threads of these kinds are confined before the starter exists and start no threads.
@@ -224,7 +224,7 @@ fn child(mode: Mode, kind: ThreadKind, tried: Attempt) -> Output {
 }
 
 #[test]
-fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line() {
+fn forbidden_call_terminates_process_with_message() {
     for kind in ThreadKind::ALL {
         for (tried, call) in Attempt::FORBIDDEN {
             let out = child(Mode::On, kind, tried);
@@ -246,7 +246,7 @@ fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line(
 }
 
 #[test]
-fn a_thread_of_any_kind_does_what_threads_do() {
+fn ordinary_calls_are_allowed_for_all_kinds() {
     for mode in [Mode::On, Mode::Log, Mode::Off] {
         for kind in ThreadKind::ALL {
             let out = child(mode, kind, Attempt::Ordinary);
@@ -261,7 +261,7 @@ fn a_thread_of_any_kind_does_what_threads_do() {
 }
 
 #[test]
-fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
+fn refused_calls_do_not_stop_threads() {
     for kind in ThreadKind::ALL {
         let out = child(Mode::On, kind, Attempt::Refused);
         let err = String::from_utf8_lossy(&out.stderr);
@@ -275,7 +275,7 @@ fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
 
 /// The driver resets a disk on a vCPU thread, and the end of the VM resets it on the main thread.
 #[test]
-fn who_resets_a_disk_writes_its_image_back() {
+fn disk_reset_writes_image_back() {
     for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
         let out = child(Mode::On, kind, Attempt::Image);
         let err = String::from_utf8_lossy(&out.stderr);
@@ -288,7 +288,7 @@ fn who_resets_a_disk_writes_its_image_back() {
 
 /// In log mode and without filters, no process is terminated.
 #[test]
-fn a_mode_that_lets_pass_lets_pass() {
+fn log_and_off_modes_terminate_nothing() {
     for mode in [Mode::Log, Mode::Off] {
         for (tried, _) in Attempt::FORBIDDEN
             .iter()

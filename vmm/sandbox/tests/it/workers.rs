@@ -11,13 +11,15 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::common::child::child_command;
-use sandbox::{BeginError, Confinement, Ended, Limits, Mode, Worker, Workers};
+use sandbox::{
+    Mode, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess, WorkerStartError,
+};
 
 /// Environment variable with the task of the child.
 const TASK: &str = "WORKERS_TEST_TASK";
 /// Printed by a child that has completed its task.
 const DONE: &str = "all of it is done";
-const LIMITS: Limits = Limits {
+const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 256 << 20,
     cpu_seconds: 1,
 };
@@ -150,22 +152,22 @@ fn ordinary() {
     fs::File::open("/proc/self/status").unwrap_err();
 }
 
-fn workers(mode: Mode) -> Workers {
-    let confinement = Confinement {
+fn workers(mode: Mode) -> WorkerKeeper {
+    let confinement = ProcessConfinement {
         seccomp: mode,
         landlock: sandbox::has_landlock(),
     };
-    Workers::start(confinement, LIMITS, || true, work).unwrap()
+    WorkerKeeper::start(confinement, LIMITS, || true, work).unwrap()
 }
 
-fn begun(workers: &Workers, letter: u8) -> Worker<'_> {
+fn begun(workers: &WorkerKeeper, letter: u8) -> WorkerProcess<'_> {
     let mut worker = workers.begin().unwrap();
     worker.socket().write_all(&[letter]).unwrap();
     worker
 }
 
 /// Returns all output of a worker and its termination status.
-fn whole(workers: &Workers, letter: u8) -> (Vec<u8>, Ended) {
+fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     let mut worker = begun(workers, letter);
     let mut said = Vec::new();
     // A socket closed with unread data reports an error.
@@ -176,19 +178,19 @@ fn whole(workers: &Workers, letter: u8) -> (Vec<u8>, Ended) {
 fn every_end(mode: Mode) {
     let workers = workers(mode);
     let mut number = 0u32;
-    let mut next_one_works = |workers: &Workers, before: u32| {
+    let mut next_one_works = |workers: &WorkerKeeper, before: u32| {
         number += before;
-        let (said, ended) = whole(workers, b'n');
-        assert_eq!((said, ended), (number.to_le_bytes().to_vec(), Ended::Done));
+        let (said, ended) = read_all(workers, b'n');
+        assert_eq!((said, ended), (number.to_le_bytes().to_vec(), WorkerExit::Done));
         number += 1;
     };
     next_one_works(&workers, 0);
-    for (letter, expected) in [(b'm', Ended::Memory), (b't', Ended::Time)] {
-        assert_eq!(whole(&workers, letter), (Vec::new(), expected));
+    for (letter, expected) in [(b'm', WorkerExit::Memory), (b't', WorkerExit::Time)] {
+        assert_eq!(read_all(&workers, letter), (Vec::new(), expected));
         next_one_works(&workers, 1);
     }
-    match whole(&workers, b'p').1 {
-        Ended::Panicked(words) => {
+    match read_all(&workers, b'p').1 {
+        WorkerExit::Panicked(words) => {
             assert!(
                 words.starts_with("at ") && words.ends_with(": over a table"),
                 "{words}"
@@ -197,8 +199,8 @@ fn every_end(mode: Mode) {
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
-    match whole(&workers, b's').1 {
-        Ended::Aborted(words) => assert!(words.contains("overflowed its stack"), "{words}"),
+    match read_all(&workers, b's').1 {
+        WorkerExit::Aborted(words) => assert!(words.contains("overflowed its stack"), "{words}"),
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
@@ -209,7 +211,7 @@ fn every_end(mode: Mode) {
         let killed = Command::new("kill").args([option, &pid.to_string()]).status();
         assert!(killed.unwrap().success());
         assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
-        assert_eq!(worker.end().unwrap(), Ended::Signal(signal));
+        assert_eq!(worker.end().unwrap(), WorkerExit::Signal(signal));
         next_one_works(&workers, 1);
     }
     // The worker blocks or is stopped, and the VM terminates it.
@@ -220,7 +222,7 @@ fn every_end(mode: Mode) {
             let stop = Command::new("kill").args(["-STOP", &pid.to_string()]).status();
             assert!(stop.unwrap().success());
         }
-        assert_eq!(worker.end().unwrap(), Ended::Signal(libc::SIGKILL));
+        assert_eq!(worker.end().unwrap(), WorkerExit::Signal(libc::SIGKILL));
         next_one_works(&workers, 1);
     }
     // The worker is dropped without a message.
@@ -235,11 +237,11 @@ fn every_end(mode: Mode) {
     worker.end().unwrap_err();
     for _ in 0..2 {
         let gone = workers.begin().unwrap_err();
-        assert!(matches!(gone, BeginError::NoKeeper(_)), "{gone}");
+        assert!(matches!(gone, WorkerStartError::NoKeeper(_)), "{gone}");
     }
 }
 
-fn pid_of(worker: &mut Worker<'_>) -> u32 {
+fn pid_of(worker: &mut WorkerProcess<'_>) -> u32 {
     let mut pid = [0; 4];
     worker.socket().read_exact(&mut pid).unwrap();
     u32::from_le_bytes(pid)
@@ -247,12 +249,12 @@ fn pid_of(worker: &mut Worker<'_>) -> u32 {
 
 fn forbidden() {
     let workers = workers(Mode::On);
-    assert_eq!(whole(&workers, b'o'), (b"o".to_vec(), Ended::Done));
+    assert_eq!(read_all(&workers, b'o'), (b"o".to_vec(), WorkerExit::Done));
     for (at, (what, ..)) in FORBIDDEN.iter().enumerate() {
-        let (said, ended) = whole(&workers, b'A' + at as u8);
-        assert_eq!((said, ended), (Vec::new(), Ended::Forbidden), "{what}");
+        let (said, ended) = read_all(&workers, b'A' + at as u8);
+        assert_eq!((said, ended), (Vec::new(), WorkerExit::Forbidden), "{what}");
     }
-    assert_eq!(whole(&workers, b'n').1, Ended::Done);
+    assert_eq!(read_all(&workers, b'n').1, WorkerExit::Done);
 }
 
 /// Prints the process IDs of a waiting worker and its keeper for the test.
@@ -295,7 +297,7 @@ fn does(task: &str) {
 /// Memory exhaustion, CPU time limit, panic, kill and termination are each reported, and the next
 /// worker starts.
 #[test]
-fn whatever_ends_a_worker_is_told_and_the_next_one_works() {
+fn worker_exit_is_reported_and_next_worker_starts() {
     does("ends");
 }
 
@@ -306,7 +308,7 @@ fn limits_hold_without_filters() {
 }
 
 #[test]
-fn a_worker_that_tries_what_it_may_not_is_ended_and_the_next_one_works() {
+fn forbidden_call_kills_worker_only() {
     does("forbidden");
 }
 
@@ -320,7 +322,7 @@ fn parent(pid: u32) -> u32 {
 /// A worker has only its socket and the pipe for its output, and cannot access the VM's files. Both
 /// the worker and its keeper exit with the VM.
 #[test]
-fn a_worker_has_one_socket_and_ends_with_its_vm() {
+fn worker_has_one_socket_and_exits_with_vm() {
     let mut vm = child_command(module_path!(), TASK, "shown")
         .stdout(Stdio::piped())
         .spawn()

@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::device::ConfigChange;
-use crate::serve::Chain;
+use crate::device::ConfigChangeNotifier;
+use crate::serve::GuestDescriptorChain;
 
 /// Capacity of the input buffer, in bytes.
 pub const INPUT_BYTES: usize = 4096;
@@ -24,7 +24,7 @@ pub struct WindowSize {
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct PendingInput {
     bytes: VecDeque<u8>,
     /// `true` if input was rejected because the buffer was full and the sender awaits a
     /// notification.
@@ -34,21 +34,21 @@ struct Waiting {
 /// Input buffer and window size of a console. Accepts input from any thread, never blocks, and
 /// buffers at most [`INPUT_BYTES`].
 #[derive(Debug)]
-pub struct Port {
-    waiting: Mutex<Waiting>,
+pub struct ConsolePort {
+    waiting: Mutex<PendingInput>,
     /// Notifies the device's thread of new input.
-    came: EventFd,
+    input_event: EventFd,
     room: EventFd,
     /// Columns and rows in configuration layout (virtio 1.2, 5.3.4), 0 if unknown.
     size: AtomicU32,
-    change: Mutex<Option<ConfigChange>>,
+    change: Mutex<Option<ConfigChangeNotifier>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Port {
+impl ConsolePort {
     /// Creates a port without a device. `size` has the same meaning as in [`super::Console::new`].
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Port {
     pub fn new(size: Option<WindowSize>) -> io::Result<Self> {
         Ok(Self {
             waiting: Mutex::default(),
-            came: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            input_event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             room: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             size: AtomicU32::new(size.map_or(0, packed)),
             change: Mutex::new(None),
@@ -73,13 +73,13 @@ impl Port {
         if count > 0 {
             // The write fails only if the counter is full, in which case a wake-up is already
             // pending.
-            let _ = self.came.write(1);
+            let _ = self.input_event.write(1);
         }
         count
     }
 
     /// Returns the eventfd that is signalled when buffer space becomes available after
-    /// [`Port::send`] rejected input.
+    /// [`ConsolePort::send`] rejected input.
     pub fn room(&self) -> &EventFd {
         &self.room
     }
@@ -100,12 +100,12 @@ impl Port {
         self.size.load(Ordering::Acquire).to_le_bytes()
     }
 
-    pub(super) fn tells_changes_by(&self, change: Option<ConfigChange>) {
+    pub(super) fn set_config_notifier(&self, change: Option<ConfigChangeNotifier>) {
         *lock(&self.change) = change;
     }
 
-    pub(super) fn came(&self) -> &EventFd {
-        &self.came
+    pub(super) fn input_event(&self) -> &EventFd {
+        &self.input_event
     }
 
     pub(super) fn has_input(&self) -> bool {
@@ -113,7 +113,7 @@ impl Port {
     }
 
     /// Moves pending input to the buffers of a chain and returns the number of bytes.
-    pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
+    pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> u32 {
         let mut waiting = lock(&self.waiting);
         let mut written = 0;
         for buffer in chain.writable() {

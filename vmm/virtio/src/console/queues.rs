@@ -5,26 +5,26 @@ use std::io::Write;
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
-use super::port::Port;
+use super::port::ConsolePort;
 use crate::device::ActiveQueue;
-use crate::serve::{Chain, QueueError, serve_queue, serve_queue_while};
+use crate::serve::{GuestDescriptorChain, QueueError, serve_queue, serve_queue_while};
 
 /// Maximum number of output bytes taken from one chain. Further bytes are discarded. Linux sends at
 /// most one page.
-pub const MOST_BYTES: usize = 64 << 10;
+pub const MAX_OUTPUT_BYTES: usize = 64 << 10;
 /// Number of bytes copied at once.
 const CHUNK_BYTES: usize = 4096;
 
 /// The driver's two queues.
 #[derive(Debug)]
-pub struct Queues {
+pub struct ConsoleQueues {
     /// Receive queue: buffers for input.
     pub input: ActiveQueue,
     /// Transmit queue: output of the guest.
     pub output: ActiveQueue,
 }
 
-impl Queues {
+impl ConsoleQueues {
     /// Writes the driver's output to `sink`.
     ///
     /// # Errors
@@ -40,7 +40,7 @@ impl Queues {
     ///
     /// # Errors
     /// Returns a [`QueueError`] if the driver violates the virtqueue rules.
-    pub fn serve_input(&mut self, memory: &GuestMemoryMmap, port: &Port) -> Result<(), QueueError> {
+    pub fn serve_input(&mut self, memory: &GuestMemoryMmap, port: &ConsolePort) -> Result<(), QueueError> {
         serve_queue_while(
             &mut self.input,
             memory,
@@ -52,8 +52,8 @@ impl Queues {
 
 /// Writes the bytes of a chain to `sink`. Bytes that the sink does not accept are discarded, as on
 /// an unconnected serial line.
-pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: Chain<'_>) {
-    let mut left = MOST_BYTES;
+pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
+    let mut left = MAX_OUTPUT_BYTES;
     let mut chunk = [0; CHUNK_BYTES];
     for buffer in chain.readable() {
         let mut at = buffer.addr();

@@ -16,7 +16,7 @@ const WORDS: &str =
 /// The format of a disk image. The format is never probed, because a guest can write the header of
 /// another format, which may name files of the host, to its raw disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Format {
+pub enum DiskFormat {
     /// Raw image.
     #[default]
     Raw,
@@ -24,25 +24,25 @@ pub enum Format {
     Qcow2,
 }
 
-impl FromStr for Format {
+impl FromStr for DiskFormat {
     type Err = DiskConfigError;
 
     fn from_str(text: &str) -> Result<Self, DiskConfigError> {
         match text {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            other => Err(DiskConfigError::Format(other.to_owned())),
+            other => Err(DiskConfigError::DiskFormat(other.to_owned())),
         }
     }
 }
 
 /// A backing file, which provides the data that the image above it does not contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backing {
+pub struct BackingFile {
     /// Path of the image.
     pub path: PathBuf,
     /// The format of the image.
-    pub format: Format,
+    pub format: DiskFormat,
 }
 
 /// Configuration of a disk.
@@ -51,9 +51,9 @@ pub struct DiskConfig {
     /// Path of the image file or host block device.
     pub path: PathBuf,
     /// The format of the image.
-    pub format: Format,
+    pub format: DiskFormat,
     /// Chain of backing files, nearest first. File names in an image's header are never opened.
-    pub backing: Vec<Backing>,
+    pub backing: Vec<BackingFile>,
     /// `true` if the guest cannot write the disk.
     pub read_only: bool,
     /// Serial number reported to the guest.
@@ -76,7 +76,7 @@ pub enum DiskConfigError {
     Serial(String),
     /// The format is unsupported.
     #[error("'{0}' is no format: raw or qcow2; qemu-img convert makes one of them of others")]
-    Format(String),
+    DiskFormat(String),
     /// The value of `backing=` is missing.
     #[error("backing= needs a file")]
     NoBacking,
@@ -102,7 +102,7 @@ impl DiskConfig {
     pub fn raw(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
-            format: Format::Raw,
+            format: DiskFormat::Raw,
             backing: Vec::new(),
             read_only: false,
             serial: None,
@@ -114,7 +114,7 @@ impl DiskConfig {
     fn check_backing(&self) -> Result<(), DiskConfigError> {
         let mut format = self.format;
         for backing in &self.backing {
-            if format == Format::Raw {
+            if format == DiskFormat::Raw {
                 return Err(DiskConfigError::RawBacking(backing.path.clone()));
             }
             format = backing.format;
@@ -173,9 +173,9 @@ impl FromStr for DiskConfig {
                         return Err(DiskConfigError::Deep);
                     }
                     backing_format = None;
-                    config.backing.push(Backing {
+                    config.backing.push(BackingFile {
                         path: path.into(),
-                        format: Format::Raw,
+                        format: DiskFormat::Raw,
                     });
                 }
                 Some(("backing-format", text)) => {
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_a_file_and_what_is_to_be_known_of_it() {
+    fn disk_options_are_parsed() {
         let disk: DiskConfig = "/a/b.img,serial=root-1,ro".parse().unwrap();
         assert_eq!(disk.path, PathBuf::from("/a/b.img"));
         assert_eq!((disk.read_only, disk.serial.as_deref()), (true, Some("root-1")));
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_of_two_sizes() {
+    fn block_size_must_be_512_or_4096() {
         let blocks = |text: &str| text.parse::<DiskConfig>().unwrap().block_bytes;
         assert_eq!(blocks("a"), None);
         assert_eq!(
@@ -243,24 +243,24 @@ mod tests {
 
     /// Only an explicit option selects the qcow2 format.
     #[test]
-    fn an_image_is_raw_unless_a_word_says_otherwise() {
+    fn image_format_defaults_to_raw() {
         let format = |text: &str| text.parse::<DiskConfig>().unwrap().format;
-        assert_eq!(format("a.qcow2"), Format::Raw);
-        assert_eq!(format("a.img,format=raw"), Format::Raw);
-        assert_eq!(format("a.img,ro,format=qcow2"), Format::Qcow2);
+        assert_eq!(format("a.qcow2"), DiskFormat::Raw);
+        assert_eq!(format("a.img,format=raw"), DiskFormat::Raw);
+        assert_eq!(format("a.img,ro,format=qcow2"), DiskFormat::Qcow2);
     }
 
     #[test]
-    fn backing_files_are_named_one_by_one_with_their_formats() {
+    fn backing_files_are_parsed_with_formats() {
         let text = "a,backing=b,backing-format=qcow2,format=qcow2,backing=c,ro";
         let disk: DiskConfig = text.parse().unwrap();
-        let backing = |path: &str, format| Backing {
+        let backing = |path: &str, format| BackingFile {
             path: path.into(),
             format,
         };
         assert_eq!(
             disk.backing,
-            [backing("b", Format::Qcow2), backing("c", Format::Raw)]
+            [backing("b", DiskFormat::Qcow2), backing("c", DiskFormat::Raw)]
         );
         assert!(disk.read_only);
 

@@ -7,10 +7,10 @@ use libc::off_t;
 use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
-use super::config::{DiskConfig, Format};
-use super::open::{Lock, OpenError, Opened, SECTOR_BYTES, block_bytes, open};
+use super::config::{DiskConfig, DiskFormat};
+use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{Piece, Raw};
+use super::raw::{GuestSegment, Raw};
 
 /// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
@@ -20,7 +20,7 @@ const SMALL_BLOCK: u32 = 512;
 pub enum ImageError {
     /// The file cannot be opened.
     #[error(transparent)]
-    Open(#[from] OpenError),
+    Open(#[from] DiskOpenError),
     /// The size is not a positive multiple of the sector size.
     #[error(
         "{} has {bytes} bytes: a raw disk has a multiple of {SECTOR_BYTES}, at least one; {}",
@@ -55,13 +55,13 @@ pub enum ImageError {
 
 /// An open and locked disk image.
 #[derive(Debug)]
-pub struct Image {
-    store: Store,
+pub struct DiskImage {
+    store: ImageStore,
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
     /// Declared after the store so that it is dropped after it.
-    _lock: Lock,
+    _lock: FileLock,
     /// Number of flushes.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
@@ -69,12 +69,12 @@ pub struct Image {
 
 /// Storage of the disk, specific to the format.
 #[derive(Debug)]
-enum Store {
+enum ImageStore {
     Raw(Raw),
     Qcow2(Box<Qcow2>),
 }
 
-impl Image {
+impl DiskImage {
     /// Opens and locks the image that `config` names, shared for reading or exclusively for
     /// writing.
     ///
@@ -82,11 +82,11 @@ impl Image {
     /// Returns an [`ImageError`], in which case the file is unchanged.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let path = &config.path;
-        let Opened { file, bytes, lock } = open(path, config.read_only)?;
+        let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
         let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
-            Format::Raw => {
-                let qcow2 = claims::begins_as_one(&file);
+            DiskFormat::Raw => {
+                let qcow2 = claims::has_qcow2_magic(&file);
                 if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || off_t::try_from(bytes).is_err() {
                     let path = path.clone();
                     return Err(ImageError::Size { path, bytes, qcow2 });
@@ -98,12 +98,12 @@ impl Image {
                          does not say what it is"
                     );
                 }
-                (Store::Raw(Raw::new(file)), bytes)
+                (ImageStore::Raw(Raw::new(file)), bytes)
             }
-            Format::Qcow2 => {
+            DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(path, (file, bytes), config.read_only, &config.backing)?;
                 let bytes = qcow2.bytes();
-                (Store::Qcow2(Box::new(qcow2)), bytes)
+                (ImageStore::Qcow2(Box::new(qcow2)), bytes)
             }
         };
         let block = config.block_bytes.or(below).unwrap_or(SMALL_BLOCK);
@@ -140,8 +140,8 @@ impl Image {
     /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
         match &self.store {
-            Store::Raw(_) => Some(self.block_bytes.into()),
-            Store::Qcow2(image) => image
+            ImageStore::Raw(_) => Some(self.block_bytes.into()),
+            ImageStore::Qcow2(image) => image
                 .discard_bytes()
                 .map(|bytes| bytes.max(self.block_bytes.into())),
         }
@@ -149,26 +149,26 @@ impl Image {
     }
 
     /// Reads the disk from byte offset `at` into segments of guest memory. The caller must have
-    /// checked the range against [`Image::sectors`].
+    /// checked the range against [`DiskImage::sectors`].
     ///
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.read(memory, pieces, at),
-            Store::Qcow2(image) => image.read(memory, pieces, at),
+            ImageStore::Raw(image) => image.read(memory, pieces, at),
+            ImageStore::Qcow2(image) => image.read(memory, pieces, at),
         }
     }
 
     /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// Returns the same errors as [`Image::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the same errors as [`DiskImage::read`].
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.write(memory, pieces, at),
-            Store::Qcow2(image) => image.write(memory, pieces, at),
+            ImageStore::Raw(image) => image.write(memory, pieces, at),
+            ImageStore::Qcow2(image) => image.write(memory, pieces, at),
         }
     }
 
@@ -178,8 +178,8 @@ impl Image {
     /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.flush(),
-            Store::Qcow2(image) => image.flush(),
+            ImageStore::Raw(image) => image.flush(),
+            ImageStore::Qcow2(image) => image.flush(),
         }?;
         #[cfg(test)]
         self.flushes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -193,9 +193,9 @@ impl Image {
     /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
         match &self.store {
-            Store::Raw(_) => Ok(()),
-            Store::Qcow2(_) if self.read_only => Ok(()),
-            Store::Qcow2(image) => image.write_back(),
+            ImageStore::Raw(_) => Ok(()),
+            ImageStore::Qcow2(_) if self.read_only => Ok(()),
+            ImageStore::Qcow2(image) => image.write_back(),
         }
     }
 
@@ -206,8 +206,8 @@ impl Image {
     /// error of the host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.discard(at, bytes),
-            Store::Qcow2(image) => image.discard(at, bytes),
+            ImageStore::Raw(image) => image.discard(at, bytes),
+            ImageStore::Qcow2(image) => image.discard(at, bytes),
         }
     }
 
@@ -218,8 +218,8 @@ impl Image {
     /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.write_zeros(at, bytes, unmap),
-            Store::Qcow2(image) => image.write_zeros(at, bytes, unmap),
+            ImageStore::Raw(image) => image.write_zeros(at, bytes, unmap),
+            ImageStore::Qcow2(image) => image.write_zeros(at, bytes, unmap),
         }
     }
 }
@@ -241,15 +241,15 @@ mod tests {
         file
     }
 
-    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<Image, ImageError> {
-        Image::open(&DiskConfig {
+    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, ImageError> {
+        DiskImage::open(&DiskConfig {
             read_only,
             ..DiskConfig::raw(path.as_ref())
         })
     }
 
     #[test]
-    fn what_is_no_disk_is_refused_with_what_it_is() {
+    fn non_disk_files_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let error = |path: &Path| error_line(&open(path, false).unwrap_err());
         assert!(error(&dir.path().join("none")).contains("makes an empty disk"));
@@ -268,10 +268,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_has_whole_blocks() {
+    fn disk_size_must_be_whole_blocks() {
         let disk = |bytes, block_bytes| {
             let file = file(bytes);
-            Image::open(&DiskConfig {
+            DiskImage::open(&DiskConfig {
                 block_bytes,
                 ..DiskConfig::raw(file.path())
             })
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_written_and_read_in_order() {
+    fn segments_are_written_and_read_in_order() {
         let file = file(4096);
         let image = open(file.path(), false).unwrap();
         let memory = memory();
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_made_with_and_without_the_space() {
+    fn zeros_are_written_with_and_without_unmap() {
         let mut file = file(0);
         file.write_all(&[7; 200_704]).unwrap();
         let image = open(file.path(), false).unwrap();
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_was_truncated_is_an_error() {
+    fn truncated_image_is_an_error() {
         let file = file(4096);
         let image = open(file.path(), false).unwrap();
         file.as_file().set_len(512).unwrap();

@@ -14,7 +14,7 @@ pub const SECTOR_BYTES: u64 = 512;
 
 /// The reason why a disk file cannot be opened.
 #[derive(Debug, Error)]
-pub enum OpenError {
+pub enum DiskOpenError {
     /// The file cannot be opened.
     #[error("{} cannot be opened{}", path.display(), open_remedy(path, source, *read_only))]
     Open {
@@ -112,47 +112,47 @@ fn users(path: &Path) -> String {
 
 /// An open and locked file.
 #[derive(Debug)]
-pub struct Opened {
+pub struct LockedFile {
     /// The file.
     pub file: File,
     /// Size in bytes.
     pub bytes: u64,
     /// The lock, which must be dropped after the last use of the file.
-    pub lock: Lock,
+    pub lock: FileLock,
 }
 
 /// Opens and locks the file at `path`, shared for reading or exclusively for writing.
 ///
 /// # Errors
-/// Returns an [`OpenError`], in which case the file is unchanged.
-pub fn open(path: &Path, read_only: bool) -> Result<Opened, OpenError> {
+/// Returns an [`DiskOpenError`], in which case the file is unchanged.
+pub fn open(path: &Path, read_only: bool) -> Result<LockedFile, DiskOpenError> {
     let file = unlocked(path, read_only)?;
-    let locking = |source| OpenError::Call {
+    let locking = |source| DiskOpenError::Call {
         path: path.into(),
         what: "locking",
         source,
     };
-    let Some(lock) = Lock::take(&file, read_only).map_err(locking)? else {
+    let Some(lock) = FileLock::take(&file, read_only).map_err(locking)? else {
         let by = users(path);
-        return Err(OpenError::Locked {
+        return Err(DiskOpenError::Locked {
             path: path.into(),
             by,
         });
     };
     let (file, bytes) = sized(path, file)?;
-    Ok(Opened { file, bytes, lock })
+    Ok(LockedFile { file, bytes, lock })
 }
 
 /// Opens the file at `path` for reading without a lock, and returns its size in bytes.
 ///
 /// # Errors
-/// Returns an [`OpenError`] if the file cannot be opened or has an unsupported type.
-pub fn look(path: &Path) -> Result<(File, u64), OpenError> {
+/// Returns an [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
+pub fn look(path: &Path) -> Result<(File, u64), DiskOpenError> {
     sized(path, unlocked(path, true)?)
 }
 
-fn sized(path: &Path, mut file: File) -> Result<(File, u64), OpenError> {
-    let seeking = |source| OpenError::Call {
+fn sized(path: &Path, mut file: File) -> Result<(File, u64), DiskOpenError> {
+    let seeking = |source| DiskOpenError::Call {
         path: path.into(),
         what: "seeking",
         source,
@@ -161,8 +161,8 @@ fn sized(path: &Path, mut file: File) -> Result<(File, u64), OpenError> {
     Ok((file, bytes))
 }
 
-fn unlocked(path: &Path, read_only: bool) -> Result<File, OpenError> {
-    let open = |source| OpenError::Open {
+fn unlocked(path: &Path, read_only: bool) -> Result<File, DiskOpenError> {
+    let open = |source| DiskOpenError::Open {
         path: path.into(),
         read_only,
         source,
@@ -177,7 +177,7 @@ fn unlocked(path: &Path, read_only: bool) -> Result<File, OpenError> {
     };
     if let Some(what) = what {
         let path = path.into();
-        return Err(OpenError::Kind { path, what });
+        return Err(DiskOpenError::Kind { path, what });
     }
     let options = OpenOptions::new().read(true).write(!read_only).open(path);
     options.map_err(open)
@@ -208,12 +208,12 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
 /// starting has a copy of the descriptor until it calls exec. An explicit unlock applies to all
 /// copies.
 #[derive(Debug)]
-pub struct Lock {
+pub struct FileLock {
     /// Second descriptor of the same open file description.
     file: File,
 }
 
-impl Lock {
+impl FileLock {
     /// Locks the file, or returns `None` if there is a conflicting lock.
     fn take(file: &File, read_only: bool) -> io::Result<Option<Self>> {
         let lock = Self {
@@ -228,7 +228,7 @@ impl Lock {
     }
 }
 
-impl Drop for Lock {
+impl Drop for FileLock {
     fn drop(&mut self) {
         // The unlock fails only without a lock, and closing the file suffices then.
         let _ = set(&self.file, libc::F_UNLCK);
@@ -254,11 +254,14 @@ mod tests {
 
     /// Models a child process between fork and exec.
     #[test]
-    fn a_copy_of_the_descriptor_does_not_keep_the_lock() {
+    fn descriptor_copy_does_not_keep_lock() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let first = open(file.path(), false).unwrap();
         let copy = first.file.try_clone().unwrap();
-        assert!(matches!(open(file.path(), false), Err(OpenError::Locked { .. })));
+        assert!(matches!(
+            open(file.path(), false),
+            Err(DiskOpenError::Locked { .. })
+        ));
         drop(first);
         open(file.path(), false).unwrap();
         drop(copy);

@@ -15,7 +15,7 @@ const MAX_PIECES: usize = 1024;
 const ZEROS_AT_ONCE: u64 = 65_536;
 
 /// A segment of guest memory: address and length in bytes.
-pub type Piece = (GuestAddress, usize);
+pub type GuestSegment = (GuestAddress, usize);
 
 /// A raw image. Callers must check ranges against the size of the disk.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Raw {
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         // SAFETY: `transfer` passes segments of guest memory, which stay mapped during the call.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::preadv(fd, vecs, count, at)
@@ -45,7 +45,7 @@ impl Raw {
     ///
     /// # Errors
     /// Returns the same errors as [`Raw::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         // SAFETY: as above.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::pwritev(fd, vecs, count, at)
@@ -55,7 +55,7 @@ impl Raw {
     fn transfer(
         &self,
         memory: &GuestMemoryMmap,
-        pieces: &[Piece],
+        pieces: &[GuestSegment],
         mut at: u64,
         call: impl Fn(c_int, *const iovec, c_int, off_t) -> libc::ssize_t,
     ) -> io::Result<()> {

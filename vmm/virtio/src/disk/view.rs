@@ -8,32 +8,32 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use super::config::{DiskConfig, Format};
+use super::config::{DiskConfig, DiskFormat};
 use super::image::ImageError;
 use super::open::look;
 use super::qcow2::Qcow2;
 
 /// A read-only view of an image.
 #[derive(Debug)]
-pub struct View {
+pub struct DiskView {
     config: DiskConfig,
-    store: RefCell<Store>,
+    store: RefCell<ViewStore>,
     bytes: u64,
 }
 
 #[derive(Debug)]
-enum Store {
+enum ViewStore {
     Raw(File),
     Qcow2(Box<Qcow2>),
 }
 
-impl Store {
+impl ViewStore {
     /// Opens the current state of the image and returns the disk size in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), ImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {
-            Format::Raw => Ok((Self::Raw(file), bytes)),
-            Format::Qcow2 => {
+            DiskFormat::Raw => Ok((Self::Raw(file), bytes)),
+            DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(&config.path, (file, bytes), true, &config.backing)?;
                 let bytes = qcow2.bytes();
                 Ok((Self::Qcow2(Box::new(qcow2)), bytes))
@@ -42,14 +42,14 @@ impl Store {
     }
 }
 
-impl View {
+impl DiskView {
     /// Opens the image that `config` names. The backing files of a qcow2 image are never written
     /// and are locked against writers while the view exists.
     ///
     /// # Errors
     /// Returns an [`ImageError`] if the image or a backing file cannot be opened.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
-        let (store, bytes) = Store::open(config)?;
+        let (store, bytes) = ViewStore::open(config)?;
         Ok(Self {
             config: config.clone(),
             store: RefCell::new(store),
@@ -63,9 +63,9 @@ impl View {
     /// # Errors
     /// Returns an [`ImageError`], in which case the previous state stays in use. An image that is
     /// being written may temporarily appear damaged.
-    pub fn look_again(&self) -> Result<(), ImageError> {
-        if self.config.format == Format::Qcow2 {
-            let (store, _) = Store::open(&self.config)?;
+    pub fn reload(&self) -> Result<(), ImageError> {
+        if self.config.format == DiskFormat::Qcow2 {
+            let (store, _) = ViewStore::open(&self.config)?;
             self.store.replace(store);
         }
         Ok(())
@@ -89,8 +89,8 @@ impl View {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         match &*self.store.borrow() {
-            Store::Raw(file) => file.read_exact_at(to, at),
-            Store::Qcow2(image) => image.look(to, at),
+            ViewStore::Raw(file) => file.read_exact_at(to, at),
+            ViewStore::Qcow2(image) => image.look(to, at),
         }
     }
 }
@@ -98,19 +98,19 @@ impl View {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::image::Image;
+    use crate::disk::image::DiskImage;
 
     /// Reads succeed while a VM holds the lock, and fail beyond the end.
     #[test]
-    fn an_image_in_use_can_be_looked_at() {
+    fn image_in_use_can_be_viewed() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("disk");
         let mut bytes = vec![0; 4096];
         bytes[1000..1004].copy_from_slice(b"here");
         std::fs::write(&path, &bytes).unwrap();
         let config = DiskConfig::raw(&path);
-        let _in_use = Image::open(&config).unwrap();
-        let view = View::open(&config).unwrap();
+        let _in_use = DiskImage::open(&config).unwrap();
+        let view = DiskView::open(&config).unwrap();
         assert_eq!(view.bytes(), 4096);
         let mut word = [0; 4];
         view.read(1000, &mut word).unwrap();
@@ -118,6 +118,9 @@ mod tests {
         for at in [4093, 4096, u64::MAX] {
             assert!(view.read(at, &mut word).is_err(), "{at}");
         }
-        assert!(View::open(&DiskConfig::raw(temp.path())).is_err(), "a directory");
+        assert!(
+            DiskView::open(&DiskConfig::raw(temp.path())).is_err(),
+            "a directory"
+        );
     }
 }

@@ -8,9 +8,9 @@ const MAX_NAME: usize = 15;
 
 /// An Ethernet (MAC) address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Mac([u8; 6]);
+pub struct MacAddress([u8; 6]);
 
-impl Mac {
+impl MacAddress {
     /// Derives a locally administered address from `text`. The result is deterministic and differs
     /// between texts with high probability.
     pub fn derived_from(text: &str) -> Self {
@@ -29,14 +29,14 @@ impl Mac {
     }
 }
 
-impl fmt::Display for Mac {
+impl fmt::Display for MacAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
         write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
     }
 }
 
-impl FromStr for Mac {
+impl FromStr for MacAddress {
     type Err = NetConfigError;
 
     fn from_str(text: &str) -> Result<Self, NetConfigError> {
@@ -46,11 +46,11 @@ impl FromStr for Mac {
             let part = parts
                 .next()
                 .filter(|part| part.len() == 2)
-                .ok_or(NetConfigError::Mac)?;
-            *byte = u8::from_str_radix(part, 16).map_err(|_| NetConfigError::Mac)?;
+                .ok_or(NetConfigError::MacAddress)?;
+            *byte = u8::from_str_radix(part, 16).map_err(|_| NetConfigError::MacAddress)?;
         }
         if parts.next().is_some() || text.contains('+') {
-            return Err(NetConfigError::Mac);
+            return Err(NetConfigError::MacAddress);
         }
         if bytes[0] & 1 != 0 || bytes == [0; 6] {
             return Err(NetConfigError::Group);
@@ -65,14 +65,14 @@ pub struct NetConfig {
     /// Name of the host's tap device.
     pub tap: String,
     /// MAC address, derived from the VM's name if `None`.
-    pub mac: Option<Mac>,
+    pub mac: Option<MacAddress>,
     /// Use of vhost-net.
-    pub vhost: Vhost,
+    pub vhost: VhostMode,
 }
 
 /// Use of the host kernel's vhost-net for the transfer of frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Vhost {
+pub enum VhostMode {
     /// Use vhost-net if it is available.
     #[default]
     Auto,
@@ -99,10 +99,10 @@ pub enum NetConfigError {
     Name,
     /// The value of `vhost` is invalid.
     #[error("vhost must be on, off or auto")]
-    Vhost,
+    VhostMode,
     /// The MAC address is malformed.
     #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
-    Mac,
+    MacAddress,
     /// The MAC address is a group or all-zero address.
     #[error("mac must not be zero or an address of a group: its first byte is even")]
     Group,
@@ -120,10 +120,10 @@ impl FromStr for NetConfig {
                 Some(("vhost", _)) if vhost.is_some() => return Err(NetConfigError::Twice("vhost")),
                 Some(("tap", name)) => tap = Some(checked_name(name)?),
                 Some(("mac", address)) => mac = Some(address.parse()?),
-                Some(("vhost", "auto")) => vhost = Some(Vhost::Auto),
-                Some(("vhost", "on")) => vhost = Some(Vhost::On),
-                Some(("vhost", "off")) => vhost = Some(Vhost::Off),
-                Some(("vhost", _)) => return Err(NetConfigError::Vhost),
+                Some(("vhost", "auto")) => vhost = Some(VhostMode::Auto),
+                Some(("vhost", "on")) => vhost = Some(VhostMode::On),
+                Some(("vhost", "off")) => vhost = Some(VhostMode::Off),
+                Some(("vhost", _)) => return Err(NetConfigError::VhostMode),
                 _ if text.contains('=') => return Err(NetConfigError::Word(part.to_owned())),
                 _ => return Err(NetConfigError::Shape),
             }
@@ -149,15 +149,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tap_and_an_address_in_any_order() {
+    fn net_options_are_parsed_in_any_order() {
         let both: NetConfig = "mac=02:00:00:aB:cd:ef,tap=tap0".parse().unwrap();
         assert_eq!(both.tap, "tap0");
         assert_eq!(both.mac.unwrap().to_string(), "02:00:00:ab:cd:ef");
         let plain: NetConfig = "tap=x".parse().unwrap();
-        assert_eq!((plain.mac, plain.vhost), (None, Vhost::Auto));
+        assert_eq!((plain.mac, plain.vhost), (None, VhostMode::Auto));
         let own: NetConfig = "vhost=off,tap=x".parse().unwrap();
-        assert_eq!(own.vhost, Vhost::Off);
-        assert_eq!("tap=x,vhost=on".parse::<NetConfig>().unwrap().vhost, Vhost::On);
+        assert_eq!(own.vhost, VhostMode::Off);
+        assert_eq!(
+            "tap=x,vhost=on".parse::<NetConfig>().unwrap().vhost,
+            VhostMode::On
+        );
     }
 
     #[test]
@@ -170,17 +173,17 @@ mod tests {
             ("tap=a,tap=b", E::Twice("tap")),
             ("tap=a,speed=1", E::Word("speed=1".into())),
             ("tap=a,", E::Word(String::new())),
-            ("tap=a,vhost=yes", E::Vhost),
+            ("tap=a,vhost=yes", E::VhostMode),
             ("tap=a,vhost=on,vhost=on", E::Twice("vhost")),
             ("tap=", E::Name),
             ("tap=a/b", E::Name),
             ("tap=tap%d", E::Name),
             ("tap=0123456789abcdef", E::Name),
-            ("tap=a,mac=02:00", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:001", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:0g", E::Mac),
-            ("tap=a,mac=+2:00:00:00:00:01", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:01:02", E::Mac),
+            ("tap=a,mac=02:00", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:001", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:0g", E::MacAddress),
+            ("tap=a,mac=+2:00:00:00:00:01", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:01:02", E::MacAddress),
             ("tap=a,mac=01:00:00:00:00:01", E::Group),
             ("tap=a,mac=00:00:00:00:00:00", E::Group),
         ] {
@@ -189,10 +192,11 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_follows_from_a_name_is_local_and_its_own() {
-        let of = Mac::derived_from;
+    fn derived_mac_is_local_and_unique() {
+        let of = MacAddress::derived_from;
         assert_eq!(of("a/tap0"), of("a/tap0"));
-        let all: std::collections::HashSet<Mac> = (0..1000).map(|i| of(&format!("vm-{i}/tap0"))).collect();
+        let all: std::collections::HashSet<MacAddress> =
+            (0..1000).map(|i| of(&format!("vm-{i}/tap0"))).collect();
         assert_eq!(all.len(), 1000);
         assert!(all.iter().all(|mac| mac.bytes()[0] & 3 == 2));
     }

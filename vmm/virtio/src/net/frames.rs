@@ -12,7 +12,7 @@ use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES, Scatter, Tap};
+use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
 
 /// Maximum number of segments in a chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
@@ -28,7 +28,7 @@ const USED_ENTRY_BYTES: u64 = 8;
 /// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
 /// reset.
 #[derive(Debug, Error)]
-pub enum FramesError {
+pub enum FrameQueueError {
     /// The rings are invalid.
     #[error("the driver's rings are broken")]
     Queue(#[from] virtio_queue::Error),
@@ -42,7 +42,7 @@ pub enum FramesError {
 
 /// The reason why a batch ended.
 #[derive(Debug)]
-pub enum Pause {
+pub enum BatchEnd {
     /// More frames may be available.
     More,
     /// The tap device has no more frames, or the driver has sent all of its frames.
@@ -54,7 +54,7 @@ pub enum Pause {
 }
 
 /// A descriptor chain with its segments.
-struct Chain {
+struct FrameChain {
     head: u16,
     bytes: usize,
     pieces: SmallVec<[(GuestAddress, u32); 2]>,
@@ -66,18 +66,18 @@ fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
     writable: bool,
-) -> Result<Option<Chain>, FramesError> {
+) -> Result<Option<FrameChain>, FrameQueueError> {
     let size = queue.size();
     let Some(descriptors) = queue.iter(memory)?.next() else {
         return Ok(None);
     };
-    let mut chain = Chain {
+    let mut chain = FrameChain {
         head: descriptors.head_index(),
         bytes: 0,
         pieces: SmallVec::new(),
     };
     if chain.head >= size {
-        return Err(FramesError::Head(chain.head));
+        return Err(FrameQueueError::Head(chain.head));
     }
     for descriptor in descriptors {
         if descriptor.is_write_only() != writable || chain.pieces.len() == MAX_PIECES {
@@ -93,7 +93,7 @@ fn next_chain(
 
 /// Returns whether the driver wants an interrupt for the chains used since `before` (virtio 1.2,
 /// 2.7.7.2).
-fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FramesError> {
+fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FrameQueueError> {
     let now = queue.next_used();
     if now == before {
         return Ok(false);
@@ -111,11 +111,11 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
 }
 
 /// Transmit direction: moves frames from the guest to the tap device.
-pub struct Sender {
+pub struct FrameSender {
     queue: Queue,
 }
 
-impl Sender {
+impl FrameSender {
     /// Creates a sender for the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
         Self { queue }
@@ -125,19 +125,23 @@ impl Sender {
     /// dropped if it is malformed, if the tap device rejects it, or if there is no tap device.
     ///
     /// # Errors
-    /// Returns a [`FramesError`] if the queue is unusable.
-    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: Option<&Tap>) -> Result<(Pause, bool), FramesError> {
+    /// Returns a [`FrameQueueError`] if the queue is unusable.
+    pub fn run(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        tap: Option<&Tap>,
+    ) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = Pause::More;
+        let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
             let Some(chain) = next_chain(&mut self.queue, memory, false)? else {
                 if self.queue.enable_notification(memory)? {
                     continue;
                 }
-                pause = Pause::Idle;
+                pause = BatchEnd::Idle;
                 break;
             };
-            let mut scatter = Scatter::new(memory);
+            let mut scatter = IoVecList::new(memory);
             let sound = chain
                 .pieces
                 .iter()
@@ -156,24 +160,24 @@ impl Sender {
 }
 
 /// Receive direction: moves frames from the tap device to the guest.
-pub struct Receiver {
+pub struct FrameReceiver {
     queue: Queue,
     /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
-    merges: bool,
+    mergeable: bool,
     /// Buffers that the driver has added and no frame has used yet.
-    waiting: VecDeque<Chain>,
+    waiting: VecDeque<FrameChain>,
     waiting_bytes: usize,
     /// Frame that was read before enough buffers were available for it. Empty if there is none.
     held: Vec<u8>,
 }
 
-impl Receiver {
-    /// Creates a receiver for the guest's receive queue. `merges` is `true` if the driver accepts
+impl FrameReceiver {
+    /// Creates a receiver for the guest's receive queue. `mergeable` is `true` if the driver accepts
     /// frames that span several buffers.
-    pub fn new(queue: Queue, merges: bool) -> Self {
+    pub fn new(queue: Queue, mergeable: bool) -> Self {
         Self {
             queue,
-            merges,
+            mergeable,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             held: Vec::new(),
@@ -182,8 +186,8 @@ impl Receiver {
 
     /// Collects buffers until the longest frame fits, or one buffer without mergeable buffers.
     /// Returns `false` if the driver has added too few.
-    fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
-        let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
+    fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FrameQueueError> {
+        let enough = if self.mergeable { MAX_FRAME_BYTES } else { 1 };
         // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
         for _ in 0..=self.queue.size() {
             if self.waiting_bytes >= enough {
@@ -195,7 +199,7 @@ impl Receiver {
                 }
                 return Ok(false);
             };
-            let mut probe = Scatter::new(memory);
+            let mut probe = IoVecList::new(memory);
             let sound = chain
                 .pieces
                 .iter()
@@ -214,15 +218,15 @@ impl Receiver {
     /// interrupt.
     ///
     /// # Errors
-    /// Returns a [`FramesError`] if the queue is unusable.
-    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(Pause, bool), FramesError> {
+    /// Returns a [`FrameQueueError`] if the queue is unusable.
+    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = Pause::More;
+        let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
             let enough = self.fill(memory)?;
             if self.waiting.is_empty() || !self.held.is_empty() && self.waiting_bytes < self.held.len() {
                 if self.waiting.len() < usize::from(self.queue.size()) {
-                    pause = Pause::NoBuffer;
+                    pause = BatchEnd::NoBuffer;
                     break;
                 }
                 // The queue is full, so the driver cannot add buffers for this frame.
@@ -230,7 +234,7 @@ impl Receiver {
                 continue;
             }
             if !self.held.is_empty() {
-                self.hand_over_held(memory)?;
+                self.return_held_frame(memory)?;
                 continue;
             }
             if !enough {
@@ -242,31 +246,31 @@ impl Receiver {
                 match read {
                     Ok(_) => continue,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = Pause::Idle,
-                    Err(e) => pause = Pause::Gone(e),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = BatchEnd::Idle,
+                    Err(e) => pause = BatchEnd::Gone(e),
                 }
                 break;
             }
-            let mut scatter = Scatter::new(memory);
+            let mut scatter = IoVecList::new(memory);
             'buffers: for chain in &self.waiting {
                 for (address, length) in &chain.pieces {
                     if !scatter.push(*address, *length) {
                         break 'buffers;
                     }
                 }
-                if !self.merges || scatter.bytes() >= MAX_FRAME_BYTES {
+                if !self.mergeable || scatter.bytes() >= MAX_FRAME_BYTES {
                     break;
                 }
             }
             match tap.read(&scatter) {
-                Ok(count) => self.hand_over(memory, count)?,
+                Ok(count) => self.return_frame(memory, count)?,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    pause = Pause::Idle;
+                    pause = BatchEnd::Idle;
                     break;
                 }
                 Err(e) => {
-                    pause = Pause::Gone(e);
+                    pause = BatchEnd::Gone(e);
                     break;
                 }
             }
@@ -275,7 +279,7 @@ impl Receiver {
     }
 
     /// Copies the held frame to the first buffers, which are large enough for it.
-    fn hand_over_held(&mut self, memory: &GuestMemoryMmap) -> Result<(), FramesError> {
+    fn return_held_frame(&mut self, memory: &GuestMemoryMmap) -> Result<(), FrameQueueError> {
         let mut rest = &self.held[..];
         for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
             let (now, later) = rest.split_at(rest.len().min(*length as usize));
@@ -284,12 +288,12 @@ impl Receiver {
         }
         let count = self.held.len();
         self.held.clear();
-        self.hand_over(memory, count)
+        self.return_frame(memory, count)
     }
 
     /// Returns the first buffers, which contain a frame of `count` bytes, to the driver. The used
     /// index is updated once, because the driver must see all buffers of a frame at the same time.
-    fn hand_over(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FramesError> {
+    fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
         let mut left = count;
         let first = self.waiting.front().map(|chain| chain.pieces.clone());
@@ -356,14 +360,14 @@ mod tests {
     }
 
     /// The driver's end of a queue, and a socket pair that replaces the tap device.
-    struct Rig<'m> {
+    struct FrameTest<'m> {
         driver: MockSplitQueue<'m, GuestMemoryMmap>,
         put_in: u16,
         tap: Tap,
         far: UnixDatagram,
     }
 
-    impl<'m> Rig<'m> {
+    impl<'m> FrameTest<'m> {
         fn new(memory: &'m GuestMemoryMmap) -> Self {
             let (near, far) = UnixDatagram::pair().unwrap();
             near.set_nonblocking(true).unwrap();
@@ -426,10 +430,10 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_of_several_pieces_is_sent_as_one() {
+    fn segmented_frame_is_sent_as_one() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         let sent = frame(5000);
         memory.write_slice(&sent, GuestAddress(BUFFERS)).unwrap();
         rig.describe(3, BUFFERS, 12, NEXT, 7);
@@ -437,7 +441,7 @@ mod tests {
         rig.describe(1, BUFFERS + 4012, 988, 0, 0);
         rig.put_in(3);
         let (pause, wanted) = sender.run(&memory, Some(&rig.tap)).unwrap();
-        assert!(matches!(pause, Pause::Idle) && wanted);
+        assert!(matches!(pause, BatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.used(), [(3, 0)]);
         // No new chain was used, so no interrupt is due.
@@ -446,12 +450,12 @@ mod tests {
 
     /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
     #[test]
-    fn short_rings_get_frames_and_one_that_is_too_long_waits_for_buffers() {
+    fn long_frame_waits_for_buffers() {
         const BUFFER: u64 = 1536;
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
-        let offer = |rig: &mut Rig<'_>, heads: std::ops::Range<u16>| {
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
+        let offer = |rig: &mut FrameTest<'_>, heads: std::ops::Range<u16>| {
             for head in heads {
                 rig.describe(head, BUFFERS + u64::from(head) * BUFFER, BUFFER as u32, WRITE, 0);
                 rig.put_in(head);
@@ -462,7 +466,7 @@ mod tests {
         rig.far.send(&frame(4000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
@@ -474,10 +478,10 @@ mod tests {
         // First too few buffers for the third frame, then enough.
         offer(&mut rig, 4..8);
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && !wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);
         offer(&mut rig, 8..10);
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used().len(), 10);
         assert_eq!(
             in_guest(9000, BUFFERS + 4 * BUFFER),
@@ -486,10 +490,10 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_for_which_the_whole_ring_is_too_short_is_lost_alone() {
+    fn frame_longer_than_ring_is_dropped() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
         for head in 0..SIZE {
             rig.describe(head, BUFFERS + u64::from(head) * 16, 16, WRITE, 0);
             rig.put_in(head);
@@ -497,21 +501,21 @@ mod tests {
         rig.far.send(&frame(5000)).unwrap();
         rig.far.send(&frame(40)).unwrap();
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::Idle) && wanted, "{pause:?}");
+        assert!(matches!(pause, BatchEnd::Idle) && wanted, "{pause:?}");
         assert_eq!(rig.used(), [(0, 16), (1, 16), (2, 8)]);
     }
 
     #[test]
-    fn frames_without_a_tap_device_are_lost_and_their_buffers_come_back() {
+    fn frames_without_tap_are_dropped() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         for head in 0..100 {
             rig.describe(head, BUFFERS, 64, 0, 0);
             rig.put_in(head);
         }
-        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::More));
-        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::Idle));
+        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::More));
+        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::Idle));
         assert_eq!(rig.used().len(), 100);
         assert!(rig.arrived().is_empty());
     }
@@ -519,10 +523,10 @@ mod tests {
     /// Each malformed chain is used at once without sending a frame, and the valid frame after them
     /// is sent.
     #[test]
-    fn chains_that_are_no_frames_are_lost_alone() {
+    fn malformed_chains_send_no_frames() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         rig.describe(0, BUFFERS, 64, NEXT, 0); // a loop
         rig.describe(1, MEMORY_BYTES as u64 - 8, 64, 0, 0); // out of memory
         rig.describe(2, BUFFERS, 64, WRITE, 0); // to be written
@@ -550,35 +554,37 @@ mod tests {
         }
         assert!(matches!(
             sender.run(&memory, Some(&rig.tap)).unwrap().0,
-            Pause::Idle
+            BatchEnd::Idle
         ));
         assert_eq!(rig.used(), (0..=10).map(|head| (head, 0)).collect::<Vec<_>>());
         assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [60]);
     }
 
     #[test]
-    fn rings_that_say_nonsense_end_the_queue() {
+    fn invalid_rings_break_the_queue() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
+        let mut rig = FrameTest::new(&memory);
         rig.put_in(SIZE);
-        let error = Sender::new(rig.queue()).run(&memory, Some(&rig.tap)).unwrap_err();
-        assert!(matches!(error, FramesError::Head(SIZE)), "{error:?}");
+        let error = FrameSender::new(rig.queue())
+            .run(&memory, Some(&rig.tap))
+            .unwrap_err();
+        assert!(matches!(error, FrameQueueError::Head(SIZE)), "{error:?}");
         rig.driver.avail().idx().store(SIZE + 1);
-        for merges in [false, true] {
-            let error = Receiver::new(rig.queue(), merges)
+        for mergeable in [false, true] {
+            let error = FrameReceiver::new(rig.queue(), mergeable)
                 .run(&memory, &rig.tap)
                 .unwrap_err();
-            assert!(matches!(error, FramesError::Queue(_)), "{error:?}");
+            assert!(matches!(error, FrameQueueError::Queue(_)), "{error:?}");
         }
     }
 
     /// A frame takes as many buffers of 1,500 bytes as it needs, and its header contains their
     /// number.
     #[test]
-    fn a_long_frame_lies_in_several_buffers() {
+    fn long_frame_spans_several_buffers() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
         for head in 0..60 {
             rig.describe(head, BUFFERS + 1500 * u64::from(head), 1500, WRITE, 0);
             rig.put_in(head);
@@ -588,7 +594,7 @@ mod tests {
         }
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
         assert!(
-            wanted && matches!(pause, Pause::Idle | Pause::NoBuffer),
+            wanted && matches!(pause, BatchEnd::Idle | BatchEnd::NoBuffer),
             "{pause:?}"
         );
         assert_eq!(rig.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
@@ -601,10 +607,10 @@ mod tests {
 
     /// Header and frame are in separate segments, as in Linux without mergeable buffers.
     #[test]
-    fn without_merging_each_frame_has_a_chain() {
+    fn unmerged_frame_uses_one_chain() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         for chain in 0..2_u16 {
             let at = BUFFERS + 0x1000 * u64::from(chain);
             rig.describe(2 * chain, at, 11, NEXT | WRITE, 2 * chain + 1);
@@ -625,10 +631,10 @@ mod tests {
     }
 
     #[test]
-    fn buffers_that_cannot_be_written_are_given_back() {
+    fn unwritable_buffers_are_returned() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         rig.describe(0, BUFFERS, 2000, 0, 0); // to be read
         rig.describe(1, u64::MAX - 4, 2000, WRITE, 0); // nowhere
         rig.describe(2, BUFFERS, 4, WRITE, 0); // no room for a header
@@ -640,16 +646,16 @@ mod tests {
     }
 
     #[test]
-    fn a_tap_device_that_is_gone_is_noticed() {
+    fn removed_tap_is_detected() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         rig.describe(0, BUFFERS, 2000, WRITE, 0);
         rig.put_in(0);
         let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
         assert!(matches!(
             receiver.run(&memory, &gone).unwrap(),
-            (Pause::Gone(_), false)
+            (BatchEnd::Gone(_), false)
         ));
     }
 }

@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use virtio_bindings::virtio_net::VIRTIO_NET_S_LINK_UP;
 
-use crate::device::ConfigChange;
+use crate::device::ConfigChangeNotifier;
 
 /// Status bit of a link that is up.
 #[expect(clippy::cast_possible_truncation, reason = "it is 1")]
 pub(super) const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 
 /// The link status of the guest's network device. The link is up until the tap device is removed.
-pub struct Link {
+pub struct NetLink {
     pub(super) name: String,
     pub(super) status: Arc<AtomicU16>,
-    pub(super) config_change: ConfigChange,
+    pub(super) config_change: ConfigChangeNotifier,
 }
 
-impl Link {
+impl NetLink {
     pub(super) fn is_up(&self) -> bool {
         self.status.load(Ordering::Relaxed) == LINK_UP
     }

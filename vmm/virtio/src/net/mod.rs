@@ -37,29 +37,31 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::{ActivateError, Activation, ActiveQueue, Interrupt, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
-use config::Mac;
-use frames::{FramesError, Pause, Receiver, Sender};
-use link::{LINK_UP, Link};
-use tap::{Offloads, Tap};
-use vhost::{Kernel, Watcher};
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, DeviceInterrupt, VirtioDevice, read_config_bytes,
+};
+use crate::worker::DeviceWorker;
+use config::MacAddress;
+use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
+use link::{LINK_UP, NetLink};
+use tap::{Tap, TapOffloads};
+use vhost::{VhostHandler, VhostNetBackend};
 
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
 /// Receive offloads that the guest may accept, with the feature bit of each.
-const OFFLOADS: [(Offloads, u32); 5] = [
-    (Offloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
-    (Offloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
-    (Offloads::TSO6, VIRTIO_NET_F_GUEST_TSO6),
-    (Offloads::TSO_ECN, VIRTIO_NET_F_GUEST_ECN),
-    (Offloads::UFO, VIRTIO_NET_F_GUEST_UFO),
+const OFFLOADS: [(TapOffloads, u32); 5] = [
+    (TapOffloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
+    (TapOffloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
+    (TapOffloads::TSO6, VIRTIO_NET_F_GUEST_TSO6),
+    (TapOffloads::TSO_ECN, VIRTIO_NET_F_GUEST_ECN),
+    (TapOffloads::UFO, VIRTIO_NET_F_GUEST_UFO),
 ];
 
 /// Feature bits that are always offered: host-side offloads, which every tap device supports, and
 /// features of this device.
-const ALWAYS: [u32; 9] = [
+const FIXED_FEATURES: [u32; 9] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_HOST_TSO4,
     VIRTIO_NET_F_HOST_TSO6,
@@ -73,23 +75,23 @@ const ALWAYS: [u32; 9] = [
 
 /// A virtio network device.
 #[derive(Debug)]
-pub struct Net {
+pub struct NetDevice {
     name: String,
     tap: Arc<Tap>,
-    mac: Mac,
+    mac: MacAddress,
     mtu: u16,
     offered: u64,
     /// The `status` field of the configuration.
     status: Arc<AtomicU16>,
     /// The vhost-net instance that transfers the frames, if any.
-    kernel: Option<Kernel>,
-    worker: Option<Worker>,
+    kernel: Option<VhostNetBackend>,
+    worker: Option<DeviceWorker>,
 }
 
-impl Net {
+impl NetDevice {
     /// Creates a device `name` on `tap`, whose MTU is `mtu` bytes. Frames are transferred by
     /// `kernel` if given, otherwise by a thread.
-    pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16, kernel: Option<Kernel>) -> Self {
+    pub fn new(name: String, tap: Tap, mac: MacAddress, mtu: u16, kernel: Option<VhostNetBackend>) -> Self {
         let offered = offered(|offloads| tap.set_offloads(offloads).is_ok());
         Self {
             name,
@@ -107,35 +109,38 @@ impl Net {
 /// Returns the device's feature bits for a host kernel on which `known` accepts an offload. Each
 /// offload is probed together with its prerequisites only (`set_offload` in drivers/net/tun.c),
 /// because the kernel rejects a set with an unknown offload as a whole.
-fn offered(known: impl Fn(Offloads) -> bool) -> u64 {
+fn offered(known: impl Fn(TapOffloads) -> bool) -> u64 {
     let guest = OFFLOADS
         .iter()
         .filter(|(offload, _)| {
             let segments = match *offload {
-                Offloads::TSO_ECN => Offloads::TSO4,
-                _ => Offloads::empty(),
+                TapOffloads::TSO_ECN => TapOffloads::TSO4,
+                _ => TapOffloads::empty(),
             };
-            known(*offload | segments | Offloads::CSUM)
+            known(*offload | segments | TapOffloads::CSUM)
         })
         .map(|(_, bit)| *bit);
-    ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit)
+    FIXED_FEATURES
+        .into_iter()
+        .chain(guest)
+        .fold(0, |all, bit| all | 1 << bit)
 }
 
 /// Returns the offloads to enable for a driver that accepted `features`.
-fn offloads(features: u64) -> Offloads {
+fn offloads(features: u64) -> TapOffloads {
     let accepted = OFFLOADS
         .iter()
         .filter(|(_, bit)| features & (1 << bit) != 0)
-        .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
+        .fold(TapOffloads::empty(), |all, (offload, _)| all | *offload);
     // The ECN offload requires segmentation, and the kernel rejects the set otherwise.
-    if accepted.intersects(Offloads::TSO4 | Offloads::TSO6) {
+    if accepted.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
         accepted
     } else {
-        accepted - Offloads::TSO_ECN
+        accepted - TapOffloads::TSO_ECN
     }
 }
 
-impl VirtioDevice for Net {
+impl VirtioDevice for NetDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_NET
     }
@@ -168,7 +173,7 @@ impl VirtioDevice for Net {
             features,
             queues,
             config_change,
-            last_resort,
+            fatal_error_callback,
         } = activation;
         let mut queues = queues.into_iter();
         let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
@@ -185,7 +190,7 @@ impl VirtioDevice for Net {
                 source,
             });
         }
-        let link = Link {
+        let link = NetLink {
             name: self.name.clone(),
             status: self.status.clone(),
             config_change,
@@ -200,27 +205,27 @@ impl VirtioDevice for Net {
                     source: io::Error::other(e),
                 })?;
             let tap = Some(self.tap.clone());
-            Worker::spawn(
+            DeviceWorker::spawn(
                 ThreadKind::Device,
                 &self.name,
-                Watcher { watch, tap, link },
-                last_resort,
+                VhostHandler { watch, tap, link },
+                fatal_error_callback,
             )
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
-            Worker::spawn(
+            DeviceWorker::spawn(
                 ThreadKind::Device,
                 &self.name,
-                Lanes {
+                FrameHandler {
                     memory,
                     tap,
                     link,
-                    receiver: Lane::new(receive, |queue| Receiver::new(queue, merges)),
-                    sender: Lane::new(transmit, Sender::new),
+                    receiver: Direction::new(receive, |queue| FrameReceiver::new(queue, merges)),
+                    sender: Direction::new(transmit, FrameSender::new),
                     watching: false,
                 },
-                last_resort,
+                fatal_error_callback,
             )
         };
         match spawned {
@@ -247,25 +252,25 @@ impl VirtioDevice for Net {
 }
 
 /// Event handler of the device's thread for both directions.
-struct Lanes {
+struct FrameHandler {
     memory: GuestMemoryMmap,
     /// The tap device, `None` after its removal.
     tap: Option<Arc<Tap>>,
-    link: Link,
-    receiver: Lane<Receiver>,
-    sender: Lane<Sender>,
+    link: NetLink,
+    receiver: Direction<FrameReceiver>,
+    sender: Direction<FrameSender>,
     /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
     watching: bool,
 }
 
 /// One direction, `None` after the driver has broken its queue.
-struct Lane<Q> {
+struct Direction<Q> {
     queue: Option<Q>,
     kick: Arc<EventFd>,
-    interrupt: Interrupt,
+    interrupt: DeviceInterrupt,
 }
 
-impl<Q> Lane<Q> {
+impl<Q> Direction<Q> {
     fn new(active: ActiveQueue, queue: impl FnOnce(virtio_queue::Queue) -> Q) -> Self {
         Self {
             queue: Some(queue(active.queue)),
@@ -275,7 +280,7 @@ impl<Q> Lane<Q> {
     }
 
     /// Completes a batch: raises the interrupt, or marks a broken queue as unusable.
-    fn settle(&mut self, link: &Link, result: Result<(Pause, bool), FramesError>) -> Pause {
+    fn end_batch(&mut self, link: &NetLink, result: Result<(BatchEnd, bool), FrameQueueError>) -> BatchEnd {
         match result {
             Ok((pause, wanted)) => {
                 if wanted {
@@ -293,19 +298,19 @@ impl<Q> Lane<Q> {
                 );
                 self.queue = None;
                 link.needs_reset();
-                Pause::NoBuffer
+                BatchEnd::NoBuffer
             }
         }
     }
 }
 
-impl Lanes {
+impl FrameHandler {
     fn send(&mut self) {
         let Some(sender) = &mut self.sender.queue else {
             return;
         };
         let result = sender.run(&self.memory, self.tap.as_deref());
-        if let Pause::More = self.sender.settle(&self.link, result) {
+        if let BatchEnd::More = self.sender.end_batch(&self.link, result) {
             // Continue after the other direction has been served. The write fails only if the
             // counter is full, in which case a notification is already pending.
             let _ = self.sender.kick.write(1);
@@ -317,12 +322,12 @@ impl Lanes {
             return;
         };
         let result = receiver.run(&self.memory, &tap);
-        match self.receiver.settle(&self.link, result) {
+        match self.receiver.end_batch(&self.link, result) {
             // Monitor the tap device while it may have frames.
-            Pause::More | Pause::Idle => self.watch(&tap, true, ops),
+            BatchEnd::More | BatchEnd::Idle => self.watch(&tap, true, ops),
             // Stop monitoring until the driver adds buffers.
-            Pause::NoBuffer => self.watch(&tap, false, ops),
-            Pause::Gone(e) => self.lose(&tap, &e, ops),
+            BatchEnd::NoBuffer => self.watch(&tap, false, ops),
+            BatchEnd::Gone(e) => self.lose(&tap, &e, ops),
         }
     }
 
@@ -354,7 +359,7 @@ impl Lanes {
     }
 }
 
-impl MutEventSubscriber for Lanes {
+impl MutEventSubscriber for FrameHandler {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let fd = events.fd();
         if fd == self.sender.kick.as_raw_fd() {
@@ -393,27 +398,27 @@ mod tests {
 
     /// Models `set_offload` in drivers/net/tun.c, which rejects a set with unknown or unsupported
     /// bits.
-    fn linux(offloads: Offloads) -> bool {
-        let mut known = Offloads::CSUM | Offloads::TSO4 | Offloads::TSO6 | Offloads::UFO;
-        if offloads.intersects(Offloads::TSO4 | Offloads::TSO6) {
-            known |= Offloads::TSO_ECN;
+    fn linux(offloads: TapOffloads) -> bool {
+        let mut known = TapOffloads::CSUM | TapOffloads::TSO4 | TapOffloads::TSO6 | TapOffloads::UFO;
+        if offloads.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
+            known |= TapOffloads::TSO_ECN;
         }
-        offloads.contains(Offloads::CSUM) && known.contains(offloads)
+        offloads.contains(TapOffloads::CSUM) && known.contains(offloads)
     }
 
     #[test]
-    fn a_guest_is_offered_all_that_the_kernel_has() {
+    fn all_supported_offloads_are_offered() {
         let all = offered(linux);
         for (_, bit) in OFFLOADS {
             assert_ne!(all & (1 << bit), 0, "bit {bit}");
         }
         // A kernel without one offload still supports the others.
-        let some = offered(|offloads| linux(offloads) && !offloads.contains(Offloads::UFO));
+        let some = offered(|offloads| linux(offloads) && !offloads.contains(TapOffloads::UFO));
         assert_eq!(some, all & !(1 << VIRTIO_NET_F_GUEST_UFO));
     }
 
     #[test]
-    fn whatever_a_driver_accepts_is_taken_by_the_kernel() {
+    fn accepted_offloads_are_valid_for_kernel() {
         for features in 0..1 << OFFLOADS.len() {
             let bits = OFFLOADS.iter().enumerate();
             let features = bits
@@ -423,22 +428,22 @@ mod tests {
                 });
             assert!(linux(offloads(features)), "{features:#x}");
         }
-        assert_eq!(offloads(0), Offloads::empty());
+        assert_eq!(offloads(0), TapOffloads::empty());
     }
 
     #[test]
-    fn a_broken_ring_asks_for_a_reset() {
+    fn broken_ring_requests_reset() {
         let memory = memory();
         let driver = Driver::new(&memory, 16);
         let (activation, seen) = activation(&memory, vec![]);
-        let link = Link {
+        let link = NetLink {
             name: "net7".into(),
             status: Arc::default(),
             config_change: activation.config_change,
         };
-        let mut lane = Lane::new(driver.active(), |queue| queue.size());
-        let pause = lane.settle(&link, Err(FramesError::Head(16)));
-        assert!(matches!(pause, Pause::NoBuffer) && lane.queue.is_none());
+        let mut lane = Direction::new(driver.active(), |queue| queue.size());
+        let pause = lane.end_batch(&link, Err(FrameQueueError::Head(16)));
+        assert!(matches!(pause, BatchEnd::NoBuffer) && lane.queue.is_none());
         assert!(seen.needs_reset.load(Ordering::Acquire));
         assert_eq!(seen.changed.read().unwrap(), 1);
     }

@@ -22,7 +22,7 @@ pub const MAX_PIECES: usize = 1024;
 bitflags::bitflags! {
     /// Set of offloads that the tap device may leave to the guest (`TUN_F_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Offloads: c_uint {
+    pub struct TapOffloads: c_uint {
         /// Partial checksum offload.
         const CSUM = libc::TUN_F_CSUM;
         /// TCP segmentation offload over IPv4, up to 64 KiB.
@@ -130,7 +130,7 @@ impl Tap {
     ///
     /// # Errors
     /// Returns the kernel's error if the device has been removed.
-    pub fn is_there(&self) -> io::Result<()> {
+    pub fn check_exists(&self) -> io::Result<()> {
         let mut request = request_of("");
         // SAFETY: TUNGETIFF writes one ifreq, which outlives the call.
         let result = unsafe { libc::ioctl(self.as_raw_fd(), libc::TUNGETIFF as c_ulong, &mut request) };
@@ -150,7 +150,7 @@ impl Tap {
     ///
     /// # Errors
     /// Returns an error if the kernel does not support one of them.
-    pub fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+    pub fn set_offloads(&self, offloads: TapOffloads) -> io::Result<()> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.
         let result = unsafe {
             libc::ioctl(
@@ -175,7 +175,7 @@ impl Tap {
         clippy::cast_possible_wrap,
         reason = "at most MAX_PIECES"
     )]
-    pub fn read(&self, into: &Scatter<'_>) -> io::Result<usize> {
+    pub fn read(&self, into: &IoVecList<'_>) -> io::Result<usize> {
         let pieces = &into.pieces[..into.pieces.len().min(MAX_PIECES)];
         // SAFETY: each segment is in guest memory that `into` borrows, so it stays mapped and
         // writable during the call, and no Rust reference points to it. At most MAX_PIECES segments
@@ -201,7 +201,7 @@ impl Tap {
         clippy::cast_possible_wrap,
         reason = "at most MAX_PIECES"
     )]
-    pub fn write(&self, from: &Scatter<'_>) -> io::Result<usize> {
+    pub fn write(&self, from: &IoVecList<'_>) -> io::Result<usize> {
         let pieces = &from.pieces[..from.pieces.len().min(MAX_PIECES)];
         // SAFETY: as for `read`. The kernel copies the frame before it parses it.
         let count = unsafe { libc::writev(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
@@ -216,13 +216,13 @@ impl AsRawFd for Tap {
 }
 
 /// An ordered list of guest memory segments for vectored I/O.
-pub struct Scatter<'m> {
+pub struct IoVecList<'m> {
     memory: &'m GuestMemoryMmap,
     pieces: SmallVec<[libc::iovec; 64]>,
     bytes: usize,
 }
 
-impl<'m> Scatter<'m> {
+impl<'m> IoVecList<'m> {
     /// Creates an empty list of segments of `memory`.
     pub fn new(memory: &'m GuestMemoryMmap) -> Self {
         Self {
@@ -324,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tap_that_is_missing_is_not_made() {
+    fn missing_tap_is_not_created() {
         let error = Tap::open("no-such-tap").unwrap_err();
         assert!(matches!(error, TapError::NotYours(..)), "{error:?}");
         let line = perf_core::error_line(&error);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_of_another_kind_is_told_from_a_tap() {
+    fn non_tap_device_is_rejected() {
         let line = match Tap::open("lo") {
             Err(error @ TapError::NoTap(_)) => perf_core::error_line(&error),
             other => return eprintln!("SKIP: no /dev/net/tun for this user: {other:?}"),
@@ -344,9 +344,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_memory_of_the_guests_is_no_piece() {
+    fn segment_outside_memory_is_rejected() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0x1000), 0x1000)]).unwrap();
-        let mut scatter = Scatter::new(&memory);
+        let mut scatter = IoVecList::new(&memory);
         assert!(scatter.push(GuestAddress(0x1000), 0x1000) && scatter.push(GuestAddress(0), 0));
         for (address, length) in [
             (0, 1),

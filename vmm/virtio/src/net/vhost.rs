@@ -21,7 +21,7 @@ use vm_memory::{GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMem
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::link::Link;
+use super::link::NetLink;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 
@@ -44,16 +44,16 @@ pub enum VhostError {
     Call(&'static str, #[source] vhost::Error),
     /// The netlink socket that reports the removal of the tap device cannot be created.
     #[error("changes of network devices cannot be watched")]
-    Watch(#[source] io::Error),
+    EventMonitor(#[source] io::Error),
 }
 
 /// A vhost-net instance for one network device.
-pub struct Kernel {
+pub struct VhostNetBackend {
     device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
     features: u64,
     /// Eventfd that replaces an interrupt that the guest has not configured.
-    nobody: EventFd,
+    unused_call: EventFd,
     /// `true` for each queue that the kernel currently serves.
     has: [AtomicBool; 2],
     /// Netlink socket that receives network device changes. Created early, because the driver
@@ -61,7 +61,7 @@ pub struct Kernel {
     changes: OwnedFd,
 }
 
-impl Kernel {
+impl VhostNetBackend {
     /// Opens a vhost-net instance. The kernel's worker thread inherits the CPU affinity and control
     /// group of the calling thread, so this must not be called on a vCPU thread.
     ///
@@ -79,14 +79,14 @@ impl Kernel {
         device
             .set_owner()
             .map_err(|e| VhostError::Call("VHOST_SET_OWNER", e))?;
-        let nobody = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch)?;
+        let unused_call = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor)?;
         Ok(Self {
             device,
             memory,
             features,
-            nobody,
+            unused_call,
             has: Default::default(),
-            changes: changes_of_devices().map_err(VhostError::Watch)?,
+            changes: open_link_socket().map_err(VhostError::EventMonitor)?,
         })
     }
 
@@ -101,7 +101,7 @@ impl Kernel {
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<Watch, VhostError> {
+    ) -> Result<EventMonitor, VhostError> {
         let started = self.set_up(memory, features, queues, tap);
         if started.is_err() {
             self.stop();
@@ -115,7 +115,7 @@ impl Kernel {
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<Watch, VhostError> {
+    ) -> Result<EventMonitor, VhostError> {
         let call = |what| move |e| VhostError::Call(what, e);
         if let Ok(guard) = self.memory.lock() {
             guard.replace(memory.clone());
@@ -138,7 +138,7 @@ impl Kernel {
         device
             .set_mem_table(&regions)
             .map_err(call("VHOST_SET_MEM_TABLE"))?;
-        let watch = Watch::new(&self.changes)?;
+        let watch = EventMonitor::new(&self.changes)?;
         for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
             let queue = &active.queue;
             device
@@ -159,7 +159,10 @@ impl Kernel {
             device
                 .set_vring_addr(n, &rings)
                 .map_err(call("VHOST_SET_VRING_ADDR"))?;
-            let vector = active.interrupt.eventfd().map_or(&self.nobody, |vector| vector);
+            let vector = active
+                .interrupt
+                .eventfd()
+                .map_or(&self.unused_call, |vector| vector);
             device
                 .set_vring_call(n, vector)
                 .map_err(call("VHOST_SET_VRING_CALL"))?;
@@ -195,20 +198,20 @@ impl Kernel {
     }
 }
 
-impl Drop for Kernel {
+impl Drop for VhostNetBackend {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-impl std::fmt::Debug for Kernel {
+impl std::fmt::Debug for VhostNetBackend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Kernel({:#x})", self.features)
     }
 }
 
 /// Creates a netlink socket that receives network device changes.
-fn changes_of_devices() -> io::Result<OwnedFd> {
+fn open_link_socket() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let changes = socket(
         AddressFamily::Netlink,
@@ -222,18 +225,18 @@ fn changes_of_devices() -> io::Result<OwnedFd> {
 
 /// Descriptors that the device's thread monitors: removal of the tap device and queues broken by
 /// the driver.
-pub struct Watch {
+pub struct EventMonitor {
     /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,
     /// Eventfds that the kernel signals when a queue is broken.
     broken: [EventFd; 2],
 }
 
-impl Watch {
+impl EventMonitor {
     fn new(changes: &OwnedFd) -> Result<Self, VhostError> {
-        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch);
+        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor);
         Ok(Self {
-            changes: changes.try_clone().map_err(VhostError::Watch)?,
+            changes: changes.try_clone().map_err(VhostError::EventMonitor)?,
             broken: [event()?, event()?],
         })
     }
@@ -253,19 +256,19 @@ impl Watch {
 }
 
 /// Event handler of the device's thread while vhost-net transfers the frames.
-pub struct Watcher {
+pub struct VhostHandler {
     /// Descriptors to monitor.
-    pub watch: Watch,
+    pub watch: EventMonitor,
     /// The tap device, `None` after its removal.
     pub tap: Option<Arc<Tap>>,
     /// The link of the guest's network device.
-    pub link: Link,
+    pub link: NetLink,
 }
 
-impl Watcher {
-    fn look(&mut self) {
+impl VhostHandler {
+    fn check_tap(&mut self) {
         if let Some(tap) = &self.tap
-            && let Err(e) = tap.is_there()
+            && let Err(e) = tap.check_exists()
         {
             self.link.lose(&e);
             self.tap = None;
@@ -273,11 +276,11 @@ impl Watcher {
     }
 }
 
-impl MutEventSubscriber for Watcher {
+impl MutEventSubscriber for VhostHandler {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() == self.watch.changes.as_raw_fd() {
             self.watch.drain();
-            self.look();
+            self.check_tap();
             return;
         }
         // Logged once per device activation, because the driver can trigger this with every
@@ -310,7 +313,7 @@ impl MutEventSubscriber for Watcher {
             );
         }
         // The tap device may have been removed before the socket was monitored.
-        self.look();
+        self.check_tap();
     }
 }
 
@@ -319,8 +322,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_without_vhost_net_says_what_to_load() {
-        match Kernel::open() {
+    fn missing_vhost_net_error_names_module() {
+        match VhostNetBackend::open() {
             Ok(_) => eprintln!("SKIP: this host has vhost-net"),
             Err(e) => {
                 let line = error_line(&e);
@@ -331,8 +334,8 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_without_a_message_is_drained_at_once() {
-        let watch = Watch::new(&changes_of_devices().unwrap()).unwrap();
+    fn empty_link_socket_is_drained_at_once() {
+        let watch = EventMonitor::new(&open_link_socket().unwrap()).unwrap();
         watch.drain();
         let mut byte = [0; 1];
         let now = read(&watch.changes, &mut byte);

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use sandbox::{Destination, SocketBroker, paths};
+use sandbox::{SocketBroker, SocketDestination, paths};
 use thiserror::Error;
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -16,14 +16,14 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::config::{Sandbox, Source};
-use super::keeper::{Keeper, Program};
+use super::config::{ShareSource, VirtiofsdSandbox};
+use super::keeper::{BackendKeeper, KeeperProgram};
 
 /// Number of queues: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
 /// Installation paths of virtiofsd in distributions: the separate program and the one in QEMU
 /// before 8.0.
-const PLACES: [&str; 5] = [
+const PROGRAM_PATHS: [&str; 5] = [
     "/usr/libexec/virtiofsd",
     "/usr/lib/virtiofsd",
     "/usr/bin/virtiofsd",
@@ -68,19 +68,19 @@ pub enum BackendError {
 pub(super) struct Backend {
     socket: PathBuf,
     /// Broker destination, or `None` if this process connects directly.
-    destination: Option<Destination>,
+    destination: Option<SocketDestination>,
     /// The keeper and the socket of a virtiofsd started by the VMM.
-    own: Option<Arc<Own>>,
+    own: Option<Arc<OwnedBackend>>,
 }
 
 /// A virtiofsd started by the VMM. Dropping this value stops the process and removes its socket.
 #[derive(Debug)]
-struct Own {
-    keeper: Keeper,
+struct OwnedBackend {
+    keeper: BackendKeeper,
     socket: PathBuf,
 }
 
-impl Drop for Own {
+impl Drop for OwnedBackend {
     fn drop(&mut self) {
         paths::remove_socket(&self.socket, None);
     }
@@ -89,27 +89,32 @@ impl Drop for Own {
 impl Backend {
     /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, in a
     /// directory of this user only, and that `keeper` keeps running.
-    pub(super) fn start(source: &Source, socket: &Path, keeper: &Program) -> Result<Self, BackendError> {
+    pub(super) fn start(
+        source: &ShareSource,
+        socket: &Path,
+        keeper: &KeeperProgram,
+    ) -> Result<Self, BackendError> {
         match source {
-            Source::Socket(path) => Ok(Self {
+            ShareSource::Socket(path) => Ok(Self {
                 socket: path.clone(),
                 destination: None,
                 own: None,
             }),
-            Source::Directory {
+            ShareSource::Directory {
                 path,
                 read_only,
                 sandbox,
             } => {
-                let sandbox = sandbox.map(Sandbox::word);
+                let sandbox = sandbox.map(VirtiofsdSandbox::word);
                 let command = command(path, *read_only, sandbox)?;
                 let host = |what| move |e| BackendError::Host(what, e);
                 paths::remove_socket(socket, None);
                 let listener =
                     paths::bind(socket, Some(0o600)).map_err(host("making a socket for virtiofsd"))?;
-                let keeper = Keeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
+                let keeper =
+                    BackendKeeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
                 let socket = socket.to_owned();
-                let own = Own {
+                let own = OwnedBackend {
                     keeper,
                     socket: socket.clone(),
                 };
@@ -124,7 +129,7 @@ impl Backend {
 
     /// Makes later connections through `broker`, because the threads of a confined VM cannot
     /// connect.
-    pub(super) fn connect_by(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
+    pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
         let destination = broker.add(&self.socket);
         self.destination =
             Some(destination.map_err(|e| BackendError::Host("naming its socket to the broker", e))?);
@@ -132,7 +137,7 @@ impl Backend {
     }
 
     /// Connects to the backend.
-    pub(super) fn connect(&self) -> Result<Connection, BackendError> {
+    pub(super) fn connect(&self) -> Result<BackendConnection, BackendError> {
         let stream = match &self.destination {
             // The backend's answers are read synchronously, so the socket must be blocking.
             Some(destination) => destination
@@ -141,11 +146,11 @@ impl Backend {
             None => UnixStream::connect(&self.socket),
         };
         let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
-        Connection::greet(stream)
+        BackendConnection::negotiate(stream)
     }
 
     /// Makes the initial connection and reports to the keeper that the backend is working.
-    pub(super) fn first(&self) -> Result<Connection, BackendError> {
+    pub(super) fn first(&self) -> Result<BackendConnection, BackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
             own.keeper.serves();
@@ -155,19 +160,19 @@ impl Backend {
 }
 
 /// A connection to a backend that has answered. virtiofsd ends with its connection.
-pub(super) struct Connection {
+pub(super) struct BackendConnection {
     pub(super) frontend: Frontend,
     features: u64,
 }
 
-impl Connection {
-    fn greet(stream: UnixStream) -> Result<Self, BackendError> {
+impl BackendConnection {
+    fn negotiate(stream: UnixStream) -> Result<Self, BackendError> {
         stream
             .set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| stream.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(|e| BackendError::Host("setsockopt", e))?;
         let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
-        let mut greet = || {
+        let mut negotiate = || {
             let features = frontend.get_features()?;
             if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0 {
                 let known = frontend.get_protocol_features()?;
@@ -176,7 +181,7 @@ impl Connection {
             frontend.set_owner()?;
             Ok(features)
         };
-        let features = greet().map_err(BackendError::Protocol)?;
+        let features = negotiate().map_err(BackendError::Protocol)?;
         if features & NEEDED != NEEDED {
             return Err(BackendError::Features);
         }
@@ -195,8 +200,8 @@ impl Connection {
 /// # Errors
 /// Returns [`BackendError::Protocol`] if the backend violates the protocol or does not answer, and
 /// [`BackendError::Features`] if it lacks required features.
-pub fn greet(stream: UnixStream) -> Result<u64, BackendError> {
-    Connection::greet(stream).map(|connection| connection.features)
+pub fn negotiate(stream: UnixStream) -> Result<u64, BackendError> {
+    BackendConnection::negotiate(stream).map(|connection| connection.features)
 }
 
 /// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
@@ -204,7 +209,7 @@ pub fn greet(stream: UnixStream) -> Result<u64, BackendError> {
 fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
     let directory = std::fs::canonicalize(path).and_then(|whole| std::fs::read_dir(&whole).map(|_| whole));
     let directory = directory.map_err(|e| BackendError::Directory(path.into(), e))?;
-    let program = PLACES
+    let program = PROGRAM_PATHS
         .into_iter()
         .find(|place| Path::new(place).exists())
         .ok_or(BackendError::NoProgram)?;
@@ -258,13 +263,13 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         theirs.shutdown(Shutdown::Write).unwrap();
-        greet(ours)
+        negotiate(ours)
     }
 
     const PROTOCOL: u64 = 1 << 30;
 
     #[test]
-    fn a_back_end_is_taken_with_what_drivers_need_only() {
+    fn backend_must_offer_required_features() {
         assert_eq!(said(&answer(1, NEEDED)).unwrap(), NEEDED);
         let both = [answer(1, NEEDED | PROTOCOL), answer(15, u64::MAX)].concat();
         assert_eq!(said(&both).unwrap(), NEEDED | PROTOCOL);
@@ -289,7 +294,7 @@ mod tests {
     proptest! {
         /// Every handshake either fails or results in a backend with all required features.
         #[test]
-        fn no_answer_is_taken_for_more_than_it_says(
+        fn arbitrary_handshakes_are_validated(
             number in prop_oneof![Just(1), any::<u32>()],
             flags in prop_oneof![Just(5), any::<u32>()],
             size in prop_oneof![Just(8), any::<u32>()],

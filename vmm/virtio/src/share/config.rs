@@ -8,7 +8,7 @@ pub const MAX_TAG_BYTES: usize = 36;
 
 /// Backend of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum ShareSource {
     /// A virtiofsd process started for this device.
     Directory {
         /// Shared directory of the host.
@@ -16,7 +16,7 @@ pub enum Source {
         /// `true` if the guest cannot modify the directory.
         read_only: bool,
         /// Mode of virtiofsd's sandbox, or `None` for its default.
-        sandbox: Option<Sandbox>,
+        sandbox: Option<VirtiofsdSandbox>,
     },
     /// Socket of a vhost-user-fs backend that is already running.
     Socket(PathBuf),
@@ -24,14 +24,14 @@ pub enum Source {
 
 /// Mode of virtiofsd's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sandbox {
+pub enum VirtiofsdSandbox {
     /// Separate namespaces.
     Namespace,
     /// Chroot only, for environments without namespaces such as containers and initial RAM disks.
     Chroot,
 }
 
-impl Sandbox {
+impl VirtiofsdSandbox {
     /// Returns the value of virtiofsd's `--sandbox` option.
     pub fn word(self) -> &'static str {
         match self {
@@ -45,7 +45,7 @@ impl Sandbox {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareConfig {
     /// Backend of the directory.
-    pub source: Source,
+    pub source: ShareSource,
     /// Mount tag, or `None` for `share` followed by the index.
     pub tag: Option<String>,
 }
@@ -86,15 +86,15 @@ impl FromStr for ShareConfig {
                 Some(("tag", _)) => return Err(ShareConfigError::Tag),
                 _ if socket.is_some() => return Err(ShareConfigError::NotOurs(word.to_owned())),
                 None if word == "ro" => read_only = true,
-                Some(("sandbox", "namespace")) => sandbox = Some(Sandbox::Namespace),
-                Some(("sandbox", "chroot")) => sandbox = Some(Sandbox::Chroot),
+                Some(("sandbox", "namespace")) => sandbox = Some(VirtiofsdSandbox::Namespace),
+                Some(("sandbox", "chroot")) => sandbox = Some(VirtiofsdSandbox::Chroot),
                 _ => return Err(ShareConfigError::Word(word.to_owned())),
             }
         }
         let source = match socket {
             Some("") => return Err(ShareConfigError::Shape),
-            Some(path) => Source::Socket(path.into()),
-            None => Source::Directory {
+            Some(path) => ShareSource::Socket(path.into()),
+            None => ShareSource::Directory {
                 path: first.into(),
                 read_only,
                 sandbox,
@@ -111,16 +111,16 @@ mod tests {
     #[test]
     fn directories_and_sockets() {
         let share: ShareConfig = "/srv/a b,ro,tag=build,sandbox=chroot".parse().unwrap();
-        let source = Source::Directory {
+        let source = ShareSource::Directory {
             path: "/srv/a b".into(),
             read_only: true,
-            sandbox: Some(Sandbox::Chroot),
+            sandbox: Some(VirtiofsdSandbox::Chroot),
         };
         assert_eq!((share.source, share.tag.as_deref()), (source, Some("build")));
         let share: ShareConfig = "socket=/run/fs".parse().unwrap();
         assert_eq!(
             (share.source, share.tag),
-            (Source::Socket("/run/fs".into()), None)
+            (ShareSource::Socket("/run/fs".into()), None)
         );
     }
 

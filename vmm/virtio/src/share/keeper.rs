@@ -14,21 +14,21 @@ use std::time::{Duration, Instant};
 use perf_core::guest_log;
 
 /// Interval between checks of the backend and the VM.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum and maximum delay between the exit of a backend and its restart.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
+const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 /// Lifetime after which a backend's start counts as successful and the delay is reset.
-const LIVED: Duration = Duration::from_secs(60);
+const MIN_UPTIME: Duration = Duration::from_secs(60);
 /// Limits of the log output forwarded per backend: number of lines and length of a line in bytes. A
 /// guest may be able to cause unlimited output.
-const MOST_LINES: usize = 16;
-const MOST_OF_A_LINE: u64 = 1024;
+const MAX_LINES: usize = 16;
+const MAX_LINE_BYTES: u64 = 1024;
 /// Message to the keeper: the backend has answered the VM.
 const SERVES: u8 = b'S';
 
 /// The supervisor program that keeps backends running.
 #[derive(Debug)]
-pub struct Program {
+pub struct KeeperProgram {
     /// Command line of a program that calls [`keep`].
     pub words: Vec<OsString>,
     /// Log file, or `None` for the caller's standard error.
@@ -37,15 +37,19 @@ pub struct Program {
 
 /// The keeper process. The process ends when this value is dropped or the VM ends for any reason.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct BackendKeeper {
     process: Child,
     /// VM end of the socket. At most one byte is sent.
     lifeline: Option<UnixStream>,
 }
 
-impl Keeper {
+impl BackendKeeper {
     /// Starts `keeper`, which runs `command` with `listener` as its standard input.
-    pub(super) fn start(keeper: &Program, command: &[OsString], listener: UnixListener) -> io::Result<Self> {
+    pub(super) fn start(
+        keeper: &KeeperProgram,
+        command: &[OsString],
+        listener: UnixListener,
+    ) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
         let (program, words) = keeper.words.split_first().ok_or(ErrorKind::InvalidInput)?;
         let log = keeper.log.as_ref().map(File::try_clone).transpose()?;
@@ -74,7 +78,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for BackendKeeper {
     fn drop(&mut self) {
         self.lifeline = None;
         let _ = self.process.wait();
@@ -89,13 +93,13 @@ impl Drop for Keeper {
 /// Returns an error if standard output is not a socket.
 pub fn keep(command: &[OsString]) -> io::Result<()> {
     let mut lifeline = UnixStream::from(io::stdout().as_fd().try_clone_to_owned()?);
-    lifeline.set_read_timeout(Some(LOOK_EVERY))?;
-    let (first_pause, longest_pause) = PAUSES;
+    lifeline.set_read_timeout(Some(CHECK_INTERVAL))?;
+    let (first_pause, longest_pause) = RESTART_DELAYS;
     let mut pause = first_pause;
     let mut running: Option<Child> = None;
     let mut since = Instant::now();
     let mut due = since;
-    let mut says = Says::new();
+    let mut says = BackendLog::new();
     let mut serves = false;
     loop {
         let ended = running
@@ -104,7 +108,7 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
         match ended {
             Some(true) => {
                 running = None;
-                pause = if since.elapsed() > LIVED {
+                pause = if since.elapsed() > MIN_UPTIME {
                     first_pause
                 } else {
                     (pause * 2).min(longest_pause)
@@ -124,7 +128,7 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(_) => break,
         }
-        says.pass_on();
+        says.log_held();
     }
     if let Some(mut child) = running {
         let _ = child.kill();
@@ -133,7 +137,7 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
     // Backends log the end of each VM. Before the backend has answered, its output explains why it
     // failed.
     if !serves {
-        says.pass_on_the_rest();
+        says.log_rest();
     }
     Ok(())
 }
@@ -149,7 +153,7 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
         Ok(mut child) => {
             if let Some(stderr) = child.stderr.take() {
                 let says = says.clone();
-                std::thread::spawn(move || listen(stderr, &says));
+                std::thread::spawn(move || forward_output(stderr, &says));
             }
             Some(child)
         }
@@ -162,11 +166,11 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
 
 /// Forwards the first lines of a backend's output. The remaining output is read and discarded, so
 /// that the backend never blocks on a full pipe.
-fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
+fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
     let mut stderr = BufReader::new(stderr);
-    for _ in 0..MOST_LINES {
+    for _ in 0..MAX_LINES {
         let mut line = Vec::new();
-        match stderr.by_ref().take(MOST_OF_A_LINE).read_until(b'\n', &mut line) {
+        match stderr.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line) {
             Ok(1..) => {}
             _ => return,
         }
@@ -183,13 +187,13 @@ fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
     let more = io::copy(&mut stderr, &mut io::sink());
     if more.is_ok_and(|bytes| bytes > 0) {
         let _ = says.send(format!(
-            "it said more than {MOST_LINES} lines; the others are left out"
+            "it said more than {MAX_LINES} lines; the others are left out"
         ));
     }
 }
 
 /// Output of backends that has not been logged yet.
-struct Says {
+struct BackendLog {
     to: SyncSender<String>,
     from: Receiver<String>,
     /// Output read at the previous check. Held until the next check, which detects whether the VM
@@ -197,9 +201,9 @@ struct Says {
     held: Vec<String>,
 }
 
-impl Says {
+impl BackendLog {
     fn new() -> Self {
-        let (to, from) = sync_channel(MOST_LINES);
+        let (to, from) = sync_channel(MAX_LINES);
         Self {
             to,
             from,
@@ -207,16 +211,16 @@ impl Says {
         }
     }
 
-    fn pass_on(&mut self) {
+    fn log_held(&mut self) {
         let came = self.from.try_iter().collect();
         tell(&std::mem::replace(&mut self.held, came));
     }
 
     /// Logs all remaining output after the backend has exited.
-    fn pass_on_the_rest(self) {
+    fn log_rest(self) {
         tell(&self.held);
         drop(self.to);
-        while let Ok(line) = self.from.recv_timeout(LOOK_EVERY) {
+        while let Ok(line) = self.from.recv_timeout(CHECK_INTERVAL) {
             tell(&[line]);
         }
     }
@@ -276,7 +280,7 @@ mod tests {
 
     /// A backend that exits is restarted with the same socket, and no backend survives the VM.
     #[test]
-    fn a_back_end_that_ends_is_followed_by_another_until_the_vm_is_gone() {
+    fn exited_backend_is_restarted_until_vm_ends() {
         let dir = tempfile::tempdir().unwrap();
         let (log, socket) = (dir.path().join("log"), dir.path().join("socket"));
         let listener = UnixListener::bind(&socket).unwrap();
@@ -321,17 +325,17 @@ mod tests {
 
     /// Output is forwarded line by line, up to the limits.
     #[test]
-    fn a_back_end_that_says_much_is_listened_to_for_some_lines() {
+    fn backend_output_is_limited() {
         let (to, from) = sync_channel(1);
         let script = "printf 'one\\033[31m\\n' >&2; for n in $(seq 40); do echo more >&2; done; head -c 5000 /dev/zero >&2";
         let mut child = start(&["sh".into(), "-c".into(), script.into()], &to).unwrap();
         drop(to);
         let said: Vec<String> = from.iter().collect();
         child.wait().unwrap();
-        assert_eq!(said.len(), MOST_LINES + 1, "{said:?}");
+        assert_eq!(said.len(), MAX_LINES + 1, "{said:?}");
         assert_eq!(said[0], "one [31m");
-        assert_eq!(said[MOST_LINES - 1], "more");
-        assert!(said[MOST_LINES].contains("left out"), "{said:?}");
+        assert_eq!(said[MAX_LINES - 1], "more");
+        assert!(said[MAX_LINES].contains("left out"), "{said:?}");
         // A long line without a newline is truncated.
         let (to, from) = sync_channel(1);
         let mut child = start(
@@ -347,14 +351,14 @@ mod tests {
 
     /// A program that fails to start is retried, and the keeper still ends with the VM.
     #[test]
-    fn what_does_not_start_holds_nobody_up() {
+    fn unstartable_backend_does_not_block_keeper() {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let program = Program {
+        let program = KeeperProgram {
             words: keeper(),
             log: None,
         };
-        let keeper = Keeper::start(&program, &[], listener).unwrap();
+        let keeper = BackendKeeper::start(&program, &[], listener).unwrap();
         drop(keeper);
     }
 }

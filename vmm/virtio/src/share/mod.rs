@@ -23,25 +23,25 @@ use sandbox::{SocketBroker, ThreadKind};
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
-use backend::{Backend, BackendError, Connection, QUEUES};
-use config::{MAX_TAG_BYTES, Source};
-use session::Session;
+use crate::worker::DeviceWorker;
+use backend::{Backend, BackendConnection, BackendError, QUEUES};
+use config::{MAX_TAG_BYTES, ShareSource};
+use session::BackendSession;
 
 /// Queue sizes, in entries. Requests have up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 
 /// A virtio-fs device that shares a host directory.
-pub struct Share {
+pub struct FsDevice {
     name: String,
     tag: String,
     backend: Backend,
     /// Initial connection, until the driver activates the device.
-    first: Option<Connection>,
-    worker: Option<Worker>,
+    first: Option<BackendConnection>,
+    worker: Option<DeviceWorker>,
 }
 
-impl Share {
+impl FsDevice {
     /// Creates a device `name` that the guest mounts by `tag` (at most [`MAX_TAG_BYTES`]). A
     /// virtiofsd started for the device listens at `socket`, which is in a directory of this user
     /// only, and `keeper` keeps it running.
@@ -51,9 +51,9 @@ impl Share {
     pub fn new(
         name: String,
         tag: String,
-        source: &Source,
+        source: &ShareSource,
         socket: &Path,
-        keeper: &keeper::Program,
+        keeper: &keeper::KeeperProgram,
     ) -> Result<Self, BackendError> {
         let backend = Backend::start(source, socket, keeper)?;
         let first = backend.first()?;
@@ -71,12 +71,12 @@ impl Share {
     /// # Errors
     /// Returns [`BackendError::Host`] if the broker does not accept the path.
     pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, BackendError> {
-        self.backend.connect_by(broker)?;
+        self.backend.set_broker(broker)?;
         Ok(self)
     }
 }
 
-impl VirtioDevice for Share {
+impl VirtioDevice for FsDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_FS
     }
@@ -105,15 +105,15 @@ impl VirtioDevice for Share {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let host = |what| move |source| ActivateError::Host { what, source };
-        let last_resort = activation.last_resort.clone();
-        let session = Session::new(
+        let fatal_error_callback = activation.fatal_error_callback.clone();
+        let session = BackendSession::new(
             self.name.clone(),
             self.backend.clone(),
             self.first.take(),
             activation,
         )
         .map_err(host("what a shared directory's thread needs"))?;
-        let worker = Worker::spawn(ThreadKind::Socket, &self.name, session, last_resort);
+        let worker = DeviceWorker::spawn(ThreadKind::Socket, &self.name, session, fatal_error_callback);
         self.worker = Some(worker.map_err(host("the thread of a shared directory"))?);
         Ok(())
     }

@@ -20,16 +20,16 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::backend::{Backend, BackendError, Connection};
+use super::backend::{Backend, BackendConnection, BackendError};
 use crate::device::{Activation, ActiveQueue};
 
 /// Delay between the exit of a backend and the first reconnection attempt.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const MIN_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay between reconnection attempts.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 
 /// A queue as handed over to the backend.
-struct Ring {
+struct BackendQueue {
     active: ActiveQueue,
     /// Eventfd that the backend signals: the guest's vector, or an unconnected one if the guest has
     /// configured none.
@@ -37,24 +37,24 @@ struct Ring {
 }
 
 /// Hands over the queues to a backend, and to the next one after each exit.
-pub(super) struct Session {
+pub(super) struct BackendSession {
     name: String,
     backend: Backend,
     memory: GuestMemoryMmap,
     features: u64,
     /// Queues by index, `None` for a queue that the driver has not enabled.
-    rings: Vec<Option<Ring>>,
-    connection: Option<Connection>,
+    rings: Vec<Option<BackendQueue>>,
+    connection: Option<BackendConnection>,
     since: Instant,
     pause: Duration,
     timer: TimerFd,
 }
 
-impl Session {
+impl BackendSession {
     pub(super) fn new(
         name: String,
         backend: Backend,
-        connection: Option<Connection>,
+        connection: Option<BackendConnection>,
         activation: Activation,
     ) -> io::Result<Self> {
         let ring = |active: ActiveQueue| {
@@ -62,7 +62,7 @@ impl Session {
                 Some(vector) => vector.clone(),
                 None => Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             };
-            Ok(Ring { active, call })
+            Ok(BackendQueue { active, call })
         };
         let rings = activation
             .queues
@@ -76,7 +76,7 @@ impl Session {
             rings: rings.collect::<io::Result<_>>()?,
             connection,
             since: Instant::now(),
-            pause: FIRST_PAUSE,
+            pause: MIN_RETRY_DELAY,
             timer: TimerFd::new()?,
         })
     }
@@ -102,7 +102,7 @@ impl Session {
         Ok(())
     }
 
-    fn hand_over(&self, connection: &Connection) -> Result<(), vhost::Error> {
+    fn hand_over(&self, connection: &BackendConnection) -> Result<(), vhost::Error> {
         let frontend = &connection.frontend;
         frontend.set_features(connection.accepted(self.features))?;
         let regions = self
@@ -151,7 +151,7 @@ impl Session {
     }
 
     /// Handles the exit of the backend and schedules a reconnection attempt.
-    fn lose(&mut self, ops: &mut EventOps) {
+    fn handle_exit(&mut self, ops: &mut EventOps) {
         if let Some(connection) = self.connection.take() {
             if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {
                 log::debug!("{}: {}", self.name, error_line(&e));
@@ -162,25 +162,25 @@ impl Session {
                 self.name
             );
         }
-        if self.since.elapsed() > LONGEST_PAUSE {
-            self.pause = FIRST_PAUSE;
+        if self.since.elapsed() > MAX_RETRY_DELAY {
+            self.pause = MIN_RETRY_DELAY;
         }
-        self.try_later();
+        self.schedule_retry();
     }
 
-    fn try_later(&mut self) {
+    fn schedule_retry(&mut self) {
         if let Err(e) = self.timer.reset(self.pause, None) {
             guest_log!(Error, "{}: no other back end is tried for: {e}", self.name);
         }
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        self.pause = (self.pause * 2).min(MAX_RETRY_DELAY);
     }
 }
 
-impl MutEventSubscriber for Session {
+impl MutEventSubscriber for BackendSession {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() != self.timer.as_raw_fd() {
             // The backend sends no unsolicited messages, so the connection has ended.
-            self.lose(ops);
+            self.handle_exit(ops);
             return;
         }
         let _ = self.timer.wait();
@@ -192,7 +192,7 @@ impl MutEventSubscriber for Session {
             ),
             Err(e) => {
                 guest_log!(Info, "{}: no other back end yet: {}", self.name, error_line(&e));
-                self.try_later();
+                self.schedule_retry();
             }
         }
     }
@@ -208,7 +208,7 @@ impl MutEventSubscriber for Session {
         }
         if let Err(e) = self.connect(ops) {
             guest_log!(Warn, "{}: {}", self.name, error_line(&e));
-            self.try_later();
+            self.schedule_retry();
         }
     }
 }

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
-use super::function::{BAR_BYTES, Function, MAX_QUEUES, vectors_of};
-use super::machine::Machine;
-use super::space::{ConfigSpace, Identity};
+use super::function::{BAR_BYTES, MAX_QUEUES, PciFunction, vector_count};
+use super::machine::PciBackend;
+use super::space::{PciConfigSpace, PciIdentity};
 use crate::device::VirtioDevice;
 use crate::worker;
 
@@ -29,11 +29,11 @@ const ADDRESS_ENABLE: u32 = 1 << 31;
 /// Writable bits of the address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
 /// Base address of a function that decodes no memory.
-const NOWHERE: u64 = u64::MAX;
+const NO_BASE: u64 = u64::MAX;
 
 /// Identification of QEMU's generic host bridge, which needs no driver and has no quirks in any
 /// kernel.
-const BRIDGE: Identity = Identity {
+const BRIDGE: PciIdentity = PciIdentity {
     vendor: 0x1B36,
     device: 0x0008,
     revision: 0,
@@ -66,29 +66,29 @@ pub enum BusError {
 }
 
 /// One device number on the bus.
-struct Place {
-    function: Mutex<Function>,
-    /// Base address of the decoded memory as of the last configuration access, or [`NOWHERE`].
+struct PciSlot {
+    function: Mutex<PciFunction>,
+    /// Base address of the decoded memory as of the last configuration access, or [`NO_BASE`].
     base: AtomicU64,
 }
 
-impl Place {
-    fn lock(&self) -> MutexGuard<'_, Function> {
+impl PciSlot {
+    fn lock(&self) -> MutexGuard<'_, PciFunction> {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Updates the cached base address. Must be called with the lock held after any change of the
     /// configuration.
-    fn note_base(&self, function: &Function) {
+    fn update_base(&self, function: &PciFunction) {
         self.base
-            .store(function.decodes().unwrap_or(NOWHERE), Ordering::Release);
+            .store(function.decodes().unwrap_or(NO_BASE), Ordering::Release);
     }
 }
 
 /// The PCI bus, shared by all vCPUs.
 pub struct PciBus {
-    bridge: ConfigSpace,
-    places: Vec<Place>,
+    bridge: PciConfigSpace,
+    places: Vec<PciSlot>,
     address: AtomicU32,
 }
 
@@ -103,9 +103,9 @@ impl PciBus {
         devices: Vec<Box<dyn VirtioDevice>>,
         memory: &GuestMemoryMmap,
         window: Range<u32>,
-        machine: &Arc<dyn Machine>,
+        machine: &Arc<dyn PciBackend>,
     ) -> Result<Self, BusError> {
-        worker::take_cpus();
+        worker::record_worker_cpus();
         let room = usize::try_from((window.end - window.start) / BAR_BYTES).unwrap_or(0);
         if devices.len() > MAX_DEVICES.min(room) {
             return Err(BusError::TooManyDevices(devices.len()));
@@ -119,17 +119,17 @@ impl PciBus {
             if queues > MAX_QUEUES {
                 return Err(BusError::TooManyQueues { name, queues });
             }
-            let function = Function::new(device, memory.clone(), machine.clone(), home, line)
+            let function = PciFunction::new(device, memory.clone(), machine.clone(), home, line)
                 .map_err(|source| BusError::Eventfd { name, source })?;
-            places.push(Place {
+            places.push(PciSlot {
                 function: Mutex::new(function),
-                base: AtomicU64::new(NOWHERE),
+                base: AtomicU64::new(NO_BASE),
             });
             home += BAR_BYTES;
-            line += u32::from(vectors_of(queues));
+            line += u32::from(vector_count(queues));
         }
         Ok(Self {
-            bridge: ConfigSpace::new(BRIDGE),
+            bridge: PciConfigSpace::new(BRIDGE),
             places,
             address: AtomicU32::new(0),
         })
@@ -143,8 +143,8 @@ impl PciBus {
         } else if let Some((place, at)) = self.selected(port) {
             let count = data.len().min(ports_from(port));
             match place {
-                Selected::Bridge => self.bridge.read(at, &mut data[..count]),
-                Selected::Place(place) => place.lock().read_config(at, &mut data[..count]),
+                ConfigTarget::Bridge => self.bridge.read(at, &mut data[..count]),
+                ConfigTarget::PciSlot(place) => place.lock().read_config(at, &mut data[..count]),
             }
         }
     }
@@ -156,11 +156,11 @@ impl PciBus {
                 self.address
                     .store(u32::from_le_bytes(address) & ADDRESS_WRITABLE, Ordering::Relaxed);
             }
-        } else if let Some((Selected::Place(place), at)) = self.selected(port) {
+        } else if let Some((ConfigTarget::PciSlot(place), at)) = self.selected(port) {
             let count = data.len().min(ports_from(port));
             let mut function = place.lock();
             function.write_config(at, &data[..count]);
-            place.note_base(&function);
+            place.update_base(&function);
         }
     }
 
@@ -190,12 +190,12 @@ impl PciBus {
         for place in &self.places {
             let mut function = place.lock();
             function.reset();
-            place.note_base(&function);
+            place.update_base(&function);
         }
     }
 
     /// Returns the function and register offset that the address register and a data port select.
-    fn selected(&self, port: u16) -> Option<(Selected<'_>, usize)> {
+    fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);
         // Only bus 0 and function 0 exist.
@@ -205,18 +205,18 @@ impl PciBus {
         let place = usize::try_from(address >> 11 & 0x1F).ok()?;
         let at = usize::try_from(address & 0xFC).ok()? + usize::from(inside);
         let selected = match place.checked_sub(1) {
-            None => Selected::Bridge,
-            Some(n) => Selected::Place(self.places.get(n)?),
+            None => ConfigTarget::Bridge,
+            Some(n) => ConfigTarget::PciSlot(self.places.get(n)?),
         };
         Some((selected, at))
     }
 
     /// Returns the function that decodes `address` and the offset in its BAR.
-    fn decoder(&self, address: u64) -> Option<(&Place, u64)> {
+    fn decoder(&self, address: u64) -> Option<(&PciSlot, u64)> {
         self.places.iter().find_map(|place| {
             let base = place.base.load(Ordering::Acquire);
             let offset = address.checked_sub(base)?;
-            (base != NOWHERE && offset < u64::from(BAR_BYTES)).then_some((place, offset))
+            (base != NO_BASE && offset < u64::from(BAR_BYTES)).then_some((place, offset))
         })
     }
 }
@@ -227,9 +227,9 @@ fn ports_from(port: u16) -> usize {
 }
 
 /// Target of a configuration access.
-enum Selected<'a> {
+enum ConfigTarget<'a> {
     Bridge,
-    Place(&'a Place),
+    PciSlot(&'a PciSlot),
 }
 
 #[cfg(test)]
@@ -239,7 +239,7 @@ mod tests {
     use proptest::prelude::*;
     use vm_memory::GuestAddress;
 
-    use super::super::testing::{Call, FakeDevice, FakeMachine, Seen};
+    use super::super::testing::{BackendCall, DeviceCalls, MockDevice, MockPciBackend};
     use super::*;
 
     const WINDOW: Range<u32> = 0xE000_0000..0xF000_0000;
@@ -251,20 +251,20 @@ mod tests {
     const NEEDS_RESET: u8 = 64;
 
     /// A machine with devices, and driver-side access to them.
-    struct Guest {
+    struct TestGuest {
         bus: PciBus,
-        machine: Arc<FakeMachine>,
-        seen: Vec<Arc<Mutex<Seen>>>,
+        machine: Arc<MockPciBackend>,
+        seen: Vec<Arc<Mutex<DeviceCalls>>>,
     }
 
-    impl Guest {
+    impl TestGuest {
         fn new(devices: &[&[u16]]) -> Self {
             let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-            let machine = Arc::new(FakeMachine::default());
-            let dynamic: Arc<dyn Machine> = machine.clone();
+            let machine = Arc::new(MockPciBackend::default());
+            let dynamic: Arc<dyn PciBackend> = machine.clone();
             let mut seen = Vec::new();
             let devices = devices.iter().map(|queues| {
-                let (device, saw) = FakeDevice::new(queues);
+                let (device, saw) = MockDevice::new(queues);
                 seen.push(saw);
                 Box::new(device) as Box<dyn VirtioDevice>
             });
@@ -332,7 +332,7 @@ mod tests {
     }
 
     /// Returns the ID and offset of each capability of the first device.
-    fn capabilities(guest: &Guest) -> Vec<(u8, u32)> {
+    fn capabilities(guest: &TestGuest) -> Vec<(u8, u32)> {
         let mut at = guest.config(1, 0x34) & 0xFF;
         let mut found = Vec::new();
         while at != 0 && found.len() < 48 {
@@ -344,8 +344,8 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_finds_the_bridge_and_the_devices_and_nothing_else() {
-        let guest = Guest::new(&[&[16], &[16, 16]]);
+    fn guest_enumerates_bridge_and_devices() {
+        let guest = TestGuest::new(&[&[16], &[16, 16]]);
         assert_eq!(guest.config(0, 0), 0x0008_1B36);
         assert_eq!(guest.config(0, 8) >> 16, 0x0600);
         assert_eq!(guest.config(1, 0), 0x1044_1AF4);
@@ -366,8 +366,8 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_can_be_sized_and_moved() {
-        let guest = Guest::new(&[&[16]]);
+    fn bar_can_be_sized_and_moved() {
+        let guest = TestGuest::new(&[&[16]]);
         assert!(
             !guest.bus.read_memory(HOME, &mut [0; 4]),
             "it decodes nothing yet"
@@ -384,8 +384,8 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_sets_a_device_up_and_resets_it() {
-        let guest = Guest::new(&[&[16, 32]]);
+    fn driver_activates_and_resets_device() {
+        let guest = TestGuest::new(&[&[16, 32]]);
         guest.negotiate(1 << 5 | 1 << 29);
         assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
         assert_eq!(guest.read(18, 2), 2, "queues");
@@ -403,7 +403,7 @@ mod tests {
             guest.write(0x3004, 1, 2);
             assert_eq!(queue.kick.read().unwrap(), 1);
         }
-        assert_eq!(guest.machine.take(), [Call::AddDoorbell(HOME + 0x3004)]);
+        assert_eq!(guest.machine.take(), [BackendCall::AddDoorbell(HOME + 0x3004)]);
         // The doorbell moves with the BAR and is removed when memory decoding is disabled.
         guest.set_config(1, 0x10, 0xE800_0000);
         guest.set_config(1, 4, 0);
@@ -414,15 +414,15 @@ mod tests {
         assert_eq!(
             guest.machine.take(),
             [
-                Call::RemoveDoorbell(first),
-                Call::AddDoorbell(then),
-                Call::RemoveDoorbell(off),
-                Call::AddDoorbell(on)
+                BackendCall::RemoveDoorbell(first),
+                BackendCall::AddDoorbell(then),
+                BackendCall::RemoveDoorbell(off),
+                BackendCall::AddDoorbell(on)
             ]
         );
         guest.write(20, 0, 1);
         assert_eq!(guest.status(), 0);
-        assert_eq!(guest.machine.take(), [Call::RemoveDoorbell(HOME + 0x3004)]);
+        assert_eq!(guest.machine.take(), [BackendCall::RemoveDoorbell(HOME + 0x3004)]);
         assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
         guest.negotiate(0);
         guest.set_queue(0, 0x4000);
@@ -433,8 +433,8 @@ mod tests {
     }
 
     #[test]
-    fn steps_out_of_order_are_not_taken() {
-        let guest = Guest::new(&[&[16]]);
+    fn out_of_order_status_bits_are_ignored() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.set_config(1, 4, 2);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status(), 0, "no features were agreed on");
@@ -463,9 +463,9 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_outside_of_ram_ends_in_a_request_for_a_reset() {
+    fn queue_outside_ram_sets_needs_reset() {
         for at in [0xF_F000, 1 << 20, !0xF, 0x8001, 0] {
-            let guest = Guest::new(&[&[16]]);
+            let guest = TestGuest::new(&[&[16]]);
             guest.negotiate(0);
             guest.set_queue(0, at);
             guest.set_status(DRIVER_OK);
@@ -478,8 +478,8 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_cannot_start_asks_for_a_reset_and_tells_so() {
-        let guest = Guest::new(&[&[16]]);
+    fn failed_activation_sets_needs_reset() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.seen[0].lock().unwrap().refuses = true;
         guest.negotiate(0);
         guest.write(16, 0, 2);
@@ -491,14 +491,14 @@ mod tests {
 
     /// A device that finds a broken queue sets DEVICE_NEEDS_RESET until it is reset.
     #[test]
-    fn a_device_that_cannot_go_on_asks_for_a_reset_and_tells_so() {
-        let guest = Guest::new(&[&[16]]);
+    fn failed_device_sets_needs_reset() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.write(16, 0, 2);
         guest.set_queue(0, 0x8000);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, 0);
-        let change = |seen: &Seen| seen.activation.as_ref().unwrap().config_change.clone();
+        let change = |seen: &DeviceCalls| seen.activation.as_ref().unwrap().config_change.clone();
         change(&guest.seen[0].lock().unwrap()).needs_reset();
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
         assert_eq!(guest.read(0x5000, 1), 1, "the interrupt");
@@ -512,19 +512,19 @@ mod tests {
     }
 
     #[test]
-    fn a_device_whose_thread_ends_has_what_ends_the_machine() {
-        let guest = Guest::new(&[&[16]]);
+    fn device_receives_fatal_error_callback() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.set_status(DRIVER_OK);
         assert!(!guest.machine.ended.load(Ordering::Relaxed));
         let seen = guest.seen[0].lock().unwrap();
-        seen.activation.as_ref().unwrap().last_resort.take();
+        seen.activation.as_ref().unwrap().fatal_error_callback.take();
         assert!(guest.machine.ended.load(Ordering::Relaxed));
     }
 
     #[test]
-    fn the_window_of_the_configuration_space_reaches_the_bar() {
-        let guest = Guest::new(&[&[16]]);
+    fn config_access_capability_reaches_bar() {
+        let guest = TestGuest::new(&[&[16]]);
         let at = capabilities(&guest)
             .into_iter()
             .find(|(_, at)| guest.config(1, *at) >> 24 == 5)
@@ -551,8 +551,8 @@ mod tests {
     }
 
     #[test]
-    fn at_power_on_everything_is_as_it_was() {
-        let guest = Guest::new(&[&[16]]);
+    fn reset_restores_power_on_state() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.set_queue(0, 0x8000);
         guest.set_status(DRIVER_OK);
@@ -566,12 +566,12 @@ mod tests {
     }
 
     #[test]
-    fn more_than_fits_is_refused() {
+    fn too_many_devices_or_queues_are_rejected() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let machine: Arc<dyn Machine> = Arc::new(FakeMachine::default());
+        let machine: Arc<dyn PciBackend> = Arc::new(MockPciBackend::default());
         let make = |devices: usize, queues: usize| {
             let devices = (0..devices).map(|_| {
-                let (device, _) = FakeDevice::new(&vec![16; queues]);
+                let (device, _) = MockDevice::new(&vec![16; queues]);
                 Box::new(device) as Box<dyn VirtioDevice>
             });
             PciBus::new(devices.collect(), &memory, WINDOW, &machine).map(|_| ())
@@ -589,7 +589,7 @@ mod tests {
         fn any_access_is_safe(accesses in proptest::collection::vec(
             (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400
         )) {
-            let guest = Guest::new(&[&[16, 4], &[16]]);
+            let guest = TestGuest::new(&[&[16, 4], &[16]]);
             guest.negotiate(0);
             guest.set_queue(0, 0x8000);
             for (what, at, len, value) in accesses {
@@ -606,8 +606,8 @@ mod tests {
 
         /// Arbitrary writes to the common configuration registers are safe.
         #[test]
-        fn any_driver_is_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
-            let guest = Guest::new(&[&[16, 4]]);
+        fn arbitrary_register_writes_are_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
+            let guest = TestGuest::new(&[&[16, 4]]);
             guest.negotiate(0);
             for (at, len, value) in writes {
                 // Small values reach more states.

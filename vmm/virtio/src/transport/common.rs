@@ -40,7 +40,7 @@ const fn bit(value: u32) -> u8 {
 
 /// A driver-writable field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Field {
+enum DriverField {
     DeviceFeatureSelect,
     DriverFeatureSelect,
     DriverFeature,
@@ -50,40 +50,40 @@ enum Field {
     QueueSize,
     QueueVector,
     QueueEnable,
-    Descriptors(Half),
-    Avail(Half),
-    Used(Half),
+    Descriptors(AddressHalf),
+    Avail(AddressHalf),
+    Used(AddressHalf),
 }
 
 /// One half of a 64-bit address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Half {
+enum AddressHalf {
     Low,
     High,
 }
 
 /// Driver-writable fields: offset, size in bytes, field.
-const FIELDS: [(usize, usize, Field); 15] = [
-    (0, 4, Field::DeviceFeatureSelect),
-    (8, 4, Field::DriverFeatureSelect),
-    (12, 4, Field::DriverFeature),
-    (16, 2, Field::ConfigVector),
-    (20, 1, Field::Status),
-    (22, 2, Field::QueueSelect),
-    (24, 2, Field::QueueSize),
-    (26, 2, Field::QueueVector),
-    (28, 2, Field::QueueEnable),
-    (32, 4, Field::Descriptors(Half::Low)),
-    (36, 4, Field::Descriptors(Half::High)),
-    (40, 4, Field::Avail(Half::Low)),
-    (44, 4, Field::Avail(Half::High)),
-    (48, 4, Field::Used(Half::Low)),
-    (52, 4, Field::Used(Half::High)),
+const FIELDS: [(usize, usize, DriverField); 15] = [
+    (0, 4, DriverField::DeviceFeatureSelect),
+    (8, 4, DriverField::DriverFeatureSelect),
+    (12, 4, DriverField::DriverFeature),
+    (16, 2, DriverField::ConfigVector),
+    (20, 1, DriverField::Status),
+    (22, 2, DriverField::QueueSelect),
+    (24, 2, DriverField::QueueSize),
+    (26, 2, DriverField::QueueVector),
+    (28, 2, DriverField::QueueEnable),
+    (32, 4, DriverField::Descriptors(AddressHalf::Low)),
+    (36, 4, DriverField::Descriptors(AddressHalf::High)),
+    (40, 4, DriverField::Avail(AddressHalf::Low)),
+    (44, 4, DriverField::Avail(AddressHalf::High)),
+    (48, 4, DriverField::Used(AddressHalf::Low)),
+    (52, 4, DriverField::Used(AddressHalf::High)),
 ];
 
 /// Action required of the PCI function after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Effect {
+pub(super) enum RegisterEffect {
     None,
     /// The driver reset the device.
     Reset,
@@ -148,7 +148,7 @@ impl QueueRegisters {
 }
 
 #[derive(Debug)]
-pub(super) struct Common {
+pub(super) struct CommonConfig {
     offered: u64,
     accepted: u64,
     device_feature_select: u32,
@@ -164,7 +164,7 @@ pub(super) struct Common {
     vectors: usize,
 }
 
-impl Common {
+impl CommonConfig {
     pub(super) fn new(device_features: u64, queue_max_sizes: &[u16], vectors: usize) -> Self {
         Self {
             offered: device_features | TRANSPORT_FEATURES,
@@ -224,8 +224,8 @@ impl Common {
     }
 
     /// Handles a driver write of any length at any offset.
-    pub(super) fn write(&mut self, at: usize, data: &[u8]) -> Effect {
-        let mut effect = Effect::None;
+    pub(super) fn write(&mut self, at: usize, data: &[u8]) -> RegisterEffect {
+        let mut effect = RegisterEffect::None;
         let end = at + data.len();
         for (start, len, field) in FIELDS {
             let covered = start.max(at)..(start + len).min(end);
@@ -237,7 +237,7 @@ impl Common {
             value[covered.start - start..covered.end - start]
                 .copy_from_slice(&data[covered.start - at..covered.end - at]);
             match self.write_field(field, u32::from_le_bytes(value)) {
-                Effect::None => {}
+                RegisterEffect::None => {}
                 other => effect = other,
             }
         }
@@ -280,21 +280,21 @@ impl Common {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
-    fn write_field(&mut self, field: Field, value: u32) -> Effect {
+    fn write_field(&mut self, field: DriverField, value: u32) -> RegisterEffect {
         match field {
-            Field::DeviceFeatureSelect => self.device_feature_select = value,
-            Field::DriverFeatureSelect => self.driver_feature_select = value,
-            Field::DriverFeature => self.accept(value),
-            Field::ConfigVector => {
-                if !self.is_driving() {
-                    self.config_vector = self.known_vector(value as u16);
+            DriverField::DeviceFeatureSelect => self.device_feature_select = value,
+            DriverField::DriverFeatureSelect => self.driver_feature_select = value,
+            DriverField::DriverFeature => self.accept(value),
+            DriverField::ConfigVector => {
+                if !self.is_active() {
+                    self.config_vector = self.valid_vector(value as u16);
                 }
             }
-            Field::Status => return self.write_status(value as u8),
-            Field::QueueSelect => self.queue_select = value as u16,
+            DriverField::Status => return self.write_status(value as u8),
+            DriverField::QueueSelect => self.queue_select = value as u16,
             _ => self.write_queue(field, value),
         }
-        Effect::None
+        RegisterEffect::None
     }
 
     /// Updates the accepted features. They are writable until the driver sets FEATURES_OK.
@@ -312,7 +312,7 @@ impl Common {
 
     /// Returns `vector`, or `NO_VECTOR` if it does not exist, which reports the failure to the
     /// driver (4.1.5.1.2).
-    fn known_vector(&self, vector: u16) -> u16 {
+    fn valid_vector(&self, vector: u16) -> u16 {
         if usize::from(vector) < self.vectors {
             vector
         } else {
@@ -321,48 +321,48 @@ impl Common {
     }
 
     /// Returns whether DRIVER_OK has been set. Later register changes would not reach the device.
-    fn is_driving(&self) -> bool {
+    fn is_active(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
-    fn write_queue(&mut self, field: Field, value: u32) {
-        let vector = self.known_vector(value as u16);
-        let driving = self.is_driving();
+    fn write_queue(&mut self, field: DriverField, value: u32) {
+        let vector = self.valid_vector(value as u16);
+        let driving = self.is_active();
         let Some(queue) = self.queues.get_mut(usize::from(self.queue_select)) else {
             return;
         };
         if driving || queue.enabled {
             return;
         }
-        let set = |address: &mut u64, half: Half| {
+        let set = |address: &mut u64, half: AddressHalf| {
             *address = match half {
-                Half::Low => *address & !0 << 32 | u64::from(value),
-                Half::High => *address & u64::from(u32::MAX) | u64::from(value) << 32,
+                AddressHalf::Low => *address & !0 << 32 | u64::from(value),
+                AddressHalf::High => *address & u64::from(u32::MAX) | u64::from(value) << 32,
             };
         };
         match field {
-            Field::QueueSize => {
+            DriverField::QueueSize => {
                 let size = value as u16;
                 if size.is_power_of_two() && size <= queue.max_size {
                     queue.size = size;
                 }
             }
-            Field::QueueVector => queue.vector = vector,
+            DriverField::QueueVector => queue.vector = vector,
             // Only a reset disables a queue.
-            Field::QueueEnable => queue.enabled = value == 1,
-            Field::Descriptors(half) => set(&mut queue.descriptors, half),
-            Field::Avail(half) => set(&mut queue.avail, half),
-            Field::Used(half) => set(&mut queue.used, half),
+            DriverField::QueueEnable => queue.enabled = value == 1,
+            DriverField::Descriptors(half) => set(&mut queue.descriptors, half),
+            DriverField::Avail(half) => set(&mut queue.avail, half),
+            DriverField::Used(half) => set(&mut queue.used, half),
             _ => {}
         }
     }
 
     /// Advances the device status or resets the device (3.1.1). Bits set out of order are ignored,
     /// and the driver detects this by reading the status back.
-    fn write_status(&mut self, value: u8) -> Effect {
+    fn write_status(&mut self, value: u8) -> RegisterEffect {
         if value == 0 {
-            return Effect::Reset;
+            return RegisterEffect::Reset;
         }
         // Bits can only be added.
         let mut added = value & !self.status & !NEEDS_RESET;
@@ -377,9 +377,9 @@ impl Common {
         }
         self.status |= added;
         if added & DRIVER_OK != 0 && self.status() & NEEDS_RESET == 0 {
-            Effect::Activate
+            RegisterEffect::Activate
         } else {
-            Effect::None
+            RegisterEffect::None
         }
     }
 }

@@ -18,11 +18,13 @@ use perf_core::error_line;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::common::{Common, Effect};
-use super::machine::Machine;
-use super::msix::{self, Msix};
-use super::space::{self, ConfigSpace, Identity};
-use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, Interrupt, VirtioDevice};
+use super::common::{CommonConfig, RegisterEffect};
+use super::machine::PciBackend;
+use super::msix::{self, MsixTable};
+use super::space::{self, PciConfigSpace, PciIdentity};
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, VirtioDevice,
+};
 
 /// Size of the BAR, in bytes.
 pub(super) const BAR_BYTES: u32 = 0x8000;
@@ -62,50 +64,50 @@ const ACCESS_LENGTH: usize = 12;
 const ACCESS_DATA: usize = 16;
 
 /// A device and its PCI registers.
-pub(super) struct Function {
-    space: ConfigSpace,
+pub(super) struct PciFunction {
+    space: PciConfigSpace,
     msix_at: usize,
     access_at: usize,
-    common: Common,
-    msix: Msix,
+    common: CommonConfig,
+    msix: MsixTable,
     device: Box<dyn VirtioDevice>,
     kicks: Vec<Arc<EventFd>>,
     memory: GuestMemoryMmap,
-    machine: Arc<dyn Machine>,
+    machine: Arc<dyn PciBackend>,
     /// Initial BAR address.
     home: u32,
     /// Indices of the active queues, or `None` if the device is not active.
     active: Option<Vec<usize>>,
     /// Doorbells registered with the machine: address and queue index.
     doorbells: Vec<(u64, usize)>,
-    said: Said,
+    said: LoggedErrors,
 }
 
 /// Messages already logged for this function. The guest can trigger them repeatedly.
 #[derive(Debug, Default)]
-struct Said {
+struct LoggedErrors {
     doorbell: bool,
     activation: bool,
 }
 
-impl Function {
+impl PciFunction {
     /// Creates a function whose BAR is at `home` and whose first interrupt has the bus-wide number
     /// `first_line`.
     pub(super) fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemoryMmap,
-        machine: Arc<dyn Machine>,
+        machine: Arc<dyn PciBackend>,
         home: u32,
         first_line: u32,
     ) -> io::Result<Self> {
         let sizes = device.queue_max_sizes();
-        let vectors = vectors_of(sizes.len());
+        let vectors = vector_count(sizes.len());
         let kicks = sizes
             .iter()
             .map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new));
         let kicks = kicks.collect::<io::Result<Vec<_>>>()?;
-        let msix = Msix::new(machine.clone(), first_line, vectors)?;
-        let common = Common::new(device.features(), sizes, msix.count());
+        let msix = MsixTable::new(machine.clone(), first_line, vectors)?;
+        let common = CommonConfig::new(device.features(), sizes, msix.count());
         let (space, msix_at, access_at) = config_space(&*device, vectors, home);
         Ok(Self {
             space,
@@ -120,7 +122,7 @@ impl Function {
             home,
             active: None,
             doorbells: Vec::new(),
-            said: Said::default(),
+            said: LoggedErrors::default(),
         })
     }
 
@@ -149,7 +151,7 @@ impl Function {
             self.write_bar(offset, &value[..length]);
         }
         self.msix.set_control(self.space.u16(self.msix_at + 2));
-        self.settle_doorbells();
+        self.update_doorbells();
     }
 
     /// Returns the BAR range that a configuration access of `len` bytes reaches through the PCI
@@ -183,9 +185,9 @@ impl Function {
         let (region, inside) = split(offset);
         match region {
             COMMON => match self.common.write(inside, data) {
-                Effect::None => {}
-                Effect::Reset => self.reset_device(),
-                Effect::Activate => self.activate(),
+                RegisterEffect::None => {}
+                RegisterEffect::Reset => self.reset_device(),
+                RegisterEffect::Activate => self.activate(),
             },
             DEVICE => self.device.write_config(offset - DEVICE, data),
             // Doorbell writes exit to the VMM only while no ioeventfd is registered for them.
@@ -203,16 +205,16 @@ impl Function {
     pub(super) fn reset(&mut self) {
         self.reset_device();
         self.msix.reset();
-        let (space, ..) = config_space(&*self.device, vectors_of(self.kicks.len()), self.home);
+        let (space, ..) = config_space(&*self.device, vector_count(self.kicks.len()), self.home);
         self.space = space;
-        self.settle_doorbells();
+        self.update_doorbells();
     }
 
     fn reset_device(&mut self) {
         if self.active.take().is_some() {
             self.device.reset();
         }
-        self.settle_doorbells();
+        self.update_doorbells();
         self.common.reset();
         for kick in &self.kicks {
             let _ = kick.read();
@@ -235,7 +237,7 @@ impl Function {
         match result {
             Ok(queues) => {
                 self.active = Some(queues);
-                self.settle_doorbells();
+                self.update_doorbells();
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.said.activation, true) {
@@ -266,7 +268,7 @@ impl Function {
                 Ok(Some(ActiveQueue {
                     queue,
                     kick: kick.clone(),
-                    interrupt: Interrupt::new(self.msix.vector(registers.vector)),
+                    interrupt: DeviceInterrupt::new(self.msix.vector(registers.vector)),
                 }))
             });
         Ok(Activation {
@@ -274,20 +276,20 @@ impl Function {
             features: self.common.accepted(),
             queues: queues.collect::<Result<_, _>>()?,
             config_change: self.config_change(),
-            last_resort: self.machine.last_resort(),
+            fatal_error_callback: self.machine.fatal_error_callback(),
         })
     }
 
-    fn config_change(&self) -> ConfigChange {
-        let interrupt = Interrupt::new(self.msix.vector(self.common.config_vector));
-        let Common {
+    fn config_change(&self) -> ConfigChangeNotifier {
+        let interrupt = DeviceInterrupt::new(self.msix.vector(self.common.config_vector));
+        let CommonConfig {
             generation, broken, ..
         } = &self.common;
-        ConfigChange::new(generation.clone(), broken.clone(), interrupt)
+        ConfigChangeNotifier::new(generation.clone(), broken.clone(), interrupt)
     }
 
     /// Registers the doorbells of the active queues at the current BAR address.
-    fn settle_doorbells(&mut self) {
+    fn update_doorbells(&mut self) {
         let wanted: Vec<(u64, usize)> = match (&self.active, self.decodes()) {
             (Some(queues), Some(base)) => queues
                 .iter()
@@ -314,14 +316,14 @@ impl Function {
     }
 }
 
-impl Drop for Function {
+impl Drop for PciFunction {
     fn drop(&mut self) {
         self.reset_device();
     }
 }
 
 /// Returns the number of interrupts of a device: one per queue and one for configuration changes.
-pub(super) fn vectors_of(queues: usize) -> u16 {
+pub(super) fn vector_count(queues: usize) -> u16 {
     u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(1)
 }
 
@@ -334,9 +336,9 @@ fn split(offset: u64) -> (u64, usize) {
 
 /// Builds the configuration space. Also returns the offsets of the MSI-X capability and the PCI
 /// configuration access capability.
-fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSpace, usize, usize) {
+fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (PciConfigSpace, usize, usize) {
     let id = FIRST_DEVICE.saturating_add(u16::try_from(device.id()).unwrap_or(0));
-    let mut space = ConfigSpace::new(Identity {
+    let mut space = PciConfigSpace::new(PciIdentity {
         vendor: VENDOR,
         device: id,
         revision: REVISION,
@@ -345,9 +347,9 @@ fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSp
     space.set(space::SUBSYSTEM_VENDOR_ID, &VENDOR.to_le_bytes());
     space.set(space::SUBSYSTEM_ID, &id.to_le_bytes());
     let command = space::COMMAND_MEMORY | space::COMMAND_MASTER | space::COMMAND_NO_INTX;
-    space.let_write(space::COMMAND, &command.to_le_bytes());
+    space.set_writable(space::COMMAND, &command.to_le_bytes());
     space.set(space::BAR0, &home.to_le_bytes());
-    space.let_write(space::BAR0, &(!(BAR_BYTES - 1)).to_le_bytes());
+    space.set_writable(space::BAR0, &(!(BAR_BYTES - 1)).to_le_bytes());
 
     let mut cap = |kind: u8, offset: u64, length: u32, rest: &[u8]| {
         let len = u8::try_from(16 + rest.len()).unwrap_or(16);
@@ -364,15 +366,15 @@ fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSp
     cap(CFG_DEVICE, DEVICE, REGION_BYTES, &[]);
     cap(CFG_ISR, ISR, REGION_BYTES, &[]);
     cap(CFG_COMMON, COMMON, REGION_BYTES, &[]);
-    space.let_write(access_at + ACCESS_BAR, &[0xFF]);
-    space.let_write(access_at + ACCESS_OFFSET, &[0xFF; 12]);
+    space.set_writable(access_at + ACCESS_BAR, &[0xFF]);
+    space.set_writable(access_at + ACCESS_OFFSET, &[0xFF; 12]);
 
     let mut body = (vectors - 1).to_le_bytes().to_vec();
     for region in [TABLE, PENDING] {
         body.extend_from_slice(&u32::try_from(region).unwrap_or(0).to_le_bytes());
     }
     let msix_at = space.add_capability(CAP_MSIX, &body);
-    space.let_write(msix_at + 2, &msix::CONTROL_WRITABLE.to_le_bytes());
+    space.set_writable(msix_at + 2, &msix::CONTROL_WRITABLE.to_le_bytes());
     (space, msix_at, access_at)
 }
 

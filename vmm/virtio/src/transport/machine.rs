@@ -4,11 +4,11 @@ use std::io;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::LastResort;
+use crate::device::FatalErrorCallback;
 
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Message {
+pub struct MsiMessage {
     /// Address of the write, as programmed by the guest.
     pub address: u64,
     /// Value of the write.
@@ -17,7 +17,7 @@ pub struct Message {
 
 /// Attaches eventfds to the guest. Methods are called on vCPU threads, at most one at a time for
 /// each eventfd.
-pub trait Machine: Send + Sync {
+pub trait PciBackend: Send + Sync {
     /// Registers a doorbell: a guest write to `address`, of any length and value, signals `kick`
     /// without an exit.
     ///
@@ -37,7 +37,7 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// Returns an error if the machine cannot create the route, in which case no message is sent.
-    fn connect(&self, line: u32, message: Message, vector: &EventFd) -> io::Result<()>;
+    fn connect(&self, line: u32, message: MsiMessage, vector: &EventFd) -> io::Result<()>;
 
     /// Removes the route of `vector`. Later signals stay pending in the eventfd.
     ///
@@ -46,5 +46,5 @@ pub trait Machine: Send + Sync {
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()>;
 
     /// Returns the callback that terminates the machine if a device thread ends unexpectedly.
-    fn last_resort(&self) -> LastResort;
+    fn fatal_error_callback(&self) -> FatalErrorCallback;
 }

@@ -28,7 +28,7 @@ pub(super) const STATUS_CAPABILITIES: u16 = 1 << 4;
 
 /// Identification registers of a function.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Identity {
+pub(super) struct PciIdentity {
     pub vendor: u16,
     pub device: u16,
     pub revision: u8,
@@ -38,14 +38,14 @@ pub(super) struct Identity {
 
 /// Register contents and their guest-writable bits.
 #[derive(Clone, Debug)]
-pub(super) struct ConfigSpace {
+pub(super) struct PciConfigSpace {
     bytes: [u8; SPACE_BYTES],
     writable: [u8; SPACE_BYTES],
     next_capability: usize,
 }
 
-impl ConfigSpace {
-    pub(super) fn new(who: Identity) -> Self {
+impl PciConfigSpace {
+    pub(super) fn new(who: PciIdentity) -> Self {
         let mut space = Self {
             bytes: [0; SPACE_BYTES],
             writable: [0; SPACE_BYTES],
@@ -65,7 +65,7 @@ impl ConfigSpace {
     }
 
     /// Makes the bits of `mask` guest-writable, starting at offset `at`.
-    pub(super) fn let_write(&mut self, at: usize, mask: &[u8]) {
+    pub(super) fn set_writable(&mut self, at: usize, mask: &[u8]) {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }
 
@@ -111,19 +111,19 @@ impl ConfigSpace {
 mod tests {
     use super::*;
 
-    fn space() -> ConfigSpace {
-        let mut space = ConfigSpace::new(Identity {
+    fn space() -> PciConfigSpace {
+        let mut space = PciConfigSpace::new(PciIdentity {
             vendor: 0x1AF4,
             device: 0x1044,
             revision: 1,
             class: [0xFF, 0x01, 0x02],
         });
-        space.let_write(BAR0, &0xFFFF_8000u32.to_le_bytes());
+        space.set_writable(BAR0, &0xFFFF_8000u32.to_le_bytes());
         space
     }
 
     #[test]
-    fn a_header_says_who_it_is_and_only_its_writable_bits_change() {
+    fn only_writable_header_bits_change() {
         let mut s = space();
         assert_eq!((s.u32(VENDOR_ID), s.u32(REVISION)), (0x1044_1AF4, 0xFF01_0201));
         s.write(0, &[0xFF; SPACE_BYTES]);

@@ -5,13 +5,13 @@ use smallvec::SmallVec;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-use super::packet::{HEADER_BYTES, Header};
+use super::packet::{HEADER_BYTES, PacketHeader};
 
 type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
 /// A malformed descriptor chain.
 #[derive(Debug, thiserror::Error)]
-pub enum ChainError {
+pub enum PacketChainError {
     /// The chain has no space for a header.
     #[error("a packet of {0} bytes has no header")]
     NoHeader(usize),
@@ -37,13 +37,13 @@ pub enum ChainError {
 }
 
 /// Consecutive segments of guest memory.
-struct Pieces {
+struct GuestSegments {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
     /// Index of the first segment that is not used up.
     first: usize,
 }
 
-impl Pieces {
+impl GuestSegments {
     /// Returns the device-writable segments of a chain if `to_guest` is set, otherwise the
     /// device-readable ones.
     fn of(chain: Chain<'_>, to_guest: bool) -> Self {
@@ -98,26 +98,26 @@ impl Pieces {
 /// `buffer` or the reason why the data is invalid.
 ///
 /// # Errors
-/// Returns a [`ChainError`] if the chain has no valid header.
+/// Returns a [`PacketChainError`] if the chain has no valid header.
 pub fn take(
     memory: &GuestMemoryMmap,
     chain: Chain<'_>,
     buffer: &mut [u8],
-) -> Result<(Header, Result<usize, ChainError>), ChainError> {
-    let mut pieces = Pieces::of(chain, false);
+) -> Result<(PacketHeader, Result<usize, PacketChainError>), PacketChainError> {
+    let mut pieces = GuestSegments::of(chain, false);
     let mut header = [0; HEADER_BYTES];
     let have = pieces.read(memory, &mut header)?;
     if have < HEADER_BYTES {
-        return Err(ChainError::NoHeader(have));
+        return Err(PacketChainError::NoHeader(have));
     }
-    let header = Header::from_bytes(header);
+    let header = PacketHeader::from_bytes(header);
     let len = header.len;
     let most = buffer.len();
     let data = match usize::try_from(len).ok().and_then(|len| buffer.get_mut(..len)) {
-        None => Err(ChainError::Long { len, most }),
+        None => Err(PacketChainError::Long { len, most }),
         Some(data) => match pieces.read(memory, data) {
             Ok(have) if have == data.len() => Ok(have),
-            Ok(have) => Err(ChainError::Short { len, have }),
+            Ok(have) => Err(PacketChainError::Short { len, have }),
             Err(error) => Err(error.into()),
         },
     };
@@ -125,18 +125,18 @@ pub fn take(
 }
 
 /// Buffer space in a chain for one packet to the driver.
-pub struct Room(Pieces);
+pub struct PacketBuffer(GuestSegments);
 
-impl Room {
+impl PacketBuffer {
     /// Returns the buffer space of a device-writable chain.
     ///
     /// # Errors
-    /// Returns [`ChainError::NoHeader`] if the header does not fit.
-    pub fn of(chain: Chain<'_>) -> Result<Self, ChainError> {
-        let pieces = Pieces::of(chain, true);
+    /// Returns [`PacketChainError::NoHeader`] if the header does not fit.
+    pub fn of(chain: Chain<'_>) -> Result<Self, PacketChainError> {
+        let pieces = GuestSegments::of(chain, true);
         let bytes = pieces.length();
         if bytes < HEADER_BYTES {
-            return Err(ChainError::NoHeader(bytes));
+            return Err(PacketChainError::NoHeader(bytes));
         }
         Ok(Self(pieces))
     }
@@ -149,13 +149,13 @@ impl Room {
     /// Writes a packet and returns the number of bytes written.
     ///
     /// # Errors
-    /// Returns [`ChainError::Memory`] if a buffer is outside guest RAM.
+    /// Returns [`PacketChainError::Memory`] if a buffer is outside guest RAM.
     pub fn put(
         mut self,
         memory: &GuestMemoryMmap,
-        header: &Header,
+        header: &PacketHeader,
         data: &[u8],
-    ) -> Result<usize, ChainError> {
+    ) -> Result<usize, PacketChainError> {
         let header = self.0.write(memory, &header.to_bytes())?;
         Ok(header + self.0.write(memory, data)?)
     }

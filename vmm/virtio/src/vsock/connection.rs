@@ -11,20 +11,20 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use super::packet::{Header, NO_RECEIVE, NO_SEND, Op};
+use super::packet::{NO_RECEIVE, NO_SEND, PacketHeader, VsockOp};
 
 /// Credit of a connection: number of bytes that the guest may send before the host program reads
 /// them.
 pub const BUFFER: u32 = 256 << 10;
 /// Amount of new credit, in bytes, after which a credit update is sent. Small enough that the guest
 /// does not have to wait.
-const TELL_CREDIT: u32 = BUFFER / 4;
+const CREDIT_UPDATE_THRESHOLD: u32 = BUFFER / 4;
 /// Timeout for the guest's answer to a request, and for its release of a closed connection.
-const PATIENCE: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Identity of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Key {
+pub struct ConnectionKey {
     /// Port on the host.
     pub host_port: u32,
     /// Port in the guest.
@@ -32,7 +32,7 @@ pub struct Key {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum ConnectionState {
     /// Requested by the host program and not yet answered by the guest.
     Requested,
     /// Established.
@@ -43,7 +43,7 @@ enum State {
 
 /// Pending control packets.
 #[derive(Clone, Copy, Debug, Default)]
-struct Due {
+struct PendingPackets {
     request: bool,
     response: bool,
     reset: bool,
@@ -54,11 +54,11 @@ struct Due {
 
 /// A connection between a guest port and a Unix socket.
 #[derive(Debug)]
-pub struct Connection {
-    key: Key,
+pub struct VsockConnection {
+    key: ConnectionKey,
     stream: UnixStream,
-    state: State,
-    due: Due,
+    state: ConnectionState,
+    due: PendingPackets,
     deadline: Option<Instant>,
     /// Data that the Unix socket has not accepted yet.
     to_host: VecDeque<u8>,
@@ -84,13 +84,13 @@ pub struct Connection {
     passed_on: u32,
 }
 
-impl Connection {
-    fn new(key: Key, stream: UnixStream, state: State) -> Self {
+impl VsockConnection {
+    fn new(key: ConnectionKey, stream: UnixStream, state: ConnectionState) -> Self {
         Self {
             key,
             stream,
             state,
-            due: Due::default(),
+            due: PendingPackets::default(),
             deadline: None,
             to_host: VecDeque::new(),
             greeting: 0,
@@ -109,24 +109,24 @@ impl Connection {
     }
 
     /// Creates a connection requested by a host program. `stream` must be non-blocking.
-    pub fn requested(key: Key, stream: UnixStream, now: Instant) -> Self {
-        let mut connection = Self::new(key, stream, State::Requested);
+    pub fn requested(key: ConnectionKey, stream: UnixStream, now: Instant) -> Self {
+        let mut connection = Self::new(key, stream, ConnectionState::Requested);
         connection.due.request = true;
-        connection.deadline = Some(now + PATIENCE);
+        connection.deadline = Some(now + ANSWER_TIMEOUT);
         connection
     }
 
     /// Creates a connection that the guest opened with `request`. `stream` must be connected and
     /// non-blocking.
-    pub fn accepted(key: Key, stream: UnixStream, request: &Header) -> Self {
-        let mut connection = Self::new(key, stream, State::Open);
+    pub fn accepted(key: ConnectionKey, stream: UnixStream, request: &PacketHeader) -> Self {
+        let mut connection = Self::new(key, stream, ConnectionState::Open);
         connection.due.response = true;
         connection.take_credit(request);
         connection
     }
 
     /// Returns the identity of the connection.
-    pub fn key(&self) -> Key {
+    pub fn key(&self) -> ConnectionKey {
         self.key
     }
 
@@ -142,15 +142,15 @@ impl Connection {
 
     /// Returns whether the connection can be removed.
     pub fn is_over(&self) -> bool {
-        self.state == State::Dead && !self.due.reset
+        self.state == ConnectionState::Dead && !self.due.reset
     }
 
     /// Terminates the connection at once and schedules a reset packet.
     pub fn reset(&mut self) {
-        self.state = State::Dead;
-        self.due = Due {
+        self.state = ConnectionState::Dead;
+        self.due = PendingPackets {
             reset: true,
-            ..Due::default()
+            ..PendingPackets::default()
         };
         self.deadline = None;
         self.to_host = VecDeque::new();
@@ -159,7 +159,7 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Returns whether [`Connection::next`] may have a packet.
+    /// Returns whether [`VsockConnection::next`] may have a packet.
     pub fn has_packet(&self) -> bool {
         let due = self.due;
         due.request
@@ -182,75 +182,75 @@ impl Connection {
         if self.hung_up && self.ended == NO_SEND {
             self.end(NO_SEND | NO_RECEIVE, now);
         }
-        self.ask_for_credit();
+        self.request_credit();
     }
 
     /// Handles a packet from the guest with its data.
-    pub fn guest_packet(&mut self, header: &Header, data: &[u8], now: Instant) {
-        if self.state == State::Dead {
+    pub fn guest_packet(&mut self, header: &PacketHeader, data: &[u8], now: Instant) {
+        if self.state == ConnectionState::Dead {
             return;
         }
         self.take_credit(header);
-        match (Op::from_number(header.op), self.state) {
-            (Some(Op::Response), State::Requested) => {
-                self.state = State::Open;
+        match (VsockOp::from_number(header.op), self.state) {
+            (Some(VsockOp::Response), ConnectionState::Requested) => {
+                self.state = ConnectionState::Open;
                 self.deadline = None;
                 let greeting = format!("OK {}\n", self.key.host_port);
                 self.greeting = greeting.len();
                 self.to_host.extend(greeting.as_bytes());
                 self.flush(now);
             }
-            (Some(Op::Data), State::Open) => self.data(data, now),
-            (Some(Op::Shutdown), State::Open) => {
+            (Some(VsockOp::Data), ConnectionState::Open) => self.data(data, now),
+            (Some(VsockOp::Shutdown), ConnectionState::Open) => {
                 self.guest_ended |= header.flags & (NO_RECEIVE | NO_SEND);
                 self.flush(now);
             }
-            (Some(Op::CreditUpdate), State::Open) => {}
-            (Some(Op::CreditRequest), State::Open) => self.due.credit_update = true,
-            (Some(Op::Reset), _) => {
+            (Some(VsockOp::CreditUpdate), ConnectionState::Open) => {}
+            (Some(VsockOp::CreditRequest), ConnectionState::Open) => self.due.credit_update = true,
+            (Some(VsockOp::Reset), _) => {
                 // The guest initiated the reset, so no packet is sent.
                 self.reset();
                 self.due.reset = false;
             }
             _ => self.reset(),
         }
-        self.ask_for_credit();
+        self.request_credit();
     }
 
     /// Returns the next packet for the guest and writes its data to `buffer`.
-    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
+    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<PacketHeader> {
         if std::mem::take(&mut self.due.reset) {
-            return Some(self.header(Op::Reset, 0, 0));
+            return Some(self.header(VsockOp::Reset, 0, 0));
         }
         if std::mem::take(&mut self.due.request) {
-            return Some(self.header(Op::Request, 0, 0));
+            return Some(self.header(VsockOp::Request, 0, 0));
         }
         if std::mem::take(&mut self.due.response) {
-            return Some(self.header(Op::Response, 0, 0));
+            return Some(self.header(VsockOp::Response, 0, 0));
         }
         if let Some(len) = self.read(buffer, now) {
-            return Some(self.header(Op::Data, len, 0));
+            return Some(self.header(VsockOp::Data, len, 0));
         }
         if std::mem::take(&mut self.due.reset) {
-            return Some(self.header(Op::Reset, 0, 0));
+            return Some(self.header(VsockOp::Reset, 0, 0));
         }
         if std::mem::take(&mut self.due.shutdown) {
-            return Some(self.header(Op::Shutdown, 0, self.ended));
+            return Some(self.header(VsockOp::Shutdown, 0, self.ended));
         }
         if std::mem::take(&mut self.due.credit_request) {
-            return Some(self.header(Op::CreditRequest, 0, 0));
+            return Some(self.header(VsockOp::CreditRequest, 0, 0));
         }
         if std::mem::take(&mut self.due.credit_update) {
-            return Some(self.header(Op::CreditUpdate, 0, 0));
+            return Some(self.header(VsockOp::CreditUpdate, 0, 0));
         }
         None
     }
 
-    fn header(&mut self, op: Op, len: u32, flags: u32) -> Header {
+    fn header(&mut self, op: VsockOp, len: u32, flags: u32) -> PacketHeader {
         self.forwarded_told = self.forwarded;
         // Every packet carries the current credit.
         self.due.credit_update = false;
-        Header {
+        PacketHeader {
             src_port: self.key.host_port,
             dst_port: self.key.guest_port,
             len,
@@ -258,11 +258,11 @@ impl Connection {
             flags,
             buf_alloc: BUFFER,
             fwd_cnt: self.forwarded,
-            ..Header::default()
+            ..PacketHeader::default()
         }
     }
 
-    fn take_credit(&mut self, header: &Header) {
+    fn take_credit(&mut self, header: &PacketHeader) {
         self.peer_buffer = header.buf_alloc;
         self.peer_forwarded = header.fwd_cnt;
     }
@@ -275,7 +275,7 @@ impl Connection {
     }
 
     fn may_read(&self) -> bool {
-        self.state == State::Open
+        self.state == ConnectionState::Open
             && self.readable
             && self.ended & NO_SEND == 0
             && self.guest_ended & NO_RECEIVE == 0
@@ -283,7 +283,7 @@ impl Connection {
 
     /// Requests a credit update. Linux sends updates unprompted, but other drivers wait for a
     /// request.
-    fn ask_for_credit(&mut self) {
+    fn request_credit(&mut self) {
         self.due.credit_request = self.may_read() && self.credit() == 0;
     }
 
@@ -307,7 +307,7 @@ impl Connection {
                     // At most `most`, which was converted from a u32.
                     let count = u32::try_from(count).unwrap_or(u32::MAX);
                     self.sent = self.sent.wrapping_add(count);
-                    self.ask_for_credit();
+                    self.request_credit();
                     Some(count)
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -326,10 +326,10 @@ impl Connection {
 
     /// Schedules a SHUTDOWN packet with `flags` of the host program.
     fn end(&mut self, flags: u32, now: Instant) {
-        if self.state == State::Open && self.ended | flags != self.ended {
+        if self.state == ConnectionState::Open && self.ended | flags != self.ended {
             self.ended |= flags;
             self.due.shutdown = true;
-            self.let_go_in_time(now);
+            self.start_close_timeout(now);
         }
     }
 
@@ -347,7 +347,7 @@ impl Connection {
 
     /// Writes buffered data to the Unix socket, and then applies the guest's shutdown.
     fn flush(&mut self, now: Instant) {
-        while self.writable && !self.to_host.is_empty() && self.state == State::Open {
+        while self.writable && !self.to_host.is_empty() && self.state == ConnectionState::Open {
             let (first, _) = self.to_host.as_slices();
             match self.stream.write(first) {
                 Ok(count) if count > 0 => {
@@ -364,20 +364,20 @@ impl Connection {
                 _ => self.reset(),
             }
         }
-        if self.state != State::Open {
+        if self.state != ConnectionState::Open {
             return;
         }
-        if self.forwarded.wrapping_sub(self.forwarded_told) >= TELL_CREDIT {
+        if self.forwarded.wrapping_sub(self.forwarded_told) >= CREDIT_UPDATE_THRESHOLD {
             self.due.credit_update = true;
         }
         let fresh = self.guest_ended & !self.passed_on;
         if fresh & NO_RECEIVE != 0 {
-            self.pass_on(NO_RECEIVE, Shutdown::Read);
+            self.apply_shutdown(NO_RECEIVE, Shutdown::Read);
         }
         if self.to_host.is_empty() {
             self.to_host.shrink_to(0);
             if fresh & NO_SEND != 0 {
-                self.pass_on(NO_SEND, Shutdown::Write);
+                self.apply_shutdown(NO_SEND, Shutdown::Write);
             }
             if self.guest_ended == NO_RECEIVE | NO_SEND {
                 // A full shutdown ends the connection for the guest (virtio 1.2, 5.10.6.5).
@@ -385,10 +385,10 @@ impl Connection {
                 return;
             }
         }
-        self.let_go_in_time(now);
+        self.start_close_timeout(now);
     }
 
-    fn pass_on(&mut self, flag: u32, how: Shutdown) {
+    fn apply_shutdown(&mut self, flag: u32, how: Shutdown) {
         self.passed_on |= flag;
         // The call fails only if the host program has exited.
         let _ = self.stream.shutdown(how);
@@ -396,11 +396,11 @@ impl Connection {
 
     /// Starts the timeout for the release of the connection after both sides have stopped sending
     /// or the guest has closed.
-    fn let_go_in_time(&mut self, now: Instant) {
+    fn start_close_timeout(&mut self, now: Instant) {
         let quiet = self.ended & NO_SEND != 0 && self.guest_ended & NO_SEND != 0;
         let closed = self.guest_ended == NO_RECEIVE | NO_SEND;
         if (quiet || closed) && self.deadline.is_none() {
-            self.deadline = Some(now + PATIENCE);
+            self.deadline = Some(now + ANSWER_TIMEOUT);
         }
     }
 }

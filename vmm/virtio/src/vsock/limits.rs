@@ -23,7 +23,7 @@ fn other(driver: &Driver<'_>) -> ActiveQueue {
 }
 
 #[test]
-fn a_broken_ring_asks_for_a_reset() {
+fn broken_ring_requests_reset() {
     let directory = tempfile::tempdir().unwrap();
     let mut device = VsockDevice::new(3, &directory.path().join("v")).unwrap();
     let memory = memory();
@@ -46,7 +46,7 @@ fn a_broken_ring_asks_for_a_reset() {
 
 /// If two VMs find the socket of a dead VM, exactly one takes its path.
 #[test]
-fn the_path_of_a_dead_vm_goes_to_one_of_those_who_want_it() {
+fn stale_socket_path_is_taken_by_one_vm() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     for round in 0..200 {
@@ -76,7 +76,7 @@ fn the_path_of_a_dead_vm_goes_to_one_of_those_who_want_it() {
 }
 
 #[test]
-fn a_directory_that_somebody_else_locks_is_told() {
+fn locked_directory_is_reported() {
     let directory = tempfile::tempdir().unwrap();
     let other = File::open(directory.path()).unwrap();
     let _other = Flock::lock(other, FlockArg::LockExclusive).unwrap();
@@ -86,7 +86,7 @@ fn a_directory_that_somebody_else_locks_is_told() {
 
 /// Runs in a separate process because the file descriptor limit is per process.
 #[test]
-fn a_host_without_descriptors_does_not_keep_the_thread_busy() {
+fn descriptor_exhaustion_does_not_spin() {
     let test = "vsock::limits::without_descriptors";
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     let output = command
@@ -107,8 +107,8 @@ fn without_descriptors() {
     let memory = memory();
     let driver = Driver::new(&memory, 16);
     let timer = TimerFd::new().unwrap();
-    let muxer = Muxer::new(3, path.clone(), FIRST_TOKEN);
-    let queues = Queues::new(
+    let muxer = ConnectionMuxer::new(3, path.clone(), FIRST_TOKEN);
+    let queues = VsockQueues::new(
         memory.clone(),
         other(&driver),
         driver.active(),

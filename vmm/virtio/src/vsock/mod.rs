@@ -39,15 +39,15 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use sandbox::paths::{self, FileIdentity};
-use sandbox::{Destination, SocketBroker, ThreadKind};
+use sandbox::{SocketBroker, SocketDestination, ThreadKind};
 use thiserror::Error;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
+use crate::worker::DeviceWorker;
 
-use self::muxer::{Dialer, Muxer};
-use self::queues::{FIRST_TOKEN, Queues};
+use self::muxer::{ConnectionMuxer, HostDialer};
+use self::queues::{FIRST_TOKEN, VsockQueues};
 
 /// Virtio device ID (virtio 1.2, section 5).
 const VIRTIO_ID_VSOCK: u32 = 19;
@@ -160,8 +160,8 @@ pub struct VsockDevice {
     /// removed.
     file: FileIdentity,
     /// Broker destination of the host ports' sockets, if a broker connects to them.
-    ports: Option<Destination>,
-    worker: Option<Worker>,
+    ports: Option<SocketDestination>,
+    worker: Option<DeviceWorker>,
 }
 
 impl VsockDevice {
@@ -279,13 +279,18 @@ impl VirtioDevice for VsockDevice {
             source: error.into(),
         })?;
         let dialer = match &self.ports {
-            Some(ports) => Dialer::Broker(ports.clone()),
-            None => Dialer::Direct(self.path.clone()),
+            Some(ports) => HostDialer::Broker(ports.clone()),
+            None => HostDialer::Direct(self.path.clone()),
         };
-        let muxer = Muxer::new(self.cid.into(), dialer, FIRST_TOKEN);
-        let queues = Queues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
-        let queues = queues.telling(activation.config_change);
-        let worker = Worker::spawn(ThreadKind::Socket, self.name(), queues, activation.last_resort);
+        let muxer = ConnectionMuxer::new(self.cid.into(), dialer, FIRST_TOKEN);
+        let queues = VsockQueues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
+        let queues = queues.with_config_notifier(activation.config_change);
+        let worker = DeviceWorker::spawn(
+            ThreadKind::Socket,
+            self.name(),
+            queues,
+            activation.fatal_error_callback,
+        );
         self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! packets for the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
-//! events of Unix sockets, and produces packets for the guest. [`Watch`] values describe the
+//! events of Unix sockets, and produces packets for the guest. [`WatchChange`] values describe the
 //! changes to make to the event loop.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use perf_core::guest_log;
-use sandbox::Destination;
+use sandbox::SocketDestination;
 
-use super::connection::{Connection, Key};
-use super::packet::{HOST_CID, Header, Op, STREAM};
+use super::connection::{ConnectionKey, VsockConnection};
+use super::packet::{HOST_CID, PacketHeader, STREAM, VsockOp};
 
 /// Maximum number of simultaneous connections, including those whose host program has not yet sent
 /// a port.
@@ -27,16 +27,16 @@ pub const MAX_CONNECTIONS: usize = 128;
 /// limit is reached.
 const MAX_REPLIES: usize = 256;
 /// Timeout for the port request of a host program.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Length of `CONNECT 4294967295` and a newline, in bytes.
-const LONGEST_LINE: usize = 19;
+const MAX_CONNECT_LINE_BYTES: usize = 19;
 /// First port for the host end of connections initiated by the host, above the ports that programs
 /// listen on.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
 /// A change of the descriptors that the event loop monitors, identified by the muxer's tokens.
 #[derive(Debug)]
-pub enum Watch {
+pub enum WatchChange {
     /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
     Add(RawFd, u32),
     /// Stops monitoring this socket, which is closed when the value is dropped.
@@ -53,35 +53,35 @@ struct Handshake {
 
 /// Socket that a token refers to.
 #[derive(Debug)]
-enum Watched {
+enum TokenTarget {
     Handshake(Handshake),
-    Connection(Key),
+    VsockConnection(ConnectionKey),
 }
 
 /// A connection with its token and queue membership.
 #[derive(Debug)]
-struct Entry {
-    connection: Connection,
+struct MuxedConnection {
+    connection: VsockConnection,
     token: u32,
     queued: bool,
 }
 
 /// Method of connecting to the Unix socket of a host port.
 #[derive(Debug)]
-pub enum Dialer {
+pub enum HostDialer {
     /// This process connects to the path followed by an underscore and the port.
     Direct(PathBuf),
     /// The socket broker connects, because the threads of a confined VM cannot.
-    Broker(Destination),
+    Broker(SocketDestination),
 }
 
-impl From<PathBuf> for Dialer {
+impl From<PathBuf> for HostDialer {
     fn from(path: PathBuf) -> Self {
         Self::Direct(path)
     }
 }
 
-impl Dialer {
+impl HostDialer {
     /// Connects without blocking.
     fn dial(&self, port: u32) -> io::Result<UnixStream> {
         match self {
@@ -98,25 +98,25 @@ impl Dialer {
 
 /// Multiplexer of all connections of a guest.
 #[derive(Debug)]
-pub struct Muxer {
+pub struct ConnectionMuxer {
     cid: u64,
-    dialer: Dialer,
-    watched: HashMap<u32, Watched>,
-    connections: BTreeMap<Key, Entry>,
+    dialer: HostDialer,
+    watched: HashMap<u32, TokenTarget>,
+    connections: BTreeMap<ConnectionKey, MuxedConnection>,
     /// Connections that may have a packet for the guest. Each existing connection appears at most
     /// once.
-    ready: VecDeque<Key>,
+    ready: VecDeque<ConnectionKey>,
     /// Reset packets in answer to packets without a connection.
-    replies: VecDeque<Header>,
-    watches: Vec<Watch>,
+    replies: VecDeque<PacketHeader>,
+    watches: Vec<WatchChange>,
     next_token: u32,
     next_port: u32,
 }
 
-impl Muxer {
+impl ConnectionMuxer {
     /// Creates a muxer for the guest with address `cid`. `dialer` connects the guest to host ports.
     /// All tokens are at least `first_token`.
-    pub fn new(cid: u64, dialer: impl Into<Dialer>, first_token: u32) -> Self {
+    pub fn new(cid: u64, dialer: impl Into<HostDialer>, first_token: u32) -> Self {
         Self {
             cid,
             dialer: dialer.into(),
@@ -132,28 +132,28 @@ impl Muxer {
 
     /// Returns the pending changes of monitored descriptors. The event loop must apply them before
     /// it calls any other method of the muxer.
-    pub fn take_watches(&mut self) -> Vec<Watch> {
+    pub fn take_watches(&mut self) -> Vec<WatchChange> {
         std::mem::take(&mut self.watches)
     }
 
-    /// Returns whether [`Muxer::from_guest`] may be called. `false` while too many answers are
+    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. `false` while too many answers are
     /// pending for the guest.
-    pub fn takes_packets(&self) -> bool {
+    pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
 
-    /// Returns whether [`Muxer::next`] may have a packet.
+    /// Returns whether [`ConnectionMuxer::next`] may have a packet.
     pub fn has_packets(&self) -> bool {
         !self.replies.is_empty() || !self.ready.is_empty()
     }
 
-    /// Returns whether a timeout is pending, in which case [`Muxer::tick`] must be called every
+    /// Returns whether a timeout is pending, in which case [`ConnectionMuxer::tick`] must be called every
     /// second.
     pub fn has_deadlines(&self) -> bool {
         // Established connections have no deadline, and few other connections exist.
         self.watched
             .values()
-            .any(|watched| matches!(watched, Watched::Handshake(_)))
+            .any(|watched| matches!(watched, TokenTarget::Handshake(_)))
             || self
                 .connections
                 .values()
@@ -165,28 +165,28 @@ impl Muxer {
         // Above the limit the stream is dropped, so the program sees the connection close.
         if self.watched.len() < MAX_CONNECTIONS && stream.set_nonblocking(true).is_ok() {
             let token = self.token();
-            self.watches.push(Watch::Add(stream.as_raw_fd(), token));
+            self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
             let handshake = Handshake {
                 stream,
                 line: Vec::new(),
-                deadline: now + HANDSHAKE,
+                deadline: now + HANDSHAKE_TIMEOUT,
             };
-            self.watched.insert(token, Watched::Handshake(handshake));
+            self.watched.insert(token, TokenTarget::Handshake(handshake));
         }
     }
 
     /// Handles an event of a Unix socket.
     pub fn host_event(&mut self, token: u32, readable: bool, writable: bool, hung_up: bool, now: Instant) {
         match self.watched.get_mut(&token) {
-            Some(Watched::Handshake(handshake)) => {
+            Some(TokenTarget::Handshake(handshake)) => {
                 let port = match read_line(handshake) {
                     Ok(None) if !hung_up => return,
                     Ok(Some(line)) => port_of(&line),
                     _ => None,
                 };
-                self.shaken(token, port, now);
+                self.finish_handshake(token, port, now);
             }
-            Some(Watched::Connection(key)) => {
+            Some(TokenTarget::VsockConnection(key)) => {
                 let key = *key;
                 if let Some(entry) = self.connections.get_mut(&key) {
                     entry.connection.host_event(readable, writable, hung_up, now);
@@ -201,14 +201,14 @@ impl Muxer {
     /// Drops a connection whose socket cannot be monitored.
     pub fn lost(&mut self, token: u32) {
         match self.watched.get(&token) {
-            Some(Watched::Connection(key)) => {
+            Some(TokenTarget::VsockConnection(key)) => {
                 let key = *key;
                 if let Some(entry) = self.connections.get_mut(&key) {
                     entry.connection.reset();
                 }
                 self.settle(key);
             }
-            Some(Watched::Handshake(_)) => {
+            Some(TokenTarget::Handshake(_)) => {
                 self.watched.remove(&token);
             }
             None => {}
@@ -216,27 +216,27 @@ impl Muxer {
     }
 
     /// Handles a packet from the guest with its data.
-    pub fn from_guest(&mut self, header: &Header, data: &[u8], now: Instant) {
+    pub fn from_guest(&mut self, header: &PacketHeader, data: &[u8], now: Instant) {
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
             // The source or destination CID does not exist.
             return;
         }
-        let key = Key {
+        let key = ConnectionKey {
             host_port: header.dst_port,
             guest_port: header.src_port,
         };
-        let op = Op::from_number(header.op);
+        let op = VsockOp::from_number(header.op);
         if header.kind != STREAM {
             self.refuse(header);
         } else if let Some(entry) = self.connections.get_mut(&key) {
             entry.connection.guest_packet(header, data, now);
             self.settle(key);
-        } else if op == Some(Op::Request) {
+        } else if op == Some(VsockOp::Request) {
             match self.connect(key.host_port) {
                 Ok(stream) => {
                     let token = self.token();
-                    self.watches.push(Watch::Add(stream.as_raw_fd(), token));
-                    let connection = Connection::accepted(key, stream, header);
+                    self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
+                    let connection = VsockConnection::accepted(key, stream, header);
                     self.add(connection, token);
                     self.settle(key);
                 }
@@ -251,7 +251,7 @@ impl Muxer {
     }
 
     /// Returns the next packet for the guest and writes its data to `buffer`.
-    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
+    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<PacketHeader> {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
         }
@@ -268,7 +268,7 @@ impl Muxer {
             let packet = entry.connection.next(buffer, now);
             self.settle(key);
             if let Some(packet) = packet {
-                return Some(Header {
+                return Some(PacketHeader {
                     src_cid: HOST_CID,
                     dst_cid: self.cid,
                     kind: STREAM,
@@ -285,13 +285,13 @@ impl Muxer {
         let handshakes: Vec<u32> = self
             .watched
             .iter()
-            .filter(|(_, watched)| matches!(watched, Watched::Handshake(h) if late(Some(h.deadline))))
+            .filter(|(_, watched)| matches!(watched, TokenTarget::Handshake(h) if late(Some(h.deadline))))
             .map(|(token, _)| *token)
             .collect();
         for token in handshakes {
-            self.shaken(token, None, now);
+            self.finish_handshake(token, None, now);
         }
-        let connections: Vec<Key> = self
+        let connections: Vec<ConnectionKey> = self
             .connections
             .iter()
             .filter(|(_, entry)| late(entry.connection.deadline()))
@@ -306,7 +306,7 @@ impl Muxer {
     }
 
     /// Schedules or removes a connection after any operation on it.
-    fn settle(&mut self, key: Key) {
+    fn settle(&mut self, key: ConnectionKey) {
         let Some(entry) = self.connections.get_mut(&key) else {
             return;
         };
@@ -317,7 +317,7 @@ impl Muxer {
                 }
                 self.watched.remove(&entry.token);
                 self.watches
-                    .push(Watch::Remove(entry.connection.into_stream(), entry.token));
+                    .push(WatchChange::Remove(entry.connection.into_stream(), entry.token));
             }
         } else if entry.connection.has_packet() && !entry.queued {
             entry.queued = true;
@@ -325,16 +325,16 @@ impl Muxer {
         }
     }
 
-    fn refuse(&mut self, header: &Header) {
-        if header.op != Op::Reset as u16 {
+    fn refuse(&mut self, header: &PacketHeader) {
+        if header.op != VsockOp::Reset as u16 {
             self.replies.push_back(header.reset());
         }
     }
 
-    fn add(&mut self, connection: Connection, token: u32) {
+    fn add(&mut self, connection: VsockConnection, token: u32) {
         let key = connection.key();
-        self.watched.insert(token, Watched::Connection(key));
-        let entry = Entry {
+        self.watched.insert(token, TokenTarget::VsockConnection(key));
+        let entry = MuxedConnection {
             connection,
             token,
             queued: false,
@@ -343,19 +343,19 @@ impl Muxer {
     }
 
     /// Completes a handshake, with a port or with a failure.
-    fn shaken(&mut self, token: u32, port: Option<u32>, now: Instant) {
-        let Some(Watched::Handshake(handshake)) = self.watched.remove(&token) else {
+    fn finish_handshake(&mut self, token: u32, port: Option<u32>, now: Instant) {
+        let Some(TokenTarget::Handshake(handshake)) = self.watched.remove(&token) else {
             return;
         };
         let Some(guest_port) = port else {
-            self.watches.push(Watch::Remove(handshake.stream, token));
+            self.watches.push(WatchChange::Remove(handshake.stream, token));
             return;
         };
-        let key = Key {
+        let key = ConnectionKey {
             host_port: self.host_port(guest_port),
             guest_port,
         };
-        self.add(Connection::requested(key, handshake.stream, now), token);
+        self.add(VsockConnection::requested(key, handshake.stream, now), token);
         // The program may have sent data after the line. Edge-triggered polling does not report
         // that data again.
         self.host_event(token, true, true, false, now);
@@ -367,7 +367,7 @@ impl Muxer {
             let host_port = self.next_port;
             self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_HOST_PORT);
             // Terminates because there are far more ports than connections.
-            if !self.connections.contains_key(&Key {
+            if !self.connections.contains_key(&ConnectionKey {
                 host_port,
                 guest_port,
             }) {
@@ -410,7 +410,9 @@ fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
         match handshake.stream.read(&mut byte) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) if byte == *b"\n" => return Ok(Some(std::mem::take(&mut handshake.line))),
-            Ok(_) if handshake.line.len() == LONGEST_LINE => return Err(io::ErrorKind::InvalidData.into()),
+            Ok(_) if handshake.line.len() == MAX_CONNECT_LINE_BYTES => {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
             Ok(_) => handshake.line.extend(byte),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -439,25 +441,25 @@ mod tests {
     /// A guest that opens and resets connections without receiving packets does not increase memory
     /// use.
     #[test]
-    fn connections_that_the_guest_resets_leave_nothing_queued() {
+    fn reset_connections_leave_no_packets() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("v");
         let listener = UnixListener::bind(port_path(&path, 9)).unwrap();
-        let mut muxer = Muxer::new(CID, path, 16);
+        let mut muxer = ConnectionMuxer::new(CID, path, 16);
         for guest_port in 0..1000 {
-            let mut packet = Header {
+            let mut packet = PacketHeader {
                 src_cid: CID,
                 dst_cid: HOST_CID,
                 src_port: guest_port,
                 dst_port: 9,
                 kind: STREAM,
-                op: Op::Request as u16,
-                ..Header::default()
+                op: VsockOp::Request as u16,
+                ..PacketHeader::default()
             };
             muxer.from_guest(&packet, &[], Instant::now());
             let _program = listener.accept().unwrap();
             assert_eq!((muxer.connections.len(), muxer.ready.len()), (1, 1));
-            packet.op = Op::Reset as u16;
+            packet.op = VsockOp::Reset as u16;
             muxer.from_guest(&packet, &[], Instant::now());
             assert_eq!((muxer.connections.len(), muxer.ready.len()), (0, 0));
             let _ = muxer.take_watches();

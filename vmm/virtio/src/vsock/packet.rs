@@ -10,15 +10,15 @@ pub const STREAM: u16 = 1;
 /// Maximum number of data bytes in a packet, the same as in Linux's driver.
 pub const MAX_DATA: usize = 64 << 10;
 
-/// Flag of [`Op::Shutdown`]: the sender will receive no more data (5.10.6.5).
+/// Flag of [`VsockOp::Shutdown`]: the sender will receive no more data (5.10.6.5).
 pub const NO_RECEIVE: u32 = 1;
-/// Flag of [`Op::Shutdown`]: the sender will send no more data.
+/// Flag of [`VsockOp::Shutdown`]: the sender will send no more data.
 pub const NO_SEND: u32 = 2;
 
 /// Operation of a packet (5.10.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-pub enum Op {
+pub enum VsockOp {
     /// Connection request.
     Request = 1,
     /// Acceptance of a connection request.
@@ -35,11 +35,11 @@ pub enum Op {
     CreditRequest = 7,
 }
 
-impl Op {
+impl VsockOp {
     /// Converts an operation number of a header. Returns `None` for an unknown number, in which
     /// case the connection must be reset.
     pub fn from_number(number: u16) -> Option<Self> {
-        use Op::*;
+        use VsockOp::*;
         [
             Request,
             Response,
@@ -56,7 +56,7 @@ impl Op {
 
 /// A decoded packet header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Header {
+pub struct PacketHeader {
     /// Source CID.
     pub src_cid: u64,
     /// Destination CID.
@@ -69,7 +69,7 @@ pub struct Header {
     pub len: u32,
     /// Socket type.
     pub kind: u16,
-    /// Operation number, an [`Op`] if valid.
+    /// Operation number, an [`VsockOp`] if valid.
     pub op: u16,
     /// Flags, specific to the operation.
     pub flags: u32,
@@ -85,7 +85,7 @@ pub const HEADER_BYTES: usize = 44;
 /// Memory layout of a header (5.10.6).
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes)]
 #[repr(C)]
-struct Raw {
+struct RawHeader {
     src_cid: U64,
     dst_cid: U64,
     src_port: U32,
@@ -98,10 +98,10 @@ struct Raw {
     fwd_cnt: U32,
 }
 
-impl Header {
+impl PacketHeader {
     /// Decodes a header.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
-        let raw: Raw = transmute!(bytes);
+        let raw: RawHeader = transmute!(bytes);
         Self {
             src_cid: raw.src_cid.get(),
             dst_cid: raw.dst_cid.get(),
@@ -118,7 +118,7 @@ impl Header {
 
     /// Encodes the header.
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
-        transmute!(Raw {
+        transmute!(RawHeader {
             src_cid: self.src_cid.into(),
             dst_cid: self.dst_cid.into(),
             src_port: self.src_port.into(),
@@ -140,7 +140,7 @@ impl Header {
             src_port: self.dst_port,
             dst_port: self.src_port,
             kind: self.kind,
-            op: Op::Reset as u16,
+            op: VsockOp::Reset as u16,
             ..Self::default()
         }
     }
@@ -151,9 +151,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operations_are_those_of_the_standard() {
+    fn operation_numbers_match_specification() {
         for number in 0..=u16::MAX {
-            let op = Op::from_number(number);
+            let op = VsockOp::from_number(number);
             assert_eq!(
                 op.map(|op| op as u16),
                 (1..=7).contains(&number).then_some(number)
@@ -163,8 +163,8 @@ mod tests {
 
     /// Fields have the order and sizes of virtio 1.2, 5.10.6.
     #[test]
-    fn a_header_lies_in_memory_as_the_standard_says() {
-        let header = Header {
+    fn header_layout_matches_specification() {
+        let header = PacketHeader {
             src_cid: 0x0807_0605_0403_0201,
             dst_cid: 0x100f_0e0d_0c0b_0a09,
             src_port: 0x1413_1211,
@@ -178,12 +178,12 @@ mod tests {
         };
         let bytes: [u8; HEADER_BYTES] = std::array::from_fn(|n| n as u8 + 1);
         assert_eq!(header.to_bytes(), bytes);
-        assert_eq!(Header::from_bytes(bytes), header);
+        assert_eq!(PacketHeader::from_bytes(bytes), header);
     }
 
     #[test]
-    fn a_reset_goes_back_where_the_packet_came_from() {
-        let packet = Header {
+    fn reset_is_addressed_to_sender() {
+        let packet = PacketHeader {
             src_cid: 3,
             dst_cid: 2,
             src_port: 7,
@@ -191,7 +191,7 @@ mod tests {
             len: 5,
             kind: 77,
             op: 5,
-            ..Header::default()
+            ..PacketHeader::default()
         };
         let reset = packet.reset();
         assert_eq!(

@@ -14,11 +14,11 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::chains::{self, Room};
-use super::muxer::{Muxer, Watch};
-use super::packet::{Header, MAX_DATA};
-use crate::device::{ActiveQueue, ConfigChange};
-use crate::serve::{QueueError, tell_of_driver};
+use super::chains::{self, PacketBuffer};
+use super::muxer::{ConnectionMuxer, WatchChange};
+use super::packet::{MAX_DATA, PacketHeader};
+use crate::device::{ActiveQueue, ConfigChangeNotifier};
+use crate::serve::{QueueError, log_driver_error};
 
 /// Event loop tokens of this module. The muxer's tokens are above them.
 const RX: u32 = 0;
@@ -38,12 +38,12 @@ const NO_OPERATION: u16 = 0;
 const ACCEPTS: usize = 16;
 
 /// Event handler of the device's thread.
-pub struct Queues {
+pub struct VsockQueues {
     memory: GuestMemoryMmap,
     rx: ActiveQueue,
     tx: ActiveQueue,
     listener: Arc<UnixListener>,
-    muxer: Muxer,
+    muxer: ConnectionMuxer,
     timer: TimerFd,
     ticking: bool,
     /// `true` while the listener is monitored. Suspended for a time after the host ran out of file
@@ -58,17 +58,17 @@ pub struct Queues {
     /// `true` if the rings are invalid. No packets are transferred until the driver resets the
     /// device.
     broken: bool,
-    config_change: ConfigChange,
+    config_change: ConfigChangeNotifier,
 }
 
-impl Queues {
+impl VsockQueues {
     /// Creates the handler for an active driver.
     pub fn new(
         memory: GuestMemoryMmap,
         rx: ActiveQueue,
         tx: ActiveQueue,
         listener: Arc<UnixListener>,
-        muxer: Muxer,
+        muxer: ConnectionMuxer,
         timer: TimerFd,
     ) -> Self {
         Self {
@@ -84,12 +84,12 @@ impl Queues {
             buffer: vec![0; MAX_DATA],
             complained: false,
             broken: false,
-            config_change: ConfigChange::default(),
+            config_change: ConfigChangeNotifier::default(),
         }
     }
 
     /// Sets the notifier that requests a device reset from the driver.
-    pub fn telling(self, config_change: ConfigChange) -> Self {
+    pub fn with_config_notifier(self, config_change: ConfigChangeNotifier) -> Self {
         Self {
             config_change,
             ..self
@@ -112,7 +112,7 @@ impl Queues {
         loop {
             let before = budget;
             received |= self.take(&mut budget, now);
-            sent |= self.give(&mut budget, now);
+            sent |= self.deliver_packets(&mut budget, now);
             if budget == 0 {
                 // Continue after other pending events. The write fails only if the counter is full.
                 let _ = self.tx.kick.write(1);
@@ -132,12 +132,12 @@ impl Queues {
     /// Handles packets from the guest. Returns `true` if a buffer was used.
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
-        while *budget > 0 && self.muxer.takes_packets() {
+        while *budget > 0 && self.muxer.can_accept_packets() {
             let chain = match next_chain(&mut self.tx.queue, &self.memory) {
-                Next::Chain(chain) => chain,
-                Next::None => break,
-                Next::Broken(error) => {
-                    self.give_up(&error);
+                NextChain::Chain(chain) => chain,
+                NextChain::None => break,
+                NextChain::Broken(error) => {
+                    self.mark_broken(&error);
                     break;
                 }
             };
@@ -146,19 +146,19 @@ impl Queues {
             match chains::take(&self.memory, chain, &mut self.buffer) {
                 Ok((header, Ok(count))) => self.muxer.from_guest(&header, &self.buffer[..count], now),
                 Ok((header, Err(error))) => {
-                    self.complain(&error);
+                    self.log_once(&error);
                     // The stream has lost these bytes, so the connection is reset.
-                    let broken = Header {
+                    let broken = PacketHeader {
                         op: NO_OPERATION,
                         len: 0,
                         ..header
                     };
                     self.muxer.from_guest(&broken, &[], now);
                 }
-                Err(error) => self.complain(&error),
+                Err(error) => self.log_once(&error),
             }
             if let Err(error) = self.tx.queue.add_used(&self.memory, head, 0) {
-                self.give_up(&error);
+                self.mark_broken(&error);
                 break;
             }
             used = true;
@@ -167,19 +167,19 @@ impl Queues {
     }
 
     /// Delivers packets to the guest. Returns `true` if a buffer was used.
-    fn give(&mut self, budget: &mut usize, now: Instant) -> bool {
+    fn deliver_packets(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {
             let chain = match next_chain(&mut self.rx.queue, &self.memory) {
-                Next::Chain(chain) => chain,
-                Next::None => break,
-                Next::Broken(error) => {
-                    self.give_up(&error);
+                NextChain::Chain(chain) => chain,
+                NextChain::None => break,
+                NextChain::Broken(error) => {
+                    self.mark_broken(&error);
                     break;
                 }
             };
             let head = chain.head_index();
-            let written = match Room::of(chain) {
+            let written = match PacketBuffer::of(chain) {
                 Ok(room) => {
                     let most = room.data().min(MAX_DATA);
                     let Some(header) = self.muxer.next(&mut self.buffer[..most], now) else {
@@ -193,13 +193,13 @@ impl Queues {
                 Err(error) => Err(error),
             };
             let written = written.unwrap_or_else(|error| {
-                self.complain(&error);
+                self.log_once(&error);
                 0
             });
             *budget -= 1;
             let written = u32::try_from(written).unwrap_or(0);
             if let Err(error) = self.rx.queue.add_used(&self.memory, head, written) {
-                self.give_up(&error);
+                self.mark_broken(&error);
                 break;
             }
             used = true;
@@ -207,15 +207,15 @@ impl Queues {
         used
     }
 
-    fn complain(&mut self, error: &dyn std::error::Error) {
+    fn log_once(&mut self, error: &dyn std::error::Error) {
         if !std::mem::replace(&mut self.complained, true) {
-            tell_of_driver("vsock", "the driver breaks the rules", error);
+            log_driver_error("vsock", "the driver breaks the rules", error);
         }
     }
 
     /// Marks the queues as broken.
-    fn give_up(&mut self, error: &dyn std::error::Error) {
-        self.complain(error);
+    fn mark_broken(&mut self, error: &dyn std::error::Error) {
+        self.log_once(error);
         if !std::mem::replace(&mut self.broken, true) {
             self.config_change.needs_reset();
         }
@@ -264,14 +264,14 @@ impl Queues {
             }
             for watch in watches {
                 match watch {
-                    Watch::Add(fd, token) => {
+                    WatchChange::Add(fd, token) => {
                         let events =
                             EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
                         if ops.add(Events::with_data_raw(fd, token, events)).is_err() {
                             self.muxer.lost(token);
                         }
                     }
-                    Watch::Remove(stream, token) => {
+                    WatchChange::Remove(stream, token) => {
                         // Removal fails for sockets that were never monitored.
                         let _ = ops.remove(Events::with_data(&stream, token, EventSet::empty()));
                     }
@@ -291,7 +291,7 @@ impl Queues {
 }
 
 /// Result of a look-up of the next chain in a queue.
-enum Next<'m> {
+enum NextChain<'m> {
     Chain(DescriptorChain<&'m GuestMemoryMmap>),
     /// No chain is available, and notifications are enabled.
     None,
@@ -299,7 +299,7 @@ enum Next<'m> {
     Broken(QueueError),
 }
 
-fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> Next<'m> {
+fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> NextChain<'m> {
     let size = queue.size();
     // The driver may add a chain before it sees that notifications are enabled, so check again.
     for asked in [false, true] {
@@ -309,21 +309,21 @@ fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> Next<'m> {
                     let head = chain.head_index();
                     // The used ring cannot hold such an entry.
                     if head >= size {
-                        return Next::Broken(QueueError::Head { head, size });
+                        return NextChain::Broken(QueueError::Head { head, size });
                     }
-                    return Next::Chain(chain);
+                    return NextChain::Chain(chain);
                 }
             }
-            Err(error) => return Next::Broken(error.into()),
+            Err(error) => return NextChain::Broken(error.into()),
         }
         if !asked && let Err(error) = queue.enable_notification(memory) {
-            return Next::Broken(error.into());
+            return NextChain::Broken(error.into());
         }
     }
-    Next::None
+    NextChain::None
 }
 
-impl MutEventSubscriber for Queues {
+impl MutEventSubscriber for VsockQueues {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let now = Instant::now();
         match events.data() {

@@ -13,17 +13,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::muxer::Muxer;
-use super::packet::{HEADER_BYTES, HOST_CID, Header, MAX_DATA, Op, STREAM};
-use super::queues::{FIRST_TOKEN, Queues};
+use super::muxer::ConnectionMuxer;
+use super::packet::{HEADER_BYTES, HOST_CID, MAX_DATA, PacketHeader, STREAM, VsockOp};
+use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
-use crate::device::{ActiveQueue, ConfigChange, Interrupt, LastResort};
+use crate::device::{ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
 
 const CID: u64 = 3;
 
 /// The driver's end of the device: guest memory with two queues, processed without a thread.
-struct Driver {
-    queues: Queues,
+struct RingDriver {
+    queues: VsockQueues,
     _directory: tempfile::TempDir,
 }
 
@@ -39,23 +39,23 @@ fn active(queue: Queue) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-        interrupt: Interrupt::new(Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()))),
+        interrupt: DeviceInterrupt::new(Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()))),
     }
 }
 
-fn driver(memory: &GuestMemoryMmap, rx: Queue, tx: Queue) -> Driver {
+fn driver(memory: &GuestMemoryMmap, rx: Queue, tx: Queue) -> RingDriver {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     let listener = Arc::new(UnixListener::bind(&path).unwrap());
-    let queues = Queues::new(
+    let queues = VsockQueues::new(
         memory.clone(),
         active(rx),
         active(tx),
         listener,
-        Muxer::new(CID, path, FIRST_TOKEN),
+        ConnectionMuxer::new(CID, path, FIRST_TOKEN),
         TimerFd::new().unwrap(),
     );
-    Driver {
+    RingDriver {
         queues,
         _directory: directory,
     }
@@ -84,12 +84,12 @@ fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
     raw[20..24].copy_from_slice(&5_u32.to_le_bytes());
     raw[24..28].copy_from_slice(&len.to_le_bytes());
     raw[28..30].copy_from_slice(&STREAM.to_le_bytes());
-    raw[30..32].copy_from_slice(&(Op::Data as u16).to_le_bytes());
+    raw[30..32].copy_from_slice(&(VsockOp::Data as u16).to_le_bytes());
     memory.write_slice(&raw, GuestAddress(at)).unwrap();
 }
 
 #[test]
-fn packets_go_through_the_queues() {
+fn packets_pass_through_queues() {
     let memory = memory();
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
@@ -109,7 +109,7 @@ fn packets_go_through_the_queues() {
     driver.queues.pump(Instant::now());
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
     let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
-    assert_eq!(op, Op::Reset as u16);
+    assert_eq!(op, VsockOp::Reset as u16);
     // No further chain is used, and none is used twice.
     driver.queues.pump(Instant::now());
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
@@ -118,7 +118,7 @@ fn packets_go_through_the_queues() {
 /// A chain without a complete header is returned as used. A chain with a header but incomplete data
 /// also resets its connection, because the stream has lost these bytes.
 #[test]
-fn broken_chains_are_given_back_and_end_their_connection() {
+fn broken_chains_reset_connection() {
     let memory = memory();
     let broken: [(&[RawDescriptor], u16); 6] = [
         // Too short, outside memory, and device-writable.
@@ -161,7 +161,7 @@ fn broken_chains_are_given_back_and_end_their_connection() {
         );
         if *resets > 0 {
             let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
-            assert_eq!(op, Op::Reset as u16, "chain {at}");
+            assert_eq!(op, VsockOp::Reset as u16, "chain {at}");
         }
         memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
     }
@@ -170,8 +170,8 @@ fn broken_chains_are_given_back_and_end_their_connection() {
 /// The split of a packet into descriptors is arbitrary. Linux 6.17 and later use three for packets
 /// larger than 32 KiB, and a header may span two.
 #[test]
-fn the_layout_of_descriptors_means_nothing() {
-    use super::chains::{Room, take};
+fn descriptor_layout_is_arbitrary() {
+    use super::chains::{PacketBuffer, take};
     let memory = memory();
     const DATA: u64 = BUFFERS + 0x1000;
     let len = 40_000_u32;
@@ -215,11 +215,11 @@ fn the_layout_of_descriptors_means_nothing() {
         descriptor(DATA + 0x2000, 100, write),
     ];
     rx.add_desc_chains(&linked(&pieces), 0).unwrap();
-    let room = Room::of(queue.iter(&memory).unwrap().next().unwrap()).unwrap();
+    let room = PacketBuffer::of(queue.iter(&memory).unwrap().next().unwrap()).unwrap();
     assert_eq!(room.data(), 106);
-    let header = Header {
+    let header = PacketHeader {
         len: 106,
-        ..Header::default()
+        ..PacketHeader::default()
     };
     assert_eq!(room.put(&memory, &header, &bytes[..106]).unwrap(), 150);
     let mut there = [0; 106];
@@ -233,7 +233,7 @@ fn the_layout_of_descriptors_means_nothing() {
 }
 
 #[test]
-fn a_ring_that_claims_too_much_is_left_alone() {
+fn oversized_available_index_breaks_queue() {
     let memory = memory();
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
@@ -246,7 +246,7 @@ fn a_ring_that_claims_too_much_is_left_alone() {
 }
 
 #[test]
-fn a_device_starts_stops_and_leaves_no_file() {
+fn stopped_device_removes_socket() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     let mut device = VsockDevice::new(3, &path).unwrap();
@@ -263,8 +263,8 @@ fn a_device_starts_stops_and_leaves_no_file() {
             memory: memory.clone(),
             features: 0,
             queues,
-            config_change: ConfigChange::default(),
-            last_resort: LastResort::default(),
+            config_change: ConfigChangeNotifier::default(),
+            fatal_error_callback: FatalErrorCallback::default(),
         };
         assert!(matches!(
             device.activate(activation(vec![None, None, None])),
@@ -297,7 +297,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
 /// A head index outside the queue marks the queue as broken before anything is added to the used
 /// ring, which could not hold the entry.
 #[test]
-fn a_head_beyond_the_queue_breaks_it() {
+fn head_index_beyond_queue_breaks_it() {
     let memory = memory();
     for broken_tx in [false, true] {
         let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);

@@ -11,11 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::child::child_command;
-use sandbox::{Confinement, Counting, Files, Inside, JailError, LastWill, Mode, SocketBroker};
-use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
-use virtio_devices::share::Share;
-use virtio_devices::share::config::Source;
-use virtio_devices::share::keeper::Program;
+use sandbox::{
+    AccessibleFiles, JailContents, JailError, Mode, PerfEventAccess, ProcessConfinement, SocketBroker,
+    TerminationActions,
+};
+use virtio_devices::device::{
+    Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+};
+use virtio_devices::share::FsDevice;
+use virtio_devices::share::config::ShareSource;
+use virtio_devices::share::keeper::KeeperProgram;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -50,7 +55,7 @@ fn queue(number: u64) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     }
 }
 
@@ -65,27 +70,27 @@ fn say(line: &str) {
 fn as_a_child() {
     let socket = PathBuf::from(std::env::var_os(SOCKET).unwrap());
     // VM threads may not connect to sockets.
-    let confinement = Confinement {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
     let broker = SocketBroker::start(confinement, || true).unwrap();
-    let will = LastWill {
+    let will = TerminationActions {
         first: || {},
         log: None,
         status: 8,
     };
-    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
+    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }
-    let source = Source::Socket(socket);
+    let source = ShareSource::Socket(socket);
     // The backend is external, so no program is started.
-    let keeper = Program {
+    let keeper = KeeperProgram {
         words: Vec::new(),
         log: None,
     };
-    let mut share = Share::new(
+    let mut share = FsDevice::new(
         "share0".into(),
         "tag".into(),
         &source,
@@ -106,17 +111,17 @@ fn as_a_child() {
         jail => jail.unwrap(),
     };
     broker.seal().unwrap();
-    jail.close(&Inside::default()).unwrap();
+    jail.close(&JailContents::default()).unwrap();
     assert!(!Path::new("/etc").exists());
-    sandbox::only_files(&Files::default()).unwrap();
+    sandbox::only_files(&AccessibleFiles::default()).unwrap();
     sandbox::confine().unwrap();
 
     let activation = Activation {
         memory: memory.clone(),
         features: FEATURES,
         queues: vec![Some(queue(0)), Some(queue(1))],
-        config_change: ConfigChange::default(),
-        last_resort: LastResort::default(),
+        config_change: ConfigChangeNotifier::default(),
+        fatal_error_callback: FatalErrorCallback::default(),
     };
     share.activate(activation).unwrap();
     say(READY);
@@ -183,7 +188,7 @@ fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
 }
 
 #[test]
-fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
+fn restarted_backend_is_reached_from_jail() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("back-end.sock");
     let listener = UnixListener::bind(&socket).unwrap();

@@ -34,7 +34,7 @@ const EXTENDED_L2: u64 = 1 << 4;
 
 /// The reason why an image is rejected.
 #[derive(Debug, Error)]
-pub enum ClaimError {
+pub enum Qcow2FormatError {
     /// The file is shorter than a header.
     #[error("it has {0} bytes, and a header has {V2_BYTES} at least")]
     Short(u64),
@@ -132,7 +132,7 @@ pub enum ClaimError {
 
 /// Validated header fields of an image.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Claims {
+pub struct Qcow2Header {
     /// Version of the format, 2 or 3.
     pub version: u32,
     /// Size of the disk, in bytes.
@@ -145,7 +145,7 @@ pub struct Claims {
 
 /// Location and geometry of an image's tables.
 #[derive(Debug)]
-pub struct Layout {
+pub struct Qcow2Layout {
     /// log2 of the cluster size in bytes.
     pub cluster_bits: u32,
     /// log2 of the width of a reference count in bits.
@@ -157,69 +157,69 @@ pub struct Layout {
 }
 
 /// A table of file offsets.
-struct Table {
+struct OffsetTable {
     what: &'static str,
     at: u64,
     bytes: u64,
 }
 
-impl Claims {
+impl Qcow2Header {
     /// Reads and validates the header and the top-level tables of the image in `file`, whose size
     /// is `bytes`. [`super::tables::check`] continues with the returned layout.
     ///
     /// # Errors
-    /// Returns a [`ClaimError`] if the image is invalid or unsupported.
-    pub fn read(file: &File, bytes: u64) -> Result<(Self, Layout), ClaimError> {
+    /// Returns a [`Qcow2FormatError`] if the image is invalid or unsupported.
+    pub fn read(file: &File, bytes: u64) -> Result<(Self, Qcow2Layout), Qcow2FormatError> {
         let mut header = [0; V3_BYTES];
         let count = usize::try_from(bytes).map_or(V3_BYTES, |bytes| bytes.min(V3_BYTES));
         file.read_exact_at(&mut header[..count], 0)
-            .map_err(ClaimError::Read)?;
+            .map_err(Qcow2FormatError::Read)?;
         let small = |at: usize| u32::from_be_bytes(std::array::from_fn(|n| header[at + n]));
         let large = |at: usize| u64::from_be_bytes(std::array::from_fn(|n| header[at + n]));
         if count < V2_BYTES {
-            return Err(ClaimError::Short(bytes));
+            return Err(Qcow2FormatError::Short(bytes));
         }
         if header[..4] != MAGIC {
-            return Err(ClaimError::Magic);
+            return Err(Qcow2FormatError::Magic);
         }
         let version = small(4);
         if !matches!(version, 2 | 3) {
-            return Err(ClaimError::Version(version));
+            return Err(Qcow2FormatError::Version(version));
         }
         if version == 3 {
             if count < V3_BYTES {
-                return Err(ClaimError::Short(bytes));
+                return Err(Qcow2FormatError::Short(bytes));
             }
             check_features(large(72))?;
             if small(96) > 6 {
-                return Err(ClaimError::Refcount(small(96)));
+                return Err(Qcow2FormatError::Refcount(small(96)));
             }
         }
         let cluster_bits = small(20);
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(ClaimError::Cluster(cluster_bits));
+            return Err(Qcow2FormatError::Cluster(cluster_bits));
         }
         if small(32) != 0 {
-            return Err(ClaimError::Encrypted);
+            return Err(Qcow2FormatError::Encrypted);
         }
         let cluster_bytes = 1 << cluster_bits;
         let size = large(24);
         if size == 0 || !size.is_multiple_of(SECTOR_BYTES) || i64::try_from(size).is_err() {
-            return Err(ClaimError::Size(size));
+            return Err(Qcow2FormatError::Size(size));
         }
         // An L2 table is one cluster of eight-byte entries, one per data cluster.
         let entries = small(36);
         let wanted = size.div_ceil(cluster_bytes * (cluster_bytes / 8));
         if u64::from(entries) < wanted || u64::from(entries) * 8 > MAX_L1_BYTES {
-            return Err(ClaimError::L1 { entries, wanted });
+            return Err(Qcow2FormatError::L1 { entries, wanted });
         }
-        let first = Table {
+        let first = OffsetTable {
             what: "L1 table",
             at: large(40),
             bytes: u64::from(entries) * 8,
         };
         let l1 = first.check(file, bytes, cluster_bytes)?;
-        let refcounts = Table {
+        let refcounts = OffsetTable {
             what: "refcount table",
             at: large(48),
             bytes: u64::from(small(56)) * cluster_bytes,
@@ -234,7 +234,7 @@ impl Claims {
             cluster_bytes,
             backing: backing_name(file, large(8), small(16))?,
         };
-        let layout = Layout {
+        let layout = Qcow2Layout {
             cluster_bits,
             // Version 2 has a fixed width of two bytes.
             count_order: if version == 3 { small(96) } else { 4 },
@@ -247,43 +247,43 @@ impl Claims {
 
 /// Returns whether a file has the qcow2 magic. Used only to suggest a forgotten format option,
 /// because a guest can write the magic to its raw disk.
-pub fn begins_as_one(file: &File) -> bool {
+pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];
     file.read_exact_at(&mut first, 0).is_ok() && first == MAGIC
 }
 
-fn check_features(bits: u64) -> Result<(), ClaimError> {
+fn check_features(bits: u64) -> Result<(), Qcow2FormatError> {
     let has = |bit| bits & bit != 0;
     match bits {
-        _ if has(CORRUPT) => Err(ClaimError::Corrupt),
-        _ if has(DIRTY) => Err(ClaimError::Dirty),
-        _ if has(DATA_FILE) => Err(ClaimError::DataFile),
-        _ if has(COMPRESSION) => Err(ClaimError::Compression),
-        _ if has(EXTENDED_L2) => Err(ClaimError::ExtendedL2),
+        _ if has(CORRUPT) => Err(Qcow2FormatError::Corrupt),
+        _ if has(DIRTY) => Err(Qcow2FormatError::Dirty),
+        _ if has(DATA_FILE) => Err(Qcow2FormatError::DataFile),
+        _ if has(COMPRESSION) => Err(Qcow2FormatError::Compression),
+        _ if has(EXTENDED_L2) => Err(Qcow2FormatError::ExtendedL2),
         0 => Ok(()),
-        unknown => Err(ClaimError::Unknown(unknown)),
+        unknown => Err(Qcow2FormatError::Unknown(unknown)),
     }
 }
 
 /// Returns `None` if the image has no backing file.
-fn backing_name(file: &File, at: u64, bytes: u32) -> Result<Option<String>, ClaimError> {
+fn backing_name(file: &File, at: u64, bytes: u32) -> Result<Option<String>, Qcow2FormatError> {
     if at == 0 {
         return Ok(None);
     }
     if bytes == 0 || bytes > MAX_NAME {
-        return Err(ClaimError::BackingName);
+        return Err(Qcow2FormatError::BackingName);
     }
     let mut name = vec![0; bytes as usize];
     file.read_exact_at(&mut name, at)
-        .map_err(|_| ClaimError::BackingName)?;
+        .map_err(|_| Qcow2FormatError::BackingName)?;
     String::from_utf8(name)
         .map(Some)
-        .map_err(|_| ClaimError::BackingName)
+        .map_err(|_| Qcow2FormatError::BackingName)
 }
 
-impl Table {
-    fn misplaced(&self, file: u64) -> ClaimError {
-        ClaimError::Place {
+impl OffsetTable {
+    fn misplaced(&self, file: u64) -> Qcow2FormatError {
+        Qcow2FormatError::Place {
             what: self.what,
             at: self.at,
             bytes: self.bytes,
@@ -293,13 +293,14 @@ impl Table {
 
     /// Checks that the table is in the file and that each entry refers to a distinct cluster in the
     /// file, so that a walk over all entries terminates. Returns the entries.
-    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, ClaimError> {
+    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, Qcow2FormatError> {
         let end = self.at.checked_add(self.bytes);
         if self.at == 0 || !self.at.is_multiple_of(cluster_bytes) || end.is_none_or(|end| end > file_bytes) {
             return Err(self.misplaced(file_bytes));
         }
         let mut data = vec![0; usize::try_from(self.bytes).map_err(|_| self.misplaced(file_bytes))?];
-        file.read_exact_at(&mut data, self.at).map_err(ClaimError::Read)?;
+        file.read_exact_at(&mut data, self.at)
+            .map_err(Qcow2FormatError::Read)?;
         let entries: Vec<u64> = data
             .chunks_exact(8)
             .map(|entry| u64::from_be_bytes(std::array::from_fn(|n| entry[n])) & OFFSET)
@@ -310,13 +311,13 @@ impl Table {
             // within it.
             if !at.is_multiple_of(cluster_bytes) || at >= file_bytes {
                 let what = self.what;
-                return Err(ClaimError::Entry { what, index, at });
+                return Err(Qcow2FormatError::Entry { what, index, at });
             }
             places.push((at, index));
         }
         places.sort_unstable();
         match places.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            Some(&[_, (at, index)]) => Err(ClaimError::Entry {
+            Some(&[_, (at, index)]) => Err(Qcow2FormatError::Entry {
                 what: self.what,
                 index,
                 at,

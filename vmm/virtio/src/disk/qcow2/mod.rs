@@ -28,10 +28,10 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
 use thiserror::Error;
 use vm_memory::{Address, Bytes, GuestMemoryMmap};
 
-use self::claims::{ClaimError, Claims};
-use super::config::{Backing, Format};
-use super::open::{Lock, OpenError, Opened, open};
-use super::raw::Piece;
+use self::claims::{Qcow2FormatError, Qcow2Header};
+use super::config::{BackingFile, DiskFormat};
+use super::open::{DiskOpenError, FileLock, LockedFile, open};
+use super::raw::GuestSegment;
 
 /// Maximum amount of data in the buffer, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -41,7 +41,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub enum Qcow2Error {
     /// The header or the tables are invalid.
     #[error("{} cannot be used as a qcow2 image", .0.display())]
-    Claims(PathBuf, #[source] ClaimError),
+    Qcow2Header(PathBuf, #[source] Qcow2FormatError),
     /// The image has a backing file that the operator has not named.
     #[error(
         "{} is based on '{}', and no file is opened because an image says so; type backing=FILE behind \
@@ -65,7 +65,7 @@ pub enum Qcow2Error {
     },
     /// A backing file cannot be opened.
     #[error("backing=")]
-    Backing(#[source] OpenError),
+    BackingFile(#[source] DiskOpenError),
     /// `imago` rejected the image.
     #[error("{} is damaged; qemu-img check says how", .0.display())]
     Damaged(PathBuf, #[source] io::Error),
@@ -73,7 +73,7 @@ pub enum Qcow2Error {
 
 /// A panic in `imago`.
 #[derive(Debug, Error)]
-enum Stumble {
+enum ReaderPanic {
     /// The current request caused the panic.
     #[error("the image is damaged: its reader panicked, and the disk stays as it is")]
     Now,
@@ -85,14 +85,14 @@ enum Stumble {
 /// An open qcow2 image.
 #[derive(Debug)]
 pub struct Qcow2 {
-    state: Mutex<State>,
-    claims: Claims,
+    state: Mutex<ReaderState>,
+    claims: Qcow2Header,
     /// Locks of the backing files, dropped after the files.
-    _locks: Vec<Lock>,
+    _locks: Vec<FileLock>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ReaderState {
     /// The image, or `None` after a panic.
     image: Option<FormatAccess<Storage>>,
     /// Buffer for data in transit.
@@ -109,14 +109,14 @@ impl Qcow2 {
         path: &Path,
         (file, file_bytes): (File, u64),
         read_only: bool,
-        backing: &[Backing],
+        backing: &[BackingFile],
     ) -> Result<Self, Qcow2Error> {
-        let claims = believed(path, &file, file_bytes, backing, !read_only)?;
+        let claims = validate(path, &file, file_bytes, backing, !read_only)?;
         let mut locks = Vec::new();
         let behind = backing.first().map(|_| chain(backing, &mut locks)).transpose()?;
         let image = qcow2(path, file, !read_only, behind)?;
         Ok(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(ReaderState {
                 image: Some(image),
                 buffer: Vec::new(),
             }),
@@ -141,12 +141,12 @@ impl Qcow2 {
     /// # Errors
     /// Returns the error of the host or of the image format, or `InvalidInput` if `pieces` are
     /// outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
-            let mut guest = Cursor { pieces, done: 0 };
-            for (at, count) in steps(at, length(pieces)) {
+            let mut guest = SegmentCursor { pieces, done: 0 };
+            for (at, count) in split_range(at, length(pieces)) {
                 let data = room(buffer, count);
-                foreign(image.read(&mut *data, at))?;
+                convert_error(image.read(&mut *data, at))?;
                 guest.each(data, |data, at| memory.write_slice(data, at))?;
             }
             Ok(())
@@ -158,20 +158,20 @@ impl Qcow2 {
     /// # Errors
     /// Returns the same errors as [`Qcow2::read`].
     pub fn look(&self, data: &mut [u8], at: u64) -> io::Result<()> {
-        self.with(|image, _| foreign(image.read(&mut *data, at)))
+        self.with(|image, _| convert_error(image.read(&mut *data, at)))
     }
 
     /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
     /// Returns the same errors as [`Qcow2::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
-            let mut guest = Cursor { pieces, done: 0 };
-            for (at, count) in steps(at, length(pieces)) {
+            let mut guest = SegmentCursor { pieces, done: 0 };
+            for (at, count) in split_range(at, length(pieces)) {
                 let data = room(buffer, count);
                 guest.each(data, |data, at| memory.read_slice(data, at))?;
-                foreign(image.write(&*data, at))?;
+                convert_error(image.write(&*data, at))?;
             }
             Ok(())
         })
@@ -183,8 +183,8 @@ impl Qcow2 {
     /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         self.with(|image, _| {
-            foreign(image.flush())?;
-            foreign(image.sync())
+            convert_error(image.flush())?;
+            convert_error(image.sync())
         })
     }
 
@@ -193,7 +193,7 @@ impl Qcow2 {
     /// # Errors
     /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
-        self.with(|image, _| foreign(image.flush()))
+        self.with(|image, _| convert_error(image.flush()))
     }
 
     /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. They read as zeros
@@ -203,7 +203,7 @@ impl Qcow2 {
     /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
     /// host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
-        self.with(|image, _| foreign(image.discard_to_any(at, bytes)))
+        self.with(|image, _| convert_error(image.discard_to_any(at, bytes)))
     }
 
     /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
@@ -224,15 +224,15 @@ impl Qcow2 {
             let by_hand = match made {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => [at..at + bytes, 0..0],
                 made => {
-                    foreign(made)?;
+                    convert_error(made)?;
                     [at..whole.start, whole.end..at + bytes]
                 }
             };
             for part in by_hand {
-                for (at, count) in steps(part.start, part.end - part.start) {
+                for (at, count) in split_range(part.start, part.end - part.start) {
                     let data = room(buffer, count);
                     data.fill(0);
-                    foreign(image.write(&*data, at))?;
+                    convert_error(image.write(&*data, at))?;
                 }
             }
             Ok(())
@@ -258,14 +258,14 @@ impl Qcow2 {
         work: impl FnOnce(&mut FormatAccess<Storage>, &mut Vec<u8>) -> io::Result<T>,
     ) -> io::Result<T> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { image, buffer } = &mut *state;
+        let ReaderState { image, buffer } = &mut *state;
         let Some(access) = image.as_mut() else {
-            return Err(io::Error::other(Stumble::Before));
+            return Err(io::Error::other(ReaderPanic::Before));
         };
         catch_unwind(AssertUnwindSafe(|| work(access, buffer))).unwrap_or_else(|_| {
             // Dropping the image would write its metadata, which may be inconsistent.
             std::mem::forget(image.take());
-            Err(io::Error::other(Stumble::Now))
+            Err(io::Error::other(ReaderPanic::Now))
         })
     }
 }
@@ -283,15 +283,15 @@ impl Drop for Qcow2 {
 
 /// Validates the image at `path` for use with `backing`, and repairs its reference counts if it
 /// will be `written`.
-fn believed(
+fn validate(
     path: &Path,
     file: &File,
     bytes: u64,
-    backing: &[Backing],
+    backing: &[BackingFile],
     written: bool,
-) -> Result<Claims, Qcow2Error> {
-    let refused = |error| Qcow2Error::Claims(path.into(), error);
-    let (claims, layout) = Claims::read(file, bytes).map_err(refused)?;
+) -> Result<Qcow2Header, Qcow2Error> {
+    let refused = |error| Qcow2Error::Qcow2Header(path.into(), error);
+    let (claims, layout) = Qcow2Header::read(file, bytes).map_err(refused)?;
     match (&claims.backing, backing.first()) {
         (Some(name), None) => Err(Qcow2Error::Unnamed {
             path: path.into(),
@@ -316,15 +316,15 @@ fn believed(
 }
 
 /// Opens the images in `backing` as a chain and adds their locks to `locks`.
-fn chain(backing: &[Backing], locks: &mut Vec<Lock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
+fn chain(backing: &[BackingFile], locks: &mut Vec<FileLock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
     let mut behind = None;
     for (n, image) in backing.iter().enumerate().rev() {
-        let Opened { file, bytes, lock } = open(&image.path, true).map_err(Qcow2Error::Backing)?;
+        let LockedFile { file, bytes, lock } = open(&image.path, true).map_err(Qcow2Error::BackingFile)?;
         locks.push(lock);
         behind = Some(match image.format {
-            Format::Raw => raw(&image.path, file)?,
-            Format::Qcow2 => {
-                believed(&image.path, &file, bytes, &backing[n + 1..], false)?;
+            DiskFormat::Raw => raw(&image.path, file)?,
+            DiskFormat::Qcow2 => {
+                validate(&image.path, &file, bytes, &backing[n + 1..], false)?;
                 qcow2(&image.path, file, false, behind)?
             }
         });
@@ -360,20 +360,20 @@ fn qcow2(
 
 fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qcow2Error> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(io::Error::other(Stumble::Now)))
+        .unwrap_or_else(|_| Err(io::Error::other(ReaderPanic::Now)))
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
 /// Converts an error of `imago`. Its `InvalidInput` refers to the image, never to the guest's
 /// request.
-fn foreign<T>(done: io::Result<T>) -> io::Result<T> {
+fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),
         _ => error,
     })
 }
 
-fn length(pieces: &[Piece]) -> u64 {
+fn length(pieces: &[GuestSegment]) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
@@ -387,7 +387,7 @@ fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
 
 /// Splits `bytes` bytes at `at` into parts that fit into the buffer. Parts do not cross multiples
 /// of the buffer size, so that no cluster is modified in two parts.
-fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
+fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let end = at.saturating_add(bytes);
     std::iter::from_fn(move || {
         let whole = BUFFER_BYTES as u64;
@@ -399,13 +399,13 @@ fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
 }
 
 /// Iterator over segments of guest memory.
-struct Cursor<'p> {
-    pieces: &'p [Piece],
+struct SegmentCursor<'p> {
+    pieces: &'p [GuestSegment],
     /// Number of bytes consumed from the first segment.
     done: usize,
 }
 
-impl Cursor<'_> {
+impl SegmentCursor<'_> {
     /// Calls `copy` for each part of `data` with its address in guest memory.
     fn each<'d, E>(
         &mut self,

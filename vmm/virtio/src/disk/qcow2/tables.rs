@@ -10,7 +10,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use super::claims::{ClaimError, Layout, OFFSET};
+use super::claims::{OFFSET, Qcow2FormatError, Qcow2Layout};
 
 /// Maximum number of clusters in a file, which is also the size of the check's bitmaps in bits.
 const MAX_CLUSTERS: u64 = 1 << 30;
@@ -21,9 +21,9 @@ const MAX_L2_BYTES: u64 = 1 << 30;
 const COMPRESSED: u64 = 1 << 62;
 
 /// Bitmap of the clusters of a file.
-struct Clusters(Vec<u64>);
+struct ClusterSet(Vec<u64>);
 
-impl Clusters {
+impl ClusterSet {
     fn new(count: u64) -> Self {
         Self(vec![0; usize::try_from(count.div_ceil(64)).unwrap_or(0)])
     }
@@ -66,15 +66,15 @@ impl Clusters {
 }
 
 /// State of the consistency check.
-struct Walk<'f> {
+struct ConsistencyCheck<'f> {
     file: &'f File,
-    layout: &'f Layout,
+    layout: &'f Qcow2Layout,
     /// Number of clusters in the file. The last one may be partial.
     count: u64,
     /// Set of clusters with a single owner.
-    whole: Clusters,
+    whole: ClusterSet,
     /// Set of clusters with compressed data, which may be shared.
-    shared: Clusters,
+    shared: ClusterSet,
 }
 
 /// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If the image
@@ -84,27 +84,32 @@ struct Walk<'f> {
 /// and references are not written atomically.
 ///
 /// # Errors
-/// Returns a [`ClaimError`] if the tables are inconsistent or too large.
-pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Result<u64, ClaimError> {
+/// Returns a [`Qcow2FormatError`] if the tables are inconsistent or too large.
+pub fn check(
+    file: &File,
+    file_bytes: u64,
+    layout: &Qcow2Layout,
+    written: bool,
+) -> Result<u64, Qcow2FormatError> {
     let count = file_bytes.div_ceil(1 << layout.cluster_bits);
     let l2_bytes = (layout.l1.1.iter().filter(|at| **at != 0).count() as u64) << layout.cluster_bits;
     if count > MAX_CLUSTERS || l2_bytes > MAX_L2_BYTES {
-        return Err(ClaimError::Large);
+        return Err(Qcow2FormatError::Large);
     }
-    let mut walk = Walk {
+    let mut walk = ConsistencyCheck {
         file,
         layout,
         count,
-        whole: Clusters::new(count),
-        shared: Clusters::new(count),
+        whole: ClusterSet::new(count),
+        shared: ClusterSet::new(count),
     };
     walk.run()?;
     // No cluster is allocated in a read-only image.
     if written { walk.count() } else { Ok(0) }
 }
 
-impl Walk<'_> {
-    fn run(&mut self) -> Result<(), ClaimError> {
+impl ConsistencyCheck<'_> {
+    fn run(&mut self) -> Result<(), Qcow2FormatError> {
         // The first cluster contains the header.
         self.take(0)?;
         for (at, entries) in [&self.layout.l1, &self.layout.counts] {
@@ -133,34 +138,34 @@ impl Walk<'_> {
     }
 
     /// Marks the cluster at byte offset `at` as used by a single owner.
-    fn take(&mut self, at: u64) -> Result<(), ClaimError> {
+    fn take(&mut self, at: u64) -> Result<(), Qcow2FormatError> {
         let cluster = at >> self.layout.cluster_bits;
         let aligned = at.is_multiple_of(1 << self.layout.cluster_bits);
         if !aligned || cluster >= self.count {
-            return Err(ClaimError::Outside(at));
+            return Err(Qcow2FormatError::Outside(at));
         }
         if self.shared.has(cluster) || !self.whole.add(cluster) {
-            return Err(ClaimError::Twice(at));
+            return Err(Qcow2FormatError::Twice(at));
         }
         Ok(())
     }
 
     /// Marks the clusters of compressed data. The last one may be beyond the end of the file, whose
     /// size need not be a multiple of the sector size.
-    fn take_compressed(&mut self, entry: u64) -> Result<(), ClaimError> {
+    fn take_compressed(&mut self, entry: u64) -> Result<(), Qcow2FormatError> {
         // Bits above 61 - (cluster_bits - 8) hold the number of additional sectors.
         let offset_bits = 62 - (self.layout.cluster_bits - 8);
         let at = entry & ((1 << offset_bits) - 1);
         let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
         let first = at >> self.layout.cluster_bits;
         if first >= self.count {
-            return Err(ClaimError::Outside(at));
+            return Err(Qcow2FormatError::Outside(at));
         }
         let end = (at & !511) + (sectors + 1) * 512;
         let last = ((end - 1) >> self.layout.cluster_bits).min(self.count - 1);
         for cluster in first..=last {
             if self.whole.has(cluster) {
-                return Err(ClaimError::Twice(at));
+                return Err(Qcow2FormatError::Twice(at));
             }
             self.shared.add(cluster);
         }
@@ -168,7 +173,7 @@ impl Walk<'_> {
     }
 
     /// Sets the missing reference counts of used clusters and returns their number.
-    fn count(&self) -> Result<u64, ClaimError> {
+    fn count(&self) -> Result<u64, Qcow2FormatError> {
         // A refcount block is one cluster.
         let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
         let mut block = vec![0; 1 << self.layout.cluster_bits];
@@ -177,7 +182,7 @@ impl Walk<'_> {
             let index = usize::try_from(cluster / per_block).unwrap_or(usize::MAX);
             let at = self.layout.counts.1.get(index).copied().unwrap_or(0);
             if at == 0 {
-                return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+                return Err(Qcow2FormatError::Uncounted(cluster << self.layout.cluster_bits));
             }
             if read != Some(index) {
                 self.read(&mut block, at)?;
@@ -188,13 +193,13 @@ impl Walk<'_> {
                 // Several runs of compressed data may share the cluster, so a count of 1 may be
                 // wrong. An interrupted VM does not leave this state.
                 if self.shared.has(cluster) {
-                    return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+                    return Err(Qcow2FormatError::Uncounted(cluster << self.layout.cluster_bits));
                 }
                 let changed = set_one(&mut block, within, self.layout.count_order);
                 let place = at + changed.start as u64;
                 self.file
                     .write_all_at(&block[changed], place)
-                    .map_err(ClaimError::Write)?;
+                    .map_err(Qcow2FormatError::Write)?;
                 missing += 1;
             }
         }
@@ -202,7 +207,7 @@ impl Walk<'_> {
     }
 
     /// Reads at byte offset `at`. Bytes beyond the end of the file read as zeros.
-    fn read(&self, data: &mut [u8], at: u64) -> Result<(), ClaimError> {
+    fn read(&self, data: &mut [u8], at: u64) -> Result<(), Qcow2FormatError> {
         let mut done = 0;
         while done < data.len() {
             match self.file.read_at(&mut data[done..], at + done as u64) {
@@ -212,7 +217,7 @@ impl Walk<'_> {
                 }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(ClaimError::Read(error)),
+                Err(error) => return Err(Qcow2FormatError::Read(error)),
             }
         }
         Ok(())
@@ -257,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_of_each_width_are_found() {
+    fn reference_counts_of_all_widths_are_read() {
         for order in 0..=6 {
             for index in [0u64, 1, 7, 8, 63] {
                 let mut block = vec![0; 512];

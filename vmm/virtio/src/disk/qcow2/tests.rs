@@ -11,8 +11,8 @@ use vm_memory::GuestAddress;
 
 use super::*;
 use crate::disk::config::DiskConfig;
-use crate::disk::image::{Image, ImageError};
-use crate::disk::view::View;
+use crate::disk::image::{DiskImage, ImageError};
+use crate::disk::view::DiskView;
 use crate::serve::testing::{BUFFERS, memory};
 
 /// Size of the test disks, in bytes.
@@ -51,17 +51,17 @@ fn config(dir: &Path, words: &str) -> DiskConfig {
         .unwrap()
 }
 
-fn open_image(dir: &Path, words: &str) -> Image {
-    Image::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
+fn open_image(dir: &Path, words: &str) -> DiskImage {
+    DiskImage::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
 }
 
 fn refusal(dir: &Path, words: &str) -> String {
-    let line = error_line(&Image::open(&config(dir, words)).unwrap_err());
+    let line = error_line(&DiskImage::open(&config(dir, words)).unwrap_err());
     assert!(!line.contains('\n'), "{line}");
     line
 }
 
-fn read(image: &Image, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
+fn read(image: &DiskImage, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
     let memory = memory();
     // Two segments, the first of odd length.
     let pieces = [
@@ -76,7 +76,7 @@ fn read(image: &Image, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
     Ok(data)
 }
 
-fn write(image: &Image, at: u64, data: &[u8]) -> io::Result<()> {
+fn write(image: &DiskImage, at: u64, data: &[u8]) -> io::Result<()> {
     let memory = memory();
     memory.write_slice(data, GuestAddress(BUFFERS + 3)).unwrap();
     image.write(&memory, &[(GuestAddress(BUFFERS + 3), data.len())], at)
@@ -111,7 +111,7 @@ fn make(dir: &Path, name: &str, kind: &str, content: &[u8]) {
 }
 
 #[test]
-fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
+fn image_variants_interoperate_with_qemu() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in KINDS {
@@ -155,7 +155,7 @@ fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
 /// Flushed data survives the kill of the VM, unflushed data may be lost. The image is consistent
 /// except for leaked clusters.
 #[test]
-fn what_was_flushed_survives_a_vm_that_is_killed() {
+fn flushed_data_survives_kill() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -180,7 +180,7 @@ fn what_was_flushed_survives_a_vm_that_is_killed() {
 
 /// A device reset writes cached metadata to the file.
 #[test]
-fn what_is_written_back_is_in_the_file() {
+fn write_back_updates_file() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -194,7 +194,7 @@ fn what_is_written_back_is_in_the_file() {
 }
 
 #[test]
-fn discarded_space_is_free_again() {
+fn discarded_clusters_are_freed() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -219,7 +219,7 @@ fn discarded_space_is_free_again() {
 }
 
 #[test]
-fn snapshots_in_an_image_stay_as_they_are() {
+fn internal_snapshots_are_preserved() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let model = content(0x22);
@@ -238,7 +238,7 @@ fn snapshots_in_an_image_stay_as_they_are() {
 }
 
 #[test]
-fn images_behind_it_are_read_and_never_written() {
+fn backing_files_are_never_written() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let base = content(0x33);
@@ -266,7 +266,7 @@ fn images_behind_it_are_read_and_never_written() {
 
     // Each backing file is locked against writers.
     for behind in ["middle", "base"] {
-        let line = error_line(&Image::open(&DiskConfig::raw(dir.join(behind))).unwrap_err());
+        let line = error_line(&DiskImage::open(&DiskConfig::raw(dir.join(behind))).unwrap_err());
         assert!(line.contains("in use by"), "{line}");
     }
     drop(image);
@@ -281,7 +281,7 @@ fn images_behind_it_are_read_and_never_written() {
 /// A backing file named in an untrusted image is never opened. Only files named by the operator are
 /// used.
 #[test]
-fn no_file_is_opened_because_an_image_says_so() {
+fn qcow2_rejects_unnamed_backing_file() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     std::fs::write(dir.join("secret"), [0x53; 4096]).unwrap();
@@ -320,12 +320,12 @@ fn no_file_is_opened_because_an_image_says_so() {
     // The format defaults to raw, so a guest that writes a header to its raw disk gains nothing.
     let file = std::fs::File::options().write(true).open(dir.join("evil.qcow2"));
     file.unwrap().set_len(262_144).unwrap();
-    let image = Image::open(&DiskConfig::raw(dir.join("evil.qcow2"))).unwrap();
+    let image = DiskImage::open(&DiskConfig::raw(dir.join("evil.qcow2"))).unwrap();
     assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
 }
 
 #[test]
-fn what_cannot_be_read_is_told_with_a_remedy() {
+fn unsupported_features_are_reported_with_remedy() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let made = |options: &str, expected: &str| {
@@ -342,7 +342,7 @@ fn what_cannot_be_read_is_told_with_a_remedy() {
 
 /// Modified bytes in the header or in a table.
 #[test]
-fn a_damaged_or_short_image_is_refused_in_one_line() {
+fn damaged_or_truncated_image_is_rejected() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let refused = |what: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
@@ -452,7 +452,7 @@ fn a_damaged_or_short_image_is_refused_in_one_line() {
 /// a free cluster would not terminate), data that overlaps tables or other data, and data beyond
 /// the end of the file.
 #[test]
-fn tables_that_lead_where_they_must_not_are_refused() {
+fn inconsistent_tables_are_rejected() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let refused = |kind: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
@@ -520,7 +520,7 @@ fn tables_that_lead_where_they_must_not_are_refused() {
 
 /// Reference counts that a killed VM did not write are repaired before the image is written.
 #[test]
-fn what_is_in_use_is_counted_before_it_is_written() {
+fn missing_reference_counts_are_repaired() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in &KINDS[..7] {
@@ -554,7 +554,7 @@ fn what_is_in_use_is_counted_before_it_is_written() {
 
 /// Consistent images are accepted: after writes, with snapshots, and with leaked clusters.
 #[test]
-fn tables_that_are_right_are_not_refused() {
+fn consistent_tables_are_accepted() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in KINDS {
@@ -584,7 +584,7 @@ fn tables_that_are_right_are_not_refused() {
 
 /// Corrupt table entries detected at run time cause I/O errors only, and no other file is accessed.
 #[test]
-fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
+fn corrupt_tables_fail_requests_only() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     make(dir, "good", "-o cluster_size=512", &content(0x66));
@@ -605,7 +605,7 @@ fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
             bad[at] = [0, 0xFF, 0x80, 1, u8::try_from(next() % 256).unwrap()][next() % 5];
         }
         std::fs::write(dir.join("bad"), &bad).unwrap();
-        let Ok(image) = Image::open(&config(dir, "bad")) else {
+        let Ok(image) = DiskImage::open(&config(dir, "bad")) else {
             continue;
         };
         opened += 1;
@@ -625,7 +625,7 @@ fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
 }
 
 #[test]
-fn a_piece_that_is_no_ram_is_an_error_of_the_guest() {
+fn segment_outside_ram_is_a_guest_error() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -653,19 +653,19 @@ fn one_writer_or_many_readers() {
     drop(writer);
     let _readers = [(); 2].map(|()| open_image(dir, "a.qcow2,ro"));
     assert!(matches!(
-        Image::open(&config(dir, "a.qcow2")),
-        Err(ImageError::Open(OpenError::Locked { .. }))
+        DiskImage::open(&config(dir, "a.qcow2")),
+        Err(ImageError::Open(DiskOpenError::Locked { .. }))
     ));
 }
 
 /// After a panic in the qcow2 reader, the thread continues and each later request fails.
 #[test]
-fn a_reader_that_panics_is_a_disk_that_fails() {
+fn qcow2_panic_disables_disk() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, "create -f qcow2 a.qcow2 1M");
     let disk = config(dir, "a.qcow2");
-    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let LockedFile { file, bytes, .. } = open(&disk.path, false).unwrap();
     let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     let error = image.with(|_, _| -> io::Result<()> { panic!("as a test wants it") });
     assert!(error.unwrap_err().to_string().contains("its reader panicked"));
@@ -674,11 +674,11 @@ fn a_reader_that_panics_is_a_disk_that_fails() {
 }
 
 #[test]
-fn whole_clusters_are_those_that_are_in_a_range() {
+fn whole_clusters_are_within_range() {
     let Some(dir) = directory() else { return };
     qemu_img(dir.path(), "create -f qcow2 a.qcow2 200704");
     let disk = config(dir.path(), "a.qcow2");
-    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let LockedFile { file, bytes, .. } = open(&disk.path, false).unwrap();
     let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     assert_eq!(image.whole_clusters(512, 1024), 1536..1536);
     assert_eq!(image.whole_clusters(512, 65_024), 65_536..65_536);
@@ -690,8 +690,8 @@ fn whole_clusters_are_those_that_are_in_a_range() {
 }
 
 #[test]
-fn steps_end_at_the_buffers_multiples() {
-    let all = |at, bytes| steps(at, bytes).collect::<Vec<_>>();
+fn split_ranges_are_buffer_aligned() {
+    let all = |at, bytes| split_range(at, bytes).collect::<Vec<_>>();
     assert_eq!(all(512, 1024), [(512, 1024)]);
     assert_eq!(all(0, 0), []);
     let most = BUFFER_BYTES as u64;
@@ -703,14 +703,15 @@ fn steps_end_at_the_buffers_multiples() {
 
 /// A view that is reloaded contains the writes that a VM made after the tables were cached.
 #[test]
-fn an_image_that_is_looked_at_again_has_what_a_vm_wrote_meanwhile() {
+fn reloaded_view_sees_new_writes() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in ["-o compat=1.1", "-o lazy_refcounts=on", "-c"] {
         let mut model = content(0x33);
         make(dir, "a.qcow2", kind, &model);
         let image = open_image(dir, "a.qcow2");
-        let view = View::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        let view =
+            DiskView::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
         let seen = || {
             let mut data = vec![0; DISK];
             view.read(0, &mut data).map(|()| data).unwrap()
@@ -722,8 +723,7 @@ fn an_image_that_is_looked_at_again_has_what_a_vm_wrote_meanwhile() {
             model[at..at + 512].fill(0x5a);
         }
         image.flush().unwrap();
-        view.look_again()
-            .unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        view.reload().unwrap_or_else(|error| panic!("{kind}: {error:?}"));
         assert!(seen() == model, "{kind}");
     }
 }
