@@ -160,7 +160,8 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     }
     build_static(
         "perfvisor and the agents (a few minutes the first time)",
-        // As `make build` does: other packages would change features, and the product would be compiled again.
+        // As `make build` does: other packages would change features, and the product would be
+        // compiled again.
         &["build", "-p", "perfvisor", "-p", "guest-agent", "-p", "lab-agent"],
     )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))

@@ -13,8 +13,8 @@ use super::control::{RunControl, RunState};
 use crate::devices::cpu_plug::VcpuSet;
 
 impl RunControl {
-    /// Waits outside the guest until the machine is reset. Returns [`ResetWait::RequestPending`] if `has_requests`
-    /// returns `true`.
+    /// Waits outside the guest until the machine is reset. Returns [`ResetWait::RequestPending`] if
+    /// `has_requests` returns `true`.
     pub(super) fn wait_for_restart(&self, vcpu: u8, has_requests: impl Fn() -> bool) -> ResetWait {
         let me = VcpuSet::of(vcpu);
         let mut ends = self.lock();
