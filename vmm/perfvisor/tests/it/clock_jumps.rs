@@ -1,5 +1,5 @@
-//! The host's clock is set, forwards and back by a day, while a VM runs, is counted and recorded. A library
-//! that is loaded before libc does it for these programs alone.
+//! Jumps of the host's wall clock by a day in both directions while a VM runs, is counted and is
+//! recorded. A preloaded library simulates the jumps for the tested programs only.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ use crate::common::skip::skipped;
 use crate::common::test_lock;
 use crate::common::vm::eventually;
 
-/// What time of day programs are told: a day ahead and a day behind by turns. It counts, in a file, how often
-/// it was asked. It makes no system call that libc would not make.
+/// A library that reports the wall-clock time alternately a day ahead and a day behind, and counts
+/// the requests in a file. The library makes no system call that libc would not make.
 const LIBRARY: &str = r#"
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -61,7 +61,8 @@ int gettimeofday(struct timeval *restrict to, void *restrict zone) {
 }
 "#;
 
-/// The library, and the file that it counts in. `None`: there is no C compiler.
+/// Builds the library and returns its path and that of the request counter. Returns `None` without
+/// a C compiler.
 fn jumping_clock(directory: &Path) -> Option<(PathBuf, PathBuf)> {
     let (library, asked) = (directory.join("jumps.so"), directory.join("asked"));
     fs::write(directory.join("jumps.c"), LIBRARY).unwrap();
@@ -82,21 +83,21 @@ fn jumping_clock(directory: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((library, asked))
 }
 
-/// How often programs asked for the time of day.
+/// Returns how often programs have requested the wall-clock time.
 fn times_asked(asked: &Path) -> u32 {
     let bytes = fs::read(asked).unwrap();
     u32::from_ne_bytes(bytes[..4].try_into().unwrap())
 }
 
-/// Nothing waits by the time of day or counts by it: what takes a third of a second takes no day more or
-/// less, and says so. The VM's end waits for nothing either.
+/// Neither waits nor measurements depend on the wall clock: an operation of a third of a second
+/// takes and reports that time.
 #[test]
 fn a_clock_that_is_set_changes_no_count_and_no_wait() {
     let directory = tempfile::tempdir().unwrap();
     let Some((library, asked)) = jumping_clock(directory.path()) else {
         return;
     };
-    // The guest must run in each 0.3 s that are counted.
+    // The guest must run within each measurement of 0.3 s.
     let _lock = test_lock::exclusive();
     let args = ["--cmdline", "loop", "--stop-timeout", "5"];
     let Some(mut vm) = Machine::start_with(&args, ("LD_PRELOAD", &library)) else {
@@ -109,7 +110,7 @@ fn a_clock_that_is_set_changes_no_count_and_no_wait() {
         let command = command.env("LD_PRELOAD", &library).stdin(Stdio::null());
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
         let mut child = child.unwrap();
-        // It prints less than a pipe holds.
+        // The output fits into the pipe.
         eventually(&format!("{args:?} ends"), || child.try_wait().unwrap().is_some());
         let out = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();

@@ -1,5 +1,5 @@
-//! Private memory of a VM's process beside the guest's memory, in the release build: an unoptimized program has
-//! larger stack frames.
+//! Private memory of a VM's process in addition to guest memory, in the release build. An
+//! unoptimized program has larger stack frames.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,15 +7,15 @@ use std::process::Command;
 use crate::common::test_lock;
 use crate::common::vm::SpinningVm;
 
-/// The most for a VM of one vCPU, and for each further vCPU, KiB. Both are well above what was measured
-/// (docs/measurements.md), so that a build, a C library or a kernel of another kind does not matter.
-/// A vCPU took 213 before its counters' events were moved by pointers.
+/// Maximum for a VM with one vCPU, and for each further vCPU, in KiB. Both are well above the
+/// measured values (docs/measurements.md), to allow for other builds, C libraries and kernels. A
+/// vCPU took 213 KiB before the events of its counters were moved by pointers.
 const MOST_KIB: u64 = 8 << 10;
 const MOST_FOR_A_VCPU_KIB: u64 = 160;
-/// A mapping from this size on is guest memory, of which the test's VM has 32 MiB: KiB.
+/// Minimum size of a mapping that is considered guest memory, in KiB. The test's VM has 32 MiB.
 const GUEST_MEMORY_KIB: u64 = 24 << 10;
 
-/// Pages of the VM's process that are no page of a file and not the guest's, KiB.
+/// Returns the size of the anonymous memory of the VM's process without guest memory, in KiB.
 fn own_kib(vm: &SpinningVm) -> u64 {
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.child.id())).unwrap();
     let (mut size, mut own) = (0, 0);
@@ -46,14 +46,14 @@ fn a_vm_takes_few_pages_of_its_own_and_few_more_for_each_vcpu() {
         println!("SKIPPED: PERFVISOR_STATIC_DIR names no directory with a release build");
         return;
     };
-    // The memory that a VM takes depends on the order in which its threads start.
+    // The memory use depends on the order in which the threads start.
     let _lock = test_lock::exclusive();
-    // What a VM has of the heap depends on the order in which its threads begin: the least of three is what
-    // it needs.
+    // The heap use depends on the order in which the threads start; the minimum of three runs is
+    // the requirement.
     let least = |vcpus: &str| {
         let held = (0..3).map(|_| {
             let vm = SpinningVm::start_by(Command::new(&program), "test", &["--cpus", vcpus])?;
-            // The VM answers when all its threads run.
+            // The VM answers when all of its threads run.
             assert!(vm.operator(&["ps"]).status().unwrap().success());
             Some(own_kib(&vm))
         });
