@@ -336,7 +336,7 @@ impl FileSystems {
     }
 }
 
-/// Formats an error and its cause on one line. Control characters are escaped.
+/// Formats an error and its sources on one line.
 fn said(error: &Ext4Error) -> String {
     perf_core::error_line(error)
 }
