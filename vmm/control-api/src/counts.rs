@@ -1,4 +1,5 @@
-//! What a VM's loops have counted since it was started: the part of its metrics that no other request tells.
+//! Counters of a VM's run loops since its start, the part of its metrics that no other request
+//! provides.
 
 use std::collections::BTreeMap;
 

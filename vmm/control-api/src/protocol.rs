@@ -1,23 +1,23 @@
-//! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it
-//! for other programs.
+//! Messages on a control socket: one JSON object per line. `docs/reference/control.md` documents
+//! them for other programs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol. A client says which one it speaks in its first request.
+/// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;
-/// Longest request, its newline included, in bytes.
+/// Maximum length of a request including its newline, in bytes.
 pub const MAX_REQUEST: usize = 64 << 10;
-/// Most events of one connection.
+/// Maximum number of events per connection.
 pub const MAX_EVENTS: usize = 1024;
-/// Most bytes of code at a time.
+/// Maximum number of code bytes per reply.
 pub const MAX_CODE: u32 = 64 << 10;
-/// Most data pages of a ring.
+/// Maximum number of data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
 
-/// Most bytes of a process's memory in one reply.
+/// Maximum number of bytes of process memory per reply.
 pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
-/// Most mappings of code in one reply.
+/// Maximum number of executable mappings per reply.
 pub const MAX_PROCESS_CODE: usize = 1024;
 
 /// A request as it is sent.
@@ -202,13 +202,13 @@ fn is_one(n: &u32) -> bool {
     *n == 1
 }
 
-/// Maximum length of a reply of unlimited kind, in bytes.
+/// Maximum length of a reply of variable size, in bytes.
 pub(crate) const MAX_REPLY: usize = 16 << 20;
-/// Maximum length of a reply that says no more than that a request was done, or describes the VM, in bytes.
+/// Maximum length of a reply that only confirms a request or describes the VM, in bytes.
 pub(crate) const MAX_SHORT_REPLY: usize = 64 << 10;
 
 impl Call {
-    /// Maximum length of the reply that a client takes, in bytes.
+    /// Returns the maximum length of the reply to this call that a client accepts, in bytes.
     pub(crate) fn max_reply(&self) -> usize {
         match self {
             Call::Open { .. }
@@ -467,30 +467,31 @@ pub struct VcpuPart {
     pub bound: Option<f64>,
 }
 
-/// What came between two readings of an event.
+/// The change of an event between two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// What it counted, or would have counted had it been on all the time.
+    /// Increase of the count, scaled to the enabled time.
     pub count: u64,
-    /// Time it was enabled, in ns.
+    /// Time enabled, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time of that it counted, in ns.
+    /// Time running, in nanoseconds.
     pub running_ns: u64,
 }
 
 impl EventReading {
-    /// What came since `before`, or since the event was opened; `None` if it was not counted then.
+    /// Returns the change since `before`, or since the event was opened. Returns `None` if the
+    /// event was not counted in this interval.
     ///
-    /// What it would have counted while it was off is the estimator's to say for an interval too: the growth
-    /// of its estimate. An interval's own share of the time does not do, because under the adaptive
-    /// policy an event is seen less where it is steady. So the intervals add up to the estimate of the
-    /// whole, but for those in which all was counted: they are exact.
+    /// The count of a scaled interval is the growth of the estimate. Scaling by the interval's own
+    /// share of time would be wrong, because the adaptive policy runs an event less while its rate
+    /// is steady. The intervals therefore add up to the total estimate, except for intervals in
+    /// which the event ran all the time, which are exact.
     pub fn since(&self, before: Option<&Self>) -> Option<Growth> {
         if self.failed {
             return None;
         }
         if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
-            // Its vCPU was not there in this interval.
+            // The vCPU was not present in this interval.
             return Some(Growth {
                 count: 0,
                 enabled_ns: 0,
@@ -501,7 +502,7 @@ impl EventReading {
         growth(of(self), before.map(of))
     }
 
-    /// The part of `vcpu`, as a reading of its own.
+    /// Returns the reading of a single vCPU.
     pub fn on(&self, vcpu: u32) -> Option<Self> {
         let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
         Some(Self {
@@ -519,7 +520,7 @@ impl EventReading {
     }
 }
 
-/// Of value, time enabled, time running and estimate.
+/// Computes the change from tuples of value, time enabled, time running and estimate.
 fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Option<u64>)>) -> Option<Growth> {
     let (value, enabled_ns, running_ns, estimate) = before.unwrap_or_default();
     let counted = now.0.saturating_sub(value);
@@ -538,7 +539,7 @@ fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Opti
             ..grown
         });
     }
-    // An estimate of the past may be put right later, but what was counted since was counted.
+    // A correction of the earlier estimate must not make the result smaller than the exact count.
     let estimated = now_estimate.saturating_sub(estimate.unwrap_or(value));
     Some(Growth {
         count: estimated.max(counted),
@@ -707,18 +708,18 @@ pub struct CodeInfo {
 }
 
 impl CodeInfo {
-    /// Of these bytes.
+    /// Creates the reply from these bytes.
     pub fn new(address: u64, bytes: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut hex = String::with_capacity(2 * bytes.len());
         for byte in bytes {
-            // Writing to a String does not fail.
+            // Writing to a String cannot fail.
             let _ = write!(hex, "{byte:02x}");
         }
         Self { address, hex }
     }
 
-    /// The bytes; `None` if the digits are none.
+    /// Decodes the bytes. Returns `None` if the digits are invalid.
     pub fn bytes(&self) -> Option<Vec<u8>> {
         let pairs = self.hex.as_bytes().chunks(2);
         let byte = |pair: &[u8]| match pair {
