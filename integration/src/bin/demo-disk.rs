@@ -78,7 +78,7 @@ fn show() -> Result<(), Box<dyn Error>> {
     let record = format!("perf record -q -F 500 -o /root/perf.data {load}");
     run(&["exec", NAME, "--", "sh", "-c", &record])?;
     run(&["exec", NAME, "--", "sh", "-c", FIO])?;
-    // rr tests the PMU at its start and says itself what it misses: docs/guide/debian.md.
+    // rr checks the PMU at startup and reports missing features: docs/guide/debian.md.
     run(&["exec", NAME, "--", "sh", "-c", RR])?;
     let data = place.scratch("demo-disk.data");
     run(&["cp", &format!("{NAME}:/root/perf.data"), &data])?;
