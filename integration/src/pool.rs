@@ -96,7 +96,7 @@ struct State<L> {
     tickets: u64,
     waiting: Vec<Request>,
     running: Vec<Running>,
-    /// Idle labs, least recently used first.
+    /// Unused labs, least recently used first.
     idle: Vec<Idle<L>>,
 }
 

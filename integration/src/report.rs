@@ -59,7 +59,7 @@ struct Times {
 struct Report {
     next: u64,
     activities: BTreeMap<u64, Activity>,
-    /// Times of this process.
+    /// The times of this process.
     times: BTreeMap<String, Times>,
 }
 

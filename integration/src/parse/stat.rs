@@ -7,7 +7,7 @@ pub struct Count {
     pub event: String,
     /// CPU number with `-A`, printed as `CPU0`.
     pub cpu: Option<u32>,
-    /// Count; `None` for `<not supported>` and `<not counted>`.
+    /// Value of the counter; `None` for `<not supported>` and `<not counted>`.
     pub value: Option<f64>,
     /// Unit such as `msec`; empty for counts.
     pub unit: String,

@@ -48,7 +48,7 @@ section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 /// the lab. Nothing else is retried.
 const TRIES: usize = 3;
 
-/// Runs of one kind of guest, created on demand and shared by the tests.
+/// The runs of one kind of guest, created on demand and shared by the tests.
 type Runs = [OnceLock<Result<GuestRun, String>>; TRIES];
 
 /// A PMU model whose tests share the runs of two kinds of guest.

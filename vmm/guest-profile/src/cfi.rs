@@ -12,7 +12,7 @@
 //! table covers an address (for example in JIT code), the unwinder follows the frame pointer if it
 //! points into the copy, and marks the chain as guessed.
 //!
-//! **A hostile guest controls tables and stacks.** Each frame must lie above the previous one, an
+//! **A hostile guest controls tables and stacks.** Each frame must lie higher than the last, an
 //! expression executes at most `MAX_OPERATIONS` operations, an unwind entry has at most `MAX_ENTRY`
 //! bytes, and all arithmetic is checked.
 
@@ -40,7 +40,7 @@ const RBP: usize = 6;
 const RA: usize = 16;
 /// Callee-saved registers (System V ABI: rbx, rbp, r12 to r15).
 const KEPT: [usize; 6] = [3, 6, 12, 13, 14, 15];
-/// End of the user address space (exclusive).
+/// First address above the user address space.
 const USER_END: u64 = 1 << 56;
 
 type Slice<'t> = EndianSlice<'t, LittleEndian>;
@@ -50,7 +50,7 @@ type Slice<'t> = EndianSlice<'t, LittleEndian>;
 pub struct Mapped {
     /// First address of the mapping.
     pub start: u64,
-    /// End address of the mapping (exclusive).
+    /// Exclusive end address of the mapping.
     pub end: u64,
     /// Load bias (run-time minus linked address, wrapping) and the mapped module; `None` until the
     /// module is read.
@@ -94,7 +94,7 @@ pub struct UserState<'s> {
     pub exact_ip: bool,
     /// Copy of the stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// `true` if the stack continues above the copy, which was cut at the requested size.
+    /// `true` if the stack continues beyond the copy, which was cut at the requested size.
     pub cut: bool,
 }
 

@@ -95,7 +95,7 @@ pub struct Totals {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
-    /// Light samples with occasional full samples.
+    /// Mostly light samples, with occasional full ones.
     Light,
     /// Full samples only.
     Full,
@@ -444,7 +444,7 @@ impl Merge {
 
     fn shows_enough(&mut self) -> Option<bool> {
         if !self.terms.interpreted {
-            // Light samples continue in full mode, but are only counted.
+            // In full mode, light samples continue but are only counted.
             let seen = self.guest + self.host;
             if self.share == 0.0 {
                 return (self.guest > 0).then_some(true);

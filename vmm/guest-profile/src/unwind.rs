@@ -54,7 +54,7 @@ const THREAD_SIZE: u64 = 16 << 10;
 /// Maximum number of stacks in a kernel chain: NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry, task.
 const MAX_STACK_SWITCHES: u32 = 9;
 
-/// Limits of one call chain.
+/// The limits of one call chain.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Maximum number of kernel and user frames, without context markers.

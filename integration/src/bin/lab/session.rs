@@ -33,7 +33,7 @@ const DEFAULT_SIZE: WindowSize = WindowSize {
     rows: 24,
     columns: 80,
 };
-/// Escape character of a terminal: Ctrl-A, as in QEMU.
+/// First byte of an escape sequence on a terminal: Ctrl-A, as in QEMU.
 const ESCAPE: u8 = 1;
 
 const WELCOME: &str = "

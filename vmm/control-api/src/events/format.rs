@@ -143,7 +143,7 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
 pub struct Fields {
     /// Count, or the reason why there is none.
     pub value: String,
-    /// Unit; empty for a number of events.
+    /// Name of the unit; empty for a number of events.
     pub unit: &'static str,
     /// Time running, in nanoseconds.
     pub running_ns: u64,

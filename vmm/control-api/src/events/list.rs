@@ -191,7 +191,7 @@ pub struct EventSpec {
     pub name: String,
     /// Quantity to count.
     pub kind: EventKind,
-    /// Modifiers of the event.
+    /// The modifiers of the event.
     pub modifiers: Modifiers,
     /// Sampling period from a `period=` term.
     pub period: Option<u64>,

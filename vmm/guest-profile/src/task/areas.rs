@@ -51,7 +51,7 @@ impl KernelTables {
 /// A process found by its ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Process {
-    /// Process ID in the guest's initial PID namespace.
+    /// ID of the process in the guest's initial PID namespace.
     pub pid: u32,
     /// Address of the memory descriptor.
     pub mm: u64,

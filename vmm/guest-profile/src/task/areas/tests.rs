@@ -127,7 +127,7 @@ fn memory_that_was_not_touched_comes_from_the_page_cache() {
     });
     assert_eq!((bytes[0], bytes[0x1000], bytes[0x2000]), (0xaa, 0xbb, 0));
     assert_eq!(missing, [(0x2000, 0x1000)]);
-    // Process memory is not read through the kernel's own page tables.
+    // The kernel's own page tables must not be used to read process memory.
     missing.clear();
     reader.memory(process.mm, DIRECT, &mut bytes[..16], &mut budget(), |at, len| {
         missing.push((at, len))
