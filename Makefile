@@ -265,7 +265,7 @@ fuzz:
 
 ## fuzz-check: that every fuzz target compiles; needs neither nightly nor cargo-fuzz
 # With the workspace's profile, so that the dependencies that "make check" has checked are not checked once more.
-FUZZ_PROFILE = --config 'profile.dev.opt-level = 1' --config 'profile.dev.package."*".debug = false'
+FUZZ_PROFILE = --config 'profile.dev.package."*".debug = false'
 .PHONY: fuzz-check
 fuzz-check:
 	@for crate in vpmu vmm; do \

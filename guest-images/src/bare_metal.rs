@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_fits_into_the_smallest_machine() {
+    fn guest_fits_into_minimum_memory() {
         for guest in &GUESTS {
             let bss_end = u32_at(&guest.image(), multiboot_header(&guest.image()) + 24);
             assert!(bss_end < 8 << 20, "{} ends at {bss_end:#x}", guest.name);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn write_all_gives_each_guest_its_file() {
+    fn write_all_writes_one_file_per_guest() {
         let dir = std::env::temp_dir().join(format!("bare-metal-guests-{}", std::process::id()));
         let paths = write_all(&dir).unwrap();
         for (guest, path) in GUESTS.iter().zip(&paths) {

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn archives_end_on_a_boundary_so_that_another_can_follow() {
+    fn archive_is_padded_for_concatenation() {
         for size in 0..9 {
             let mut archive = Archive::new(Vec::new());
             archive.file("x", 0o644, &vec![7; size]).unwrap();

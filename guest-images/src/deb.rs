@@ -432,7 +432,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dependencies_lose_versions_and_architectures_and_keep_alternatives() {
+    fn dependencies_drop_versions_and_keep_alternatives() {
         let records = parse_records(
             "Package: tool\nVersion: 1:2.0-3\nSize: 1234\nPre-Depends: libc6 (>= 2.36)\n\
              Depends: python3:any, a | b (<< 4)\nDescription: text\n Depends: no\n\n\
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn backports_are_debians_and_come_from_the_configured_mirror() {
+    fn backports_use_the_configured_debian_mirror() {
         let debian = "PRETTY_NAME=\"Debian GNU/Linux 12 (bookworm)\"\nID=debian\nVERSION_CODENAME=bookworm\n";
         assert_eq!(codename(debian), Some("bookworm"));
         assert_eq!(

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn lz4_and_gzip_payloads_come_out_whole() {
+    fn lz4_and_gzip_payloads_are_unpacked() {
         assert_eq!(extract_vmlinux(&bz_image(&lz4_legacy(&elf()))).unwrap(), elf());
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gzip.write_all(&elf()).unwrap();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_images_are_refused_with_the_reason() {
+    fn damaged_images_are_rejected_with_reason() {
         assert!(matches!(extract_vmlinux(&[0; 100]), Err(KernelError::NotBzImage)));
         let mut truncated = bz_image(&lz4_legacy(&elf()));
         truncated.truncate(truncated.len() - 1000);

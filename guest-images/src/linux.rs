@@ -1,7 +1,7 @@
 //! Builds the Linux guest and the lab host.
 //!
 //! All contents except two init scripts and a test program come from Debian packages. The result is
-//! a directory of files, described by [`Images`], and a manifest of the package versions.
+//! a directory of files, described by [`GuestImages`], and a manifest of the package versions.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -209,7 +209,7 @@ impl KernelChoice {
 
 /// Paths of the files that make up the Linux guest and the lab host.
 #[derive(Debug, Clone)]
-pub struct Images {
+pub struct GuestImages {
     /// Directory that contains all files.
     pub directory: PathBuf,
     /// Kernel as an ELF image, unpacked from the bzImage.
@@ -230,7 +230,7 @@ pub struct Images {
     pub manifest: PathBuf,
 }
 
-impl Images {
+impl GuestImages {
     /// Returns the paths of the images of `choice` below Cargo's target directory. The files need
     /// not exist.
     pub fn locate(target_dir: &Path, choice: &KernelChoice) -> Self {
@@ -301,7 +301,7 @@ pub fn ensure(
     choice: &KernelChoice,
     refresh: bool,
     progress: &Progress,
-) -> Result<Images, BuildError> {
+) -> Result<GuestImages, BuildError> {
     let base = target_dir.join("guest");
     fs::create_dir_all(&base).map_err(io_error(&base))?;
     let lock_path = base.join(".lock");
@@ -310,15 +310,20 @@ pub fn ensure(
         let _waiting = progress.tick("waiting for another build of the images");
         lock.lock().map_err(io_error(&lock_path))?;
     }
-    let images = Images::locate(target_dir, choice);
+    let images = GuestImages::locate(target_dir, choice);
     if refresh || !images.is_current() {
         build(&base, &images, choice, progress)?;
     }
     // The build may have created a System.map.
-    Ok(Images::locate(target_dir, choice))
+    Ok(GuestImages::locate(target_dir, choice))
 }
 
-fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progress) -> Result<(), BuildError> {
+fn build(
+    base: &Path,
+    images: &GuestImages,
+    choice: &KernelChoice,
+    progress: &Progress,
+) -> Result<(), BuildError> {
     let directory = &images.directory;
     fs::create_dir_all(directory).map_err(io_error(directory))?;
     // Incomplete images must not be mistaken for complete ones if the build fails later.
@@ -513,7 +518,7 @@ fn numbers(name: &str) -> Vec<u64> {
 }
 
 /// Copies the kernel's files to their destination and returns the release string.
-fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, BuildError> {
+fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<String, BuildError> {
     let boot = root.join("boot");
     let names = |directory: &Path| -> Vec<String> {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
@@ -754,53 +759,4 @@ fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_newest_kernel_is_found_by_number_not_by_letter() {
-        let names = [
-            "linux-image-6.1.0-9-cloud-amd64",
-            "linux-image-6.1.0-56-cloud-amd64",
-            // Names that must be ignored: other kernel flavors, a metapackage of a series, a
-            // metapackage without a version, debug symbols.
-            "linux-image-6.9.0-1-rt-amd64",
-            "linux-image-6.12-cloud-amd64",
-            "linux-image-cloud-amd64",
-            "linux-image-6.1.0-57-cloud-amd64-dbg",
-        ];
-        let newest = newest(names.map(str::to_owned).to_vec());
-        assert_eq!(newest.as_deref(), Some("linux-image-6.1.0-56-cloud-amd64"));
-        assert!(
-            numbers("linux-image-6.12.117+deb12-cloud-amd64") > numbers("linux-image-6.1.0-56-cloud-amd64")
-        );
-    }
-
-    #[test]
-    fn images_without_a_stamp_are_not_current() {
-        let dir = tempfile::tempdir().unwrap();
-        let images = Images::locate(dir.path(), &KernelChoice::Cloud);
-        assert!(!images.is_current());
-        fs::create_dir_all(&images.directory).unwrap();
-        for path in [&images.vmlinux, &images.bz_image, &images.initrd] {
-            fs::write(path, "x").unwrap();
-        }
-        fs::write(images.stamp(), recipe()).unwrap();
-        assert!(!images.is_current(), "the lab's initrd is missing");
-        for path in [&images.lab_initrd, &images.perf_cpio] {
-            fs::write(path, "x").unwrap();
-        }
-        assert!(images.is_current());
-        fs::write(images.stamp(), "another recipe\n").unwrap();
-        assert!(!images.is_current());
-    }
-
-    #[test]
-    fn kernel_choices_are_read_from_the_command_line() {
-        assert_eq!(KernelChoice::parse("newest"), KernelChoice::Newest);
-        assert_eq!(
-            KernelChoice::parse("linux-image-rt-amd64"),
-            KernelChoice::Package("linux-image-rt-amd64".into())
-        );
-    }
-}
+mod tests;

@@ -35,7 +35,7 @@ pub enum ModuleError {
 }
 
 /// Kernel module, ready to be loaded.
-pub struct Module {
+pub struct KernelModule {
     /// Name of the module, with underscores.
     pub name: String,
     /// Decompressed ELF object.
@@ -44,7 +44,7 @@ pub struct Module {
 
 /// Collects the `wanted` modules and all their dependencies from a kernel's module directory, in
 /// load order. Omits modules that are built into the kernel.
-pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<Module>, ModuleError> {
+pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<KernelModule>, ModuleError> {
     let mut files = BTreeMap::new();
     index(module_dir, &mut files)?;
     let built_in = match fs::read_to_string(module_dir.join("modules.builtin")) {
@@ -54,7 +54,7 @@ pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<Module>, Module
             .collect(),
         Err(_) => BTreeSet::new(),
     };
-    let mut collection = Collection {
+    let mut collection = ModuleCollection {
         files,
         built_in,
         done: BTreeSet::new(),
@@ -66,14 +66,14 @@ pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<Module>, Module
     Ok(collection.order)
 }
 
-struct Collection {
+struct ModuleCollection {
     files: BTreeMap<String, PathBuf>,
     built_in: BTreeSet<String>,
     done: BTreeSet<String>,
-    order: Vec<Module>,
+    order: Vec<KernelModule>,
 }
 
-impl Collection {
+impl ModuleCollection {
     fn add(&mut self, name: &str) -> Result<(), ModuleError> {
         // Marking the module before its dependencies are visited also terminates cycles.
         if !self.done.insert(name.to_owned()) || self.built_in.contains(name) {
@@ -92,7 +92,7 @@ impl Collection {
         for dependency in depends {
             self.add(&dependency)?;
         }
-        self.order.push(Module {
+        self.order.push(KernelModule {
             name: name.to_owned(),
             data,
         });
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_module_is_named() {
+    fn missing_module_is_reported_by_name() {
         let dir = tempfile::tempdir().unwrap();
         let error = collect(dir.path(), &["kvm-amd"]).err().unwrap();
         assert!(error.to_string().contains("kvm_amd"), "{error}");

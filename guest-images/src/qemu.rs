@@ -27,17 +27,17 @@ const BACKPORTS: &str = "backports";
 /// First version that only translates locked pages. In earlier versions, a vCPU could keep the
 /// translation of a breakpoint that Linux had set while patching itself, and hit this breakpoint
 /// forever.
-const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
+const TRANSLATES_LOCKED_PAGES: QemuVersion = QemuVersion(8, 1);
 
 /// First version whose CMPXCHG16B preserves all flags except ZF. In earlier versions, the other
 /// flags were taken from unrelated code, so Linux 6.12 and later, as host or guest, took a wrong
 /// branch afterwards and crashed.
-const KNOWS_CMPXCHG16B: Version = Version(8, 0);
+const KNOWS_CMPXCHG16B: QemuVersion = QemuVersion(8, 0);
 
 /// First version known to emulate XSAVE in guests correctly. With 7.2, guest kernels warn about
 /// sizes in CPUID leaf 0DH that do not match their XCR0, and Linux 7.3 panics. Versions in between
 /// have not been tested.
-const KNOWS_XSAVE: Version = Version(10, 0);
+const KNOWS_XSAVE: QemuVersion = QemuVersion(10, 0);
 
 /// CPU options that hide XSAVE and dependent features.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
@@ -100,13 +100,13 @@ pub enum FetchError {
 
 /// Major and minor version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Version(u32, u32);
+struct QemuVersion(u32, u32);
 
 /// QEMU for x86-64 machines.
 #[derive(Debug, Clone)]
 pub struct Qemu {
     program: PathBuf,
-    version: Version,
+    version: QemuVersion,
     data: Vec<PathBuf>,
     plugin: Option<PathBuf>,
 }
@@ -155,7 +155,7 @@ impl Qemu {
     /// Returns whether a vCPU may keep executing stale code after another vCPU has modified it. See
     /// the module documentation.
     pub fn keeps_stale_code(&self) -> bool {
-        self.version < LOCKS_WHAT_IT_TRANSLATES && self.plugin.is_none()
+        self.version < TRANSLATES_LOCKED_PAGES && self.plugin.is_none()
     }
 }
 
@@ -281,11 +281,11 @@ fn output(program: &Path, arguments: &[&OsStr]) -> Option<String> {
 }
 
 /// Parses the version from a line such as `QEMU emulator version 7.2.22 (Debian …)`.
-fn parse_version(text: &str) -> Option<Version> {
+fn parse_version(text: &str) -> Option<QemuVersion> {
     let (_, rest) = text.split_once("QEMU emulator version ")?;
     let mut numbers = rest.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     match (numbers.next()?, numbers.next()?) {
-        (Ok(major), Ok(minor)) => Some(Version(major, minor)),
+        (Ok(major), Ok(minor)) => Some(QemuVersion(major, minor)),
         _ => None,
     }
 }
@@ -297,7 +297,7 @@ mod tests {
 
     use super::*;
 
-    fn qemu(version: Version) -> Qemu {
+    fn qemu(version: QemuVersion) -> Qemu {
         Qemu {
             program: PROGRAM.into(),
             version,
@@ -309,10 +309,13 @@ mod tests {
     #[test]
     fn versions_are_read_and_compared_by_number() {
         let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)\nCopyright";
-        assert_eq!(parse_version(debian), Some(Version(7, 2)));
+        assert_eq!(parse_version(debian), Some(QemuVersion(7, 2)));
         let newer = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)";
-        assert_eq!(parse_version(newer), Some(Version(10, 0)));
-        assert_eq!(parse_version("QEMU emulator version 9.1\n"), Some(Version(9, 1)));
+        assert_eq!(parse_version(newer), Some(QemuVersion(10, 0)));
+        assert_eq!(
+            parse_version("QEMU emulator version 9.1\n"),
+            Some(QemuVersion(9, 1))
+        );
         assert_eq!(parse_version("QEMU emulator version x.y"), None);
         assert_eq!(parse_version("version 9.1"), None);
         let keeps_stale_code = |version, plugin| {
@@ -322,20 +325,20 @@ mod tests {
             }
             .keeps_stale_code()
         };
-        assert!(keeps_stale_code(Version(7, 2), None));
-        assert!(keeps_stale_code(Version(8, 0), None));
-        assert!(!keeps_stale_code(Version(7, 2), Some("p.so".into())));
-        assert!(!keeps_stale_code(Version(8, 1), None));
-        assert!(!keeps_stale_code(Version(10, 0), None));
+        assert!(keeps_stale_code(QemuVersion(7, 2), None));
+        assert!(keeps_stale_code(QemuVersion(8, 0), None));
+        assert!(!keeps_stale_code(QemuVersion(7, 2), Some("p.so".into())));
+        assert!(!keeps_stale_code(QemuVersion(8, 1), None));
+        assert!(!keeps_stale_code(QemuVersion(10, 0), None));
     }
 
     #[test]
-    fn instructions_are_hidden_where_qemu_gets_them_wrong() {
+    fn cpu_model_hides_broken_instructions() {
         let processor = |version| qemu(version).processor();
-        assert_eq!(processor(Version(7, 2)), format!("EPYC,+svm,-cx16{NO_XSAVE}"));
-        assert_eq!(processor(Version(8, 0)), format!("EPYC,+svm{NO_XSAVE}"));
-        assert_eq!(processor(Version(9, 2)), format!("EPYC,+svm{NO_XSAVE}"));
-        assert_eq!(processor(Version(10, 0)), "EPYC,+svm");
+        assert_eq!(processor(QemuVersion(7, 2)), format!("EPYC,+svm,-cx16{NO_XSAVE}"));
+        assert_eq!(processor(QemuVersion(8, 0)), format!("EPYC,+svm{NO_XSAVE}"));
+        assert_eq!(processor(QemuVersion(9, 2)), format!("EPYC,+svm{NO_XSAVE}"));
+        assert_eq!(processor(QemuVersion(10, 0)), "EPYC,+svm");
     }
 
     #[test]
@@ -359,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_no_qemu_is_none() {
+    fn probe_rejects_other_programs() {
         assert!(Qemu::probe(Path::new("/bin/true")).is_none());
         assert!(Qemu::probe(Path::new("/no/such/program")).is_none());
     }

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
-use guest_images::linux::{self, Images, KernelChoice};
+use guest_images::linux::{self, GuestImages, KernelChoice};
 use guest_images::progress::Progress;
 use guest_images::qemu::{self, Qemu};
 
@@ -69,8 +69,8 @@ pub fn log_dir() -> Result<PathBuf, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if the images cannot be built, for example without network access.
-pub fn images() -> Result<&'static Images, ArtefactError> {
-    static IMAGES: OnceLock<Result<Images, ArtefactError>> = OnceLock::new();
+pub fn images() -> Result<&'static GuestImages, ArtefactError> {
+    static IMAGES: OnceLock<Result<GuestImages, ArtefactError>> = OnceLock::new();
     IMAGES
         .get_or_init(|| images_of(&KernelChoice::default()))
         .as_ref()
@@ -81,7 +81,7 @@ pub fn images() -> Result<&'static Images, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if the images cannot be built.
-pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
+pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
     linux::ensure(&target_dir(), choice, false, &Progress::new("guest")).map_err(|error| {
         ArtefactError(format!(
             "cannot build the Linux guest: {} (see docs/guide/guest-images.md)",

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use guest_images::linux::Images;
+use guest_images::linux::GuestImages;
 use guest_images::progress::Progress as BootProgress;
 use guest_images::qemu::Qemu;
 use tempfile::TempDir;
@@ -433,7 +433,12 @@ fn log_name() -> String {
 }
 
 /// Returns QEMU's command line without the console options.
-fn command_line(qemu: &Qemu, host: &Images, initrd: &Path, options: &LabOptions) -> std::process::Command {
+fn command_line(
+    qemu: &Qemu,
+    host: &GuestImages,
+    initrd: &Path,
+    options: &LabOptions,
+) -> std::process::Command {
     let mut command = std::process::Command::new(SETPRIV);
     command
         .args(["--pdeathsig", "KILL"])
@@ -533,7 +538,7 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, Silence> {
 
 /// Writes the lab's initrd to a temporary directory, which the returned value removes on drop.
 fn make_initrd(
-    host: &Images,
+    host: &GuestImages,
     binaries: &Binaries,
     options: &LabOptions,
 ) -> Result<(TempDir, PathBuf), LabError> {

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_read_back_as_written() {
+    fn frame_round_trips() {
         let mut bytes = Vec::new();
         write_frame(&mut bytes, Kind::Stdout, 7, b"hello").unwrap();
         write_frame(&mut bytes, Kind::Stdin, 8, b"").unwrap();

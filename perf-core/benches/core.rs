@@ -143,8 +143,8 @@ fn open_and_enable() -> [[f64; 2]; 2] {
             ],
             [
                 once(&mut || {
-                    ours.disable(Scope::Event).unwrap();
-                    ours.enable(Scope::Event).unwrap();
+                    ours.disable(ControlScope::Event).unwrap();
+                    ours.enable(ControlScope::Event).unwrap();
                 }),
                 once(&mut || kernel_off_and_on(kernels)),
             ],
@@ -153,7 +153,7 @@ fn open_and_enable() -> [[f64; 2]; 2] {
             *least = least.min(*time);
         }
     }
-    assert_eq!(ours.state(), State::Active);
+    assert_eq!(ours.state(), EventState::Active);
     least
 }
 
@@ -168,7 +168,7 @@ fn switch(c: &mut Criterion) {
     });
     let halted = |id, n| s.vcpu.software_event(id, n, None, &mut |_| {});
     c.bench_function("software_event_unused", |b| {
-        b.iter(|| halted(black_box(SoftwareId::Halts), 1))
+        b.iter(|| halted(black_box(SoftwareEventId::Halts), 1))
     });
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use perf_core::attr::{Attr, EventType};
 use perf_core::estimate::Estimator;
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 use perf_core::pmu::clock::{CYCLES, ClockPmu, VcpuClock};
 use perf_core::pmu::{Pmu, Target, VcpuId};
 
@@ -29,11 +29,11 @@ fn turns(c: &mut Criterion) {
                 let mut used = 0;
                 queue.fill(|key| {
                     if used == SLOTS {
-                        return Turn::NoRoom;
+                        return SlotOffer::NoRoom;
                     }
                     used += 1;
                     black_box(key);
-                    Turn::Taken
+                    SlotOffer::Taken
                 });
             };
             // Every group has been on, so that none is new.

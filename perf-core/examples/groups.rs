@@ -55,7 +55,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let faults = open(software(PAGE_FAULTS), Some(&clock), OpenFlags::default())?;
     touch(100);
     // Any member's handle will do, and the whole group goes off.
-    faults.disable(Scope::Group)?;
+    faults.disable(ControlScope::Group)?;
     let group = clock.read_group()?;
     println!("{} ns with {} page faults", group[0].value, group[1].value);
     assert!(group[1].value >= 100);
@@ -69,7 +69,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // How many, two times, and of each its count, its id and its losses.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
-    clock.reset(Scope::Group)?;
+    clock.reset(ControlScope::Group)?;
     let nothing = clock.read_group()?.iter().all(|reading| reading.value == 0);
     assert!(nothing, "and nothing counts now");
     drop((clock, faults));
@@ -96,7 +96,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     };
     work(100);
-    assert!(tenth.poll().contains(Poll::IN), "there is something to read");
+    assert!(tenth.poll().contains(PollState::IN), "there is something to read");
     // Nobody overwrites what is read now.
     tenth.pause_output(true)?;
     work(50);
@@ -111,8 +111,8 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Two overflows more, and it ends.
     tenth.refresh(2)?;
     work(100);
-    assert_eq!(tenth.state(), State::Off);
-    assert!(tenth.poll().contains(Poll::HUP), "its limit is reached");
+    assert_eq!(tenth.state(), EventState::Off);
+    assert!(tenth.poll().contains(PollState::HUP), "its limit is reached");
     let mut reader = RingReader::of(ring);
     let format = Format::from(tenth.attr());
     let (mut of_tenth, mut of_other, mut lost) = (0, 0, 0);

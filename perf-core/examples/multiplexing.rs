@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // not counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
-    group.disable(Scope::Event)?;
+    group.disable(ControlScope::Event)?;
     vcpu.sched_in();
     // Phases of a lot of faults and of few, some milliseconds each.
     for (phase, ms) in [47, 83, 31, 67, 59, 71, 41, 90].into_iter().enumerate() {
@@ -98,7 +98,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         });
         println!("{:>8} {on:>6.1} % {linear:>10} {ours:>22}", r.value);
     }
-    group.enable(Scope::Event)?;
+    group.enable(ControlScope::Event)?;
     let state = group.state();
     println!(
         "\nthe group of two beside a pinned event on two counters: {state:?}, {:?}",

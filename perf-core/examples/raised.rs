@@ -41,11 +41,11 @@ impl SampleRegs for Interrupted<'_> {
         let vcpu = self.vcpu;
         let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
         assert!(
-            inside(Level::Signal, SoftwareId::Pmis),
+            inside(RaiseLevel::Signal, SoftwareEventId::Pmis),
             "another level is counted"
         );
         assert!(
-            !inside(Level::Thread, SoftwareId::Exits),
+            !inside(RaiseLevel::Thread, SoftwareEventId::Exits),
             "its own would go round in circles"
         );
         self.exit.ip()
@@ -68,7 +68,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let wide = Attr {
         inherit: true,
-        ..Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+        ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
     };
     let all = open(wide, OpenTarget::Vm, None)?;
     let vcpus = [core.add_vcpu(VcpuId(0), 1001)?, core.add_vcpu(VcpuId(1), 1002)?];
@@ -79,12 +79,12 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         sample_type: SampleType::IP | SampleType::RAW | SampleType::PERIOD,
         comm: true,
         mmap: true,
-        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 10)
+        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 10)
     };
     let format = Format::from(&attr);
     let sampled = open(attr, OpenTarget::Vcpu(VcpuId(0)), Some(42))?;
     let mut ring = RingReader::of(sampled.map(4, true)?);
-    let pmis = Attr::counting(EventType::VMM, SoftwareId::Pmis as u64);
+    let pmis = Attr::counting(EventType::VMM, SoftwareEventId::Pmis as u64);
     let pmis = open(pmis, OpenTarget::Vcpu(VcpuId(0)), None)?;
 
     assert!(core.name_vcpu(VcpuId(0), "boot-cpu"));
@@ -101,12 +101,12 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
             ip: 0xffff_ffff_8100_0000 + n,
             reason: n.to_ne_bytes(),
         };
-        let mut sink = |overflow: Overflowed| {
+        let mut sink = |overflow: OverflowReport| {
             assert_eq!(overflow.cookie, 42);
             told += overflow.times;
         };
-        vcpus[0].software_event(SoftwareId::Exits, 1, Some(&mut exit), &mut sink);
-        vcpus[1].software_event(SoftwareId::Exits, 2, Some(&mut exit), &mut sink);
+        vcpus[0].software_event(SoftwareEventId::Exits, 1, Some(&mut exit), &mut sink);
+        vcpus[1].software_event(SoftwareEventId::Exits, 2, Some(&mut exit), &mut sink);
     }
     let exit = Exit {
         ip: 0xffff_ffff_8100_1000,
@@ -116,7 +116,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         exit,
         vcpu: &vcpus[0],
     };
-    vcpus[0].software_event(SoftwareId::Exits, 5, Some(&mut interrupted), &mut |o| {
+    vcpus[0].software_event(SoftwareEventId::Exits, 5, Some(&mut interrupted), &mut |o| {
         told += o.times
     });
     println!(
@@ -148,13 +148,13 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     print!("samples a second: {}", core.knob(Knob::SampleRateHz));
     let fast = Attr {
         freq: true,
-        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 2_000)
+        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000)
     };
     let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
     println!("{error} (errno {})", error.errno());
     core.set_knob(Knob::Paranoid, "1")?;
     let stranger = core.session(1234, Role::Operator);
-    let halts = Attr::counting(EventType::VMM, SoftwareId::Halts as u64);
+    let halts = Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64);
     let error = core.open(&stranger, halts, OpenTarget::Vm, None, OpenFlags::default());
     println!("{}", error.expect_err("not theirs"));
     Ok(())

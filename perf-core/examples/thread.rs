@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             thread.service_overflows(&mut Nowhere, &mut |_| {});
         }
     }
-    clock.disable(Scope::Event)?;
+    clock.disable(ControlScope::Event)?;
     thread.service_overflows(&mut Nowhere, &mut |_| {});
 
     let format = Format {

@@ -56,11 +56,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     spin(Duration::from_millis(10));
     show("vCPU paused: neither counts nor time", &faults)?;
     vcpu.sched_in();
-    faults.disable(Scope::Event)?;
+    faults.disable(ControlScope::Event)?;
     touch(200);
     spin(Duration::from_millis(10));
     show("disabled: the same", &faults)?;
-    faults.enable(Scope::Event)?;
+    faults.enable(ControlScope::Event)?;
 
     let second = open()?;
     show("a second event that waits", &second)?;

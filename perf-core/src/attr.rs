@@ -30,7 +30,7 @@ impl EventType {
     pub const SIM: Self = Self(0x102);
     /// Perfvisor extension: counts supplied by the VMM (exact backing, paravirtual events).
     pub const FED: Self = Self(0x103);
-    /// Perfvisor extension: software events raised by the VMM (`SoftwareId`). The core serves them
+    /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves them
     /// itself.
     pub const VMM: Self = Self(0x104);
     /// Perfvisor extension: statistics of the host scheduler about a vCPU thread.
@@ -245,7 +245,7 @@ const EXCLUDE_GUEST: u32 = 20;
 const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
 
 /// Sample fields whose size attributes are not part of [`ATTR_SIZE_VER1`].
-const BEYOND_LAYOUT: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+const UNSIZED_FIELDS: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
 fn u32_at(b: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
@@ -338,7 +338,7 @@ impl Attr {
             return Err(AttrError::Reserved { field: "bp_type" });
         }
         let sample_type = SampleType::from_bits(u64_at(&known, 24))
-            .filter(|fields| !fields.intersects(BEYOND_LAYOUT))
+            .filter(|fields| !fields.intersects(UNSIZED_FIELDS))
             .ok_or(AttrError::Reserved { field: "sample_type" })?;
         let read_format =
             ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
@@ -436,7 +436,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn size_zero_means_the_first_published_size() {
+    fn size_zero_selects_ver0_layout() {
         let mut bytes = Attr::counting(EventType::RAW, 7).to_bytes();
         bytes[4..8].copy_from_slice(&0u32.to_ne_bytes());
         bytes[64] = 0xff; // config2, beyond VER0: not looked at
@@ -446,7 +446,7 @@ mod tests {
 
     /// A current perf passes 136 bytes. Nonzero bytes beyond the known layout are rejected.
     #[test]
-    fn the_136_bytes_of_a_current_perf_are_understood() {
+    fn current_perf_layout_is_accepted() {
         let ours = Attr {
             sample_id_all: true,
             read_format: ReadFormat::LOST | ReadFormat::ID,
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_sizes_give_e2big_and_write_the_size_back() {
+    fn invalid_sizes_return_e2big_and_supported_size() {
         for size in [1u32, 63, 4097, u32::MAX] {
             let mut bytes = vec![0u8; 5000];
             bytes[4..8].copy_from_slice(&size.to_ne_bytes());
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_shorter_than_its_size_is_a_fault() {
+    fn short_buffer_returns_efault() {
         let mut bytes = Attr::default().to_bytes()[..70].to_vec();
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EFAULT);
         assert_eq!(Attr::from_bytes(&mut []).unwrap_err().errno(), libc::EFAULT);
@@ -499,8 +499,8 @@ mod tests {
         }
 
         #[test]
-        fn p22_every_reserved_bit_is_refused_and_every_known_one_round_trips(bit in 0u32..64, field in 0usize..3) {
-            let (at, known) = [(24, SampleType::all().difference(BEYOND_LAYOUT).bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
+        fn p22_reserved_bits_are_rejected_and_known_bits_round_trip(bit in 0u32..64, field in 0usize..3) {
+            let (at, known) = [(24, SampleType::all().difference(UNSIZED_FIELDS).bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
             let mut bytes = Attr::default().to_bytes();
             bytes[at..at + 8].copy_from_slice(&(1u64 << bit).to_ne_bytes());
             match Attr::from_bytes(&mut bytes) {
@@ -516,7 +516,7 @@ mod tests {
         }
 
         #[test]
-        fn p22_no_bytes_make_it_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn p22_arbitrary_bytes_do_not_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = Attr::from_bytes(&mut bytes);
         }
     }

@@ -33,7 +33,7 @@ mod tests {
     }
 
     #[test]
-    fn each_source_is_said_once() {
+    fn error_line_omits_repeated_sources() {
         let line = |what| {
             let source = io::Error::other("no such thing");
             error_line(&Outer { what, source })

@@ -17,7 +17,7 @@
 //! Slices are not independent, because a phase of the guest lasts longer than a slice. The error
 //! from the gaps follows from the autocorrelation of the rate, and slices reveal three properties
 //! of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two consecutive
-//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::amid`]), the mean
+//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::mid_slice`]), the mean
 //! square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps of
 //! length g, where l + g = 1:
 //!
@@ -94,13 +94,13 @@ impl Estimate {
 /// Running mean and variance of a series, computed online without the cancellation of large sums of
 /// squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Welford {
+pub struct RunningVariance {
     n: u64,
     mean: f64,
     m2: f64,
 }
 
-impl Welford {
+impl RunningVariance {
     /// Adds a value.
     pub fn add(&mut self, value: f64) {
         self.n += 1;
@@ -133,26 +133,26 @@ impl Welford {
 }
 
 /// Minimum number of steps, and of slices with two known halves, for a standard error.
-const ENOUGH: u64 = 4;
+const SLICES_MIN: u64 = 4;
 /// Maximum lag of the step autocorrelation, in slices.
 const LAGS: usize = 8;
 /// Correlation time of the exponentially correlated rate for which the standard error is exact, in
 /// periods.
-const MIDDLE: f64 = 0.27;
+const REFERENCE_CORRELATION_TIME: f64 = 0.27;
 /// Minimum number of effective independent values for a standard error. Rates with fewer have long
 /// tails and get only a bound.
-const FEW: f64 = 20.0;
+const EFFECTIVE_VALUES_MIN: f64 = 20.0;
 /// Threshold of the summed squared autocorrelation of steps above which the rate is considered
 /// periodic.
-const RHYTHM: f64 = 0.3;
+const PERIODIC_MIN: f64 = 0.3;
 /// Factor by which variation within slices must exceed variation between slices to prove aliasing.
-const IN_STEP: f64 = 10.0;
+const ALIASING_FACTOR: f64 = 10.0;
 /// Relative variation within slices that is too small to hide a pattern.
 const CALM: f64 = 1e-3;
 
 /// Statistics of rate changes between slices and within slices.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Steps {
+struct StepStatistics {
     n: u64,
     last_gap: f64,
     /// Squares of steps and products of consecutive steps, both weighted with the gaps that they
@@ -175,7 +175,7 @@ struct Steps {
 
 /// Uncertainty derived from the slices.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Doubt {
+enum Uncertainty {
     Unknown,
     /// Variance from the gaps per squared period, and the random-walk and white-noise components of
     /// the steps.
@@ -223,7 +223,7 @@ fn weights(on: f64) -> [f64; 3] {
     let rows = [
         [2.0, -1.0, 4.0, gap],
         [1.0 - on / 3.0, on / 6.0, on / 3.0, gap * gap / 12.0],
-        exponential(on, MIDDLE),
+        exponential(on, REFERENCE_CORRELATION_TIME),
     ];
     let minor = |a: [f64; 4], b: [f64; 4], i: usize, j: usize| a[i] * b[j] - a[j] * b[i];
     let [x, y, z] = rows;
@@ -238,7 +238,7 @@ fn weights(on: f64) -> [f64; 3] {
     ]
 }
 
-impl Steps {
+impl StepStatistics {
     const NONE: Self = Self {
         n: 0,
         last_gap: 0.0,
@@ -300,8 +300,8 @@ impl Steps {
 
     /// Returns `true` if the rate varies more within slices than between them by the factor
     /// `times`, which indicates aliasing.
-    fn keeps_step(&self, mean: f64, times: f64) -> bool {
-        if self.n < ENOUGH || self.halved < ENOUGH || self.gap_products <= 0.0 {
+    fn detects_aliasing(&self, mean: f64, times: f64) -> bool {
+        if self.n < SLICES_MIN || self.halved < SLICES_MIN || self.gap_products <= 0.0 {
             return false;
         }
         let (squares, products) = self.moments();
@@ -310,9 +310,9 @@ impl Steps {
         self.halves / self.halved as f64 > times * most + (CALM * mean).powi(2)
     }
 
-    fn doubt(&self, on: f64, mean: f64) -> Doubt {
-        if self.n < ENOUGH || self.halved < ENOUGH || self.gap_products <= 0.0 {
-            return Doubt::Unknown;
+    fn doubt(&self, on: f64, mean: f64) -> Uncertainty {
+        if self.n < SLICES_MIN || self.halved < SLICES_MIN || self.gap_products <= 0.0 {
+            return Uncertainty::Unknown;
         }
         let (n, halved) = (self.n as f64, self.halved as f64);
         let (squares, products) = self.moments();
@@ -325,8 +325,8 @@ impl Steps {
         if !calm {
             let chance = 1.0 + 2.0 * (8.0 * n / (values.min(n) * halved)).sqrt();
             let alternates = -products > squares * (0.5 + 2.25 / values.min(n).sqrt());
-            if self.keeps_step(mean, chance) || alternates {
-                return Doubt::Unknown;
+            if self.detects_aliasing(mean, chance) || alternates {
+                return Uncertainty::Unknown;
             }
         }
         // A linear trend contributes equally to all products. Trapezoids interpolate it exactly.
@@ -342,23 +342,23 @@ impl Steps {
             products - course_squares,
             (halves - course_squares * on * on / 4.0).max(0.0),
         );
-        if !calm && values < FEW {
-            return Doubt::LongTail { between, walk, fresh };
+        if !calm && values < EFFECTIVE_VALUES_MIN {
+            return Uncertainty::LongTail { between, walk, fresh };
         }
         let later = (2..=LAGS).map(|by| (lag(by) - course).powi(2)).sum::<f64>();
-        if !calm && later > RHYTHM + 30.0 / n {
+        if !calm && later > PERIODIC_MIN + 30.0 / n {
             if products < squares / 2.0 {
-                return Doubt::Unknown;
+                return Uncertainty::Unknown;
             }
             // The pattern is sampled at all phases. Its errors cancel from period to period, which
             // steps do not show.
-            return Doubt::LongTail {
+            return Uncertainty::LongTail {
                 between: of(walk, 0.0, walk * on / 3.0),
                 walk,
                 fresh,
             };
         }
-        Doubt::Variance { between, walk, fresh }
+        Uncertainty::Variance { between, walk, fresh }
     }
 }
 
@@ -383,10 +383,10 @@ pub struct Estimator {
     first_gap_ns: u64,
     /// Interpolated count of all gaps.
     trapezoids: f64,
-    rates: Welford,
-    steps: Steps,
+    rates: RunningVariance,
+    steps: StepStatistics,
     /// Time and count of the read in the middle of the current slice.
-    amid: Option<(u64, u64)>,
+    mid_slice: Option<(u64, u64)>,
 }
 
 impl Default for Estimator {
@@ -409,13 +409,13 @@ impl Estimator {
             gap_ns: 0,
             first_gap_ns: 0,
             trapezoids: 0.0,
-            rates: Welford {
+            rates: RunningVariance {
                 n: 0,
                 mean: 0.0,
                 m2: 0.0,
             },
-            steps: Steps::NONE,
-            amid: None,
+            steps: StepStatistics::NONE,
+            mid_slice: None,
         }
     }
 
@@ -423,14 +423,14 @@ impl Estimator {
     /// within slices than between them. Other events of the same vCPU that share slots with this
     /// one may have the same pattern undetected.
     #[must_use]
-    pub fn keeps_step(&self) -> bool {
-        self.steps.keeps_step(self.rates.mean(), IN_STEP)
+    pub fn detects_aliasing(&self) -> bool {
+        self.steps.detects_aliasing(self.rates.mean(), ALIASING_FACTOR)
     }
 
     /// Records that the active event had counted `count` in its current slice at `at_ns`, near the
     /// middle. The variation within slices reveals aliasing.
-    pub fn amid(&mut self, at_ns: u64, count: u64) {
-        self.amid = Some((at_ns, count));
+    pub fn mid_slice(&mut self, at_ns: u64, count: u64) {
+        self.mid_slice = Some((at_ns, count));
     }
 
     /// Returns the number of counts in all slices.
@@ -443,7 +443,7 @@ impl Estimator {
     /// part before the end of the previous slice is ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
-        if let Some((at_ns, first)) = self.amid.take()
+        if let Some((at_ns, first)) = self.mid_slice.take()
             && (from_ns + 1..to_ns).contains(&at_ns)
             && first <= count
         {
@@ -503,7 +503,7 @@ impl Estimator {
         let completed = (self.last_rate * first + rate * (enough - first)) / enough;
         self.trapezoids += self.first_gap_ns as f64 * (completed - self.last_rate);
         self.last_rate = completed;
-        self.rates = Welford::default();
+        self.rates = RunningVariance::default();
         self.rates.add(completed);
     }
 
@@ -565,9 +565,9 @@ impl Estimator {
         let gaps = self.gap_ns as f64 - first;
         let on = running / (running + gaps);
         let (known, between, walk, fresh) = match steps.doubt(on, self.rates.mean()) {
-            Doubt::Unknown => return (None, None),
-            Doubt::Variance { between, walk, fresh } => (true, between, walk, fresh),
-            Doubt::LongTail { between, walk, fresh } => (false, between, walk, fresh),
+            Uncertainty::Unknown => return (None, None),
+            Uncertainty::Variance { between, walk, fresh } => (true, between, walk, fresh),
+            Uncertainty::LongTail { between, walk, fresh } => (false, between, walk, fresh),
         };
         let mut variance = between * steps.gap_squares / (1.0 - on).powi(2);
         // The gaps at both ends have a slice on one side only.

@@ -34,7 +34,7 @@ pub struct LogLimiter {
 
 /// Permission of a [`LogLimiter`] to write a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Admitted {
+pub struct LogPermit {
     /// Number of lines suppressed before this one.
     pub suppressed: u64,
     /// `true` if this line ends a burst and later lines are delayed.
@@ -61,7 +61,7 @@ impl LogLimiter {
 
     /// Returns a permission if a line may be written at `now`, and counts the line as suppressed
     /// otherwise.
-    pub fn admit(&mut self, now: Instant) -> Option<Admitted> {
+    pub fn admit(&mut self, now: Instant) -> Option<LogPermit> {
         let silent_since = self.last_asked.replace(now);
         if silent_since.is_some_and(|asked| now.saturating_duration_since(asked) >= LONGEST_PAUSE) {
             self.burst_left = BURST;
@@ -82,7 +82,7 @@ impl LogLimiter {
             self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         }
         self.last_written = Some(now);
-        Some(Admitted {
+        Some(LogPermit {
             suppressed: std::mem::take(&mut self.suppressed),
             last_of_burst,
         })
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_never_stops_gets_ever_fewer_lines() {
+    fn repeated_lines_are_increasingly_delayed() {
         let begin = Instant::now();
         let mut limiter = LogLimiter::new();
         assert_eq!(lines(&mut limiter, begin, 1), u64::from(BURST));
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_comes_back_after_a_silence() {
+    fn burst_is_restored_after_silence() {
         let begin = Instant::now();
         let mut limiter = LogLimiter::new();
         assert_eq!(lines(&mut limiter, begin, 1), u64::from(BURST));

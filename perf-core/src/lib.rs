@@ -176,20 +176,20 @@ pub mod ring;
 pub mod time;
 
 pub use crate::api::{
-    ConfigError, CoreBuilder, GroupReading, GuestMapping, Handle, Held, Knob, KnobError, OpenFlags,
-    OpenTarget, Pin, Reading, Scope, Session, VcpuReading,
+    ConfigError, ContextPin, ControlScope, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError,
+    LockedContext, OpenFlags, OpenTarget, Reading, Session, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
 pub use crate::error_line::error_line;
-pub use crate::model::failure::{Failure, FailureCause};
+pub use crate::model::failure::{EventFailure, EventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs};
-pub use crate::model::software::{Level, SoftwareId};
-pub use crate::model::state::{State, TickNeed};
-pub use crate::notify::Poll;
+pub use crate::model::software::{RaiseLevel, SoftwareEventId};
+pub use crate::model::state::{EventState, TickWork};
+pub use crate::notify::PollState;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;
-pub use crate::sample::Overflowed;
+pub use crate::sample::OverflowReport;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
 pub use crate::service::config::{CoreConfig, Role};
 pub use crate::service::core::{Core, VcpuContext};

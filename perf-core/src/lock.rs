@@ -48,7 +48,7 @@ pub(crate) type LockGuard<'a, T> = Guard<MutexGuard<'a, T>>;
 #[derive(Debug)]
 pub(crate) struct Guard<G> {
     guard: G,
-    _held: Held,
+    _held: LockRecord,
 }
 
 impl<T> Lock<T> {
@@ -64,7 +64,7 @@ impl<T> Lock<T> {
     }
 
     pub fn lock(&self) -> LockGuard<'_, T> {
-        let held = Held::wait(self.rank, self.address());
+        let held = LockRecord::wait(self.rank, self.address());
         Guard::new(self.inner.lock().unwrap_or_else(PoisonError::into_inner), held)
     }
 
@@ -75,12 +75,12 @@ impl<T> Lock<T> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        Some(Guard::new(guard, Held::got(self.rank, self.address())))
+        Some(Guard::new(guard, LockRecord::got(self.rank, self.address())))
     }
 }
 
 impl<G> Guard<G> {
-    pub fn new(guard: G, held: Held) -> Self {
+    pub fn new(guard: G, held: LockRecord) -> Self {
         Self { guard, _held: held }
     }
 }
@@ -100,9 +100,9 @@ impl<G: DerefMut> DerefMut for Guard<G> {
 }
 
 #[cfg(debug_assertions)]
-pub(crate) use checked::Held;
+pub(crate) use checked::LockRecord;
 #[cfg(not(debug_assertions))]
-pub(crate) use unchecked::Held;
+pub(crate) use unchecked::LockRecord;
 
 #[cfg(debug_assertions)]
 mod checked {
@@ -122,9 +122,9 @@ mod checked {
 
     /// Record that this thread holds a lock.
     #[derive(Debug)]
-    pub(crate) struct Held(Option<(Rank, usize)>);
+    pub(crate) struct LockRecord(Option<(Rank, usize)>);
 
-    impl Held {
+    impl LockRecord {
         /// Checks the lock order before a blocking acquisition.
         ///
         /// # Panics
@@ -160,7 +160,7 @@ mod checked {
         }
     }
 
-    impl Drop for Held {
+    impl Drop for LockRecord {
         fn drop(&mut self) {
             HELD.with(|held| {
                 if let Some(mine) = held.iter().find(|h| self.0.is_some() && h.get() == self.0) {
@@ -177,9 +177,9 @@ mod unchecked {
 
     /// Empty record, because release builds do not check the lock order.
     #[derive(Debug)]
-    pub(crate) struct Held;
+    pub(crate) struct LockRecord;
 
-    impl Held {
+    impl LockRecord {
         pub fn wait(_rank: Rank, _address: usize) -> Self {
             Self
         }
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     /// Returns `true` if acquiring `first` and then `second` violates the lock order.
-    fn is_noticed(first: &Lock<()>, second: &Lock<()>) -> bool {
+    fn violates_order(first: &Lock<()>, second: &Lock<()>) -> bool {
         catch_unwind(AssertUnwindSafe(|| {
             let _first = first.lock();
             let _second = second.lock();
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn locks_out_of_their_order_are_noticed() {
+    fn lock_order_violation_panics() {
         let all = [
             Rank::Topology,
             Rank::Output,
@@ -221,32 +221,35 @@ mod tests {
             for (b, second) in all.iter().enumerate() {
                 let (low, high) = (Lock::new(*first, ()), Lock::new(*second, ()));
                 if a != b {
-                    assert_eq!(is_noticed(&low, &high), a > b, "{first:?}, {second:?}");
+                    assert_eq!(violates_order(&low, &high), a > b, "{first:?}, {second:?}");
                 }
             }
         }
     }
 
     #[test]
-    fn two_of_a_kind_have_an_order_too() {
+    fn locks_of_same_rank_are_ordered() {
         let families = [Lock::new(Rank::Family, ()), Lock::new(Rank::Family, ())];
-        assert!(is_noticed(&families[0], &families[1]));
+        assert!(violates_order(&families[0], &families[1]));
         let contexts = [Lock::new(Rank::Context, ()), Lock::new(Rank::Context, ())];
-        assert!(is_noticed(&contexts[0], &contexts[1]), "nobody else has two");
+        assert!(violates_order(&contexts[0], &contexts[1]), "nobody else has two");
         let outputs = [Lock::new(Rank::Output, ()), Lock::new(Rank::Output, ())];
-        assert!(is_noticed(&outputs[1], &outputs[0]));
+        assert!(violates_order(&outputs[1], &outputs[0]));
         let topology = Lock::new(Rank::Topology, ());
         let _topology = topology.lock();
-        assert!(!is_noticed(&outputs[1], &outputs[0]), "nobody else has two");
-        assert!(!is_noticed(&contexts[0], &contexts[1]), "by address");
-        assert!(is_noticed(&contexts[1], &contexts[0]));
-        assert!(is_noticed(&contexts[0], &contexts[0]), "it would wait for itself");
+        assert!(!violates_order(&outputs[1], &outputs[0]), "nobody else has two");
+        assert!(!violates_order(&contexts[0], &contexts[1]), "by address");
+        assert!(violates_order(&contexts[1], &contexts[0]));
+        assert!(
+            violates_order(&contexts[0], &contexts[0]),
+            "it would wait for itself"
+        );
     }
 
     /// `try_lock` is exempt from the lock order, and released locks no longer count, in any order
     /// of release.
     #[test]
-    fn only_waiting_is_checked_and_only_for_what_is_held() {
+    fn try_lock_is_exempt_from_lock_order() {
         let (topology, context) = (Lock::new(Rank::Topology, ()), Lock::new(Rank::Context, ()));
         let held = context.lock();
         let tried = topology.try_lock().expect("nobody has it");
@@ -254,6 +257,6 @@ mod tests {
         let again = context.lock();
         drop(tried);
         drop(again);
-        assert!(!is_noticed(&topology, &context));
+        assert!(!violates_order(&topology, &context));
     }
 }

@@ -13,7 +13,7 @@ use crate::ring::borrowed;
 bitflags! {
     /// The poll state of an event.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Poll: u32 {
+    pub struct PollState: u32 {
         /// Samples are available.
         const IN = 1;
         /// The event reached its limit and was disabled, its vCPU was removed, or it has no ring.
@@ -23,19 +23,20 @@ bitflags! {
 
 /// The poll state of one event, with an eventfd that is created on first use.
 ///
-/// [`Notify::signal`] sets the state before it signals the eventfd, and [`Notify::take`] drains the
-/// eventfd before it takes the state, so a reader cannot miss a notification between its check and
-/// its sleep. `HUP` has its own bit, so a later `IN` cannot hide it.
+/// [`PollNotifier::signal`] sets the state before it signals the eventfd, and
+/// [`PollNotifier::take`] drains the eventfd before it takes the state, so a reader cannot miss a
+/// notification between its check and its sleep. `HUP` has its own bit, so a later `IN` cannot hide
+/// it.
 #[derive(Debug, Default)]
-pub(crate) struct Notify {
+pub(crate) struct PollNotifier {
     state: AtomicU32,
     fd: OnceLock<EventFd>,
 }
 
-impl Notify {
+impl PollNotifier {
     /// Adds `what` to the state and wakes pollers. Needs one system call, or none if the descriptor
     /// was never requested.
-    pub fn signal(&self, what: Poll) {
+    pub fn signal(&self, what: PollState) {
         self.state.fetch_or(what.bits(), Ordering::Release);
         if let Some(fd) = self.fd.get() {
             // A write fails only if the eventfd counter is at its maximum. The descriptor is then
@@ -45,12 +46,12 @@ impl Notify {
     }
 
     /// Returns and clears the state.
-    pub fn take(&self) -> Poll {
+    pub fn take(&self) -> PollState {
         if let Some(fd) = self.fd.get() {
             // The eventfd is non-blocking. An error only means that nothing was signaled.
             let _ = fd.read();
         }
-        Poll::from_bits_retain(self.state.swap(0, Ordering::AcqRel))
+        PollState::from_bits_retain(self.state.swap(0, Ordering::AcqRel))
     }
 
     /// Returns the descriptor to poll for input.

@@ -5,7 +5,7 @@ use crate::attr::Attr;
 /// An overflow report for the VMM, sent when an event with a cookie reaches its armed overflow
 /// point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Overflowed {
+pub struct OverflowReport {
     /// Cookie that the event was opened with.
     pub cookie: u64,
     /// Number of overflows since the last report, at least 1.
@@ -14,21 +14,21 @@ pub struct Overflowed {
 
 /// Result of [`Sampling::count_down`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct CountDown {
+pub(crate) struct LimitCount {
     pub counted: u32,
     pub last: bool,
 }
 
 /// Current time, as clock time and as number of ticks of the context.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Moment {
+pub(crate) struct TickTime {
     pub ns: u64,
     pub tick: u64,
 }
 
 /// Overflow rate of an event.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Rate {
+pub(crate) struct SamplingRate {
     /// Number of counts between two overflows.
     pub period: u64,
     /// Target number of overflows per second, or 0 for a fixed period.
@@ -100,7 +100,7 @@ impl Sampling {
     }
 
     /// Adopts the current period and frequency of the family, for a child that has not counted yet.
-    pub fn inherit_rate(&mut self, family: Rate) {
+    pub fn inherit_rate(&mut self, family: SamplingRate) {
         self.freq = family.freq;
         if family.period != 0 {
             self.period = family.period;
@@ -109,8 +109,8 @@ impl Sampling {
     }
 
     /// Returns the current period and frequency.
-    pub fn rate(&self) -> Rate {
-        Rate {
+    pub fn rate(&self) -> SamplingRate {
+        SamplingRate {
             period: self.period,
             freq: self.freq,
         }
@@ -218,7 +218,7 @@ impl Sampling {
     /// because it exceeded the limit of one tick interval.
     ///
     /// The interval is measured by the clock, because the VMM may deliver ticks late or not at all.
-    pub fn interrupt(&mut self, times: u32, now: Moment, tick_hz: u64, sample_rate_hz: u64) -> bool {
+    pub fn interrupt(&mut self, times: u32, now: TickTime, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.overflows += u64::from(times);
         if self.throttled {
             return true;
@@ -235,16 +235,16 @@ impl Sampling {
 
     /// Counts `times` overflows against the limit. Returns the number that the limit allowed and
     /// whether the limit is now exhausted.
-    pub fn count_down(&mut self, times: u32) -> CountDown {
+    pub fn count_down(&mut self, times: u32) -> LimitCount {
         if self.limit == 0 {
-            return CountDown {
+            return LimitCount {
                 counted: times,
                 last: false,
             };
         }
         let counted = times.min(u32::try_from(self.limit).unwrap_or(u32::MAX));
         self.limit -= u64::from(counted);
-        CountDown {
+        LimitCount {
             counted,
             last: self.limit == 0,
         }
@@ -336,7 +336,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_clocks_frequency_is_a_period_and_does_not_adapt() {
+    fn clock_frequency_is_fixed_period() {
         let attr = |config, hz| Attr {
             freq: true,
             ..Attr::sampling(EventType::SOFTWARE, config, hz)
@@ -356,14 +356,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn p25_a_period_is_at_least_1_and_shrinks_by_an_eighth_at_most(period in 1u64..1 << 62, events: u64, freq in 1u64..1 << 20) {
+        fn p25_period_is_at_least_1_and_shrinks_by_at_most_an_eighth(period in 1u64..1 << 62, events: u64, freq in 1u64..1 << 20) {
             let next = adjusted_period(period, events, freq);
             prop_assert!(next >= 1);
             prop_assert!(next >= period - period.div_ceil(8));
         }
 
         #[test]
-        fn p25_without_events_it_decays_to_14(period in 1u64..1 << 62) {
+        fn p25_period_decays_to_14_without_events(period in 1u64..1 << 62) {
             let mut p = period;
             for _ in 0..1000 {
                 p = adjusted_period(p, 0, 1000);
@@ -372,7 +372,7 @@ mod tests {
         }
 
         #[test]
-        fn p25_a_steady_rate_reaches_a_fixed_point_near_the_ideal(rate in 1_000_000u64..4_000_000_000, freq in 1u64..10_000, start in 1u64..1 << 40) {
+        fn p25_steady_rate_converges_near_ideal_period(rate in 1_000_000u64..4_000_000_000, freq in 1u64..10_000, start in 1u64..1 << 40) {
             let mut p = start;
             for _ in 0..2000 {
                 // Counts arrive at `rate` per second, so there are `rate / period` overflows per

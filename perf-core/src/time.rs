@@ -75,14 +75,14 @@ impl Clock for ManualClock {
 
 /// Time enabled and time running of an event, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Times {
+pub struct TimeTotals {
     /// Time that the event was enabled while its context was scheduled in.
     pub enabled_ns: u64,
     /// Time that the event was on the PMU.
     pub running_ns: u64,
 }
 
-impl Times {
+impl TimeTotals {
     pub(crate) fn add(&mut self, other: Self) {
         self.enabled_ns = self.enabled_ns.wrapping_add(other.enabled_ns);
         self.running_ns = self.running_ns.wrapping_add(other.running_ns);
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn times_add_up() {
-        let times = |enabled_ns, running_ns| Times {
+        let times = |enabled_ns, running_ns| TimeTotals {
             enabled_ns,
             running_ns,
         };
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manual_clock_moves_when_told_to_and_the_hosts_by_itself() {
+    fn manual_clock_advances_only_on_request() {
         let clock = ManualClock::new();
         assert_eq!(clock.now_ns(), 0);
         clock.advance(5);

@@ -27,11 +27,11 @@ use perfvisor_vmm::kvm::host::{self, Kvm};
 use perfvisor_vmm::kvm::stepping::Stepping;
 use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::kvm::{cpuid, msr_filter};
-use perfvisor_vmm::memory::{GuestRam, MemoryKind};
+use perfvisor_vmm::memory::{GuestRam, MemoryBackingConfig};
 use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::vcpu::affinity::Pinning;
-use perfvisor_vmm::vcpu::control::{OnReset, StopReason};
+use perfvisor_vmm::vcpu::control::{ResetPolicy, StopReason};
 use perfvisor_vmm::vcpu::kick::{self, KickTimer};
 use perfvisor_vmm::vm::{HaltPolling, Vm, VmConfig};
 use vm_memory::{Bytes, GuestAddress};
@@ -39,7 +39,7 @@ use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,
     IA32_PMC0,
 };
-use vpmu::{Backability, BackingPolicy, EventFilter, Generation, Model};
+use vpmu::{BackingPolicy, CountableEvents, EventFilter, Generation, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
@@ -182,7 +182,7 @@ const CASES: [Case; 4] = [
 ];
 
 /// Measured values of one repetition.
-struct Took {
+struct Measurement {
     cpu: Duration,
     interrupts: u64,
     exits: u64,
@@ -306,13 +306,18 @@ impl Case {
         image
     }
 
-    fn model(&self) -> Result<Model, Box<dyn Error>> {
-        Ok(Model::new(self.generation, None, None)?)
+    fn model(&self) -> Result<PmuModel, Box<dyn Error>> {
+        Ok(PmuModel::new(self.generation, None, None)?)
     }
 
     /// Runs the guest under a VMM that answers accesses with constants and sends an NMI after each
     /// `period`, if any.
-    fn constant(&self, kvm: &Kvm, image: &[u8], period: Option<Duration>) -> Result<Took, Box<dyn Error>> {
+    fn constant(
+        &self,
+        kvm: &Kvm,
+        image: &[u8],
+        period: Option<Duration>,
+    ) -> Result<Measurement, Box<dyn Error>> {
         let began = cpu_time();
         let ram = GuestRam::new(RAM_BYTES)?;
         ram.memory().write_slice(image, GuestAddress(LOAD.into()))?;
@@ -372,7 +377,7 @@ impl Case {
             }
         }
         drop(vcpu);
-        Ok(Took {
+        Ok(Measurement {
             cpu: cpu_time() - began,
             interrupts: nmis,
             exits,
@@ -380,7 +385,7 @@ impl Case {
     }
 
     /// Runs the guest under Perfvisor.
-    fn ours(&self, kvm: &Kvm, image: Vec<u8>) -> Result<Took, Box<dyn Error>> {
+    fn ours(&self, kvm: &Kvm, image: Vec<u8>) -> Result<Measurement, Box<dyn Error>> {
         let began = cpu_time();
         let config = VmConfig {
             // Leaks a few KiB per repetition until the process ends.
@@ -391,7 +396,7 @@ impl Case {
             cpus: "1".parse()?,
             memory_bytes: RAM_BYTES,
             kernel_reader: None,
-            memory_kind: MemoryKind::default(),
+            memory_kind: MemoryBackingConfig::default(),
             pmu: PmuConfig {
                 model: self.model()?,
                 policy: BackingPolicy::Auto,
@@ -405,14 +410,14 @@ impl Case {
                 turn: None,
                 limits: OperatorLimits::default(),
             },
-            backability: Backability::CLOCK,
+            backability: CountableEvents::CLOCK,
             own_pmu: None,
             rdpmc: RdpmcMode::Off,
             hide_uncounted: false,
             debugger: None,
             pins: Pinning::default(),
             nested: false,
-            on_reset: OnReset::Exit,
+            on_reset: ResetPolicy::Exit,
             halt_polling: HaltPolling::default(),
             debug_exit: true,
             cpu_signature: None,
@@ -427,11 +432,11 @@ impl Case {
         if !matches!(reason, Some(StopReason::DebugExit(_))) {
             return Err(format!("the guest ended by {reason:?}").into());
         }
-        let roster = vm.roster().clone();
-        let stats = roster.seats()[0].stats();
+        let registry = vm.registry().clone();
+        let stats = registry.slots()[0].stats();
         let (interrupts, exits) = (stats.pmi_nmi.get(), stats.exits.get());
         drop(vm);
-        Ok(Took {
+        Ok(Measurement {
             cpu: cpu_time() - began,
             interrupts,
             exits,
@@ -442,7 +447,7 @@ impl Case {
     /// under Perfvisor.
     fn turn(&self, kvm: &Kvm, work: &Work) -> Result<[(f64, f64); 2], Box<dyn Error>> {
         let image = |interrupts| self.image(work.rounds, work.period_cycles, interrupts);
-        let of_one = |with: Took, without: Took| {
+        let of_one = |with: Measurement, without: Measurement| {
             let n = with.interrupts as f64;
             let ns = with.cpu.as_nanos() as f64 - without.cpu.as_nanos() as f64;
             (ns / n, (with.exits as f64 - without.exits as f64) / n)

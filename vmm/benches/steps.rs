@@ -18,9 +18,9 @@ use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::vcpu::step::debug::GuestDebug;
-use perfvisor_vmm::vcpu::step::{Prepared, Stepper};
+use perfvisor_vmm::vcpu::step::{StepAction, Stepper};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vpmu::exact::Counts;
+use vpmu::exact::RetiredCounts;
 use vpmu::{SteppedLevels, Vendor};
 
 /// Number of repetitions of each variant, and instructions per repetition. A repetition is short,
@@ -38,7 +38,7 @@ const LOOP: [u8; 33] = [
 
 /// Execution method of the guest.
 #[expect(clippy::large_enum_variant, reason = "there is one of it at a time")]
-enum Way {
+enum Variant {
     /// Single steps without decoding.
     Bare,
     /// Stepper with empty caches.
@@ -47,21 +47,21 @@ enum Way {
 
 /// Executes at least [`INSTRUCTIONS`] instructions. Returns the nanoseconds and the number of
 /// entries per instruction.
-fn turn(vcpu: &mut ArmedVcpu, way: Way) -> Result<(f64, f64), Box<dyn Error>> {
+fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>> {
     let levels = SteppedLevels {
         user: false,
         kernel: true,
     };
-    let room = || Counts {
+    let room = || RetiredCounts {
         instructions: u32::MAX,
         loads: u32::MAX,
         stores: u32::MAX,
-        ..Counts::default()
+        ..RetiredCounts::default()
     };
     let (mut entries, mut retired) = (0u64, 0u64);
     let began = Instant::now();
     match way {
-        Way::Bare => {
+        Variant::Bare => {
             vcpu.set_guest_debug(&kvm_guest_debug {
                 control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
                 ..Default::default()
@@ -73,11 +73,11 @@ fn turn(vcpu: &mut ArmedVcpu, way: Way) -> Result<(f64, f64), Box<dyn Error>> {
                 (entries, retired) = (entries + 1, retired + 1);
             }
         }
-        Way::Stepper(mut stepper) => {
+        Variant::Stepper(mut stepper) => {
             let mut debug = GuestDebug::default();
             while retired < INSTRUCTIONS {
                 stepper.settle(vcpu)?;
-                if stepper.prepare(vcpu, &mut debug, levels, &room)? != Prepared::Enter {
+                if stepper.prepare(vcpu, &mut debug, levels, &room)? != StepAction::Enter {
                     return Err("an instruction was executed here".into());
                 }
                 let why = vcpu.run().why?;
@@ -161,9 +161,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut entries = 1.0;
     for turn_of in 0..=turns {
         let ways = [
-            Way::Bare,
-            Way::Stepper(stepper().without_runs()),
-            Way::Stepper(stepper()),
+            Variant::Bare,
+            Variant::Stepper(stepper().without_runs()),
+            Variant::Stepper(stepper()),
         ];
         for (way, times) in ways.into_iter().zip(&mut times) {
             let (ns, entries_of_way) = turn(&mut vcpu, way)?;

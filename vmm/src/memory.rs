@@ -12,11 +12,11 @@ use std::sync::Arc;
 use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
-use available::Limit;
-use backing::BackingError;
-pub use backing::{HugePages, MemoryKind};
+use available::HostMemoryLimit;
+use backing::MemoryBackingError;
+pub use backing::{HugePages, MemoryBackingConfig};
 
-use crate::kvm::memslot::{MemorySlots, SlotError};
+use crate::kvm::memslot::{MemorySlotError, MemorySlots};
 use crate::kvm::vm_fd::VmFd;
 
 /// Minimum size of guest RAM in bytes.
@@ -80,7 +80,7 @@ pub enum MemoryError {
         size_bytes: u64,
         /// Error of mmap(2).
         #[source]
-        source: BackingError,
+        source: MemoryBackingError,
     },
     /// The size exceeds the limit of a control group.
     #[error(
@@ -91,7 +91,7 @@ pub enum MemoryError {
         /// Requested size in bytes.
         size_bytes: u64,
         /// The limit of the control group, swap included.
-        limit: Limit,
+        limit: HostMemoryLimit,
     },
     /// The memory is to be preallocated and exceeds what is available.
     #[error(
@@ -102,17 +102,17 @@ pub enum MemoryError {
         /// Requested size in bytes.
         size_bytes: u64,
         /// Available memory.
-        limit: Limit,
+        limit: HostMemoryLimit,
     },
     /// KVM refused a memory slot.
     #[error(transparent)]
-    Register(#[from] SlotError),
+    Register(#[from] MemorySlotError),
 }
 
 /// Type of a range of guest-physical addresses, as in e820.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum RangeKind {
+pub enum MemoryRangeType {
     /// Usable RAM.
     Ram = 1,
     /// Reserved; the guest does not allocate it.
@@ -121,13 +121,13 @@ pub enum RangeKind {
 
 /// An entry of the guest's memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MapEntry {
+pub struct MemoryMapEntry {
     /// First guest-physical address.
     pub start: u64,
     /// Length in bytes.
     pub len_bytes: u64,
     /// Type of the range.
-    pub kind: RangeKind,
+    pub kind: MemoryRangeType,
 }
 
 /// The guest's RAM.
@@ -135,7 +135,7 @@ pub struct MapEntry {
 pub struct GuestRam {
     mem: GuestMemoryMmap,
     size_bytes: u64,
-    kind: MemoryKind,
+    kind: MemoryBackingConfig,
 }
 
 impl GuestRam {
@@ -145,7 +145,7 @@ impl GuestRam {
     /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
     /// mapping.
     pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
-        Self::of_kind(size_bytes, MemoryKind::default())
+        Self::with_backing(size_bytes, MemoryBackingConfig::default())
     }
 
     /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] preallocates it if requested.
@@ -154,7 +154,7 @@ impl GuestRam {
     /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
     /// mapping.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-    pub fn of_kind(size_bytes: u64, kind: MemoryKind) -> Result<Self, MemoryError> {
+    pub fn with_backing(size_bytes: u64, kind: MemoryBackingConfig) -> Result<Self, MemoryError> {
         if size_bytes < MIN_RAM_BYTES {
             return Err(MemoryError::TooSmall { size_bytes });
         }
@@ -245,29 +245,29 @@ impl GuestRam {
 
     /// Returns the memory map as PC firmware reports it: conventional memory, the reserved area
     /// below 1 MiB (which contains the VMM's tables), extended memory, and memory above 4 GiB.
-    pub fn map(&self) -> Vec<MapEntry> {
+    pub fn map(&self) -> Vec<MemoryMapEntry> {
         let mut map = vec![
-            MapEntry {
+            MemoryMapEntry {
                 start: 0,
                 len_bytes: EBDA_START,
-                kind: RangeKind::Ram,
+                kind: MemoryRangeType::Ram,
             },
-            MapEntry {
+            MemoryMapEntry {
                 start: EBDA_START,
                 len_bytes: HIGH_RAM_START - EBDA_START,
-                kind: RangeKind::Reserved,
+                kind: MemoryRangeType::Reserved,
             },
-            MapEntry {
+            MemoryMapEntry {
                 start: HIGH_RAM_START,
                 len_bytes: self.low_end() - HIGH_RAM_START,
-                kind: RangeKind::Ram,
+                kind: MemoryRangeType::Ram,
             },
         ];
         if self.high_bytes() > 0 {
-            map.push(MapEntry {
+            map.push(MemoryMapEntry {
                 start: MMIO_HOLE_END,
                 len_bytes: self.high_bytes(),
-                kind: RangeKind::Ram,
+                kind: MemoryRangeType::Ram,
             });
         }
         map
@@ -294,7 +294,11 @@ fn ram_end(size_bytes: u64) -> u64 {
 /// Rejects sizes above a hard limit, and with preallocation also sizes above the available memory.
 /// Without preallocation a guest may exceed the available memory, because it need not touch all of
 /// it; a message informs the user.
-fn check_available(size_bytes: u64, kind: MemoryKind, limits: available::Limits) -> Result<(), MemoryError> {
+fn check_available(
+    size_bytes: u64,
+    kind: MemoryBackingConfig,
+    limits: available::HostMemoryLimits,
+) -> Result<(), MemoryError> {
     if kind.huge_pages == HugePages::Reserved {
         // Reserved huge pages are not part of the memory that these limits describe.
         return Ok(());
@@ -344,7 +348,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_out_of_range_are_refused_with_their_limit() {
+    fn memory_size_out_of_range_is_rejected() {
         assert!(matches!(
             GuestRam::new(MIN_RAM_BYTES - 4096),
             Err(MemoryError::TooSmall { .. })
@@ -358,33 +362,37 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_refused_where_it_cannot_be_kept_and_else_told() {
+    fn memory_above_hard_limit_is_rejected() {
         let limit = |mib: u64| {
-            Some(Limit {
+            Some(HostMemoryLimit {
                 bytes: mib << 20,
                 group: Some("/sys/fs/cgroup/vms".into()),
             })
         };
-        let now = MemoryKind {
+        let now = MemoryBackingConfig {
             prealloc: true,
-            ..MemoryKind::default()
+            ..MemoryBackingConfig::default()
         };
         let check = |mib: u64, kind, most, left| {
-            check_available(mib << 20, kind, available::Limits { most, left }).map_err(|e| e.to_string())
+            check_available(mib << 20, kind, available::HostMemoryLimits { most, left })
+                .map_err(|e| e.to_string())
         };
-        let line = check(512, MemoryKind::default(), limit(256), limit(100)).unwrap_err();
+        let line = check(512, MemoryBackingConfig::default(), limit(256), limit(100)).unwrap_err();
         assert!(
             line.contains("256 MiB, the limit of the control group /sys/fs/cgroup/vms"),
             "{line}"
         );
-        assert_eq!(check(512, MemoryKind::default(), None, limit(100)), Ok(()));
+        assert_eq!(
+            check(512, MemoryBackingConfig::default(), None, limit(100)),
+            Ok(())
+        );
         let line = check(512, now, None, limit(100)).unwrap_err();
         assert!(line.contains("--prealloc") && line.contains("100 MiB"), "{line}");
         assert_eq!(check(100, now, limit(100), limit(100)), Ok(()));
     }
 
     #[test]
-    fn small_guest_has_one_mapping_and_three_map_entries() {
+    fn small_guest_has_one_mapping() {
         let ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
         assert_eq!(ram.low_end(), MIN_RAM_BYTES);
         assert_eq!(ram.high_bytes(), 0);
@@ -420,7 +428,7 @@ mod tests {
         /// the reserved area as the only other entry. An access is RAM exactly if vm-memory serves
         /// it in one piece.
         #[test]
-        fn the_map_and_the_mappings_are_the_same(
+        fn memory_map_matches_mappings(
             pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),
             accesses in proptest::collection::vec(
                 (proptest::prelude::any::<bool>(), 0u64..1 << 13, 0u64..1 << 13), 1..40,
@@ -433,7 +441,7 @@ mod tests {
             let ends = map.iter().map(|entry| entry.start + entry.len_bytes);
             let starts = map.iter().skip(1).map(|entry| entry.start);
             assert!(ends.zip(starts).all(|(end, start)| end == start), "{map:?}");
-            let of_ram = map.iter().filter(|entry| entry.kind == RangeKind::Ram);
+            let of_ram = map.iter().filter(|entry| entry.kind == MemoryRangeType::Ram);
             let bytes: u64 = of_ram.map(|entry| entry.len_bytes).sum();
             assert_eq!(bytes, size - (HIGH_RAM_START - EBDA_START));
             for (near_end, at, len) in accesses {
@@ -449,14 +457,14 @@ mod tests {
 
     /// Cleared memory reads as zero everywhere, and existing mappings of it remain valid.
     #[test]
-    fn clearing_reaches_both_ends_and_keeps_the_mapping() {
+    fn clear_zeroes_all_memory_and_keeps_mapping() {
         use vm_memory::{Bytes, GuestMemoryBackend};
         for shared in [false, true] {
-            let kind = MemoryKind {
+            let kind = MemoryBackingConfig {
                 shared,
-                ..MemoryKind::default()
+                ..MemoryBackingConfig::default()
             };
-            let ram = GuestRam::of_kind(MIN_RAM_BYTES, kind).unwrap();
+            let ram = GuestRam::with_backing(MIN_RAM_BYTES, kind).unwrap();
             let host = ram.memory().get_host_address(GuestAddress(0)).unwrap();
             let places = [0, 4096, MIN_RAM_BYTES / 2, MIN_RAM_BYTES - 8];
             for at in places {
@@ -478,7 +486,7 @@ mod tests {
 
     /// Each error is one line with the size, the limit and the remedy.
     #[test]
-    fn refusals_name_size_limit_and_remedy() {
+    fn memory_errors_name_size_limit_and_remedy() {
         for (size, said) in [
             (MIN_RAM_BYTES - 4096, ["16773120 bytes", "16 MiB", "--memory 16M"]),
             (MIN_RAM_BYTES + 512, ["16777728 bytes", "4096", "round it up"]),

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_and_held_to_their_range() {
+    fn vcpu_numbers_parse_within_range() {
         let read = |text: &str| text.parse::<VcpuNumbers>().map(|n| (n.present(), n.max()));
         assert_eq!(read("2"), Ok((2, 2)));
         assert_eq!(read("1,max=64"), Ok((1, 64)));

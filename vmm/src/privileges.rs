@@ -4,7 +4,7 @@
 //!
 //! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
 //! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
-//! call [`keep_no_capability`] themselves.
+//! call [`drop_thread_capabilities`] themselves.
 
 use std::fs;
 use std::io;
@@ -37,7 +37,7 @@ pub struct PrivilegeError(&'static str, #[source] io::Error);
 ///
 /// # Errors
 /// Returns a [`PrivilegeError`] if a system call fails.
-pub fn give_up() -> Result<(), PrivilegeError> {
+pub fn drop_privileges() -> Result<(), PrivilegeError> {
     let failed = |what| move |e: rustix::io::Errno| PrivilegeError(what, e.into());
     let has = capabilities(None).map_err(failed("capget"))?;
     if has
@@ -79,7 +79,7 @@ pub fn forbid_core_dumps() {
 }
 
 /// Drops all capabilities of this thread. A failure is logged as a warning.
-pub fn keep_no_capability() {
+pub fn drop_thread_capabilities() {
     if let Err(e) = keep(CapabilitySet::empty()) {
         log::warn!(
             "a thread keeps its capabilities: {}",
@@ -90,16 +90,16 @@ pub fn keep_no_capability() {
 
 /// Drops all privileges of this single-threaded process, which must not open perf events. Returns
 /// whether this succeeded.
-pub fn give_up_all() -> bool {
-    give_up_all_but(CapabilitySet::empty())
+pub fn drop_all_privileges() -> bool {
+    drop_privileges_except(CapabilitySet::empty())
 }
 
-/// [`give_up_all`] for a process that opens perf events: keeps `CAP_PERFMON` if the process has it.
-pub fn give_up_all_but_counting() -> bool {
-    give_up_all_but(CapabilitySet::PERFMON)
+/// [`drop_all_privileges`] for a process that opens perf events: keeps `CAP_PERFMON` if the process has it.
+pub fn drop_privileges_except_perfmon() -> bool {
+    drop_privileges_except(CapabilitySet::PERFMON)
 }
 
-fn give_up_all_but(kept: CapabilitySet) -> bool {
+fn drop_privileges_except(kept: CapabilitySet) -> bool {
     set_no_new_privs(true).is_ok()
         && keep(kept).is_ok()
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
@@ -107,7 +107,7 @@ fn give_up_all_but(kept: CapabilitySet) -> bool {
 
 /// Runs `run` in a thread with no capability except `CAP_PERFMON`, the privileges of the process
 /// that opens events for a running VM. If the thread cannot be created, runs it in the current one.
-pub fn with_right_to_count<T: Send>(run: impl Fn() -> T + Sync) -> T {
+pub fn with_perfmon_capability<T: Send>(run: impl Fn() -> T + Sync) -> T {
     let limited = std::thread::scope(|scope| {
         let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
         thread.join().ok().flatten()
@@ -128,7 +128,7 @@ pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// Returns whether a thread of this process without capabilities is denied perf events on itself.
-pub fn counting_takes_a_capability() -> bool {
+pub fn counting_needs_capability() -> bool {
     std::thread::scope(|scope| {
         let tried =
             scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && counting_is_denied_to(&DirectOpener));
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_keeps_what_it_has_of_what_it_may_and_no_more() {
+    fn thread_keeps_only_permitted_capabilities() {
         let before = capabilities(None).unwrap();
         let (kept, child) = in_a_thread(|| {
             keep(CapabilitySet::PERFMON).unwrap();
@@ -209,16 +209,15 @@ mod tests {
     const GIVES_UP: &str = "PERFVISOR_TEST_GIVES_UP";
 
     #[test]
-    fn a_process_that_gave_up_its_rights_is_not_dumpable_and_gets_no_new_ones() {
+    fn unprivileged_process_is_not_dumpable() {
         if std::env::var_os(GIVES_UP).is_some() {
-            give_up().unwrap();
+            drop_privileges().unwrap();
             assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
             assert!(no_new_privs().unwrap());
             assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::empty());
-            return give_up().unwrap();
+            return drop_privileges().unwrap();
         }
-        let name =
-            "privileges::tests::a_process_that_gave_up_its_rights_is_not_dumpable_and_gets_no_new_ones";
+        let name = "privileges::tests::unprivileged_process_is_not_dumpable";
         let own = std::env::current_exe().unwrap();
         let child = std::process::Command::new(own)
             .args(["--exact", name])
@@ -230,10 +229,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_was_given_up_comes_back() {
+    fn dropped_privileges_cannot_be_regained() {
         in_a_thread(|| {
             let all = capabilities(None).unwrap();
-            keep_no_capability();
+            drop_thread_capabilities();
             assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::empty());
             if !all.permitted.is_empty() {
                 set_capabilities(None, all).unwrap_err();
@@ -242,15 +241,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_tried_leaves_this_thread_its_rights() {
+    fn probing_keeps_thread_capabilities() {
         let before = capabilities(None).unwrap();
-        counting_takes_a_capability();
-        with_right_to_count(|| ());
+        counting_needs_capability();
+        with_perfmon_capability(|| ());
         assert_eq!(capabilities(None).unwrap(), before);
     }
 
     #[test]
-    fn the_limit_of_descriptors_is_what_the_user_may_have() {
+    fn descriptor_limit_is_raised_to_hard_limit() {
         let raised = raise_descriptor_limit();
         let limit = getrlimit(Resource::Nofile);
         assert_eq!(limit.current, raised);

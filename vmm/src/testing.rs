@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 use perf_core::SharePolicy;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{Backability, BackingPolicy, EventFilter, Model};
+use vpmu::{BackingPolicy, CountableEvents, EventFilter, PmuModel};
 
 use crate::boot::{BootProtocol, KernelSource};
-use crate::control::server::Controlled;
+use crate::control::server::ControlledVm;
 use crate::kvm::host;
 use crate::kvm::stepping::Stepping;
-use crate::memory::MemoryKind;
+use crate::memory::MemoryBackingConfig;
 use crate::pmu::{OperatorLimits, PmuConfig};
 use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
-use crate::vcpu::control::OnReset;
+use crate::vcpu::control::ResetPolicy;
 use crate::vcpu::kick;
 use crate::vm::{HaltPolling, RunningVm, Vm, VmConfig};
 
@@ -58,9 +58,9 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
         cpus: "2".parse().unwrap(),
         memory_bytes: 32 << 20,
         kernel_reader: None,
-        memory_kind: MemoryKind::default(),
+        memory_kind: MemoryBackingConfig::default(),
         pmu: PmuConfig {
-            model: Model::INTEL,
+            model: PmuModel::INTEL,
             policy: BackingPolicy::Auto,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
@@ -72,14 +72,14 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
             turn: None,
             limits: OperatorLimits::default(),
         },
-        backability: Backability::CLOCK,
+        backability: CountableEvents::CLOCK,
         own_pmu: None,
         rdpmc: RdpmcMode::Off,
         hide_uncounted: false,
         debugger: None,
         pins: Pinning::default(),
         nested: false,
-        on_reset: OnReset::Exit,
+        on_reset: ResetPolicy::Exit,
         halt_polling: HaltPolling::default(),
         debug_exit: true,
         cpu_signature: None,
@@ -90,8 +90,8 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
 }
 
 /// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
-pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
-    let controlled = Controlled {
+pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
+    let control_target = ControlledVm {
         name: "vm".into(),
         pmu_name: "intel".into(),
         guest: "halted".into(),
@@ -100,18 +100,18 @@ pub(crate) fn controlled(vm: &RunningVm) -> Controlled {
         started: Instant::now(),
         control: vm.control().clone(),
         pmu: vm.pmu().clone(),
-        roster: vm.roster().clone(),
+        registry: vm.registry().clone(),
         bus: vm.bus().clone(),
         symbols: vm.symbols().clone(),
         flat: true,
         looks: AtomicU64::new(0),
     };
     // A vCPU that replies has attached to perf-core.
-    let look = controlled.ask_views();
-    while !controlled.views(look).complete {
+    let look = control_target.request_views();
+    while !control_target.views(look).complete {
         std::thread::sleep(Duration::from_millis(1));
     }
-    controlled
+    control_target
 }
 
 /// Encodes symbols like a kernel's kallsyms: addresses, count, names, markers, tokens and token

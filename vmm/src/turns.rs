@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perf_core::{Core, TickNeed, error_line};
+use perf_core::{Core, TickWork, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
-use crate::kvm::turn_cost;
+use crate::kvm::rotation_cost;
 
 /// Argument of `--mux`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,11 +30,11 @@ pub enum MuxChoice {
 impl MuxChoice {
     /// Returns the policy for this host, and the initial interval of the adaptive policy if it was
     /// measured. Without hardware counters nothing is measured.
-    pub fn settle(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
+    pub fn resolve_policy(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
             Self::Auto if probe.slots() == 0 => (MuxPolicy::Adaptive, None),
-            Self::Auto => match turn_cost::probe(kvm, probe) {
+            Self::Auto => match rotation_cost::probe(kvm, probe) {
                 Ok(cost) => {
                     log::info!("events that share counters: {}", cost.in_words());
                     (MuxPolicy::Adaptive, Some(cost.turn()))
@@ -54,44 +54,44 @@ impl MuxChoice {
 /// Error of parsing [`MuxChoice`].
 #[derive(Debug, thiserror::Error)]
 #[error("must be auto, adaptive or rotate")]
-pub struct UnknownChoice;
+pub struct ParseMuxChoiceError;
 
 impl FromStr for MuxChoice {
-    type Err = UnknownChoice;
+    type Err = ParseMuxChoiceError;
 
-    fn from_str(text: &str) -> Result<Self, UnknownChoice> {
+    fn from_str(text: &str) -> Result<Self, ParseMuxChoiceError> {
         match text {
             "auto" => Ok(Self::Auto),
-            _ => text.parse().map(Self::Fixed).map_err(|_| UnknownChoice),
+            _ => text.parse().map(Self::Fixed).map_err(|_| ParseMuxChoiceError),
         }
     }
 }
 
 /// Minimum time between two expirations of the rotation timer. vCPUs whose rotations are due within
 /// it rotate together, so that the timer does not fire more often with many vCPUs.
-const LEAST: Duration = Duration::from_micros(150);
+const MIN_ROTATION_INTERVAL: Duration = Duration::from_micros(150);
 
 /// Tick interval while events are multiplexed or sampled by frequency.
-const TICK: Duration = Duration::from_millis(4);
+const TICK_INTERVAL: Duration = Duration::from_millis(4);
 /// Tick interval while events are sampled with a fixed period only, which may need unthrottling.
 /// Each tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
-const WATCH: Duration = Duration::from_millis(32);
+const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
 /// Interval of checking whether ticks are needed.
-const IDLE_TICK: Duration = Duration::from_millis(100);
-/// Number of further ticks at [`TICK`] intervals after the last necessary one. An event that was
+const IDLE_INTERVAL: Duration = Duration::from_millis(100);
+/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event that was
 /// throttled once is likely to be throttled again and then waits for a tick.
-const LINGER: u32 = 250;
+const EXTRA_TICKS: u32 = 250;
 
 /// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.
 #[derive(Debug)]
-pub struct Ticks {
+pub struct TickTimer {
     timer: TimerFd,
     pace: Duration,
-    /// Number of remaining ticks at [`TICK`] intervals without need.
-    linger: u32,
+    /// Number of remaining ticks at [`TICK_INTERVAL`] intervals without need.
+    extra_ticks: u32,
 }
 
-impl Ticks {
+impl TickTimer {
     /// Creates an armed timer.
     ///
     /// # Errors
@@ -99,26 +99,26 @@ impl Ticks {
     pub fn new() -> io::Result<Self> {
         let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
         let mut timer = TimerFd::new().map_err(os)?;
-        timer.reset(TICK, Some(TICK)).map_err(os)?;
+        timer.reset(TICK_INTERVAL, Some(TICK_INTERVAL)).map_err(os)?;
         Ok(Self {
             timer,
-            pace: TICK,
-            linger: 0,
+            pace: TICK_INTERVAL,
+            extra_ticks: 0,
         })
     }
 
     /// Handles an expiration: runs perf-core's tick and adjusts the interval. If this thread is
     /// late, the timer has expired several times.
-    pub fn rang(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &Core) {
         let expirations = self.timer.wait().unwrap_or(1);
         // A tick may remove the need for ticks by unthrottling events.
         let before = core.tick_need();
         core.tick_after(expirations);
         let need = core.tick_need();
-        self.linger = match before.max(need) {
-            TickNeed::Work => LINGER,
-            TickNeed::Watch => self.linger.saturating_sub(1),
-            TickNeed::None => 0,
+        self.extra_ticks = match before.max(need) {
+            TickWork::Work => EXTRA_TICKS,
+            TickWork::Watch => self.extra_ticks.saturating_sub(1),
+            TickWork::None => 0,
         };
         self.keep(self.pace_for(need));
     }
@@ -126,18 +126,18 @@ impl Ticks {
     /// Shortens the interval if ticks are needed now. Call this after events may have been opened
     /// or enabled. Never lengthens the interval; otherwise a client that opens and closes events
     /// continuously could suppress ticks.
-    pub fn hurry(&mut self, core: &Core) {
-        if self.pace > TICK {
+    pub fn shorten_interval(&mut self, core: &Core) {
+        if self.pace > TICK_INTERVAL {
             self.keep(self.pace_for(core.tick_need()).min(self.pace));
         }
     }
 
-    fn pace_for(&self, need: TickNeed) -> Duration {
+    fn pace_for(&self, need: TickWork) -> Duration {
         match need {
-            TickNeed::Work => TICK,
-            TickNeed::Watch if self.linger > 0 => TICK,
-            TickNeed::Watch => WATCH,
-            TickNeed::None => IDLE_TICK,
+            TickWork::Work => TICK_INTERVAL,
+            TickWork::Watch if self.extra_ticks > 0 => TICK_INTERVAL,
+            TickWork::Watch => UNTHROTTLE_INTERVAL,
+            TickWork::None => IDLE_INTERVAL,
         }
     }
 
@@ -151,7 +151,7 @@ impl Ticks {
     }
 }
 
-impl AsRawFd for Ticks {
+impl AsRawFd for TickTimer {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.as_raw_fd()
     }
@@ -159,13 +159,13 @@ impl AsRawFd for Ticks {
 
 /// A timer that fires when the next rotation of multiplexed events is due.
 #[derive(Debug)]
-pub struct Turns {
+pub struct RotationTimer {
     policy: MuxPolicy,
     timer: TimerFd,
     armed: bool,
 }
 
-impl Turns {
+impl RotationTimer {
     /// Creates a disarmed timer.
     ///
     /// # Errors
@@ -186,7 +186,7 @@ impl Turns {
             return;
         }
         let Some(due) = core.next_turn_ns() else { return };
-        let left = Duration::from_nanos(due.saturating_sub(core.now_ns())).max(LEAST);
+        let left = Duration::from_nanos(due.saturating_sub(core.now_ns())).max(MIN_ROTATION_INTERVAL);
         match self.timer.reset(left, None) {
             Ok(()) => self.armed = true,
             Err(e) => log::error!("timerfd_settime: {e}"),
@@ -195,7 +195,7 @@ impl Turns {
 
     /// Handles an expiration: rotates the events that are due and re-arms the timer while events
     /// are multiplexed.
-    pub fn rang(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &Core) {
         let _ = self.timer.wait();
         self.armed = false;
         core.rotate();
@@ -203,7 +203,7 @@ impl Turns {
     }
 }
 
-impl AsRawFd for Turns {
+impl AsRawFd for RotationTimer {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.as_raw_fd()
     }
@@ -218,15 +218,16 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Scope, Session, VcpuContext,
+        ControlScope, CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Session,
+        VcpuContext,
     };
 
     use super::*;
 
     /// Register source of a vCPU without registers.
-    struct Nowhere;
+    struct NoVcpuRegisters;
 
-    impl SampleRegs for Nowhere {
+    impl SampleRegs for NoVcpuRegisters {
         fn mode(&mut self) -> CpuMode {
             CpuMode::GuestKernel
         }
@@ -236,14 +237,14 @@ mod tests {
         }
     }
 
-    struct Rig {
+    struct ContendedCore {
         core: Core,
         handles: Vec<Handle>,
         _kept: (Session, Arc<VcpuContext>),
     }
 
     /// A perf core with four events for two slots.
-    fn contended(mux: MuxPolicy) -> Rig {
+    fn contended(mux: MuxPolicy) -> ContendedCore {
         let core = Core::new(CoreConfig {
             mux,
             ..CoreConfig::default()
@@ -262,7 +263,7 @@ mod tests {
         };
         let handles = (0..4).map(|config| open(config).unwrap()).collect();
         vcpu.sched_in();
-        Rig {
+        ContendedCore {
             core,
             handles,
             _kept: (session, vcpu),
@@ -276,15 +277,15 @@ mod tests {
 
     /// The test runs no ticks, so only the rotation timer can rotate events.
     #[test]
-    fn adaptive_turns_come_by_their_own_timer() {
-        let Rig { core, handles, _kept } = contended(MuxPolicy::Adaptive);
+    fn rotation_timer_rotates_events() {
+        let ContendedCore { core, handles, _kept } = contended(MuxPolicy::Adaptive);
         assert_eq!(have_run(&handles), 2);
-        let mut turns = Turns::new(MuxPolicy::Adaptive).unwrap();
+        let mut turns = RotationTimer::new(MuxPolicy::Adaptive).unwrap();
         turns.follow(&core);
         let mut rings = 0;
         while have_run(&handles) < 4 {
             assert!(turns.armed && rings < 100, "{rings} rings brought nobody's turn");
-            turns.rang(&core);
+            turns.handle_expiration(&core);
             rings += 1;
         }
     }
@@ -292,26 +293,26 @@ mod tests {
     /// Events opened while no ticks were needed are rotated at once, not after the idle interval of
     /// 100 ms.
     #[test]
-    fn ticks_hurry_when_events_begin_to_share() {
+    fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
         let more = rig.handles.split_off(2);
-        more.iter().for_each(|h| h.disable(Scope::Event).unwrap());
-        let mut ticks = Ticks::new().unwrap();
-        ticks.rang(&rig.core);
-        ticks.hurry(&rig.core);
-        assert_eq!(ticks.pace, IDLE_TICK, "two events on two slots need no ticks");
-        more.iter().for_each(|h| h.enable(Scope::Event).unwrap());
-        ticks.hurry(&rig.core);
-        assert_eq!(ticks.pace, TICK);
-        ticks.rang(&rig.core);
-        ticks.rang(&rig.core);
+        more.iter().for_each(|h| h.disable(ControlScope::Event).unwrap());
+        let mut ticks = TickTimer::new().unwrap();
+        ticks.handle_expiration(&rig.core);
+        ticks.shorten_interval(&rig.core);
+        assert_eq!(ticks.pace, IDLE_INTERVAL, "two events on two slots need no ticks");
+        more.iter().for_each(|h| h.enable(ControlScope::Event).unwrap());
+        ticks.shorten_interval(&rig.core);
+        assert_eq!(ticks.pace, TICK_INTERVAL);
+        ticks.handle_expiration(&rig.core);
+        ticks.handle_expiration(&rig.core);
         assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
     }
 
     /// Sampling with a fixed period needs infrequent ticks. After a throttle, ticks are frequent
     /// for a while.
     #[test]
-    fn ticks_are_rare_beside_a_recording_until_it_is_throttled() {
+    fn fixed_period_sampling_ticks_rarely_until_throttled() {
         let pmu = Arc::new(SimPmu::with_slots(2));
         let core = Core::new(CoreConfig {
             sample_rate_hz: 1000,
@@ -328,29 +329,29 @@ mod tests {
         };
         let recorded = core.open(&session, attr, target, None, flags).unwrap();
         vcpu.sched_in();
-        let mut ticks = Ticks::new().unwrap();
-        ticks.rang(&core);
-        assert_eq!(ticks.pace, WATCH);
-        while core.tick_need() != TickNeed::Work {
+        let mut ticks = TickTimer::new().unwrap();
+        ticks.handle_expiration(&core);
+        assert_eq!(ticks.pace, UNTHROTTLE_INTERVAL);
+        while core.tick_need() != TickWork::Work {
             pmu.advance(VcpuId(0), |_| 10);
-            vcpu.service_overflows(&mut Nowhere, &mut |_| ());
+            vcpu.service_overflows(&mut NoVcpuRegisters, &mut |_| ());
         }
-        ticks.rang(&core);
-        assert_eq!((ticks.pace, core.tick_need()), (TICK, TickNeed::Watch));
-        for _ in 0..LINGER {
-            assert_eq!(ticks.pace, TICK);
-            ticks.rang(&core);
+        ticks.handle_expiration(&core);
+        assert_eq!((ticks.pace, core.tick_need()), (TICK_INTERVAL, TickWork::Watch));
+        for _ in 0..EXTRA_TICKS {
+            assert_eq!(ticks.pace, TICK_INTERVAL);
+            ticks.handle_expiration(&core);
         }
-        assert_eq!(ticks.pace, WATCH);
+        assert_eq!(ticks.pace, UNTHROTTLE_INTERVAL);
         drop(recorded);
-        ticks.rang(&core);
-        assert_eq!(ticks.pace, IDLE_TICK);
+        ticks.handle_expiration(&core);
+        assert_eq!(ticks.pace, IDLE_INTERVAL);
     }
 
     /// After several missed ticks, the overflows count towards the elapsed time and not towards a
     /// single tick. Otherwise the period of a frequency event would become several times too long.
     #[test]
-    fn late_ticks_count_for_the_time_that_has_passed() {
+    fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));
         let core = Core::new(CoreConfig {
             // The clock stands still, so only ticks adjust the period.
@@ -375,15 +376,15 @@ mod tests {
         let overflows_in = |counts| {
             pmu.advance(VcpuId(0), |_| counts);
             let mut times = 0;
-            vcpu.service_overflows(&mut Nowhere, &mut |overflowed| times += overflowed.times);
+            vcpu.service_overflows(&mut NoVcpuRegisters, &mut |overflowed| times += overflowed.times);
             times
         };
-        let mut ticks = Ticks::new().unwrap();
+        let mut ticks = TickTimer::new().unwrap();
         // The first period is 1. Each adjustment moves it by an eighth of the distance to the
         // number of overflows per tick.
         assert_eq!(overflows_in(8_000), 8_000);
-        std::thread::sleep(5 * TICK);
-        ticks.rang(&core);
+        std::thread::sleep(5 * TICK_INTERVAL);
+        ticks.handle_expiration(&core);
         let times = overflows_in(1_000_000);
         assert!(
             times > 1_000_000 / 300,
@@ -392,18 +393,18 @@ mod tests {
     }
 
     #[test]
-    fn the_timer_rests_where_nobody_waits_and_where_ticks_are_the_turns() {
+    fn rotation_timer_is_disarmed_without_multiplexing() {
         let rig = contended(MuxPolicy::Rotate);
-        let mut turns = Turns::new(MuxPolicy::Rotate).unwrap();
+        let mut turns = RotationTimer::new(MuxPolicy::Rotate).unwrap();
         turns.follow(&rig.core);
         assert!(!turns.armed);
 
         let mut rig = contended(MuxPolicy::Adaptive);
-        let mut turns = Turns::new(MuxPolicy::Adaptive).unwrap();
+        let mut turns = RotationTimer::new(MuxPolicy::Adaptive).unwrap();
         turns.follow(&rig.core);
         assert!(turns.armed);
         rig.handles.truncate(2);
-        turns.rang(&rig.core);
+        turns.handle_expiration(&rig.core);
         assert!(!turns.armed, "two events on two slots take no turns");
     }
 }

@@ -14,9 +14,9 @@ use kernel_images::packed::PackedSymbols;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::VirtioDevice;
 
-use crate::boot::{self, Loaded};
+use crate::boot::{self, LoadedGuest};
 use crate::devices::Bus;
-use crate::kvm::chips::Chips;
+use crate::kvm::chips::IrqchipState;
 use crate::kvm::cpuid::{self};
 use crate::kvm::host::{self, Kvm};
 use crate::kvm::memslot::MemorySlots;
@@ -25,28 +25,28 @@ use crate::memory::GuestRam;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::VmPmu;
 use crate::rdpmc::RdpmcMode;
-use crate::vcpu::control::{OnReset, RunControl, StopReason};
+use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
-use crate::vcpu::roster::Roster;
-pub use begun::Begun;
-pub use config::{DebuggerWanted, HaltPolling, NotHaltPolling, VmConfig};
+use crate::vcpu::registry::VcpuRegistry;
+pub use begun::PendingKvmSetup;
+pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
-use plan::{Plan, VcpuParts, needs_full_kvm};
-use restart::{Again, Restarter};
+use plan::{VcpuParts, VmPlan, needs_full_kvm};
+use restart::{RestartContext, Restarter};
 
 /// A VM that is ready to start.
 pub struct Vm {
-    roster: Arc<Roster>,
+    registry: Arc<VcpuRegistry>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     cpus: VcpuNumbers,
     bus: Arc<Bus>,
     pmu: Arc<VmPmu>,
     control: Arc<RunControl>,
-    loaded: Loaded,
+    loaded: LoadedGuest,
     slots: MemorySlots,
     ram: GuestRam,
-    again: Option<Again>,
+    again: Option<RestartContext>,
     free_breakpoints: usize,
 }
 
@@ -63,7 +63,7 @@ impl Vm {
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
-        Self::from_begun(Begun::now(), kvm, config, devices, probe, console)
+        Self::with_pending_setup(PendingKvmSetup::now(), kvm, config, devices, probe, console)
     }
 
     /// [`Vm::new`] with KVM resources whose creation was started earlier. Joins the threads that
@@ -71,8 +71,8 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn from_begun(
-        begun: Begun,
+    pub fn with_pending_setup(
+        begun: PendingKvmSetup,
         kvm: &Kvm,
         config: &VmConfig,
         devices: Vec<Box<dyn VirtioDevice>>,
@@ -80,9 +80,9 @@ impl Vm {
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         let mut begun = begun;
-        let plan = Plan::new(kvm, config)?;
+        let plan = VmPlan::new(kvm, config)?;
         config.pins.check(config.cpus.max())?;
-        let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
+        let ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
         let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
         let breakpoints = plan.breakpoints(&loaded)?;
         let uncounted = Arc::new(plan.uncounted(probe));
@@ -103,7 +103,7 @@ impl Vm {
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
-        let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
+        let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
         let parts = VcpuParts {
             supported,
@@ -114,22 +114,22 @@ impl Vm {
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
-        let maker = plan.vcpu_maker(&fd, model, gate, &loaded, &ram, &bus, &pmu, &control, &uncounted)?;
+        let factory = plan.vcpu_factory(&fd, model, gate, &loaded, &ram, &bus, &pmu, &control, &uncounted)?;
         let again = match config.on_reset {
-            OnReset::Exit => None,
-            OnReset::Restart => Some(Again {
+            ResetPolicy::Exit => None,
+            ResetPolicy::Restart => Some(RestartContext {
                 config: config.clone(),
                 uncounted,
                 model,
                 gate,
                 needs_full_kvm: needs_full_kvm(&loaded.kind),
-                chips: Chips::of(&fd)?,
+                chips: IrqchipState::of(&fd)?,
                 fd,
             }),
         };
-        let roster = Roster::new(vcpus, maker, control.clone(), bus.cpu_plug().cloned());
+        let registry = VcpuRegistry::new(vcpus, factory, control.clone(), bus.cpu_plug().cloned());
         Ok(Self {
-            roster: Arc::new(roster),
+            registry: Arc::new(registry),
             on_first_entry: None,
             cpus: config.cpus,
             bus,
@@ -148,7 +148,7 @@ impl Vm {
     }
 
     /// Returns the loaded guest.
-    pub fn loaded(&self) -> &Loaded {
+    pub fn loaded(&self) -> &LoadedGuest {
         &self.loaded
     }
 
@@ -179,14 +179,14 @@ impl Vm {
             bus: self.bus.clone(),
             pmu: self.pmu.clone(),
             control: self.control.clone(),
-            roster: self.roster.clone(),
+            registry: self.registry.clone(),
             symbols: symbols.clone(),
             restarts: 0,
         });
         let running = RunningVm {
             restarter,
             symbols,
-            roster: self.roster,
+            registry: self.registry,
             loaded: self.loaded,
             control: self.control,
             bus: self.bus,
@@ -195,7 +195,7 @@ impl Vm {
             ram: self.ram,
             free_breakpoints: self.free_breakpoints,
         };
-        running.roster.start(self.cpus.present(), self.on_first_entry)?;
+        running.registry.start(self.cpus.present(), self.on_first_entry)?;
         Ok(running)
     }
 }
@@ -204,8 +204,8 @@ impl Vm {
 pub struct RunningVm {
     restarter: Option<Restarter>,
     symbols: Arc<ArcSwap<PackedSymbols>>,
-    roster: Arc<Roster>,
-    loaded: Loaded,
+    registry: Arc<VcpuRegistry>,
+    loaded: LoadedGuest,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
     pmu: Arc<VmPmu>,
@@ -236,7 +236,7 @@ impl RunningVm {
     }
 
     /// Returns the guest that was loaded at the start.
-    pub fn loaded(&self) -> &Loaded {
+    pub fn loaded(&self) -> &LoadedGuest {
         &self.loaded
     }
 
@@ -257,13 +257,13 @@ impl RunningVm {
     }
 
     /// Returns the vCPU registry.
-    pub fn roster(&self) -> &Arc<Roster> {
-        &self.roster
+    pub fn registry(&self) -> &Arc<VcpuRegistry> {
+        &self.registry
     }
 
     /// Returns the kicker that makes every vCPU check its run state.
     pub fn kicker(&self) -> &Kicker {
-        self.roster.kicker()
+        self.registry.kicker()
     }
 
     /// Stops the vCPUs if they still run, and joins their threads.

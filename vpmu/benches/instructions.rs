@@ -34,7 +34,7 @@ use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use serde::{Deserialize, Serialize};
 use vpmu::registers::*;
-use vpmu::{ArchEvent, BackingPolicy, Model, PerfCoreEvents, RdpmcIndex, Sources, Vpmu, fed};
+use vpmu::{ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmuModel, RdpmcIndex, Vpmu, fed};
 use vpmu::{Cpl, MsrAddress};
 
 const VCPU: VcpuId = VcpuId(0);
@@ -72,7 +72,7 @@ impl SampleRegs for NoRegs {
 }
 
 /// Perf core with one vCPU, fed counts and a driver with several slots.
-struct Machine {
+struct BenchMachine {
     core: Core,
     session: Session,
     context: Arc<VcpuContext>,
@@ -80,7 +80,7 @@ struct Machine {
     clock: Arc<ManualClock>,
 }
 
-impl Machine {
+impl BenchMachine {
     fn new(slots: usize) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = Core::new(CoreConfig {
@@ -127,20 +127,20 @@ fn instructions() -> usize {
 }
 
 /// vCPU with four running counters, as seen by VM exits.
-struct Guest {
-    machine: Machine,
+struct BenchGuest {
+    machine: BenchMachine,
     vpmu: Vpmu,
     events: PerfCoreEvents,
 }
 
-impl Guest {
-    fn new(model: Model) -> Self {
+impl BenchGuest {
+    fn new(model: PmuModel) -> Self {
         Self::counted_by(model, BackingPolicy::Exact, 0x53_00C0)
     }
 
-    fn counted_by(model: Model, policy: BackingPolicy, selector: u64) -> Self {
-        let machine = Machine::new(4);
-        let sources = Sources::new(policy, Some(model.vendor()), |_| Some(0));
+    fn counted_by(model: PmuModel, policy: BackingPolicy, selector: u64) -> Self {
+        let machine = BenchMachine::new(4);
+        let sources = EventSources::new(policy, Some(model.vendor()), |_| Some(0));
         let events = PerfCoreEvents::new(machine.core.clone(), VCPU, sources);
         let mut new = Self {
             machine,
@@ -154,7 +154,7 @@ impl Guest {
     }
 
     fn selector(&self, n: u32) -> u32 {
-        if *self.vpmu.model() == Model::AMD {
+        if *self.vpmu.model() == PmuModel::AMD {
             PERF_CTL0 + 2 * n
         } else {
             IA32_PERFEVTSEL0 + n
@@ -208,13 +208,13 @@ impl Guest {
 
 /// Results of the benchmark.
 #[derive(Default)]
-struct Counted {
+struct Measurements {
     all: BTreeMap<String, f64>,
     /// The only operation to run, without counting, for a profiler.
     only: Option<String>,
 }
 
-impl Counted {
+impl Measurements {
     /// Returns the number of instructions of one `work` call, or `None` if ptrace is not permitted.
     fn put(&mut self, name: &str, work: &mut dyn FnMut(u64)) -> Option<f64> {
         if let Some(only) = &self.only {
@@ -233,9 +233,9 @@ impl Counted {
 }
 
 /// Measures the operations of perf-core.
-fn of_the_core(all: &mut Counted) -> Option<()> {
+fn measure_core(all: &mut Measurements) -> Option<()> {
     for groups in [10, 100] {
-        let m = Machine::new(4);
+        let m = BenchMachine::new(4);
         let _events: Vec<_> = (0..groups).map(|_| m.open(None)).collect();
         let mut tick = |_| {
             m.clock.advance(10_000_000);
@@ -245,7 +245,7 @@ fn of_the_core(all: &mut Counted) -> Option<()> {
         (0..groups + 10).for_each(&mut tick);
         all.put(&format!("core: tick, {groups} groups"), &mut tick)?;
     }
-    let m = Machine::new(8);
+    let m = BenchMachine::new(8);
     let leader = m.open(None);
     let _members: Vec<_> = (0..7).map(|_| m.open(Some(&leader))).collect();
     all.put("core: read one event", &mut |_| drop(black_box(leader.read())))?;
@@ -260,18 +260,18 @@ fn of_the_core(all: &mut Counted) -> Option<()> {
         m.context.sched_in();
     })?;
     all.put("core: disable and enable a group of 8", &mut |_| {
-        let _ = black_box(leader.disable(Scope::Event));
-        let _ = black_box(leader.enable(Scope::Event));
+        let _ = black_box(leader.disable(ControlScope::Event));
+        let _ = black_box(leader.enable(ControlScope::Event));
     })?;
     all.put("core: a software event that nobody counts", &mut |_| {
         m.context
-            .software_event(black_box(SoftwareId::Halts), 1, None, &mut |_| {});
+            .software_event(black_box(SoftwareEventId::Halts), 1, None, &mut |_| {});
     })?;
     Some(())
 }
 
 /// Measures writing and reading of ring buffer records.
-fn of_the_ring(all: &mut Counted) -> Option<()> {
+fn measure_ring(all: &mut Measurements) -> Option<()> {
     let format = Format {
         sample_type: SampleType::IP | SampleType::TID | SampleType::TIME | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
@@ -299,8 +299,8 @@ fn of_the_ring(all: &mut Counted) -> Option<()> {
 }
 
 /// Measures the handling of guest exits.
-fn of_the_registers(all: &mut Counted) -> Option<()> {
-    let mut g = Guest::new(Model::INTEL);
+fn measure_registers(all: &mut Measurements) -> Option<()> {
+    let mut g = BenchGuest::new(PmuModel::INTEL);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put("vpmu: RDMSR of a running counter", &mut |_| g.read(IA32_PMC0))?;
     all.put("vpmu: RDPMC of a running counter", &mut |_| {
@@ -330,7 +330,7 @@ fn of_the_registers(all: &mut Counted) -> Option<()> {
     all.put("vpmu: an overflow, from the driver to the PMI", &mut |n| {
         g.overflow(n);
     })?;
-    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Clock, 0x53_003C);
+    let mut g = BenchGuest::counted_by(PmuModel::INTEL, BackingPolicy::Clock, 0x53_003C);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put("vpmu: WRMSR to a running clock", &mut |n| {
         g.write(IA32_PMC0, n & 0xffff);
@@ -341,7 +341,7 @@ fn of_the_registers(all: &mut Counted) -> Option<()> {
     all.put("vpmu: a guest's context switch, four clocks", &mut |n| {
         g.switch_tasks(n);
     })?;
-    let mut g = Guest::counted_by(Model::INTEL, BackingPolicy::Hardware, 0x53_00C0);
+    let mut g = BenchGuest::counted_by(PmuModel::INTEL, BackingPolicy::Hardware, 0x53_00C0);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put(
         "vpmu: WRMSR of global control, four of the host's off or on",
@@ -352,7 +352,7 @@ fn of_the_registers(all: &mut Counted) -> Option<()> {
     all.put("vpmu: a guest's context switch, four of the host's", &mut |n| {
         g.switch_tasks(n);
     })?;
-    let mut g = Guest::new(Model::AMD);
+    let mut g = BenchGuest::new(PmuModel::AMD);
     all.put("vpmu: WRMSR to a selector of AMD's, off or on", &mut |n| {
         let selector = g.selector(0);
         g.write(selector, if n % 2 == 0 { 0x13_00C0 } else { 0x53_00C0 });
@@ -375,13 +375,13 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let only = words.iter().position(|word| word == "--only");
-    let mut all = Counted {
+    let mut all = Measurements {
         only: only.and_then(|at| words.get(at + 1).cloned()),
-        ..Counted::default()
+        ..Measurements::default()
     };
-    let counted = of_the_core(&mut all)
-        .and_then(|()| of_the_ring(&mut all))
-        .and_then(|()| of_the_registers(&mut all));
+    let counted = measure_core(&mut all)
+        .and_then(|()| measure_ring(&mut all))
+        .and_then(|()| measure_registers(&mut all));
     if all.only.is_some() {
         return ExitCode::SUCCESS;
     }

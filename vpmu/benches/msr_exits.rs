@@ -18,7 +18,7 @@ use figures::{Figure, Target, median};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use tiny_vmm::{CODE, Pmu, machine, trap_msrs};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
-use vpmu::{Model, MsrAddress, MsrRead, MsrWrite};
+use vpmu::{MsrAddress, MsrReadOutcome, MsrWriteOutcome, PmuModel};
 
 /// Selector for cycles at all privilege levels, enabled, without an overflow interrupt.
 const SELECTOR: u32 = 0x43_003C;
@@ -63,7 +63,7 @@ const ACCESSES: [Access; 3] = [
 ];
 
 /// Exit handling variant.
-enum Way<'p> {
+enum ExitHandling<'p> {
     Constant,
     Pmu(&'p mut Pmu),
 }
@@ -90,8 +90,8 @@ impl Access {
     /// total.
     fn measure(&self, turns: usize) -> Result<(f64, f64), Box<dyn Error>> {
         let (vm, mut vcpu) = machine(&[(CODE, self.code())])?;
-        trap_msrs(&vm, &Model::INTEL.trapped_msrs())?;
-        let mut pmu = Pmu::new(Model::INTEL, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
+        trap_msrs(&vm, &PmuModel::INTEL.trapped_msrs())?;
+        let mut pmu = Pmu::new(PmuModel::INTEL, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
         for (msr, value) in (0..4)
             .map(|n| (IA32_PERFEVTSEL0 + n, SELECTOR))
             .chain([(IA32_PERF_GLOBAL_CTRL, 0xF)])
@@ -104,7 +104,10 @@ impl Access {
         let (mut constant, mut ours) = (Vec::new(), Vec::new());
         // The first run of each variant is a warm-up.
         for turn in 0..=turns {
-            for (way, times) in [(Way::Constant, &mut constant), (Way::Pmu(&mut pmu), &mut ours)] {
+            for (way, times) in [
+                (ExitHandling::Constant, &mut constant),
+                (ExitHandling::Pmu(&mut pmu), &mut ours),
+            ] {
                 let ns = exits(&mut vcpu, way)?;
                 if turn > 0 {
                     times.push(ns);
@@ -122,10 +125,10 @@ impl Access {
 }
 
 /// Returns the mean time per exit over [`EXITS`] exits, in nanoseconds.
-fn exits(vcpu: &mut VcpuFd, way: Way<'_>) -> Result<f64, Box<dyn Error>> {
+fn exits(vcpu: &mut VcpuFd, way: ExitHandling<'_>) -> Result<f64, Box<dyn Error>> {
     let began = Instant::now();
     match way {
-        Way::Constant => {
+        ExitHandling::Constant => {
             for _ in 0..EXITS {
                 match vcpu.run()? {
                     VcpuExit::X86Rdmsr(exit) => (*exit.error, *exit.data) = (0, 0),
@@ -134,7 +137,7 @@ fn exits(vcpu: &mut VcpuFd, way: Way<'_>) -> Result<f64, Box<dyn Error>> {
                 }
             }
         }
-        Way::Pmu(pmu) => {
+        ExitHandling::Pmu(pmu) => {
             for _ in 0..EXITS {
                 pmu.registers.reconcile(&mut pmu.events);
                 pmu.clock.guest_enter();
@@ -143,15 +146,15 @@ fn exits(vcpu: &mut VcpuFd, way: Way<'_>) -> Result<f64, Box<dyn Error>> {
                 match exit? {
                     VcpuExit::X86Rdmsr(exit) => {
                         match pmu.registers.read_msr(MsrAddress(exit.index), &mut pmu.events) {
-                            MsrRead::Value(value) => (*exit.error, *exit.data) = (0, value),
-                            MsrRead::InjectGp => *exit.error = 1,
+                            MsrReadOutcome::Value(value) => (*exit.error, *exit.data) = (0, value),
+                            MsrReadOutcome::InjectGp => *exit.error = 1,
                         }
                     }
                     VcpuExit::X86Wrmsr(exit) => {
                         let written =
                             pmu.registers
                                 .write_msr(MsrAddress(exit.index), exit.data, &mut pmu.events);
-                        *exit.error = u8::from(written == MsrWrite::InjectGp);
+                        *exit.error = u8::from(written == MsrWriteOutcome::InjectGp);
                     }
                     other => return Err(format!("{other:?}").into()),
                 }

@@ -7,7 +7,7 @@ use vpmu::sim::SimEvents;
 use vpmu::*;
 
 fn running() -> (Vpmu, SimEvents) {
-    let (mut vpmu, mut events) = (Vpmu::new(Model::INTEL), SimEvents::default());
+    let (mut vpmu, mut events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
     for n in 0..4 {
         vpmu.write_msr(MsrAddress(IA32_PERFEVTSEL0 + n), 0x53_003C, &mut events);
     }

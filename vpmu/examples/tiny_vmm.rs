@@ -27,7 +27,8 @@ use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::{Core, CoreConfig, CpuMode, SampleRegs, VcpuContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{
-    BackingPolicy, CpuidRegs, Model, MsrAddress, MsrRead, MsrWrite, PerfCoreEvents, PmiReady, Sources, Vpmu,
+    BackingPolicy, CpuidRegs, EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, PerfCoreEvents,
+    PmiReadiness, PmuModel, Vpmu,
 };
 
 const MEMORY_BYTES: usize = 0x1_0000;
@@ -90,7 +91,7 @@ pub(crate) struct Pmu {
 impl Pmu {
     /// 1. Create one perf core per VM with the sources of this host, and a register file and a
     ///    context per vCPU. Must run on the vCPU thread, whose time and events are counted.
-    pub(crate) fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
+    pub(crate) fn new(model: PmuModel, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
         let core = Core::new(CoreConfig::default());
         let host = HostProbe::run();
         if host.hardware_pmu {
@@ -108,7 +109,7 @@ impl Pmu {
         let context = core.add_vcpu(VCPU, clock.tid())?;
         context.sched_in();
         let hardware = host.hardware_pmu.then(|| vpmu::HostPmu::vendor(&mut cpuid));
-        let sources = Sources::new(BackingPolicy::Auto, hardware, |_| None);
+        let sources = EventSources::new(BackingPolicy::Auto, hardware, |_| None);
         Ok(Self {
             registers: Vpmu::new(model),
             events: PerfCoreEvents::new(core, VCPU, sources),
@@ -135,7 +136,7 @@ impl Pmu {
     /// 6. Returns whether a PMI must be delivered now.
     fn takes_pmi(&mut self) -> bool {
         let now_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        let now = self.registers.pmi_pending() && self.registers.pmi_ready(now_ns) == PmiReady::Now;
+        let now = self.registers.pmi_pending() && self.registers.pmi_ready(now_ns) == PmiReadiness::Now;
         if now {
             self.registers.pmi_delivered(now_ns);
         }
@@ -246,7 +247,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
         libc::sigaction(SIGNAL, &action, std::ptr::null_mut());
     }
     let (vm, mut vcpu) = machine(&guest())?;
-    let model = Model::INTEL;
+    let model = PmuModel::INTEL;
     trap_msrs(&vm, &model.trapped_msrs())?;
     let mut pmu = Pmu::new(model, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
     EXIT.store(&raw mut vcpu.get_kvm_run().immediate_exit, Ordering::SeqCst);
@@ -269,15 +270,15 @@ pub fn main() -> Result<(), Box<dyn Error>> {
         match exit {
             Ok(VcpuExit::X86Rdmsr(exit)) => {
                 match pmu.registers.read_msr(MsrAddress(exit.index), &mut pmu.events) {
-                    MsrRead::Value(value) => (*exit.error, *exit.data) = (0, value),
-                    MsrRead::InjectGp => *exit.error = 1,
+                    MsrReadOutcome::Value(value) => (*exit.error, *exit.data) = (0, value),
+                    MsrReadOutcome::InjectGp => *exit.error = 1,
                 }
             }
             Ok(VcpuExit::X86Wrmsr(exit)) => {
                 let written = pmu
                     .registers
                     .write_msr(MsrAddress(exit.index), exit.data, &mut pmu.events);
-                *exit.error = u8::from(written == MsrWrite::InjectGp);
+                *exit.error = u8::from(written == MsrWriteOutcome::InjectGp);
             }
             Ok(VcpuExit::IoOut(PORT, data)) => {
                 println!("the guest: {} PMIs", data[0]);

@@ -7,9 +7,9 @@
 
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::{Generation, Vendor};
-use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
+use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
@@ -63,7 +63,7 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
 pub(crate) struct Amd;
 
 impl VendorOps for Amd {
-    fn register(&self, model: &Model, msr: MsrAddress) -> Option<Register> {
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register> {
         let generation = model.generation();
         let general = |n, role: fn(CounterIndex) -> Register| match CounterIndex::general(n) {
             Some(c) if model.has(c) => Some(role(c)),
@@ -98,29 +98,29 @@ impl VendorOps for Amd {
     }
 
     /// APM vol. 3, RDPMC: ECX holds the counter number. The K7 has only four counters.
-    fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
+    fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
         if model.generation() == Generation::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;
         }
         CounterIndex::general(index.0).filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &Model, register: Register, value: u64) -> Written {
+    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect {
         match register {
-            Register::Selector(_) => Written::Store(value & !SELECTOR_RESERVED),
-            Register::Counter(_) => Written::Store(model.width().truncate(value)),
+            Register::Selector(_) => WriteEffect::Store(value & !SELECTOR_RESERVED),
+            Register::Counter(_) => WriteEffect::Store(model.width().truncate(value)),
             Register::GlobalControl | Register::GlobalStatusReset | Register::GlobalStatusSet => {
-                Written::Store(value & model.counters_mask())
+                WriteEffect::Store(value & model.counters_mask())
             }
             // The global status ignores writes. The remaining registers have no address on AMD
             // models.
-            _ => Written::Dropped,
+            _ => WriteEffect::Dropped,
         }
     }
 
     /// Returns zero for all registers except the global control, which enables every counter, so
     /// that software that only programs the selectors still counts.
-    fn at_reset(&self, model: &Model) -> Registers {
+    fn at_reset(&self, model: &PmuModel) -> Registers {
         Registers {
             selectors: [0; MAX_GENERAL],
             fixed_control: 0,
@@ -158,15 +158,15 @@ impl VendorOps for Amd {
     }
 
     /// Returns `false`: all AMD models report CPUID.80000022H:EAX\[2\] (freeze on PMI) as 0.
-    fn freeze(&self, _: &Model, _: &mut Registers) -> bool {
+    fn freeze(&self, _: &PmuModel, _: &mut Registers) -> bool {
         false
     }
 
-    fn in_use(&self, _: &Model, _: &Registers) -> u64 {
+    fn in_use(&self, _: &PmuModel, _: &Registers) -> u64 {
         0
     }
 
-    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress> {
+    fn state_msrs(&self, model: &PmuModel) -> Vec<MsrAddress> {
         let global: &[u32] = match model.generation() {
             Generation::AmdV2 => &[PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS],
             _ => &[],
@@ -184,7 +184,7 @@ impl VendorOps for Amd {
         ADDRESSES
     }
 
-    fn has_status(&self, model: &Model) -> bool {
+    fn has_status(&self, model: &PmuModel) -> bool {
         model.generation() == Generation::AmdV2
     }
 

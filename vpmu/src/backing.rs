@@ -1,6 +1,6 @@
 //! [`PerfCoreEvents`]: counter events implemented with perf-core events, one per counter.
 //!
-//! [`Sources::choose`] selects the drivers for a request. An event is opened, pinned and stopped,
+//! [`EventSources::choose`] selects the drivers for a request. An event is opened, pinned and stopped,
 //! when a counter is first enabled for a request. Events are then kept, so enabling, disabling and
 //! re-arming a counter do not open events. Each enable tries the best candidate first and falls
 //! back to the next one if no slot is available. A counter also keeps its most recent events,
@@ -10,23 +10,24 @@ use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, Core, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, VcpuContext, error_line,
+    Attr, ControlScope, Core, Handle, OpenError, OpenFlags, OpenTarget, Role, Session, VcpuContext,
+    error_line,
 };
 
+use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 use crate::events::{Backing, EventRequest, GuestEvent, ParavirtualEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
-use crate::sources::Sources;
+use crate::sources::EventSources;
 
 /// Number of stopped events that a counter keeps in addition to its current event.
 const PARKED: usize = 3;
 /// Maximum number of open events per counter, including the current one. Each host event uses one
 /// file descriptor.
-pub const EVENTS_OF_A_COUNTER: usize = PARKED + 1;
+pub const MAX_EVENTS_PER_COUNTER: usize = PARKED + 1;
 
 /// Candidate backing for a request.
 #[derive(Debug)]
-struct Way {
+struct BackingCandidate {
     backing: Backing,
     attr: Attr,
     /// Opened on first use.
@@ -35,48 +36,50 @@ struct Way {
 
 /// Reason why a candidate does not count.
 #[derive(Debug)]
-enum No {
+enum CandidateFailure {
     /// Temporary failure.
-    Now(Lack),
+    Temporary(UnavailableReason),
     /// Permanent failure: the event cannot be counted in this form.
-    Never(OpenError),
+    Permanent(OpenError),
 }
 
-impl No {
+impl CandidateFailure {
     fn of(error: OpenError) -> Self {
         match &error {
-            OpenError::Driver(PmuError::Busy) => Self::Now(Lack::Busy),
+            OpenError::Driver(PmuError::Busy) => Self::Temporary(UnavailableReason::Busy),
             OpenError::Driver(PmuError::Mediated(_) | PmuError::Os { .. }) => {
-                Self::Now(Lack::Refused(error.errno()))
+                Self::Temporary(UnavailableReason::Refused(error.errno()))
             }
-            OpenError::Overcommitted { .. } => Self::Now(Lack::NoSlot),
-            _ => Self::Never(error),
+            OpenError::Overcommitted { .. } => Self::Temporary(UnavailableReason::NoSlot),
+            _ => Self::Permanent(error),
         }
     }
 }
 
 /// Candidates for a request in order of preference, without those that failed permanently.
 #[derive(Debug)]
-struct Open {
+struct ProgrammedEvent {
     request: EventRequest,
-    ways: [Option<Way>; 2],
+    candidates: [Option<BackingCandidate>; 2],
     /// Index of the candidate that is counting or counted last.
     using: usize,
 }
 
-impl Open {
-    fn way(&self) -> Option<&Way> {
-        self.ways[self.using].as_ref()
+impl ProgrammedEvent {
+    fn candidate(&self) -> Option<&BackingCandidate> {
+        self.candidates[self.using].as_ref()
     }
 
     fn handle(&self) -> Option<&Handle> {
-        self.way()?.handle.as_ref()
+        self.candidate()?.handle.as_ref()
     }
 
     /// Returns the privilege levels at which the vCPU must be single-stepped while this event
     /// counts.
     fn stepped_levels(&self) -> SteppedLevels {
-        let stepped = self.way().is_some_and(|way| way.backing == Backing::Exact)
+        let stepped = self
+            .candidate()
+            .is_some_and(|candidate| candidate.backing == Backing::Exact)
             && matches!(self.request.event, GuestEvent::Architectural(_));
         SteppedLevels {
             user: stepped && self.request.user,
@@ -86,26 +89,26 @@ impl Open {
 
     /// Returns the backing of the best remaining candidate.
     fn backing(&self) -> Backing {
-        self.ways
+        self.candidates
             .iter()
             .flatten()
             .next()
-            .map_or(Backing::None, |way| way.backing)
+            .map_or(Backing::None, |candidate| candidate.backing)
     }
 }
 
 #[derive(Debug, Default)]
-struct Slot {
-    current: Option<Box<Open>>,
+struct CounterSlot {
+    current: Option<Box<ProgrammedEvent>>,
     /// Stopped events, most recently used first.
-    parked: [Option<Box<Open>>; PARKED],
+    parked: [Option<Box<ProgrammedEvent>>; PARKED],
     /// Set once a failure of this counter's event has been logged.
     warned: bool,
 }
 
-impl Slot {
-    fn way(&self) -> Option<&Way> {
-        self.current.as_ref()?.way()
+impl CounterSlot {
+    fn candidate(&self) -> Option<&BackingCandidate> {
+        self.current.as_ref()?.candidate()
     }
 
     /// Parks the current event and drops the least recently used parked event if all slots are
@@ -118,7 +121,7 @@ impl Slot {
     }
 
     /// Removes and returns the parked event for `request`.
-    fn unpark(&mut self, request: &EventRequest) -> Option<Box<Open>> {
+    fn unpark(&mut self, request: &EventRequest) -> Option<Box<ProgrammedEvent>> {
         let at = self
             .parked
             .iter()
@@ -159,8 +162,8 @@ pub struct PerfCoreEvents {
     /// Set when an event of the context has failed and [`CounterEvents::may_have_lost`] has not
     /// reported the failure yet.
     unseen: bool,
-    sources: Sources,
-    slots: [Slot; MAX_COUNTERS],
+    sources: EventSources,
+    slots: [CounterSlot; MAX_COUNTERS],
     /// Masks of the enabled exact-backed counters that count at CPL 1 to 3 and at CPL 0.
     stepping_user: u64,
     stepping_kernel: u64,
@@ -168,7 +171,7 @@ pub struct PerfCoreEvents {
 
 impl PerfCoreEvents {
     /// Creates the counter events of `vcpu`, which must already exist in `core`.
-    pub fn new(core: Core, vcpu: VcpuId, sources: Sources) -> Self {
+    pub fn new(core: Core, vcpu: VcpuId, sources: EventSources) -> Self {
         let session = core.session(0, Role::Guest);
         let context = core.vcpu(vcpu);
         Self {
@@ -222,32 +225,32 @@ impl PerfCoreEvents {
 
     /// Acknowledges a failure that this thread observed while it enabled an event, so that no kick
     /// is needed. The next entry checks for other events that failed at the same time.
-    fn seen_here(&mut self) {
+    fn acknowledge_failure(&mut self) {
         if let Some(context) = &self.context {
-            self.unseen |= context.see_errors();
+            self.unseen |= context.take_errors();
         }
     }
 
     /// Returns the candidates for `request`. Opens the best candidate that does not fail
     /// permanently and drops those that do.
-    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Open {
-        let mut ways = [None, None];
-        for (way, (backing, attr)) in ways.iter_mut().zip(self.sources.choose(request)) {
-            *way = Some(Way {
+    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> ProgrammedEvent {
+        let mut candidates = [None, None];
+        for (candidate, (backing, attr)) in candidates.iter_mut().zip(self.sources.choose(request)) {
+            *candidate = Some(BackingCandidate {
                 backing,
                 attr,
                 handle: None,
             });
         }
         let mut refusal = None;
-        for way in &mut ways {
-            let Some(open) = way else { continue };
-            match open_way(&self.core, &self.session, self.vcpu, counter, open) {
-                Err(No::Never(error)) => {
+        for candidate in &mut candidates {
+            let Some(open) = candidate else { continue };
+            match open_candidate(&self.core, &self.session, self.vcpu, counter, open) {
+                Err(CandidateFailure::Permanent(error)) => {
                     refusal = Some((open.backing, error));
-                    *way = None;
+                    *candidate = None;
                 }
-                Ok(_) | Err(No::Now(_)) => {
+                Ok(_) | Err(CandidateFailure::Temporary(_)) => {
                     refusal = None;
                     break;
                 }
@@ -263,43 +266,52 @@ impl PerfCoreEvents {
                 ),
             );
         }
-        Open {
+        ProgrammedEvent {
             request: *request,
-            ways,
+            candidates,
             using: 0,
         }
     }
 }
 
 /// Returns the handle of a candidate, and opens its event on first use.
-fn open_way<'w>(
+fn open_candidate<'w>(
     core: &Core,
     session: &Session,
     vcpu: VcpuId,
     counter: CounterIndex,
-    way: &'w mut Way,
-) -> Result<&'w Handle, No> {
-    if way.handle.is_none() {
+    candidate: &'w mut BackingCandidate,
+) -> Result<&'w Handle, CandidateFailure> {
+    if candidate.handle.is_none() {
         let flags = OpenFlags {
             cookie: Some(u64::from(counter.bit())),
             ..OpenFlags::default()
         };
         let handle = core
-            .open(session, way.attr.clone(), OpenTarget::Vcpu(vcpu), None, flags)
-            .map_err(No::of)?;
-        way.handle = Some(handle);
+            .open(
+                session,
+                candidate.attr.clone(),
+                OpenTarget::Vcpu(vcpu),
+                None,
+                flags,
+            )
+            .map_err(CandidateFailure::of)?;
+        candidate.handle = Some(handle);
     }
-    way.handle.as_ref().ok_or(No::Now(Lack::Busy))
+    candidate
+        .handle
+        .as_ref()
+        .ok_or(CandidateFailure::Temporary(UnavailableReason::Busy))
 }
 
 /// Starts an event and returns its current count. On failure the event stays disabled.
-fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, Lack> {
+fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, UnavailableReason> {
     let lack = match handle.start(overflow_in) {
         Ok(Ok(count)) => return Ok(count),
         Ok(Err(cause)) => cause,
-        Err(error) => Lack::Refused(error.errno()),
+        Err(error) => UnavailableReason::Refused(error.errno()),
     };
-    let _ = handle.disable(Scope::Event);
+    let _ = handle.disable(ControlScope::Event);
     Err(lack)
 }
 
@@ -308,7 +320,7 @@ impl CounterEvents for PerfCoreEvents {
         self.stepping_user &= !counter.mask();
         self.stepping_kernel &= !counter.mask();
         let Some(request) = request else {
-            self.slots[counter.slot()] = Slot::default();
+            self.slots[counter.slot()] = CounterSlot::default();
             return Backing::None;
         };
         let slot = &mut self.slots[counter.slot()];
@@ -324,20 +336,22 @@ impl CounterEvents for PerfCoreEvents {
         let Some(open) = &mut self.slots[counter.slot()].current else {
             return Backing::None;
         };
-        open.using = open.ways.iter().position(Option::is_some).unwrap_or(0);
+        open.using = open.candidates.iter().position(Option::is_some).unwrap_or(0);
         open.backing()
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
         let Some(open) = &mut self.slots[counter.slot()].current else {
-            return (Enabled::Refused(Lack::NoSlot), 0);
+            return (EnableOutcome::Refused(UnavailableReason::NoSlot), 0);
         };
         let mut lack = None;
-        for at in 0..open.ways.len() {
-            let Some(way) = &mut open.ways[at] else { continue };
-            let backing = way.backing;
-            let started = open_way(&self.core, &self.session, self.vcpu, counter, way)
-                .and_then(|handle| start(handle, overflow_in).map_err(No::Now));
+        for at in 0..open.candidates.len() {
+            let Some(candidate) = &mut open.candidates[at] else {
+                continue;
+            };
+            let backing = candidate.backing;
+            let started = open_candidate(&self.core, &self.session, self.vcpu, counter, candidate)
+                .and_then(|handle| start(handle, overflow_in).map_err(CandidateFailure::Temporary));
             match started {
                 Ok(count) => {
                     open.using = at;
@@ -345,20 +359,23 @@ impl CounterEvents for PerfCoreEvents {
                     self.stepping_user |= if levels.user { counter.mask() } else { 0 };
                     self.stepping_kernel |= if levels.kernel { counter.mask() } else { 0 };
                     let Some(lack) = lack else {
-                        return (Enabled::Counting(backing), count);
+                        return (EnableOutcome::Counting(backing), count);
                     };
-                    self.seen_here();
-                    return (Enabled::Fallback(backing, lack), count);
+                    self.acknowledge_failure();
+                    return (EnableOutcome::Fallback(backing, lack), count);
                 }
-                Err(No::Now(why)) => lack = lack.or(Some(why)),
-                Err(No::Never(error)) => {
-                    lack = lack.or(Some(Lack::Refused(error.errno())));
-                    open.ways[at] = None;
+                Err(CandidateFailure::Temporary(why)) => lack = lack.or(Some(why)),
+                Err(CandidateFailure::Permanent(error)) => {
+                    lack = lack.or(Some(UnavailableReason::Refused(error.errno())));
+                    open.candidates[at] = None;
                 }
             }
         }
-        self.seen_here();
-        (Enabled::Refused(lack.unwrap_or(Lack::NoSlot)), 0)
+        self.acknowledge_failure();
+        (
+            EnableOutcome::Refused(lack.unwrap_or(UnavailableReason::NoSlot)),
+            0,
+        )
     }
 
     fn disable(&mut self, counter: CounterIndex) -> u64 {
@@ -374,11 +391,11 @@ impl CounterEvents for PerfCoreEvents {
         self.stepping_kernel &= !counters;
         let mut held = None;
         for counter in counters_in(counters) {
-            let way = self.slots[counter.slot()].way();
-            let count = way.and_then(|way| {
-                let handle = way.handle.as_ref()?;
+            let candidate = self.slots[counter.slot()].candidate();
+            let count = candidate.and_then(|candidate| {
+                let handle = candidate.handle.as_ref()?;
                 let held = held.get_or_insert_with(|| handle.hold());
-                if way.backing.counts_through_pauses() {
+                if candidate.backing.counts_through_pauses() {
                     held.count(handle).ok()
                 } else {
                     held.pause(handle).ok()
@@ -395,10 +412,10 @@ impl CounterEvents for PerfCoreEvents {
             let Some(open) = &self.slots[counter.slot()].current else {
                 continue;
             };
-            let goes_on = open.way().and_then(|way| {
-                let handle = way.handle.as_ref()?;
+            let goes_on = open.candidate().and_then(|candidate| {
+                let handle = candidate.handle.as_ref()?;
                 let held = held.get_or_insert_with(|| handle.hold());
-                if way.backing.counts_through_pauses() {
+                if candidate.backing.counts_through_pauses() {
                     each(counter, held.count(handle).ok()?);
                     Some(())
                 } else {
@@ -444,13 +461,13 @@ impl CounterEvents for PerfCoreEvents {
     }
 
     fn may_have_lost(&mut self) -> bool {
-        let seen = self.context.as_ref().is_some_and(|context| context.see_errors());
+        let seen = self.context.as_ref().is_some_and(|context| context.take_errors());
         std::mem::take(&mut self.unseen) | seen
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
         let failure = self.of(counter)?.failure()?;
-        Some(Loss {
+        Some(EventLoss {
             since_ns: failure.since_ns,
             cause: failure.cause,
         })
@@ -462,13 +479,12 @@ impl CounterEvents for PerfCoreEvents {
 
     fn times(&mut self, counter: CounterIndex) -> CounterTimes {
         let open = self.slots[counter.slot()].current.as_ref();
-        let ways = open.into_iter().flat_map(|open| open.ways.iter().flatten());
-        ways.filter_map(|way| way.handle.as_ref()?.read().ok()).fold(
-            CounterTimes::default(),
-            |sum, reading| CounterTimes {
+        let candidates = open.into_iter().flat_map(|open| open.candidates.iter().flatten());
+        candidates
+            .filter_map(|candidate| candidate.handle.as_ref()?.read().ok())
+            .fold(CounterTimes::default(), |sum, reading| CounterTimes {
                 time_enabled_ns: sum.time_enabled_ns + reading.time_enabled_ns,
                 time_running_ns: sum.time_running_ns + reading.time_running_ns,
-            },
-        )
+            })
     }
 }

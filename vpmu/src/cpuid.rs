@@ -1,8 +1,8 @@
 //! CPUID leaves that describe the PMU to a guest.
 
-use crate::events::{ArchEvent, Backability};
+use crate::events::{ArchEvent, CountableEvents};
 use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::Generation;
 
 pub use crate::host_pmu::{LEAF_AMD_PERFMON_V2, LEAF_ARCH_PERFMON};
@@ -38,7 +38,7 @@ const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::TopdownSlots,
 ];
 
-impl Backability {
+impl CountableEvents {
     /// Decodes the available events from CPUID leaf 0AH. EAX\[31:24\] is the length of the event
     /// vector; a set bit in EBX marks an unavailable event.
     pub fn of_leaf_a(leaf: CpuidRegs) -> Self {
@@ -52,10 +52,10 @@ impl Backability {
     }
 }
 
-impl Model {
+impl PmuModel {
     /// Returns the leaves (subleaf 0 of each) that the guest's CPUID table must contain for the
     /// guest to detect this model. If the host lacks a leaf, the VMM adds an all-zero entry and
-    /// passes it through [`Model::adjust_cpuid`].
+    /// passes it through [`PmuModel::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             Generation::Off(_) => &[],
@@ -68,9 +68,9 @@ impl Model {
     /// Adjusts one host CPUID entry for the guest: describes this model's PMU and hides all other
     /// performance monitoring features.
     ///
-    /// The VMM sets the vendor string in leaf 0 from [`Model::vendor`]. Events that are missing
+    /// The VMM sets the vendor string in leaf 0 from [`PmuModel::vendor`]. Events that are missing
     /// from `backability` are reported as unavailable if the vendor's CPUID can express this.
-    pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: Backability) {
+    pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: CountableEvents) {
         let version = self.intel_version();
         match (leaf, subleaf) {
             (0, _) if version > 0 => regs.eax = regs.eax.max(LEAF_ARCH_PERFMON),
@@ -123,7 +123,7 @@ impl Model {
         clippy::cast_possible_truncation,
         reason = "one bit for each of a handful of events"
     )]
-    fn arch_perfmon_leaf(&self, backability: Backability) -> CpuidRegs {
+    fn arch_perfmon_leaf(&self, backability: CountableEvents) -> CpuidRegs {
         let version = u32::from(self.intel_version());
         if version == 0 {
             return CpuidRegs::default();
@@ -156,15 +156,21 @@ mod tests {
     use super::*;
     use crate::names::CounterNumbers;
 
-    fn intel(version: u8, general: u32, fixed: u32) -> Model {
+    fn intel(version: u8, general: u32, fixed: u32) -> PmuModel {
         let numbers = CounterNumbers {
             general,
             fixed: Some(fixed),
         };
-        Model::new(Generation::Intel(version), Some(numbers), None).unwrap()
+        PmuModel::new(Generation::Intel(version), Some(numbers), None).unwrap()
     }
 
-    fn leaf(model: &Model, leaf: u32, subleaf: u32, backability: Backability, from: CpuidRegs) -> CpuidRegs {
+    fn leaf(
+        model: &PmuModel,
+        leaf: u32,
+        subleaf: u32,
+        backability: CountableEvents,
+        from: CpuidRegs,
+    ) -> CpuidRegs {
         let mut regs = from;
         model.adjust_cpuid(leaf, subleaf, &mut regs, backability);
         regs
@@ -179,9 +185,9 @@ mod tests {
 
     #[test]
     fn leaf_a_has_the_fields_of_its_version() {
-        let clock = Backability::CLOCK;
+        let clock = CountableEvents::CLOCK;
         // The clock backing cannot count instructions, cache events or branches.
-        let v2 = leaf(&Model::INTEL, 0xA, 0, clock, ONES);
+        let v2 = leaf(&PmuModel::INTEL, 0xA, 0, clock, ONES);
         assert_eq!(
             v2,
             CpuidRegs {
@@ -201,7 +207,7 @@ mod tests {
                 edx: 0
             }
         );
-        let v5 = leaf(&intel(5, 8, 4), 0xA, 0, Backability::EXACT, ONES);
+        let v5 = leaf(&intel(5, 8, 4), 0xA, 0, CountableEvents::EXACT, ONES);
         assert_eq!(
             v5,
             CpuidRegs {
@@ -211,49 +217,50 @@ mod tests {
                 edx: 4 | 48 << 5 | 1 << 15
             }
         );
-        assert_eq!(leaf(&Model::AMD, 0xA, 0, clock, ONES), CpuidRegs::default());
+        assert_eq!(leaf(&PmuModel::AMD, 0xA, 0, clock, ONES), CpuidRegs::default());
     }
 
     #[test]
-    fn perf_capabilities_are_announced_from_version_two() {
-        let pdcm = |model: &Model| leaf(model, 1, 0, Backability::NONE, CpuidRegs::default()).ecx >> 15 & 1;
+    fn perf_capabilities_require_version_two() {
+        let pdcm =
+            |model: &PmuModel| leaf(model, 1, 0, CountableEvents::NONE, CpuidRegs::default()).ecx >> 15 & 1;
         assert_eq!(pdcm(&intel(1, 4, 0)), 0);
         assert_eq!(pdcm(&intel(2, 4, 3)), 1);
-        assert_eq!(pdcm(&Model::AMD), 0);
+        assert_eq!(pdcm(&PmuModel::AMD), 0);
     }
 
     #[test]
-    fn facilities_we_do_not_have_are_hidden() {
-        let hidden = leaf(&Model::INTEL, 1, 0, Backability::NONE, ONES);
+    fn unsupported_cpuid_features_are_hidden() {
+        let hidden = leaf(&PmuModel::INTEL, 1, 0, CountableEvents::NONE, ONES);
         assert_eq!(hidden.edx, !(1 << 21));
         assert_eq!(hidden.ecx, !(1 << 2 | 1 << 4));
-        let ext = leaf(&Model::AMD, 0x8000_0001, 0, Backability::NONE, ONES);
+        let ext = leaf(&PmuModel::AMD, 0x8000_0001, 0, CountableEvents::NONE, ONES);
         assert_eq!(ext.ecx, !EXT1_ECX_OTHER_PMU);
-        let k7 = Model::new(Generation::AmdK7, None, None).unwrap();
+        let k7 = PmuModel::new(Generation::AmdK7, None, None).unwrap();
         assert_eq!(
-            leaf(&k7, 0x8000_0001, 0, Backability::NONE, ONES).ecx,
+            leaf(&k7, 0x8000_0001, 0, CountableEvents::NONE, ONES).ecx,
             !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE)
         );
         for number in [0x14, 0x1C, 0x23, 0x8000_001B, 0x8000_0022] {
             assert_eq!(
-                leaf(&Model::AMD, number, 0, Backability::NONE, ONES),
+                leaf(&PmuModel::AMD, number, 0, CountableEvents::NONE, ONES),
                 CpuidRegs::default()
             );
         }
     }
 
     #[test]
-    fn amd_version_two_tells_its_number_of_counters_and_is_reachable() {
+    fn amd_v2_reports_counters_and_maximum_leaf() {
         let numbers = CounterNumbers {
             general: 15,
             fixed: None,
         };
-        let model = Model::new(Generation::AmdV2, Some(numbers), None).unwrap();
+        let model = PmuModel::new(Generation::AmdV2, Some(numbers), None).unwrap();
         let v2 = leaf(
             &model,
             LEAF_AMD_PERFMON_V2,
             0,
-            Backability::NONE,
+            CountableEvents::NONE,
             CpuidRegs::default(),
         );
         assert_eq!(
@@ -270,34 +277,40 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(
-            leaf(&model, 0x8000_0000, 0, Backability::NONE, last).eax,
+            leaf(&model, 0x8000_0000, 0, CountableEvents::NONE, last).eax,
             LEAF_AMD_PERFMON_V2
         );
         let basic = CpuidRegs {
             eax: 7,
             ..Default::default()
         };
-        assert_eq!(leaf(&Model::INTEL, 0, 0, Backability::NONE, basic).eax, 0xA);
+        assert_eq!(
+            leaf(&PmuModel::INTEL, 0, 0, CountableEvents::NONE, basic).eax,
+            0xA
+        );
     }
 
     #[test]
-    fn unrelated_leaves_pass_unchanged() {
+    fn unrelated_cpuid_leaves_are_unchanged() {
         for number in [2, 4, 0xB, 0xD, 0x15, 0x4000_0000, 0x8000_0002] {
-            assert_eq!(leaf(&Model::INTEL, number, 0, Backability::NONE, ONES), ONES);
+            assert_eq!(
+                leaf(&PmuModel::INTEL, number, 0, CountableEvents::NONE, ONES),
+                ONES
+            );
         }
     }
 
     #[test]
-    fn our_own_cpuid_read_back_as_a_host_is_the_same_model() {
+    fn adjusted_cpuid_reads_back_as_same_model() {
         for model in [
-            Model::INTEL,
+            PmuModel::INTEL,
             intel(1, 3, 0),
             intel(4, 8, 4),
             intel(5, 2, 1),
             intel(5, 8, 0).with_fixed_bitmap(0b1010).unwrap(),
-            Model::AMD,
-            Model::new(Generation::AmdK7, None, None).unwrap(),
-            Model::new(
+            PmuModel::AMD,
+            PmuModel::new(Generation::AmdK7, None, None).unwrap(),
+            PmuModel::new(
                 Generation::AmdV2,
                 Some(CounterNumbers {
                     general: 11,
@@ -319,15 +332,15 @@ mod tests {
                         ecx: word(8),
                     };
                 }
-                model.adjust_cpuid(number, subleaf, &mut regs, Backability::CLOCK);
+                model.adjust_cpuid(number, subleaf, &mut regs, CountableEvents::CLOCK);
                 regs
             };
-            assert_eq!(Model::host(&mut host), Ok(model));
+            assert_eq!(PmuModel::host(&mut host), Ok(model));
         }
     }
 
     #[test]
-    fn a_wider_host_is_cut_to_what_a_model_can_have() {
+    fn host_model_is_limited_to_supported_counters() {
         let mut host = |number: u32, _| match number {
             0 => CpuidRegs {
                 eax: 0x20,
@@ -343,7 +356,7 @@ mod tests {
             },
             _ => CpuidRegs::default(),
         };
-        let model = Model::host(&mut host).unwrap();
+        let model = PmuModel::host(&mut host).unwrap();
         assert_eq!(model.to_string(), "intel-v5 with 8+4 counters of 48 bits");
     }
 }

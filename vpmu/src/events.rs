@@ -95,7 +95,7 @@ impl ArchEvent {
     ///
     /// The last-level cache events of one vendor refer to the second-level cache on the other, and
     /// the clock of bus cycles is model-specific.
-    pub const fn means_the_same_everywhere(self) -> bool {
+    pub const fn is_vendor_independent(self) -> bool {
         !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
 
@@ -259,7 +259,7 @@ impl fmt::Display for GuestEvent {
 
 /// Event number as programmed by the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Selection {
+pub enum EventSelection {
     /// Event select and unit mask of a general-purpose counter.
     General(EventSelect, UnitMask),
     /// Number of a fixed counter, whose event is not programmable.
@@ -272,7 +272,7 @@ pub struct EventRequest {
     /// Vendor that defines the event numbers in `selection`.
     pub vendor: Vendor,
     /// Programmed event number.
-    pub selection: Selection,
+    pub selection: EventSelection,
     /// Decoded event.
     pub event: GuestEvent,
     /// Count at CPL 1 to 3.
@@ -303,7 +303,7 @@ impl EventRequest {
         let (select, umask) = (EventSelect(select as u16), UnitMask((config >> 8) as u8));
         Self {
             vendor,
-            selection: Selection::General(select, umask),
+            selection: EventSelection::General(select, umask),
             event: decode(vendor, select, umask),
             user: true,
             kernel: true,
@@ -318,7 +318,7 @@ impl EventRequest {
     /// Returns the selector as the `perf_event_attr.config` value of a raw event on a host of the
     /// same vendor, or `None` for a fixed counter.
     pub const fn raw_config(&self) -> Option<u64> {
-        let Selection::General(select, umask) = self.selection else {
+        let EventSelection::General(select, umask) = self.selection else {
             return None;
         };
         let select = select.0 as u64;
@@ -398,9 +398,9 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
 /// Set of architectural events that the chosen backing can count on this host. The VMM determines
 /// the set and reports it in the guest's CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Backability(u16);
+pub struct CountableEvents(u16);
 
-impl Backability {
+impl CountableEvents {
     /// The empty set.
     pub const NONE: Self = Self(0);
     /// All architectural events.
@@ -437,7 +437,7 @@ impl Backability {
     }
 }
 
-impl FromIterator<ArchEvent> for Backability {
+impl FromIterator<ArchEvent> for CountableEvents {
     fn from_iter<I: IntoIterator<Item = ArchEvent>>(events: I) -> Self {
         events.into_iter().fold(Self::NONE, Self::with)
     }
@@ -535,7 +535,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_events_linux_asks_for_first_are_known_on_both_vendors() {
+    fn linux_generic_events_decode_on_both_vendors() {
         let decode = |vendor, select, umask| decode(vendor, EventSelect(select), UnitMask(umask));
         for (intel, amd, event) in [
             ((0x3C, 0), (0x76, 0), ArchEvent::CoreCycles),
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn paravirtual_events_have_one_umask_each_and_the_vendors_own_select() {
+    fn paravirtual_events_have_unique_umasks() {
         for (n, event) in ParavirtualEvent::ALL.into_iter().enumerate() {
             assert_eq!(event.umask().0 as usize, n + 1);
             let expected = GuestEvent::Paravirtual(event);
@@ -579,10 +579,10 @@ mod tests {
     }
 
     #[test]
-    fn a_raw_config_has_each_field_where_the_register_has_it() {
+    fn raw_config_matches_selector_layout() {
         let request = EventRequest {
             vendor: Vendor::Amd,
-            selection: Selection::General(EventSelect(0xABC), UnitMask(0x12)),
+            selection: EventSelection::General(EventSelect(0xABC), UnitMask(0x12)),
             event: GuestEvent::Raw,
             user: true,
             kernel: false,
@@ -603,7 +603,7 @@ mod tests {
         assert!(!cycles.is_modified());
         assert_eq!(
             EventRequest {
-                selection: Selection::Fixed(1),
+                selection: EventSelection::Fixed(1),
                 ..request
             }
             .raw_config(),
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_backing_is_answered_with_the_known_ones() {
+    fn unknown_backing_error_lists_valid_names() {
         assert_eq!("exact".parse(), Ok(BackingPolicy::Exact));
         let error = "best".parse::<BackingPolicy>().unwrap_err().to_string();
         assert_eq!(
@@ -622,12 +622,12 @@ mod tests {
     }
 
     #[test]
-    fn each_backability_names_what_its_backing_counts() {
-        assert!(Backability::CLOCK.has(ArchEvent::CoreCycles));
-        assert!(!Backability::CLOCK.has(ArchEvent::Instructions));
-        assert!(Backability::EXACT.has(ArchEvent::Stores));
-        assert!(!Backability::EXACT.has(ArchEvent::CacheMisses));
-        let all: Backability = ArchEvent::ALL.into_iter().collect();
+    fn countable_events_match_backing() {
+        assert!(CountableEvents::CLOCK.has(ArchEvent::CoreCycles));
+        assert!(!CountableEvents::CLOCK.has(ArchEvent::Instructions));
+        assert!(CountableEvents::EXACT.has(ArchEvent::Stores));
+        assert!(!CountableEvents::EXACT.has(ArchEvent::CacheMisses));
+        let all: CountableEvents = ArchEvent::ALL.into_iter().collect();
         assert!(ArchEvent::ALL.into_iter().all(|event| all.has(event)));
     }
 }

@@ -9,8 +9,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::events::{
-    ARCHITECTURAL_SELECTS, Backability, EventSelect, GuestEvent, Selection, UnitMask, decode, decode_fixed,
-    paravirtual_select,
+    ARCHITECTURAL_SELECTS, CountableEvents, EventSelect, EventSelection, GuestEvent, UnitMask, decode,
+    decode_fixed, paravirtual_select,
 };
 use crate::index::MAX_FIXED;
 use crate::names::Vendor;
@@ -23,7 +23,7 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Effect of a filter on the events that it lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Action {
+pub enum FilterAction {
     /// Allow listed events and deny all others.
     Allow,
     /// Deny listed events and allow all others.
@@ -34,7 +34,7 @@ pub enum Action {
 /// and `umask-match`. Without either, the entry matches all unit masks of the event select.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct EntrySpec {
+pub struct FilterEntrySpec {
     /// Event select, 0 to 0xFFF.
     pub select: u64,
     /// Exact unit mask, 0 to 0xFF.
@@ -56,13 +56,13 @@ pub struct EntrySpec {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterSpec {
     /// Effect on the listed events.
-    pub action: Action,
+    pub action: FilterAction,
     /// Bitmap of listed fixed counters: bit n is fixed counter n.
     #[serde(default)]
     pub fixed_counters: u64,
     /// Entries for general-purpose counters.
     #[serde(default)]
-    pub events: Vec<EntrySpec>,
+    pub events: Vec<FilterEntrySpec>,
 }
 
 /// Error returned for an unusable filter. Each message is one line and does not include the file
@@ -122,7 +122,7 @@ pub enum FilterError {
 
 /// Validated filter entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Entry {
+pub struct FilterEntry {
     /// Event select, 12 bits.
     pub select: u16,
     /// Bits of the unit mask to compare.
@@ -136,17 +136,17 @@ pub struct Entry {
 /// Validated event filter. Lookups do not allocate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventFilter {
-    action: Action,
+    action: FilterAction,
     fixed_counters: u8,
     /// Sorted by event select.
-    entries: Box<[Entry]>,
+    entries: Box<[FilterEntry]>,
 }
 
 impl EventFilter {
     /// Returns a filter that allows all events.
     pub fn allow_all() -> Self {
         Self {
-            action: Action::Deny,
+            action: FilterAction::Deny,
             fixed_counters: 0,
             entries: Box::default(),
         }
@@ -161,7 +161,7 @@ impl EventFilter {
             matches!(event, GuestEvent::Architectural(_))
         };
         let listed = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
-            let exact = move |matches| Entry {
+            let exact = move |matches| FilterEntry {
                 select,
                 mask: 0xFF,
                 matches,
@@ -171,10 +171,10 @@ impl EventFilter {
                 .filter(move |&umask| architectural(select, umask))
                 .map(exact)
         });
-        let mut entries: Vec<Entry> = listed.collect();
+        let mut entries: Vec<FilterEntry> = listed.collect();
         entries.sort_unstable();
         Self {
-            action: Action::Allow,
+            action: FilterAction::Allow,
             fixed_counters: (1 << MAX_FIXED) - 1,
             entries: entries.into_boxed_slice(),
         }
@@ -185,14 +185,14 @@ impl EventFilter {
     pub fn without_paravirtual(self, vendor: Vendor) -> Self {
         let select = paravirtual_select(vendor).0;
         let others = self.entries.iter().filter(|entry| entry.select != select);
-        let all = Entry {
+        let all = FilterEntry {
             select,
             mask: 0,
             matches: 0,
             exclude: false,
         };
-        let denied = (self.action == Action::Deny).then_some(all);
-        let mut entries: Vec<Entry> = others.copied().chain(denied).collect();
+        let denied = (self.action == FilterAction::Deny).then_some(all);
+        let mut entries: Vec<FilterEntry> = others.copied().chain(denied).collect();
         entries.sort_unstable();
         Self {
             entries: entries.into_boxed_slice(),
@@ -214,7 +214,7 @@ impl EventFilter {
         }
         let mut entries = Vec::with_capacity(spec.events.len());
         for (number, entry) in spec.events.iter().enumerate() {
-            entries.push(Entry::new(number + 1, entry)?);
+            entries.push(FilterEntry::new(number + 1, entry)?);
         }
         entries.sort_unstable();
         entries.dedup();
@@ -253,7 +253,7 @@ impl EventFilter {
     /// # Errors
     /// Returns a [`FilterError`] if the file cannot be read or its text is not a valid filter.
     pub fn from_file(path: &Path) -> Result<Self, FilterError> {
-        Self::from_opened(path, std::fs::File::open(path))
+        Self::from_open_result(path, std::fs::File::open(path))
     }
 
     /// Reads a filter from the result of opening `path`. For callers that must not block when
@@ -262,7 +262,7 @@ impl EventFilter {
     /// # Errors
     /// Returns a [`FilterError`] if the file could not be opened, cannot be read, or its text is
     /// not a valid filter.
-    pub fn from_opened(
+    pub fn from_open_result(
         path: &Path,
         opened: std::io::Result<impl std::io::Read>,
     ) -> Result<Self, FilterError> {
@@ -281,31 +281,34 @@ impl EventFilter {
     }
 
     /// Returns whether the filter allows the event that a counter selects.
-    pub fn allows(&self, selection: Selection) -> bool {
+    pub fn allows(&self, selection: EventSelection) -> bool {
         let listed = match selection {
-            Selection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
-            Selection::General(select, umask) => self.lists(select.0, umask),
+            EventSelection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
+            EventSelection::General(select, umask) => self.lists(select.0, umask),
         };
-        listed == (self.action == Action::Allow)
+        listed == (self.action == FilterAction::Allow)
     }
 
     /// Returns the architectural events of a vendor that are allowed on at least one
     /// general-purpose or fixed counter. A guest would read a misleading zero for any other event
     /// that CPUID offers.
     #[must_use]
-    pub fn leaves(&self, vendor: Vendor) -> Backability {
+    pub fn allowed_events(&self, vendor: Vendor) -> CountableEvents {
         let general = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
             let select = EventSelect(select);
             (0..=u8::MAX).map(move |umask| {
                 let umask = UnitMask(umask);
-                (Selection::General(select, umask), decode(vendor, select, umask))
+                (
+                    EventSelection::General(select, umask),
+                    decode(vendor, select, umask),
+                )
             })
         });
         let fixed = (0..MAX_FIXED)
             .filter(|_| vendor == Vendor::Intel)
             .filter_map(|n| {
                 Some((
-                    Selection::Fixed(u8::try_from(n).ok()?),
+                    EventSelection::Fixed(u8::try_from(n).ok()?),
                     decode_fixed(u32::try_from(n).ok()?),
                 ))
             });
@@ -317,7 +320,7 @@ impl EventFilter {
     }
 
     /// Returns the action for listed events.
-    pub fn action(&self) -> Action {
+    pub fn action(&self) -> FilterAction {
         self.action
     }
 
@@ -328,7 +331,7 @@ impl EventFilter {
 
     /// Returns the entries for general-purpose counters, sorted by event select and without
     /// duplicates.
-    pub fn entries(&self) -> &[Entry] {
+    pub fn entries(&self) -> &[FilterEntry] {
         &self.entries
     }
 
@@ -351,9 +354,9 @@ impl EventFilter {
     }
 }
 
-impl Entry {
+impl FilterEntry {
     #[expect(clippy::cast_possible_truncation, reason = "checked above")]
-    fn new(number: usize, spec: &EntrySpec) -> Result<Self, FilterError> {
+    fn new(number: usize, spec: &FilterEntrySpec) -> Result<Self, FilterError> {
         let within = |field, value: u64, limit: u64| {
             if value <= limit {
                 Ok(value)
@@ -398,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn the_architectural_filter_allows_architectural_events_and_no_others() {
+    fn architectural_filter_allows_only_architectural_events() {
         for vendor in [Vendor::Intel, Vendor::Amd] {
             let filter = EventFilter::architectural(vendor);
             for (select, umask) in general_events() {
@@ -407,16 +410,16 @@ mod tests {
                 let allowed = filter.allows(general(select, umask));
                 assert_eq!(allowed, architectural, "{vendor:?} {select:#x}/{umask:#x}");
             }
-            assert!((0..4).all(|n| filter.allows(Selection::Fixed(n))));
+            assert!((0..4).all(|n| filter.allows(EventSelection::Fixed(n))));
         }
     }
 
     #[test]
-    fn architectural_events_are_left_that_some_counter_may_count() {
+    fn allowed_events_include_fixed_and_general_counters() {
         for vendor in [Vendor::Intel, Vendor::Amd] {
-            let all = EventFilter::allow_all().leaves(vendor);
+            let all = EventFilter::allow_all().allowed_events(vendor);
             assert_eq!(
-                EventFilter::architectural(vendor).leaves(vendor),
+                EventFilter::architectural(vendor).allowed_events(vendor),
                 all,
                 "{vendor:?}"
             );
@@ -429,16 +432,16 @@ mod tests {
             "action = \"deny\"\n[[events]]\nselect = 0xC5\n[[events]]\nselect = 0xC0\n",
         )
         .unwrap();
-        let left = denied.leaves(Vendor::Intel);
+        let left = denied.allowed_events(Vendor::Intel);
         assert!(!left.has(ArchEvent::BranchMisses) && left.has(ArchEvent::Branches));
         assert!(left.has(ArchEvent::Instructions), "fixed counter 0 has them");
-        let left = denied.leaves(Vendor::Amd);
+        let left = denied.allowed_events(Vendor::Amd);
         assert!(!left.has(ArchEvent::Instructions), "AMD has no fixed counter");
         assert!(left.has(ArchEvent::BranchMisses), "by another number");
     }
 
     #[test]
-    fn paravirtual_events_are_taken_out_whatever_a_filter_says() {
+    fn without_paravirtual_denies_paravirtual_events() {
         for (vendor, own, others) in [(Vendor::Intel, 0xFF, 0xC0), (Vendor::Amd, 0xFFF, 0xFF)] {
             for text in [
                 "action = \"deny\"\nevents = [{ select = 1 }]".to_owned(),
@@ -456,12 +459,12 @@ mod tests {
     use crate::events::EventSelect;
     use proptest::prelude::*;
 
-    fn general(select: u16, umask: u8) -> Selection {
-        Selection::General(EventSelect(select), UnitMask(umask))
+    fn general(select: u16, umask: u8) -> EventSelection {
+        EventSelection::General(EventSelect(select), UnitMask(umask))
     }
 
     #[test]
-    fn a_deny_list_denies_what_it_lists_and_nothing_else() {
+    fn denylist_denies_only_listed_events() {
         let filter = EventFilter::from_toml(
             "action = \"deny\"\nfixed-counters = 0b001\n[[events]]\nselect = 0xC0\numask = 0\n[[events]]\nselect = 0xFFF\n",
         )
@@ -470,12 +473,12 @@ mod tests {
         assert!(filter.allows(general(0xC0, 1)));
         assert!(!filter.allows(general(0xFFF, 7)));
         assert!(filter.allows(general(0xFF, 7)));
-        assert!(!filter.allows(Selection::Fixed(0)));
-        assert!(filter.allows(Selection::Fixed(1)));
+        assert!(!filter.allows(EventSelection::Fixed(0)));
+        assert!(filter.allows(EventSelection::Fixed(1)));
     }
 
     #[test]
-    fn the_bitmap_alone_decides_for_fixed_counters() {
+    fn bitmap_controls_fixed_counters() {
         // The filter allows instructions on general-purpose counters, but not on fixed counter 0,
         // which counts the same event.
         let filter = EventFilter::from_toml(
@@ -483,13 +486,13 @@ mod tests {
         )
         .unwrap();
         assert!(filter.allows(general(0xC0, 0)));
-        assert!(!filter.allows(Selection::Fixed(0)));
-        assert!(filter.allows(Selection::Fixed(1)));
+        assert!(!filter.allows(EventSelection::Fixed(0)));
+        assert!(filter.allows(EventSelection::Fixed(1)));
         assert!(!filter.allows(general(0x3C, 0)));
     }
 
     #[test]
-    fn excludes_win_over_masked_entries_in_any_order() {
+    fn exclusions_override_masked_entries() {
         for order in [[0, 1], [1, 0]] {
             let entries = [
                 "{ select = 0xD0, umask-mask = 0xF0, umask-match = 0x80 }",
@@ -507,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn each_mistake_gets_one_line_that_says_what_to_do() {
+    fn filter_errors_are_one_line_with_remedy() {
         for (text, message) in [
             (
                 "action = \"maybe\"",
@@ -549,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_or_endless_is_refused() {
+    fn missing_or_oversized_filter_file_is_rejected() {
         let error = EventFilter::from_file(Path::new("/nonexistent/filter.toml")).unwrap_err();
         assert_eq!(error.to_string(), "cannot read the event filter");
         let error = EventFilter::from_file(Path::new("/dev/zero"))
@@ -560,7 +563,7 @@ mod tests {
 
     #[test]
     fn the_number_of_entries_is_limited() {
-        let entry = EntrySpec {
+        let entry = FilterEntrySpec {
             select: 1,
             umask: None,
             umask_mask: None,
@@ -568,7 +571,7 @@ mod tests {
             exclude: false,
         };
         let spec = FilterSpec {
-            action: Action::Deny,
+            action: FilterAction::Deny,
             fixed_counters: 0,
             events: vec![entry; MAX_ENTRIES + 1],
         };
@@ -580,7 +583,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_filter_decides_as_its_definition_reads(
+        fn filter_matches_reference_definition(
             allow: bool,
             fixed_counters in 0u64..16,
             entries in proptest::collection::vec((0u64..4, 0u64..16, 0u64..16, any::<bool>()), 0..12),
@@ -588,9 +591,9 @@ mod tests {
             umask in 0u8..16,
             fixed in 0u8..4,
         ) {
-            let events: Vec<EntrySpec> = entries
+            let events: Vec<FilterEntrySpec> = entries
                 .iter()
-                .map(|&(select, mask, bits, exclude)| EntrySpec {
+                .map(|&(select, mask, bits, exclude)| FilterEntrySpec {
                     select,
                     umask: None,
                     umask_mask: Some(mask),
@@ -599,7 +602,7 @@ mod tests {
                 })
                 .collect();
             let spec = FilterSpec {
-                action: if allow { Action::Allow } else { Action::Deny },
+                action: if allow { FilterAction::Allow } else { FilterAction::Deny },
                 fixed_counters,
                 events,
             };
@@ -611,7 +614,7 @@ mod tests {
             });
             let listed = hit(false) && !hit(true);
             prop_assert_eq!(filter.allows(general(select, umask)), listed == allow);
-            prop_assert_eq!(filter.allows(Selection::Fixed(fixed)), (fixed_counters >> fixed & 1 != 0) == allow);
+            prop_assert_eq!(filter.allows(EventSelection::Fixed(fixed)), (fixed_counters >> fixed & 1 != 0) == allow);
             let text = toml::to_string(&spec).unwrap();
             prop_assert_eq!(EventFilter::from_toml(&text).unwrap(), filter);
         }

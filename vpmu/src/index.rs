@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_and_bits_name_the_same_counters() {
+    fn slot_and_bit_numbers_round_trip() {
         for slot in 0..MAX_COUNTERS {
             let counter = CounterIndex::from_slot(slot).unwrap();
             assert_eq!(counter.slot(), slot);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_with_stray_bits_yields_only_counters() {
+    fn counters_in_ignores_invalid_bits() {
         let all: Vec<_> = counters_in(u64::MAX).collect();
         assert_eq!(all.len(), MAX_COUNTERS);
         assert!(counters_in(0).next().is_none());

@@ -3,11 +3,11 @@
 //! References: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural
 //! Performance Monitoring" (one subsection per version), and vol. 4 for the addresses.
 
-use crate::events::{EventRequest, EventSelect, Selection, decode_fixed};
+use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::Vendor;
-use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
+use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
 
 /// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,
 /// sign-extended.
@@ -98,7 +98,7 @@ const RDPMC_FIXED: u32 = 1 << 30;
 /// All addresses at which an Intel processor may have a PMU register, including unimplemented ones.
 ///
 /// The VMM must trap all of them because KVM returns 0 for some of them when its own PMU is off.
-/// IA32_DEBUGCTL is not in the list; see [`Model::trapped_msrs`].
+/// IA32_DEBUGCTL is not in the list; see [`PmuModel::trapped_msrs`].
 const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     // MSR_LASTBRANCH_n_FROM_IP and _TO_IP of Core 2 and Atom processors.
     0x40..=0x47,
@@ -141,7 +141,7 @@ pub(crate) struct Intel;
 
 /// Returns the general-purpose counter at `address` in the bank that starts at `base`, if the model
 /// has this counter.
-fn in_bank(model: &Model, address: u32, base: u32) -> Option<CounterIndex> {
+fn in_bank(model: &PmuModel, address: u32, base: u32) -> Option<CounterIndex> {
     CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
 }
 
@@ -151,7 +151,7 @@ fn fixed_field(registers: &Registers, n: u32) -> u64 {
 }
 
 /// Returns the writable bits of IA32_FIXED_CTR_CTRL.
-fn fixed_control_mask(model: &Model) -> u64 {
+fn fixed_control_mask(model: &PmuModel) -> u64 {
     (0..u8::BITS)
         .filter(|n| model.fixed_bitmap() >> n & 1 != 0)
         .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
@@ -182,7 +182,7 @@ fn settable_status(version: u8) -> u64 {
 }
 
 /// Returns the writable bits of the selector of `counter`.
-fn selector_mask(model: &Model, counter: CounterIndex) -> u64 {
+fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
     let transactions = match (model.has_transactions(), counter.bit()) {
         (false, _) => 0,
         (true, IN_TXCP_COUNTER) => SELECTOR_IN_TX | SELECTOR_IN_TXCP,
@@ -192,16 +192,16 @@ fn selector_mask(model: &Model, counter: CounterIndex) -> u64 {
 }
 
 /// Stores `value` if all its bits are in `allowed`, and faults otherwise.
-fn checked(value: u64, allowed: u64) -> Written {
+fn checked(value: u64, allowed: u64) -> WriteEffect {
     if value & !allowed == 0 {
-        Written::Store(value)
+        WriteEffect::Store(value)
     } else {
-        Written::Fault
+        WriteEffect::Fault
     }
 }
 
 impl VendorOps for Intel {
-    fn register(&self, model: &Model, msr: MsrAddress) -> Option<Register> {
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register> {
         let version = model.intel_version();
         let from = |needed: u8, register| (version >= needed).then_some(register);
         match msr.0 {
@@ -229,7 +229,7 @@ impl VendorOps for Intel {
 
     /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter number, ECX\[30\] the type, and ECX\[31\] the
     /// fast mode, which no processor with architectural performance monitoring supports.
-    fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
+    fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
         let counter = if index.0 & RDPMC_FIXED != 0 {
             CounterIndex::fixed(index.0 & !RDPMC_FIXED)
         } else {
@@ -238,12 +238,14 @@ impl VendorOps for Intel {
         counter.filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &Model, register: Register, value: u64) -> Written {
+    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect {
         let width = model.width();
         let counters = model.counters_mask();
         match register {
             Register::Selector(c) => checked(value, selector_mask(model, c)),
-            Register::Counter(c) if c.fixed_number().is_none() => Written::Store(width.sign_extend_32(value)),
+            Register::Counter(c) if c.fixed_number().is_none() => {
+                WriteEffect::Store(width.sign_extend_32(value))
+            }
             Register::Counter(_) | Register::FullWidthCounter(_) => checked(value, width.mask()),
             Register::FixedControl => checked(value, fixed_control_mask(model)),
             Register::GlobalControl => checked(value, counters),
@@ -252,15 +254,15 @@ impl VendorOps for Intel {
             // state.
             Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             Register::DebugControl => checked(value, DEBUGCTL_PMU),
-            Register::Absent => Written::Dropped,
-            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => Written::Fault,
+            Register::Absent => WriteEffect::Dropped,
+            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => WriteEffect::Fault,
         }
     }
 
     /// Returns zero for all registers except IA32_PERF_GLOBAL_CTRL, which enables every
     /// general-purpose counter (SDM vol. 3, table "IA-32 and Intel 64 Processor States Following
     /// Power-up, Reset, or INIT").
-    fn at_reset(&self, model: &Model) -> Registers {
+    fn at_reset(&self, model: &PmuModel) -> Registers {
         let global_control = if model.intel_version() >= 2 {
             (1 << model.general()) - 1
         } else {
@@ -309,7 +311,7 @@ impl VendorOps for Intel {
                 let field = fixed_field(registers, n);
                 EventRequest {
                     vendor: Vendor::Intel,
-                    selection: Selection::Fixed(n as u8),
+                    selection: EventSelection::Fixed(n as u8),
                     event: decode_fixed(n),
                     user: field & FIXED_USR != 0,
                     kernel: field & FIXED_OS != 0,
@@ -339,7 +341,7 @@ impl VendorOps for Intel {
     /// Freezes the counters on a PMI (SDM vol. 3, "Freeze_PerfMon_On_PMI"). Versions 2 and 3 clear
     /// IA32_PERF_GLOBAL_CTRL. From version 4 the PMI sets CTR_FRZ and leaves the control register
     /// unchanged.
-    fn freeze(&self, model: &Model, registers: &mut Registers) -> bool {
+    fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool {
         if registers.debug_control & DEBUGCTL_FREEZE_ON_PMI == 0 {
             return false;
         }
@@ -354,7 +356,7 @@ impl VendorOps for Intel {
     /// Returns IA32_PERF_GLOBAL_INUSE (SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR"). A general-purpose
     /// counter is in use when its event select is not 0, a fixed counter when its enable field is
     /// not 0, and the PMI when any control enables an interrupt.
-    fn in_use(&self, model: &Model, registers: &Registers) -> u64 {
+    fn in_use(&self, model: &PmuModel, registers: &Registers) -> u64 {
         counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {
                 Some(_) => self.is_selected(registers, counter),
@@ -369,7 +371,7 @@ impl VendorOps for Intel {
         })
     }
 
-    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress> {
+    fn state_msrs(&self, model: &PmuModel) -> Vec<MsrAddress> {
         let mut addresses = Vec::new();
         if model.intel_version() >= 2 {
             addresses.extend([
@@ -388,7 +390,7 @@ impl VendorOps for Intel {
         ADDRESSES
     }
 
-    fn has_status(&self, model: &Model) -> bool {
+    fn has_status(&self, model: &PmuModel) -> bool {
         model.intel_version() >= 2
     }
 

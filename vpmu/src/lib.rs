@@ -48,6 +48,7 @@
 
 mod amd;
 pub mod backing;
+mod counter_events;
 pub mod cpuid;
 pub mod events;
 pub mod exact;
@@ -62,7 +63,6 @@ mod model;
 mod names;
 pub mod registers;
 pub mod sim;
-mod source;
 pub mod sources;
 mod state;
 mod vendor;
@@ -70,18 +70,18 @@ mod vpmu;
 mod width;
 
 pub use backing::{PerfCoreEvents, SteppedLevels};
+pub use counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 pub use events::{
-    ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,
-    Selection, UnitMask,
+    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, EventSelect, EventSelection,
+    GuestEvent, ParavirtualEvent, UnitMask,
 };
 pub use filter::EventFilter;
 pub use host_pmu::{CpuidReader, CpuidRegs, HostPmu};
 pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 pub use limit::DEFAULT_PMI_LIMIT;
-pub use model::Model;
-pub use names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
-pub use source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
-pub use sources::{Sources, Way};
+pub use model::PmuModel;
+pub use names::{CounterNumbers, Generation, ModelError, PmuModelName, Vendor};
+pub use sources::{EventSource, EventSources};
 pub use state::{StateError, fix_checksum};
-pub use vpmu::{CounterView, Cpl, MsrRead, MsrWrite, PmiCounts, PmiReady, Vpmu};
-pub use width::{Advanced, CounterWidth};
+pub use vpmu::{CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness, Vpmu};
+pub use width::{CounterAdvance, CounterWidth};

@@ -51,7 +51,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_second_lets_more_through_than_the_limit_and_one_burst(
+        fn rate_limit_bounds_events_per_second(
             limit in 1u32..5_000,
             steps in proptest::collection::vec(0u64..2_000_000, 1..2_000),
         ) {
@@ -73,7 +73,7 @@ mod tests {
         }
 
         #[test]
-        fn whoever_waits_until_told_always_passes(limit in 1u32..100_000, n in 1usize..500) {
+        fn waiting_until_next_ns_is_sufficient(limit in 1u32..100_000, n in 1usize..500) {
             let mut bucket = RateLimit::new(limit);
             let mut now = 0;
             for _ in 0..n {
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_time_does_not_overflow() {
+    fn rate_limit_does_not_overflow() {
         let mut bucket = RateLimit::new(0);
         bucket.take(u64::MAX);
         assert!(bucket.next_ns() < u64::MAX);

@@ -6,19 +6,19 @@
 //! [`FIRST_WAIT_NS`] with exponential back-off. Reprogramming or restarting the counter resets the
 //! back-off, but a refused counter is never retried before [`FIRST_WAIT_NS`] has passed.
 
+use crate::counter_events::UnavailableReason;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::source::Lack;
 
 /// Delay before the first retry, in nanoseconds.
 const FIRST_WAIT_NS: u64 = 1_000_000;
 /// Maximum delay between retries, in nanoseconds.
-const LONGEST_WAIT_NS: u64 = 256_000_000;
+const MAX_WAIT_NS: u64 = 256_000_000;
 /// Minimum interval between two warnings, in nanoseconds.
 const LOG_EVERY_NS: u64 = 1_000_000_000;
 
 /// Uncounted state of one counter.
 #[derive(Clone, Copy, Debug, Default)]
-struct Entry {
+struct UncountedState {
     /// Time up to which uncounted time has been accounted, in nanoseconds.
     since_ns: u64,
     /// Uncounted time since the current event was programmed, in nanoseconds.
@@ -30,19 +30,19 @@ struct Entry {
     /// while the counter is counted.
     refused_ns: Option<u64>,
     /// Set if the loss has been logged or suppressed by the log rate limit.
-    told: bool,
+    logged: bool,
 }
 
 /// Uncounted counters of one vCPU. All times are in the vCPU's event time.
 #[derive(Debug, Default)]
-pub(crate) struct Lost {
+pub(crate) struct UncountedCounters {
     /// Mask of uncounted counters.
     uncounted: u64,
     /// Mask of counters whose fallback backing is counting.
     fallback: u64,
     /// Mask of uncounted and fallback counters that wait for a retry.
     retrying: u64,
-    entries: [Entry; MAX_COUNTERS],
+    entries: [UncountedState; MAX_COUNTERS],
     /// Time in which at least one counter was uncounted, in nanoseconds.
     total_ns: u64,
     /// Start of the current uncounted interval, end of the part already included in the total, and
@@ -57,7 +57,7 @@ pub(crate) struct Lost {
     unlogged: u32,
 }
 
-impl Lost {
+impl UncountedCounters {
     /// Returns whether any counter waits for a retry.
     #[inline]
     pub fn is_retrying(&self) -> bool {
@@ -74,7 +74,7 @@ impl Lost {
 
     /// Returns the mask of counters that are uncounted, use a fallback, or wait for a retry.
     #[inline]
-    pub fn concerned(&self) -> u64 {
+    pub fn affected(&self) -> u64 {
         self.uncounted | self.fallback | self.retrying
     }
 
@@ -116,7 +116,7 @@ impl Lost {
         // Excludes time before the end of the counter's last uncounted interval.
         entry.uncounted_ns += now_ns - since_ns.max(entry.since_ns).min(now_ns);
         entry.since_ns = now_ns;
-        (entry.wait_ns, entry.told) = (0, false);
+        (entry.wait_ns, entry.logged) = (0, false);
         if self.uncounted == 0 {
             (self.began_ns, self.upto_ns) = (now_ns, now_ns);
         }
@@ -152,7 +152,7 @@ impl Lost {
         if new {
             self.times += u64::from(!self.end(counter, || now_ns));
             let entry = &mut self.entries[counter.slot()];
-            (entry.wait_ns, entry.told) = (0, false);
+            (entry.wait_ns, entry.logged) = (0, false);
         }
         self.fallback |= counter.mask();
     }
@@ -162,7 +162,7 @@ impl Lost {
         let entry = &mut self.entries[counter.slot()];
         entry.wait_ns = match entry.wait_ns {
             0 => FIRST_WAIT_NS,
-            wait_ns => (wait_ns * 2).min(LONGEST_WAIT_NS),
+            wait_ns => (wait_ns * 2).min(MAX_WAIT_NS),
         };
         entry.next_ns = now_ns.saturating_add(entry.wait_ns);
         self.retrying |= counter.mask();
@@ -175,13 +175,13 @@ impl Lost {
     }
 
     /// Records that the host counts for the counter.
-    pub fn placed(&mut self, counter: CounterIndex) {
+    pub fn clear_refusal(&mut self, counter: CounterIndex) {
         self.entries[counter.slot()].refused_ns = None;
     }
 
     /// Returns whether the host refused the counter less than [`FIRST_WAIT_NS`] ago. If so, marks
     /// the counter as uncounted and schedules a retry. Reads the clock only after a refusal.
-    pub fn is_too_soon(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
+    pub fn must_back_off(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
         let Some(refused_ns) = self.entries[counter.slot()].refused_ns else {
             return false;
         };
@@ -219,7 +219,7 @@ impl Lost {
     }
 
     /// Returns the uncounted time of the counter's current event, in nanoseconds, as of the last
-    /// [`Lost::total_ns`].
+    /// [`UncountedCounters::total_ns`].
     pub fn of(&self, counter: CounterIndex) -> u64 {
         self.entries[counter.slot()].uncounted_ns
     }
@@ -230,15 +230,15 @@ impl Lost {
     }
 
     /// Resets the state of a counter that is programmed with another event.
-    pub fn forget(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) {
+    pub fn reset_counter(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) {
         if self.uncounted & counter.mask() != 0 {
             self.account(now_ns());
         }
         let entry = &mut self.entries[counter.slot()];
-        *entry = Entry {
+        *entry = UncountedState {
             since_ns: entry.since_ns,
             refused_ns: entry.refused_ns,
-            ..Entry::default()
+            ..UncountedState::default()
         };
     }
 
@@ -248,11 +248,11 @@ impl Lost {
         &mut self,
         counter: CounterIndex,
         what: &dyn std::fmt::Display,
-        lack: Lack,
+        lack: UnavailableReason,
         instead: bool,
         now_ns: u64,
     ) {
-        if std::mem::replace(&mut self.entries[counter.slot()].told, true) {
+        if std::mem::replace(&mut self.entries[counter.slot()].logged, true) {
             return;
         }
         if self
@@ -281,23 +281,29 @@ impl Lost {
 }
 
 /// Returns the remedy for the operator, or an empty string.
-fn remedy(lack: Lack) -> &'static str {
+fn remedy(lack: UnavailableReason) -> &'static str {
     match lack {
-        Lack::NoSlot => {
+        UnavailableReason::NoSlot => {
             "; events of the operator that share the counters can be closed, or put behind the guest's by 'share guest-first'"
         }
-        Lack::Busy | Lack::Taken => {
+        UnavailableReason::Busy | UnavailableReason::Taken => {
             "; pinned events of perf on the host, or its NMI watchdog (sysctl kernel.nmi_watchdog), may hold it"
         }
-        Lack::Refused(libc::EMFILE | libc::ENFILE) => "; raise the limit of open files (ulimit -n)",
-        Lack::Refused(libc::EACCES | libc::EPERM) => {
+        UnavailableReason::Refused(libc::EMFILE | libc::ENFILE) => {
+            "; raise the limit of open files (ulimit -n)"
+        }
+        UnavailableReason::Refused(libc::EACCES | libc::EPERM) => {
             "; lower kernel.perf_event_paranoid to 1, or grant CAP_PERFMON"
         }
-        Lack::Refused(libc::EOPNOTSUPP | libc::EBUSY) => {
+        UnavailableReason::Refused(libc::EOPNOTSUPP | libc::EBUSY) => {
             "; a mediated virtual PMU of another VM may hold the host's"
         }
-        Lack::Refused(libc::ENODEV | libc::ENOENT) => "; the host's PMU has no such event any more",
-        Lack::Refused(libc::ENOMEM | libc::ENOSPC) => "; the host's kernel is short of memory or counters",
+        UnavailableReason::Refused(libc::ENODEV | libc::ENOENT) => {
+            "; the host's PMU has no such event any more"
+        }
+        UnavailableReason::Refused(libc::ENOMEM | libc::ENOSPC) => {
+            "; the host's kernel is short of memory or counters"
+        }
         _ => "",
     }
 }
@@ -314,7 +320,7 @@ mod tests {
     /// Overlapping uncounted intervals of two counters count once in the total.
     #[test]
     fn time_with_any_counter_uncounted_is_counted_once() {
-        let mut lost = Lost::default();
+        let mut lost = UncountedCounters::default();
         assert!(lost.begin(counter(0), 100, 100));
         assert!(!lost.begin(counter(0), 150, 150));
         assert!(lost.begin(counter(1), 180, 200));
@@ -328,7 +334,7 @@ mod tests {
     /// A loss that is detected late is accounted from its actual time, without double counting.
     #[test]
     fn late_notices_are_backdated() {
-        let mut lost = Lost::default();
+        let mut lost = UncountedCounters::default();
         lost.begin(counter(0), 100, 500);
         assert_eq!(lost.total_ns(|| 500), 400);
         lost.begin(counter(1), 50, 600);
@@ -340,8 +346,8 @@ mod tests {
     }
 
     #[test]
-    fn waits_double_up_to_the_longest() {
-        let mut lost = Lost::default();
+    fn retry_delay_doubles_up_to_maximum() {
+        let mut lost = UncountedCounters::default();
         let mut now_ns = 0;
         let mut waits = Vec::new();
         for _ in 0..12 {
@@ -359,13 +365,13 @@ mod tests {
 
     /// Each loss is logged once, and at most one line is logged per second.
     #[test]
-    fn a_warning_comes_once_a_second_and_once_for_each_time() {
-        let mut lost = Lost::default();
+    fn loss_warnings_are_rate_limited() {
+        let mut lost = UncountedCounters::default();
         let mut logged = |n: u32, now_ns: u64, anew: bool| {
             if anew {
-                lost.forget(counter(n), || now_ns);
+                lost.reset_counter(counter(n), || now_ns);
             }
-            lost.warn(counter(n), &"cycles", Lack::NoSlot, false, now_ns);
+            lost.warn(counter(n), &"cycles", UnavailableReason::NoSlot, false, now_ns);
             (lost.logged_ns, lost.unlogged)
         };
         assert_eq!(logged(0, 5, false), (Some(5), 0));
@@ -381,19 +387,19 @@ mod tests {
 
     /// The message for a refusal includes a remedy.
     #[test]
-    fn a_refusal_comes_with_its_meaning() {
+    fn refusal_message_includes_remedy() {
         for (lack, word) in [
-            (Lack::NoSlot, "guest-first"),
-            (Lack::Busy, "nmi_watchdog"),
-            (Lack::Taken, "nmi_watchdog"),
-            (Lack::Refused(libc::EMFILE), "ulimit -n"),
-            (Lack::Refused(libc::EACCES), "perf_event_paranoid"),
-            (Lack::Refused(libc::EOPNOTSUPP), "mediated"),
-            (Lack::Refused(libc::ENODEV), "no such event"),
+            (UnavailableReason::NoSlot, "guest-first"),
+            (UnavailableReason::Busy, "nmi_watchdog"),
+            (UnavailableReason::Taken, "nmi_watchdog"),
+            (UnavailableReason::Refused(libc::EMFILE), "ulimit -n"),
+            (UnavailableReason::Refused(libc::EACCES), "perf_event_paranoid"),
+            (UnavailableReason::Refused(libc::EOPNOTSUPP), "mediated"),
+            (UnavailableReason::Refused(libc::ENODEV), "no such event"),
         ] {
             assert!(remedy(lack).contains(word), "{lack:?}: {}", remedy(lack));
         }
-        let said = Lack::Refused(libc::EMFILE).to_string();
+        let said = UnavailableReason::Refused(libc::EMFILE).to_string();
         assert!(said.contains("open files"), "{said}");
     }
 
@@ -402,7 +408,7 @@ mod tests {
         /// uncounted counter.
         #[test]
         fn total_is_the_union(steps in prop::collection::vec((0u32..4, any::<bool>(), 0u64..50), 0..60)) {
-            let mut lost = Lost::default();
+            let mut lost = UncountedCounters::default();
             let (mut now_ns, mut on, mut any, mut own) = (0u64, [false; 4], 0u64, [0u64; 4]);
             for (n, begin, passes) in steps {
                 if begin {

@@ -1,16 +1,16 @@
-//! [`Model`]: vendor, generation, number and width of the counters of a guest's PMU.
+//! [`PmuModel`]: vendor, generation, number and width of the counters of a guest's PMU.
 
 use std::fmt;
 
-use crate::events::{ArchEvent, Backability};
+use crate::events::{ArchEvent, CountableEvents};
 use crate::host_pmu::{CpuidReader, HostPmu};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
-use crate::names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
+use crate::names::{CounterNumbers, Generation, ModelError, PmuModelName, Vendor};
 use crate::width::CounterWidth;
 
 /// PMU model. All properties are within the limits of the generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Model {
+pub struct PmuModel {
     generation: Generation,
     general: u8,
     /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
@@ -21,7 +21,7 @@ pub struct Model {
     transactions: bool,
 }
 
-impl Model {
+impl PmuModel {
     /// Counter widths that `--pmu-width` accepts for Intel models, in bits.
     const INTEL_WIDTHS: std::ops::RangeInclusive<u32> = 32..=48;
 
@@ -48,22 +48,22 @@ impl Model {
     /// # Errors
     /// Returns a [`ModelError`] if the numbers do not fit the model or the host has no PMU to copy.
     pub fn resolve(
-        name: ModelName,
+        name: PmuModelName,
         counters: Option<CounterNumbers>,
         width: Option<u32>,
         host: &mut CpuidReader<'_>,
     ) -> Result<Self, ModelError> {
         let plain = counters.is_none() && width.is_none();
         let generation = match name {
-            ModelName::Generation(generation) => generation,
-            ModelName::Auto => match HostPmu::vendor(host) {
+            PmuModelName::Generation(generation) => generation,
+            PmuModelName::Auto => match HostPmu::vendor(host) {
                 Vendor::Intel => Generation::Intel(2),
                 Vendor::Amd => Generation::AmdCore,
             },
-            ModelName::Host if plain => return Self::host(host),
-            ModelName::Host => return Err(ModelError::NotAdjustable("host")),
-            ModelName::Off if plain => return Ok(Self::off(HostPmu::vendor(host))),
-            ModelName::Off => return Err(ModelError::NotAdjustable("off")),
+            PmuModelName::Host if plain => return Self::host(host),
+            PmuModelName::Host => return Err(ModelError::NotAdjustable("host")),
+            PmuModelName::Off if plain => return Ok(Self::off(HostPmu::vendor(host))),
+            PmuModelName::Off => return Err(ModelError::NotAdjustable("off")),
         };
         Self::new(generation, counters, width)
     }
@@ -263,7 +263,7 @@ impl Model {
     /// include its event. CPUID has no other way to report this event as unavailable. The other
     /// fixed counters stay, because Linux uses the first three regardless of CPUID.0AH:EBX.
     #[must_use]
-    pub const fn without_uncountable_slots(self, backability: Backability) -> Self {
+    pub const fn without_uncountable_slots(self, backability: CountableEvents) -> Self {
         let slots = if backability.has(ArchEvent::TopdownSlots) {
             0
         } else {
@@ -402,7 +402,7 @@ fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(),
 }
 
 /// Formats the model, for example `intel-v2 with 4+3 counters of 48 bits`.
-impl fmt::Display for Model {
+impl fmt::Display for PmuModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_off() {
             return f.write_str("off");
@@ -419,9 +419,9 @@ impl fmt::Display for Model {
 mod tests {
     use super::*;
 
-    fn build(name: &str, counters: Option<&str>, width: Option<u32>) -> Result<Model, ModelError> {
+    fn build(name: &str, counters: Option<&str>, width: Option<u32>) -> Result<PmuModel, ModelError> {
         let counters = counters.map(str::parse).transpose()?;
-        Model::resolve(name.parse()?, counters, width, &mut |_, _| Default::default())
+        PmuModel::resolve(name.parse()?, counters, width, &mut |_, _| Default::default())
     }
 
     #[test]
@@ -437,8 +437,8 @@ mod tests {
         ] {
             assert_eq!(build(name, None, None).unwrap().to_string(), shown);
         }
-        assert_eq!(build("intel", None, None).unwrap(), Model::INTEL);
-        assert_eq!(build("amd", None, None).unwrap(), Model::AMD);
+        assert_eq!(build("intel", None, None).unwrap(), PmuModel::INTEL);
+        assert_eq!(build("amd", None, None).unwrap(), PmuModel::AMD);
     }
 
     #[test]
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn an_amd_model_with_four_counters_does_not_claim_the_core_extension() {
+    fn four_counter_amd_model_lacks_core_extension() {
         assert_eq!(
             build("amd", Some("4"), None).unwrap().generation(),
             Generation::AmdK7
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn each_refusal_names_the_input_the_limit_and_the_remedy() {
+    fn model_errors_name_input_limit_and_remedy() {
         for (name, counters, width, message) in [
             (
                 "intel-v9",
@@ -569,10 +569,10 @@ mod tests {
     }
 
     #[test]
-    fn a_long_or_binary_name_makes_a_short_message_of_one_line() {
+    fn model_error_escapes_and_truncates_name() {
         let message = "\x1b[2J\n"
             .repeat(1000)
-            .parse::<ModelName>()
+            .parse::<PmuModelName>()
             .unwrap_err()
             .to_string();
         assert!(
@@ -583,10 +583,10 @@ mod tests {
 
     /// Models are reduced step by step, and each step is valid for the generation.
     #[test]
-    fn models_are_lowered_to_what_holds() {
-        let numbers = |m: Model| (m.generation(), m.general(), m.fixed_bitmap());
-        let new = |generation| Model::new(generation, None, None).unwrap();
-        let at_most = |n| move |m: &Model| m.general() + m.fixed() <= n;
+    fn lowered_finds_largest_acceptable_model() {
+        let numbers = |m: PmuModel| (m.generation(), m.general(), m.fixed_bitmap());
+        let new = |generation| PmuModel::new(generation, None, None).unwrap();
+        let at_most = |n| move |m: &PmuModel| m.general() + m.fixed() <= n;
         let intel = new(Generation::Intel(2));
         assert_eq!(intel.lowered(|_| true), intel);
         assert_eq!(
@@ -605,7 +605,7 @@ mod tests {
         let v2 = new(Generation::AmdV2);
         assert_eq!(numbers(v2.lowered(at_most(5))), (Generation::AmdV2, 5, 0));
         assert_eq!(numbers(v2.lowered(|_| false)), (Generation::AmdV2, 4, 0));
-        let off = Model::off(Vendor::Intel);
+        let off = PmuModel::off(Vendor::Intel);
         assert_eq!(off.lowered(|_| false), off);
     }
 }

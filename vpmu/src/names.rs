@@ -73,7 +73,7 @@ impl fmt::Display for Generation {
 
 /// Value of `--pmu`, not yet resolved against the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ModelName {
+pub enum PmuModelName {
     /// Default model of the host's vendor: `intel` or `amd`.
     Auto,
     /// Same properties as the host's PMU, according to CPUID.
@@ -84,7 +84,7 @@ pub enum ModelName {
     Generation(Generation),
 }
 
-impl FromStr for ModelName {
+impl FromStr for PmuModelName {
     type Err = ModelError;
 
     fn from_str(name: &str) -> Result<Self, ModelError> {

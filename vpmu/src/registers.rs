@@ -4,7 +4,7 @@
 //! both.
 
 use crate::index::MsrAddress;
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::Vendor;
 use crate::vendor::VendorOps;
 
@@ -26,7 +26,7 @@ pub(crate) const fn of(vendor: Vendor) -> &'static dyn VendorOps {
     }
 }
 
-impl Model {
+impl PmuModel {
     /// Returns the MSRs that make up the saved state of the model: control and status registers,
     /// selectors, then counters. Empty if the PMU is off.
     pub fn state_msrs(&self) -> Vec<MsrAddress> {

@@ -1,9 +1,9 @@
 //! Simulated counter events for tests, fuzzing and benchmarks. Guest execution is simulated by
 //! explicit calls.
 
+use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SimEvent {
@@ -42,9 +42,9 @@ pub struct SimEvents {
     unseen: bool,
     /// Number of free slots for hardware events, or `None` if unlimited. The highest counters lose
     /// their slots first.
-    places: Option<usize>,
+    slots: Option<usize>,
     /// Failure cause reported for events without a slot.
-    pub lack: Lack,
+    pub lack: UnavailableReason,
     /// Enables the clock backing as a fallback for cycle events without a slot.
     pub clock: bool,
     /// Number of calls for which a real backing would execute system calls.
@@ -63,8 +63,8 @@ impl Default for SimEvents {
             notified: 0,
             now: 0,
             unseen: false,
-            places: None,
-            lack: Lack::Busy,
+            slots: None,
+            lack: UnavailableReason::Busy,
             clock: false,
             calls: 0,
             enables: 0,
@@ -111,12 +111,12 @@ impl SimEvents {
 
     /// Sets the number of hardware slots; `None` means unlimited. Excess events lose their slots
     /// immediately.
-    pub fn set_places(&mut self, places: Option<usize>) {
-        self.places = places;
+    pub fn set_slots(&mut self, slots: Option<usize>) {
+        self.slots = slots;
         let on: Vec<CounterIndex> = counters_in(self.running)
             .filter(|counter| !self.events[counter.slot()].on_clock)
             .collect();
-        for counter in on.into_iter().skip(places.unwrap_or(MAX_COUNTERS)) {
+        for counter in on.into_iter().skip(slots.unwrap_or(MAX_COUNTERS)) {
             self.running &= !counter.mask();
             self.events[counter.slot()].lost = Some(self.now);
             self.unseen = true;
@@ -164,7 +164,7 @@ impl CounterEvents for SimEvents {
         request.map_or(Backing::None, self.backing_of)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
         self.calls += 1;
         self.enables += 1;
         let backing = self.events[counter.slot()]
@@ -173,7 +173,7 @@ impl CounterEvents for SimEvents {
         let on = counters_in(self.running & !counter.mask())
             .filter(|other| !self.events[other.slot()].on_clock)
             .count();
-        let fits = backing != Backing::Hardware || self.places.is_none_or(|places| on < places);
+        let fits = backing != Backing::Hardware || self.slots.is_none_or(|slots| on < slots);
         let event = &mut self.events[counter.slot()];
         let falls_back = !fits
             && self.clock
@@ -183,15 +183,15 @@ impl CounterEvents for SimEvents {
         (event.on_clock, event.lost) = (falls_back, None);
         if !fits && !falls_back {
             event.armed = None;
-            return (Enabled::Refused(self.lack), 0);
+            return (EnableOutcome::Refused(self.lack), 0);
         }
         event.armed = overflow_in;
         self.running |= counter.mask();
         let count = event.counted();
         if falls_back {
-            return (Enabled::Fallback(Backing::Clock, self.lack), count);
+            return (EnableOutcome::Fallback(Backing::Clock, self.lack), count);
         }
-        (Enabled::Counting(backing), count)
+        (EnableOutcome::Counting(backing), count)
     }
 
     fn disable(&mut self, counter: CounterIndex) -> u64 {
@@ -241,11 +241,11 @@ impl CounterEvents for SimEvents {
         std::mem::take(&mut self.unseen)
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
         let since_ns = self.events[counter.slot()].lost?;
-        Some(Loss {
+        Some(EventLoss {
             since_ns,
-            cause: Lack::Taken,
+            cause: UnavailableReason::Taken,
         })
     }
 

@@ -1,8 +1,8 @@
-//! [`Sources`]: the table of backings for each event, used for guest requests, operator events and
+//! [`EventSources`]: the table of backings for each event, used for guest requests, operator events and
 //! the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
-//! driver and the exact backing. Only `Sources::ways` reads this table. The callers then apply
+//! driver and the exact backing. Only `EventSources::candidates` reads this table. The callers then apply
 //! their own rules: guest requests may have a counter mask or edge detect, operator events ignore
 //! the guest's policy, and CPUID only reports events that are known to count.
 
@@ -10,7 +10,7 @@ use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
 
 use crate::events::{
-    ArchEvent, Backability, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent,
+    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, GuestEvent, ParavirtualEvent,
 };
 use crate::fed;
 use crate::names::Vendor;
@@ -23,7 +23,7 @@ mod software {
 }
 
 /// Event numbers by which each driver counts an architectural event.
-struct Row {
+struct EventNumbers {
     /// Generic event number of the host kernel (`PERF_COUNT_HW_*`).
     generic: Option<u64>,
     /// Event number of the clock driver.
@@ -32,7 +32,7 @@ struct Row {
     exact: Option<usize>,
 }
 
-fn row(event: ArchEvent) -> Row {
+fn row(event: ArchEvent) -> EventNumbers {
     let (generic, clock) = match event {
         ArchEvent::CoreCycles => (Some(0), Some(clock::CYCLES)),
         ArchEvent::Instructions => (Some(1), None),
@@ -49,7 +49,7 @@ fn row(event: ArchEvent) -> Row {
         | ArchEvent::Stores
         | ArchEvent::TopdownSlots => (None, None),
     };
-    Row {
+    EventNumbers {
         generic,
         clock,
         exact: fed::exact(event),
@@ -66,7 +66,7 @@ impl ArchEvent {
 
 /// Driver and event number that can count an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct EventSource {
     /// Backing of the event.
     pub backing: Backing,
     /// PMU type of the driver.
@@ -79,23 +79,23 @@ pub struct Way {
 }
 
 /// Candidates for an event, best first.
-type Ways = [Option<Way>; 2];
+type EventSourceCandidates = [Option<EventSource>; 2];
 
 /// Event sources available on this host.
 #[derive(Clone, Debug)]
-pub struct Sources {
+pub struct EventSources {
     policy: BackingPolicy,
     /// Set if the single-stepper cannot step CPL 3.
     kernel_only: bool,
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
     /// Generic events that the host kernel can open.
-    opens: Backability,
+    opens: CountableEvents,
     /// KVM statistic number of each paravirtual event, indexed by unit mask order.
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
 }
 
-impl Sources {
+impl EventSources {
     /// Creates the sources that `policy` allows on a host with a PMU of vendor `hardware`, which
     /// supports all generic events. `statistic` returns the KVM statistic number of a paravirtual
     /// event in the kvm driver.
@@ -108,14 +108,14 @@ impl Sources {
             policy,
             kernel_only: false,
             hardware,
-            opens: Backability::ALL,
+            opens: CountableEvents::ALL,
             statistics: ParavirtualEvent::ALL.map(statistic),
         }
     }
 
     /// Limits the generic events to those that the host kernel can open.
     #[must_use]
-    pub fn opening(self, opens: Backability) -> Self {
+    pub fn opening(self, opens: CountableEvents) -> Self {
         Self { opens, ..self }
     }
 
@@ -130,44 +130,45 @@ impl Sources {
 
     /// Returns the candidates for an event of a model of `vendor` under `policy`, best first. `raw`
     /// is the raw event number on processors of that vendor.
-    fn ways(
+    fn candidates(
         &self,
         policy: BackingPolicy,
         vendor: Vendor,
         event: Option<ArchEvent>,
         raw: Option<u64>,
-    ) -> Ways {
+    ) -> EventSourceCandidates {
         let row = event.map(row);
         let own = self.hardware == Some(vendor);
         // Generic events may have a different meaning on another vendor's processor.
-        let generic =
-            event.filter(|event| own || self.hardware.is_some() && event.means_the_same_everywhere());
+        let generic = event.filter(|event| own || self.hardware.is_some() && event.is_vendor_independent());
         let backing = match policy {
             // KVM's vPMU opens the same events on the host.
             BackingPolicy::Kvm => Backing::Kvm,
             _ => Backing::Hardware,
         };
         let hardware = match row.as_ref().and_then(|row| row.generic) {
-            Some(number) => generic.filter(|event| self.opens.has(*event)).map(|_| Way {
-                backing,
-                ty: EventType::HARDWARE,
-                config: number,
-                known: true,
-            }),
-            None => raw.filter(|_| own).map(|config| Way {
+            Some(number) => generic
+                .filter(|event| self.opens.has(*event))
+                .map(|_| EventSource {
+                    backing,
+                    ty: EventType::HARDWARE,
+                    config: number,
+                    known: true,
+                }),
+            None => raw.filter(|_| own).map(|config| EventSource {
                 backing,
                 ty: EventType::RAW,
                 config,
                 known: false,
             }),
         };
-        let by_clock = row.as_ref().and_then(|row| row.clock).map(|config| Way {
+        let by_clock = row.as_ref().and_then(|row| row.clock).map(|config| EventSource {
             backing: Backing::Clock,
             ty: EventType::CLOCK,
             config,
             known: true,
         });
-        let stepped = row.and_then(|row| row.exact).map(|selector| Way {
+        let stepped = row.and_then(|row| row.exact).map(|selector| EventSource {
             backing: Backing::Exact,
             ty: EventType::FED,
             config: selector as u64,
@@ -185,7 +186,7 @@ impl Sources {
     }
 
     /// Returns the source of a paravirtual event for the guest, which is independent of the policy.
-    fn paravirtual(&self, event: ParavirtualEvent) -> Option<Way> {
+    fn paravirtual(&self, event: ParavirtualEvent) -> Option<EventSource> {
         let (backing, ty, config) = match event {
             ParavirtualEvent::VmExits
             | ParavirtualEvent::Halts
@@ -212,7 +213,7 @@ impl Sources {
                 (Backing::Exact, EventType::FED, fed::paravirtual(event) as u64)
             }
         };
-        Some(Way {
+        Some(EventSource {
             backing,
             ty,
             config,
@@ -221,26 +222,27 @@ impl Sources {
     }
 
     /// Returns the candidates for a guest request, best first.
-    pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = Way> + use<> {
+    pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = EventSource> + use<> {
         let plain = !request.is_modified();
-        let ways = match request.event {
+        let candidates = match request.event {
             // Paravirtual events support neither privilege levels nor counter masks.
             GuestEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
             // Counter masks, edge detect and transaction filters require a hardware event with raw
             // numbers.
             GuestEvent::Architectural(event) if plain => {
-                self.ways(self.policy, request.vendor, Some(event), request.raw_config())
+                self.candidates(self.policy, request.vendor, Some(event), request.raw_config())
             }
             GuestEvent::Architectural(_) | GuestEvent::Raw => {
-                self.ways(self.policy, request.vendor, None, request.raw_config())
+                self.candidates(self.policy, request.vendor, None, request.raw_config())
             }
         };
         let steps = request.kernel || !self.kernel_only;
-        let steppable = move |way: &Way| way.ty != EventType::FED || steps;
+        let steppable = move |source: &EventSource| source.ty != EventType::FED || steps;
         let paravirtual = matches!(request.event, GuestEvent::Paravirtual(_));
-        ways.into_iter()
+        candidates
+            .into_iter()
             .flatten()
-            .filter(move |way| paravirtual || steppable(way))
+            .filter(move |source| paravirtual || steppable(source))
     }
 
     /// Returns the candidates for a guest request as pinned, initially disabled perf-core events.
@@ -255,44 +257,46 @@ impl Sources {
             ..Attr::default()
         };
         // KVM opens its own events.
-        let ours = self.of_request(request).filter(|way| way.backing != Backing::Kvm);
-        ours.map(move |way| {
+        let ours = self
+            .of_request(request)
+            .filter(|source| source.backing != Backing::Kvm);
+        ours.map(move |source| {
             let attr = Attr {
-                ty: way.ty,
-                config: way.config,
+                ty: source.ty,
+                config: source.config,
                 ..base.clone()
             };
-            (way.backing, attr)
+            (source.backing, attr)
         })
     }
 
     /// Returns the source of an architectural event for a model of `vendor`, if the event is known
     /// to count.
-    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<Way> {
-        let ways = self.ways(self.policy, vendor, Some(event), None);
-        ways.into_iter().flatten().find(|way| way.known)
+    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<EventSource> {
+        let candidates = self.candidates(self.policy, vendor, Some(event), None);
+        candidates.into_iter().flatten().find(|source| source.known)
     }
 
     /// Returns the events that the CPUID of a model of `vendor` may report as available.
-    pub fn backability(&self, vendor: Vendor) -> Backability {
+    pub fn backability(&self, vendor: Vendor) -> CountableEvents {
         let counted = |event: &ArchEvent| self.known(*event, vendor).is_some();
         ArchEvent::ALL.into_iter().filter(counted).collect()
     }
 
     /// Returns the source of a generic perf event for an operator, regardless of the guest's
     /// policy. Uses the events of the host's vendor.
-    pub fn for_operator(&self, event: ArchEvent) -> Option<Way> {
+    pub fn for_operator(&self, event: ArchEvent) -> Option<EventSource> {
         let vendor = self.hardware.unwrap_or(Vendor::Intel);
-        let ways = self.ways(BackingPolicy::Auto, vendor, Some(event), None);
-        ways.into_iter().flatten().next()
+        let candidates = self.candidates(BackingPolicy::Auto, vendor, Some(event), None);
+        candidates.into_iter().flatten().next()
     }
 
     /// Returns the source of a paravirtual event for an operator.
-    pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<Way> {
+    pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<EventSource> {
         match event {
             // The guest's counter is fed in steps, while an operator reads the host counter
             // directly.
-            ParavirtualEvent::StealNs => Some(Way {
+            ParavirtualEvent::StealNs => Some(EventSource {
                 backing: Backing::Software,
                 ty: EventType::SCHED,
                 config: sched::WAIT_NS,
@@ -306,13 +310,13 @@ impl Sources {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::{EventSelect, Selection, UnitMask, decode};
+    use crate::events::{EventSelect, EventSelection, UnitMask, decode};
 
     fn request(vendor: Vendor, select: u16, umask: u8) -> EventRequest {
         let (select, umask) = (EventSelect(select), UnitMask(umask));
         EventRequest {
             vendor,
-            selection: Selection::General(select, umask),
+            selection: EventSelection::General(select, umask),
             event: decode(vendor, select, umask),
             user: true,
             kernel: false,
@@ -330,7 +334,7 @@ mod tests {
         request: &EventRequest,
     ) -> Vec<(Backing, u32, u64)> {
         let statistic = |event| (event == ParavirtualEvent::VmExits).then_some(42);
-        Sources::new(policy, hardware, statistic)
+        EventSources::new(policy, hardware, statistic)
             .choose(request)
             .map(|(backing, attr)| (backing, attr.ty.0, attr.config))
             .collect()
@@ -341,8 +345,8 @@ mod tests {
     /// if the guest's request for it is known to count, and an operator's event uses the same
     /// source.
     #[test]
-    fn the_three_answers_agree() {
-        let some = Backability::NONE
+    fn guest_operator_and_cpuid_agree_on_sources() {
+        let some = CountableEvents::NONE
             .with(ArchEvent::CoreCycles)
             .with(ArchEvent::Instructions);
         let vendors = [Vendor::Intel, Vendor::Amd];
@@ -355,8 +359,8 @@ mod tests {
             BackingPolicy::None,
         ] {
             for hardware in [None, Some(Vendor::Intel), Some(Vendor::Amd)] {
-                for opens in [Backability::ALL, some, Backability::NONE] {
-                    let sources = Sources::new(policy, hardware, |_| None).opening(opens);
+                for opens in [CountableEvents::ALL, some, CountableEvents::NONE] {
+                    let sources = EventSources::new(policy, hardware, |_| None).opening(opens);
                     for vendor in vendors {
                         for event in ArchEvent::ALL {
                             agree(&sources, vendor, event);
@@ -367,12 +371,12 @@ mod tests {
         }
     }
 
-    fn agree(sources: &Sources, vendor: Vendor, event: ArchEvent) {
+    fn agree(sources: &EventSources, vendor: Vendor, event: ArchEvent) {
         let case = format!("{event:?} of a model of {vendor:?} with {sources:?}");
         let promised = sources.backability(vendor).has(event);
         for selection in [
-            Selection::General(EventSelect(0x12), UnitMask(0x34)),
-            Selection::Fixed(0),
+            EventSelection::General(EventSelect(0x12), UnitMask(0x34)),
+            EventSelection::Fixed(0),
         ] {
             let asked = EventRequest {
                 selection,
@@ -380,26 +384,31 @@ mod tests {
                 kernel: true,
                 ..request(vendor, 0, 0)
             };
-            let ways: Vec<Way> = sources.of_request(&asked).collect();
-            let counted = ways.iter().find(|way| way.known);
+            let candidates: Vec<EventSource> = sources.of_request(&asked).collect();
+            let counted = candidates.iter().find(|source| source.known);
             assert_eq!(promised, counted.is_some(), "{case}");
             assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
             // Events that CPUID does not report are at most probed with the raw numbers of the
             // host's processor.
-            let tried = |way: &Way| way.known || way.ty == EventType::RAW && sources.hardware == Some(vendor);
-            assert!(ways.iter().all(tried), "{case}");
+            let tried = |source: &EventSource| {
+                source.known || source.ty == EventType::RAW && sources.hardware == Some(vendor)
+            };
+            assert!(candidates.iter().all(tried), "{case}");
             let ours = sources
                 .choose(&asked)
                 .map(|(backing, attr)| (backing, attr.ty, attr.config));
-            let kvms = ways.iter().filter(|way| way.backing == Backing::Kvm).count();
-            assert_eq!(ours.count() + kvms, ways.len(), "{case}");
+            let kvms = candidates
+                .iter()
+                .filter(|source| source.backing == Backing::Kvm)
+                .count();
+            assert_eq!(ours.count() + kvms, candidates.len(), "{case}");
             let own = sources.hardware.is_none_or(|host| host == vendor);
             if sources.policy == BackingPolicy::Auto && own {
                 assert_eq!(sources.for_operator(event), counted.copied(), "{case}");
             }
         }
         // An operator's event does not depend on the guest's policy.
-        let auto = Sources {
+        let auto = EventSources {
             policy: BackingPolicy::Auto,
             ..sources.clone()
         };
@@ -408,7 +417,7 @@ mod tests {
 
     /// Each event number identifies one event.
     #[test]
-    fn generic_numbers_are_told_apart() {
+    fn generic_event_numbers_are_unique() {
         let mut numbers: Vec<u64> = ArchEvent::ALL
             .into_iter()
             .filter_map(ArchEvent::generic_number)
@@ -420,32 +429,33 @@ mod tests {
     /// Events that the host kernel cannot open are not attempted, and the clock counts those that
     /// it supports.
     #[test]
-    fn events_that_the_host_does_not_open_are_left_to_the_clock() {
-        let cycles_only = Backability::NONE.with(ArchEvent::CoreCycles);
-        let sources = Sources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
-        let ways = |select, umask| -> Vec<Backing> {
+    fn unsupported_host_events_fall_back_to_clock() {
+        let cycles_only = CountableEvents::NONE.with(ArchEvent::CoreCycles);
+        let sources =
+            EventSources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
+        let candidates = |select, umask| -> Vec<Backing> {
             let request = request(Vendor::Amd, select, umask);
             sources.choose(&request).map(|(backing, _)| backing).collect()
         };
-        assert_eq!(ways(0x76, 0), [Backing::Hardware, Backing::Clock]);
-        assert_eq!(ways(0x120, 1), [Backing::Clock]);
-        assert_eq!(ways(0xC0, 0), []);
+        assert_eq!(candidates(0x76, 0), [Backing::Hardware, Backing::Clock]);
+        assert_eq!(candidates(0x120, 1), [Backing::Clock]);
+        assert_eq!(candidates(0xC0, 0), []);
     }
 
     /// The guest's steal time is fed in steps, while an operator reads the host counter.
     #[test]
-    fn operators_ask_the_host_for_stolen_time() {
-        let sources = Sources::new(BackingPolicy::None, None, |_| Some(7));
-        let way = |event| {
+    fn operator_steal_time_comes_from_host() {
+        let sources = EventSources::new(BackingPolicy::None, None, |_| Some(7));
+        let source = |event| {
             sources
                 .paravirtual_for_operator(event)
-                .map(|way| (way.ty, way.config))
+                .map(|source| (source.ty, source.config))
         };
         assert_eq!(
-            way(ParavirtualEvent::StealNs),
+            source(ParavirtualEvent::StealNs),
             Some((EventType::SCHED, sched::WAIT_NS))
         );
-        assert_eq!(way(ParavirtualEvent::VmExits), Some((EventType::KVM, 7)));
+        assert_eq!(source(ParavirtualEvent::VmExits), Some((EventType::KVM, 7)));
     }
 
     #[test]
@@ -467,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_numbers_go_to_a_host_of_the_same_vendor_only() {
+    fn raw_events_require_same_vendor() {
         let raw = request(Vendor::Intel, 0xD1, 0x20);
         assert_eq!(
             chosen(BackingPolicy::Auto, Some(Vendor::Intel), &raw),
@@ -489,7 +499,7 @@ mod tests {
     /// On a host of the same vendor, bus cycles use the host's clock, which is not the TSC clock.
     /// All other backings use the TSC clock.
     #[test]
-    fn bus_cycles_have_one_clock_for_all_their_time() {
+    fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);
         let clock = (Backing::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
         assert_eq!(
@@ -504,7 +514,7 @@ mod tests {
 
     /// Linux's generic cache events refer to the second-level cache on AMD.
     #[test]
-    fn the_last_level_cache_is_not_counted_by_another_vendors_events() {
+    fn cache_events_require_same_vendor() {
         for umask in [0x4F, 0x41] {
             let cache = request(Vendor::Intel, 0x2E, umask);
             assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cache), []);
@@ -518,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn transactions_are_counted_by_the_hosts_own_numbers_or_not_at_all() {
+    fn transaction_filters_require_raw_events() {
         let in_transaction = EventRequest {
             in_transaction: true,
             checkpointed: true,
@@ -532,11 +542,13 @@ mod tests {
     }
 
     #[test]
-    fn a_guests_own_events_never_count_the_host_and_keep_to_its_levels() {
+    fn guest_events_exclude_host_and_keep_levels() {
         for policy in [BackingPolicy::Auto, BackingPolicy::Clock, BackingPolicy::Exact] {
-            for (_, attr) in
-                Sources::new(policy, Some(Vendor::Intel), |_| None).choose(&request(Vendor::Intel, 0x3C, 0))
-            {
+            for (_, attr) in EventSources::new(policy, Some(Vendor::Intel), |_| None).choose(&request(
+                Vendor::Intel,
+                0x3C,
+                0,
+            )) {
                 assert!(attr.exclude_host && attr.pinned && attr.disabled);
                 assert!(attr.exclude_kernel && !attr.exclude_user);
             }
@@ -544,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn paravirtual_events_need_no_pmu_and_take_no_threshold() {
+    fn paravirtual_events_need_no_pmu_and_no_counter_mask() {
         let exits = request(Vendor::Amd, 0xFFF, 1);
         assert_eq!(
             chosen(BackingPolicy::None, None, &exits),

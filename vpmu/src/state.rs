@@ -6,12 +6,12 @@
 //! number so that a later version can add counters. The backing of each counter is not saved: the
 //! registers determine the events, and the destination host chooses the backings.
 
+use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::{CounterNumbers, Generation, Vendor};
 use crate::registers;
-use crate::source::CounterEvents;
-use crate::vendor::{Register, Registers, Written};
+use crate::vendor::{Register, Registers, WriteEffect};
 use crate::vpmu::{Counter, Vpmu};
 
 const MAGIC: [u8; 4] = *b"PVPM";
@@ -62,9 +62,9 @@ pub enum StateError {
     )]
     OtherModel {
         /// Saved model.
-        saved: Model,
+        saved: PmuModel,
         /// The model of this PMU.
-        here: Model,
+        here: PmuModel,
     },
     /// Field value that is impossible for a PMU.
     #[error("the saved PMU state is not one a PMU can be in: {0}")]
@@ -177,16 +177,16 @@ impl Vpmu {
         self.registers = registers;
         self.counters = counters;
         self.restore_pmi(pmi_due);
-        self.all_changed();
+        self.mark_all();
         Ok(())
     }
 }
 
 /// Checks that a guest could have written these register values.
-fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateError> {
+fn check_registers(model: &PmuModel, registers: &Registers) -> Result<(), StateError> {
     let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
-    let writable = |register, value| ops.write(model, register, value) == Written::Store(value);
+    let writable = |register, value| ops.write(model, register, value) == WriteEffect::Store(value);
     for counter in counters_in(model.counters_mask() & u64::from(u32::MAX)) {
         if !writable(Register::Selector(counter), registers.selectors[counter.slot()]) {
             return Err(StateError::Impossible("a selector has reserved bits"));
@@ -278,7 +278,7 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     clippy::cast_possible_truncation,
     reason = "at most 15 counters of at most 63 bits"
 )]
-fn write_model(body: &mut Vec<u8>, model: &Model) {
+fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
     let (kind, version) = match model.generation() {
         Generation::Off(vendor) => (0, vendor_byte(vendor)),
         Generation::Intel(version) if model.has_transactions() => (5, version),
@@ -296,7 +296,7 @@ fn write_model(body: &mut Vec<u8>, model: &Model) {
     ]);
 }
 
-fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
+fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
     const BAD: StateError = StateError::Impossible("there is no such model");
     let (kind, version) = (reader.u8()?, reader.u8()?);
     let generation = match (kind, version) {
@@ -311,7 +311,7 @@ fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
     let general = u32::from(reader.u8()?);
     let fixed_bitmap = reader.u8()?;
     let width = u32::from(reader.u8()?);
-    Model::new(
+    PmuModel::new(
         generation,
         Some(CounterNumbers {
             general,
@@ -390,10 +390,10 @@ mod tests {
     use crate::index::MsrAddress;
     use crate::registers::*;
     use crate::sim::SimEvents;
-    use crate::vpmu::{MsrRead, MsrWrite};
+    use crate::vpmu::{MsrReadOutcome, MsrWriteOutcome};
 
     fn busy() -> (Vpmu, SimEvents) {
-        let (mut vpmu, mut events) = (Vpmu::new(Model::INTEL), SimEvents::default());
+        let (mut vpmu, mut events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
         for (msr, value) in [
             (IA32_PERFEVTSEL0, 0x43_00C0u64),
             (IA32_PMC0, 1000),
@@ -403,7 +403,7 @@ mod tests {
         ] {
             assert_eq!(
                 vpmu.write_msr(MsrAddress(msr), value, &mut events),
-                MsrWrite::Done
+                MsrWriteOutcome::Done
             );
         }
         vpmu.reconcile(&mut events);
@@ -416,11 +416,11 @@ mod tests {
     }
 
     #[test]
-    fn running_counters_are_folded_in_and_a_due_pmi_travels() {
+    fn saved_state_includes_folded_counters_and_due_pmi() {
         let (mut vpmu, mut events) = busy();
         events.run(10);
         let bytes = vpmu.save(&mut events);
-        let (mut there, mut there_events) = (Vpmu::new(Model::INTEL), SimEvents::default());
+        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
         there.restore(&bytes, &mut there_events).unwrap();
         assert!(there.pmi_pending());
         there.reconcile(&mut there_events);
@@ -432,13 +432,13 @@ mod tests {
         ] {
             assert_eq!(
                 there.read_msr(MsrAddress(msr), &mut there_events),
-                MsrRead::Value(value)
+                MsrReadOutcome::Value(value)
             );
         }
     }
 
     #[test]
-    fn every_damaged_byte_is_noticed_and_changes_nothing() {
+    fn damaged_state_is_rejected_without_changes() {
         let (mut vpmu, mut events) = busy();
         let bytes = vpmu.save(&mut events);
         for i in 0..bytes.len() {
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn states_no_guest_can_reach_are_refused() {
+    fn unreachable_states_are_rejected() {
         let (mut vpmu, mut events) = busy();
         let bytes = vpmu.save(&mut events);
         for (at, what) in [
@@ -496,10 +496,10 @@ mod tests {
     }
 
     #[test]
-    fn a_state_of_another_model_is_refused_by_name() {
+    fn state_of_other_model_is_rejected_by_name() {
         let (mut vpmu, mut events) = busy();
         let bytes = vpmu.save(&mut events);
-        let error = Vpmu::new(Model::AMD)
+        let error = Vpmu::new(PmuModel::AMD)
             .restore(&bytes, &mut events)
             .unwrap_err()
             .to_string();

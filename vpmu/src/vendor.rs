@@ -4,9 +4,9 @@
 //! ([`Registers`]). A [`VendorOps`] maps MSR addresses to roles, validates writes, and decides when
 //! a counter counts.
 
-use crate::events::{EventRequest, EventSelect, Selection, UnitMask, decode};
+use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
-use crate::model::Model;
+use crate::model::PmuModel;
 use crate::names::Vendor;
 
 /// Vendor-independent role of a PMU register.
@@ -55,7 +55,7 @@ pub struct Registers {
 
 /// Effect of a write to a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Written {
+pub enum WriteEffect {
     /// Stores this value, or applies it in the case of the set and reset registers.
     Store(u64),
     /// Ignores the write.
@@ -67,16 +67,16 @@ pub enum Written {
 /// Vendor-specific definition of a PMU. Implementations are stateless.
 pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the register at an MSR address, or `None` if an access faults.
-    fn register(&self, model: &Model, msr: MsrAddress) -> Option<Register>;
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register>;
 
     /// Returns the counter that an RDPMC operand selects, or `None` if the instruction faults.
-    fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex>;
+    fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex>;
 
     /// Returns the effect of writing `value` to `register`.
-    fn write(&self, model: &Model, register: Register, value: u64) -> Written;
+    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect;
 
     /// Returns the register values after reset.
-    fn at_reset(&self, model: &Model) -> Registers;
+    fn at_reset(&self, model: &PmuModel) -> Registers;
 
     /// Returns whether the counter's own control enables it. Ignores the global control.
     fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool;
@@ -92,21 +92,21 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest>;
 
     /// Applies freeze-on-PMI to the registers. Returns whether this stopped any counter.
-    fn freeze(&self, model: &Model, registers: &mut Registers) -> bool;
+    fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool;
 
     /// Returns the value of IA32_PERF_GLOBAL_INUSE.
-    fn in_use(&self, model: &Model, registers: &Registers) -> u64;
+    fn in_use(&self, model: &PmuModel, registers: &Registers) -> u64;
 
     /// Returns the MSRs that make up the saved state of the model: control and status registers,
     /// selectors, then counters. Empty if the PMU is off.
-    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress>;
+    fn state_msrs(&self, model: &PmuModel) -> Vec<MsrAddress>;
 
     /// Returns all addresses at which a processor of this vendor may have a PMU register, sorted,
     /// including unimplemented ones.
     fn addresses(&self) -> &'static [std::ops::RangeInclusive<u32>];
 
     /// Returns whether the model has a global status register that guests can read.
-    fn has_status(&self, model: &Model) -> bool;
+    fn has_status(&self, model: &PmuModel) -> bool;
 
     /// Returns whether the local APIC masks its LVT performance entry when it delivers a PMI.
     fn delivery_masks_lvtpc(&self) -> bool;
@@ -117,7 +117,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
 
 /// Returns the selector addresses of the model's general-purpose counters, followed by the counter
 /// addresses. `pair` returns both addresses of one counter.
-pub(crate) fn general_msrs(model: &Model, pair: impl Fn(u32) -> [u32; 2]) -> Vec<u32> {
+pub(crate) fn general_msrs(model: &PmuModel, pair: impl Fn(u32) -> [u32; 2]) -> Vec<u32> {
     let pairs: Vec<_> = (0..model.general()).map(pair).collect();
     let selectors = pairs.iter().map(|pair| pair[0]);
     selectors.chain(pairs.iter().map(|pair| pair[1])).collect()
@@ -129,7 +129,7 @@ pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -
     let umask = UnitMask((value >> selector::UMASK_SHIFT) as u8);
     EventRequest {
         vendor,
-        selection: Selection::General(select, umask),
+        selection: EventSelection::General(select, umask),
         event: decode(vendor, select, umask),
         user: value & selector::USR != 0,
         kernel: value & selector::OS != 0,

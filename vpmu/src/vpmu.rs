@@ -7,29 +7,29 @@
 //! arithmetically. Each overflow is therefore accounted exactly once, regardless of whether a read,
 //! a write or the host's notification occurs first.
 
+mod losses;
 mod paused;
-mod places;
 mod pmi;
 mod view;
 
 use std::sync::Arc;
 
+use crate::counter_events::{CounterEvents, EnableOutcome};
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
-use crate::lost::Lost;
-use crate::model::Model;
+use crate::lost::UncountedCounters;
+use crate::model::PmuModel;
 use crate::registers;
-use crate::source::{CounterEvents, Enabled};
-use crate::vendor::{Register, Registers, VendorOps, Written, selector};
+use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
-pub use pmi::{PmiCounts, PmiReady};
+pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;
 
 /// Result of a guest RDMSR or RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MsrRead {
+pub enum MsrReadOutcome {
     /// Value for EDX:EAX.
     Value(u64),
     /// Inject a general-protection fault.
@@ -38,7 +38,7 @@ pub enum MsrRead {
 
 /// Result of a guest WRMSR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MsrWrite {
+pub enum MsrWriteOutcome {
     /// The write completed.
     Done,
     /// Inject a general-protection fault.
@@ -49,14 +49,14 @@ pub enum MsrWrite {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// Divisor of the tolerated PMI delay. Each instruction reported by [`Vpmu::retired_outside`]
+/// Divisor of the tolerated PMI delay. Each instruction reported by [`Vpmu::count_emulated_instruction`]
 /// delays an armed overflow by one count. Re-arming the host event costs system calls, so the delay
 /// is tolerated up to this fraction of the armed period, which is within the normal PMI skid.
-const LATE_PART: u64 = 256;
+const MAX_DELAY_DIVISOR: u64 = 256;
 
 /// Event that a counter must count after reconciliation.
 #[derive(Clone, Copy, Debug)]
-enum Wanted {
+enum TargetEvent {
     /// No event. `enabled` is set if the guest has enabled the counter nevertheless.
     Nothing { enabled: bool },
     /// The currently programmed event.
@@ -106,7 +106,7 @@ impl Counter {
 
 /// Returns whether the event counts instructions, but misses instructions that the hypervisor
 /// completes for the guest. The exact backing decodes these instructions as well.
-fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
+fn misses_emulated((request, backing): (EventRequest, Backing)) -> bool {
     backing == Backing::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
         && !request.is_modified()
@@ -114,7 +114,7 @@ fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
 
 /// Mask of paused counters and the number of passes until the pause ends.
 #[derive(Clone, Copy, Debug, Default)]
-struct Paused {
+struct PausedCounters {
     counters: u64,
     passes_left: u32,
 }
@@ -122,7 +122,7 @@ struct Paused {
 /// PMU of one vCPU.
 #[derive(Debug)]
 pub struct Vpmu {
-    pub(crate) model: Model,
+    pub(crate) model: PmuModel,
     vendor: &'static dyn VendorOps,
     filter: Arc<EventFilter>,
     pub(crate) registers: Registers,
@@ -137,20 +137,20 @@ pub struct Vpmu {
     /// Mask of counters whose event is counting.
     running: u64,
     /// Counters that the guest has stopped but whose event is paused instead of stopped.
-    paused: Paused,
+    paused: PausedCounters,
     /// Counters that are enabled and either uncounted or counted by a fallback.
-    lost: Lost,
+    lost: UncountedCounters,
     /// Mask of running counters whose armed overflow is outdated.
     rearm: u64,
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
-    misses_exits: u64,
+    misses_emulated: u64,
     pub(crate) pmi_due: bool,
     /// Mask of counters that requested the due PMI and have not been served since.
     pub(crate) pmi_sources: u64,
     /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
     /// that requested it remains unserved.
-    pmi_waits: bool,
+    pmi_deferred: bool,
     /// Set if the due PMI has been counted as throttled.
     pmi_held: bool,
     pmi_limit: RateLimit,
@@ -163,7 +163,7 @@ pub struct Vpmu {
 
 impl Vpmu {
     /// Creates a PMU in its reset state, without an event filter and with [`DEFAULT_PMI_LIMIT`].
-    pub fn new(model: Model) -> Self {
+    pub fn new(model: PmuModel) -> Self {
         let vendor = registers::of(model.vendor());
         Self {
             model,
@@ -175,13 +175,13 @@ impl Vpmu {
             stale: 0,
             fresh: 0,
             running: 0,
-            paused: Paused::default(),
-            lost: Lost::default(),
+            paused: PausedCounters::default(),
+            lost: UncountedCounters::default(),
             rearm: 0,
-            misses_exits: 0,
+            misses_emulated: 0,
             pmi_due: false,
             pmi_sources: 0,
-            pmi_waits: false,
+            pmi_deferred: false,
             pmi_held: false,
             pmi_limit: RateLimit::new(DEFAULT_PMI_LIMIT),
             pmi_counts: PmiCounts::default(),
@@ -192,13 +192,13 @@ impl Vpmu {
 
     /// Copies the set of logged warnings from the PMU before a machine reset, so that a guest
     /// cannot flood the log by resetting itself.
-    pub fn said_before(&mut self, before: &Self) {
+    pub fn inherit_warnings(&mut self, before: &Self) {
         self.warned = before.warned;
         self.throttle_logged_ns = before.throttle_logged_ns;
     }
 
     /// Returns the PMU model.
-    pub fn model(&self) -> &Model {
+    pub fn model(&self) -> &PmuModel {
         &self.model
     }
 
@@ -206,7 +206,7 @@ impl Vpmu {
     /// [`Self::reconcile`].
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter;
-        self.reprogrammed(self.model.counters_mask());
+        self.mark_stale(self.model.counters_mask());
     }
 
     /// Limits PMIs to `per_second` (0 counts as 1).
@@ -215,11 +215,11 @@ impl Vpmu {
     }
 
     /// Handles a guest RDMSR.
-    pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrRead {
+    pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrReadOutcome {
         let Some(register) = self.vendor.register(&self.model, msr) else {
-            return MsrRead::InjectGp;
+            return MsrReadOutcome::InjectGp;
         };
-        MsrRead::Value(match register {
+        MsrReadOutcome::Value(match register {
             Register::Selector(counter) => self.registers.selectors[counter.slot()],
             Register::Counter(counter) | Register::FullWidthCounter(counter) => self.value(counter, events),
             Register::FixedControl => self.registers.fixed_control,
@@ -238,14 +238,19 @@ impl Vpmu {
     }
 
     /// Handles a guest WRMSR.
-    pub fn write_msr(&mut self, msr: MsrAddress, value: u64, events: &mut dyn CounterEvents) -> MsrWrite {
+    pub fn write_msr(
+        &mut self,
+        msr: MsrAddress,
+        value: u64,
+        events: &mut dyn CounterEvents,
+    ) -> MsrWriteOutcome {
         let Some(register) = self.vendor.register(&self.model, msr) else {
-            return MsrWrite::InjectGp;
+            return MsrWriteOutcome::InjectGp;
         };
         let value = match self.vendor.write(&self.model, register, value) {
-            Written::Store(value) => value,
-            Written::Dropped => return MsrWrite::Done,
-            Written::Fault => return MsrWrite::InjectGp,
+            WriteEffect::Store(value) => value,
+            WriteEffect::Dropped => return MsrWriteOutcome::Done,
+            WriteEffect::Fault => return MsrWriteOutcome::InjectGp,
         };
         match register {
             Register::Selector(counter) => {
@@ -256,16 +261,16 @@ impl Vpmu {
                     if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
                     } else if same_event {
-                        self.halt_or_stop(counter, events);
+                        self.pause_or_stop(counter, events);
                     } else {
                         self.stop(counter, events);
                     }
                     self.registers.selectors[counter.slot()] = value;
                     if !same_event {
-                        self.reprogrammed(counter.mask());
+                        self.mark_stale(counter.mask());
                     } else if differing & selector::INT != 0 {
                         self.changed(counter.mask());
-                    } else if !self.rests(counter) {
+                    } else if !self.stays_paused(counter) {
                         self.dirty |= counter.mask();
                     }
                 }
@@ -291,7 +296,7 @@ impl Vpmu {
                 }
                 self.registers.fixed_control = value;
                 self.changed(changed);
-                self.reprogrammed(changed);
+                self.mark_stale(changed);
             }
             Register::GlobalControl => {
                 // With freeze-on-PMI, an overflow that has not been notified yet stopped the
@@ -315,13 +320,13 @@ impl Vpmu {
             // Vendors never store values in these registers.
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities | Register::Absent => {}
         }
-        MsrWrite::Done
+        MsrWriteOutcome::Done
     }
 
     /// Sets a register to its value in another PMU of the same model, without the side effects of a
     /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
-    /// [`Model::state_msrs`]. Returns whether the model has this register.
-    pub fn take_over(&mut self, msr: MsrAddress, value: u64) -> bool {
+    /// [`PmuModel::state_msrs`]. Returns whether the model has this register.
+    pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;
         };
@@ -340,7 +345,7 @@ impl Vpmu {
             | Register::Capabilities
             | Register::Absent => {}
         }
-        self.all_changed();
+        self.mark_all();
         true
     }
 
@@ -352,13 +357,13 @@ impl Vpmu {
         cpl: Cpl,
         cr4_pce: bool,
         events: &mut dyn CounterEvents,
-    ) -> MsrRead {
+    ) -> MsrReadOutcome {
         if cpl > Cpl(0) && !cr4_pce {
-            return MsrRead::InjectGp;
+            return MsrReadOutcome::InjectGp;
         }
         match self.vendor.rdpmc(&self.model, index) {
-            Some(counter) => MsrRead::Value(self.value(counter, events)),
-            None => MsrRead::InjectGp,
+            Some(counter) => MsrReadOutcome::Value(self.value(counter, events)),
+            None => MsrReadOutcome::InjectGp,
         }
     }
 
@@ -367,7 +372,7 @@ impl Vpmu {
     #[inline]
     pub fn reconcile(&mut self, events: &mut dyn CounterEvents) {
         if events.may_have_lost() {
-            self.look_for_losses(events);
+            self.detect_losses(events);
         }
         if self.dirty | self.paused.counters != 0 || self.lost.is_retrying() {
             self.pass(events);
@@ -386,12 +391,12 @@ impl Vpmu {
         // guest mode.
         while self.dirty != 0 {
             let dirty = std::mem::take(&mut self.dirty);
-            let dirty = self.toggle(dirty, events);
+            let dirty = self.pause_and_resume(dirty, events);
             for counter in counters_in(dirty) {
                 self.reconcile_counter(counter, due & counter.mask() != 0, events);
             }
         }
-        self.passed(events);
+        self.count_pass(events);
     }
 
     /// Handles an overflow notification from the host for `counter`. Returns whether the counter
@@ -411,8 +416,8 @@ impl Vpmu {
     /// Returns whether any running counter must be notified of instructions that complete outside
     /// guest mode, and whether such a counter depends on the privilege level.
     #[inline]
-    pub fn wants_retired_outside(&self) -> (bool, bool) {
-        if self.misses_exits == 0 {
+    pub fn needs_emulated_instructions(&self) -> (bool, bool) {
+        if self.misses_emulated == 0 {
             return (false, false);
         }
         let one_level = |counter: CounterIndex| {
@@ -420,7 +425,7 @@ impl Vpmu {
                 .programmed
                 .is_some_and(|(request, _)| request.user != request.kernel)
         };
-        (true, counters_in(self.misses_exits).any(one_level))
+        (true, counters_in(self.misses_emulated).any(one_level))
     }
 
     /// Counts an instruction that exited at `cpl` and was completed by the hypervisor. The
@@ -430,8 +435,8 @@ impl Vpmu {
     ///
     /// Call this method after [`Self::reconcile`], so that the WRMSR that enables a counter is
     /// counted and the one that disables it is not. Call [`Self::reconcile`] again afterwards.
-    pub fn retired_outside(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
-        for counter in counters_in(self.misses_exits) {
+    pub fn count_emulated_instruction(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
+        for counter in counters_in(self.misses_emulated) {
             let held = &mut self.counters[counter.slot()];
             let counts = held.programmed.is_some_and(|(request, _)| {
                 if cpl == Cpl(0) {
@@ -453,7 +458,7 @@ impl Vpmu {
                 held.overflows = held.overflows.saturating_add(1);
                 self.account_overflow(counter);
                 self.fold(counter, events);
-            } else if held.outside > held.armed / LATE_PART
+            } else if held.outside > held.armed / MAX_DELAY_DIVISOR
                 && self.vendor.interrupts(&self.registers, counter)
             {
                 self.fold(counter, events);
@@ -481,7 +486,7 @@ impl Vpmu {
     pub fn detach(&mut self, events: &mut dyn CounterEvents) {
         self.fold_all(events);
         self.release(events);
-        self.all_changed();
+        self.mark_all();
     }
 
     /// Stops and releases all events.
@@ -496,18 +501,18 @@ impl Vpmu {
             }
         }
         self.running = 0;
-        self.paused = Paused::default();
-        self.misses_exits = 0;
+        self.paused = PausedCounters::default();
+        self.misses_emulated = 0;
         self.rearm = 0;
     }
 
     /// Marks all counters for the next reconcile.
-    pub(crate) fn all_changed(&mut self) {
-        self.reprogrammed(self.model.counters_mask());
+    pub(crate) fn mark_all(&mut self) {
+        self.mark_stale(self.model.counters_mask());
     }
 
     /// Marks counters whose event may have changed for the next reconcile.
-    fn reprogrammed(&mut self, counters: u64) {
+    fn mark_stale(&mut self, counters: u64) {
         self.dirty |= counters;
         self.stale |= counters;
     }
@@ -566,7 +571,7 @@ impl Vpmu {
         let count = events.disable(counter);
         self.fold_to(counter, count);
         self.running &= !counter.mask();
-        self.misses_exits &= !counter.mask();
+        self.misses_emulated &= !counter.mask();
         self.rearm &= !counter.mask();
     }
 
@@ -611,20 +616,20 @@ impl Vpmu {
 
     /// Returns the event that the counter must count now. Decodes the counter's control only after
     /// the control or the filter has changed.
-    fn wanted(&self, counter: CounterIndex) -> Wanted {
+    fn target_event(&self, counter: CounterIndex) -> TargetEvent {
         if !self.is_enabled(counter) {
-            return Wanted::Nothing { enabled: false };
+            return TargetEvent::Nothing { enabled: false };
         }
         let programmed = &self.counters[counter.slot()].programmed;
         if self.stale & counter.mask() == 0 && programmed.is_some() {
-            return Wanted::Same;
+            return TargetEvent::Same;
         }
         match self.vendor.request(&self.registers, counter) {
-            Some(request) if !self.filter.allows(request.selection) => Wanted::Nothing { enabled: true },
-            Some(request) if programmed.is_some_and(|(before, _)| before == request) => Wanted::Same,
-            Some(request) => Wanted::Other(request),
+            Some(request) if !self.filter.allows(request.selection) => TargetEvent::Nothing { enabled: true },
+            Some(request) if programmed.is_some_and(|(before, _)| before == request) => TargetEvent::Same,
+            Some(request) => TargetEvent::Other(request),
             // No privilege level is selected.
-            None => Wanted::Nothing { enabled: false },
+            None => TargetEvent::Nothing { enabled: false },
         }
     }
 
@@ -633,12 +638,12 @@ impl Vpmu {
     fn reconcile_counter(&mut self, counter: CounterIndex, retry: bool, events: &mut dyn CounterEvents) {
         let mask = counter.mask();
         let slot = counter.slot();
-        let wanted = self.wanted(counter);
-        let kept = matches!(wanted, Wanted::Same);
-        let only_stops = matches!(wanted, Wanted::Nothing { enabled: false });
+        let target_event = self.target_event(counter);
+        let kept = matches!(target_event, TargetEvent::Same);
+        let only_stops = matches!(target_event, TargetEvent::Nothing { enabled: false });
         if self.running & mask != 0 && (!kept || retry) {
             if only_stops {
-                self.halt_or_stop(counter, events);
+                self.pause_or_stop(counter, events);
             } else {
                 self.stop(counter, events);
             }
@@ -651,21 +656,21 @@ impl Vpmu {
         if !kept && !only_stops {
             self.end_pause(counter, events);
         }
-        match wanted {
-            Wanted::Nothing { enabled: false } => {
+        match target_event {
+            TargetEvent::Nothing { enabled: false } => {
                 self.lost.end(counter, || events.now_ns());
                 return;
             }
             // The event filter denies the event.
-            Wanted::Nothing { enabled: true } => {
+            TargetEvent::Nothing { enabled: true } => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
                 return;
             }
-            Wanted::Same => {}
-            Wanted::Other(request) => {
+            TargetEvent::Same => {}
+            TargetEvent::Other(request) => {
                 let backing = events.program(counter, Some(&request));
-                self.lost.forget(counter, || events.now_ns());
+                self.lost.reset_counter(counter, || events.now_ns());
                 if backing == Backing::None {
                     self.warn_uncountable(request.event);
                 }
@@ -691,13 +696,13 @@ impl Vpmu {
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         self.resume(counter, events);
         if self.running & mask == 0 {
-            self.make_room(events);
+            self.free_slots(events);
             let waits = kept && self.lost.waits(counter);
-            if !waits && !self.lost.is_too_soon(counter, || events.now_ns()) {
+            if !waits && !self.lost.must_back_off(counter, || events.now_ns()) {
                 self.enable(counter, interrupts.then_some(until_overflow), events);
                 if self.running & mask != 0 {
-                    if self.counters[slot].programmed.is_some_and(misses_exits) {
-                        self.misses_exits |= mask;
+                    if self.counters[slot].programmed.is_some_and(misses_emulated) {
+                        self.misses_emulated |= mask;
                     }
                     self.counters[slot].armed_for(until_overflow);
                 }
@@ -716,7 +721,7 @@ impl Vpmu {
             return;
         };
         let request = *request;
-        if let Enabled::Counting(backing) | Enabled::Fallback(backing, _) = enabled {
+        if let EnableOutcome::Counting(backing) | EnableOutcome::Fallback(backing, _) = enabled {
             self.running |= counter.mask();
             if self.fresh & counter.mask() != 0 || *before != backing {
                 // The backing has changed, and the new backing has its own count.
@@ -726,19 +731,19 @@ impl Vpmu {
             }
         }
         match enabled {
-            Enabled::Counting(_) => {
-                self.lost.placed(counter);
+            EnableOutcome::Counting(_) => {
+                self.lost.clear_refusal(counter);
                 if self.lost.end(counter, || events.now_ns()) {
                     log::debug!("counter {counter} ({}) counts again", request.event);
                 }
             }
-            Enabled::Fallback(_, lack) => {
+            EnableOutcome::Fallback(_, lack) => {
                 let now_ns = events.now_ns();
                 self.lost.fall_back(counter, now_ns);
                 self.lost.retry(counter, now_ns);
                 self.lost.warn(counter, &request.event, lack, true, now_ns);
             }
-            Enabled::Refused(lack) => {
+            EnableOutcome::Refused(lack) => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
                 self.lost.refused(counter, now_ns);

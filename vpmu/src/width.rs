@@ -7,7 +7,7 @@ pub struct CounterWidth(u8);
 
 /// Result of adding counts to a counter value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Advanced {
+pub struct CounterAdvance {
     /// New counter value, truncated to the width.
     pub value: u64,
     /// Number of overflows.
@@ -61,9 +61,9 @@ impl CounterWidth {
         clippy::cast_possible_truncation,
         reason = "truncated to the width; and of two 64-bit numbers' sum the carry is what is above it"
     )]
-    pub const fn advance(self, value: u64, counts: u64) -> Advanced {
+    pub const fn advance(self, value: u64, counts: u64) -> CounterAdvance {
         let sum = self.truncate(value) as u128 + counts as u128;
-        Advanced {
+        CounterAdvance {
             value: self.truncate(sum as u64),
             overflows: (sum >> self.0) as u64,
         }
@@ -81,14 +81,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_overflow_comes_at_exactly_the_announced_count(w in width(), value: u64) {
+        fn overflow_occurs_at_until_overflow(w in width(), value: u64) {
             let left = w.until_overflow(value);
             prop_assert_eq!(w.advance(value, left - 1).overflows, 0);
-            prop_assert_eq!(w.advance(value, left), Advanced { value: 0, overflows: 1 });
+            prop_assert_eq!(w.advance(value, left), CounterAdvance { value: 0, overflows: 1 });
         }
 
         #[test]
-        fn adding_in_two_steps_is_adding_at_once(w in width(), value: u64, a in 0u64..1 << 62, b in 0u64..1 << 62) {
+        fn split_advance_equals_single_advance(w in width(), value: u64, a in 0u64..1 << 62, b in 0u64..1 << 62) {
             let first = w.advance(value, a);
             let second = w.advance(first.value, b);
             let at_once = w.advance(value, a + b);
@@ -97,7 +97,7 @@ mod tests {
         }
 
         #[test]
-        fn a_legacy_write_repeats_bit_31_in_every_higher_bit(w in width(), value: u64) {
+        fn legacy_write_is_sign_extended_from_bit_31(w in width(), value: u64) {
             let stored = w.sign_extend_32(value);
             prop_assert_eq!(stored as u32, value as u32);
             prop_assert_eq!(stored & !w.mask(), 0);
@@ -106,7 +106,7 @@ mod tests {
         }
 
         #[test]
-        fn the_greatest_count_cannot_overflow_the_arithmetic(w in width(), value: u64) {
+        fn advance_handles_maximum_count(w in width(), value: u64) {
             let a = w.advance(value, u64::MAX);
             prop_assert!(a.value <= w.mask());
             prop_assert!(a.overflows >= 1);
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn widths_outside_32_to_63_are_refused() {
+    fn widths_outside_32_to_63_are_rejected() {
         assert_eq!(CounterWidth::new(31), None);
         assert_eq!(CounterWidth::new(64), None);
         assert_eq!(CounterWidth::new(48), Some(CounterWidth::W48));

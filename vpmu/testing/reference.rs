@@ -2,11 +2,11 @@
 //! and shares no code with the crate: addresses are literal numbers, counts are added one at a
 //! time, and effects are immediate.
 
-use vpmu::filter::{Action, FilterSpec};
+use vpmu::filter::{FilterAction, FilterSpec};
 
 /// Vendor and generation of the reference PMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ReferenceKind {
     IntelOff,
     AmdOff,
     Intel(u32),
@@ -27,14 +27,14 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
 
 /// Returns whether no backing can count for a selector of a general-purpose counter (with `true`
 /// for AMD) or for a fixed counter.
-pub type Uncountable = fn(bool, Option<u64>, u32) -> bool;
+pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 
 /// Event select that no backing can count in these tests.
 pub const UNCOUNTABLE_SELECT: u64 = 0x55;
 
 #[derive(Clone, Debug)]
 pub struct Reference {
-    pub kind: Kind,
+    pub kind: ReferenceKind,
     pub gp: u32,
     pub fixed: u32,
     pub width: u32,
@@ -51,11 +51,17 @@ pub struct Reference {
     /// Set if the PMI could not be delivered immediately.
     pmi_waits: bool,
     filter: Option<FilterSpec>,
-    uncountable: Uncountable,
+    uncountable: UncountablePredicate,
 }
 
 impl Reference {
-    pub fn new(kind: Kind, gp: u32, fixed: u32, width: u32, uncountable: Uncountable) -> Self {
+    pub fn new(
+        kind: ReferenceKind,
+        gp: u32,
+        fixed: u32,
+        width: u32,
+        uncountable: UncountablePredicate,
+    ) -> Self {
         let mut new = Self {
             kind,
             gp,
@@ -86,11 +92,11 @@ impl Reference {
         self.global_ctrl = (0..self.gp).map(|n| 1 << n).sum();
         self.global_status = 0;
         self.debugctl = 0;
-        self.pmi_is_over();
+        self.pmi_delivered();
     }
 
     /// Records the delivery of the PMI.
-    pub fn pmi_is_over(&mut self) {
+    pub fn pmi_delivered(&mut self) {
         self.pmi_due = false;
         self.pmi_for = 0;
         self.pmi_waits = false;
@@ -108,16 +114,16 @@ impl Reference {
     fn served(&mut self, counters: u64) {
         self.pmi_for &= !counters;
         if self.pmi_waits && self.pmi_for == 0 {
-            self.pmi_is_over();
+            self.pmi_delivered();
         }
     }
 
     fn shows_status(&self) -> bool {
-        self.version() >= 2 || self.kind == Kind::V2
+        self.version() >= 2 || self.kind == ReferenceKind::V2
     }
 
     /// Applies the effect of save and restore: the sources of a due PMI are lost.
-    pub fn moved(&mut self) {
+    pub fn save_and_restore(&mut self) {
         self.pmi_waits = false;
         if self.pmi_due && self.shows_status() {
             self.pmi_for = self.global_status & self.all();
@@ -138,7 +144,7 @@ impl Reference {
     }
 
     fn version(&self) -> u32 {
-        if let Kind::Intel(version) = self.kind {
+        if let ReferenceKind::Intel(version) = self.kind {
             version
         } else {
             0
@@ -146,7 +152,10 @@ impl Reference {
     }
 
     fn is_amd(&self) -> bool {
-        matches!(self.kind, Kind::AmdOff | Kind::K7 | Kind::Core | Kind::V2)
+        matches!(
+            self.kind,
+            ReferenceKind::AmdOff | ReferenceKind::K7 | ReferenceKind::Core | ReferenceKind::V2
+        )
     }
 
     fn highest(&self) -> u64 {
@@ -299,7 +308,7 @@ impl Reference {
         let (n, selector) = match msr {
             0xC001_0000..=0xC001_0003 => (msr - 0xC001_0000, true),
             0xC001_0004..=0xC001_0007 => (msr - 0xC001_0004, false),
-            0xC001_0200..=0xC001_021D if matches!(self.kind, Kind::Core | Kind::V2) => {
+            0xC001_0200..=0xC001_021D if matches!(self.kind, ReferenceKind::Core | ReferenceKind::V2) => {
                 ((msr - 0xC001_0200) / 2, msr % 2 == 0)
             }
             _ => return None,
@@ -313,10 +322,10 @@ impl Reference {
 
     fn rdmsr_amd(&self, msr: u32) -> Option<u64> {
         match (self.kind, msr) {
-            (Kind::AmdOff, 0xC001_0000..=0xC001_0007) => Some(0),
-            (Kind::V2, 0xC000_0300) => Some(self.global_status),
-            (Kind::V2, 0xC000_0301) => Some(self.global_ctrl),
-            (Kind::V2, 0xC000_0302 | 0xC000_0303) => Some(0),
+            (ReferenceKind::AmdOff, 0xC001_0000..=0xC001_0007) => Some(0),
+            (ReferenceKind::V2, 0xC000_0300) => Some(self.global_status),
+            (ReferenceKind::V2, 0xC000_0301) => Some(self.global_ctrl),
+            (ReferenceKind::V2, 0xC000_0302 | 0xC000_0303) => Some(0),
             _ => match self.amd_register(msr)? {
                 (n, true) => Some(self.evtsel[n]),
                 (n, false) => Some(self.pmc[n]),
@@ -326,19 +335,19 @@ impl Reference {
 
     fn wrmsr_amd(&mut self, msr: u32, value: u64) -> Option<()> {
         match (self.kind, msr) {
-            (Kind::AmdOff, 0xC001_0000..=0xC001_0007) => {}
-            (Kind::V2, 0xC000_0300) => {}
-            (Kind::V2, 0xC000_0301) => self.global_ctrl = value & self.all(),
-            (Kind::V2, 0xC000_0302) => {
+            (ReferenceKind::AmdOff, 0xC001_0000..=0xC001_0007) => {}
+            (ReferenceKind::V2, 0xC000_0300) => {}
+            (ReferenceKind::V2, 0xC000_0301) => self.global_ctrl = value & self.all(),
+            (ReferenceKind::V2, 0xC000_0302) => {
                 self.global_status &= !value;
                 self.served(value);
             }
-            (Kind::V2, 0xC000_0303) => self.global_status |= value & self.all(),
+            (ReferenceKind::V2, 0xC000_0303) => self.global_status |= value & self.all(),
             _ => match self.amd_register(msr)? {
                 (n, true) => self.evtsel[n] = value & !0xFFFF_FFF0_0028_0000,
                 (n, false) => {
                     self.pmc[n] = value & self.highest();
-                    if self.kind != Kind::V2 {
+                    if self.kind != ReferenceKind::V2 {
                         self.served(1 << n);
                     }
                 }
@@ -380,8 +389,8 @@ impl Reference {
         }
         let listed = included && !excluded;
         match filter.action {
-            Action::Allow => listed,
-            Action::Deny => !listed,
+            FilterAction::Allow => listed,
+            FilterAction::Deny => !listed,
         }
     }
 
@@ -389,8 +398,8 @@ impl Reference {
         let Some(filter) = &self.filter else { return true };
         let listed = filter.fixed_counters & (1 << n) != 0;
         match filter.action {
-            Action::Allow => listed,
-            Action::Deny => !listed,
+            FilterAction::Allow => listed,
+            FilterAction::Deny => !listed,
         }
     }
 
@@ -399,7 +408,7 @@ impl Reference {
         let enabled = selector & 1 << 22 != 0;
         let at_some_level = selector & 3 << 16 != 0;
         let globally = match self.kind {
-            Kind::Intel(1) | Kind::K7 | Kind::Core => true,
+            ReferenceKind::Intel(1) | ReferenceKind::K7 | ReferenceKind::Core => true,
             _ => self.global_ctrl & 1 << n != 0,
         };
         enabled
@@ -453,11 +462,11 @@ impl Reference {
                 }
             }
         }
-        self.ask_for_pmi(interrupt);
+        self.request_pmi(interrupt);
     }
 
     /// Records that these counters overflowed and requested a PMI.
-    fn ask_for_pmi(&mut self, counters: u64) {
+    fn request_pmi(&mut self, counters: u64) {
         if counters == 0 {
             return;
         }
@@ -499,7 +508,7 @@ impl Reference {
                 interrupt |= u64::from(self.fixed_ctrl & 8 != 0) << 32;
             }
         }
-        self.ask_for_pmi(interrupt);
+        self.request_pmi(interrupt);
     }
 
     /// Returns CPUID.0AH as (EAX, EBX, ECX, EDX), with all events available.

@@ -6,18 +6,18 @@
 
 use std::sync::Arc;
 
-use vpmu::filter::{Action, EntrySpec, FilterSpec};
+use vpmu::filter::{FilterAction, FilterEntrySpec, FilterSpec};
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-use super::reference::{Kind, Reference, UNCOUNTABLE_SELECT, select_of};
+use super::reference::{Reference, ReferenceKind, UNCOUNTABLE_SELECT, select_of};
 
 /// Reader of numbers from a byte string. Returns zeros after the end.
-pub struct Bytes<'a> {
+pub struct ByteSource<'a> {
     rest: &'a [u8],
 }
 
-impl<'a> Bytes<'a> {
+impl<'a> ByteSource<'a> {
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
@@ -48,7 +48,7 @@ impl<'a> Bytes<'a> {
 }
 
 /// PMU and reference model, which must always agree.
-pub struct Pair<H> {
+pub struct CheckedPmu<H> {
     vpmu: Vpmu,
     events: H,
     reference: Reference,
@@ -62,7 +62,7 @@ pub struct Pair<H> {
 }
 
 /// Counting events that a test can advance.
-pub trait Host: CounterEvents {
+pub trait TestEvents: CounterEvents {
     /// Creates the events of a guest PMU of `vendor`.
     fn new(vendor: Vendor) -> Self;
 
@@ -78,11 +78,11 @@ pub trait Host: CounterEvents {
     fn take_notified(&mut self) -> Vec<CounterIndex>;
 }
 
-impl Host for SimEvents {
+impl TestEvents for SimEvents {
     fn new(_: Vendor) -> Self {
         let mut events = SimEvents::default();
         events.backing_of = |request| match request.selection {
-            Selection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
+            EventSelection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
             _ => Backing::Hardware,
         };
         events
@@ -101,43 +101,43 @@ impl Host for SimEvents {
     }
 }
 
-impl<H: Host> Pair<H> {
+impl<H: TestEvents> CheckedPmu<H> {
     /// Creates a pair with a model that the first bytes select.
-    pub fn new(bytes: &mut Bytes<'_>) -> Self {
+    pub fn new(bytes: &mut ByteSource<'_>) -> Self {
         let kind = match bytes.below(16) {
-            0 => Kind::IntelOff,
-            1 => Kind::AmdOff,
-            n @ 2..=11 => Kind::Intel(n / 2),
-            12 => Kind::K7,
-            13 => Kind::Core,
-            _ => Kind::V2,
+            0 => ReferenceKind::IntelOff,
+            1 => ReferenceKind::AmdOff,
+            n @ 2..=11 => ReferenceKind::Intel(n / 2),
+            12 => ReferenceKind::K7,
+            13 => ReferenceKind::Core,
+            _ => ReferenceKind::V2,
         };
         let (gp, fixed) = match kind {
-            Kind::IntelOff | Kind::AmdOff => (0, 0),
-            Kind::Intel(1) => (2 + bytes.below(7), 0),
-            Kind::Intel(_) => (2 + bytes.below(7), bytes.below(5)),
-            Kind::K7 => (4, 0),
-            Kind::Core => (6, 0),
-            Kind::V2 => (4 + bytes.below(12), 0),
+            ReferenceKind::IntelOff | ReferenceKind::AmdOff => (0, 0),
+            ReferenceKind::Intel(1) => (2 + bytes.below(7), 0),
+            ReferenceKind::Intel(_) => (2 + bytes.below(7), bytes.below(5)),
+            ReferenceKind::K7 => (4, 0),
+            ReferenceKind::Core => (6, 0),
+            ReferenceKind::V2 => (4 + bytes.below(12), 0),
         };
-        let width = if matches!(kind, Kind::Intel(_)) && bytes.flag() {
+        let width = if matches!(kind, ReferenceKind::Intel(_)) && bytes.flag() {
             32 + bytes.below(17)
         } else {
             48
         };
         let generation = match kind {
-            Kind::IntelOff => Generation::Off(Vendor::Intel),
-            Kind::AmdOff => Generation::Off(Vendor::Amd),
-            Kind::Intel(version) => Generation::Intel(version as u8),
-            Kind::K7 => Generation::AmdK7,
-            Kind::Core => Generation::AmdCore,
-            Kind::V2 => Generation::AmdV2,
+            ReferenceKind::IntelOff => Generation::Off(Vendor::Intel),
+            ReferenceKind::AmdOff => Generation::Off(Vendor::Amd),
+            ReferenceKind::Intel(version) => Generation::Intel(version as u8),
+            ReferenceKind::K7 => Generation::AmdK7,
+            ReferenceKind::Core => Generation::AmdCore,
+            ReferenceKind::V2 => Generation::AmdV2,
         };
         let numbers = CounterNumbers {
             general: gp,
             fixed: Some(fixed),
         };
-        let model = Model::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
+        let model = PmuModel::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
         let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         // Existing registers are added once more, so that most accesses hit them.
         let reference = Reference::new(kind, gp, fixed, width, H::uncountable);
@@ -161,7 +161,7 @@ impl<H: Host> Pair<H> {
         }
     }
 
-    fn address(&self, bytes: &mut Bytes<'_>) -> u32 {
+    fn address(&self, bytes: &mut ByteSource<'_>) -> u32 {
         let n = bytes.below(256) << 8 | bytes.below(256);
         if n == 0xFFFF {
             bytes.u64() as u32
@@ -172,7 +172,7 @@ impl<H: Host> Pair<H> {
 
     /// Returns a register value, mostly one that a driver would write, so that counters run,
     /// overflow and freeze.
-    fn value(&self, msr: u32, bytes: &mut Bytes<'_>) -> u64 {
+    fn value(&self, msr: u32, bytes: &mut ByteSource<'_>) -> u64 {
         let highest = (1u64 << self.reference.width) - 1;
         let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);
         let is_amd_selector = matches!(msr, 0xC001_0000..=0xC001_0003)
@@ -213,7 +213,7 @@ impl<H: Host> Pair<H> {
     }
 
     /// Returns an enabled selector with random privilege levels, interrupt bit and event.
-    fn selector(&self, bytes: &mut Bytes<'_>) -> u64 {
+    fn selector(&self, bytes: &mut ByteSource<'_>) -> u64 {
         let select = [0x3C, 0xC0, 0x76, 0xFF, UNCOUNTABLE_SELECT, 1, 2, 3][bytes.below(8) as usize];
         select | (u64::from(bytes.byte() & 3) << 8) | (u64::from(bytes.byte() & 0x13) << 16) | (1 << 22)
     }
@@ -248,14 +248,14 @@ impl<H: Host> Pair<H> {
         self.deliver();
     }
 
-    fn filter(&self, bytes: &mut Bytes<'_>) -> Option<FilterSpec> {
+    fn filter(&self, bytes: &mut ByteSource<'_>) -> Option<FilterSpec> {
         if bytes.below(4) == 0 {
             return None;
         }
         let events = (0..bytes.below(6))
             .map(|_| {
                 let mask = u64::from(bytes.byte() & 7);
-                EntrySpec {
+                FilterEntrySpec {
                     select: [0x3C, 0xC0, 0x76, 0xFF][bytes.below(4) as usize],
                     umask: None,
                     umask_mask: Some(mask),
@@ -265,7 +265,11 @@ impl<H: Host> Pair<H> {
             })
             .collect();
         Some(FilterSpec {
-            action: if bytes.flag() { Action::Allow } else { Action::Deny },
+            action: if bytes.flag() {
+                FilterAction::Allow
+            } else {
+                FilterAction::Deny
+            },
             fixed_counters: u64::from(bytes.byte() & 0xF),
             events,
         })
@@ -275,15 +279,15 @@ impl<H: Host> Pair<H> {
     ///
     /// # Panics
     /// Panics if the PMU and the reference disagree.
-    pub fn step(&mut self, bytes: &mut Bytes<'_>) {
+    pub fn step(&mut self, bytes: &mut ByteSource<'_>) {
         self.operations += 1;
         match bytes.below(33) {
             0..=9 => {
                 let msr = self.address(bytes);
                 let value = self.value(msr, bytes);
                 let expected = match self.reference.wrmsr(msr, value) {
-                    Some(()) => MsrWrite::Done,
-                    None => MsrWrite::InjectGp,
+                    Some(()) => MsrWriteOutcome::Done,
+                    None => MsrWriteOutcome::InjectGp,
                 };
                 let got = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
                 assert_eq!(
@@ -308,8 +312,8 @@ impl<H: Host> Pair<H> {
                 let cpl = bytes.byte() & 3;
                 let pce = bytes.flag();
                 let expected = match self.reference.rdpmc(ecx, cpl, pce) {
-                    Some(value) => MsrRead::Value(value),
-                    None => MsrRead::InjectGp,
+                    Some(value) => MsrReadOutcome::Value(value),
+                    None => MsrReadOutcome::InjectGp,
                 };
                 let got = self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut self.events);
                 assert_eq!(got, expected, "RDPMC {ecx:#x} of {:?}", self.reference);
@@ -342,16 +346,16 @@ impl<H: Host> Pair<H> {
                 self.now_ns += u64::from(bytes.byte()) << 16;
                 let masked = bytes.flag();
                 match self.vpmu.pmi_ready(self.now_ns) {
-                    PmiReady::Now if masked => {
-                        self.vpmu.pmi_must_wait();
+                    PmiReadiness::Now if masked => {
+                        self.vpmu.defer_pmi();
                         self.reference.pmi_waits();
                     }
-                    PmiReady::Now => {
+                    PmiReadiness::Now => {
                         self.vpmu.pmi_delivered(self.now_ns);
-                        self.reference.pmi_is_over();
+                        self.reference.pmi_delivered();
                     }
                     // The PMI is no longer due or must be delayed.
-                    PmiReady::No | PmiReady::NotBefore { .. } => self.reference.pmi_waits(),
+                    PmiReadiness::No | PmiReadiness::NotBefore { .. } => self.reference.pmi_waits(),
                 }
                 assert_eq!(
                     self.vpmu.pmi_pending(),
@@ -384,7 +388,7 @@ impl<H: Host> Pair<H> {
                 assert_eq!(there.save(&mut events), saved, "restored bit for bit");
                 self.vpmu = there;
                 self.events = events;
-                self.reference.moved();
+                self.reference.save_and_restore();
                 self.late = false;
             }
             32 => {
@@ -393,7 +397,7 @@ impl<H: Host> Pair<H> {
                 self.deliver();
                 for _ in 0..bytes.below(8) {
                     self.vpmu.reconcile(&mut self.events);
-                    self.vpmu.retired_outside(cpl, &mut self.events);
+                    self.vpmu.count_emulated_instruction(cpl, &mut self.events);
                     self.vpmu.reconcile(&mut self.events);
                     self.reference.retire(cpl == Cpl(0));
                 }
@@ -420,8 +424,8 @@ impl<H: Host> Pair<H> {
     /// Compares one register.
     fn compare(&mut self, msr: u32) {
         let expected = match self.reference.rdmsr(msr) {
-            Some(value) => MsrRead::Value(value),
-            None => MsrRead::InjectGp,
+            Some(value) => MsrReadOutcome::Value(value),
+            None => MsrReadOutcome::InjectGp,
         };
         let got = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
         assert_eq!(got, expected, "RDMSR {msr:#x} of {:?}", self.reference);
@@ -452,9 +456,9 @@ impl<H: Host> Pair<H> {
 
 /// Applies all operations of a byte string with events of type `H`. Returns the number of
 /// operations.
-pub fn run<H: Host>(bytes: &[u8]) -> u64 {
-    let mut bytes = Bytes::new(bytes);
-    let mut pair = Pair::<H>::new(&mut bytes);
+pub fn run<H: TestEvents>(bytes: &[u8]) -> u64 {
+    let mut bytes = ByteSource::new(bytes);
+    let mut pair = CheckedPmu::<H>::new(&mut bytes);
     while !bytes.is_empty() {
         pair.step(&mut bytes);
     }

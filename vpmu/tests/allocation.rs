@@ -22,8 +22,8 @@ fn the_counter_counts() {
 }
 
 #[test]
-fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
-    let v2 = Model::new(
+fn register_access_does_not_allocate() {
+    let v2 = PmuModel::new(
         Generation::AmdV2,
         Some(CounterNumbers {
             general: 15,
@@ -32,7 +32,7 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
         None,
     )
     .unwrap();
-    let v5 = Model::new(
+    let v5 = PmuModel::new(
         Generation::Intel(5),
         Some(CounterNumbers {
             general: 8,
@@ -41,7 +41,7 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
         None,
     )
     .unwrap();
-    for model in [Model::INTEL, Model::AMD, v2, v5] {
+    for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
         let mut events = SimEvents::default();
         let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
@@ -73,7 +73,7 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
                 vpmu.overflowed(counter, &mut events);
             }
             vpmu.reconcile(&mut events);
-            if vpmu.pmi_ready(n * 100_000) == PmiReady::Now {
+            if vpmu.pmi_ready(n * 100_000) == PmiReadiness::Now {
                 pmis += 1;
                 vpmu.pmi_delivered(n * 100_000);
             }
@@ -100,7 +100,7 @@ impl perf_core::SampleRegs for NoRegs {
 
 /// Sampling does not allocate down to the driver once a guest's events are open.
 #[test]
-fn sampling_on_perf_core_allocates_nothing() {
+fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);
     let core = Core::new(CoreConfig::default());
     let fed = Arc::new(FedCounts::new(fed::SELECTORS));
@@ -109,8 +109,12 @@ fn sampling_on_perf_core_allocates_nothing() {
     core.register(Arc::new(driver));
     let context = core.add_vcpu(vcpu, 0).unwrap();
     context.sched_in();
-    let mut vpmu = Vpmu::new(Model::INTEL);
-    let mut events = PerfCoreEvents::new(core, vcpu, Sources::new(BackingPolicy::Exact, None, |_| None));
+    let mut vpmu = Vpmu::new(PmuModel::INTEL);
+    let mut events = PerfCoreEvents::new(
+        core,
+        vcpu,
+        EventSources::new(BackingPolicy::Exact, None, |_| None),
+    );
     let mut sampled = 0;
     let mut round = |vpmu: &mut Vpmu, n: u64| {
         for (msr, value) in [

@@ -52,7 +52,7 @@ fn main() -> ExitCode {
 }
 
 /// Prints the paths and sizes of the built images.
-fn report(images: &guest_images::linux::Images) {
+fn report(images: &guest_images::linux::GuestImages) {
     println!("{}:", images.directory.display());
     for path in [
         &images.vmlinux,

@@ -16,12 +16,12 @@ const LIMIT: Duration = Duration::from_secs(600);
 
 /// Output of a guest and exit status of QEMU: `Some(0)` for a power-off, (N << 1) | 1 for a debug
 /// exit.
-struct Run {
+struct QemuRun {
     output: String,
     status: Option<i32>,
 }
 
-fn run(name: &str, cmdline: &str, cpus: u32) -> Option<Run> {
+fn run(name: &str, cmdline: &str, cpus: u32) -> Option<QemuRun> {
     // Tests run in parallel within one process, and several test processes may run at the same
     // time.
     static RUNS: AtomicU32 = AtomicU32::new(0);
@@ -55,7 +55,7 @@ fn run(name: &str, cmdline: &str, cpus: u32) -> Option<Run> {
     let mut output = String::new();
     qemu.stdout.take().unwrap().read_to_string(&mut output).unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
-    Some(Run { output, status })
+    Some(QemuRun { output, status })
 }
 
 fn wait(qemu: &mut Child) -> Option<i32> {
@@ -74,7 +74,7 @@ fn wait(qemu: &mut Child) -> Option<i32> {
 }
 
 #[test]
-fn the_built_in_guest_says_that_there_is_no_pmu_and_powers_off() {
+fn builtin_guest_reports_missing_pmu_and_powers_off() {
     let Some(run) = run("selftest", "lines", 2) else {
         return;
     };
@@ -85,7 +85,7 @@ fn the_built_in_guest_says_that_there_is_no_pmu_and_powers_off() {
 }
 
 #[test]
-fn spinning_uses_every_cpu_at_cpl3_and_ends() {
+fn spin_runs_on_every_cpu_at_cpl3_and_ends() {
     let Some(run) = run("selftest", "quiet spin=1", 2) else {
         return;
     };
@@ -99,7 +99,7 @@ fn spinning_uses_every_cpu_at_cpl3_and_ends() {
 
 /// An invalid duration must not make the guest run forever.
 #[test]
-fn spinning_for_no_time_is_refused() {
+fn spin_with_zero_duration_is_rejected() {
     for time in ["abc", "", "0", "10s", "99999999999999999999"] {
         let Some(run) = run("selftest", &format!("quiet spin={time}"), 1) else {
             return;
@@ -117,7 +117,7 @@ fn spinning_for_no_time_is_refused() {
 /// must report failures. This shows that its assertions can fail and that a failure affects the
 /// exit status.
 #[test]
-fn the_test_kernel_reports_what_is_wrong_with_qemu() {
+fn vpmu_test_kernel_fails_under_qemu() {
     let Some(run) = run("vpmu", "", 1) else { return };
     let plan = run
         .output
@@ -139,14 +139,14 @@ fn the_test_kernel_reports_what_is_wrong_with_qemu() {
 }
 
 #[test]
-fn the_exact_kernel_skips_where_nothing_counts() {
+fn exact_test_kernel_skips_without_pmu() {
     let Some(run) = run("exact", "", 1) else { return };
     assert!(run.output.contains("1..0 # SKIP"), "{}", run.output);
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
 #[test]
-fn the_measuring_guest_says_that_there_is_no_pmu_and_powers_off() {
+fn validate_guest_reports_missing_pmu_and_powers_off() {
     let Some(run) = run("validate", "", 2) else { return };
     assert!(run.output.contains(r#""at":"hello""#), "{}", run.output);
     assert!(run.output.contains(r#""pmu":"none""#), "{}", run.output);
@@ -154,14 +154,14 @@ fn the_measuring_guest_says_that_there_is_no_pmu_and_powers_off() {
 }
 
 #[test]
-fn the_rdpmc_kernel_has_no_test_for_a_machine_without_a_pmu() {
+fn rdpmc_test_kernel_has_no_tests_without_pmu() {
     let Some(run) = run("rdpmc", "", 1) else { return };
     assert!(run.output.contains("1..0"), "{}", run.output);
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
 #[test]
-fn every_guest_is_run_by_a_test_here() {
+fn every_guest_has_a_qemu_test() {
     let names: Vec<_> = GUESTS.iter().map(|guest| guest.name).collect();
     assert_eq!(names, ["selftest", "vpmu", "exact", "rdpmc", "validate"]);
 }

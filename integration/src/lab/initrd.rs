@@ -6,7 +6,7 @@ use std::io::{self, BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 use guest_images::cpio::Archive;
-use guest_images::linux::Images;
+use guest_images::linux::GuestImages;
 
 use super::options::LabOptions;
 use crate::artefacts::Binaries;
@@ -14,8 +14,8 @@ use crate::artefacts::Binaries;
 /// Writes the lab's own initrd, followed by an archive with Perfvisor, the agent and the guest.
 pub(super) fn write_initrd(
     path: &Path,
-    host: &Images,
-    guest: &Images,
+    host: &GuestImages,
+    guest: &GuestImages,
     binaries: &Binaries,
     options: &LabOptions,
 ) -> io::Result<()> {

@@ -39,8 +39,7 @@ fn package_and_archive_install_a_program_that_needs_nothing_else() {
 /// The package declares no library dependencies, so a dynamically linked program is rejected.
 #[test]
 fn a_program_that_needs_libraries_is_not_packed() {
-    let program = std::env::current_exe().unwrap();
-    let (done, said) = make(&["deb", &format!("BINARY={}", program.display())]);
+    let (done, said) = make(&["deb", "BINARY=/bin/cat"]);
     assert!(!done && said.contains("make build"), "{said}");
 }
 
@@ -51,11 +50,7 @@ fn the_binary_that_is_built_is_the_one_that_is_packed() {
     for target in ["deb", "tarball"] {
         let (done, said) = make(&["-n", target, "BINARY=", "TARGET_DIR=there"]);
         assert!(done, "{said}");
-        let built = said
-            .split("--target ")
-            .nth(1)
-            .and_then(|rest| rest.split(' ').next());
-        let built = format!("there/{}/release/perfvisor", built.unwrap_or_default());
+        let built = "there/x86_64-unknown-linux-gnu/release/perfvisor";
         let stripped = said
             .split("strip -o ")
             .nth(1)

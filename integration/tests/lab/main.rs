@@ -7,6 +7,7 @@
 
 mod bare_metal;
 mod cli;
+mod clock_jumps;
 mod common;
 mod debian;
 mod devices;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 use perf_core::estimate::{Estimator, linear};
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -123,11 +123,11 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         let mut on = vec![None; trace.slots];
         queue.fill(|key| {
             if used == trace.slots {
-                return Turn::NoRoom;
+                return SlotOffer::NoRoom;
             }
             on[used] = Some(key);
             used += 1;
-            Turn::Taken
+            SlotOffer::Taken
         });
         for (key, event) in events.iter_mut().enumerate() {
             match (event.on_since, on.contains(&Some(GroupKey::from(key)))) {
@@ -147,8 +147,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         if let Some(key) = left {
             let event: &Event = &events[usize::from(key)];
             queue.slice_ended(key, event.estimator.last_step());
-            if event.estimator.keeps_step() {
-                queue.rhythm_seen();
+            if event.estimator.detects_aliasing() {
+                queue.record_aliasing();
             }
         }
         let due = queue.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
@@ -158,11 +158,13 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         }
         left = queue.turn(now);
         if left.is_some()
-            && let Some(key) = queue.amid()
+            && let Some(key) = queue.mid_slice()
         {
             let event = &mut events[usize::from(key)];
             let since = event.on_since.unwrap_or(now);
-            event.estimator.amid(now - start, counts(event.curve, since, now));
+            event
+                .estimator
+                .mid_slice(now - start, counts(event.curve, since, now));
         }
     }
 
@@ -183,7 +185,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         match event.estimator.estimate(end - start, open) {
             Some(estimate) => {
                 result.error += error(estimate.value as f64);
-                let known = |doubt: Option<f64>| doubt.filter(|_| !queue.has_rhythm());
+                let known = |doubt: Option<f64>| doubt.filter(|_| !queue.has_aliasing());
                 result.bars.add(
                     truth as u64,
                     estimate.value,

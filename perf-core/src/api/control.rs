@@ -1,14 +1,14 @@
 //! Control calls of an event handle, equivalent to `ioctl(2)` on a kernel event.
 
 use crate::api::handle::Handle;
-use crate::model::failure::FailureCause;
-use crate::model::state::State;
+use crate::model::failure::EventFailureCause;
+use crate::model::state::EventState;
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 
 /// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Scope {
+pub enum ControlScope {
     /// The event and its children.
     #[default]
     Event,
@@ -31,7 +31,7 @@ impl Handle {
     /// # Errors
     ///
     /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn enable(&self, scope: Scope) -> Result<(), ControlError> {
+    pub fn enable(&self, scope: ControlScope) -> Result<(), ControlError> {
         self.set(scope, true)
     }
 
@@ -40,7 +40,7 @@ impl Handle {
     /// # Errors
     ///
     /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn disable(&self, scope: Scope) -> Result<(), ControlError> {
+    pub fn disable(&self, scope: ControlScope) -> Result<(), ControlError> {
         self.set(scope, false)
     }
 
@@ -54,7 +54,7 @@ impl Handle {
     ///
     /// Returns the same errors as [`Handle::arm`], and [`ControlError::Closed`] if the event is
     /// closed.
-    pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, FailureCause>, ControlError> {
+    pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, EventFailureCause>, ControlError> {
         if overflow_in.is_some_and(|counts| !is_armable(counts)) || self.is_family() {
             return Err(ControlError::Invalid(NOT_ARMABLE));
         }
@@ -70,10 +70,10 @@ impl Handle {
         }
         context.enable(inner.key, now_ns);
         let event = &context.events[inner.key];
-        let failure = || event.failure.filter(|_| event.state == State::Error);
+        let failure = || event.failure.filter(|_| event.state == EventState::Error);
         Ok(match event.state {
-            State::Active => Ok(count),
-            _ => Err(failure().map_or(FailureCause::NoSlot, |failure| failure.cause)),
+            EventState::Active => Ok(count),
+            _ => Err(failure().map_or(EventFailureCause::NoSlot, |failure| failure.cause)),
         })
     }
 
@@ -98,7 +98,7 @@ impl Handle {
         Ok(context.events[inner.key].count())
     }
 
-    fn set(&self, scope: Scope, on: bool) -> Result<(), ControlError> {
+    fn set(&self, scope: ControlScope, on: bool) -> Result<(), ControlError> {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
@@ -107,15 +107,19 @@ impl Handle {
     /// # Errors
     ///
     /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn reset(&self, scope: Scope) -> Result<(), ControlError> {
+    pub fn reset(&self, scope: ControlScope) -> Result<(), ControlError> {
         self.for_scope(scope, EventRef::reset)
     }
 
-    fn for_scope(&self, scope: Scope, op: impl Fn(&EventRef) -> Option<()>) -> Result<(), ControlError> {
+    fn for_scope(
+        &self,
+        scope: ControlScope,
+        op: impl Fn(&EventRef) -> Option<()>,
+    ) -> Result<(), ControlError> {
         let event = &self.inner.event;
         match scope {
-            Scope::Event => op(event).ok_or(ControlError::Closed),
-            Scope::Group => {
+            ControlScope::Event => op(event).ok_or(ControlError::Closed),
+            ControlScope::Group => {
                 // No event may join or leave the group during the reset.
                 let _topology = self.inner.core.topology();
                 for member in event.group(&self.inner.core.opened).ok_or(ControlError::Closed)? {

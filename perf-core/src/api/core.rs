@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use crate::context::ContextStats;
-use crate::model::state::TickNeed;
+use crate::model::state::TickWork;
 use crate::pmu::{Pmu, VcpuId};
 use crate::schedule::SharePolicy;
 use crate::service::core::{Core, Driver, VcpuContext};
@@ -59,24 +59,24 @@ impl Core {
     /// noticed yet. Kick the vCPU in this case, because its thread may stay in the guest for a long
     /// time.
     #[must_use]
-    pub fn has_unseen_errors(&self) -> bool {
+    pub fn has_unhandled_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();
         vcpus
             .iter()
-            .any(|v| v.errors() != v.seen_errors.load(Ordering::Relaxed))
+            .any(|v| v.errors() != v.handled_errors.load(Ordering::Relaxed))
     }
 
     /// Returns `true` if [`Core::tick`] has work to do or may get some. Otherwise the VMM may
     /// disarm its timer and check again after each call that opens or enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
-        self.tick_need() != TickNeed::None
+        self.tick_need() != TickWork::None
     }
 
     /// Returns the work of [`Core::tick`], for timers that expire less often when there is little
     /// work.
     #[must_use]
-    pub fn tick_need(&self) -> TickNeed {
+    pub fn tick_need(&self) -> TickWork {
         // Each lock is released before the next one is acquired.
         let vm = self.inner.vm.lock().tick_need();
         let vcpus = self.inner.vcpus.load();

@@ -34,7 +34,7 @@ impl Core {
         };
         let by = SampleId {
             tid: core.config.pid,
-            ..core.written_by(&core.vm, core.vm.now_ns())
+            ..core.record_origin(&core.vm, core.vm.now_ns())
         };
         let record = |sample_id| Mmap {
             misc: Misc::from(mode),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::attr::Attr;
-use crate::model::failure::Failure;
-use crate::model::state::State;
+use crate::model::failure::EventFailure;
+use crate::model::state::EventState;
 use crate::service::config::User;
 use crate::service::core::CoreInner;
 use crate::service::opened::EventRef;
@@ -87,15 +87,15 @@ impl Handle {
         &self.inner.event.shared.attr
     }
 
-    /// Returns the state of the event, or [`State::Off`] after it was closed. An enabled family is
+    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled family is
     /// inactive itself, although its children may be active.
     #[must_use]
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> EventState {
         let event = &self.inner.event;
         let mut context = event.cell.lock();
         context
             .get(event.key, &event.shared)
-            .map_or(State::Off, |e| e.state)
+            .map_or(EventState::Off, |e| e.state)
     }
 
     /// Closes the event before its handle is dropped. Later calls return
@@ -118,10 +118,10 @@ impl Handle {
 impl Handle {
     /// Returns the cause and time of the error state, or `None` if the event is not in that state.
     #[must_use]
-    pub fn failure(&self) -> Option<Failure> {
+    pub fn failure(&self) -> Option<EventFailure> {
         let event = &self.inner.event;
         let mut context = event.cell.lock();
         let event = context.get(event.key, &event.shared)?;
-        event.failure.filter(|_| event.state == State::Error)
+        event.failure.filter(|_| event.state == EventState::Error)
     }
 }

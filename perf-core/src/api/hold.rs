@@ -5,24 +5,24 @@ use crate::api::control::{NOT_ARMABLE, is_armable};
 use crate::api::handle::Handle;
 use crate::context::{Context, ContextCell};
 use crate::lock::LockGuard;
-use crate::model::failure::FailureCause;
+use crate::model::failure::EventFailureCause;
 use crate::model::keys::EventKey;
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::service::error::ControlError;
 
 /// Error text for events of other contexts.
-const ELSEWHERE: &str = "events of one vCPU, none of them a family";
+const FOREIGN_EVENT: &str = "events of one vCPU, none of them a family";
 
 /// A locked event context. Calls for events of the same vCPU need no further locking.
 ///
 /// The same thread must not make any other call for these events while this guard is alive, because
 /// such a call would deadlock.
-pub struct Held<'h> {
+pub struct LockedContext<'h> {
     cell: &'h ContextCell,
     context: LockGuard<'h, Context>,
 }
 
-impl std::fmt::Debug for Held<'_> {
+impl std::fmt::Debug for LockedContext<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Held")
             .field("cell", &self.cell)
@@ -33,21 +33,21 @@ impl std::fmt::Debug for Held<'_> {
 impl Handle {
     /// Locks the context of the event.
     #[must_use]
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> LockedContext<'_> {
         let cell = &*self.inner.event.cell;
-        Held {
+        LockedContext {
             cell,
             context: cell.lock(),
         }
     }
 }
 
-impl Held<'_> {
+impl LockedContext<'_> {
     /// Returns the key of an event that is open and belongs to this context.
     fn key(&mut self, handle: &Handle) -> Result<EventKey, ControlError> {
         let event = &handle.inner.event;
         if !std::ptr::eq(&raw const *event.cell, self.cell) || handle.is_family() {
-            return Err(ControlError::Invalid(ELSEWHERE));
+            return Err(ControlError::Invalid(FOREIGN_EVENT));
         }
         match self.context.get(event.key, &event.shared) {
             Some(_) => Ok(event.key),
@@ -76,12 +76,12 @@ impl Held<'_> {
     /// Pauses the event and returns its count.
     ///
     /// The event remains scheduled: it keeps its slot and its times advance. A pair of `pause` and
-    /// [`Held::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The pause also
+    /// [`LockedContext::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The pause also
     /// ends when the event is scheduled out and in again for another reason.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Held::count`].
+    /// Returns the same errors as [`LockedContext::count`].
     #[inline]
     pub fn pause(&mut self, handle: &Handle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
@@ -96,18 +96,18 @@ impl Held<'_> {
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Handle::arm`] and [`Held::count`].
+    /// Returns the same errors as [`Handle::arm`] and [`LockedContext::count`].
     pub fn go_on(
         &mut self,
         handle: &Handle,
         overflow_in: impl FnOnce(u64) -> Option<u64>,
-    ) -> Result<Result<(), FailureCause>, ControlError> {
+    ) -> Result<Result<(), EventFailureCause>, ControlError> {
         let key = self.key(handle)?;
         let event = &mut self.context.events[key];
-        if event.state != State::Active {
+        if event.state != EventState::Active {
             return Ok(Err(event
                 .failure
-                .map_or(FailureCause::NoSlot, |failure| failure.cause)));
+                .map_or(EventFailureCause::NoSlot, |failure| failure.cause)));
         }
         let overflow_in = overflow_in(event.count());
         if overflow_in.is_some_and(|counts| !is_armable(counts)) {
@@ -115,6 +115,6 @@ impl Held<'_> {
         }
         let cell = self.cell;
         let went = self.context.go_on(key, overflow_in, || cell.now_ns());
-        Ok(went.map_err(|error| FailureCause::of(&error)))
+        Ok(went.map_err(|error| EventFailureCause::of(&error)))
     }
 }

@@ -64,7 +64,7 @@ impl Core {
             Knob::Paranoid => (-1, 2),
             Knob::SampleRateHz => (1, 1_000_000_000),
             Knob::MlockKb => (0, i64::MAX >> 10),
-            Knob::ReservedSlots => (0, self.inner.fewest_slots().cast_signed() as i64),
+            Knob::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
             Knob::Overcommit => (0, 1),
         };
         let value = text

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use crate::api::handle::Handle;
 use crate::model::output::Output;
-use crate::notify::Poll;
+use crate::notify::PollState;
 use crate::ring::{PAGE_SIZE, Ring, RingMode};
 use crate::service::core::Core;
 use crate::service::error::{ControlError, MapError};
@@ -88,7 +88,7 @@ impl Handle {
             }));
             state.mappings = 1;
         }
-        event.spread_output();
+        event.propagate_output();
         Ok(ring)
     }
 
@@ -108,7 +108,7 @@ impl Handle {
             }
             state.own = None;
         }
-        event.spread_output();
+        event.propagate_output();
         true
     }
 
@@ -182,17 +182,17 @@ impl Handle {
     }
 
     /// Returns and clears the poll state. Call this method after [`Handle::poll_fd`] became
-    /// readable. Returns [`Poll::HUP`] if the event has no ring to write to or reached its limit
+    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to or reached its limit
     /// and was disabled.
     #[must_use]
-    pub fn poll(&self) -> Poll {
+    pub fn poll(&self) -> PollState {
         let mut poll = self.inner.event.shared.notify.take();
         match self.output() {
-            None => poll |= Poll::HUP,
+            None => poll |= PollState::HUP,
             Some(output) => {
                 let state = output.ring.take_poll();
-                poll.set(Poll::IN, poll.contains(Poll::IN) || state.readable);
-                poll.set(Poll::HUP, poll.contains(Poll::HUP) || state.hang_up);
+                poll.set(PollState::IN, poll.contains(PollState::IN) || state.readable);
+                poll.set(PollState::HUP, poll.contains(PollState::HUP) || state.hang_up);
             }
         }
         poll

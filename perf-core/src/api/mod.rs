@@ -18,12 +18,12 @@ mod vcpu;
 mod vcpus;
 
 pub use builder::{ConfigError, CoreBuilder};
-pub use control::Scope;
+pub use control::ControlScope;
 pub use guest::GuestMapping;
 pub use handle::Handle;
-pub use hold::Held;
+pub use hold::LockedContext;
 pub use knobs::{Knob, KnobError};
 pub use open::{OpenFlags, OpenTarget};
 pub use read::{GroupReading, Reading, VcpuReading};
 pub use session::Session;
-pub use switch::Pin;
+pub use switch::ContextPin;

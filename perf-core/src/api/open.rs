@@ -13,8 +13,8 @@ use crate::pmu::VcpuId;
 use crate::service::config::{Role, User};
 use crate::service::core::{Core, CoreInner};
 use crate::service::error::OpenError;
-use crate::service::opened::{EventRef, Links};
-use crate::service::place::Place;
+use crate::service::opened::{EventLinks, EventRef};
+use crate::service::place::Placement;
 
 /// Target of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub enum OpenTarget {
 pub struct OpenFlags {
     /// Uses the given handle for output only and does not join its group.
     pub no_group: bool,
-    /// Number under which overflows are reported to the VMM ([`crate::Overflowed::cookie`]).
+    /// Number under which overflows are reported to the VMM ([`crate::OverflowReport::cookie`]).
     pub cookie: Option<u64>,
     /// Writes records to the ring of the given handle, like [`Handle::set_output`].
     pub output: bool,
@@ -69,7 +69,7 @@ impl Core {
     ///
     /// With `group`, the event joins the group of that handle, which must be a leader in the same
     /// context. The event starts counting immediately unless [`Attr::disabled`] is set. An event
-    /// that cannot be scheduled yet is not an error (see [`crate::State`]).
+    /// that cannot be scheduled yet is not an error (see [`crate::EventState`]).
     ///
     /// # Errors
     ///
@@ -161,12 +161,12 @@ impl CoreInner {
         self: &Arc<Self>,
         user: User,
         attr: Attr,
-        place: Place,
+        place: Placement,
         leader: Option<&EventRef>,
         output: Option<&EventRef>,
         flags: OpenFlags,
     ) -> Result<Handle, OpenError> {
-        let Place {
+        let Placement {
             cell,
             source,
             hardware,
@@ -180,7 +180,7 @@ impl CoreInner {
             self.check_slots(&cell, hardware, leader.map(|l| l.key))?;
         }
         let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
-        let links = Arc::new(Links::new(is_family));
+        let links = Arc::new(EventLinks::new(is_family));
         // Must precede the group membership, because group members are looked up by ID.
         self.opened.add(shared.id, &links);
         let now_ns = cell.now_ns();
@@ -204,7 +204,7 @@ impl CoreInner {
             links,
         };
         if let Some(target) = output {
-            event.begin_redirected(target);
+            event.record_redirect(target);
         }
         let handle = Handle {
             inner: Arc::new(HandleInner::new(Arc::clone(self), user, event)),

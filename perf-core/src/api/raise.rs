@@ -1,8 +1,8 @@
 //! Software events raised by the VMM.
 
 use crate::model::regs::SampleRegs;
-use crate::model::software::{Level, SoftwareId};
-use crate::sample::Overflowed;
+use crate::model::software::{RaiseLevel, SoftwareEventId};
+use crate::sample::OverflowReport;
 use crate::service::core::VcpuContext;
 use crate::service::overflow::Raised;
 
@@ -14,12 +14,12 @@ impl VcpuContext {
     #[inline]
     pub fn software_event(
         &self,
-        id: SoftwareId,
+        id: SoftwareEventId,
         n: u64,
         regs: Option<&mut dyn SampleRegs>,
-        sink: &mut dyn FnMut(Overflowed),
+        sink: &mut dyn FnMut(OverflowReport),
     ) {
-        self.software_event_at(Level::Thread, id, n, regs, sink);
+        self.software_event_at(RaiseLevel::Thread, id, n, regs, sink);
     }
 
     /// Raises a software event like [`VcpuContext::software_event`], at recursion level `level`.
@@ -28,11 +28,11 @@ impl VcpuContext {
     #[inline]
     pub fn software_event_at(
         &self,
-        level: Level,
-        id: SoftwareId,
+        level: RaiseLevel,
+        id: SoftwareEventId,
         n: u64,
         regs: Option<&mut dyn SampleRegs>,
-        sink: &mut dyn FnMut(Overflowed),
+        sink: &mut dyn FnMut(OverflowReport),
     ) -> bool {
         // Checked in this inlined function, so that an event without listeners does not cost a
         // call.
@@ -71,12 +71,12 @@ mod tests {
     /// A signal handler that finds the VM context locked defers its event. The next vCPU that
     /// services overflows reports it, because the VM context has no thread of its own.
     #[test]
-    fn what_waits_in_the_vm_context_is_served_by_a_vcpu() {
+    fn vcpu_services_deferred_vm_events() {
         let core = Core::new(CoreConfig::default());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
         let session = core.session(0, Role::Admin);
-        let attr = Attr::sampling(EventType::VMM, SoftwareId::Halts as u64, 5);
+        let attr = Attr::sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
         let flags = OpenFlags {
             cookie: Some(9),
             ..OpenFlags::default()
@@ -84,11 +84,11 @@ mod tests {
         let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
         {
             let _somebody = core.inner.vm.lock();
-            vcpu.software_event_at(Level::Signal, SoftwareId::Halts, 10, None, &mut |_| {});
+            vcpu.software_event_at(RaiseLevel::Signal, SoftwareEventId::Halts, 10, None, &mut |_| {});
         }
         let mut seen = Vec::new();
         assert_eq!(vcpu.service_overflows(&mut Regs, &mut |o| seen.push(o)), 1);
-        assert_eq!(seen, [Overflowed { cookie: 9, times: 2 }]);
+        assert_eq!(seen, [OverflowReport { cookie: 9, times: 2 }]);
         assert_eq!(vcpu.service_overflows(&mut Regs, &mut |_| {}), 0, "served once");
         assert_eq!(halts.read().unwrap().value, 10);
     }
@@ -96,7 +96,7 @@ mod tests {
     /// An inherited event counts once however many children it has. Closing it clears its gate and
     /// its driver event.
     #[test]
-    fn gates_count_what_is_open_and_close_with_it() {
+    fn closed_event_clears_gate_and_driver() {
         let core = Core::new(CoreConfig::default());
         let pmu = SimPmu::with_slots(2);
         core.register(Arc::new(pmu.clone()));
@@ -112,9 +112,9 @@ mod tests {
             core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
                 .unwrap()
         };
-        let halts = open(EventType::VMM, SoftwareId::Halts as u64);
+        let halts = open(EventType::VMM, SoftwareEventId::Halts as u64);
         let counted = open(EventType::SIM, 1);
-        let gate = || core.inner.gates.open(SoftwareId::Halts);
+        let gate = || core.inner.gates.open(SoftwareEventId::Halts);
         assert_eq!((halts.children(), gate(), pmu.open_events()), (3, 1, 3));
         core.add_vcpu(VcpuId(3), 1).unwrap();
         core.remove_vcpu(VcpuId(0)).unwrap();

@@ -9,13 +9,13 @@ use crate::attr::ReadFormat;
 use crate::estimate::{Estimate, linear};
 use crate::model::output::write_page;
 use crate::model::slices::EstimateSum;
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
 use crate::record::{Entries, ReadEntry, ReadValues, read_size_of};
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
-use crate::time::Times;
+use crate::time::TimeTotals;
 
 /// An event count together with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,8 +40,8 @@ impl Reading {
 
     /// Returns the time enabled and the time running.
     #[must_use]
-    pub fn times(&self) -> Times {
-        Times {
+    pub fn times(&self) -> TimeTotals {
+        TimeTotals {
             enabled_ns: self.time_enabled_ns,
             running_ns: self.time_running_ns,
         }
@@ -168,9 +168,9 @@ impl Handle {
             .cell
             .lock()
             .get(event.key, &event.shared)
-            .is_some_and(|e| e.state == State::Error);
+            .is_some_and(|e| e.state == EventState::Error);
         let mut children = family.iter().flat_map(|f| f.live());
-        own || children.any(|child| child.cell.lock().events[child.key].state == State::Error)
+        own || children.any(|child| child.cell.lock().events[child.key].state == EventState::Error)
     }
 
     /// Reads only the count of an event on one context. Cheaper than [`Handle::read`], because the
@@ -294,7 +294,7 @@ impl Handle {
             .get(event.key, &event.shared)
             .ok_or(ControlError::Closed)?
             .state;
-        if state == State::Error {
+        if state == EventState::Error {
             return Ok(0);
         }
         let needed = self.read_size()?;

@@ -12,16 +12,16 @@ use std::sync::atomic::Ordering;
 use crate::context::{Context, ContextCell};
 use crate::model::event::Event;
 use crate::model::keys::EventKey;
-use crate::model::software::SoftwareId;
+use crate::model::software::SoftwareEventId;
 use crate::service::core::VcpuContext;
 
 /// A guard that prevents a context swap while it is alive. See [`VcpuContext::pin`].
 #[derive(Debug)]
-pub struct Pin {
+pub struct ContextPin {
     cell: Arc<ContextCell>,
 }
 
-impl Drop for Pin {
+impl Drop for ContextPin {
     fn drop(&mut self) {
         self.cell.lock().pins -= 1;
     }
@@ -34,7 +34,7 @@ impl VcpuContext {
     /// Returns `true` if the contexts were swapped without stopping or starting any event, which
     /// requires that both vCPUs run on the same thread and have the same inherited events.
     pub fn switch_to(&self, next: &VcpuContext) -> bool {
-        self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
+        self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
         if self.exchange(next) {
             return true;
         }
@@ -85,7 +85,7 @@ impl VcpuContext {
 
     /// Prevents a swap of this vCPU's context while the returned guard is alive.
     #[must_use]
-    pub fn pin(&self) -> Pin {
+    pub fn pin(&self) -> ContextPin {
         loop {
             let cell = self.cell.load_full();
             let mut context = cell.lock();
@@ -93,7 +93,7 @@ impl VcpuContext {
             if Arc::ptr_eq(&cell, &self.cell.load()) {
                 context.pins += 1;
                 drop(context);
-                return Pin { cell };
+                return ContextPin { cell };
             }
         }
     }
@@ -120,8 +120,8 @@ fn exchange_stats(a: &mut Context, b: &mut Context, now_ns: u64) {
         let Some(twin) = b.events.iter().find(|(_, e)| is_twin(e)).map(|(key, _)| key) else {
             continue;
         };
-        let (was_a, was_b) = (a.leave_off(key, now_ns), b.leave_off(twin, now_ns));
-        a.go_on_from(key, was_b, now_ns);
-        b.go_on_from(twin, was_a, now_ns);
+        let (was_a, was_b) = (a.end_history(key, now_ns), b.end_history(twin, now_ns));
+        a.restore_history(key, was_b, now_ns);
+        b.restore_history(twin, was_a, now_ns);
     }
 }

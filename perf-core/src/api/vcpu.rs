@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use crate::context::ContextStats;
 use crate::model::regs::SampleRegs;
-use crate::model::software::SoftwareId;
+use crate::model::software::SoftwareEventId;
 use crate::pmu::VcpuId;
-use crate::sample::Overflowed;
+use crate::sample::OverflowReport;
 use crate::service::core::VcpuContext;
 use crate::service::overflow;
 
@@ -35,9 +35,9 @@ impl VcpuContext {
     /// final, and [`VcpuContext::service_overflows`] also handles overflows that were not notified
     /// yet.
     ///
-    /// Raises [`SoftwareId::ContextSwitches`] first, so that events can still count it.
+    /// Raises [`SoftwareEventId::ContextSwitches`] first, so that events can still count it.
     pub fn sched_out(&self) {
-        self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
+        self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
         self.go_out();
     }
 
@@ -62,7 +62,7 @@ impl VcpuContext {
 
     /// Returns the number of times that an event of this vCPU entered the error state. The number
     /// stays with the vCPU when contexts are swapped. The VMM compares it at each VM entry to
-    /// detect that a guest counter has lost its slot ([`VcpuContext::see_errors`]). Costs one load.
+    /// detect that a guest counter has lost its slot ([`VcpuContext::take_errors`]). Costs one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
@@ -70,11 +70,11 @@ impl VcpuContext {
 
     /// Returns `true` if an event entered the error state since the last call. Intended for the
     /// vCPU thread, at each VM entry and after it enables an event.
-    pub fn see_errors(&self) -> bool {
+    pub fn take_errors(&self) -> bool {
         let errors = self.errors();
-        let unseen = self.seen_errors.load(Ordering::Relaxed) != errors;
+        let unseen = self.handled_errors.load(Ordering::Relaxed) != errors;
         if unseen {
-            self.seen_errors.store(errors, Ordering::Relaxed);
+            self.handled_errors.store(errors, Ordering::Relaxed);
         }
         unseen
     }
@@ -105,7 +105,7 @@ impl VcpuContext {
     ///
     /// Returns the number of events that overflowed. 0 means that the signal had a different cause
     /// and may belong to another consumer.
-    pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) -> u32 {
+    pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
         let Some(core) = self.core.upgrade() else { return 0 };
         overflow::service(&core, &self.cell.load(), regs, sink)
     }
@@ -139,7 +139,7 @@ mod tests {
     /// Ticks, reads, overflows, ring writes and context switches of a vCPU make progress while
     /// another thread holds all shared locks and the locks of all other contexts.
     #[test]
-    fn hot_paths_take_no_shared_lock() {
+    fn vcpu_hot_paths_take_no_shared_lock() {
         let core = Core::new(CoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
         core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 
-use crate::context::{ContextCell, Whose};
+use crate::context::{ContextCell, ContextOwner};
 use crate::pmu::VcpuId;
 use crate::service::core::{Core, VcpuContext};
 use crate::service::error::OpenError;
@@ -20,10 +20,10 @@ impl Core {
     /// Returns [`OpenError::VcpuExists`] if the vCPU already exists, or the error of an inherited
     /// event that could not be opened.
     pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
-        self.add(vcpu, tid, Whose::Thread(vcpu, tid))
+        self.add(vcpu, tid, ContextOwner::Thread(vcpu, tid))
     }
 
-    fn add(&self, vcpu: VcpuId, tid: i32, whose: Whose) -> Result<Arc<VcpuContext>, OpenError> {
+    fn add(&self, vcpu: VcpuId, tid: i32, whose: ContextOwner) -> Result<Arc<VcpuContext>, OpenError> {
         let topology = self.inner.topology();
         let vcpus = self.inner.vcpus.load_full();
         if vcpus.iter().any(|v| v.id() == vcpu) {
@@ -57,7 +57,7 @@ impl Core {
             gates: Arc::clone(&self.inner.gates),
             gone: AtomicBool::new(false),
             errors,
-            seen_errors: AtomicU64::new(0),
+            handled_errors: AtomicU64::new(0),
         });
         let mut list = Vec::clone(&vcpus);
         list.push(Arc::clone(&context));
@@ -128,7 +128,7 @@ impl Core {
             .filter(|id| *id != u32::MAX)
             .map(VcpuId)
             .ok_or(OpenError::NoSuchCpu(cpu))?;
-        let context = self.add(id, -1, Whose::Cpu(id, cpu))?;
+        let context = self.add(id, -1, ContextOwner::Cpu(id, cpu))?;
         context.sched_in();
         Ok(context)
     }
@@ -244,7 +244,7 @@ mod tests {
     /// The count is final after `sched_out`, so all elapsed periods are sampled without a
     /// notification.
     #[test]
-    fn periods_that_passed_before_the_end_are_sampled_after_sched_out() {
+    fn elapsed_periods_are_sampled_after_sched_out() {
         let mut s = sampled();
         s.vcpu.sched_out();
         assert_eq!(s.vcpu.service_overflows(&mut Regs, &mut |_| {}), 1);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn periods_that_nobody_sampled_are_reported_lost_when_the_vcpu_goes() {
+    fn unsampled_periods_are_lost_when_vcpu_is_removed() {
         let mut s = sampled();
         s.core.remove_vcpu(VCPU).unwrap();
         assert_eq!(samples_and_lost(&mut s.reader), (vec![], 1));
@@ -264,7 +264,7 @@ mod tests {
     /// A full ring has no room for a LOST record and carries the number over to the next one, which
     /// accounts for the same sample once.
     #[test]
-    fn a_lost_sample_counts_once_in_a_full_ring() {
+    fn lost_sample_counts_once_in_full_ring() {
         let mut s = sampled();
         s.event.pause_output(true).unwrap();
         s.core.remove_vcpu(VCPU).unwrap();

@@ -16,7 +16,7 @@ const VM: u64 = u64::MAX;
 
 /// Owner of a context.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Whose {
+pub(crate) enum ContextOwner {
     Vm,
     /// A vCPU or another host thread.
     Thread(VcpuId, i32),
@@ -45,11 +45,11 @@ pub(crate) struct ContextCell {
 }
 
 impl ContextCell {
-    pub fn new(policy: SharePolicy, mux: MuxConfig, clock: Arc<dyn Clock>, whose: Whose) -> Self {
+    pub fn new(policy: SharePolicy, mux: MuxConfig, clock: Arc<dyn Clock>, whose: ContextOwner) -> Self {
         let (vcpu, cpu) = match whose {
-            Whose::Vm => (None, None),
-            Whose::Thread(vcpu, tid) => (Some((vcpu, tid)), None),
-            Whose::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu)),
+            ContextOwner::Vm => (None, None),
+            ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None),
+            ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu)),
         };
         let context = Context::new(policy, mux);
         Self {

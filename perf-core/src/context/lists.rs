@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 use super::Context;
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
-use crate::model::lists::List;
-use crate::model::state::State;
+use crate::model::lists::EventList;
+use crate::model::state::EventState;
 
 impl Context {
     /// Adds an event to a list, unless the list already contains the event.
-    pub fn enlist(&mut self, list: List, key: EventKey) {
+    pub fn add_to_list(&mut self, list: EventList, key: EventKey) {
         let keys = self.lists.keys(list);
         self.events[key].places.of(list).get_or_insert_with(|| {
             keys.push(key);
@@ -20,7 +20,7 @@ impl Context {
     }
 
     /// Removes an event from a list, if present. The last entry takes its position.
-    pub fn unlist(&mut self, list: List, key: EventKey) {
+    pub fn remove_from_list(&mut self, list: EventList, key: EventKey) {
         let Some(at) = self.events[key].places.of(list).take() else {
             return;
         };
@@ -32,28 +32,28 @@ impl Context {
     }
 
     /// Adds an active event to all lists that apply to it.
-    pub fn enlist_active(&mut self, key: EventKey) {
+    pub fn add_to_lists(&mut self, key: EventKey) {
         let event = &mut self.events[key];
-        if event.state != State::Active || !event.sampling.is_on() {
+        if event.state != EventState::Active || !event.sampling.is_on() {
             return;
         }
         event.sampling.seen_tick = self.ticks;
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
         let notifies = matches!(event.source, Source::Driver(_));
-        self.enlist(List::Armed, key);
+        self.add_to_list(EventList::Armed, key);
         if notifies {
             self.to_serve.store(true, Ordering::Release);
         }
         if throttled {
-            self.enlist(List::Throttled, key);
+            self.add_to_list(EventList::Throttled, key);
         }
         if frequency {
-            self.enlist(List::Frequency, key);
+            self.add_to_list(EventList::Frequency, key);
         }
     }
 
     /// Queues an event with unserviced overflows.
-    pub fn put_by(&mut self, key: EventKey) {
+    pub fn queue_pending(&mut self, key: EventKey) {
         if !self.pending.contains(&key) {
             self.pending.push(key);
         }
@@ -62,8 +62,8 @@ impl Context {
 
     /// Requests a new check for overflows if a driver event is armed, because such overflows are
     /// only detected by polling.
-    pub fn look_again_if_armed(&self) {
-        let armed = self.lists.of(List::Armed).iter();
+    pub fn request_service_if_armed(&self) {
+        let armed = self.lists.of(EventList::Armed).iter();
         if armed
             .map(|key| &self.events[*key])
             .any(|event| matches!(event.source, Source::Driver(_)))
@@ -73,17 +73,17 @@ impl Context {
     }
 
     /// Removes an event that is scheduled out from all lists.
-    pub fn unlist_all(&mut self, key: EventKey) {
-        for list in [List::Armed, List::Throttled, List::Frequency] {
-            self.unlist(list, key);
+    pub fn remove_from_lists(&mut self, key: EventKey) {
+        for list in [EventList::Armed, EventList::Throttled, EventList::Frequency] {
+            self.remove_from_list(list, key);
         }
     }
 
     /// Suppresses overflows of the event until the next tick at which it is active.
     pub fn mark_throttled(&mut self, key: EventKey) {
         self.events[key].sampling.throttled = true;
-        if self.events[key].state == State::Active {
-            self.enlist(List::Throttled, key);
+        if self.events[key].state == EventState::Active {
+            self.add_to_list(EventList::Throttled, key);
         }
     }
 }

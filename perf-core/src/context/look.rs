@@ -13,13 +13,13 @@ use smallvec::SmallVec;
 
 use crate::context::Context;
 use crate::model::event::Source;
-use crate::model::failure::FailureCause;
+use crate::model::failure::EventFailureCause;
 use crate::model::keys::EventKey;
-use crate::model::state::State;
+use crate::model::state::EventState;
 
 /// Minimum time between two periodic checks, in nanoseconds. A check costs one system call per
 /// active hardware event.
-const LOOK_EVERY_NS: u64 = 20_000_000;
+const LOOK_INTERVAL_NS: u64 = 20_000_000;
 
 impl Context {
     /// Asks the drivers whether the active events of all pools still count, with at most one system
@@ -34,7 +34,7 @@ impl Context {
             for &group in &pool.on {
                 for &key in &self.groups[group].members {
                     let event = &mut self.events[key];
-                    if event.state == State::Active
+                    if event.state == EventState::Active
                         && let Source::Driver(driver) = &mut event.source
                     {
                         driver.look();
@@ -51,8 +51,8 @@ impl Context {
     }
 
     /// Performs [`Context::look`] if enough time has passed since the last check.
-    pub fn look_now_and_then(&mut self, now_ns: u64) {
-        if now_ns.saturating_sub(self.looked_ns) >= LOOK_EVERY_NS {
+    pub fn look_periodically(&mut self, now_ns: u64) {
+        if now_ns.saturating_sub(self.looked_ns) >= LOOK_INTERVAL_NS {
             self.look(now_ns);
         }
     }
@@ -65,16 +65,16 @@ impl Context {
         let Source::Driver(driver) = &event.source else {
             return;
         };
-        let Some(lost_ns) = driver.lost_ns().filter(|_| event.state == State::Active) else {
+        let Some(lost_ns) = driver.lost_ns().filter(|_| event.state == EventState::Active) else {
             return;
         };
         let time = self.clock.advance(now_ns);
         let event = &self.events[key];
         let since_ns = time.saturating_sub(lost_ns).max(event.on_since_ns);
         let group = event.group;
-        self.take_off(group, now_ns);
+        self.sched_out_group(group, now_ns);
         // The event has not counted since then, although its state was active.
-        self.events[key].times.go_off(since_ns);
-        self.cannot_be_on(group, FailureCause::Taken, since_ns, now_ns);
+        self.events[key].times.sched_out(since_ns);
+        self.handle_unschedulable(group, EventFailureCause::Taken, since_ns, now_ns);
     }
 }

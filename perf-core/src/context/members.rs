@@ -4,9 +4,9 @@
 use super::Context;
 use crate::model::event::{Event, Source};
 use crate::model::keys::EventKey;
-use crate::model::state::{Owner, State};
+use crate::model::state::{EventState, Owner};
 use crate::model::times::EventTimes;
-use crate::schedule::group::{Class, Group};
+use crate::schedule::group::{Group, GroupClass};
 
 impl Context {
     /// Adds an event to the group of event `leader`, or as the leader of a new group. Schedules the
@@ -17,7 +17,7 @@ impl Context {
         event.times = EventTimes::attach(time);
         let (pinned, exclusive) = (event.shared.attr.pinned, event.shared.attr.exclusive);
         let owner = event.top().owner;
-        let enabled = event.state >= State::Inactive;
+        let enabled = event.state >= EventState::Inactive;
         let key = self.events.insert(event);
         let group = match leader {
             Some(leader) => self.events[leader].group,
@@ -51,12 +51,12 @@ impl Context {
         if pool.is_some() && self.groups[group].pool.is_none() {
             requeue = self.groups[group].queued;
             // A software group becomes a hardware group and leaves the queue of software groups.
-            self.take_off(group, now_ns);
+            self.sched_out_group(group, now_ns);
             self.unqueue(group);
             self.groups[group].pool = pool;
         }
         if enabled || requeue {
-            self.became_enabled(key, now_ns);
+            self.schedule_enabled(key, now_ns);
         }
         key
     }
@@ -72,14 +72,14 @@ impl Context {
             // Removing a leader schedules out its group. Removing a sibling affects only the
             // sibling.
             if was_leader {
-                self.take_off(group, now_ns);
+                self.sched_out_group(group, now_ns);
             } else {
                 self.stop_event(key, now_ns);
             }
         }
         if was_leader {
             self.unqueue(group);
-            let leader_off = self.events[key].state < State::Inactive;
+            let leader_off = self.events[key].state < EventState::Inactive;
             let members = std::mem::take(&mut self.groups[group].members);
             self.groups.remove(group);
             for &sibling in members.iter().skip(1) {
@@ -87,7 +87,7 @@ impl Context {
             }
         } else {
             self.groups[group].members.retain(|m| *m != key);
-            self.recount(group);
+            self.update_wants(group);
             let software = self.groups[group]
                 .members
                 .iter()
@@ -95,12 +95,12 @@ impl Context {
             if pool.is_some() && software {
                 // A group without hardware members needs no slot and must not wait for one.
                 let queued = self.groups[group].queued;
-                self.take_off(group, now_ns);
+                self.sched_out_group(group, now_ns);
                 self.unqueue(group);
                 self.groups[group].pool = None;
                 if queued {
                     self.enqueue(group);
-                    self.go_software(group, now_ns);
+                    self.schedule_software(group, now_ns);
                 }
             }
         }
@@ -124,30 +124,30 @@ impl Context {
         let attr = &event.shared.attr;
         let class = class_of(event.top().owner, attr.pinned);
         // The times of the sibling stopped while the leader was off, and continue from here.
-        if leader_was_off && event.state >= State::Inactive {
+        if leader_was_off && event.state >= EventState::Inactive {
             event.times.enable(time);
         }
         // A family does not count and is never active.
-        let may_run = event.state >= State::Inactive && !matches!(event.source, Source::Family);
+        let may_run = event.state >= EventState::Inactive && !matches!(event.source, Source::Family);
         let mut group = Group::new(event.pool, class, attr.exclusive);
         group.members.push(key);
         let group = self.groups.insert(group);
         self.events[key].group = group;
         if may_run {
-            self.recount(group);
+            self.update_wants(group);
             self.enqueue(group);
             self.go(group, now_ns);
         }
     }
 }
 
-fn class_of(owner: Owner, pinned: bool) -> Class {
+fn class_of(owner: Owner, pinned: bool) -> GroupClass {
     match (owner, pinned) {
-        (Owner::Guest, true) => Class::Guest,
-        (Owner::OperatorVm, true) => Class::PinnedVm,
-        (Owner::OperatorVm, false) => Class::FlexibleVm,
-        (Owner::OperatorVcpu, true) => Class::PinnedVcpu,
-        (Owner::Guest | Owner::OperatorVcpu, false) => Class::FlexibleVcpu,
+        (Owner::Guest, true) => GroupClass::Guest,
+        (Owner::OperatorVm, true) => GroupClass::PinnedVm,
+        (Owner::OperatorVm, false) => GroupClass::FlexibleVm,
+        (Owner::OperatorVcpu, true) => GroupClass::PinnedVcpu,
+        (Owner::Guest | Owner::OperatorVcpu, false) => GroupClass::FlexibleVcpu,
     }
 }
 

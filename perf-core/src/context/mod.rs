@@ -14,8 +14,8 @@ mod pass;
 mod raise;
 mod reading;
 
-pub(crate) use cell::{ContextCell, Whose};
-pub(crate) use overflow::{Batch, Noticed, Pass};
+pub(crate) use cell::{ContextCell, ContextOwner};
+pub(crate) use overflow::{OverflowSearch, ReportBatch, ServicePass};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,19 +24,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use smallvec::SmallVec;
 
 use crate::model::event::{Event, EventShared, Source};
-use crate::model::failure::{Failure, FailureCause};
+use crate::model::failure::{EventFailure, EventFailureCause};
 use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
-use crate::model::lists::{List, Lists};
+use crate::model::lists::{EventList, EventLists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
 use crate::record::ReadEntry;
-use crate::schedule::group::{Group, Queue};
-use crate::schedule::seats::Want;
-use crate::schedule::{ClassQueue, MuxConfig, Pool, Pools, SharePolicy};
+use crate::schedule::group::{Group, GroupQueue};
+use crate::schedule::seats::CounterRequest;
+use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
 
 /// Statistics of a context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub struct ContextStats {
 
 /// Count and time slices of an event, exchanged when two contexts are swapped.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Past {
+pub(crate) struct EventHistory {
     totals: Totals,
     slices: Option<Slices>,
 }
@@ -70,14 +70,14 @@ pub(crate) struct Context {
     pub clock: ContextClock,
     pub events: Table<EventKey, Event>,
     pub groups: Table<GroupKey, Group>,
-    pub pools: Pools,
+    pub pools: SlotPools,
     /// Groups of software events that are enabled.
-    software: Queue,
+    software: GroupQueue,
     /// Software groups that their driver rejected when they were last scheduled.
     refused: VecDeque<GroupKey>,
     /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the
     /// capacity that is reserved when events are added.
-    pub lists: Lists,
+    pub lists: EventLists,
     /// Number of ticks.
     pub ticks: u64,
     /// Position in the frequency list at which the next tick continues.
@@ -117,10 +117,10 @@ impl Context {
             clock: ContextClock::default(),
             events: Table::default(),
             groups: Table::default(),
-            pools: Pools::default(),
-            software: Queue::default(),
+            pools: SlotPools::default(),
+            software: GroupQueue::default(),
             refused: VecDeque::new(),
-            lists: Lists::default(),
+            lists: EventLists::default(),
             ticks: 0,
             next_frequency: 0,
             pending: Vec::new(),
@@ -160,7 +160,10 @@ impl Context {
     /// Returns the slot pool of hardware driver `driver`, and creates the pool on first use.
     pub fn pool(&mut self, driver: usize, counters: CounterMask, reserved: usize) -> PoolId {
         let pool = self.pools.ids().find(|pool| self.pools[*pool].driver == driver);
-        pool.unwrap_or_else(|| self.pools.push(Pool::new(driver, counters, reserved, self.mux)))
+        pool.unwrap_or_else(|| {
+            self.pools
+                .push(SlotPool::new(driver, counters, reserved, self.mux))
+        })
     }
 
     /// Returns event `key` if it still belongs to `shared`.
@@ -171,7 +174,7 @@ impl Context {
     }
 
     #[inline]
-    pub fn leader_state(&self, key: EventKey) -> State {
+    pub fn leader_state(&self, key: EventKey) -> EventState {
         self.events[self.groups[self.events[key].group].leader()].state
     }
 
@@ -190,8 +193,8 @@ impl Context {
         let event = &mut self.events[key];
         let count = event.arm(overflow_in)?;
         // An active event without a period starts to overflow now.
-        if event.places.of(List::Armed).is_none() {
-            self.enlist_active(key);
+        if event.places.of(EventList::Armed).is_none() {
+            self.add_to_lists(key);
         }
         Ok(count)
     }
@@ -199,12 +202,12 @@ impl Context {
     /// Pauses counting of an active event without scheduling it out, and returns its count.
     pub fn pause(&mut self, key: EventKey) -> u64 {
         let event = &mut self.events[key];
-        if event.state != State::Active {
+        if event.state != EventState::Active {
             return event.count();
         }
         let count = event.pause();
         if event.sampling.pending > 0 {
-            self.put_by(key);
+            self.queue_pending(key);
         }
         count
     }
@@ -219,11 +222,11 @@ impl Context {
     ) -> Result<(), PmuError> {
         let event = &mut self.events[key];
         if let Err(error) = event.go_on(overflow_in) {
-            self.fell_off(key, &error, now_ns());
+            self.handle_restart_failure(key, &error, now_ns());
             return Err(error);
         }
-        if overflow_in.is_some() && event.places.of(List::Armed).is_none() {
-            self.enlist_active(key);
+        if overflow_in.is_some() && event.places.of(EventList::Armed).is_none() {
+            self.add_to_lists(key);
         }
         Ok(())
     }
@@ -231,32 +234,32 @@ impl Context {
     /// Enables an event that is off or in the error state, and schedules it if possible. Has no
     /// effect on an enabled event.
     pub fn enable(&mut self, key: EventKey, now_ns: u64) {
-        if self.events[key].state >= State::Inactive {
+        if self.events[key].state >= EventState::Inactive {
             return;
         }
         let time = self.clock.advance(now_ns);
         let leader = self.is_leader(key);
         let event = &mut self.events[key];
-        event.state = State::Inactive;
+        event.state = EventState::Inactive;
         event.times.enable(time);
         if leader {
             let group = self.events[key].group;
             for i in 1..self.groups[group].members.len() {
                 let sibling = &mut self.events[self.groups[group].members[i]];
-                if sibling.state >= State::Inactive {
+                if sibling.state >= EventState::Inactive {
                     sibling.times.enable(time);
                 }
             }
         }
-        self.became_enabled(key, now_ns);
+        self.schedule_enabled(key, now_ns);
     }
 
     /// Queues the group of an event that was enabled and schedules the groups that can run.
-    fn became_enabled(&mut self, key: EventKey, now_ns: u64) {
+    fn schedule_enabled(&mut self, key: EventKey, now_ns: u64) {
         let group = self.events[key].group;
-        self.recount(group);
+        self.update_wants(group);
         let leader = self.groups[group].leader();
-        if self.events[leader].state < State::Inactive {
+        if self.events[leader].state < EventState::Inactive {
             return;
         }
         if matches!(self.events[leader].source, Source::Family) {
@@ -269,20 +272,20 @@ impl Context {
     /// Disables an event. Disabling a leader schedules out its whole group, but changes only the
     /// state of the leader to off. An event in the error state remains there.
     pub fn disable(&mut self, key: EventKey, now_ns: u64) {
-        if self.events[key].state < State::Inactive {
+        if self.events[key].state < EventState::Inactive {
             return;
         }
         let group = self.events[key].group;
         let pool = self.groups[group].pool;
         self.settle_group_times(group, now_ns);
         if self.is_leader(key) {
-            self.take_off(group, now_ns);
+            self.sched_out_group(group, now_ns);
             self.unqueue(group);
         } else {
             self.stop_event(key, now_ns);
         }
-        self.events[key].state = State::Off;
-        self.recount(group);
+        self.events[key].state = EventState::Off;
+        self.update_wants(group);
         if let Some(pool) = pool {
             self.reschedule(pool, now_ns);
         }
@@ -290,15 +293,15 @@ impl Context {
 
     /// Moves a pinned group that is not active to the error state. The group has not counted since
     /// `since_ns` of the context time.
-    pub fn fail(&mut self, group: GroupKey, cause: FailureCause, since_ns: u64, now_ns: u64) {
+    pub fn fail(&mut self, group: GroupKey, cause: EventFailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
         self.unqueue(group);
         let event = &mut self.events[leader];
-        event.state = State::Error;
-        event.failure = Some(Failure { since_ns, cause });
+        event.state = EventState::Error;
+        event.failure = Some(EventFailure { since_ns, cause });
         log::debug!("pinned event {} does not count: {cause}", event.shared.id);
-        self.recount(group);
+        self.update_wants(group);
         self.errors.fetch_add(1, Ordering::Release);
     }
 
@@ -313,7 +316,7 @@ impl Context {
 
     /// Updates the slot requirements of a group. Without a pool no member needs a slot.
     #[inline]
-    fn recount(&mut self, group: GroupKey) {
+    fn update_wants(&mut self, group: GroupKey) {
         if self.groups[group].pool.is_some() {
             self.recount_wants(group);
         }
@@ -322,7 +325,7 @@ impl Context {
     fn recount_wants(&mut self, group: GroupKey) {
         let Group { members, wants, .. } = &mut self.groups[group];
         let events = &self.events;
-        let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= State::Inactive;
+        let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= EventState::Inactive;
         let before = wants.len();
         // Drops requirements of members that were removed from the group.
         wants.retain(|want| members.contains(&want.event) && wanting(want.event));
@@ -330,7 +333,7 @@ impl Context {
         for &event in members.iter().filter(|m| wanting(**m)) {
             if !wants.iter().any(|want| want.event == event) {
                 changed = true;
-                wants.push(Want {
+                wants.push(CounterRequest {
                     event,
                     fits: events[event].fits,
                     seat: None,

@@ -8,24 +8,24 @@ use crate::attr::SampleType;
 use crate::context::Context;
 use crate::model::event::{Event, Source};
 use crate::model::keys::EventKey;
-use crate::model::lists::List;
-use crate::model::regs::{Seen, Wants};
-use crate::model::state::{Owner, State};
-use crate::notify::Poll;
+use crate::model::lists::EventList;
+use crate::model::regs::{RegsRequest, SampledRegs};
+use crate::model::state::{EventState, Owner};
+use crate::notify::PollState;
 use crate::record::{Encode, Format, Lost, Sample, SampleId, Throttle, Words, Written};
-use crate::sample::{Moment, Overflowed};
+use crate::sample::{OverflowReport, TickTime};
 
 /// Reports that are taken out of a context at once.
-pub(crate) type Batch = SmallVec<[Overflowed; BATCH]>;
+pub(crate) type ReportBatch = SmallVec<[OverflowReport; BATCH]>;
 const BATCH: usize = 16;
 /// Maximum number of frequency-based events whose periods one tick adjusts.
 const FREQUENCIES_PER_TICK: usize = 64;
 /// Periods of the samples of one event that are due at the same time and not yet written.
-type Due = SmallVec<[u64; 16]>;
+type DuePeriods = SmallVec<[u64; 16]>;
 
 /// Progress of the search for overflowed events, and the events found.
 #[derive(Debug)]
-pub(crate) struct Noticed {
+pub(crate) struct OverflowSearch {
     /// Keys of overflowed events in service order. A key whose event was removed or replaced has no
     /// pending overflows.
     keys: SmallVec<[EventKey; BATCH]>,
@@ -37,7 +37,7 @@ pub(crate) struct Noticed {
     pub more: bool,
 }
 
-impl Default for Noticed {
+impl Default for OverflowSearch {
     fn default() -> Self {
         Self {
             keys: SmallVec::new(),
@@ -50,14 +50,14 @@ impl Default for Noticed {
 
 /// Parameters of one service pass over a context: time, current limits and report output.
 #[derive(Debug)]
-pub(crate) struct Pass<'a> {
+pub(crate) struct ServicePass<'a> {
     /// vCPU and time of the overflow, for record trailers.
     pub by: SampleId,
     pub tick_hz: u64,
     pub sample_rate_hz: u64,
     /// Registers of the vCPU. No sample is taken without them.
-    pub seen: Option<Seen<'a>>,
-    pub batch: &'a mut Batch,
+    pub seen: Option<SampledRegs<'a>>,
+    pub batch: &'a mut ReportBatch,
 }
 
 impl Context {
@@ -67,7 +67,7 @@ impl Context {
     /// The armed events are visited from last to first. An event that leaves the list is replaced
     /// by the last one, which has already been checked, so no event is missed if a group is
     /// scheduled out meanwhile.
-    pub fn notice_overflows(&mut self, noticed: &mut Noticed) {
+    pub fn notice_overflows(&mut self, noticed: &mut OverflowSearch) {
         if !noticed.keys.is_empty() {
             return;
         }
@@ -83,7 +83,7 @@ impl Context {
             return;
         }
         while noticed.keys.len() < BATCH {
-            let armed = self.lists.of(List::Armed);
+            let armed = self.lists.of(EventList::Armed);
             let Some(at) = armed.len().min(noticed.unseen).checked_sub(1) else {
                 noticed.more = false;
                 return;
@@ -110,8 +110,8 @@ impl Context {
     }
 
     /// Returns the register data that samples of the found events need.
-    pub fn wants_of(&self, noticed: &Noticed) -> Wants {
-        let mut wants = Wants::default();
+    pub fn regs_request(&self, noticed: &OverflowSearch) -> RegsRequest {
+        let mut wants = RegsRequest::default();
         for &key in &noticed.keys {
             if let Some(event) = self.events.get(key)
                 && event.sampling.pending > 0
@@ -124,7 +124,7 @@ impl Context {
     }
 
     /// Accounts the overflows that were found.
-    pub fn account_overflows(&mut self, noticed: &mut Noticed, pass: &mut Pass<'_>) {
+    pub fn account_overflows(&mut self, noticed: &mut OverflowSearch, pass: &mut ServicePass<'_>) {
         for key in noticed.keys.drain(..) {
             let Some(event) = self.events.get_mut(key) else {
                 continue;
@@ -146,8 +146,8 @@ impl Context {
     /// The period of a sample is the number of counts since the previous sample, rather than the
     /// configured period. Both differ after a change of the period, after throttling, and if
     /// several overflows are found at once.
-    fn overflow(&mut self, pass: &mut Pass<'_>, key: EventKey, times: u32) {
-        let mut due = Due::new();
+    fn overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u32) {
+        let mut due = DuePeriods::new();
         let sampling = &mut self.events[key].sampling;
         let period = sampling.account(0);
         let countdown = sampling.count_down(times);
@@ -171,7 +171,7 @@ impl Context {
     /// Accounts `times` overflows of a software event raised by the VMM, one at a time, until a
     /// throttle or the event limit ends the burst. Samples of the remaining overflows are lost, as
     /// for a throttled counter, and the next sample covers their counts.
-    pub(super) fn raised_overflow(&mut self, pass: &mut Pass<'_>, key: EventKey, times: u64) {
+    pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
         let all = u32::try_from(times).unwrap_or(u32::MAX);
         let cookie = self.events[key].shared.cookie.is_some();
         if pass.seen.is_none() || self.events[key].sampling.throttled {
@@ -183,7 +183,7 @@ impl Context {
         // The loop may change the period.
         let apart = self.events[key].sampling.period;
         let mut done = 0u32;
-        let mut due = Due::new();
+        let mut due = DuePeriods::new();
         for i in 0..times {
             let sampling = &mut self.events[key].sampling;
             let period = sampling.account((times - 1 - i) * apart);
@@ -208,7 +208,7 @@ impl Context {
     /// Discards pending overflows after the vCPU was removed, because its registers are not
     /// available for samples. Each affected event writes a LOST record, or counts a lost record if
     /// the ring is full.
-    pub fn lose_pending(&mut self, by: SampleId) {
+    pub fn discard_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
             let event = &mut self.events[key];
             let times = std::mem::take(&mut event.sampling.pending);
@@ -230,11 +230,11 @@ impl Context {
         }
     }
 
-    fn report(&self, key: EventKey, times: u32, batch: &mut Batch) {
+    fn report(&self, key: EventKey, times: u32, batch: &mut ReportBatch) {
         if let Some(cookie) = self.events[key].shared.cookie
             && times > 0
         {
-            batch.push(Overflowed { cookie, times });
+            batch.push(OverflowReport { cookie, times });
         }
     }
 
@@ -243,13 +243,13 @@ impl Context {
     /// now.
     fn one_overflow(
         &mut self,
-        pass: &Pass<'_>,
+        pass: &ServicePass<'_>,
         key: EventKey,
         (may_throttle, times): (bool, u32),
         period: u64,
-        due: &mut Due,
+        due: &mut DuePeriods,
     ) -> bool {
-        let now = Moment {
+        let now = TickTime {
             ns: pass.by.time_ns,
             tick: self.ticks,
         };
@@ -267,7 +267,7 @@ impl Context {
         if event.output.is_none() {
             // Pollers hold a handle of the parent event rather than of the child that counts on
             // this vCPU.
-            event.top().notify.signal(Poll::IN);
+            event.top().notify.signal(PollState::IN);
             return throttle;
         }
         if begins || due.len() == due.inline_size() {
@@ -286,7 +286,7 @@ impl Context {
     /// Handles an event that has reached its overflow limit.
     fn limit_reached(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
-        event.shared.notify.signal(Poll::HUP);
+        event.shared.notify.signal(PollState::HUP);
         if let Some(output) = &event.output {
             if output.owner == event.shared.id {
                 output.ring.hang_up();
@@ -299,7 +299,7 @@ impl Context {
 
     /// Writes the due samples, one per period. They are taken at the same time and are otherwise
     /// identical.
-    fn write_samples(&mut self, pass: &Pass<'_>, key: EventKey, due: &mut Due) {
+    fn write_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, due: &mut DuePeriods) {
         if due.is_empty() {
             return;
         }
@@ -355,7 +355,7 @@ impl Context {
     /// Suppresses overflows of the event until the next tick. The event continues to count.
     fn throttle(&mut self, key: EventKey, now_ns: u64) {
         let event = &mut self.events[key];
-        if event.state != State::Active {
+        if event.state != EventState::Active {
             event.sampling.throttled = true;
             return;
         }
@@ -364,7 +364,7 @@ impl Context {
         self.mark_throttled(key);
         let event = &mut self.events[key];
         if let Err(error) = event.restart() {
-            self.fell_off(key, &error, now_ns);
+            self.handle_restart_failure(key, &error, now_ns);
         }
     }
 
@@ -377,7 +377,7 @@ impl Context {
             event.sampling.arm_at(raw);
         }
         if let Err(error) = event.restart() {
-            self.fell_off(key, &error, now_ns);
+            self.handle_restart_failure(key, &error, now_ns);
         }
     }
 
@@ -391,14 +391,14 @@ impl Context {
     /// [`Context::ticks`].
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
         let tick = self.ticks;
-        while let Some(&key) = self.lists.of(List::Throttled).last() {
-            self.unlist(List::Throttled, key);
+        while let Some(&key) = self.lists.of(EventList::Throttled).last() {
+            self.remove_from_list(EventList::Throttled, key);
             let _ = self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz);
             self.unthrottle(key, now_ns, by);
         }
-        let many = self.lists.of(List::Frequency).len();
+        let many = self.lists.of(EventList::Frequency).len();
         for _ in 0..many.min(FREQUENCIES_PER_TICK) {
-            let keys = self.lists.of(List::Frequency);
+            let keys = self.lists.of(EventList::Frequency);
             self.next_frequency = if self.next_frequency < keys.len() {
                 self.next_frequency
             } else {
@@ -423,7 +423,7 @@ impl Context {
         let passed = event.sampling.passed(raw);
         if passed > 0 {
             event.sampling.pending = event.sampling.pending.saturating_add(passed);
-            self.put_by(key);
+            self.queue_pending(key);
         } else {
             event.sampling.restart(raw);
         }

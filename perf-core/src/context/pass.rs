@@ -6,14 +6,14 @@ use smallvec::SmallVec;
 
 use super::Context;
 use crate::model::event::Event;
-use crate::model::failure::FailureCause;
+use crate::model::failure::EventFailureCause;
 use crate::model::keys::{EventKey, GroupKey, PoolId};
-use crate::model::lists::List;
+use crate::model::lists::EventList;
 use crate::model::slices::Slices;
-use crate::model::state::{Owner, State, TickNeed};
+use crate::model::state::{EventState, Owner, TickWork};
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
-use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
+use crate::schedule::{ClassQueue, SharePolicy, SlotPool, plan};
 
 /// Maximum number of rejected software groups that a tick retries.
 const REFUSED_PER_TICK: usize = 8;
@@ -33,12 +33,12 @@ impl Context {
             .filter(|g| !plan.on.contains(g))
             .collect();
         for group in leaving {
-            self.take_off(group, now_ns);
+            self.sched_out_group(group, now_ns);
             self.end_turn(group);
         }
         let time = self.clock.advance(now_ns);
         for &group in &plan.failed {
-            self.fail(group, FailureCause::NoSlot, time, now_ns);
+            self.fail(group, EventFailureCause::NoSlot, time, now_ns);
         }
         let mut room = true;
         for &group in &plan.on {
@@ -46,10 +46,10 @@ impl Context {
             if !room && !class.is_pinned() {
                 break;
             }
-            match self.put_on(group, now_ns) {
+            match self.activate(group, now_ns) {
                 Ok(()) => {}
                 Err(error) if class.is_pinned() => {
-                    self.fail(group, FailureCause::of(&error), time, now_ns);
+                    self.fail(group, EventFailureCause::of(&error), time, now_ns);
                 }
                 Err(_) => room = false,
             }
@@ -68,7 +68,7 @@ impl Context {
         let mut next = self.software.first();
         while let Some(group) = next {
             next = self.software.after(&self.groups, group);
-            self.go_software(group, now_ns);
+            self.schedule_software(group, now_ns);
         }
     }
 
@@ -79,13 +79,13 @@ impl Context {
         }
         for pool in self.pools.ids() {
             while let Some(&group) = self.pools[pool].on.last() {
-                self.take_off(group, now_ns);
+                self.sched_out_group(group, now_ns);
             }
         }
         let mut next = self.software.first();
         while let Some(group) = next {
             next = self.software.after(&self.groups, group);
-            self.take_off(group, now_ns);
+            self.sched_out_group(group, now_ns);
         }
         // All rejected groups are retried when the context is scheduled in.
         for group in self.refused.drain(..) {
@@ -103,9 +103,9 @@ impl Context {
             if !self.pools[pool].is_contended() {
                 continue;
             }
-            let amid = self.pools[pool].turn(now_ns);
-            for group in amid.into_iter().flatten() {
-                self.read_amid(group, now_ns);
+            let mid_slice = self.pools[pool].turn(now_ns);
+            for group in mid_slice.into_iter().flatten() {
+                self.read_mid_slice(group, now_ns);
             }
             self.reschedule(pool, now_ns);
         }
@@ -132,26 +132,26 @@ impl Context {
         if !self.clock.is_active() {
             return None;
         }
-        self.pools.iter().filter_map(Pool::next_turn_ns).min()
+        self.pools.iter().filter_map(SlotPool::next_turn_ns).min()
     }
 
     /// Returns the work of a periodic tick for this context. Events sampled by an operator may be
     /// throttled, which requires a tick to unthrottle them. Guest counters are armed for one
     /// overflow at a time and are never throttled.
-    pub fn tick_need(&self) -> TickNeed {
+    pub fn tick_need(&self) -> TickWork {
         if !self.clock.is_active() {
-            return TickNeed::None;
+            return TickWork::None;
         }
-        let waits = self.pools.iter().any(Pool::is_contended) || !self.refused.is_empty();
+        let waits = self.pools.iter().any(SlotPool::is_contended) || !self.refused.is_empty();
         let has = |list| !self.lists.of(list).is_empty();
-        if waits || has(List::Throttled) || has(List::Frequency) {
-            return TickNeed::Work;
+        if waits || has(EventList::Throttled) || has(EventList::Frequency) {
+            return TickWork::Work;
         }
-        let mut armed = self.lists.of(List::Armed).iter().map(|k| &self.events[*k]);
+        let mut armed = self.lists.of(EventList::Armed).iter().map(|k| &self.events[*k]);
         if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
-            TickNeed::Watch
+            TickWork::Watch
         } else {
-            TickNeed::None
+            TickWork::None
         }
     }
 
@@ -160,22 +160,28 @@ impl Context {
     pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
-            None => self.go_software(group, now_ns),
+            None => self.schedule_software(group, now_ns),
         }
     }
 
-    pub(super) fn go_software(&mut self, group: GroupKey, now_ns: u64) {
+    pub(super) fn schedule_software(&mut self, group: GroupKey, now_ns: u64) {
         if self.clock.is_active()
-            && let Err(error) = self.put_on(group, now_ns)
+            && let Err(error) = self.activate(group, now_ns)
         {
             let time = self.clock.advance(now_ns);
-            self.cannot_be_on(group, FailureCause::of(&error), time, now_ns);
+            self.handle_unschedulable(group, EventFailureCause::of(&error), time, now_ns);
         }
     }
 
     /// Handles a group that could not be scheduled. A pinned group fails. A flexible hardware group
     /// is retried at each rotation, and a flexible software group at the next ticks.
-    pub fn cannot_be_on(&mut self, group: GroupKey, cause: FailureCause, since_ns: u64, now_ns: u64) {
+    pub fn handle_unschedulable(
+        &mut self,
+        group: GroupKey,
+        cause: EventFailureCause,
+        since_ns: u64,
+        now_ns: u64,
+    ) {
         if self.groups[group].class.is_pinned() {
             self.fail(group, cause, since_ns, now_ns);
         } else if self.groups[group].pool.is_none() && !self.groups[group].refused {
@@ -186,36 +192,36 @@ impl Context {
 
     /// Retries software groups that their driver rejected. The number per tick is limited, so that
     /// the work of a tick is bounded.
-    pub fn try_refused_again(&mut self, now_ns: u64) {
+    pub fn retry_refused(&mut self, now_ns: u64) {
         for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
             if let Some(group) = self.refused.pop_front() {
                 self.groups[group].refused = false;
-                self.go_software(group, now_ns);
+                self.schedule_software(group, now_ns);
             }
         }
     }
 
     /// Starts all inactive members of a group, or none of them.
-    pub(super) fn put_on(&mut self, group: GroupKey, now_ns: u64) -> Result<(), PmuError> {
+    pub(super) fn activate(&mut self, group: GroupKey, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
         let mut closed = false;
         // The leader is started last. If the host supports groups, this starts all members
         // simultaneously.
         for i in (0..self.groups[group].members.len()).rev() {
             let key = self.groups[group].members[i];
-            if self.events[key].state != State::Inactive {
+            if self.events[key].state != EventState::Inactive {
                 continue;
             }
             match self.start_event(key, time) {
                 Ok(known) => closed |= known,
                 Err(error) => {
-                    self.take_off(group, now_ns);
+                    self.sched_out_group(group, now_ns);
                     return Err(error);
                 }
             }
         }
         if closed {
-            self.tell_step(group);
+            self.report_step(group);
         }
         let on = &mut self.groups[group].on;
         if !*on {
@@ -228,7 +234,7 @@ impl Context {
     }
 
     /// Schedules a group out.
-    pub fn take_off(&mut self, group: GroupKey, now_ns: u64) {
+    pub fn sched_out_group(&mut self, group: GroupKey, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
@@ -240,11 +246,11 @@ impl Context {
     }
 
     /// Reads an active group about halfway through its time slice.
-    fn read_amid(&mut self, group: GroupKey, now_ns: u64) {
+    fn read_mid_slice(&mut self, group: GroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;
         for i in 0..self.groups[group].members.len() {
-            self.events[self.groups[group].members[i]].note_amid(leader, time);
+            self.events[self.groups[group].members[i]].record_mid_slice(leader, time);
         }
     }
 
@@ -257,13 +263,13 @@ impl Context {
             closed |= self.events[self.groups[group].members[i]].end_slice();
         }
         if closed {
-            self.tell_step(group);
+            self.report_step(group);
         }
     }
 
     /// Reports the largest rate change of the group's members to the queue, and whether a periodic
     /// pattern is in phase with their slices.
-    fn tell_step(&mut self, group: GroupKey) {
+    fn report_step(&mut self, group: GroupKey) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
             return;
@@ -273,13 +279,13 @@ impl Context {
         let most = slices()
             .filter_map(Slices::last_step)
             .max_by(|a: &f64, b| a.abs().total_cmp(&b.abs()));
-        let rhythm = slices().any(Slices::keeps_step);
+        let rhythm = slices().any(Slices::detects_aliasing);
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
             if self.mux.policy == MuxPolicy::Adaptive {
                 queue.slice_ended(group, most);
             }
             if rhythm {
-                queue.rhythm_seen();
+                queue.record_aliasing();
             }
         }
     }
@@ -291,41 +297,41 @@ impl Context {
         let leader = takes_turns.then(|| self.leader_state(key));
         let event = &mut self.events[key];
         event.start(time)?;
-        let closed = leader.is_some_and(|leader| event.note_on(leader, time));
+        let closed = leader.is_some_and(|leader| event.record_sched_in(leader, time));
         self.active += 1;
         if let Some(pool) = event.pool {
             self.pools[pool].used += 1;
         }
-        self.enlist_active(key);
+        self.add_to_lists(key);
         Ok(closed)
     }
 
     pub(super) fn stop_event(&mut self, key: EventKey, now_ns: u64) {
-        if self.events[key].state == State::Active {
-            self.goes_off(key, Event::stop, now_ns);
+        if self.events[key].state == EventState::Active {
+            self.deactivate(key, Event::stop, now_ns);
         }
     }
 
     /// Handles an active event whose driver event was stopped and could not be restarted. Schedules
     /// its group out.
-    pub fn fell_off(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
+    pub fn handle_restart_failure(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
         log::warn!(
             "event {} could not go on after its overflow was switched: {error}",
             self.events[key].shared.id
         );
         let group = self.events[key].group;
-        self.goes_off(key, Event::stopped, now_ns);
-        self.take_off(group, now_ns);
+        self.deactivate(key, Event::stopped, now_ns);
+        self.sched_out_group(group, now_ns);
         let time = self.clock.advance(now_ns);
-        self.cannot_be_on(group, FailureCause::of(error), time, now_ns);
+        self.handle_unschedulable(group, EventFailureCause::of(error), time, now_ns);
     }
 
     /// Schedules an active event out with `stop`.
-    fn goes_off(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
+    fn deactivate(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         if self.events[key].slices.is_some() {
             let leader = self.leader_state(key);
-            self.events[key].note_off(leader, time);
+            self.events[key].record_sched_out(leader, time);
         }
         let event = &mut self.events[key];
         stop(event, time);
@@ -334,9 +340,9 @@ impl Context {
             self.pools[pool].used -= 1;
         }
         if event.sampling.pending > 0 {
-            self.put_by(key);
+            self.queue_pending(key);
         }
-        self.unlist_all(key);
+        self.remove_from_lists(key);
         self.update_page(key, now_ns);
     }
 }

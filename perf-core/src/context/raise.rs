@@ -1,10 +1,10 @@
 //! Software events that the VMM raises.
 
-use crate::context::{Context, Pass};
+use crate::context::{Context, ServicePass};
 use crate::model::event::{Event, Source};
-use crate::model::regs::Wants;
-use crate::model::software::{Deferred, SoftwareId};
-use crate::model::state::State;
+use crate::model::regs::RegsRequest;
+use crate::model::software::{Deferred, SoftwareEventId};
+use crate::model::state::EventState;
 use crate::record::CpuMode;
 
 impl Event {
@@ -13,11 +13,11 @@ impl Event {
     /// Events that are off or in the error state do not count. An inactive event counts only while
     /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, and only if
     /// its group would then be active.
-    fn takes(&self, leader: State, context_active: bool, mode: Option<CpuMode>) -> bool {
+    fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
-            State::Active => true,
-            State::Inactive => !context_active && leader >= State::Inactive,
-            State::Off | State::Error => false,
+            EventState::Active => true,
+            EventState::Inactive => !context_active && leader >= EventState::Inactive,
+            EventState::Off | EventState::Error => false,
         };
         let attr = &self.shared.attr;
         counting
@@ -33,8 +33,8 @@ impl Event {
 
 impl Context {
     /// Returns the register data that samples need if event `id` is raised `n` times now.
-    pub fn wants_of_raise(&self, id: SoftwareId, n: u64, mode: CpuMode) -> Wants {
-        let mut wants = Wants::default();
+    pub fn raise_regs_request(&self, id: SoftwareEventId, n: u64, mode: CpuMode) -> RegsRequest {
+        let mut wants = RegsRequest::default();
         let active = self.clock.is_active();
         for &key in &self.raised[id as usize] {
             let event = &self.events[key];
@@ -51,7 +51,7 @@ impl Context {
 
     /// Raises event `id` `n` times in CPU mode `mode`, which is known only if registers are
     /// available.
-    pub fn raise(&mut self, pass: &mut Pass<'_>, id: SoftwareId, n: u64, mode: Option<CpuMode>) {
+    pub fn raise(&mut self, pass: &mut ServicePass<'_>, id: SoftwareEventId, n: u64, mode: Option<CpuMode>) {
         let active = self.clock.is_active();
         for at in 0..self.raised[id as usize].len() {
             let key = self.raised[id as usize][at];
@@ -103,7 +103,7 @@ impl Context {
                     let passed = event.sampling.passed(count);
                     event.sampling.pending = event.sampling.pending.saturating_add(passed);
                     if passed > 0 {
-                        self.put_by(key);
+                        self.queue_pending(key);
                     }
                 }
             }

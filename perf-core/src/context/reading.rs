@@ -3,18 +3,18 @@
 use std::sync::atomic::Ordering;
 
 use crate::attr::ReadFormat;
-use crate::context::{Context, Past};
+use crate::context::{Context, EventHistory};
 use crate::estimate::{Estimate, linear};
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::output::write_page;
 use crate::model::slices::EstimateSum;
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu;
 use crate::record::{Entries, ReadEntry, ReadValues};
 use crate::schedule::ClassQueue;
-use crate::time::Times;
+use crate::time::TimeTotals;
 
 impl Context {
     /// Returns the count and times of the event itself. Reads the count first, so that both are
@@ -46,7 +46,7 @@ impl Context {
     /// Returns an estimate of the count over the whole time enabled.
     pub fn estimate(&mut self, key: EventKey, now_ns: u64) -> EstimateSum {
         let totals = self.totals(key, now_ns);
-        let rhythm = self.has_rhythm(key);
+        let rhythm = self.has_aliasing(key);
         let event = &mut self.events[key];
         if matches!(event.source, Source::Family) {
             return EstimateSum::default();
@@ -79,11 +79,11 @@ impl Context {
 
     /// Returns `true` if a periodic pattern was detected recently in a multiplexed event that
     /// shares slots with this one.
-    fn has_rhythm(&mut self, key: EventKey) -> bool {
+    fn has_aliasing(&mut self, key: EventKey) -> bool {
         let group = &self.groups[self.events[key].group];
         let Some(pool) = group.pool else { return false };
         match self.pools[pool].queue(group.class) {
-            ClassQueue::Flexible(queue) => queue.has_rhythm(),
+            ClassQueue::Flexible(queue) => queue.has_aliasing(),
             ClassQueue::Pinned(_) => false,
         }
     }
@@ -103,26 +103,26 @@ impl Context {
 
     /// Returns the count and time slices of the event so far. Ends the current slice if the event
     /// is active.
-    pub fn leave_off(&mut self, key: EventKey, now_ns: u64) -> Past {
+    pub fn end_history(&mut self, key: EventKey, now_ns: u64) -> EventHistory {
         let totals = self.totals(key, now_ns);
         let event = &mut self.events[key];
         let mut slices = event.slices;
-        if event.state == State::Active
+        if event.state == EventState::Active
             && let Some(slices) = &mut slices
         {
             slices.off(totals.times.enabled_ns);
         }
-        Past { totals, slices }
+        EventHistory { totals, slices }
     }
 
     /// Replaces the count and time slices of the event by `past`.
-    pub fn go_on_from(&mut self, key: EventKey, past: Past, now_ns: u64) {
+    pub fn restore_history(&mut self, key: EventKey, past: EventHistory, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
         event.times.set(past.totals.times, time);
         event.set_count(past.totals.count);
         event.slices = past.slices;
-        if event.state == State::Active
+        if event.state == EventState::Active
             && let Some(slices) = &mut event.slices
         {
             let _ = slices.on(past.totals.times.enabled_ns, past.totals.count);
@@ -162,7 +162,7 @@ impl Context {
         } else {
             1
         };
-        let mut times = Times::default();
+        let mut times = TimeTotals::default();
         for i in 0..n.min(entries.capacity()) {
             let member = if is_group {
                 self.groups[group].members[i]

@@ -11,7 +11,7 @@ fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
 }
 
 #[test]
-fn p9_linear_is_exact_when_always_on_and_nothing_when_never() {
+fn p9_linear_is_exact_if_always_active_and_none_if_never() {
     assert_eq!(linear(1_234, 500, 500), Some(1_234));
     assert_eq!(linear(u64::MAX, 7, 7), Some(u64::MAX));
     assert_eq!(linear(0, 500, 0), None);
@@ -20,14 +20,14 @@ fn p9_linear_is_exact_when_always_on_and_nothing_when_never() {
 }
 
 #[test]
-fn p9_never_on_is_not_counted() {
+fn p9_inactive_event_has_no_estimate() {
     let estimator = Estimator::new();
     assert_eq!(estimator.estimate(1_000, None), None);
     assert_eq!(estimator.estimate(1_000, Some((1_000, 0))), None);
 }
 
 #[test]
-fn a_ramp_is_interpolated_exactly() {
+fn linear_ramp_is_interpolated_exactly() {
     // The rate is 2t, counted in every fifth of ten intervals. Linear scaling of early slices would
     // be far off.
     let count = |from: u64, to: u64| to * to - from * from;
@@ -47,7 +47,7 @@ fn a_ramp_is_interpolated_exactly() {
 }
 
 #[test]
-fn one_slice_gives_a_number_but_no_error() {
+fn single_slice_has_no_standard_error() {
     let estimate = constant(2.0, &[(100, 200)]).estimate(400, None).unwrap();
     assert_eq!((estimate.value, estimate.exact), (800, false));
     assert_eq!(estimate.standard_error, None);
@@ -67,7 +67,7 @@ fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f
         let mut estimator = Estimator::new();
         for from in (3..counts.len() - 2).step_by(8) {
             let ns = |at: usize| at as u64 * UNIT_NS;
-            estimator.amid(ns(from + 1), counts[from]);
+            estimator.mid_slice(ns(from + 1), counts[from]);
             estimator.slice(ns(from), ns(from + 2), counts[from..from + 2].iter().sum());
         }
         let truth: u64 = counts.iter().sum();
@@ -123,7 +123,7 @@ fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
 /// The standard error matches the deviation of the estimates for white noise, for a random walk,
 /// and for noise between rare jumps.
 #[test]
-fn the_standard_error_is_the_deviation_of_the_error() {
+fn standard_error_matches_error_deviation() {
     for (name, (covered, ratio)) in [
         ("new by chance", quality(200, new_by_chance)),
         ("walking", quality(200, walking)),
@@ -137,12 +137,12 @@ fn the_standard_error_is_the_deviation_of_the_error() {
 /// A linear trend has a small uncertainty that comes only from its ends. The same rates in random
 /// order have a large one.
 #[test]
-fn a_course_leaves_little_doubt() {
+fn linear_trend_has_small_error() {
     let doubt = |order: &[u64]| {
         let mut estimator = Estimator::new();
         for (slice, rate) in order.iter().enumerate() {
             let (from, count) = (slice as u64 * 40, 1_000 * rate);
-            estimator.amid(from + 5, count / 2);
+            estimator.mid_slice(from + 5, count / 2);
             estimator.slice(from, from + 10, count);
         }
         let estimate = estimator.estimate(order.len() as u64 * 40, None).unwrap();
@@ -160,7 +160,7 @@ fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     let mut estimator = Estimator::new();
     for from_ms in (0..rotations).map(|r| 32 * r) {
         let sum = |range: std::ops::Range<u64>| range.map(&rate).sum::<u64>();
-        estimator.amid(1_000_000 * (from_ms + 4), sum(from_ms..from_ms + 4));
+        estimator.mid_slice(1_000_000 * (from_ms + 4), sum(from_ms..from_ms + 4));
         estimator.slice(
             1_000_000 * from_ms,
             1_000_000 * (from_ms + 8),
@@ -173,19 +173,19 @@ fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
 /// A pattern with the period of the rotation gives equal counts in all slices, which are far from
 /// the true mean.
 #[test]
-fn a_rhythm_in_step_has_no_error_bar() {
+fn aliasing_pattern_has_no_standard_error() {
     let estimator = rotated(|ms| if ms % 32 < 5 { 10_000 } else { 100 }, 200);
-    assert!(estimator.keeps_step());
+    assert!(estimator.detects_aliasing());
     let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
     // The same rates in slices that do not alias with the pattern.
     let estimator = rotated(|ms| if ms % 37 < 5 { 10_000 } else { 100 }, 200);
-    assert!(!estimator.keeps_step());
+    assert!(!estimator.detects_aliasing());
 }
 
 /// Slices without a read in the middle may hide a pattern.
 #[test]
-fn without_a_look_into_slices_nothing_is_known() {
+fn no_mid_slice_read_gives_no_standard_error() {
     let estimate = constant(
         2.0,
         &[(0, 100), (400, 500), (800, 900), (1_200, 1_300), (1_600, 1_700)],
@@ -197,7 +197,7 @@ fn without_a_look_into_slices_nothing_is_known() {
 
 /// A single jump bounds the error of an estimate but does not determine its standard error.
 #[test]
-fn what_hangs_on_few_slices_has_a_bound() {
+fn few_dominant_slices_give_only_a_bound() {
     let estimator = rotated(|ms| if ms < 3_000 { 10_000 } else { 100 }, 200);
     let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
     let truth = 10_000 * 3_000 + 100 * (200 * 32 - 3_000);
@@ -208,13 +208,23 @@ fn what_hangs_on_few_slices_has_a_bound() {
 /// The weights give the variance from the gaps exactly for the three reference rates, and within a
 /// quarter for rates between them.
 #[test]
-fn what_gaps_hide_follows_from_steps_and_halves() {
+fn weights_predict_gap_variance() {
     for on in [0.1, 0.25, 0.5] {
         let [a, b, c] = weights(on);
-        for time in [0.001, 0.01, 0.03, 0.1, MIDDLE, 0.6, 1.0, 3.0, 300.0] {
+        for time in [
+            0.001,
+            0.01,
+            0.03,
+            0.1,
+            REFERENCE_CORRELATION_TIME,
+            0.6,
+            1.0,
+            3.0,
+            300.0,
+        ] {
             let [squares, products, halves, hidden] = exponential(on, time);
             let ratio = ((a * squares + b * products + c * halves) / hidden).sqrt();
-            let slack = if [0.001, MIDDLE, 300.0].contains(&time) {
+            let slack = if [0.001, REFERENCE_CORRELATION_TIME, 300.0].contains(&time) {
                 0.02
             } else {
                 0.25
@@ -226,7 +236,7 @@ fn what_gaps_hide_follows_from_steps_and_halves() {
 
 /// A very short first slice is extended with the second one.
 #[test]
-fn a_first_slice_of_next_to_nothing_says_nothing() {
+fn short_first_slice_is_extended() {
     let estimate = constant(2.0, &[(100, 101), (1_000, 2_000), (3_000, 4_000)]);
     let mut odd = Estimator::new();
     odd.slice(100, 101, 0);
@@ -254,9 +264,9 @@ fn steps_are_relative_to_the_mean() {
 }
 
 #[test]
-fn welford_agrees_with_two_passes() {
+fn running_variance_matches_two_pass_result() {
     let values = [4.0, 7.0, 13.0, 16.0, 1e9 + 4.0, 1e9 + 7.0];
-    let mut welford = Welford::default();
+    let mut welford = RunningVariance::default();
     values.iter().for_each(|&v| welford.add(v));
     let mean = values.iter().sum::<f64>() / 6.0;
     let variance = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / 5.0;
@@ -267,7 +277,7 @@ fn welford_agrees_with_two_passes() {
 
 proptest! {
     #[test]
-    fn p9_scaling_is_exact_when_always_on_and_undefined_when_never(count: u64, enabled in 1u64.., running: u64) {
+    fn p9_scaling_is_exact_if_always_active_and_undefined_if_never(count: u64, enabled in 1u64.., running: u64) {
         let running = running % (enabled + 1);
         match linear(count, enabled, running) {
             None => prop_assert_eq!(running, 0),
@@ -283,7 +293,7 @@ proptest! {
     /// The estimate of an event that is always active equals its count and is exact, for any number
     /// of slices (P9).
     #[test]
-    fn p9_always_on_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
+    fn p9_always_active_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
         let (mut estimator, mut at, mut total) = (Estimator::new(), 0, 0);
         for (length, count) in slices {
             estimator.slice(at, at + length, count);
@@ -296,7 +306,7 @@ proptest! {
 
     /// Estimates are finite and never below the measured count, for any sequence of slices.
     #[test]
-    fn estimates_are_finite_and_no_less_than_the_count(
+    fn estimates_are_finite_and_at_least_the_count(
         slices in prop::collection::vec((0u64..1 << 40, 0u64..1 << 40, 0u64..1 << 50), 0..50),
         tail in 0u64..1 << 40,
     ) {
@@ -313,7 +323,7 @@ proptest! {
 
     /// A constant rate is estimated correctly with a small error, for any positions of the slices.
     #[test]
-    fn a_constant_rate_is_found(slices in prop::collection::vec((0u64..100_000, 1_000u64..100_000), 2..50)) {
+    fn constant_rate_is_estimated(slices in prop::collection::vec((0u64..100_000, 1_000u64..100_000), 2..50)) {
         let (mut list, mut at) = (Vec::new(), 0);
         for (gap, length) in slices {
             list.push((at + gap, at + gap + length));

@@ -14,11 +14,11 @@ mod model;
 use std::sync::atomic::Ordering;
 
 use crate::model::slices::EstimateSum;
-use crate::model::totals::{Folded, Totals};
+use crate::model::totals::{ExitedTotals, Totals};
 use crate::pmu::VcpuId;
 
 /// A family member whose totals contribute to the family.
-pub(crate) trait Member {
+pub(crate) trait FamilyMember {
     /// Returns the current totals, or the final totals of a member that has stopped.
     fn totals(&self) -> Totals;
 
@@ -52,7 +52,7 @@ impl<M> Default for Children<M> {
     }
 }
 
-impl<M: Member> Children<M> {
+impl<M: FamilyMember> Children<M> {
     pub fn live(&self) -> &[M] {
         &self.live
     }
@@ -62,7 +62,7 @@ impl<M: Member> Children<M> {
     }
 
     /// Returns the totals of exited and live children.
-    pub fn totals(&self, folded: &Folded) -> Totals {
+    pub fn totals(&self, folded: &ExitedTotals) -> Totals {
         let mut totals = folded.load();
         for child in &self.live {
             totals.add(child.totals());
@@ -80,7 +80,7 @@ impl<M: Member> Children<M> {
     }
 
     /// Clears the totals of exited children.
-    pub fn reset(&mut self, folded: &Folded) {
+    pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
         self.gone.clear();
@@ -101,7 +101,7 @@ impl<M: Member> Children<M> {
 
     /// Removes a child that has stopped for good and folds its final totals into the parent.
     /// Returns `None` if it was already removed.
-    pub fn fold(&mut self, folded: &Folded, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
+    pub fn fold(&mut self, folded: &ExitedTotals, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
         let last = child.totals();
         let mut totals = folded.load();

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::attr::Attr;
-use crate::model::failure::Failure;
+use crate::model::failure::EventFailure;
 use crate::model::keys::{GroupKey, Key, PoolId};
-use crate::model::lists::Places;
+use crate::model::lists::ListPositions;
 use crate::model::output::Output;
 use crate::model::slices::Slices;
-use crate::model::state::{Owner, State};
+use crate::model::state::{EventState, Owner};
 use crate::model::times::EventTimes;
-use crate::model::totals::Folded;
-use crate::notify::Notify;
+use crate::model::totals::ExitedTotals;
+use crate::notify::PollNotifier;
 use crate::pmu::{CounterMask, PmuError, PmuEvent};
 use crate::record::{Encode, Format, SampleId, Written};
 use crate::sample::Sampling;
@@ -27,16 +27,16 @@ pub(crate) struct EventShared {
     /// Attributes that the event was opened with. [`Sampling`] contains the current period.
     pub attr: Attr,
     pub owner: Owner,
-    /// Cookie for [`crate::Overflowed`] reports of events that back a VMM object.
+    /// Cookie for [`crate::OverflowReport`] reports of events that back a VMM object.
     pub cookie: Option<u64>,
     /// `true` if the event has a child per vCPU.
     pub is_family: bool,
     /// Totals of exited children. Written only under the family lock. Atomic, so that records and
     /// control pages can include them without that lock.
-    pub folded: Folded,
+    pub folded: ExitedTotals,
     /// Number of lost records of the event and its children.
     pub lost: AtomicU64,
-    pub notify: Notify,
+    pub notify: PollNotifier,
 }
 
 impl fmt::Debug for EventShared {
@@ -56,9 +56,9 @@ impl EventShared {
             owner,
             cookie,
             is_family,
-            folded: Folded::default(),
+            folded: ExitedTotals::default(),
             lost: AtomicU64::new(0),
-            notify: Notify::default(),
+            notify: PollNotifier::default(),
         }
     }
 }
@@ -91,7 +91,7 @@ pub(crate) struct Event {
     /// Counters of the pool that can hold the event.
     pub fits: CounterMask,
     pub source: Source,
-    pub state: State,
+    pub state: EventState,
     pub times: EventTimes,
     pub sampling: Sampling,
     /// `true` if the next guest reset enables the event.
@@ -105,13 +105,13 @@ pub(crate) struct Event {
     /// Driver count at the last read.
     raw: u64,
     /// Description of the error state, if the event is in that state.
-    pub failure: Option<Failure>,
+    pub failure: Option<EventFailure>,
     /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
     /// `true` if the event is stopped and `raw` is its final count.
     settled: bool,
     /// Position of the event in the lists of its context.
-    pub places: Places,
+    pub places: ListPositions,
 }
 
 impl Event {
@@ -135,7 +135,11 @@ impl Event {
             pool,
             fits: fits.unwrap_or_default(),
             source,
-            state: if enabled { State::Inactive } else { State::Off },
+            state: if enabled {
+                EventState::Inactive
+            } else {
+                EventState::Off
+            },
             times: EventTimes::default(),
             sampling,
             output: None,
@@ -145,7 +149,7 @@ impl Event {
             failure: None,
             on_since_ns: 0,
             settled: true,
-            places: Places::default(),
+            places: ListPositions::default(),
             slices,
         }
     }
@@ -162,9 +166,9 @@ impl Event {
             Source::Raised(count) => self.raw = *count,
             Source::Family => {}
             Source::Driver(driver) => {
-                if self.state == State::Active || !self.settled {
+                if self.state == EventState::Active || !self.settled {
                     self.raw = driver.read();
-                    self.settled = self.state != State::Active;
+                    self.settled = self.state != EventState::Active;
                 }
             }
         }
@@ -192,7 +196,7 @@ impl Event {
 
     /// Returns `true` if the driver has detected that the host took its counter away.
     pub fn is_lost(&self) -> bool {
-        self.state == State::Active
+        self.state == EventState::Active
             && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
     }
 
@@ -230,7 +234,7 @@ impl Event {
         }
         self.times.go_on(time);
         self.on_since_ns = time;
-        self.state = State::Active;
+        self.state = EventState::Active;
         Ok(())
     }
 
@@ -253,8 +257,8 @@ impl Event {
                 self.sampling.disarm_at(self.raw);
             }
         }
-        self.times.go_off(time);
-        self.state = State::Inactive;
+        self.times.sched_out(time);
+        self.state = EventState::Inactive;
     }
 
     /// Restarts the driver event of an active event with the overflow point of its sampling state.
@@ -302,7 +306,7 @@ impl Event {
 
     /// Records that the event was scheduled in at context time `time`. Returns `true` if the count
     /// of its previous slice is now known.
-    pub fn note_on(&mut self, leader: State, time: u64) -> bool {
+    pub fn record_sched_in(&mut self, leader: EventState, time: u64) -> bool {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
         self.slices
@@ -312,7 +316,7 @@ impl Event {
 
     /// Records that the event is scheduled out at context time `time`. Its count need not be known
     /// yet.
-    pub fn note_off(&mut self, leader: State, time: u64) {
+    pub fn record_sched_out(&mut self, leader: EventState, time: u64) {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         if let Some(slices) = &mut self.slices {
             slices.off(enabled_ns);
@@ -320,21 +324,21 @@ impl Event {
     }
 
     /// Reads an active event about halfway through its time slice. Costs one driver read.
-    pub fn note_amid(&mut self, leader: State, time: u64) {
-        if self.slices.is_none() || self.state != State::Active {
+    pub fn record_mid_slice(&mut self, leader: EventState, time: u64) {
+        if self.slices.is_none() || self.state != EventState::Active {
             return;
         }
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw().wrapping_sub(self.base);
         if let Some(slices) = &mut self.slices {
-            slices.amid(enabled_ns, count);
+            slices.mid_slice(enabled_ns, count);
         }
     }
 
     /// Reads an event that was scheduled out for another event, once per time slice. Returns `true`
     /// if the count of its last slice is now known.
     pub fn end_slice(&mut self) -> bool {
-        if self.slices.is_none() || self.state == State::Active {
+        if self.slices.is_none() || self.state == EventState::Active {
             return false;
         }
         let count = self.raw().wrapping_sub(self.base);
@@ -345,7 +349,7 @@ impl Event {
     pub fn arm(&mut self, overflow_in: u64) -> Result<u64, PmuError> {
         let raw = self.raw();
         if let Source::Driver(driver) = &mut self.source
-            && self.state == State::Active
+            && self.state == EventState::Active
         {
             driver.forget_overflows();
             driver.rearm(raw, overflow_in)?;
@@ -362,7 +366,7 @@ impl Event {
         let mut changed = self.sampling;
         changed.set_rate(value);
         if let Source::Driver(driver) = &mut self.source
-            && self.state == State::Active
+            && self.state == EventState::Active
             && !self.sampling.throttled
         {
             let _ = driver.take_overflows();

@@ -8,7 +8,7 @@ use crate::pmu::PmuError;
 /// Reason why a pinned event does not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum FailureCause {
+pub enum EventFailureCause {
     /// Other events hold all suitable slots.
     NoSlot,
     /// The host has no free counter for the event.
@@ -19,7 +19,7 @@ pub enum FailureCause {
     Refused(i32),
 }
 
-impl FailureCause {
+impl EventFailureCause {
     pub(crate) fn of(error: &PmuError) -> Self {
         match error {
             PmuError::Busy => Self::Busy,
@@ -28,7 +28,7 @@ impl FailureCause {
     }
 }
 
-impl fmt::Display for FailureCause {
+impl fmt::Display for EventFailureCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoSlot => {
@@ -43,10 +43,10 @@ impl fmt::Display for FailureCause {
 
 /// Description of the error state of a pinned event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct EventFailure {
     /// Context time since which the event does not count, in nanoseconds
     /// ([`crate::VcpuContext::time_ns`]).
     pub since_ns: u64,
     /// Cause of the failure.
-    pub cause: FailureCause,
+    pub cause: EventFailureCause,
 }

@@ -4,7 +4,7 @@ use crate::model::keys::EventKey;
 
 /// Identifier of an event list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum List {
+pub(crate) enum EventList {
     /// Events that overflow.
     Armed,
     /// Events that are throttled until the next tick.
@@ -15,18 +15,18 @@ pub(crate) enum List {
 
 /// Event lists of a context, as unordered event keys.
 #[derive(Debug, Default)]
-pub(crate) struct Lists([Vec<EventKey>; 3]);
+pub(crate) struct EventLists([Vec<EventKey>; 3]);
 
 /// Position of an event in each list.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Places([Option<usize>; 3]);
+pub(crate) struct ListPositions([Option<usize>; 3]);
 
-impl Lists {
-    pub fn of(&self, list: List) -> &[EventKey] {
+impl EventLists {
+    pub fn of(&self, list: EventList) -> &[EventKey] {
         &self.0[list as usize]
     }
 
-    pub fn keys(&mut self, list: List) -> &mut Vec<EventKey> {
+    pub fn keys(&mut self, list: EventList) -> &mut Vec<EventKey> {
         &mut self.0[list as usize]
     }
 
@@ -38,9 +38,9 @@ impl Lists {
     }
 }
 
-impl Places {
+impl ListPositions {
     /// Returns the position of the event in `list`.
-    pub fn of(&mut self, list: List) -> &mut Option<usize> {
+    pub fn of(&mut self, list: EventList) -> &mut Option<usize> {
         &mut self.0[list as usize]
     }
 }

@@ -47,7 +47,7 @@ const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
 /// Register data that the samples of one overflow need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Wants {
+pub(crate) struct RegsRequest {
     /// `true` if any sample is taken.
     pub sample: bool,
     pub fields: SampleType,
@@ -55,7 +55,7 @@ pub(crate) struct Wants {
     pub stack_bytes: u32,
 }
 
-impl Wants {
+impl RegsRequest {
     pub fn add(&mut self, attr: &Attr) {
         self.sample = true;
         self.fields |= attr.sample_type & FROM_REGS;
@@ -79,22 +79,22 @@ impl Wants {
 
 /// Register data read so far for one overflow. Nothing is read twice except raw data.
 #[derive(Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct RegsCache {
     mode: Option<CpuMode>,
     ip: Option<u64>,
     addr: Option<u64>,
     chain: Option<([u64; CALLCHAIN_MAX], usize)>,
 }
 
-impl Known {
+impl RegsCache {
     pub fn mode(&mut self, regs: &mut dyn SampleRegs) -> CpuMode {
         *self.mode.get_or_insert_with(|| regs.mode())
     }
 
     /// Reads the data in `wants` that is not yet known.
-    pub fn read<'a>(&'a mut self, regs: &'a mut dyn SampleRegs, wants: Wants) -> Seen<'a> {
+    pub fn read<'a>(&'a mut self, regs: &'a mut dyn SampleRegs, wants: RegsRequest) -> SampledRegs<'a> {
         if !wants.sample {
-            return Seen::default();
+            return SampledRegs::default();
         }
         let mode = self.mode(regs);
         let field = |field| wants.fields.contains(field);
@@ -118,7 +118,7 @@ impl Known {
         } else {
             (&[][..], UserPart::default())
         };
-        Seen {
+        SampledRegs {
             wants,
             mode,
             ip: ip.unwrap_or_default(),
@@ -132,9 +132,9 @@ impl Known {
 
 /// Register data that was read for one overflow.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Seen<'a> {
+pub(crate) struct SampledRegs<'a> {
     /// Data that was requested.
-    pub wants: Wants,
+    pub wants: RegsRequest,
     pub mode: CpuMode,
     pub ip: u64,
     pub addr: u64,
@@ -143,7 +143,7 @@ pub(crate) struct Seen<'a> {
     pub user: UserPart<'a>,
 }
 
-impl<'a> Seen<'a> {
+impl<'a> SampledRegs<'a> {
     /// Returns the user-space data for one event, which may need less of the stack than another
     /// event.
     pub fn user_for(&self, attr: &Attr) -> UserPart<'a> {
@@ -155,10 +155,10 @@ impl<'a> Seen<'a> {
     }
 }
 
-impl Default for Seen<'_> {
+impl Default for SampledRegs<'_> {
     fn default() -> Self {
         Self {
-            wants: Wants::default(),
+            wants: RegsRequest::default(),
             mode: CpuMode::Unknown,
             ip: 0,
             addr: 0,

@@ -6,7 +6,7 @@
 //! the slice continues afterwards.
 
 use crate::estimate::{Estimate, Estimator};
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::model::totals::Totals;
 
 /// Time slices of one event.
@@ -50,10 +50,10 @@ impl Slices {
     }
 
     /// Records count `count` of an active event in the middle of its slice.
-    pub fn amid(&mut self, enabled_ns: u64, count: u64) {
+    pub fn mid_slice(&mut self, enabled_ns: u64, count: u64) {
         if let Some((_, at)) = self.open {
             self.estimator
-                .amid(enabled_ns - self.origin_ns, count.wrapping_sub(at));
+                .mid_slice(enabled_ns - self.origin_ns, count.wrapping_sub(at));
         }
     }
 
@@ -63,10 +63,10 @@ impl Slices {
     }
 
     /// Restarts the estimation after the count was set to `count`.
-    pub fn reset(&mut self, enabled_ns: u64, state: State, count: u64) {
+    pub fn reset(&mut self, enabled_ns: u64, state: EventState, count: u64) {
         *self = Self {
             estimator: Estimator::new(),
-            open: (state == State::Active).then_some((enabled_ns, count)),
+            open: (state == EventState::Active).then_some((enabled_ns, count)),
             off_ns: enabled_ns,
             origin_ns: enabled_ns,
         };
@@ -78,20 +78,20 @@ impl Slices {
     }
 
     /// Returns `true` if a periodic pattern is in phase with the slices
-    /// ([`Estimator::keeps_step`]).
-    pub fn keeps_step(&self) -> bool {
-        self.estimator.keeps_step()
+    /// ([`Estimator::detects_aliasing`]).
+    pub fn detects_aliasing(&self) -> bool {
+        self.estimator.detects_aliasing()
     }
 
     /// Estimates the count of an event in state `state` with count `count` after `enabled_ns`
     /// nanoseconds enabled.
-    pub fn estimate(&self, enabled_ns: u64, state: State, count: u64) -> Option<Estimate> {
+    pub fn estimate(&self, enabled_ns: u64, state: EventState, count: u64) -> Option<Estimate> {
         let now_ns = enabled_ns - self.origin_ns;
         let Some((from_ns, at)) = self.open else {
             return self.estimator.estimate(now_ns, None);
         };
         let counted = count.wrapping_sub(at);
-        if state == State::Active {
+        if state == EventState::Active {
             return self
                 .estimator
                 .estimate(now_ns, Some((from_ns - self.origin_ns, counted)));

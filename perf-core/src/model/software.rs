@@ -22,9 +22,9 @@ macro_rules! software_ids {
         /// Software events that the VMM can raise: `config` of [`crate::EventType::VMM`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u64)]
-        pub enum SoftwareId { $($(#[$doc])* $name = $value,)* }
+        pub enum SoftwareEventId { $($(#[$doc])* $name = $value,)* }
 
-        impl SoftwareId {
+        impl SoftwareEventId {
             /// All software events.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
@@ -66,7 +66,7 @@ software_ids! {
 
 pub(crate) const IDS: usize = 12;
 
-impl SoftwareId {
+impl SoftwareEventId {
     /// Returns the event with number `config`, or `None` if there is none (`EINVAL` on open).
     #[must_use]
     pub fn from_config(config: u64) -> Option<Self> {
@@ -76,7 +76,7 @@ impl SoftwareId {
 
 /// Execution level at which an event is raised. Each level can interrupt the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
+pub enum RaiseLevel {
     /// Run loop and exit handlers.
     #[default]
     Thread,
@@ -97,7 +97,7 @@ pub(crate) struct Deferred {
 }
 
 impl Deferred {
-    pub fn add(&self, id: SoftwareId, n: u64) {
+    pub fn add(&self, id: SoftwareEventId, n: u64) {
         self.counts[id as usize].fetch_add(n, Ordering::Relaxed);
         self.any.store(true, Ordering::Release);
     }
@@ -108,11 +108,11 @@ impl Deferred {
     }
 
     /// Takes all events.
-    pub fn take(&self, mut each: impl FnMut(SoftwareId, u64)) {
+    pub fn take(&self, mut each: impl FnMut(SoftwareEventId, u64)) {
         if !self.any.load(Ordering::Relaxed) || !self.any.swap(false, Ordering::Acquire) {
             return;
         }
-        for &id in SoftwareId::ALL {
+        for &id in SoftwareEventId::ALL {
             let n = self.counts[id as usize].swap(0, Ordering::Relaxed);
             if n != 0 {
                 each(id, n);
@@ -134,7 +134,7 @@ pub(crate) struct LevelGuard {
 }
 
 impl LevelGuard {
-    pub fn enter(level: Level) -> Option<Self> {
+    pub fn enter(level: RaiseLevel) -> Option<Self> {
         let bit = 1u8 << level as u8;
         BUSY.with(|busy| {
             let before = busy.get();
@@ -164,11 +164,11 @@ impl Drop for LevelGuard {
 
 /// Number of open events per software event ID, so that an unused event costs one load.
 #[derive(Debug, Default)]
-pub(crate) struct Gates {
+pub(crate) struct OpenEventCounts {
     counts: [AtomicU32; IDS],
 }
 
-impl Gates {
+impl OpenEventCounts {
     pub fn add(&self, attr: &Attr) {
         if let Some(gate) = self.gate(attr) {
             gate.fetch_add(1, Ordering::Relaxed);
@@ -187,12 +187,12 @@ impl Gates {
             .flatten()
     }
 
-    pub fn is_open(&self, id: SoftwareId) -> bool {
+    pub fn is_open(&self, id: SoftwareEventId) -> bool {
         self.open(id) != 0
     }
 
     /// Returns the number of open events for `id`.
-    pub fn open(&self, id: SoftwareId) -> u32 {
+    pub fn open(&self, id: SoftwareEventId) -> u32 {
         self.counts[id as usize].load(Ordering::Relaxed)
     }
 }

@@ -2,7 +2,7 @@
 
 /// The state of an event. Ordered: comparisons such as "at least inactive" are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum State {
+pub enum EventState {
     /// Pinned event that could not be scheduled. Only an explicit enable recovers it, and reads
     /// return 0 bytes.
     Error,
@@ -17,7 +17,7 @@ pub enum State {
 
 /// Work that [`crate::Core::tick`] has to do, in increasing order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TickNeed {
+pub enum TickWork {
     /// No work.
     #[default]
     None,

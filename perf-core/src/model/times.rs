@@ -1,7 +1,7 @@
 //! Context time, and the event times derived from it.
 
-use crate::model::state::State;
-use crate::time::Times;
+use crate::model::state::EventState;
+use crate::time::TimeTotals;
 
 /// Time of a context, which advances only while the context is scheduled in.
 ///
@@ -65,7 +65,7 @@ impl ContextClock {
 /// `stopped` is valid only while the event is inactive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EventTimes {
-    total: Times,
+    total: TimeTotals,
     enabled_stamp: u64,
     running_stamp: u64,
     stopped_stamp: u64,
@@ -75,7 +75,7 @@ impl EventTimes {
     /// Creates the times of an event that joins a context at context time `time`.
     pub fn attach(time: u64) -> Self {
         Self {
-            total: Times::default(),
+            total: TimeTotals::default(),
             enabled_stamp: time,
             running_stamp: time,
             stopped_stamp: time,
@@ -97,22 +97,22 @@ impl EventTimes {
     }
 
     /// Schedules the event out.
-    pub fn go_off(&mut self, time: u64) {
+    pub fn sched_out(&mut self, time: u64) {
         self.stopped_stamp = time;
     }
 
     /// Computes the times of the event. `leader` is the state of the group leader: the times of a
     /// group member stop while its leader is off, as if the member itself were off.
-    pub fn at(&self, state: State, leader: State, time: u64) -> Times {
-        if state < State::Inactive || leader < State::Inactive {
+    pub fn at(&self, state: EventState, leader: EventState, time: u64) -> TimeTotals {
+        if state < EventState::Inactive || leader < EventState::Inactive {
             return self.total;
         }
-        let end = if state == State::Inactive {
+        let end = if state == EventState::Inactive {
             self.stopped_stamp
         } else {
             time
         };
-        Times {
+        TimeTotals {
             enabled_ns: time.wrapping_sub(self.enabled_stamp),
             running_ns: end.wrapping_sub(self.running_stamp),
         }
@@ -120,13 +120,13 @@ impl EventTimes {
 
     /// Copies the computed times to the totals. Call this method before `state` or `leader` drops
     /// below inactive.
-    pub fn settle(&mut self, state: State, leader: State, time: u64) {
+    pub fn settle(&mut self, state: EventState, leader: EventState, time: u64) {
         self.total = self.at(state, leader, time);
     }
 
     /// Sets the accumulated times in any state. Changes totals and timestamps together, because the
     /// next computation would overwrite the totals alone.
-    pub fn set(&mut self, times: Times, time: u64) {
+    pub fn set(&mut self, times: TimeTotals, time: u64) {
         self.total = times;
         self.enable(time);
     }
@@ -138,7 +138,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn time_stands_still_while_the_context_is_out() {
+    fn context_time_stops_while_scheduled_out() {
         let mut clock = ContextClock::default();
         assert!(!clock.is_active());
         clock.start(100);
@@ -154,59 +154,59 @@ mod tests {
     }
 
     #[test]
-    fn waiting_is_enabled_but_not_running() {
+    fn waiting_event_is_enabled_but_not_running() {
         let mut times = EventTimes::attach(10);
-        let on = State::Inactive;
+        let on = EventState::Inactive;
         assert_eq!(
-            times.at(State::Inactive, on, 30),
-            Times {
+            times.at(EventState::Inactive, on, 30),
+            TimeTotals {
                 enabled_ns: 20,
                 running_ns: 0
             }
         );
         times.go_on(30);
         assert_eq!(
-            times.at(State::Active, on, 35),
-            Times {
+            times.at(EventState::Active, on, 35),
+            TimeTotals {
                 enabled_ns: 25,
                 running_ns: 5
             }
         );
-        times.go_off(40);
+        times.sched_out(40);
         assert_eq!(
-            times.at(State::Inactive, on, 50),
-            Times {
+            times.at(EventState::Inactive, on, 50),
+            TimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
         );
-        times.settle(State::Inactive, on, 50);
+        times.settle(EventState::Inactive, on, 50);
         assert_eq!(
-            times.at(State::Off, on, 99),
-            Times {
+            times.at(EventState::Off, on, 99),
+            TimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
         );
         assert_eq!(
-            times.at(State::Inactive, State::Off, 99),
-            Times {
+            times.at(EventState::Inactive, EventState::Off, 99),
+            TimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
         );
         times.enable(100);
         assert_eq!(
-            times.at(State::Inactive, on, 100),
-            Times {
+            times.at(EventState::Inactive, on, 100),
+            TimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
         );
         times.go_on(105);
         assert_eq!(
-            times.at(State::Active, on, 107),
-            Times {
+            times.at(EventState::Active, on, 107),
+            TimeTotals {
                 enabled_ns: 47,
                 running_ns: 12
             }
@@ -215,15 +215,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn set_times_survive_the_next_derivation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
+        fn set_times_survive_recomputation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
             let mut times = EventTimes::attach(0);
             times.go_on(on.min(time));
-            let new = Times { enabled_ns: enabled, running_ns: running };
+            let new = TimeTotals { enabled_ns: enabled, running_ns: running };
             times.set(new, time);
-            let at = |state| times.at(state, State::Inactive, time + later);
-            prop_assert_eq!(at(State::Active), Times { enabled_ns: enabled + later, running_ns: running + later });
-            prop_assert_eq!(at(State::Inactive), Times { enabled_ns: enabled + later, running_ns: running });
-            prop_assert_eq!(at(State::Off), new);
+            let at = |state| times.at(state, EventState::Inactive, time + later);
+            prop_assert_eq!(at(EventState::Active), TimeTotals { enabled_ns: enabled + later, running_ns: running + later });
+            prop_assert_eq!(at(EventState::Inactive), TimeTotals { enabled_ns: enabled + later, running_ns: running });
+            prop_assert_eq!(at(EventState::Off), new);
         }
     }
 }

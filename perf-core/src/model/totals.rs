@@ -2,21 +2,21 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::time::Times;
+use crate::time::TimeTotals;
 
 /// Totals of exited children.
 #[derive(Debug, Default)]
-pub(crate) struct Folded {
+pub(crate) struct ExitedTotals {
     pub count: AtomicU64,
     pub enabled_ns: AtomicU64,
     pub running_ns: AtomicU64,
 }
 
-impl Folded {
+impl ExitedTotals {
     pub fn load(&self) -> Totals {
         Totals {
             count: self.count.load(Ordering::Relaxed),
-            times: Times {
+            times: TimeTotals {
                 enabled_ns: self.enabled_ns.load(Ordering::Relaxed),
                 running_ns: self.running_ns.load(Ordering::Relaxed),
             },
@@ -34,7 +34,7 @@ impl Folded {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub count: u64,
-    pub times: Times,
+    pub times: TimeTotals,
 }
 
 impl Totals {

@@ -7,13 +7,13 @@ use crate::attr::Attr;
 /// Number of open events that request each type of side-band record. Records that no event requests
 /// are not generated.
 #[derive(Debug, Default)]
-pub(crate) struct Wanted {
+pub(crate) struct RecordDemand {
     comm: AtomicU32,
     mmap: AtomicU32,
     task: AtomicU32,
 }
 
-impl Wanted {
+impl RecordDemand {
     pub fn add(&self, attr: &Attr) {
         self.each(attr, |n| {
             n.fetch_add(1, Ordering::Relaxed);

@@ -22,25 +22,25 @@ fn key(short: u32) -> Option<GroupKey> {
 
 /// Links of an entry in one list.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Link {
+pub(super) struct ListLink {
     prev: u32,
     next: u32,
 }
 
-impl Link {
+impl ListLink {
     pub(super) const NONE: Self = Self { prev: NIL, next: NIL };
 }
 
 /// A list whose links are stored in its entries. The `link` argument of its methods selects the
 /// link.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct List {
+pub(super) struct GroupList {
     head: u32,
     tail: u32,
     len: usize,
 }
 
-impl List {
+impl GroupList {
     pub(super) const EMPTY: Self = Self {
         head: NIL,
         tail: NIL,
@@ -59,7 +59,7 @@ impl List {
         &self,
         entries: &[E],
         group: GroupKey,
-        link: impl Fn(&E) -> &Link,
+        link: impl Fn(&E) -> &ListLink,
     ) -> Option<GroupKey> {
         key(link(&entries[usize::from(group)]).next)
     }
@@ -69,9 +69,9 @@ impl List {
         &mut self,
         entries: &mut [E],
         group: GroupKey,
-        link: impl Fn(&mut E) -> &mut Link,
+        link: impl Fn(&mut E) -> &mut ListLink,
     ) {
-        *link(&mut entries[usize::from(group)]) = Link {
+        *link(&mut entries[usize::from(group)]) = ListLink {
             prev: self.tail,
             next: NIL,
         };
@@ -89,9 +89,10 @@ impl List {
         &mut self,
         entries: &mut [E],
         group: GroupKey,
-        link: impl Fn(&mut E) -> &mut Link,
+        link: impl Fn(&mut E) -> &mut ListLink,
     ) {
-        let Link { prev, next } = std::mem::replace(link(&mut entries[usize::from(group)]), Link::NONE);
+        let ListLink { prev, next } =
+            std::mem::replace(link(&mut entries[usize::from(group)]), ListLink::NONE);
         if prev == NIL {
             self.head = next;
         } else {

@@ -45,8 +45,8 @@
 mod list;
 mod queue;
 
-pub(crate) use queue::measure_of;
-pub use queue::{MuxQueue, Turn};
+pub(crate) use queue::base_interval_ns;
+pub use queue::{MuxQueue, SlotOffer};
 
 /// Key of a group in a [`MuxQueue`]: a small number chosen by the caller, such as a slab key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

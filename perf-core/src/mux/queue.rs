@@ -1,17 +1,17 @@
 //! [`MuxQueue`]: the multiplexing queue of the flexible groups of one context.
 
-use super::list::{Link, List};
+use super::list::{GroupList, ListLink};
 use super::{GroupKey, MuxPolicy};
 
 /// Maximum number of groups skipped per search: exclusive groups that cannot be scheduled although
 /// slots are free, or steady groups that yield.
-const STEP_OVER: usize = 8;
+const SKIP_MAX: usize = 8;
 
 /// Multiplexing intervals to choose from, in units of the interval of [`MuxPolicy::Rotate`]. Powers
 /// of the golden ratio (1/φ⁴, 1/φ³, 1/φ²), because rotations of these lengths have the fewest
 /// frequencies in common. Shorter intervals resolve more detail; the next one is selected when a
 /// periodic guest pattern aliases with the current one.
-const PACES: [f64; 3] = [0.146, 0.236, 0.382];
+const INTERVALS: [f64; 3] = [0.146, 0.236, 0.382];
 /// Returns the interval of [`MuxPolicy::Rotate`] for which the initial interval of
 /// [`MuxPolicy::Adaptive`] is `first_ns`, in nanoseconds.
 #[expect(
@@ -19,8 +19,8 @@ const PACES: [f64; 3] = [0.146, 0.236, 0.382];
     clippy::cast_sign_loss,
     reason = "lengths of turns are rounded and saturate"
 )]
-pub(crate) fn measure_of(first_ns: u64) -> u64 {
-    (first_ns as f64 / PACES[0]) as u64
+pub(crate) fn base_interval_ns(first_ns: u64) -> u64 {
+    (first_ns as f64 / INTERVALS[0]) as u64
 }
 
 /// Factor by which the intervals of a stretched rotation are longer: φ, which shifts the phase of
@@ -28,11 +28,11 @@ pub(crate) fn measure_of(first_ns: u64) -> u64 {
 const STRETCH: f64 = 1.618;
 
 /// Weight of the newest step in the running mean of a group, once there are enough steps.
-const FORGET: f32 = 0.01;
+const NEWEST_STEP_WEIGHT: f32 = 0.01;
 /// Upper bound of a squared step, so that a single very short slice has no lasting effect.
-const MOST_SQUARE: f64 = 16.0;
+const SQUARE_MAX: f64 = 16.0;
 /// Minimum number of steps for conclusions about a group.
-const ENOUGH_STEPS: u16 = 8;
+const STEPS_MIN: u16 = 8;
 /// Maximum mean square step of a steady group (rates within 3 %). Steady groups yield every other
 /// time.
 const STEADY: f32 = 1e-3;
@@ -40,40 +40,40 @@ const STEADY: f32 = 1e-3;
 /// or aliases with the intervals.
 const CALM: f32 = 0.06;
 /// Factor of the detection threshold: a shift reveals a pattern if the squared step exceeds this
-/// multiple of the mean square step plus [`NOTICEABLE`], which is a tenth of the rate squared.
-const TELLING: f64 = 8.0;
-const NOTICEABLE: f64 = 0.01;
+/// multiple of the mean square step plus [`SHIFT_THRESHOLD_MIN`], which is a tenth of the rate squared.
+const SHIFT_THRESHOLD: f64 = 8.0;
+const SHIFT_THRESHOLD_MIN: f64 = 0.01;
 /// Number of consecutive shifts that must reveal a pattern in the same group, unless they do so in
 /// most groups.
-const TELLING_SHIFTS: u8 = 2;
+const CONFIRMING_SHIFTS: u8 = 2;
 /// Number of rotations before the first shift. Each later wait is longer by the factor
 /// [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular intervals.
-const FIRST_SHIFT: Rotations = Rotations(8);
+const FIRST_SHIFT: RotationCount = RotationCount(8);
 const NEXT_SHIFT: u64 = 4;
 
-/// Index into [`PACES`].
+/// Index into [`INTERVALS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pace(usize);
+struct IntervalIndex(usize);
 
-impl Pace {
+impl IntervalIndex {
     const FIRST: Self = Self(0);
 
     /// Returns the multiplexing interval, in units of the interval of [`MuxPolicy::Rotate`].
     fn turn(self) -> f64 {
-        PACES[self.0]
+        INTERVALS[self.0]
     }
 
     /// Returns the interval to use after this one if a pattern aliases with it.
     fn next(self) -> Self {
-        Self((self.0 + 1) % PACES.len())
+        Self((self.0 + 1) % INTERVALS.len())
     }
 }
 
 /// Number of the period between two changes of the interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Era(u32);
+struct IntervalEra(u32);
 
-impl Era {
+impl IntervalEra {
     const FIRST: Self = Self(0);
 
     fn next(self) -> Self {
@@ -83,15 +83,15 @@ impl Era {
 
 /// A number of rotations. Each group is scheduled once per rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Rotations(u64);
+struct RotationCount(u64);
 
-impl Rotations {
+impl RotationCount {
     const NONE: Self = Self(0);
     const ONE: Self = Self(1);
 
     /// Returns the number of intervals in these rotations with `groups` groups.
-    fn turns(self, groups: usize) -> Turns {
-        Turns(self.0.saturating_mul(groups as u64))
+    fn turns(self, groups: usize) -> IntervalCount {
+        IntervalCount(self.0.saturating_mul(groups as u64))
     }
 
     fn times(self, n: u64) -> Self {
@@ -101,15 +101,15 @@ impl Rotations {
 
 /// A number of multiplexing intervals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
-struct Turns(u64);
+struct IntervalCount(u64);
 
-impl Turns {
+impl IntervalCount {
     const NONE: Self = Self(0);
 }
 
 /// Result of offering a slot to a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum SlotOffer {
     /// The group was scheduled.
     Taken,
     /// The group does not fit. It stays at the head of the queue and cannot be overtaken.
@@ -119,7 +119,7 @@ pub enum Turn {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum QueueState {
     Absent,
     Waiting,
     On,
@@ -127,7 +127,7 @@ enum Place {
 
 /// Confidence that a group has no pattern that aliases with the current interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Trust {
+enum Confidence {
     /// Not enough data, or a rate that varies too much to hide a pattern.
     Open,
     /// Calm, but not yet verified by a shift.
@@ -137,15 +137,15 @@ enum Trust {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct QueueEntry {
     /// Links in `waiting` or `on`.
-    age: Link,
-    place: Place,
-    trust: Trust,
+    age: ListLink,
+    place: QueueState,
+    trust: Confidence,
     /// Phase in which the last slice of the group ended.
     phase: Phase,
     /// Value of [`MuxQueue::era`] for which the following fields are valid.
-    era: Era,
+    era: IntervalEra,
     /// Mean square of the relative rate steps between regular slices.
     steps: f32,
     /// Number of steps in that mean.
@@ -155,28 +155,28 @@ struct Entry {
     /// Step into the stretched rotation.
     into_shift: Option<f32>,
     /// Number of consecutive shifts that revealed a pattern in this group.
-    told: u8,
+    revealed: u8,
     /// `true` if the group has yielded since it was last active.
     passed: bool,
 }
 
-impl Entry {
+impl QueueEntry {
     const ABSENT: Self = Self {
-        age: Link::NONE,
-        place: Place::Absent,
-        trust: Trust::Open,
+        age: ListLink::NONE,
+        place: QueueState::Absent,
+        trust: Confidence::Open,
         phase: Phase::Regular,
-        era: Era::FIRST,
+        era: IntervalEra::FIRST,
         steps: 0.0,
         known: 0,
         skip: true,
         into_shift: None,
-        told: 0,
+        revealed: 0,
         passed: false,
     };
 
     fn is_steady(&self) -> bool {
-        self.trust == Trust::Cleared && self.steps < STEADY
+        self.trust == Confidence::Cleared && self.steps < STEADY
     }
 }
 
@@ -199,35 +199,35 @@ pub struct MuxQueue {
     policy: MuxPolicy,
     /// Multiplexing interval under [`MuxPolicy::Rotate`], in nanoseconds.
     turn_ns: u64,
-    entries: Vec<Entry>,
+    entries: Vec<QueueEntry>,
     /// Active groups, longest active first.
-    on: List,
+    on: GroupList,
     /// Waiting groups, longest waiting first.
-    waiting: List,
+    waiting: GroupList,
     /// Group that did not fit into the free slots and is therefore scheduled first once more slots
     /// are free.
     held: Option<GroupKey>,
     /// End of the current interval, or 0 if none is scheduled.
     next_turn_ns: u64,
-    pace: Pace,
-    era: Era,
+    pace: IntervalIndex,
+    era: IntervalEra,
     phase: Phase,
     /// Number of intervals left in the phase.
-    left: Turns,
+    left: IntervalCount,
     /// Number of rotations before the next shift, which takes place only if there are suspects.
-    run: Rotations,
-    /// Number of groups with [`Trust::Suspect`] in this era.
+    run: RotationCount,
+    /// Number of groups with [`Confidence::Suspect`] in this era.
     suspects: usize,
     /// Results of this shift: number of suspects checked, number with a pattern, and whether a
     /// pattern was confirmed by consecutive shifts.
-    looked_at: usize,
-    told: usize,
-    told_again: bool,
+    checked: usize,
+    revealed: usize,
+    pattern_confirmed: bool,
     /// Pseudo-random state that selects groups to read in the middle of a slice.
     draw: u32,
-    /// Number of intervals so far, and the number at the last call of [`MuxQueue::rhythm_seen`].
-    turns: Turns,
-    rhythm_at: Option<Turns>,
+    /// Number of intervals so far, and the number at the last call of [`MuxQueue::record_aliasing`].
+    turns: IntervalCount,
+    aliased_at: Option<IntervalCount>,
 }
 
 impl MuxQueue {
@@ -239,22 +239,22 @@ impl MuxQueue {
             policy,
             turn_ns: turn_ns.max(1),
             entries: Vec::new(),
-            on: List::EMPTY,
-            waiting: List::EMPTY,
+            on: GroupList::EMPTY,
+            waiting: GroupList::EMPTY,
             held: None,
             next_turn_ns: 0,
-            pace: Pace::FIRST,
-            era: Era::FIRST,
+            pace: IntervalIndex::FIRST,
+            era: IntervalEra::FIRST,
             phase: Phase::Regular,
-            left: Turns::NONE,
-            run: Rotations::NONE,
+            left: IntervalCount::NONE,
+            run: RotationCount::NONE,
             suspects: 0,
-            looked_at: 0,
-            told: 0,
-            told_again: false,
+            checked: 0,
+            revealed: 0,
+            pattern_confirmed: false,
             draw: 0,
-            turns: Turns::NONE,
-            rhythm_at: None,
+            turns: IntervalCount::NONE,
+            aliased_at: None,
         }
     }
 
@@ -283,10 +283,10 @@ impl MuxQueue {
             return;
         }
         if at >= self.entries.len() {
-            self.entries.resize(at + 1, Entry::ABSENT);
+            self.entries.resize(at + 1, QueueEntry::ABSENT);
         }
-        if self.entries[at].place == Place::Absent {
-            self.entries[at] = Entry::ABSENT;
+        if self.entries[at].place == QueueState::Absent {
+            self.entries[at] = QueueEntry::ABSENT;
             if self.waiting.len() == 0 {
                 // The interval sequence restarts.
                 self.next_turn_ns = 0;
@@ -301,16 +301,16 @@ impl MuxQueue {
             return;
         };
         match place {
-            Place::Absent => return,
-            Place::Waiting => self.unwait(key),
-            Place::On => self.on.remove(&mut self.entries, key, |e| &mut e.age),
+            QueueState::Absent => return,
+            QueueState::Waiting => self.unwait(key),
+            QueueState::On => self.on.remove(&mut self.entries, key, |e| &mut e.age),
         }
-        self.trust(key, Trust::Open);
-        self.entries[usize::from(key)] = Entry::ABSENT;
+        self.trust(key, Confidence::Open);
+        self.entries[usize::from(key)] = QueueEntry::ABSENT;
     }
 
     fn wait(&mut self, key: GroupKey) {
-        self.entries[usize::from(key)].place = Place::Waiting;
+        self.entries[usize::from(key)].place = QueueState::Waiting;
         self.waiting.push_back(&mut self.entries, key, |e| &mut e.age);
     }
 
@@ -321,11 +321,11 @@ impl MuxQueue {
         }
     }
 
-    fn trust(&mut self, key: GroupKey, trust: Trust) {
+    fn trust(&mut self, key: GroupKey, trust: Confidence) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.era == self.era {
-            self.suspects -= usize::from(entry.trust == Trust::Suspect);
-            self.suspects += usize::from(trust == Trust::Suspect);
+            self.suspects -= usize::from(entry.trust == Confidence::Suspect);
+            self.suspects += usize::from(trust == Confidence::Suspect);
         }
         entry.trust = trust;
     }
@@ -341,18 +341,18 @@ impl MuxQueue {
         let Some(entry) = self.entries.get_mut(usize::from(key)) else {
             return;
         };
-        let (false, Some(step)) = (entry.place == Place::Absent, step) else {
+        let (false, Some(step)) = (entry.place == QueueState::Absent, step) else {
             return;
         };
         if entry.era != self.era {
             // Results for a different interval are not valid for this one.
-            *entry = Entry {
+            *entry = QueueEntry {
                 age: entry.age,
                 place: entry.place,
                 phase: entry.phase,
                 passed: entry.passed,
                 era: self.era,
-                ..Entry::ABSENT
+                ..QueueEntry::ABSENT
             };
         }
         match (entry.phase, entry.into_shift) {
@@ -379,14 +379,14 @@ impl MuxQueue {
         reason = "a step of a rate is a rough number"
     )]
     fn regular(&mut self, key: GroupKey, step: f64) {
-        let square = (step * step).min(MOST_SQUARE) as f32;
+        let square = (step * step).min(SQUARE_MAX) as f32;
         let entry = &mut self.entries[usize::from(key)];
         entry.known = entry.known.saturating_add(1);
-        entry.steps += (square - entry.steps) * FORGET.max(1.0 / f32::from(entry.known));
+        entry.steps += (square - entry.steps) * NEWEST_STEP_WEIGHT.max(1.0 / f32::from(entry.known));
         if entry.steps >= CALM {
-            self.trust(key, Trust::Open);
-        } else if entry.trust == Trust::Open && entry.known >= ENOUGH_STEPS {
-            self.trust(key, Trust::Suspect);
+            self.trust(key, Confidence::Open);
+        } else if entry.trust == Confidence::Open && entry.known >= STEPS_MIN {
+            self.trust(key, Confidence::Suspect);
         }
     }
 
@@ -394,20 +394,20 @@ impl MuxQueue {
     /// different phase after the shift, whereas other rates hardly change.
     fn shifted(&mut self, key: GroupKey, step: f64) {
         let entry = &mut self.entries[usize::from(key)];
-        if entry.trust != Trust::Suspect {
+        if entry.trust != Confidence::Suspect {
             return;
         }
-        self.looked_at += 1;
-        if (step * step).min(MOST_SQUARE) > TELLING * f64::from(entry.steps) + NOTICEABLE {
-            entry.told = entry.told.saturating_add(1);
-            self.told += 1;
-            self.told_again |= entry.told >= TELLING_SHIFTS;
+        self.checked += 1;
+        if (step * step).min(SQUARE_MAX) > SHIFT_THRESHOLD * f64::from(entry.steps) + SHIFT_THRESHOLD_MIN {
+            entry.revealed = entry.revealed.saturating_add(1);
+            self.revealed += 1;
+            self.pattern_confirmed |= entry.revealed >= CONFIRMING_SHIFTS;
         } else {
-            entry.told = 0;
+            entry.revealed = 0;
             // Half of the steady groups yield in each rotation, so that all rotations have the same
             // length.
             entry.passed = usize::from(key).is_multiple_of(2);
-            self.trust(key, Trust::Cleared);
+            self.trust(key, Confidence::Cleared);
         }
     }
 
@@ -438,12 +438,12 @@ impl MuxQueue {
         Some(key)
     }
 
-    /// Selects a group for [`crate::estimate::Estimator::amid`]: in a quarter of the intervals,
+    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]: in a quarter of the intervals,
     /// returns an active group that is about halfway through its slice. All groups are selected
     /// equally often. Returns `None` if slices are one interval long and have no middle.
     ///
     /// Call this method after a group has left and before the slots are refilled.
-    pub fn amid(&mut self) -> Option<GroupKey> {
+    pub fn mid_slice(&mut self) -> Option<GroupKey> {
         // Steps of the golden ratio do not alias with any number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
         if self.draw >= 1 << 30 {
@@ -457,18 +457,18 @@ impl MuxQueue {
     }
 
     /// Records a pattern that aliases with the slices of some group
-    /// ([`crate::estimate::Estimator::keeps_step`]). Other groups may have the same pattern and
+    /// ([`crate::estimate::Estimator::detects_aliasing`]). Other groups may have the same pattern and
     /// appear calm, because they see only one phase of it. Call this method at the end of a slice.
-    pub fn rhythm_seen(&mut self) {
-        self.rhythm_at = Some(self.turns);
+    pub fn record_aliasing(&mut self) {
+        self.aliased_at = Some(self.turns);
     }
 
     /// Returns `true` if a pattern aliased with the slices of some group during the last rotations.
     #[must_use]
-    pub fn has_rhythm(&self) -> bool {
-        let lately = Rotations(4).turns(self.len());
-        self.rhythm_at
-            .is_some_and(|at| Turns(self.turns.0 - at.0) <= lately)
+    pub fn has_aliasing(&self) -> bool {
+        let lately = RotationCount(4).turns(self.len());
+        self.aliased_at
+            .is_some_and(|at| IntervalCount(self.turns.0 - at.0) <= lately)
     }
 
     #[expect(
@@ -480,7 +480,7 @@ impl MuxQueue {
         if self.policy == MuxPolicy::Rotate {
             return self.turn_ns;
         }
-        if self.left == Turns::NONE {
+        if self.left == IntervalCount::NONE {
             self.next_phase();
         }
         self.left.0 -= 1;
@@ -497,26 +497,26 @@ impl MuxQueue {
     /// are therefore verified by a phase shift.
     fn next_phase(&mut self) {
         let groups = self.len();
-        self.left = Rotations::ONE.turns(groups);
+        self.left = RotationCount::ONE.turns(groups);
         self.phase = match self.phase {
-            Phase::Regular if self.run == Rotations::NONE => {
+            Phase::Regular if self.run == RotationCount::NONE => {
                 self.run = FIRST_SHIFT;
                 self.left = self.run.turns(groups);
                 Phase::Regular
             }
             Phase::Regular if self.suspects == 0 => Phase::Regular,
             Phase::Regular => {
-                (self.looked_at, self.told, self.told_again) = (0, 0, false);
+                (self.checked, self.revealed, self.pattern_confirmed) = (0, 0, false);
                 Phase::Stretched
             }
             Phase::Stretched => Phase::Shifted,
             Phase::Shifted => {
-                if self.told_again || (self.looked_at > 2 && 2 * self.told > self.looked_at) {
+                if self.pattern_confirmed || (self.checked > 2 && 2 * self.revealed > self.checked) {
                     self.pace = self.pace.next();
                     self.era = self.era.next();
                     self.suspects = 0;
                 }
-                self.run = if self.told > 0 {
+                self.run = if self.revealed > 0 {
                     FIRST_SHIFT
                 } else {
                     self.run.times(NEXT_SHIFT)
@@ -530,34 +530,34 @@ impl MuxQueue {
     /// Fills the slots. Offers active groups their slots again in the order in which they became
     /// active, then offers free slots to waiting groups until one does not fit. An active group
     /// that is not `Taken` returns to the waiting list.
-    pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> Turn) {
+    pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> SlotOffer) {
         let mut next = self.on.front();
         let mut room = true;
         while let Some(key) = next {
             next = self.on.after(&self.entries, key, |e| &e.age);
             let turn = offer(key);
-            room &= turn != Turn::NoRoom;
-            if turn != Turn::Taken {
+            room &= turn != SlotOffer::NoRoom;
+            if turn != SlotOffer::Taken {
                 self.on.remove(&mut self.entries, key, |e| &mut e.age);
                 self.wait(key);
             }
         }
-        let mut stepped_over = 0;
-        while room && stepped_over < STEP_OVER {
-            let Some(key) = self.pick(stepped_over) else {
+        let mut skipped = 0;
+        while room && skipped < SKIP_MAX {
+            let Some(key) = self.pick(skipped) else {
                 break;
             };
             match offer(key) {
-                Turn::Taken => {
+                SlotOffer::Taken => {
                     self.unwait(key);
-                    self.entries[usize::from(key)].place = Place::On;
+                    self.entries[usize::from(key)].place = QueueState::On;
                     self.on.push_back(&mut self.entries, key, |e| &mut e.age);
                 }
-                Turn::NoRoom => {
+                SlotOffer::NoRoom => {
                     self.held = Some(key);
                     room = false;
                 }
-                Turn::NotNow => stepped_over += 1,
+                SlotOffer::NotNow => skipped += 1,
             }
         }
     }
@@ -575,15 +575,15 @@ impl MuxQueue {
             return self.held;
         }
         if self.policy == MuxPolicy::Adaptive {
-            self.pass_over_steady();
+            self.yield_steady_groups();
         }
         self.waiting.front()
     }
 
     /// Moves steady groups from the head of the waiting list to its end, each every other time, in
     /// favor of groups with varying rates.
-    fn pass_over_steady(&mut self) {
-        for _ in 0..STEP_OVER.min(self.waiting.len()) {
+    fn yield_steady_groups(&mut self) {
+        for _ in 0..SKIP_MAX.min(self.waiting.len()) {
             let Some(key) = self.waiting.front() else { return };
             let entry = &mut self.entries[usize::from(key)];
             entry.passed = entry.is_steady() && !entry.passed;

@@ -1,12 +1,12 @@
 //! Groups, and the queues of pinned and software groups. Multiplexed groups wait in [`crate::mux`].
 //!
-//! A [`Queue`] is an intrusive ring list of groups, so insertion, removal and rotation take
+//! A [`GroupQueue`] is an intrusive ring list of groups, so insertion, removal and rotation take
 //! constant time. Only groups that can run are queued: a group whose leader is off or in the error
 //! state is not queued.
 
 use smallvec::SmallVec;
 
-use super::seats::Want;
+use super::seats::CounterRequest;
 use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
 
 /// A group leader and its siblings, scheduled together or not at all.
@@ -17,9 +17,9 @@ pub(crate) struct Group {
     /// Slot pool of the hardware events, or `None` for a group of software events.
     pub pool: Option<PoolId>,
     /// The queue of the pool that the group belongs to.
-    pub class: Class,
+    pub class: GroupClass,
     /// Required counters: one for each hardware member that is neither off nor in the error state.
-    pub wants: SmallVec<[Want; 4]>,
+    pub wants: SmallVec<[CounterRequest; 4]>,
     pub exclusive: bool,
     /// `true` if the group is active.
     pub on: bool,
@@ -39,7 +39,7 @@ struct Link {
 }
 
 impl Group {
-    pub fn new(pool: Option<PoolId>, class: Class, exclusive: bool) -> Self {
+    pub fn new(pool: Option<PoolId>, class: GroupClass, exclusive: bool) -> Self {
         Self {
             members: SmallVec::new(),
             pool,
@@ -62,7 +62,7 @@ impl Group {
 /// Scheduling class of a group, which selects its queue in a pool. The share policy defines the
 /// order of the classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Class {
+pub(crate) enum GroupClass {
     /// Pinned events that back guest counters.
     Guest,
     /// Pinned VM-wide events of an operator.
@@ -75,7 +75,7 @@ pub(crate) enum Class {
     FlexibleVcpu,
 }
 
-impl Class {
+impl GroupClass {
     pub const COUNT: usize = Self::PINNED + Self::FLEXIBLE;
     /// Number of pinned classes. These classes are first.
     pub const PINNED: usize = 3;
@@ -94,12 +94,12 @@ impl Class {
 
 /// A rotating queue of groups.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Queue {
+pub(crate) struct GroupQueue {
     head: Option<GroupKey>,
     len: usize,
 }
 
-impl Queue {
+impl GroupQueue {
     pub fn len(&self) -> usize {
         self.len
     }
@@ -187,19 +187,19 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn order(queue: &Queue, groups: &Table<GroupKey, Group>) -> Vec<GroupKey> {
+    fn order(queue: &GroupQueue, groups: &Table<GroupKey, Group>) -> Vec<GroupKey> {
         queue.iter(groups).collect()
     }
 
     proptest! {
         #[test]
-        fn a_queue_behaves_like_a_deque(ops in prop::collection::vec((0u8..2, any::<prop::sample::Index>()), 0..60)) {
-            let (mut groups, mut queue) = (Table::default(), Queue::default());
+        fn group_queue_matches_deque(ops in prop::collection::vec((0u8..2, any::<prop::sample::Index>()), 0..60)) {
+            let (mut groups, mut queue) = (Table::default(), GroupQueue::default());
             let mut model = std::collections::VecDeque::new();
             for (op, index) in ops {
                 match op {
                     0 => {
-                        let key = groups.insert(Group::new(None, Class::FlexibleVcpu, false));
+                        let key = groups.insert(Group::new(None, GroupClass::FlexibleVcpu, false));
                         queue.push_back(&mut groups, key);
                         model.push_back(key);
                     }

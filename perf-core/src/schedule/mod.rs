@@ -14,11 +14,11 @@ use std::ops::{Index, IndexMut};
 use smallvec::SmallVec;
 
 use crate::model::keys::{GroupKey, Key, PoolId, Table};
-use crate::mux::{MuxPolicy, MuxQueue, Turn};
+use crate::mux::{MuxPolicy, MuxQueue, SlotOffer};
 use crate::pmu::CounterMask;
-use group::{Class, Group, Queue};
+use group::{Group, GroupClass, GroupQueue};
 
-use seats::Seats;
+use seats::CounterAssignments;
 
 /// Policy for the assignment of slots if there are too few.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,8 +62,8 @@ impl std::fmt::Display for SharePolicy {
 }
 
 impl SharePolicy {
-    fn order(self) -> [Class; Class::COUNT] {
-        use Class::{FlexibleVcpu, FlexibleVm, Guest, PinnedVcpu, PinnedVm};
+    fn order(self) -> [GroupClass; GroupClass::COUNT] {
+        use GroupClass::{FlexibleVcpu, FlexibleVm, Guest, PinnedVcpu, PinnedVm};
         match self {
             Self::GuestFirst | Self::Strict => [Guest, PinnedVm, PinnedVcpu, FlexibleVm, FlexibleVcpu],
             Self::OperatorFirst => [PinnedVm, PinnedVcpu, FlexibleVm, FlexibleVcpu, Guest],
@@ -73,7 +73,7 @@ impl SharePolicy {
 
 /// The slots of one hardware driver in one context.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct SlotPool {
     /// Index of the driver in the registry of the core.
     pub driver: usize,
     /// Counters of the driver.
@@ -82,25 +82,25 @@ pub(crate) struct Pool {
     pub vcpu_counters: CounterMask,
     /// Number of slots in use.
     pub used: usize,
-    pinned: [Queue; Class::PINNED],
-    flexible: [MuxQueue; Class::FLEXIBLE],
+    pinned: [GroupQueue; GroupClass::PINNED],
+    flexible: [MuxQueue; GroupClass::FLEXIBLE],
     /// Groups that cannot become active together with the active pinned groups. Parked outside the
     /// queue, where they would block the groups after them forever.
     pub parked: Vec<GroupKey>,
     /// Capacity left for each flexible queue at the last plan.
-    left: [Left; Class::FLEXIBLE],
+    left: [RemainingCapacity; GroupClass::FLEXIBLE],
     /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
 }
 
-impl Pool {
+impl SlotPool {
     pub fn new(driver: usize, counters: CounterMask, reserved: usize, mux: MuxConfig) -> Self {
         Self {
             driver,
             counters,
             vcpu_counters: counters.skip(reserved),
             used: 0,
-            pinned: [Queue::default(); Class::PINNED],
+            pinned: [GroupQueue::default(); GroupClass::PINNED],
             flexible: std::array::from_fn(|_| mux.queue()),
             parked: Vec::new(),
             left: Default::default(),
@@ -109,11 +109,11 @@ impl Pool {
     }
 
     /// Returns the queue of `class`.
-    pub fn queue(&mut self, class: Class) -> ClassQueue<'_> {
+    pub fn queue(&mut self, class: GroupClass) -> ClassQueue<'_> {
         match class {
-            Class::FlexibleVm => ClassQueue::Flexible(&mut self.flexible[0]),
-            Class::FlexibleVcpu => ClassQueue::Flexible(&mut self.flexible[1]),
-            Class::Guest | Class::PinnedVm | Class::PinnedVcpu => {
+            GroupClass::FlexibleVm => ClassQueue::Flexible(&mut self.flexible[0]),
+            GroupClass::FlexibleVcpu => ClassQueue::Flexible(&mut self.flexible[1]),
+            GroupClass::Guest | GroupClass::PinnedVm | GroupClass::PinnedVcpu => {
                 ClassQueue::Pinned(&mut self.pinned[class as usize])
             }
         }
@@ -136,7 +136,7 @@ impl Pool {
     }
 
     /// Returns all parked groups of `class` to their queue.
-    fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>, class: Class) {
+    fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>, class: GroupClass) {
         let mut parked = std::mem::take(&mut self.parked);
         parked.retain(|&key| {
             let back = groups[key].class == class;
@@ -153,7 +153,7 @@ impl Pool {
 
     /// Returns the number of groups that can run, active or waiting, excluding parked groups.
     pub fn queued(&self) -> usize {
-        let pinned: usize = self.pinned.iter().map(Queue::len).sum();
+        let pinned: usize = self.pinned.iter().map(GroupQueue::len).sum();
         pinned + self.flexible.iter().map(MuxQueue::len).sum::<usize>()
     }
 
@@ -169,23 +169,23 @@ impl Pool {
 
     /// Ends the time slice of one group of each queue if it is due. Returns active groups that must
     /// be read in the middle of their slice.
-    pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; Class::FLEXIBLE] {
-        let mut amid = [None; Class::FLEXIBLE];
-        for (queue, amid) in self.flexible.iter_mut().zip(&mut amid) {
+    pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; GroupClass::FLEXIBLE] {
+        let mut mid_slice = [None; GroupClass::FLEXIBLE];
+        for (queue, mid_slice) in self.flexible.iter_mut().zip(&mut mid_slice) {
             if queue.turn(now_ns).is_some() {
-                *amid = queue.amid();
+                *mid_slice = queue.mid_slice();
             }
         }
-        amid
+        mid_slice
     }
 }
 
 /// The slot pools of a context.
 #[derive(Debug, Default)]
-pub(crate) struct Pools(Vec<Pool>);
+pub(crate) struct SlotPools(Vec<SlotPool>);
 
-impl Pools {
-    pub fn push(&mut self, pool: Pool) -> PoolId {
+impl SlotPools {
+    pub fn push(&mut self, pool: SlotPool) -> PoolId {
         self.0.push(pool);
         PoolId::new(self.0.len() - 1)
     }
@@ -195,21 +195,21 @@ impl Pools {
         (0..self.0.len()).map(PoolId::new)
     }
 
-    pub fn iter(&self) -> std::slice::Iter<'_, Pool> {
+    pub fn iter(&self) -> std::slice::Iter<'_, SlotPool> {
         self.0.iter()
     }
 }
 
-impl Index<PoolId> for Pools {
-    type Output = Pool;
+impl Index<PoolId> for SlotPools {
+    type Output = SlotPool;
 
-    fn index(&self, pool: PoolId) -> &Pool {
+    fn index(&self, pool: PoolId) -> &SlotPool {
         &self.0[pool.index()]
     }
 }
 
-impl IndexMut<PoolId> for Pools {
-    fn index_mut(&mut self, pool: PoolId) -> &mut Pool {
+impl IndexMut<PoolId> for SlotPools {
+    fn index_mut(&mut self, pool: PoolId) -> &mut SlotPool {
         &mut self.0[pool.index()]
     }
 }
@@ -217,7 +217,7 @@ impl IndexMut<PoolId> for Pools {
 /// A queue of pinned or flexible groups.
 pub(crate) enum ClassQueue<'a> {
     /// A queue in the order of enabling.
-    Pinned(&'a mut Queue),
+    Pinned(&'a mut GroupQueue),
     /// Multiplexed queue.
     Flexible(&'a mut MuxQueue),
 }
@@ -242,7 +242,7 @@ impl MuxConfig {
 
 /// Result of planning: the next set of active groups.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct SlotPlan {
     /// Groups in order of precedence.
     pub on: SmallVec<[GroupKey; 16]>,
     /// Pinned groups that do not fit and enter the error state.
@@ -251,7 +251,7 @@ pub(crate) struct Plan {
 
 /// Capacity that is left for a flexible queue by the groups before it that are always active.
 #[derive(Debug, Default)]
-struct Left {
+struct RemainingCapacity {
     /// Suitable counters of each event of those groups.
     before: SmallVec<[CounterMask; 16]>,
     vcpu_counters: CounterMask,
@@ -263,25 +263,25 @@ struct Left {
 
 /// First groups of a plan, which are always active.
 #[derive(Clone, Copy, Debug, Default)]
-struct Always {
+struct AlwaysActive {
     /// Number of their events.
     events: usize,
     exclusive: bool,
 }
 
 /// Capacity that the groups planned so far leave free.
-struct Room {
-    seats: Seats,
+struct FreeCapacity {
+    seats: CounterAssignments,
     /// Counters available to events of a single vCPU.
     vcpu_counters: CounterMask,
     /// `true` if one of the planned groups is exclusive.
     exclusive: bool,
 }
 
-impl Room {
+impl FreeCapacity {
     /// Creates an empty plan that records the current counters of active events.
-    fn new(pool: &Pool, groups: &Table<GroupKey, Group>) -> Self {
-        let mut seats = Seats::new(pool.counters);
+    fn new(pool: &SlotPool, groups: &Table<GroupKey, Group>) -> Self {
+        let mut seats = CounterAssignments::new(pool.counters);
         for &key in &pool.on {
             groups[key].wants.iter().for_each(|want| seats.keep(want.seat));
         }
@@ -292,7 +292,7 @@ impl Room {
         }
     }
 
-    fn allowed(&self, class: Class) -> CounterMask {
+    fn allowed(&self, class: GroupClass) -> CounterMask {
         if class.is_vcpu() {
             self.vcpu_counters
         } else {
@@ -300,23 +300,23 @@ impl Room {
         }
     }
 
-    fn offer(&mut self, key: GroupKey, group: &Group) -> Turn {
+    fn offer(&mut self, key: GroupKey, group: &Group) -> SlotOffer {
         // No group may overtake an exclusive group at the head of the queue, because multiplexed
         // groups would otherwise never leave the PMU to it.
         if self.exclusive || (group.exclusive && self.seats.len() > 0) {
-            return Turn::NoRoom;
+            return SlotOffer::NoRoom;
         }
         let allowed = self.allowed(group.class);
         if self.seats.take(key, &group.wants, allowed, group.on).is_err() {
-            return Turn::NoRoom;
+            return SlotOffer::NoRoom;
         }
         self.exclusive |= group.exclusive && !group.wants.is_empty();
-        Turn::Taken
+        SlotOffer::Taken
     }
 
     /// Returns `true` if a group that does not fit now would fit together with only the groups that
     /// are always active.
-    fn ever_takes(&self, always: Always, untouched: bool, key: GroupKey, group: &Group) -> bool {
+    fn can_ever_fit(&self, always: AlwaysActive, untouched: bool, key: GroupKey, group: &Group) -> bool {
         if group.exclusive && !untouched {
             return false;
         }
@@ -333,9 +333,9 @@ impl Room {
     }
 }
 
-impl Left {
+impl RemainingCapacity {
     /// Updates the remaining capacity. Returns `true` if it changed.
-    fn update(&mut self, room: &Room, always: Always, untouched: bool) -> bool {
+    fn update(&mut self, room: &FreeCapacity, always: AlwaysActive, untouched: bool) -> bool {
         let before = || room.seats.fits().take(always.events);
         let same = self.vcpu_counters == room.vcpu_counters
             && self.exclusive == always.exclusive
@@ -353,31 +353,35 @@ impl Left {
 }
 
 /// Plans the next set of active groups of one pool, and updates the flexible queues accordingly.
-pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy: SharePolicy) -> Plan {
-    let mut plan = Plan::default();
-    let mut room = Room::new(pool, groups);
-    let mut always = Always::default();
+pub(crate) fn plan(
+    pool: &mut SlotPool,
+    groups: &mut Table<GroupKey, Group>,
+    policy: SharePolicy,
+) -> SlotPlan {
+    let mut plan = SlotPlan::default();
+    let mut room = FreeCapacity::new(pool, groups);
+    let mut always = AlwaysActive::default();
     let mut shared = false;
     for class in policy.order() {
         match pool.queue(class) {
             ClassQueue::Pinned(queue) => {
                 for key in queue.iter(groups) {
                     match room.offer(key, &groups[key]) {
-                        Turn::Taken => plan.on.push(key),
-                        Turn::NoRoom | Turn::NotNow => plan.failed.push(key),
+                        SlotOffer::Taken => plan.on.push(key),
+                        SlotOffer::NoRoom | SlotOffer::NotNow => plan.failed.push(key),
                     }
                 }
             }
             ClassQueue::Flexible(_) => {
                 // Flexible groups before these are always active only if none of them must wait.
                 if !shared {
-                    always = Always {
+                    always = AlwaysActive {
                         events: room.seats.len(),
                         exclusive: room.exclusive,
                     };
                 }
                 let untouched = room.seats.len() == 0;
-                if pool.left[class as usize - Class::PINNED].update(&room, always, untouched) {
+                if pool.left[class as usize - GroupClass::PINNED].update(&room, always, untouched) {
                     pool.unpark_all(groups, class);
                 }
                 let mut hopeless: SmallVec<[GroupKey; 16]> = SmallVec::new();
@@ -387,11 +391,11 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Table<GroupKey, Group>, policy:
                 queue.fill(|key| {
                     let group = &groups[key];
                     let turn = room.offer(key, group);
-                    if turn == Turn::Taken {
+                    if turn == SlotOffer::Taken {
                         plan.on.push(key);
-                    } else if !room.ever_takes(always, untouched, key, group) {
+                    } else if !room.can_ever_fit(always, untouched, key, group) {
                         hopeless.push(key);
-                        return Turn::NotNow;
+                        return SlotOffer::NotNow;
                     }
                     turn
                 });

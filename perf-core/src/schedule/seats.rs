@@ -14,7 +14,7 @@ use crate::pmu::CounterMask;
 
 /// Request of a group member for a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Want {
+pub(crate) struct CounterRequest {
     /// Key of the event in its context.
     pub event: EventKey,
     /// Suitable counters.
@@ -25,7 +25,7 @@ pub(crate) struct Want {
 
 /// An event with an assigned counter.
 #[derive(Clone, Copy, Debug)]
-struct Seated {
+struct AssignedEvent {
     fits: CounterMask,
     seat: u8,
     group: GroupKey,
@@ -36,7 +36,7 @@ struct Seated {
 /// A set of events that exceeds its set of suitable counters, as the reason why they cannot all be
 /// active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Crowd {
+pub(crate) struct CounterConflict {
     /// Number of events that fit only these counters.
     pub events: usize,
     /// Number of counters.
@@ -45,17 +45,17 @@ pub(crate) struct Crowd {
 
 /// Assignments of events to counters.
 #[derive(Debug)]
-pub(crate) struct Seats {
+pub(crate) struct CounterAssignments {
     counters: CounterMask,
     free: CounterMask,
     /// Counters of active events, which new events avoid if possible.
     kept: CounterMask,
-    events: SmallVec<[Seated; 16]>,
+    events: SmallVec<[AssignedEvent; 16]>,
     /// For each counter in use, the index into `events` of its event.
     sits: [u8; CounterMask::MOST],
 }
 
-impl Seats {
+impl CounterAssignments {
     pub fn new(counters: CounterMask) -> Self {
         Self {
             counters,
@@ -102,10 +102,10 @@ impl Seats {
     pub fn take(
         &mut self,
         group: GroupKey,
-        wants: &[Want],
+        wants: &[CounterRequest],
         allowed: CounterMask,
         on: bool,
-    ) -> Result<(), Crowd> {
+    ) -> Result<(), CounterConflict> {
         let before: SmallVec<[u8; 16]> = match wants {
             // A single event that fails has moved no other event.
             [] | [_] => SmallVec::new(),
@@ -116,17 +116,17 @@ impl Seats {
             let fits = w.fits & allowed & self.counters;
             let hint = w.seat.filter(|_| on);
             match self.seat(fits, hint) {
-                Ok(seat) => self.push(Seated {
+                Ok(seat) => self.push(AssignedEvent {
                     fits,
                     seat,
                     group,
                     want,
                 }),
-                Err(crowd) => {
+                Err(conflict) => {
                     if want > 0 {
                         self.restore(len, &before);
                     }
-                    return Err(crowd);
+                    return Err(conflict);
                 }
             }
         }
@@ -134,8 +134,8 @@ impl Seats {
     }
 
     /// Assigns a counter to one event that fits the counters of `fits`.
-    pub fn take_one(&mut self, fits: CounterMask) -> Result<(), Crowd> {
-        let want = Want {
+    pub fn take_one(&mut self, fits: CounterMask) -> Result<(), CounterConflict> {
+        let want = CounterRequest {
             event: EventKey::new(0),
             fits,
             seat: None,
@@ -144,7 +144,7 @@ impl Seats {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
-    fn push(&mut self, event: Seated) {
+    fn push(&mut self, event: AssignedEvent) {
         self.free = self.free.without(CounterMask::one(event.seat.into()));
         self.sits[usize::from(event.seat)] = self.events.len() as u8;
         self.events.push(event);
@@ -163,7 +163,7 @@ impl Seats {
     }
 
     /// Returns a counter of `fits` that is free on return.
-    fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, Crowd> {
+    fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, CounterConflict> {
         let open = fits & self.free;
         if let Some(seat) = hint.filter(|&seat| open.contains(seat.into())) {
             return Ok(seat);
@@ -184,7 +184,7 @@ impl Seats {
     /// Moves events along the shortest augmenting path to free a counter of `fits`, all of which
     /// are in use.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
-    fn make_room(&mut self, fits: CounterMask) -> Result<u8, Crowd> {
+    fn make_room(&mut self, fits: CounterMask) -> Result<u8, CounterConflict> {
         // For each reached counter outside `fits`: the counter whose event may move there.
         let mut from = [0u8; CounterMask::MOST];
         let mut reached = fits;
@@ -205,7 +205,7 @@ impl Seats {
             }
             edge = next;
         }
-        Err(self.crowd(reached))
+        Err(self.conflict(reached))
     }
 
     /// Moves the events of an augmenting path that ends at the free counter `end`. Returns the
@@ -225,14 +225,14 @@ impl Seats {
     }
 
     /// Returns the events that compete for the counters of `reached`.
-    fn crowd(&self, mut reached: CounterMask) -> Crowd {
+    fn conflict(&self, mut reached: CounterMask) -> CounterConflict {
         // If no counter is free, the search did not follow all paths.
         loop {
             let more = reached.iter().fold(reached, |all, counter| {
                 all | self.events[usize::from(self.sits[counter])].fits
             });
             if more == reached {
-                return Crowd {
+                return CounterConflict {
                     events: reached.len() + 1,
                     counters: reached.len(),
                 };
@@ -247,8 +247,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn want(bits: u64) -> Want {
-        Want {
+    fn want(bits: u64) -> CounterRequest {
+        CounterRequest {
             event: EventKey::new(0),
             fits: CounterMask::from_bits(bits),
             seat: None,
@@ -265,15 +265,15 @@ mod tests {
         }
     }
 
-    fn seats_of(seats: &Seats) -> Vec<u8> {
+    fn seats_of(seats: &CounterAssignments) -> Vec<u8> {
         seats.events.iter().map(|e| e.seat).collect()
     }
 
     #[test]
-    fn a_fixed_counter_is_taken_before_a_general_one() {
+    fn fixed_counter_is_preferred_over_general_purpose() {
         // Four general-purpose and three fixed counters. Cycles fit any general-purpose counter and
         // the second fixed counter.
-        let mut seats = Seats::new(CounterMask::first(7));
+        let mut seats = CounterAssignments::new(CounterMask::first(7));
         seats
             .take(GroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
             .unwrap();
@@ -284,7 +284,7 @@ mod tests {
         let refused = seats.take_one(CounterMask::first(4)).unwrap_err();
         assert_eq!(
             refused,
-            Crowd {
+            CounterConflict {
                 events: 5,
                 counters: 4
             }
@@ -292,8 +292,8 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_chain_is_moved() {
-        let mut seats = Seats::new(CounterMask::first(4));
+    fn shortest_augmenting_path_is_used() {
+        let mut seats = CounterAssignments::new(CounterMask::first(4));
         // Counters 3, 2 and 1 hold events that fit other counters; the new event needs 3.
         for bits in [0b1111, 0b0110, 0b0011] {
             seats.take_one(CounterMask::from_bits(bits)).unwrap();
@@ -306,8 +306,8 @@ mod tests {
     /// A new event takes the highest-numbered counter that no active event holds, and the counter
     /// of an active event only if there is no other.
     #[test]
-    fn who_comes_leaves_the_counters_of_those_that_are_on() {
-        let mut seats = Seats::new(CounterMask::first(4));
+    fn new_event_avoids_counters_of_active_events() {
+        let mut seats = CounterAssignments::new(CounterMask::first(4));
         for seat in [Some(3), None, Some(2)] {
             seats.keep(seat);
         }
@@ -322,14 +322,14 @@ mod tests {
         /// previously accepted groups. Each event has its own suitable counter, a rejected group
         /// moves no event, and a reported conflict is a real one.
         #[test]
-        fn groups_are_taken_exactly_if_there_is_a_way(
+        fn groups_are_assigned_exactly_if_possible(
             counters in 0u64..128,
             groups in prop::collection::vec(prop::collection::vec(0u64..128, 0..4), 0..8),
         ) {
-            let mut seats = Seats::new(CounterMask::from_bits(counters));
+            let mut seats = CounterAssignments::new(CounterMask::from_bits(counters));
             let mut taken: Vec<u64> = Vec::new();
             for (key, group) in groups.iter().enumerate() {
-                let wants: Vec<Want> = group.iter().map(|&bits| want(bits)).collect();
+                let wants: Vec<CounterRequest> = group.iter().map(|&bits| want(bits)).collect();
                 let with: Vec<u64> = taken.iter().chain(group).copied().collect();
                 let before = seats_of(&seats);
                 match seats.take(GroupKey::new(key), &wants, CounterMask::ALL, false) {
@@ -337,10 +337,10 @@ mod tests {
                         prop_assert!(possible(&with, counters));
                         taken = with;
                     }
-                    Err(crowd) => {
+                    Err(conflict) => {
                         prop_assert!(!possible(&with, counters));
                         prop_assert_eq!(seats_of(&seats), before);
-                        prop_assert!(crowd.events == crowd.counters + 1);
+                        prop_assert!(conflict.events == conflict.counters + 1);
                     }
                 }
                 let mut used = 0;
@@ -356,9 +356,9 @@ mod tests {
         /// Active events that are assigned again in any order, before new events, keep their
         /// counters.
         #[test]
-        fn what_is_on_and_has_precedence_stays(masks in prop::collection::vec(1u64..128, 1..7), new in prop::collection::vec(0u64..128, 0..4), swap: bool) {
-            let mut seats = Seats::new(CounterMask::first(7));
-            let mut on: Vec<Want> = Vec::new();
+        fn active_events_with_precedence_keep_counters(masks in prop::collection::vec(1u64..128, 1..7), new in prop::collection::vec(0u64..128, 0..4), swap: bool) {
+            let mut seats = CounterAssignments::new(CounterMask::first(7));
+            let mut on: Vec<CounterRequest> = Vec::new();
             for mask in masks {
                 if seats.take_one(CounterMask::from_bits(mask)).is_ok() {
                     on.push(want(mask));
@@ -370,7 +370,7 @@ mod tests {
             if swap {
                 on.reverse();
             }
-            let mut next = Seats::new(CounterMask::first(7));
+            let mut next = CounterAssignments::new(CounterMask::first(7));
             on.iter().for_each(|w| next.keep(w.seat));
             for w in &on {
                 prop_assert!(next.take(GroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::seats::Want;
+use super::seats::CounterRequest;
 use super::*;
 use crate::model::keys::EventKey;
 
@@ -18,7 +18,7 @@ struct Asked {
 
 #[derive(Clone, Debug)]
 struct AskedGroup {
-    class: Class,
+    class: GroupClass,
     exclusive: bool,
     /// Suitable counters of each event.
     fits: Vec<u64>,
@@ -26,11 +26,11 @@ struct AskedGroup {
 
 fn asked() -> impl Strategy<Value = Asked> {
     let class = prop_oneof![
-        Just(Class::Guest),
-        Just(Class::PinnedVm),
-        Just(Class::PinnedVcpu),
-        Just(Class::FlexibleVm),
-        Just(Class::FlexibleVcpu),
+        Just(GroupClass::Guest),
+        Just(GroupClass::PinnedVm),
+        Just(GroupClass::PinnedVcpu),
+        Just(GroupClass::FlexibleVm),
+        Just(GroupClass::FlexibleVcpu),
     ];
     // Most events fit contiguous ranges of counters, like real events. Some fit arbitrary sets.
     let fits = prop_oneof![
@@ -73,7 +73,7 @@ struct Planned {
 }
 
 struct World {
-    pool: Pool,
+    pool: SlotPool,
     groups: Table<GroupKey, Group>,
     asked: Asked,
 }
@@ -95,14 +95,14 @@ impl World {
             turn_ns: 1,
         };
         let counters = CounterMask::from_bits(asked.counters);
-        let mut pool = Pool::new(0, counters, asked.reserved, mux);
+        let mut pool = SlotPool::new(0, counters, asked.reserved, mux);
         let mut groups = Table::default();
         for group in &asked.groups {
             let mut new = Group::new(Some(PoolId::new(0)), group.class, group.exclusive);
             new.wants = group
                 .fits
                 .iter()
-                .map(|&bits| Want {
+                .map(|&bits| CounterRequest {
                     event: EventKey::new(0),
                     fits: CounterMask::from_bits(bits),
                     seat: None,
@@ -170,7 +170,7 @@ proptest! {
     /// would have fit together with the groups before it, that the first waiting flexible group
     /// does not fit, and that each event has its own suitable counter.
     #[test]
-    fn plans_are_what_brute_force_says(asked in asked()) {
+    fn plans_match_brute_force(asked in asked()) {
         let mut world = World::new(asked);
         let mut now_ns = 0;
         for turn in world.asked.turns.clone() {
@@ -241,7 +241,7 @@ proptest! {
     /// After a group switch, a group that remains active moves only if the new groups cannot be
     /// assigned otherwise.
     #[test]
-    fn who_stays_on_keeps_its_counter(asked in asked()) {
+    fn active_groups_keep_their_counters(asked in asked()) {
         let mut world = World::new(asked);
         world.plan();
         let mut now_ns = 0;
@@ -270,7 +270,7 @@ proptest! {
 /// Groups that do not fit together with the pinned groups are parked. They return to the queue when
 /// the pinned groups change in kind, even if their number stays the same.
 #[test]
-fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
+fn parked_groups_return_when_pinned_events_change() {
     let group = |class, bits| AskedGroup {
         class,
         exclusive: false,
@@ -279,7 +279,10 @@ fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
     let mut world = World::new(Asked {
         counters: 0b11,
         reserved: 0,
-        groups: vec![group(Class::Guest, 0b01), group(Class::FlexibleVcpu, 0b01)],
+        groups: vec![
+            group(GroupClass::Guest, 0b01),
+            group(GroupClass::FlexibleVcpu, 0b01),
+        ],
         policy: SharePolicy::GuestFirst,
         turns: vec![],
     });
@@ -292,7 +295,7 @@ fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
 }
 
 /// Creates a group with one event that fits the counters `bits`.
-fn asked_group(class: Class, bits: u64) -> AskedGroup {
+fn asked_group(class: GroupClass, bits: u64) -> AskedGroup {
     AskedGroup {
         class,
         exclusive: false,
@@ -312,8 +315,8 @@ fn world(counters: u64, reserved: usize, groups: Vec<AskedGroup>) -> World {
 
 /// Groups that were parked because of reserved counters return when fewer counters are reserved.
 #[test]
-fn parked_groups_come_back_when_fewer_counters_are_reserved() {
-    let mut world = world(0b11, 2, vec![asked_group(Class::FlexibleVcpu, 0b11)]);
+fn parked_groups_return_when_reservation_shrinks() {
+    let mut world = world(0b11, 2, vec![asked_group(GroupClass::FlexibleVcpu, 0b11)]);
     assert!(world.plan().on.is_empty());
     assert!(world.groups[GroupKey::new(0)].parked);
     world.pool.reserve(1);
@@ -325,17 +328,17 @@ fn parked_groups_come_back_when_fewer_counters_are_reserved() {
 /// Parked groups are reconsidered only when a relevant part of the remaining capacity changes,
 /// because there may be many of them.
 #[test]
-fn what_is_left_is_something_else_when_any_part_of_it_is() {
+fn capacity_change_is_detected() {
     let mut world = world(0b1111, 1, vec![]);
-    let mut left = Left::default();
-    let always = Always {
+    let mut left = RemainingCapacity::default();
+    let always = AlwaysActive {
         events: 2,
         exclusive: false,
     };
     let room = |world: &World, fits: [u64; 2]| {
-        let mut room = Room::new(&world.pool, &world.groups);
+        let mut room = FreeCapacity::new(&world.pool, &world.groups);
         for bits in fits {
-            let want = Want {
+            let want = CounterRequest {
                 event: EventKey::new(0),
                 fits: CounterMask::from_bits(bits),
                 seat: None,
@@ -352,7 +355,7 @@ fn what_is_left_is_something_else_when_any_part_of_it_is() {
     }
     assert!(left.update(&first, always, true), "all of it is left");
     assert!(!left.update(&first, always, true));
-    let exclusive = Always {
+    let exclusive = AlwaysActive {
         exclusive: true,
         ..always
     };
@@ -360,7 +363,7 @@ fn what_is_left_is_something_else_when_any_part_of_it_is() {
     assert!(!left.update(&first, exclusive, true));
     assert!(left.update(
         &first,
-        Always {
+        AlwaysActive {
             events: 1,
             ..exclusive
         },
@@ -379,14 +382,14 @@ fn what_is_left_is_something_else_when_any_part_of_it_is() {
 }
 
 #[test]
-fn each_driver_has_a_pool_of_its_own() {
+fn each_driver_has_its_own_pool() {
     let mux = MuxConfig {
         policy: MuxPolicy::Rotate,
         turn_ns: 1,
     };
-    let mut pools = Pools::default();
+    let mut pools = SlotPools::default();
     for driver in 0..3 {
-        let id = pools.push(Pool::new(driver, CounterMask::NONE, 0, mux));
+        let id = pools.push(SlotPool::new(driver, CounterMask::NONE, 0, mux));
         assert_eq!(pools[id].driver, driver);
     }
     let drivers: Vec<_> = pools.ids().map(|id| pools[id].driver).collect();
@@ -394,7 +397,7 @@ fn each_driver_has_a_pool_of_its_own() {
 }
 
 #[test]
-fn a_policy_is_read_as_it_is_shown() {
+fn share_policy_round_trips_as_text() {
     for (policy, name) in [
         (SharePolicy::GuestFirst, "guest-first"),
         (SharePolicy::OperatorFirst, "operator-first"),
@@ -411,9 +414,9 @@ fn a_policy_is_read_as_it_is_shown() {
 /// not fit together with them is parked. While they are multiplexed, it waits in its queue, because
 /// the active ones will leave.
 #[test]
-fn who_cannot_go_on_beside_those_that_take_turns_waits_in_line() {
-    let vm = || asked_group(Class::FlexibleVm, 0b1);
-    let vcpu = || asked_group(Class::FlexibleVcpu, 0b1);
+fn group_waits_in_queue_behind_multiplexed_groups() {
+    let vm = || asked_group(GroupClass::FlexibleVm, 0b1);
+    let vcpu = || asked_group(GroupClass::FlexibleVcpu, 0b1);
     let mut alone = world(0b1, 0, vec![vm(), vcpu()]);
     assert_eq!(alone.plan().on[..], [0]);
     assert!(alone.groups[GroupKey::new(1)].parked);

@@ -70,7 +70,7 @@ impl Default for CoreConfig {
 impl CoreConfig {
     pub(crate) fn mux_config(&self) -> MuxConfig {
         let tick_ns = 1_000_000_000 / self.tick_hz.max(1);
-        let turn_ns = self.turn_ns.map_or(tick_ns, crate::mux::measure_of);
+        let turn_ns = self.turn_ns.map_or(tick_ns, crate::mux::base_interval_ns);
         MuxConfig {
             policy: self.mux,
             turn_ns,
@@ -90,7 +90,7 @@ impl std::fmt::Debug for CoreConfig {
 
 /// The limits that can change at run time.
 #[derive(Debug)]
-pub(crate) struct Limits {
+pub(crate) struct CoreLimits {
     pub paranoid: AtomicI32,
     pub sample_rate_hz: AtomicU64,
     pub mlock_kb: AtomicU64,
@@ -100,7 +100,7 @@ pub(crate) struct Limits {
     share: AtomicU8,
 }
 
-impl Limits {
+impl CoreLimits {
     pub fn new(config: &CoreConfig) -> Self {
         Self {
             paranoid: AtomicI32::new(config.paranoid),

@@ -6,17 +6,17 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 use arc_swap::ArcSwap;
 
 use crate::attr::{Attr, EventType};
-use crate::context::{ContextCell, Whose};
-use crate::lock::{Guard, Held, Lock, LockGuard, Rank};
+use crate::context::{ContextCell, ContextOwner};
+use crate::lock::{Guard, Lock, LockGuard, LockRecord, Rank};
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
-use crate::model::software::{Gates, SoftwareId};
-use crate::model::wanted::Wanted;
+use crate::model::software::{OpenEventCounts, SoftwareEventId};
+use crate::model::wanted::RecordDemand;
 use crate::pmu::{Capacity, CounterMask, Pmu, VcpuId};
 use crate::record::SampleId;
-use crate::service::config::{CoreConfig, Limits};
+use crate::service::config::{CoreConfig, CoreLimits};
 use crate::service::error::OpenError;
-use crate::service::memory::Locked;
+use crate::service::memory::RingMemory;
 use crate::service::opened::OpenEvents;
 
 /// The perf core of one VM, with its drivers, its VM context and its vCPU contexts. Clones are
@@ -28,7 +28,7 @@ pub struct Core {
 
 pub(crate) struct CoreInner {
     pub config: CoreConfig,
-    pub limits: Limits,
+    pub limits: CoreLimits,
     pub drivers: RwLock<Vec<Driver>>,
     /// Context of the whole machine. Always scheduled in.
     pub vm: Arc<ContextCell>,
@@ -40,11 +40,11 @@ pub(crate) struct CoreInner {
     topology: Lock<Topology>,
     pub opened: OpenEvents,
     /// Software event IDs that are counted.
-    pub gates: Arc<Gates>,
+    pub gates: Arc<OpenEventCounts>,
     /// Requested side-band record types.
-    pub wanted: Wanted,
+    pub wanted: RecordDemand,
     /// Ring memory by user.
-    pub locked: Arc<Locked>,
+    pub locked: Arc<RingMemory>,
 }
 
 #[derive(Debug, Default)]
@@ -60,7 +60,7 @@ pub(crate) struct Driver {
 
 /// Requirements of an event on a hardware driver.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Hardware {
+pub(crate) struct HardwareNeeds {
     /// Index of the driver in the registry.
     pub driver: usize,
     /// All counters of the driver.
@@ -69,7 +69,7 @@ pub(crate) struct Hardware {
     pub fits: CounterMask,
 }
 
-impl Hardware {
+impl HardwareNeeds {
     /// Returns the requirements of an event with `attr`, or `None` for a driver of the software
     /// class.
     pub fn of(driver: usize, pmu: &dyn Pmu, capacity: Capacity, attr: &Attr) -> Option<Self> {
@@ -107,20 +107,20 @@ impl Core {
             config.share,
             config.mux_config(),
             Arc::clone(&config.clock),
-            Whose::Vm,
+            ContextOwner::Vm,
         ));
         let now_ns = config.clock.now_ns();
         vm.lock().sched_in(now_ns);
         Self {
             inner: Arc::new(CoreInner {
-                limits: Limits::new(&config),
+                limits: CoreLimits::new(&config),
                 drivers: RwLock::new(Vec::new()),
                 vm,
                 vcpus: ArcSwap::default(),
                 topology: Lock::new(Rank::Topology, Topology::default()),
                 opened: OpenEvents::default(),
                 gates: Arc::default(),
-                wanted: Wanted::default(),
+                wanted: RecordDemand::default(),
                 locked: Arc::default(),
                 config,
             }),
@@ -134,7 +134,7 @@ impl CoreInner {
     }
 
     fn drivers(&self) -> Guard<RwLockReadGuard<'_, Vec<Driver>>> {
-        let held = Held::wait(Rank::Drivers, std::ptr::from_ref(&self.drivers).addr());
+        let held = LockRecord::wait(Rank::Drivers, std::ptr::from_ref(&self.drivers).addr());
         Guard::new(self.drivers.read().unwrap_or_else(PoisonError::into_inner), held)
     }
 
@@ -144,7 +144,7 @@ impl CoreInner {
     }
 
     /// Returns the number of slots of the smallest PMU, or 0 without a PMU.
-    pub fn fewest_slots(&self) -> usize {
+    pub fn min_slots(&self) -> usize {
         let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
             Capacity::Counters(counters) => Some(counters.len()),
@@ -172,7 +172,7 @@ impl CoreInner {
 
     /// Returns the record trailer with the vCPU of `origin` and the time. The thread that runs on a
     /// host CPU is unknown.
-    pub fn written_by(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
+    pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
             (None, Some((vcpu, tid))) => (self.config.pid, tid.cast_unsigned(), vcpu.0),
@@ -193,9 +193,9 @@ impl CoreInner {
         let mut context = cell.lock();
         context.ticks = context.ticks.saturating_add(expirations.max(1));
         let (tick_hz, limit_hz) = (self.config.tick_hz, self.limits.sample_rate_hz());
-        context.tick_sampling(now_ns, tick_hz, limit_hz, self.written_by(cell, now_ns));
-        context.look_now_and_then(now_ns);
-        context.try_refused_again(now_ns);
+        context.tick_sampling(now_ns, tick_hz, limit_hz, self.record_origin(cell, now_ns));
+        context.look_periodically(now_ns);
+        context.retry_refused(now_ns);
         context.rotate(now_ns);
     }
 
@@ -206,9 +206,9 @@ impl CoreInner {
         attr: &Attr,
         cell: &ContextCell,
         leader: Option<EventKey>,
-    ) -> Result<(Source, Option<Hardware>), OpenError> {
+    ) -> Result<(Source, Option<HardwareNeeds>), OpenError> {
         if attr.ty == EventType::VMM {
-            if SoftwareId::from_config(attr.config).is_none() {
+            if SoftwareEventId::from_config(attr.config).is_none() {
                 return Err(OpenError::NoSuchSoftwareEvent(attr.config));
             }
             return Ok((Source::Raised(0), None));
@@ -219,7 +219,10 @@ impl CoreInner {
             Some(group) => pmu.open_in_group(attr, cell.target(), &group)?,
             None => pmu.open(attr, cell.target())?,
         };
-        Ok((Source::Driver(event), Hardware::of(at, &*pmu, capacity, attr)))
+        Ok((
+            Source::Driver(event),
+            HardwareNeeds::of(at, &*pmu, capacity, attr),
+        ))
     }
 }
 
@@ -236,7 +239,7 @@ pub struct VcpuContext {
     /// [`VcpuContext::switch_to`].
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
-    pub(crate) gates: Arc<Gates>,
+    pub(crate) gates: Arc<OpenEventCounts>,
     /// `true` after the vCPU was removed. Further calls have no effect, even through remaining
     /// references.
     pub(crate) gone: AtomicBool,
@@ -244,5 +247,5 @@ pub struct VcpuContext {
     /// at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
     /// Value of [`VcpuContext::errors`] that the vCPU thread has already seen.
-    pub(crate) seen_errors: AtomicU64,
+    pub(crate) handled_errors: AtomicU64,
 }

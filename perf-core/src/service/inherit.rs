@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 use crate::context::ContextCell;
 use crate::model::event::{Event, EventShared, Source};
 use crate::model::keys::EventKey;
-use crate::model::state::State;
-use crate::notify::Poll;
-use crate::sample::Rate;
+use crate::model::state::EventState;
+use crate::notify::PollState;
+use crate::sample::SamplingRate;
 use crate::service::core::CoreInner;
 use crate::service::error::OpenError;
-use crate::service::opened::{Child, Links};
+use crate::service::opened::{Child, EventLinks};
 
 impl CoreInner {
     /// Returns `true` if a new vCPU inherits all VM-wide events.
@@ -71,7 +71,7 @@ impl CoreInner {
         &self,
         parent_key: EventKey,
         parent: &Arc<EventShared>,
-        links: &Links,
+        links: &EventLinks,
         cell: &Arc<ContextCell>,
         leader: Option<EventKey>,
     ) -> Result<EventKey, OpenError> {
@@ -89,9 +89,9 @@ impl CoreInner {
         let (enabled, mut rate, output, enable_on_exec) = {
             let mut vm = self.vm.lock();
             let found = vm.get(parent_key, parent);
-            found.map_or((false, Rate::default(), None, false), |e| {
+            found.map_or((false, SamplingRate::default(), None, false), |e| {
                 (
-                    e.state >= State::Inactive,
+                    e.state >= EventState::Inactive,
                     e.sampling.rate(),
                     e.output.clone(),
                     e.enable_on_exec,
@@ -150,7 +150,7 @@ impl CoreInner {
             let mut context = cell.lock();
             context.sched_out(now_ns);
             context.dead = true;
-            context.lose_pending(self.written_by(cell, now_ns));
+            context.discard_pending(self.record_origin(cell, now_ns));
         }
         // No sample may follow the EXIT record. All events are stopped and serviced, and only READ
         // records may follow.
@@ -179,7 +179,7 @@ impl CoreInner {
         // Events that were opened on the vCPU itself remain readable through their handles and
         // never count again.
         for (_, event) in cell.lock().events.iter() {
-            event.shared.notify.signal(Poll::HUP);
+            event.shared.notify.signal(PollState::HUP);
             if let Some(output) = event.output.as_ref().filter(|o| o.owner == event.shared.id) {
                 output.ring.hang_up();
             }

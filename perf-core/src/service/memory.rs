@@ -9,25 +9,25 @@ use crate::service::error::MapError;
 
 /// Ring memory in use, in pages per user. Memory is charged until no process references it anymore.
 #[derive(Debug)]
-pub(crate) struct Locked {
-    users: Lock<HashMap<u32, Used>>,
+pub(crate) struct RingMemory {
+    users: Lock<HashMap<u32, UserMemory>>,
 }
 
 /// Ring memory of one user.
 #[derive(Debug, Default)]
-struct Used {
+struct UserMemory {
     pages: u64,
     /// Memory of rings that this process released while clients still mapped them.
-    held: Vec<Held>,
+    held: Vec<ClientMemory>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct ClientMemory {
     watch: MemoryWatch,
     pages: u64,
 }
 
-impl Used {
+impl UserMemory {
     /// Refunds memory that clients have released in the meantime. Costs one or two system calls per
     /// ring.
     fn sweep(&mut self) {
@@ -42,7 +42,7 @@ impl Used {
     }
 }
 
-impl Default for Locked {
+impl Default for RingMemory {
     fn default() -> Self {
         Self {
             users: Lock::new(Rank::Memory, HashMap::new()),
@@ -50,8 +50,8 @@ impl Default for Locked {
     }
 }
 
-impl Locked {
-    fn lock(&self) -> LockGuard<'_, HashMap<u32, Used>> {
+impl RingMemory {
+    fn lock(&self) -> LockGuard<'_, HashMap<u32, UserMemory>> {
         self.users.lock()
     }
 
@@ -63,7 +63,12 @@ impl Locked {
     }
 
     /// Charges `pages` to `uid`. The refund goes to the same user, no matter who unmaps the ring.
-    pub fn charge(self: &Arc<Self>, uid: u32, pages: u64, limit: Option<u64>) -> Result<Charge, MapError> {
+    pub fn charge(
+        self: &Arc<Self>,
+        uid: u32,
+        pages: u64,
+        limit: Option<u64>,
+    ) -> Result<RingCharge, MapError> {
         let mut users = self.lock();
         let used = users.entry(uid).or_default();
         if let Some(limit) = limit
@@ -75,7 +80,7 @@ impl Locked {
             }
         }
         used.pages = used.pages.saturating_add(pages);
-        Ok(Charge {
+        Ok(RingCharge {
             locked: Arc::clone(self),
             uid,
             pages,
@@ -86,15 +91,15 @@ impl Locked {
 
 /// A charge for the memory of one ring, owned by the ring ([`Ring::keep`]).
 #[derive(Debug)]
-pub(crate) struct Charge {
-    locked: Arc<Locked>,
+pub(crate) struct RingCharge {
+    locked: Arc<RingMemory>,
     uid: u32,
     pages: u64,
     /// Detects whether clients still map the memory. Present only if there is a limit.
     pub watch: Option<MemoryWatch>,
 }
 
-impl Drop for Charge {
+impl Drop for RingCharge {
     fn drop(&mut self) {
         let watch = self.watch.take().filter(MemoryWatch::is_in_use);
         let mut users = self.locked.lock();
@@ -103,7 +108,7 @@ impl Drop for Charge {
         };
         if let Some(watch) = watch {
             let pages = self.pages;
-            used.held.push(Held { watch, pages });
+            used.held.push(ClientMemory { watch, pages });
             return;
         }
         used.pages -= self.pages;

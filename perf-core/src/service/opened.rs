@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::context::{Context, ContextCell};
 use crate::lock::{Lock, LockGuard, Rank};
-use crate::model::children::{Children, Member};
+use crate::model::children::{Children, FamilyMember};
 use crate::model::event::EventShared;
 use crate::model::keys::EventKey;
 use crate::model::output::Output;
@@ -17,14 +17,14 @@ use crate::pmu::VcpuId;
 
 /// Objects related to an opened event.
 #[derive(Debug)]
-pub(crate) struct Links {
+pub(crate) struct EventLinks {
     /// Children, for an event with a child per vCPU.
     pub family: Option<Lock<Family>>,
     /// Output of the event and its children. Not used on hot paths.
     pub output: Lock<OutputState>,
 }
 
-impl Links {
+impl EventLinks {
     pub fn new(family: bool) -> Self {
         Self {
             family: family.then(|| Lock::new(Rank::Family, Family::default())),
@@ -35,7 +35,7 @@ impl Links {
 
 /// Open events by ID, used to find the related objects of an event in a context.
 #[derive(Debug)]
-pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<Links>>>);
+pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<EventLinks>>>);
 
 impl Default for OpenEvents {
     fn default() -> Self {
@@ -44,7 +44,7 @@ impl Default for OpenEvents {
 }
 
 impl OpenEvents {
-    pub fn add(&self, id: u64, links: &Arc<Links>) {
+    pub fn add(&self, id: u64, links: &Arc<EventLinks>) {
         self.0.lock().insert(id, Arc::clone(links));
     }
 
@@ -52,7 +52,7 @@ impl OpenEvents {
         self.0.lock().remove(&id);
     }
 
-    pub fn get(&self, id: u64) -> Option<Arc<Links>> {
+    pub fn get(&self, id: u64) -> Option<Arc<EventLinks>> {
         self.0.lock().get(&id).map(Arc::clone)
     }
 }
@@ -63,7 +63,7 @@ pub(crate) struct EventRef {
     pub cell: Arc<ContextCell>,
     pub key: EventKey,
     pub shared: Arc<EventShared>,
-    pub links: Arc<Links>,
+    pub links: Arc<EventLinks>,
 }
 
 pub(crate) type Family = Children<Child>;
@@ -93,7 +93,7 @@ impl OutputState {
     /// Returns the ring if no event writes to it anymore. The caller must drop it without holding
     /// any lock.
     #[must_use]
-    pub fn let_go(&mut self) -> Option<Arc<Output>> {
+    pub fn take_unused(&mut self) -> Option<Arc<Output>> {
         if self.closed && self.sources.is_empty() {
             self.own.take()
         } else {
@@ -108,7 +108,7 @@ impl Child {
     }
 }
 
-impl Member for Child {
+impl FamilyMember for Child {
     fn totals(&self) -> Totals {
         let now_ns = self.cell.now_ns();
         self.cell.lock().totals(self.key, now_ns)

@@ -34,14 +34,14 @@ impl EventRef {
 
     /// Records the redirection of a new event that has written to the ring of `target` from the
     /// start.
-    pub fn begin_redirected(&self, target: &Self) {
+    pub fn record_redirect(&self, target: &Self) {
         self.output_state().redirect = Some(target.clone());
         target.output_state().sources.push(self.clone());
     }
 
     /// Updates the output pointers of the event, of its children, and of events that are redirected
     /// to it.
-    pub fn spread_output(&self) {
+    pub fn propagate_output(&self) {
         let (output, sources) = {
             let state = self.output_state();
             let redirected = state
@@ -65,19 +65,19 @@ impl EventRef {
             let mut state = self.output_state();
             state.closed = true;
             state.mappings = 0;
-            (state.redirect.take(), state.let_go())
+            (state.redirect.take(), state.take_unused())
         };
         if let Some(target) = redirect {
-            target.lose_source(self);
+            target.remove_source(self);
         }
     }
 
     /// Removes `source` from the events that write to this event's ring.
-    fn lose_source(&self, source: &Self) {
+    fn remove_source(&self, source: &Self) {
         let _ring = {
             let mut state = self.output_state();
             state.sources.retain(|s| !Arc::ptr_eq(&s.shared, &source.shared));
-            state.let_go()
+            state.take_unused()
         };
     }
 
@@ -99,12 +99,12 @@ impl EventRef {
         }
         let old = std::mem::replace(&mut self.output_state().redirect, target.cloned());
         if let Some(old) = old {
-            old.lose_source(self);
+            old.remove_source(self);
         }
         if let Some(target) = target {
             target.output_state().sources.push(self.clone());
         }
-        self.spread_output();
+        self.propagate_output();
         Ok(())
     }
 }

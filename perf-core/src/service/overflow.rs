@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::context::{Batch, ContextCell, Noticed, Pass};
-use crate::model::regs::{Known, SampleRegs, Seen, Wants};
-use crate::model::software::{Level, LevelGuard, SoftwareId};
-use crate::sample::Overflowed;
+use crate::context::{ContextCell, OverflowSearch, ReportBatch, ServicePass};
+use crate::model::regs::{RegsCache, RegsRequest, SampleRegs, SampledRegs};
+use crate::model::software::{LevelGuard, RaiseLevel, SoftwareEventId};
+use crate::sample::OverflowReport;
 use crate::service::core::{CoreInner, VcpuContext};
 
 /// Services the overflows of the vCPU of `cell` and of the VM context.
@@ -13,56 +13,56 @@ pub(crate) fn service(
     core: &CoreInner,
     cell: &ContextCell,
     regs: &mut dyn SampleRegs,
-    sink: &mut dyn FnMut(Overflowed),
+    sink: &mut dyn FnMut(OverflowReport),
 ) -> u32 {
-    let mut service = Service {
+    let mut service = OverflowService {
         core,
         origin: cell,
         regs,
-        known: Known::default(),
-        wants: Wants::default(),
+        known: RegsCache::default(),
+        wants: RegsRequest::default(),
     };
     let mut served = service.serve(cell, sink);
     // Checked without the lock, because the VM context lock must not become contended by all vCPUs.
     if core.vm.to_serve.swap(false, Ordering::Acquire) || core.vm.deferred.is_waiting() {
         served += service.serve(&core.vm, sink);
-        core.vm.lock().look_again_if_armed();
+        core.vm.lock().request_service_if_armed();
     }
     served
 }
 
 /// The state of one overflow service call, including the vCPU registers.
-struct Service<'a> {
+struct OverflowService<'a> {
     core: &'a CoreInner,
     /// vCPU that services the overflows.
     origin: &'a ContextCell,
     regs: &'a mut dyn SampleRegs,
-    known: Known,
-    wants: Wants,
+    known: RegsCache,
+    wants: RegsRequest,
 }
 
-impl Service<'_> {
+impl OverflowService<'_> {
     /// Services the overflows in the context of `cell`.
     ///
     /// The context is locked twice: first to find the overflowed events, then to account them. In
     /// between, no lock is held while the registers for the samples are read. They belong to one
     /// point in time, so they are not read again for further events. If no sample needs registers,
     /// the context is locked only once.
-    fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(Overflowed)) -> u32 {
-        let mut noticed = Noticed::default();
+    fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
+        let mut noticed = OverflowSearch::default();
         loop {
-            let mut batch = Batch::new();
+            let mut batch = ReportBatch::new();
             {
                 // Events raised while registers are read are dropped, as during the handling of a
                 // raised event.
-                let Some(_level) = LevelGuard::enter(Level::Thread) else {
+                let Some(_level) = LevelGuard::enter(RaiseLevel::Thread) else {
                     return noticed.served;
                 };
                 let seen = self.known.read(self.regs, self.wants);
                 let now_ns = cell.now_ns();
                 let mut context = cell.lock();
                 context.notice_overflows(&mut noticed);
-                let wants = context.wants_of(&noticed);
+                let wants = context.regs_request(&noticed);
                 if !seen.wants.covers(wants) {
                     self.wants.join(wants);
                     continue;
@@ -83,11 +83,11 @@ impl CoreInner {
         &self,
         origin: &ContextCell,
         now_ns: u64,
-        seen: Option<Seen<'a>>,
-        batch: &'a mut Batch,
-    ) -> Pass<'a> {
-        Pass {
-            by: self.written_by(origin, now_ns),
+        seen: Option<SampledRegs<'a>>,
+        batch: &'a mut ReportBatch,
+    ) -> ServicePass<'a> {
+        ServicePass {
+            by: self.record_origin(origin, now_ns),
             tick_hz: self.config.tick_hz.max(1),
             sample_rate_hz: self.limits.sample_rate_hz(),
             seen,
@@ -99,8 +99,8 @@ impl CoreInner {
 /// A software event to raise on a vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Raised {
-    pub level: Level,
-    pub id: SoftwareId,
+    pub level: RaiseLevel,
+    pub id: SoftwareEventId,
     pub n: u64,
 }
 
@@ -110,7 +110,7 @@ impl VcpuContext {
         &self,
         Raised { level, id, n }: Raised,
         mut regs: Option<&mut dyn SampleRegs>,
-        sink: &mut dyn FnMut(Overflowed),
+        sink: &mut dyn FnMut(OverflowReport),
     ) -> bool {
         if self.gone.load(Ordering::Relaxed) {
             return true;
@@ -122,9 +122,9 @@ impl VcpuContext {
             return false;
         };
         // The interrupted code may hold the lock, so only the run loop itself may block on it.
-        let may_wait = level == Level::Thread && guard.is_outermost();
-        let mut batch = Batch::new();
-        let (mut known, mut wants) = (Known::default(), Wants::default());
+        let may_wait = level == RaiseLevel::Thread && guard.is_outermost();
+        let mut batch = ReportBatch::new();
+        let (mut known, mut wants) = (RegsCache::default(), RegsRequest::default());
         let own = self.cell.load();
         for target in [&*core.vm, &**own] {
             // Checked without the lock, because the VM context lock must not become contended by
@@ -152,7 +152,7 @@ impl VcpuContext {
                     break;
                 }
                 if let (Some(seen), Some(mode)) = (&seen, mode) {
-                    let more = context.wants_of_raise(id, n, mode);
+                    let more = context.raise_regs_request(id, n, mode);
                     if !seen.wants.covers(more) {
                         // Reads the registers without any lock held.
                         wants.join(more);

@@ -7,21 +7,21 @@ use crate::attr::{Attr, EventType};
 use crate::context::ContextCell;
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
-use crate::model::software::SoftwareId;
+use crate::model::software::SoftwareEventId;
 use crate::model::state::Owner;
 use crate::pmu::{PmuError, Target, VcpuId};
 use crate::schedule::SharePolicy;
-use crate::schedule::seats::{Crowd, Seats};
-use crate::service::core::{CoreInner, Hardware};
+use crate::schedule::seats::{CounterAssignments, CounterConflict};
+use crate::service::core::{CoreInner, HardwareNeeds};
 use crate::service::error::OpenError;
 use crate::service::opened::EventRef;
 
 /// Placement of a new event.
-pub(crate) struct Place {
+pub(crate) struct Placement {
     pub cell: Arc<ContextCell>,
     pub source: Source,
     /// The hardware requirements, for events of a hardware driver.
-    pub hardware: Option<Hardware>,
+    pub hardware: Option<HardwareNeeds>,
     pub owner: Owner,
 }
 
@@ -35,9 +35,9 @@ impl CoreInner {
         cell: Arc<ContextCell>,
         owner: Owner,
         leader: Option<&EventRef>,
-    ) -> Result<Place, OpenError> {
+    ) -> Result<Placement, OpenError> {
         let leads_family = leader.map(|l| l.shared.is_family);
-        let family = |cell| Place {
+        let family = |cell| Placement {
             cell,
             source: Source::Family,
             hardware: None,
@@ -45,7 +45,7 @@ impl CoreInner {
         };
         if cell.vcpu().is_some() {
             let (source, hardware) = self.source(attr, &cell, leader.map(|l| l.key))?;
-            return Ok(Place {
+            return Ok(Placement {
                 cell,
                 source,
                 hardware,
@@ -53,14 +53,14 @@ impl CoreInner {
             });
         }
         if attr.ty == EventType::VMM {
-            if SoftwareId::from_config(attr.config).is_none() {
+            if SoftwareEventId::from_config(attr.config).is_none() {
                 return Err(OpenError::NoSuchSoftwareEvent(attr.config));
             }
             let fan_out = leads_family.unwrap_or(attr.inherit);
             return Ok(if fan_out {
                 family(cell)
             } else {
-                Place {
+                Placement {
                     cell,
                     source: Source::Raised(0),
                     hardware: None,
@@ -91,10 +91,10 @@ impl CoreInner {
             Some(_) if leads_family == Some(true) => Err(OpenError::Group(
                 "a package count cannot join a group that fans out over vCPUs",
             )),
-            Some(event) => Ok(Place {
+            Some(event) => Ok(Placement {
                 cell,
                 source: Source::Driver(event),
-                hardware: Hardware::of(at, &*pmu, capacity, attr),
+                hardware: HardwareNeeds::of(at, &*pmu, capacity, attr),
                 owner,
             }),
             None => Ok(family(cell)),
@@ -110,7 +110,7 @@ impl CoreInner {
     ) -> Result<(), OpenError> {
         let hardware = self
             .driver(attr.ty)
-            .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, attr));
+            .and_then(|(at, pmu, capacity)| HardwareNeeds::of(at, &*pmu, capacity, attr));
         self.check_slots(cell, hardware, leader)
     }
 
@@ -122,12 +122,15 @@ impl CoreInner {
         let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
             return Ok(());
         };
-        let Some(hardware) = Hardware::of(at, &*pmu, capacity, attr) else {
+        let Some(hardware) = HardwareNeeds::of(at, &*pmu, capacity, attr) else {
             return Ok(());
         };
         // Assignments of the other events of this driver: those in the event's group, and all of
         // them.
-        let (mut group, mut all) = (Seats::new(hardware.counters), Seats::new(hardware.counters));
+        let (mut group, mut all) = (
+            CounterAssignments::new(hardware.counters),
+            CounterAssignments::new(hardware.counters),
+        );
         let vm = self.vm.lock();
         for (_, members) in vm.groups.iter() {
             let first = &vm.events[members.leader()].shared;
@@ -138,7 +141,7 @@ impl CoreInner {
             for member in members.members.iter().map(|m| &vm.events[*m].shared.attr) {
                 let other = self
                     .driver(member.ty)
-                    .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, member));
+                    .and_then(|(at, pmu, capacity)| HardwareNeeds::of(at, &*pmu, capacity, member));
                 match other {
                     Some(other) if other.driver == at => {
                         if own {
@@ -174,7 +177,7 @@ impl CoreInner {
     pub fn check_slots(
         &self,
         cell: &ContextCell,
-        hardware: Option<Hardware>,
+        hardware: Option<HardwareNeeds>,
         leader: Option<EventKey>,
     ) -> Result<(), OpenError> {
         let Some(hardware) = hardware else {
@@ -183,7 +186,7 @@ impl CoreInner {
         let mut context = cell.lock();
         let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
         let pool = context.pool(hardware.driver, hardware.counters, reserved);
-        let mut group = Seats::new(hardware.counters);
+        let mut group = CounterAssignments::new(hardware.counters);
         if let Some(leader) = leader {
             let members = &context.groups[context.events[leader].group];
             match members.pool {
@@ -201,7 +204,7 @@ impl CoreInner {
         }
         group.take_one(hardware.fits).map_err(too_large)?;
         if self.is_strict() {
-            let mut all = Seats::new(hardware.counters);
+            let mut all = CounterAssignments::new(hardware.counters);
             for (_, event) in context.events.iter().filter(|(_, e)| e.pool == Some(pool)) {
                 let _ = all.take_one(event.fits);
             }
@@ -216,7 +219,7 @@ impl CoreInner {
     }
 }
 
-fn too_large(crowd: Crowd) -> OpenError {
+fn too_large(crowd: CounterConflict) -> OpenError {
     OpenError::GroupTooLarge {
         needed: crowd.events,
         slots: crowd.counters,

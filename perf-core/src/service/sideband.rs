@@ -9,7 +9,7 @@
 use crate::attr::Attr;
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
-use crate::model::state::State;
+use crate::model::state::EventState;
 use crate::record::{Comm, Encode, Read, SampleId, Task};
 use crate::service::core::CoreInner;
 
@@ -23,7 +23,7 @@ pub(crate) fn write_to<R: Encode>(
 ) {
     let context = cell.lock();
     for (_, event) in context.events.iter() {
-        if event.parent.is_none() && event.state >= State::Inactive && wants(&event.shared.attr) {
+        if event.parent.is_none() && event.state >= EventState::Inactive && wants(&event.shared.attr) {
             event.write_record(&record(event.sample_id(by)));
         }
     }
@@ -47,7 +47,7 @@ impl CoreInner {
             return;
         }
         let pid = self.config.pid;
-        let by = self.written_by(cell, cell.now_ns());
+        let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| Task {
             fork,
             pid,
@@ -65,7 +65,7 @@ impl CoreInner {
         if !self.wanted.comm() {
             return;
         }
-        let by = self.written_by(cell, cell.now_ns());
+        let by = self.record_origin(cell, cell.now_ns());
         // At most 15 bytes and a terminator, like in the kernel.
         let name = &name[..name.len().min(15)];
         let record = |sample_id| Comm {
@@ -90,7 +90,7 @@ impl CoreInner {
         let mut entries = std::mem::take(&mut context.entries);
         entries.clear();
         let values = context.read_values(key, now_ns, &mut entries);
-        let by = self.written_by(cell, now_ns);
+        let by = self.record_origin(cell, now_ns);
         let event = &context.events[key];
         event.write_record(&Read {
             pid: by.pid,

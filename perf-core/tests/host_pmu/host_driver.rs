@@ -157,10 +157,10 @@ fn periods_of_real_samples_add_up_to_the_count() {
     work(500);
     event.set_period(7).unwrap();
     work(100);
-    event.disable(Scope::Event).unwrap();
+    event.disable(ControlScope::Event).unwrap();
     event.set_period(90).unwrap();
     work(100);
-    event.enable(Scope::Event).unwrap();
+    event.enable(ControlScope::Event).unwrap();
     work(200);
     vcpu.sched_out();
     event.set_period(3).unwrap();

@@ -326,11 +326,11 @@ fn fixed_counters_leave_the_general_ones_alone() {
     held.extend((0..probe.counters.general).map(|_| general()));
     assert_eq!(held.len(), probe.slots());
     let late = general();
-    assert_eq!(late.state(), State::Error, "the general ones are full");
+    assert_eq!(late.state(), EventState::Error, "the general ones are full");
     burn(20 * MS);
     for event in &held {
         let reading = event.read().unwrap();
-        assert_eq!(event.state(), State::Active);
+        assert_eq!(event.state(), EventState::Active);
         assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
     }
 }
@@ -353,9 +353,9 @@ fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
         "{refused}"
     );
     assert_eq!(refused.errno(), libc::EINVAL);
-    leader.enable(Scope::Event).unwrap();
+    leader.enable(ControlScope::Event).unwrap();
     burn(200 * MS);
-    leader.disable(Scope::Event).unwrap();
+    leader.disable(ControlScope::Event).unwrap();
     let readings = leader.read_group().unwrap();
     assert_eq!(readings.len(), slots(probe));
     for reading in &readings {
@@ -375,9 +375,9 @@ fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
         ..cycles()
     };
     let mut held: Vec<_> = (0..slots(probe)).map(|_| t.open(pinned())).collect();
-    assert!(held.iter().all(|e| e.state() == State::Active));
+    assert!(held.iter().all(|e| e.state() == EventState::Active));
     let late = t.open(pinned());
-    assert_eq!(late.state(), State::Error);
+    assert_eq!(late.state(), EventState::Error);
     burn(5 * MS);
     let mut bytes = [0; 64];
     assert_eq!(
@@ -386,9 +386,9 @@ fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
         "end of file, not a count"
     );
     held.pop();
-    assert_eq!(late.state(), State::Error, "it does not come back by itself");
-    late.enable(Scope::Event).unwrap();
-    assert_eq!(late.state(), State::Active);
+    assert_eq!(late.state(), EventState::Error, "it does not come back by itself");
+    late.enable(ControlScope::Event).unwrap();
+    assert_eq!(late.state(), EventState::Active);
     burn(5 * MS);
     assert!(late.read().unwrap().value > 0);
 }
@@ -406,7 +406,7 @@ fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
         burn(MS);
         t.core.rotate();
         assert!(
-            !(alone.state() == State::Active && other.state() == State::Active),
+            !(alone.state() == EventState::Active && other.state() == EventState::Active),
             "both are on"
         );
     }
@@ -702,7 +702,7 @@ fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     t.vcpu.look();
     assert_eq!(
         (t.vcpu.errors(), pinned.state(), flexible.state()),
-        (0, State::Active, State::Active)
+        (0, EventState::Active, EventState::Active)
     );
     burn(30 * MS);
     let counted = pinned.count().unwrap();
@@ -710,10 +710,10 @@ fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     let taken_ns = t.vcpu.time_ns();
     burn(1200 * MS);
     t.vcpu.look();
-    assert_eq!((t.vcpu.errors(), pinned.state()), (1, State::Error));
-    assert_eq!(flexible.state(), State::Inactive, "it waits for its turn");
+    assert_eq!((t.vcpu.errors(), pinned.state()), (1, EventState::Error));
+    assert_eq!(flexible.state(), EventState::Inactive, "it waits for its turn");
     let failure = pinned.failure().unwrap();
-    assert_eq!(failure.cause, FailureCause::Taken);
+    assert_eq!(failure.cause, EventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
     let uncounted_ns = now_ns - failure.since_ns;
     // One of the hogs took it after the look that found it counting.
@@ -724,15 +724,18 @@ fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     assert!(stands >= counted, "{stands} after {counted}");
     burn(10 * MS);
     assert_eq!(pinned.count().unwrap(), stands);
-    pinned.enable(Scope::Event).unwrap();
+    pinned.enable(ControlScope::Event).unwrap();
     assert_eq!(
         (pinned.state(), pinned.failure().unwrap().cause),
-        (State::Error, FailureCause::Busy)
+        (EventState::Error, EventFailureCause::Busy)
     );
     drop(hogs);
-    pinned.enable(Scope::Event).unwrap();
+    pinned.enable(ControlScope::Event).unwrap();
     t.core.tick();
-    assert_eq!((pinned.state(), flexible.state()), (State::Active, State::Active));
+    assert_eq!(
+        (pinned.state(), flexible.state()),
+        (EventState::Active, EventState::Active)
+    );
     burn(20 * MS);
     assert!(pinned.count().unwrap() > stands);
     let reading = flexible.read().unwrap();

@@ -122,11 +122,11 @@ fn a_turn_is_one_call_off_one_read_and_one_call_on() {
         let calls = steps::system_calls(
             || Scene::new(members),
             |scene| {
-                must(scene.group[0].disable(Scope::Event).is_ok());
+                must(scene.group[0].disable(ControlScope::Event).is_ok());
                 for event in &scene.group {
                     must(event.read().is_ok());
                 }
-                must(scene.group[0].enable(Scope::Event).is_ok());
+                must(scene.group[0].enable(ControlScope::Event).is_ok());
             },
         );
         assert_eq!(
@@ -163,12 +163,12 @@ fn members_count_alike() {
     let mut scene = Scene::new(5);
     scene.fault(100);
     for _ in 0..10 {
-        scene.group[0].disable(Scope::Event).unwrap();
+        scene.group[0].disable(ControlScope::Event).unwrap();
         scene.fault(50);
-        scene.group[0].enable(Scope::Event).unwrap();
+        scene.group[0].enable(ControlScope::Event).unwrap();
         scene.fault(20);
     }
-    scene.group[0].disable(Scope::Event).unwrap();
+    scene.group[0].disable(ControlScope::Event).unwrap();
     let counts = scene.counts();
     assert!(
         counts[0] >= 300 && counts.iter().all(|c| *c == counts[0]),
@@ -198,9 +198,9 @@ fn members_do_not_drift_apart_over_random_turns() {
             1 => {
                 let leader = &scene.group[0];
                 let done = if on {
-                    leader.disable(Scope::Event)
+                    leader.disable(ControlScope::Event)
                 } else {
-                    leader.enable(Scope::Event)
+                    leader.enable(ControlScope::Event)
                 };
                 done.unwrap();
                 on = !on;
@@ -248,8 +248,8 @@ fn who_joins_a_group_that_is_on_counts_at_once() {
             grown[1] >= 50 && grown[2] >= 50,
             "round {round}, leader {config}, after a change: {grown:?}"
         );
-        scene.group[1].disable(Scope::Event).unwrap();
-        scene.group[1].enable(Scope::Event).unwrap();
+        scene.group[1].disable(ControlScope::Event).unwrap();
+        scene.group[1].enable(ControlScope::Event).unwrap();
         assert!(
             scene.grown(50)[1] >= 50,
             "round {round}, leader {config}: on again"
@@ -296,9 +296,9 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
                 }
                 match round % 3 {
                     0 => {
-                        scene.group[0].disable(Scope::Event).unwrap();
+                        scene.group[0].disable(ControlScope::Event).unwrap();
                         scene.fault(30);
-                        scene.group[0].enable(Scope::Event).unwrap();
+                        scene.group[0].enable(ControlScope::Event).unwrap();
                     }
                     1 => {
                         scene.vcpu.sched_out();
@@ -345,19 +345,19 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
 #[test]
 fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
     let mut scene = Scene::new(4);
-    scene.group[2].disable(Scope::Event).unwrap();
+    scene.group[2].disable(ControlScope::Event).unwrap();
     let grown = scene.grown(100);
     assert!(grown[2] == 0 && grown[3] >= 100 && grown[0] >= 100, "{grown:?}");
-    scene.group[0].disable(Scope::Event).unwrap();
+    scene.group[0].disable(ControlScope::Event).unwrap();
     assert_eq!(scene.grown(100), [0; 4]);
-    scene.group[0].enable(Scope::Event).unwrap();
+    scene.group[0].enable(ControlScope::Event).unwrap();
     let grown = scene.grown(100);
     assert!(grown[2] == 0 && grown[3] >= 100, "{grown:?}");
     // And on while the group is off.
-    scene.group[0].disable(Scope::Event).unwrap();
-    scene.group[2].enable(Scope::Event).unwrap();
+    scene.group[0].disable(ControlScope::Event).unwrap();
+    scene.group[2].enable(ControlScope::Event).unwrap();
     assert_eq!(scene.grown(100), [0; 4]);
-    scene.group[0].enable(Scope::Event).unwrap();
+    scene.group[0].enable(ControlScope::Event).unwrap();
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
 }
 
@@ -386,7 +386,7 @@ fn siblings_outlive_their_leader() {
         );
         assert!(scene.grown(100).iter().all(|g| (100..500).contains(g)));
         // They are no group any more.
-        scene.group[0].disable(Scope::Event).unwrap();
+        scene.group[0].disable(ControlScope::Event).unwrap();
         let grown = scene.grown(100);
         assert!(grown[0] == 0 && grown[1] >= 100 && grown[2] >= 100, "{grown:?}");
     }
@@ -399,9 +399,9 @@ fn a_group_outlives_its_siblings() {
     while scene.group.len() > 1 {
         drop(scene.group.remove(1));
         assert!(scene.grown(100).iter().all(|g| *g >= 100));
-        scene.group[0].disable(Scope::Event).unwrap();
+        scene.group[0].disable(ControlScope::Event).unwrap();
         assert!(scene.grown(100).iter().all(|g| *g == 0));
-        scene.group[0].enable(Scope::Event).unwrap();
+        scene.group[0].enable(ControlScope::Event).unwrap();
     }
     scene.join();
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
@@ -412,8 +412,8 @@ fn a_group_outlives_its_siblings() {
 fn more_members_than_the_kernel_s_group_takes() {
     let mut scene = Scene::new(24);
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
-    scene.group[0].disable(Scope::Event).unwrap();
+    scene.group[0].disable(ControlScope::Event).unwrap();
     assert!(scene.grown(100).iter().all(|g| *g == 0));
-    scene.group[0].enable(Scope::Event).unwrap();
+    scene.group[0].enable(ControlScope::Event).unwrap();
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
 }

@@ -2,7 +2,7 @@
 
 use allocation_counter::measure;
 use perf_core::estimate::Estimator;
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
+use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 
 #[test]
 fn turns_slices_and_estimates_allocate_nothing() {
@@ -16,7 +16,11 @@ fn turns_slices_and_estimates_allocate_nothing() {
                 let mut used = 0;
                 queue.fill(|_| {
                     used += 1;
-                    if used <= 4 { Turn::Taken } else { Turn::NoRoom }
+                    if used <= 4 {
+                        SlotOffer::Taken
+                    } else {
+                        SlotOffer::NoRoom
+                    }
                 });
                 now = queue.next_turn_ns().unwrap().max(now);
                 if let Some(left) = queue.turn(now) {

@@ -48,7 +48,7 @@ fn tick_read_overflow_and_raise_allocate_nothing() {
         ..Attr::sampling(ty, config, 10)
     };
     let sampled = m.open_vcpu(sampling(SOFT, 1), None);
-    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareId::Exits as u64), None);
+    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareEventId::Exits as u64), None);
     let _rings = [&sampled, &raised].map(|e| e.map(16, false).unwrap());
     let mut buf = [0; 64];
     let mut served = 0;
@@ -59,7 +59,7 @@ fn tick_read_overflow_and_raise_allocate_nothing() {
             v.tick();
             let _ = m.core.needs_tick();
             v.service_overflows(&mut NoRegs, &mut |o| served += o.times);
-            v.software_event(SoftwareId::Exits, 25, Some(&mut NoRegs), &mut |_| {});
+            v.software_event(SoftwareEventId::Exits, 25, Some(&mut NoRegs), &mut |_| {});
             counter.read().unwrap();
             counter.count().unwrap();
             counter.arm(7).unwrap();
@@ -68,8 +68,8 @@ fn tick_read_overflow_and_raise_allocate_nothing() {
             wide.read().unwrap();
             v.sched_out();
             v.sched_in();
-            counter.disable(Scope::Event).unwrap();
-            counter.enable(Scope::Event).unwrap();
+            counter.disable(ControlScope::Event).unwrap();
+            counter.enable(ControlScope::Event).unwrap();
         }
     });
     assert!(served > 0);
@@ -129,7 +129,7 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_samp
             let v = m.vcpu(0);
             let attr = Attr {
                 freq,
-                ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+                ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1000)
             };
             let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(attr.clone(), None)).collect();
             let ticks = |n: u64| {

@@ -54,14 +54,17 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
 fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
     let m = Machine::new(1);
     let [a, b] = pair(&m);
-    let switches = Attr::counting(EventType::VMM, SoftwareId::ContextSwitches as u64);
+    let switches = Attr::counting(EventType::VMM, SoftwareEventId::ContextSwitches as u64);
     let _holds_the_slot = m.open_vcpu(Attr { pinned: true, ..hw() }, None);
     let leader = m.open_vcpu(hw(), None);
     let waits = m.open_vcpu(switches.clone(), Some(&leader));
     let on = m.open_vcpu(switches, None);
     a.sched_in();
     let states = || [&leader, &waits, &on].map(Handle::state);
-    assert_eq!(states(), [State::Inactive, State::Inactive, State::Active]);
+    assert_eq!(
+        states(),
+        [EventState::Inactive, EventState::Inactive, EventState::Active]
+    );
     a.sched_out();
     assert_eq!([&waits, &on].map(|e| e.read().unwrap().value), [0, 1]);
     a.sched_in();

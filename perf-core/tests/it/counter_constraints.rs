@@ -63,11 +63,11 @@ fn fixed_counters_leave_the_general_ones_to_others() {
             [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)),
         );
         on.extend((2..general).map(|_| branches()));
-        assert!(on.iter().all(|e| e.state() == State::Active), "{host:?}");
-        assert_eq!(branches().state(), State::Error);
+        assert!(on.iter().all(|e| e.state() == EventState::Active), "{host:?}");
+        assert_eq!(branches().state(), EventState::Error);
         assert_eq!(
             m.pinned(SimHost::REF_CYCLES).state(),
-            State::Error,
+            EventState::Error,
             "on none but its own"
         );
         assert_eq!(m.pmu.calls().stops, 0);
@@ -81,10 +81,10 @@ fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     let m = Simulated::new(SimHost::intel(4).with_watchdog().config());
     let cycles = m.pinned(SimHost::CYCLES);
     let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
-    let on = |e: &&Handle| e.state() == State::Active;
+    let on = |e: &&Handle| e.state() == EventState::Active;
     assert_eq!(
         (cycles.state(), branches.iter().filter(on).count()),
-        (State::Active, 3)
+        (EventState::Active, 3)
     );
 }
 
@@ -98,7 +98,7 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
     ] {
         let m = Simulated::new(host.config());
         let events: Vec<_> = (0..=slots).map(|n| m.pinned(n)).collect();
-        let on = events.iter().filter(|e| e.state() == State::Active);
+        let on = events.iter().filter(|e| e.state() == EventState::Active);
         assert_eq!(on.count() as u64, slots);
         assert_eq!(m.pmu.on(VcpuId(0)) as u64, slots);
     }
@@ -198,9 +198,9 @@ proptest! {
             let (before, calls) = (states(), m.pmu.calls());
             m.vcpu.tick();
             let after = states();
-            let left = before.iter().zip(&after).filter(|(b, a)| **b == State::Active && **a != State::Active).count();
+            let left = before.iter().zip(&after).filter(|(b, a)| **b == EventState::Active && **a != EventState::Active).count();
             prop_assert_eq!(m.pmu.calls().stops - calls.stops, left as u64);
-            let on = after.iter().filter(|s| **s == State::Active).count();
+            let on = after.iter().filter(|s| **s == EventState::Active).count();
             prop_assert_eq!(m.pmu.on(VcpuId(0)), on);
             prop_assert_eq!(m.vcpu.stats().active_hardware, on);
             // Whoever is flexible and waits does so because somebody is on.

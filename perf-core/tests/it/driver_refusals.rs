@@ -65,29 +65,33 @@ fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
             v.service_overflows(&mut NoRegs, &mut |_| {});
             20
         };
-        let expected = if pinned { State::Error } else { State::Inactive };
+        let expected = if pinned {
+            EventState::Error
+        } else {
+            EventState::Inactive
+        };
         assert_eq!(
             (e.state(), sibling.state()),
-            (expected, State::Inactive),
+            (expected, EventState::Inactive),
             "{case}"
         );
         assert_eq!((v.stats().active, m.hw.on(0) + m.sw.on(0)), (0, 0), "{case}");
         if pinned {
-            assert_eq!(e.failure().unwrap().cause, FailureCause::Busy, "{case}");
+            assert_eq!(e.failure().unwrap().cause, EventFailureCause::Busy, "{case}");
         }
         m.run(0, 100);
         let r = e.read().unwrap();
         assert_eq!((r.value, r.time_running_ns), (counted, counted), "{case}");
         refuse(&m, false);
         if pinned {
-            e.enable(Scope::Event).unwrap();
+            e.enable(ControlScope::Event).unwrap();
         } else {
             assert!(m.core.needs_tick(), "who would put it on again? {case}");
             m.core.tick();
         }
         assert_eq!(
             (e.state(), sibling.state()),
-            (State::Active, State::Active),
+            (EventState::Active, EventState::Active),
             "{case}"
         );
         m.run(0, 5);
@@ -104,15 +108,15 @@ fn a_software_group_whose_driver_refused_is_tried_again() {
     let events: Vec<_> = (0..20).map(|_| m.open_vcpu(soft(), None)).collect();
     let closed = m.open_vcpu(soft(), None);
     m.core.tick();
-    assert!(events.iter().all(|e| e.state() == State::Inactive));
+    assert!(events.iter().all(|e| e.state() == EventState::Inactive));
     assert!(m.core.needs_tick());
     drop(closed);
-    events[3].disable(Scope::Event).unwrap();
+    events[3].disable(ControlScope::Event).unwrap();
     refuse(&m, false);
     for _ in 0..3 {
         m.core.tick();
     }
-    let on = events.iter().filter(|e| e.state() == State::Active).count();
+    let on = events.iter().filter(|e| e.state() == EventState::Active).count();
     assert_eq!((on, m.sw.on(0)), (19, 19));
     assert!(!m.core.needs_tick());
     // A vCPU that comes back tries all of them.
@@ -139,14 +143,14 @@ fn a_familys_sibling_that_comes_to_lead_is_not_on_itself() {
     let leader = m.open(wide(), OpenTarget::Vm, None);
     let sibling = m.open(wide(), OpenTarget::Vm, Some(&leader));
     m.run(0, 5);
-    assert_eq!(sibling.state(), State::Inactive);
+    assert_eq!(sibling.state(), EventState::Inactive);
     leader.close();
-    assert_eq!(sibling.state(), State::Inactive);
+    assert_eq!(sibling.state(), EventState::Inactive);
     assert_eq!(m.core.vm_stats().active, 0);
     m.run(0, 5);
     assert_eq!(sibling.read().unwrap().value, 10);
-    sibling.disable(Scope::Event).unwrap();
-    sibling.enable(Scope::Event).unwrap();
+    sibling.disable(ControlScope::Event).unwrap();
+    sibling.enable(ControlScope::Event).unwrap();
     m.run(0, 5);
     assert_eq!((sibling.read().unwrap().value, m.core.vm_stats().active), (15, 0));
 }

@@ -75,13 +75,13 @@ proptest! {
                 Step::Tick => m.core.tick(),
                 Step::Enable(n) | Step::Disable(n) if n < events.len() => {
                     let on = matches!(step, Step::Enable(_));
-                    let done = if on { events[n].handle.enable(Scope::Event) } else { events[n].handle.disable(Scope::Event) };
+                    let done = if on { events[n].handle.enable(ControlScope::Event) } else { events[n].handle.disable(ControlScope::Event) };
                     prop_assert!(done.is_ok());
                     events[n].enabled = on;
                 }
                 Step::EnableGroup(n) | Step::DisableGroup(n) if n < events.len() => {
                     let on = matches!(step, Step::EnableGroup(_));
-                    let done = if on { events[n].handle.enable(Scope::Group) } else { events[n].handle.disable(Scope::Group) };
+                    let done = if on { events[n].handle.enable(ControlScope::Group) } else { events[n].handle.disable(ControlScope::Group) };
                     prop_assert!(done.is_ok());
                     let group = events[n].group;
                     for e in events.iter_mut().filter(|e| e.group == group) {

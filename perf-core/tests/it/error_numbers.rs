@@ -257,14 +257,14 @@ fn enable_on_exec_enables_once_and_siblings_too() {
         None,
     );
     assert!(m.core.name_vcpu(VcpuId(0), "renamed"));
-    assert_eq!(sibling.state(), State::Off, "a name is no reset");
+    assert_eq!(sibling.state(), EventState::Off, "a name is no reset");
     v.exec();
-    assert_eq!(sibling.state(), State::Active);
+    assert_eq!(sibling.state(), EventState::Active);
     m.run(0, 3);
     assert_eq!(wide.read().unwrap().value, 3);
-    sibling.disable(Scope::Event).unwrap();
+    sibling.disable(ControlScope::Event).unwrap();
     v.exec();
-    assert_eq!(sibling.state(), State::Off, "once");
+    assert_eq!(sibling.state(), EventState::Off, "once");
     assert_eq!(
         [&leader, &sibling, &wide].map(|e| e.read().unwrap().value),
         [3, 3, 3],
@@ -286,14 +286,14 @@ fn a_reset_of_the_machine_is_one_of_every_vcpu_and_of_those_to_come() {
     let wide = m.open(late, OpenTarget::Vm, None);
     m.run(0, 5);
     m.core.vm_reset();
-    assert_eq!(wide.state(), State::Inactive, "enabled; its children count");
+    assert_eq!(wide.state(), EventState::Inactive, "enabled; its children count");
     let _late = m.vcpu(1);
     m.run(0, 3);
     m.run(1, 4);
     assert_eq!(wide.read().unwrap().value, 7);
-    wide.disable(Scope::Event).unwrap();
+    wide.disable(ControlScope::Event).unwrap();
     m.core.vm_reset();
-    assert_eq!(wide.state(), State::Off, "once");
+    assert_eq!(wide.state(), EventState::Off, "once");
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
         assert_eq!(m.core.knob(knob), before);
     }
     let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
-    let on = || events.iter().filter(|e| e.state() == State::Active).count();
+    let on = || events.iter().filter(|e| e.state() == EventState::Active).count();
     assert_eq!(on(), 2);
     m.core.set_knob(Knob::ReservedSlots, "1\n").unwrap();
     assert_eq!((m.core.knob(Knob::ReservedSlots).as_str(), on()), ("1\n", 1));

@@ -27,7 +27,7 @@ fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
     assert_eq!(e.read().unwrap().value, 17, "an exited one stays counted, once");
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     assert_eq!(e.read().unwrap().value, 17);
-    e.reset(Scope::Event).unwrap();
+    e.reset(ControlScope::Event).unwrap();
     assert_eq!(
         e.read().unwrap().value,
         0,
@@ -77,12 +77,12 @@ fn a_child_takes_its_parents_present_state_not_the_one_it_was_opened_with() {
     let _v0 = m.vcpu(0);
     m.run(0, 5);
     assert_eq!(e.read().unwrap().value, 0);
-    e.enable(Scope::Event).unwrap();
+    e.enable(ControlScope::Event).unwrap();
     let _v1 = m.vcpu(1);
     m.run(0, 1);
     m.run(1, 2);
     assert_eq!(e.read().unwrap().value, 3);
-    e.disable(Scope::Event).unwrap();
+    e.disable(ControlScope::Event).unwrap();
     let _v2 = m.vcpu(2);
     m.run(0, 100);
     m.run(2, 100);
@@ -114,7 +114,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
         [(leader.id(), 17), (twice.id(), 34)]
     );
     m.core.remove_vcpu(VcpuId(0)).unwrap();
-    leader.disable(Scope::Group).unwrap();
+    leader.disable(ControlScope::Group).unwrap();
     m.run(1, 1000);
     let r = leader.read_group().unwrap();
     assert_eq!((r[0].value, r[1].value), (17, 34));
@@ -186,12 +186,12 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
     let last = e.read().unwrap();
     assert_eq!((last.value, last.time_running_ns), (12, 12));
     m.run(0, 5);
-    e.disable(Scope::Event).unwrap();
-    e.enable(Scope::Event).unwrap();
+    e.disable(ControlScope::Event).unwrap();
+    e.enable(ControlScope::Event).unwrap();
     v.sched_in();
     m.run(0, 5);
     assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
-    assert!(e.poll().contains(Poll::HUP));
+    assert!(e.poll().contains(PollState::HUP));
     let target = OpenTarget::Vcpu(VcpuId(0));
     let error = m
         .core
@@ -228,7 +228,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     assert_eq!(fresh.count_age_ns().unwrap(), None);
     m.vcpu(3);
     m.run(0, 50);
-    e.reset(Scope::Event).unwrap();
+    e.reset(ControlScope::Event).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
@@ -341,15 +341,15 @@ fn software_events_of_the_vmm_are_inherited_too() {
     let e = m.open(
         Attr {
             inherit: true,
-            ..Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+            ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
         },
         OpenTarget::Vm,
         None,
     );
     let v1 = m.vcpu(1);
     for (v, n) in [(&v0, 3), (&v1, 4)] {
-        v.software_event(SoftwareId::Exits, n, None, &mut |_| {});
-        v.software_event(SoftwareId::Halts, n, None, &mut |_| {});
+        v.software_event(SoftwareEventId::Exits, n, None, &mut |_| {});
+        v.software_event(SoftwareEventId::Halts, n, None, &mut |_| {});
     }
     assert_eq!(e.read().unwrap().value, 7);
 }
@@ -384,7 +384,7 @@ fn the_parts_of_vcpus_add_up_to_the_whole() {
     assert_eq!(parts(&e), [(0, 6), (1, 13)]);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
     assert_eq!(parts(&e), [(0, 6), (1, 13)]);
-    e.reset(Scope::Event).unwrap();
+    e.reset(ControlScope::Event).unwrap();
     assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
 }
 
@@ -430,7 +430,11 @@ fn a_family_has_failed_if_a_child_has() {
     m.run(0, 5);
     m.run(1, 5);
     assert!(!rival.has_failed(), "the guest's goes first");
-    assert_ne!(e.state(), State::Error, "the family itself is not on any PMU");
+    assert_ne!(
+        e.state(),
+        EventState::Error,
+        "the family itself is not on any PMU"
+    );
     assert!(e.has_failed());
     assert_eq!(
         e.read_by_vcpu().unwrap()[0].reading.value,

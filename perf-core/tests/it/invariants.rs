@@ -72,8 +72,8 @@ proptest! {
             v.service_overflows(&mut NoRegs, &mut |o| seen += o.times);
         }
         prop_assert_eq!(seen, total);
-        prop_assert_eq!(e.state(), State::Off);
-        prop_assert!(e.poll().contains(Poll::HUP));
+        prop_assert_eq!(e.state(), EventState::Off);
+        prop_assert!(e.poll().contains(PollState::HUP));
     }
 
     /// P35: what is charged is what is mapped, after any sequence, failures included, and nothing in the end.
@@ -158,9 +158,9 @@ proptest! {
             match op {
                 0 if !there[n as usize] => { m.vcpu(n); there[n as usize] = true; }
                 1 if there[n as usize] => { m.core.remove_vcpu(VcpuId(n)).unwrap(); there[n as usize] = false; }
-                2 => e.reset(Scope::Event).unwrap(),
-                3 => e.disable(Scope::Event).unwrap(),
-                4 => e.enable(Scope::Event).unwrap(),
+                2 => e.reset(ControlScope::Event).unwrap(),
+                3 => e.disable(ControlScope::Event).unwrap(),
+                4 => e.enable(ControlScope::Event).unwrap(),
                 _ => *m.hw.package.lock().unwrap() = value,
             }
             prop_assert_eq!(e.read().unwrap().value, *m.hw.package.lock().unwrap());
@@ -184,8 +184,8 @@ proptest! {
         for (op, i) in ops {
             let e = i.get(&events);
             match op {
-                0 => e.enable(Scope::Group).unwrap(),
-                1 => e.disable(Scope::Event).unwrap(),
+                0 => e.enable(ControlScope::Group).unwrap(),
+                1 => e.disable(ControlScope::Event).unwrap(),
                 2 => { v.sched_in(); v.tick(); }
                 _ => { m.run(0, 10); v.service_overflows(&mut NoRegs, &mut |_| {}); }
             }

@@ -316,9 +316,9 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
             "refresh of {attr:?}"
         );
         for (call, result) in [
-            (ENABLE, handle.enable(Scope::Event)),
-            (DISABLE, handle.disable(Scope::Event)),
-            (RESET, handle.reset(Scope::Event)),
+            (ENABLE, handle.enable(ControlScope::Event)),
+            (DISABLE, handle.disable(ControlScope::Event)),
+            (RESET, handle.reset(ControlScope::Event)),
         ] {
             assert_eq!(errno(result), no(ioctl(&kernel, call, 0)));
         }
@@ -461,11 +461,11 @@ proptest! {
         };
         for (fd, handle) in kernel.iter().zip(&handles) {
             ioctl(fd, RESET, 0).unwrap();
-            handle.reset(Scope::Event).unwrap();
+            handle.reset(ControlScope::Event).unwrap();
         }
         let mut last = read(&kernel, &handles);
         for op in ops {
-            let scope = |group| if group { (GROUP, Scope::Group) } else { (0, Scope::Event) };
+            let scope = |group| if group { (GROUP, ControlScope::Group) } else { (0, ControlScope::Event) };
             match op {
                 Op::Enable(i, group) if i < kernel.len() => {
                     ioctl(&kernel[i], ENABLE, scope(group).0).unwrap();

@@ -15,7 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use driver::{Bench, Driver, Fault, SOFT, rate};
-use model::{CONTEXT_SWITCHES, Kind, Model, Reports, RingRecord, Setup, Spec, State as Expected, Totals, VM};
+use model::{
+    CONTEXT_SWITCHES, EventState as Expected, Kind, Model, Reports, RingRecord, Setup, Spec, Totals, VM,
+};
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
 use perf_core::time::{Clock, ManualClock};
@@ -28,7 +30,7 @@ const VCPUS: u32 = 3;
 /// Events open at a time.
 const EVENTS: usize = 9;
 /// The two ids of raised events in use.
-const IDS: [u64; 2] = [SoftwareId::Halts as u64, CONTEXT_SWITCHES];
+const IDS: [u64; 2] = [SoftwareEventId::Halts as u64, CONTEXT_SWITCHES];
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -44,15 +46,15 @@ enum Step {
     Add(u32),
     Remove(u32),
     Exec(u32),
-    Pin(u32),
+    ContextPin(u32),
     Unpin,
     Open {
         spec: Spec,
         leader: Option<usize>,
     },
     Close(usize),
-    Enable(usize, Scope),
-    Disable(usize, Scope),
+    Enable(usize, ControlScope),
+    Disable(usize, ControlScope),
     Reset(usize),
     Refresh(usize, u32),
     SetPeriod(usize, u64),
@@ -114,7 +116,7 @@ fn spec() -> impl Strategy<Value = Spec> {
 fn step() -> impl Strategy<Value = Step> {
     let vcpu = || 0..VCPUS;
     let n = || 0..EVENTS;
-    let scope = || prop_oneof![Just(Scope::Event), Just(Scope::Group)];
+    let scope = || prop_oneof![Just(ControlScope::Event), Just(ControlScope::Group)];
     prop_oneof![
         8 => (vcpu(), 1..900u64).prop_map(|(vcpu, ns)| Step::Run { vcpu, ns }),
         3 => vcpu().prop_map(Step::In),
@@ -125,7 +127,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => vcpu().prop_map(Step::Add),
         1 => vcpu().prop_map(Step::Remove),
         1 => vcpu().prop_map(Step::Exec),
-        1 => prop_oneof![vcpu().prop_map(Step::Pin), Just(Step::Unpin)],
+        1 => prop_oneof![vcpu().prop_map(Step::ContextPin), Just(Step::Unpin)],
         8 => (spec(), prop::option::of(n())).prop_map(|(spec, leader)| Step::Open { spec, leader }),
         2 => n().prop_map(Step::Close),
         3 => (n(), scope()).prop_map(|(n, scope)| Step::Enable(n, scope)),
@@ -179,7 +181,7 @@ struct Pair {
     guest: Session,
     model: Model,
     open: Vec<Open>,
-    pin: Option<(usize, Pin)>,
+    pin: Option<(usize, ContextPin)>,
     names: u64,
 }
 
@@ -284,7 +286,7 @@ impl Pair {
             | Step::Switch(n, _)
             | Step::Remove(n)
             | Step::Exec(n)
-            | Step::Pin(n)
+            | Step::ContextPin(n)
             | Step::Raise { vcpu: n, .. }
             | Step::Service(n) => {
                 if let Some(vcpu) = self.vcpu(n) {
@@ -298,7 +300,8 @@ impl Pair {
 
     fn on_vcpu(&mut self, n: u32, vcpu: &VcpuContext, step: &Step) -> Result<(), String> {
         let got = RefCell::new(BTreeMap::<u64, u64>::new());
-        let mut sink = |o: Overflowed| *got.borrow_mut().entry(o.cookie).or_default() += u64::from(o.times);
+        let mut sink =
+            |o: OverflowReport| *got.borrow_mut().entry(o.cookie).or_default() += u64::from(o.times);
         let mut expected = Reports::default();
         match *step {
             Step::In(_) => {
@@ -325,7 +328,7 @@ impl Pair {
                 vcpu.exec();
                 self.model.exec(n);
             }
-            Step::Pin(_) if self.pin.is_none() => {
+            Step::ContextPin(_) if self.pin.is_none() => {
                 let ctx = self.model.at[&n];
                 self.pin = Some((ctx, vcpu.pin()));
                 self.model.contexts[ctx].pins += 1;
@@ -333,7 +336,7 @@ impl Pair {
             Step::Raise {
                 id, n: times, regs, ..
             } => {
-                let of = SoftwareId::from_config(id).expect("it exists");
+                let of = SoftwareEventId::from_config(id).expect("it exists");
                 let mut here = Regs;
                 let regs_now = regs.then_some(&mut here as &mut dyn SampleRegs);
                 vcpu.software_event(of, times, regs_now, &mut sink);
@@ -359,7 +362,7 @@ impl Pair {
         let event = &self.model.events[&name];
         let (samples, inherits) = (event.spec.period > 0, event.spec.inherit || event.family);
         let group: Vec<u64> = match *step {
-            Step::Enable(_, Scope::Group) | Step::Disable(_, Scope::Group) => {
+            Step::Enable(_, ControlScope::Group) | Step::Disable(_, ControlScope::Group) => {
                 let leader = event.leader;
                 let members = self.model.events.iter().filter(|(_, e)| e.leader == leader);
                 members.map(|(name, _)| *name).collect()
@@ -386,7 +389,7 @@ impl Pair {
             }
             Step::Reset(_) => {
                 self.model.reset(name);
-                handle.reset(Scope::Event)
+                handle.reset(ControlScope::Event)
             }
             Step::Refresh(_, times) => {
                 let done = handle.refresh(times);
@@ -528,7 +531,7 @@ impl Pair {
             let part = &model.parts[p];
             match &part.counter {
                 Some(counter) => counter.is_on(),
-                None => handles[&part.event].state() == State::Active,
+                None => handles[&part.event].state() == EventState::Active,
             }
         })?;
         for part in &self.model.parts {
@@ -616,9 +619,9 @@ impl Pair {
                 return fail("by vCPU", &got, &expected);
             }
             let state = if event.enabled {
-                State::Inactive
+                EventState::Inactive
             } else {
-                State::Off
+                EventState::Off
             };
             if handle.state() != state {
                 return fail("state", &handle.state(), &state);
@@ -627,10 +630,10 @@ impl Pair {
         }
         let part = &self.model.parts[parts[0]];
         let state = match part.state {
-            Expected::Error => State::Error,
-            Expected::Off => State::Off,
-            Expected::Waiting => State::Inactive,
-            Expected::On => State::Active,
+            Expected::Error => EventState::Error,
+            Expected::Off => EventState::Off,
+            Expected::Waiting => EventState::Inactive,
+            Expected::On => EventState::Active,
         };
         if handle.state() != state {
             return fail("state", &handle.state(), &state);

@@ -149,7 +149,7 @@ fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_
     for _ in 0..3 {
         overflow(&m, &v, 1);
     }
-    assert_eq!(e.state(), State::Off);
+    assert_eq!(e.state(), EventState::Off);
     e.refresh(2).unwrap();
     overflow(&m, &v, 1);
     m.core.tick();
@@ -238,7 +238,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     );
     assert_eq!(seen[3], "comm 1000 a name that is ");
     assert_eq!(seen[6], "read 1000 [7]");
-    e.disable(Scope::Event).unwrap();
+    e.disable(ControlScope::Event).unwrap();
     m.vcpu(1);
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
@@ -363,7 +363,7 @@ fn p36_an_event_goes_on_in_the_ring_of_a_closed_one() {
     assert_eq!(source.map(1, true).unwrap_err().errno(), libc::EINVAL);
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
-    assert!(!source.poll().contains(Poll::HUP));
+    assert!(!source.poll().contains(PollState::HUP));
     // The last that writes there lets the ring go, although the closed event's handle is still there.
     drop(ring);
     assert_eq!(m.core.ring_pages(0), 2);
@@ -493,7 +493,7 @@ fn a_ring_of_the_control_page_alone_shows_count_and_times() {
         ),
         (0, 42, 42, 42)
     );
-    e.reset(Scope::Event).unwrap();
+    e.reset(ControlScope::Event).unwrap();
     assert_eq!(
         RingReader::map(ring.memfd()).unwrap().counter().unwrap().offset,
         0
@@ -509,13 +509,13 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
         ..sampling(5)
     };
     let e = m.open_vcpu(attr, None);
-    assert_eq!(e.poll(), Poll::HUP);
+    assert_eq!(e.poll(), PollState::HUP);
     let _ring = e.map(1, true).unwrap();
     overflow(&m, &v, 5);
-    assert_eq!(e.poll(), Poll::empty(), "two samples wake");
+    assert_eq!(e.poll(), PollState::empty(), "two samples wake");
     overflow(&m, &v, 5);
-    assert_eq!(e.poll(), Poll::IN);
-    assert_eq!(e.poll(), Poll::empty(), "taken once");
+    assert_eq!(e.poll(), PollState::IN);
+    assert_eq!(e.poll(), PollState::empty(), "taken once");
 }
 
 /// Whether there is something to look at.
@@ -541,7 +541,7 @@ fn the_descriptor_to_wait_for_is_the_callers_own() {
     assert!(!is_readable(&own));
     overflow(&m, &v, 5);
     assert!(is_readable(&own));
-    assert_eq!(e.poll(), Poll::IN | Poll::HUP);
+    assert_eq!(e.poll(), PollState::IN | PollState::HUP);
     assert!(!is_readable(&own), "taken once");
     let ring = e.map(1, true).unwrap();
     let of_ring = e.poll_fd().unwrap();

@@ -24,7 +24,7 @@ fn by_frequency(hz: u64) -> Attr {
 
 fn raised(period: u64) -> Attr {
     Attr {
-        config: SoftwareId::Exits as u64,
+        config: SoftwareEventId::Exits as u64,
         ty: EventType::VMM,
         ..sampling(period)
     }
@@ -36,7 +36,7 @@ fn run(m: &Machine, v: &VcpuContext, n: u64) {
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
 }
 
 /// The vCPU and the period of each sample not read before.
@@ -103,10 +103,10 @@ fn changed_while_off_the_period_begins_when_it_is_on_again() {
     let e = m.open_vcpu(sampling(100), None);
     let ring = e.map(8, true).unwrap();
     run(&m, &v, 30);
-    e.disable(Scope::Event).unwrap();
+    e.disable(ControlScope::Event).unwrap();
     e.set_period(20).unwrap();
     run(&m, &v, 500);
-    e.enable(Scope::Event).unwrap();
+    e.enable(ControlScope::Event).unwrap();
     run(&m, &v, 19);
     assert_eq!(periods(&ring), []);
     run(&m, &v, 1);
@@ -235,7 +235,7 @@ fn what_has_no_registers_is_counted_by_the_next_sample_but_brings_it_no_nearer()
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
     raise(&v, 4);
-    v.software_event(SoftwareId::Exits, 100, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
     raise(&v, 5);
     assert_eq!(periods(&ring), []);
     raise(&v, 11);
@@ -276,7 +276,7 @@ fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_a
         "the first of a burst throttles nothing; THROTTLE, and the sample that was too many"
     );
     m.core.tick();
-    e.disable(Scope::Event).unwrap();
+    e.disable(ControlScope::Event).unwrap();
     samples(&ring);
     e.refresh(20).unwrap();
     ring.take_poll();
@@ -287,7 +287,7 @@ fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_a
         "all of them are there once the event is exhausted"
     );
     assert!(ring.take_poll().hang_up);
-    assert_eq!(e.state(), State::Off);
+    assert_eq!(e.state(), EventState::Off);
     assert_eq!(v.stats().samples, 40 + 2 + 20);
 }
 
@@ -343,7 +343,7 @@ proptest! {
                 Step::Serve => serve(),
                 Step::Period(p) => e.set_period(p.min(sample_rate)).unwrap(),
                 Step::OutAndIn => { v.sched_out(); v.sched_in(); }
-                Step::OffAndOn => { e.disable(Scope::Event).unwrap(); e.enable(Scope::Event).unwrap(); }
+                Step::OffAndOn => { e.disable(ControlScope::Event).unwrap(); e.enable(ControlScope::Event).unwrap(); }
                 Step::Tick => m.core.tick(),
             }
             stood_for += periods(&ring).iter().sum::<u64>();

@@ -24,17 +24,17 @@ fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
 }
 
 fn exits(period: u64) -> Attr {
-    sampling(EventType::VMM, SoftwareId::Exits as u64, period)
+    sampling(EventType::VMM, SoftwareEventId::Exits as u64, period)
 }
 
 fn is_on(e: &Handle) -> bool {
-    e.state() == State::Active
+    e.state() == EventState::Active
 }
 
 /// Registers whose evaluation raises an event of the next vCPU at the next level.
 struct Nest<'a> {
     vcpus: &'a [Arc<VcpuContext>],
-    levels: &'a [Level],
+    levels: &'a [RaiseLevel],
     delivered: &'a mut Vec<bool>,
 }
 
@@ -50,7 +50,8 @@ impl Nest<'_> {
             levels,
             delivered: self.delivered,
         };
-        let delivered = vcpu.software_event_at(*level, SoftwareId::Exits, 1, Some(&mut inner), &mut |_| {});
+        let delivered =
+            vcpu.software_event_at(*level, SoftwareEventId::Exits, 1, Some(&mut inner), &mut |_| {});
         self.delivered[at] = delivered;
     }
 }
@@ -140,13 +141,13 @@ proptest! {
             v.sched_out();
         }
         let states = || siblings.iter().map(Handle::state).collect::<Vec<_>>();
-        let expected = |enabled| members.iter().map(|m| if m.1 { State::Off } else { enabled }).collect::<Vec<_>>();
-        let there = if inside { State::Active } else { State::Inactive };
+        let expected = |enabled| members.iter().map(|m| if m.1 { EventState::Off } else { enabled }).collect::<Vec<_>>();
+        let there = if inside { EventState::Active } else { EventState::Inactive };
         prop_assert_eq!((leader.state(), states()), (there, expected(there)));
-        leader.disable(Scope::Event).unwrap();
-        prop_assert_eq!((leader.state(), states()), (State::Off, expected(State::Inactive)));
+        leader.disable(ControlScope::Event).unwrap();
+        prop_assert_eq!((leader.state(), states()), (EventState::Off, expected(EventState::Inactive)));
         m.run(0, 10);
-        leader.enable(Scope::Event).unwrap();
+        leader.enable(ControlScope::Event).unwrap();
         prop_assert_eq!((leader.state(), states()), (there, expected(there)));
     }
 
@@ -163,7 +164,7 @@ proptest! {
         let siblings: Vec<_> = members.iter().map(open).collect();
         m.run(0, work);
         if leader_off {
-            leader.disable(Scope::Event).unwrap();
+            leader.disable(ControlScope::Event).unwrap();
         }
         let readings = || siblings.iter().map(|s| s.read().unwrap()).collect::<Vec<_>>();
         let before = readings();
@@ -281,7 +282,7 @@ proptest! {
     /// levels are free.
     #[test]
     fn p24_only_what_is_inside_its_own_level_is_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
-        const LEVELS: [Level; 4] = [Level::Thread, Level::Deferred, Level::Signal, Level::Nmi];
+        const LEVELS: [RaiseLevel; 4] = [RaiseLevel::Thread, RaiseLevel::Deferred, RaiseLevel::Signal, RaiseLevel::Nmi];
         let m = Machine::new(1);
         let vcpus: Vec<_> = (0..nest.len() as u32).map(|n| m.vcpu(n)).collect();
         let events: Vec<_> = vcpus.iter().map(|v| {
@@ -300,7 +301,7 @@ proptest! {
         let counts: Vec<_> = events.iter().map(|e| e.read().unwrap().value).collect();
         prop_assert_eq!(counts, (0..levels.len()).map(|n| u64::from(n < depth)).collect::<Vec<_>>());
         for level in LEVELS {
-            prop_assert!(vcpus[0].software_event_at(level, SoftwareId::Exits, 1, None, &mut |_| {}), "{:?} is free", level);
+            prop_assert!(vcpus[0].software_event_at(level, SoftwareEventId::Exits, 1, None, &mut |_| {}), "{:?} is free", level);
         }
     }
 
@@ -313,8 +314,8 @@ proptest! {
         let serve = || v.service_overflows(&mut NoRegs, &mut |_| {});
         for (op, n) in ops {
             match op {
-                0 => events[n as usize % 2].disable(Scope::Event).unwrap(),
-                1 => events[n as usize % 2].enable(Scope::Event).unwrap(),
+                0 => events[n as usize % 2].disable(ControlScope::Event).unwrap(),
+                1 => events[n as usize % 2].enable(ControlScope::Event).unwrap(),
                 2 => v.sched_out(),
                 3 => v.sched_in(),
                 _ => m.run(0, n),
@@ -347,7 +348,7 @@ proptest! {
         let rings: Vec<_> = own.iter().chain(&vm).map(|e| e.map(16, true).unwrap()).collect();
         let happen = || {
             m.run(0, work);
-            v.software_event(SoftwareId::Exits, raised, Some(&mut NoRegs), &mut |_| {});
+            v.software_event(SoftwareEventId::Exits, raised, Some(&mut NoRegs), &mut |_| {});
         };
         happen();
         if served {

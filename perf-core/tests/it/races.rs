@@ -16,7 +16,7 @@ fn raised(vm: bool) -> Attr {
         sample_type: SampleType::TID | SampleType::ID,
         inherit: vm,
         task: true,
-        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1)
+        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1)
     }
 }
 
@@ -49,7 +49,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
     std::thread::scope(|s| {
         s.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+                v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
             }
         });
         // Until enough of them were opened while the other thread raised the event.
@@ -65,7 +65,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                     flags,
                 )
                 .unwrap();
-            e.disable(Scope::Event).unwrap();
+            e.disable(ControlScope::Event).unwrap();
             let count = e.read().unwrap().value;
             let (mut samples, mut lost) = (0, 0);
             for_each(&mut reader, &attr, |record| match record {
@@ -116,11 +116,11 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     };
     let e = m.open(attr.clone(), OpenTarget::Vm, None);
     let ring = e.map(8, true).unwrap();
-    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
     // Between the look whether the vCPU is there and the lock of the VM's context.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
-    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
     assert!(clock.0.lock().unwrap().is_none(), "the vCPU went meanwhile");
     let mut kinds = Vec::new();
     let mut reader = RingReader::map(ring.memfd()).unwrap();

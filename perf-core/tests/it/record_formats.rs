@@ -95,13 +95,13 @@ fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         overflow(&m, &v1, 5);
     }
     m.core.tick();
-    event_a.disable(Scope::Event).unwrap();
+    event_a.disable(ControlScope::Event).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(true).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(false).unwrap();
     overflow(&m, &v0, 1000);
-    event_a.enable(Scope::Event).unwrap();
+    event_a.enable(ControlScope::Event).unwrap();
     m.clock.advance(1);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
 
@@ -195,7 +195,7 @@ fn what_each_event_lost_is_in_its_reading() {
     assert_eq!(words(&sibling), [1000, sibling.id(), b]);
     while reader.next_record().unwrap().is_some() {}
     for event in [&leader, &sibling] {
-        event.reset(Scope::Event).unwrap();
+        event.reset(ControlScope::Event).unwrap();
     }
     overflow(&m, &v, 10);
     let format = Format::from(leader.attr());

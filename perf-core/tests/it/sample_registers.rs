@@ -100,8 +100,8 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let driven = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
-    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareId::Exits as u64, 5), None);
-    let attr = sampling(EventType::VMM, SoftwareId::Halts as u64, 5);
+    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareEventId::Exits as u64, 5), None);
+    let attr = sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
     let vm_wide = m.open(attr, OpenTarget::Vm, None);
     let rings = [&driven, &raised, &vm_wide].map(|e| e.map(4, true).unwrap());
     let (ask, asked) = mpsc::channel::<()>();
@@ -113,7 +113,7 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
             while asked.recv().is_ok() {
                 for event in events {
                     event.read().unwrap();
-                    event.enable(Scope::Event).unwrap();
+                    event.enable(ControlScope::Event).unwrap();
                 }
                 core.tick();
                 answer.send(()).unwrap();
@@ -128,7 +128,7 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
         };
         m.run(0, 10);
         assert_eq!(v.service_overflows(&mut Slow::new(&mut during), &mut |_| {}), 1);
-        for id in [SoftwareId::Exits, SoftwareId::Halts] {
+        for id in [SoftwareEventId::Exits, SoftwareEventId::Halts] {
             v.software_event(id, 5, Some(&mut Slow::new(&mut during)), &mut |_| {});
         }
         drop(ask);
@@ -195,7 +195,7 @@ fn what_happens_meanwhile_counts() {
         m.run(0, 10);
         let mut during = || match what {
             "close" => event.close(),
-            "disable" => event.disable(Scope::Event).unwrap(),
+            "disable" => event.disable(ControlScope::Event).unwrap(),
             _ => drop(m.core.remove_vcpu(VcpuId(0))),
         };
         let served = v.service_overflows(&mut Slow::new(&mut during), &mut |_| {});

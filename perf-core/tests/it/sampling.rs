@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use crate::common::machine::*;
 
-fn serve(v: &VcpuContext) -> Vec<Overflowed> {
+fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
     let mut seen = Vec::new();
     v.service_overflows(&mut NoRegs, &mut |o| seen.push(o));
     seen
@@ -34,12 +34,12 @@ fn an_armed_counter_overflows_exactly_there_and_then_at_its_period() {
     m.run(0, 99);
     assert_eq!(serve(&v), []);
     m.run(0, 1);
-    assert_eq!(serve(&v), [Overflowed { cookie: 7, times: 1 }]);
+    assert_eq!(serve(&v), [OverflowReport { cookie: 7, times: 1 }]);
     assert_eq!(serve(&v), [], "served once");
     m.run(0, (1 << 20) - 1);
     assert_eq!(serve(&v), []);
     m.run(0, 1);
-    assert_eq!(serve(&v), [Overflowed { cookie: 7, times: 1 }]);
+    assert_eq!(serve(&v), [OverflowReport { cookie: 7, times: 1 }]);
 }
 
 #[test]
@@ -53,11 +53,11 @@ fn arming_again_while_it_runs_takes_effect_at_once_and_loses_nothing() {
     m.run(0, 4);
     assert_eq!(
         serve(&v),
-        [Overflowed { cookie: 1, times: 1 }],
+        [OverflowReport { cookie: 1, times: 1 }],
         "the one before the write"
     );
     m.run(0, 1);
-    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 1 }]);
+    assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
 }
 
 #[test]
@@ -67,12 +67,12 @@ fn an_overflow_survives_being_taken_off_before_it_is_served() {
     let c = counter(&m, 100, 1);
     m.run(0, 250);
     v.sched_out();
-    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 2 }]);
+    assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 2 }]);
     v.sched_in();
     m.run(0, 49);
     assert_eq!(serve(&v), [], "half a period was left");
     m.run(0, 1);
-    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 1 }]);
+    assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
     assert_eq!(c.read().unwrap().value, 300);
 }
 
@@ -104,7 +104,7 @@ fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
         let mut all: Vec<_> = (0..position.max(3)).chain([10, 11, 12]).collect();
         all.sort_unstable();
         assert_eq!(cookies, all, "{position} before the group");
-        assert_eq!(leader.state(), State::Off);
+        assert_eq!(leader.state(), EventState::Off);
         assert_eq!(serve(&v), []);
         drop((before, members, after));
     }
@@ -128,8 +128,8 @@ fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
         1,
         "one event had overflowed"
     );
-    assert_eq!(seen, [Overflowed { cookie: 7, times: 2 }]);
-    assert_eq!(c.state(), State::Off);
+    assert_eq!(seen, [OverflowReport { cookie: 7, times: 2 }]);
+    assert_eq!(c.state(), EventState::Off);
     assert_eq!(serve(&v), []);
 }
 
@@ -155,16 +155,16 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     let e = m.open_vcpu(attr.clone(), None);
     e.refresh(3).unwrap();
     for i in 0..3 {
-        assert_eq!(e.state(), State::Active, "{i}");
+        assert_eq!(e.state(), EventState::Active, "{i}");
         m.run(0, 10);
         serve(&v);
     }
-    assert_eq!(e.state(), State::Off);
-    assert!(e.poll().contains(Poll::HUP));
+    assert_eq!(e.state(), EventState::Off);
+    assert!(e.poll().contains(PollState::HUP));
     e.refresh(0).unwrap();
     m.run(0, 1000);
     serve(&v);
-    assert_eq!(e.state(), State::Active, "0 is no limit");
+    assert_eq!(e.state(), EventState::Active, "0 is no limit");
     let inherited = m.open(
         Attr {
             inherit: true,
@@ -291,7 +291,7 @@ proptest! {
             match what {
                 0 => times += serve(&v).iter().map(|o| u64::from(o.times)).sum::<u64>(),
                 1 => { v.sched_out(); v.sched_in(); }
-                2 => { c.disable(Scope::Event).unwrap(); c.enable(Scope::Event).unwrap(); }
+                2 => { c.disable(ControlScope::Event).unwrap(); c.enable(ControlScope::Event).unwrap(); }
                 _ => m.run(0, n),
             }
         }
@@ -313,7 +313,7 @@ fn p38_no_overflow_is_claimed_while_nothing_is_on() {
         0,
         "a second signal for the same overflow is not ours"
     );
-    c.disable(Scope::Event).unwrap();
+    c.disable(ControlScope::Event).unwrap();
     m.run(0, 100);
     assert_eq!(v.stats().active, 0);
     assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| panic!("claimed")), 0);
@@ -335,7 +335,7 @@ fn the_last_sample_before_the_limit_is_written() {
         m.run(0, 10);
         serve(&v);
     }
-    assert_eq!((e.state(), v.stats().samples), (State::Off, 2));
+    assert_eq!((e.state(), v.stats().samples), (EventState::Off, 2));
     assert_eq!(ring.published(), 2 * 16);
 }
 
@@ -479,22 +479,22 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     assert!(!m.core.needs_tick());
     let operators = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 5), None);
     operators.map(1, true).unwrap();
-    assert_eq!((m.core.needs_tick(), m.core.tick_need()), (true, TickNeed::Watch));
+    assert_eq!((m.core.needs_tick(), m.core.tick_need()), (true, TickWork::Watch));
     for _ in 0..30 {
         m.run(0, 5);
         serve(&v);
     }
-    assert_eq!((v.stats().throttles, m.core.tick_need()), (1, TickNeed::Work));
+    assert_eq!((v.stats().throttles, m.core.tick_need()), (1, TickWork::Work));
     m.core.tick();
-    assert_eq!(m.core.tick_need(), TickNeed::Watch);
-    operators.disable(Scope::Event).unwrap();
+    assert_eq!(m.core.tick_need(), TickWork::Watch);
+    operators.disable(ControlScope::Event).unwrap();
     assert!(!m.core.needs_tick());
     let by_frequency = Attr {
         freq: true,
         ..Attr::sampling(EventType::SIM, 1, 100)
     };
     let _follows = m.open_vcpu(by_frequency, None);
-    assert_eq!(m.core.tick_need(), TickNeed::Work);
+    assert_eq!(m.core.tick_need(), TickWork::Work);
 }
 
 /// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the
@@ -529,9 +529,9 @@ impl SampleRegs for Raising<'_> {
         CpuMode::GuestKernel
     }
     fn ip(&mut self) -> u64 {
-        let raised = self
-            .0
-            .software_event_at(Level::Thread, SoftwareId::Halts, 1, None, &mut |_| {});
+        let raised =
+            self.0
+                .software_event_at(RaiseLevel::Thread, SoftwareEventId::Halts, 1, None, &mut |_| {});
         self.1 = Some(raised);
         0
     }
@@ -549,13 +549,16 @@ fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_
     };
     let e = m.open_vcpu(attr, None);
     let _ring = e.map(1, true).unwrap();
-    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    let halts = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
+        None,
+    );
     m.run(0, 10);
     let mut regs = Raising(&v, None);
     assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 1);
     assert_eq!(regs.1, Some(false), "dropped, and it says so");
     assert_eq!(halts.read().unwrap().value, 0);
-    v.software_event(SoftwareId::Halts, 1, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Halts, 1, None, &mut |_| {});
     assert_eq!(halts.read().unwrap().value, 1, "the level is free again");
 }
 
@@ -568,11 +571,11 @@ fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
         ..Attr::sampling(EventType::SIM, 1, 10)
     };
     let e = m.open(attr, OpenTarget::Vm, None);
-    assert!(!e.poll().contains(Poll::IN));
+    assert!(!e.poll().contains(PollState::IN));
     m.run(0, 10);
     serve(&v);
-    assert!(e.poll().contains(Poll::IN));
-    assert!(!e.poll().contains(Poll::IN), "taken once");
+    assert!(e.poll().contains(PollState::IN));
+    assert!(!e.poll().contains(PollState::IN), "taken once");
 }
 
 /// An overflow that comes less than a tick after the one before it moves the period; after a longer time the

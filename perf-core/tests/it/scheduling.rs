@@ -44,7 +44,7 @@ fn a_tick_stops_one_and_starts_one() {
     let on = |events: &[Handle]| {
         events
             .iter()
-            .map(|e| e.state() == State::Active)
+            .map(|e| e.state() == EventState::Active)
             .collect::<Vec<_>>()
     };
     let before = on(&events);
@@ -88,9 +88,9 @@ fn all_pinned_go_before_any_flexible() {
     let flexible_vm: Vec<_> = (0..2).map(|_| vm(hw())).collect();
     let pinned_vcpu = m.open_vcpu(pinned(), None);
     let pinned_vm = vm(pinned());
-    assert_eq!(pinned_vcpu.state(), State::Active);
+    assert_eq!(pinned_vcpu.state(), EventState::Active);
     // Pinned VM, pinned vCPU and both flexible VM events fill the slots.
-    assert_eq!(flexible_vcpu.state(), State::Inactive);
+    assert_eq!(flexible_vcpu.state(), EventState::Inactive);
     m.run(0, 10);
     assert_eq!(pinned_vm.read().unwrap().value, 10);
     assert!(flexible_vm.iter().all(|e| e.read().unwrap().value == 10));
@@ -109,20 +109,23 @@ fn a_pinned_event_without_a_slot_is_in_error_until_enabled() {
     let first = m.open_vcpu(pinned(), None);
     let errors = v.errors();
     let second = m.open_vcpu(pinned(), None);
-    assert_eq!((first.state(), second.state()), (State::Active, State::Error));
+    assert_eq!(
+        (first.state(), second.state()),
+        (EventState::Active, EventState::Error)
+    );
     assert_eq!(v.errors(), errors + 1);
     assert_eq!(second.read_bytes(&mut [0; 64]).unwrap(), 0, "end of file");
     drop(first);
-    assert_eq!(second.state(), State::Error, "it does not heal by itself");
-    second.enable(Scope::Event).unwrap();
-    assert_eq!(second.state(), State::Active);
+    assert_eq!(second.state(), EventState::Error, "it does not heal by itself");
+    second.enable(ControlScope::Event).unwrap();
+    assert_eq!(second.state(), EventState::Active);
 }
 
 #[test]
 fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
     for (share, guest_state) in [
-        (SharePolicy::GuestFirst, State::Active),
-        (SharePolicy::OperatorFirst, State::Error),
+        (SharePolicy::GuestFirst, EventState::Active),
+        (SharePolicy::OperatorFirst, EventState::Error),
     ] {
         let m = Machine::with(1, |c| c.share = share);
         let _v = m.vcpu(0);
@@ -133,10 +136,10 @@ fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
             .unwrap();
         let operator = m.open_vcpu(hw(), None);
         assert_eq!(guest.state(), guest_state);
-        let expected = if guest_state == State::Active {
-            State::Inactive
+        let expected = if guest_state == EventState::Active {
+            EventState::Inactive
         } else {
-            State::Active
+            EventState::Active
         };
         assert_eq!(operator.state(), expected);
     }
@@ -156,10 +159,10 @@ fn the_policy_can_change_while_events_are_open() {
     let operator = m.open_vcpu(hw(), None);
     assert_eq!(
         (guest.state(), operator.state()),
-        (State::Active, State::Inactive)
+        (EventState::Active, EventState::Inactive)
     );
     m.core.set_share(SharePolicy::OperatorFirst);
-    assert_eq!(operator.state(), State::Active);
+    assert_eq!(operator.state(), EventState::Active);
     m.core.set_share(SharePolicy::Strict);
     assert_eq!(m.core.share(), SharePolicy::Strict);
     let refused = m.core.open(&m.admin, hw(), target, None, OpenFlags::default());
@@ -216,7 +219,7 @@ fn reserved_slots_are_for_vm_wide_events() {
     let _v = m.vcpu(0);
     let a = m.open_vcpu(pinned(), None);
     let b = m.open_vcpu(pinned(), None);
-    assert_eq!((a.state(), b.state()), (State::Active, State::Error));
+    assert_eq!((a.state(), b.state()), (EventState::Active, EventState::Error));
     let vm = m.open(
         Attr {
             inherit: true,
@@ -244,11 +247,11 @@ fn p5_an_exclusive_group_is_alone_on_the_pmu() {
     let s = m.open_vcpu(soft(), None);
     let mut seen = 0;
     for _ in 0..10 {
-        let (a, x) = (a.state() == State::Active, x.state() == State::Active);
+        let (a, x) = (a.state() == EventState::Active, x.state() == EventState::Active);
         assert!(!(a && x));
         assert!(a || x);
         seen |= u32::from(a) | u32::from(x) << 1;
-        assert_eq!(s.state(), State::Active);
+        assert_eq!(s.state(), EventState::Active);
         assert_eq!(v.stats().active_hardware, 1);
         m.core.tick();
     }
@@ -269,21 +272,27 @@ fn p12_a_leader_takes_its_group_along() {
         Some(&leader),
     );
     let states = || [leader.state(), on.state(), off.state()];
-    assert_eq!(states(), [State::Active, State::Active, State::Off]);
-    leader.disable(Scope::Event).unwrap();
-    assert_eq!(states(), [State::Off, State::Inactive, State::Off]);
+    assert_eq!(
+        states(),
+        [EventState::Active, EventState::Active, EventState::Off]
+    );
+    leader.disable(ControlScope::Event).unwrap();
+    assert_eq!(states(), [EventState::Off, EventState::Inactive, EventState::Off]);
     m.run(0, 50);
     assert_eq!(
         on.read().unwrap().time_enabled_ns,
         0,
         "time stands still under a leader that is off"
     );
-    leader.enable(Scope::Event).unwrap();
-    assert_eq!(states(), [State::Active, State::Active, State::Off]);
-    leader.disable(Scope::Group).unwrap();
-    assert_eq!(states(), [State::Off, State::Off, State::Off]);
-    off.enable(Scope::Group).unwrap();
-    assert_eq!(states(), [State::Active; 3]);
+    leader.enable(ControlScope::Event).unwrap();
+    assert_eq!(
+        states(),
+        [EventState::Active, EventState::Active, EventState::Off]
+    );
+    leader.disable(ControlScope::Group).unwrap();
+    assert_eq!(states(), [EventState::Off, EventState::Off, EventState::Off]);
+    off.enable(ControlScope::Group).unwrap();
+    assert_eq!(states(), [EventState::Active; 3]);
 }
 
 #[test]
@@ -320,10 +329,13 @@ fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_err
     *m.hw.refuse.lock().unwrap() = true;
     let flexible = m.open_vcpu(hw(), None);
     let p = m.open_vcpu(pinned(), None);
-    assert_eq!((flexible.state(), p.state()), (State::Inactive, State::Error));
+    assert_eq!(
+        (flexible.state(), p.state()),
+        (EventState::Inactive, EventState::Error)
+    );
     *m.hw.refuse.lock().unwrap() = false;
     m.core.tick();
-    assert_eq!(flexible.state(), State::Active);
+    assert_eq!(flexible.state(), EventState::Active);
 }
 
 /// The second member finds no place, so the first one is taken off again, and others get the slot.
@@ -349,17 +361,20 @@ fn a_group_that_fits_only_in_part_is_off_as_a_whole() {
             .unwrap()
     };
     let leader = open(1, None);
-    assert_eq!(leader.state(), State::Active);
+    assert_eq!(leader.state(), EventState::Active);
     let sibling = open(2, Some(&leader));
     let free = open(3, None);
     for _ in 0..6 {
-        assert_eq!(leader.state() == State::Active, sibling.state() == State::Active);
+        assert_eq!(
+            leader.state() == EventState::Active,
+            sibling.state() == EventState::Active
+        );
         pmu.advance(VcpuId(0), |_| 1);
         v.tick();
     }
     assert_eq!(
         (leader.state(), sibling.state()),
-        (State::Inactive, State::Inactive)
+        (EventState::Inactive, EventState::Inactive)
     );
     assert_eq!(
         (sibling.read().unwrap().value, v.stats().active),
@@ -416,7 +431,7 @@ proptest! {
         let m = Machine::new(slots);
         let v = m.vcpu(0);
         let mut inside = true;
-        struct Tracked { handle: Handle, soft: bool, pinned: bool, exclusive: bool, last: Reading, last_state: State, work: u64 }
+        struct Tracked { handle: Handle, soft: bool, pinned: bool, exclusive: bool, last: Reading, last_state: EventState, work: u64 }
         let mut events: Vec<Tracked> = Vec::new();
         for op in ops {
             let was_inside = inside;
@@ -442,24 +457,24 @@ proptest! {
                     prop_assert_eq!(v.stats().events, before - 1);
                 }
                 Op::Enable(i, group) if !events.is_empty() => {
-                    let scope = if group { Scope::Group } else { Scope::Event };
+                    let scope = if group { ControlScope::Group } else { ControlScope::Event };
                     i.get(&events).handle.enable(scope).unwrap();
                 }
                 Op::Disable(i, group) if !events.is_empty() => {
-                    let scope = if group { Scope::Group } else { Scope::Event };
+                    let scope = if group { ControlScope::Group } else { ControlScope::Event };
                     let t = i.get(&events);
                     t.handle.disable(scope).unwrap();
                     let before = t.handle.read().unwrap();
                     // P11: disabling and enabling again changes nothing at that instant.
-                    if !group && t.handle.state() == State::Off && !t.pinned {
-                        t.handle.enable(Scope::Event).unwrap();
+                    if !group && t.handle.state() == EventState::Off && !t.pinned {
+                        t.handle.enable(ControlScope::Event).unwrap();
                         prop_assert_eq!(t.handle.read().unwrap(), before);
-                        t.handle.disable(Scope::Event).unwrap();
+                        t.handle.disable(ControlScope::Event).unwrap();
                     }
                 }
                 Op::Reset(i) if !events.is_empty() => {
                     let i = i.index(events.len());
-                    events[i].handle.reset(Scope::Event).unwrap();
+                    events[i].handle.reset(ControlScope::Event).unwrap();
                     events[i].work = 0;
                     events[i].last.value = 0;
                 }
@@ -467,7 +482,7 @@ proptest! {
                 Op::Out => { v.sched_out(); inside = false; }
                 Op::Tick => m.core.tick(),
                 Op::Run(n) => {
-                    let on: Vec<bool> = events.iter().map(|t| t.handle.state() == State::Active).collect();
+                    let on: Vec<bool> = events.iter().map(|t| t.handle.state() == EventState::Active).collect();
                     m.run(0, u64::from(n));
                     for (t, on) in events.iter_mut().zip(on) {
                         t.work += if on { u64::from(n) } else { 0 };
@@ -481,15 +496,15 @@ proptest! {
                 let (r, state) = (t.handle.read().unwrap(), t.handle.state());
                 prop_assert!(r.time_running_ns <= r.time_enabled_ns, "P1 {:?}", r);
                 prop_assert!(r.time_enabled_ns >= t.last.time_enabled_ns && r.time_running_ns >= t.last.time_running_ns, "P2");
-                let off = state < State::Inactive && t.last_state < State::Inactive;
+                let off = state < EventState::Inactive && t.last_state < EventState::Inactive;
                 if off || !(inside || was_inside) {
-                    prop_assert!(state != State::Active);
+                    prop_assert!(state != EventState::Active);
                     prop_assert_eq!(r.times(), t.last.times(), "P2: time stands still while off and while the vCPU is out");
                 }
                 t.last_state = state;
                 prop_assert_eq!(r.value, t.work, "a count is the work done while on");
-                active.0 += usize::from(state == State::Active);
-                active.1 += usize::from(state == State::Active && !t.soft);
+                active.0 += usize::from(state == EventState::Active);
+                active.1 += usize::from(state == EventState::Active && !t.soft);
                 t.last = r;
             }
             prop_assert_eq!((stats.active, stats.active_hardware), active, "P4");
@@ -500,23 +515,23 @@ proptest! {
                 let members: Vec<_> = group.iter().map(|r| events.iter().find(|e| e.handle.id() == r.id).unwrap()).collect();
                 let leader_id = members[0].handle.id();
                 prop_assert_eq!(group[0].id, leader_id, "P21");
-                let leader_on = members[0].handle.state() == State::Active;
+                let leader_on = members[0].handle.state() == EventState::Active;
                 for member in &members {
                     let state = member.handle.state();
-                    if state >= State::Inactive {
-                        prop_assert_eq!(state == State::Active, leader_on, "P3: all on or all off");
+                    if state >= EventState::Inactive {
+                        prop_assert_eq!(state == EventState::Active, leader_on, "P3: all on or all off");
                     }
                 }
-                let hardware_on = members.iter().filter(|e| !e.soft && e.handle.state() == State::Active).count();
+                let hardware_on = members.iter().filter(|e| !e.soft && e.handle.state() == EventState::Active).count();
                 if members[0].exclusive && hardware_on > 0 {
                     prop_assert_eq!(hardware_on, active.1, "P5: alone on the PMU");
                 }
                 let software = members.iter().all(|e| e.soft);
-                if software && inside && members[0].handle.state() > State::Off {
+                if software && inside && members[0].handle.state() > EventState::Off {
                     prop_assert!(leader_on, "P6");
                 }
                 if inside && members[0].pinned {
-                    prop_assert!(members[0].handle.state() != State::Inactive, "P7");
+                    prop_assert!(members[0].handle.state() != EventState::Inactive, "P7");
                 }
             }
         }
@@ -533,7 +548,12 @@ fn p10_a_round_of_turns_is_the_identity() {
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let mut order = Vec::new();
         for _ in 0..3 * n {
-            order.push(events.iter().position(|e| e.state() == State::Active).unwrap());
+            order.push(
+                events
+                    .iter()
+                    .position(|e| e.state() == EventState::Active)
+                    .unwrap(),
+            );
             m.run(0, 10);
             m.core.tick();
         }
@@ -575,7 +595,7 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
     m.run(0, 10);
     let e = alone.estimate().unwrap().unwrap();
     assert_eq!((e.value, e.exact, e.standard_error), (10, true, Some(0.0)));
-    alone.reset(Scope::Event).unwrap();
+    alone.reset(ControlScope::Event).unwrap();
     let _other = m.open_vcpu(hw(), None);
     for _ in 0..100 {
         m.run(0, 10);
@@ -652,7 +672,7 @@ fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
     // One member less, and it fits.
-    hopeless[7].1.disable(Scope::Event).unwrap();
+    hopeless[7].1.disable(ControlScope::Event).unwrap();
     p.close();
     for _ in 0..200 {
         m.run(0, 1);

@@ -77,23 +77,27 @@ fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_
     assert_eq!(rig.vcpu.errors(), errors, "nobody has looked");
     rig.core.tick();
     assert_eq!(rig.vcpu.errors(), errors + 1);
-    assert!(rig.core.has_unseen_errors());
-    assert!(rig.vcpu.see_errors() && !rig.vcpu.see_errors() && !rig.core.has_unseen_errors());
-    let lost = events.iter().find(|e| e.state() == State::Error).unwrap();
-    let kept = events.iter().find(|e| e.state() == State::Active).unwrap();
-    assert_eq!(lost.failure().unwrap().cause, FailureCause::Taken);
+    assert!(rig.core.has_unhandled_errors());
+    assert!(rig.vcpu.take_errors() && !rig.vcpu.take_errors() && !rig.core.has_unhandled_errors());
+    let lost = events.iter().find(|e| e.state() == EventState::Error).unwrap();
+    let kept = events.iter().find(|e| e.state() == EventState::Active).unwrap();
+    assert_eq!(lost.failure().unwrap().cause, EventFailureCause::Taken);
     assert_eq!(kept.failure(), None);
     assert_eq!(
         (lost.count().unwrap(), kept.count().unwrap()),
         (1000, 1000 + WHILE_NS)
     );
-    lost.enable(Scope::Event).unwrap();
+    lost.enable(ControlScope::Event).unwrap();
     let failure = lost.failure().unwrap();
-    assert_eq!(failure.cause, FailureCause::Busy, "it is still somebody else's");
+    assert_eq!(
+        failure.cause,
+        EventFailureCause::Busy,
+        "it is still somebody else's"
+    );
     assert_eq!(failure.since_ns, rig.vcpu.time_ns());
     rig.pmu.take_slots(0);
-    lost.enable(Scope::Event).unwrap();
-    assert_eq!((lost.state(), lost.failure()), (State::Active, None));
+    lost.enable(ControlScope::Event).unwrap();
+    assert_eq!((lost.state(), lost.failure()), (EventState::Active, None));
     rig.run(10);
     assert_eq!(lost.count().unwrap(), 1010);
 }
@@ -112,12 +116,12 @@ fn times_end_when_the_slot_was_taken() {
     rig.pmu.take_slots(1);
     rig.run(late_ns);
     let reading = event.read().unwrap();
-    assert_eq!(event.state(), State::Error);
+    assert_eq!(event.state(), EventState::Error);
     assert_eq!((reading.value, reading.time_running_ns), (1000, 1000));
     assert_eq!(event.failure().unwrap().since_ns, 1000);
     // It cannot have been lost before it was put on.
     rig.pmu.take_slots(0);
-    event.enable(Scope::Event).unwrap();
+    event.enable(ControlScope::Event).unwrap();
     rig.run(100);
     rig.pmu.take_slots(1);
     let reading = event.read().unwrap();
@@ -137,13 +141,13 @@ fn a_flexible_event_waits_for_its_slot_to_come_back() {
     rig.pmu.take_slots(1);
     rig.run(WHILE_NS);
     rig.core.tick();
-    assert_eq!((event.state(), rig.vcpu.errors()), (State::Inactive, 0));
+    assert_eq!((event.state(), rig.vcpu.errors()), (EventState::Inactive, 0));
     assert!(rig.core.needs_tick(), "who would put it on again?");
     rig.run(WHILE_NS);
     rig.core.tick();
     rig.pmu.take_slots(0);
     rig.core.tick();
-    assert_eq!(event.state(), State::Active);
+    assert_eq!(event.state(), EventState::Active);
     rig.run(1000);
     let reading = event.read().unwrap();
     assert_eq!(reading.value, 2000);
@@ -165,7 +169,11 @@ fn a_slot_is_missed_by_a_read_at_once_and_by_ticks_now_and_then() {
     rig.pmu.take_slots(1);
     rig.run(1000);
     rig.core.tick();
-    assert_eq!(event.state(), State::Active, "the last look was a moment ago");
+    assert_eq!(
+        event.state(),
+        EventState::Active,
+        "the last look was a moment ago"
+    );
     assert_eq!(event.count().unwrap(), WHILE_NS);
-    assert_eq!(event.state(), State::Error);
+    assert_eq!(event.state(), EventState::Error);
 }

@@ -8,11 +8,11 @@ use proptest::prelude::*;
 use crate::common::machine::*;
 
 fn exits() -> Attr {
-    Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+    Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
 }
 
 #[test]
@@ -41,9 +41,12 @@ fn only_matching_events_count() {
         },
         None,
     );
-    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    let halts = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
+        None,
+    );
     raise(&v, 3); // the registers say CPL0
-    v.software_event(SoftwareId::Exits, 2, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 2, None, &mut |_| {});
     let counts = [&all, &user, &kernel, &off, &halts].map(|e| e.read().unwrap().value);
     assert_eq!(counts, [5, 2, 5, 0, 0]);
 }
@@ -53,11 +56,11 @@ fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
     let m = Machine::new(1);
     let v = m.vcpu(0);
     let e = m.open_vcpu(
-        Attr::counting(EventType::VMM, SoftwareId::Migrations as u64),
+        Attr::counting(EventType::VMM, SoftwareEventId::Migrations as u64),
         None,
     );
     v.sched_out();
-    v.software_event(SoftwareId::Migrations, 1, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Migrations, 1, None, &mut |_| {});
     assert_eq!(e.read().unwrap().value, 1);
 }
 
@@ -68,9 +71,9 @@ fn what_nobody_counts_is_not_dropped() {
     struct Nested(std::sync::Arc<VcpuContext>, Vec<bool>);
     impl SampleRegs for Nested {
         fn mode(&mut self) -> CpuMode {
-            let raised = self
-                .0
-                .software_event_at(Level::Thread, SoftwareId::Halts, 1, None, &mut |_| {});
+            let raised =
+                self.0
+                    .software_event_at(RaiseLevel::Thread, SoftwareEventId::Halts, 1, None, &mut |_| {});
             self.1.push(raised);
             CpuMode::GuestKernel
         }
@@ -83,11 +86,14 @@ fn what_nobody_counts_is_not_dropped() {
     let _exits = m.open_vcpu(exits(), None);
     let nested = |v| {
         let mut regs = Nested(std::sync::Arc::clone(v), Vec::new());
-        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
         regs.1
     };
     assert_eq!(nested(&v), [true]);
-    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    let halts = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
+        None,
+    );
     assert_eq!(nested(&v), [false]);
     assert_eq!(halts.read().unwrap().value, 0);
 }
@@ -120,7 +126,7 @@ fn the_vm_context_hears_first() {
     let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
     let _vm = open(OpenTarget::Vm, 1);
     let mut seen = Vec::new();
-    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |o| {
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |o| {
         seen.push(o.cookie)
     });
     assert_eq!(seen, [1, 2]);
@@ -131,22 +137,25 @@ fn an_unknown_event_is_refused() {
     let m = Machine::new(1);
     let _v = m.vcpu(0);
     for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
-        let attr = Attr::counting(EventType::VMM, SoftwareId::ALL.len() as u64);
+        let attr = Attr::counting(EventType::VMM, SoftwareEventId::ALL.len() as u64);
         let error = m
             .core
             .open(&m.admin, attr, target, None, OpenFlags::default())
             .unwrap_err();
         assert_eq!(error.errno(), libc::EINVAL);
     }
-    for (i, id) in SoftwareId::ALL.iter().enumerate() {
-        assert_eq!((*id as usize, SoftwareId::from_config(i as u64)), (i, Some(*id)));
+    for (i, id) in SoftwareEventId::ALL.iter().enumerate() {
+        assert_eq!(
+            (*id as usize, SoftwareEventId::from_config(i as u64)),
+            (i, Some(*id))
+        );
     }
 }
 
 /// Registers whose evaluation raises events itself.
 struct Nested<'a> {
     v: &'a VcpuContext,
-    level: Level,
+    level: RaiseLevel,
     delivered: Option<bool>,
 }
 
@@ -156,7 +165,7 @@ impl SampleRegs for Nested<'_> {
     }
     fn ip(&mut self) -> u64 {
         let v = self.v;
-        self.delivered = Some(v.software_event_at(self.level, SoftwareId::Halts, 1, None, &mut |_| {}));
+        self.delivered = Some(v.software_event_at(self.level, SoftwareEventId::Halts, 1, None, &mut |_| {}));
         0
     }
 }
@@ -174,23 +183,26 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
         None,
     );
     let _ring = sampled.map(1, true).unwrap();
-    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    let halts = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
+        None,
+    );
     for (level, delivered, count) in [
-        (Level::Thread, false, 0),
-        (Level::Signal, true, 1),
-        (Level::Nmi, true, 2),
+        (RaiseLevel::Thread, false, 0),
+        (RaiseLevel::Signal, true, 1),
+        (RaiseLevel::Nmi, true, 2),
     ] {
         let mut regs = Nested {
             v: &v,
             level,
             delivered: None,
         };
-        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
         assert_eq!(regs.delivered, Some(delivered), "{level:?}");
         assert_eq!(halts.read().unwrap().value, count);
     }
     // The levels are free again.
-    v.software_event(SoftwareId::Halts, 1, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Halts, 1, None, &mut |_| {});
     assert_eq!(halts.read().unwrap().value, 3);
 }
 
@@ -211,13 +223,13 @@ fn a_sink_may_raise_events_itself() {
         .core
         .open(&m.guest, counter, OpenTarget::Vcpu(VcpuId(0)), None, flags)
         .unwrap();
-    let pmis = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Pmis as u64), None);
+    let pmis = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareEventId::Pmis as u64), None);
     let mut seen = Vec::new();
-    v.software_event(SoftwareId::Exits, 5, None, &mut |o| {
-        v.software_event(SoftwareId::Pmis, 1, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 5, None, &mut |o| {
+        v.software_event(SoftwareEventId::Pmis, 1, None, &mut |_| {});
         seen.push(o);
     });
-    assert_eq!(seen, [Overflowed { cookie: 5, times: 2 }]);
+    assert_eq!(seen, [OverflowReport { cookie: 5, times: 2 }]);
     assert_eq!(pmis.read().unwrap().value, 1);
 }
 
@@ -234,7 +246,7 @@ proptest! {
             raise(&v, *n);
         }
         // What has no registers counts but never samples.
-        v.software_event(SoftwareId::Exits, 1000, None, &mut |_| {});
+        v.software_event(SoftwareEventId::Exits, 1000, None, &mut |_| {});
         let format = Format::from(&attr);
         let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
@@ -262,10 +274,10 @@ fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
     );
     let member = m.open_vcpu(exits(), Some(&leader));
     v.sched_out();
-    v.software_event(SoftwareId::Exits, 5, None, &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 5, None, &mut |_| {});
     assert_eq!(member.read().unwrap().value, 0);
-    leader.enable(Scope::Event).unwrap();
-    v.software_event(SoftwareId::Exits, 7, None, &mut |_| {});
+    leader.enable(ControlScope::Event).unwrap();
+    v.software_event(SoftwareEventId::Exits, 7, None, &mut |_| {});
     assert_eq!(member.read().unwrap().value, 7);
 }
 
@@ -349,7 +361,7 @@ fn each_of_many_frequencies_is_looked_after() {
     let v = m.vcpu(0);
     let attr = Attr {
         freq: true,
-        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1000)
     };
     let open = |cookie| {
         let flags = OpenFlags {
@@ -366,10 +378,10 @@ fn each_of_many_frequencies_is_looked_after() {
         for _ in 0..ms {
             m.clock.advance(1_000_000);
             v.software_event(
-                SoftwareId::Exits,
+                SoftwareEventId::Exits,
                 counts,
                 Some(&mut NoRegs),
-                &mut |o: Overflowed| {
+                &mut |o: OverflowReport| {
                     overflows[o.cookie as usize] += o.times;
                 },
             );

@@ -23,7 +23,7 @@ impl Rng {
 fn all_calls_from_all_threads_at_once() {
     const ROUNDS: u64 = 2000;
     let m = Machine::new(2);
-    let exits = Attr::counting(EventType::VMM, SoftwareId::Exits as u64);
+    let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
     let pinned_wide = m.open(
         Attr {
             inherit: true,
@@ -57,7 +57,7 @@ fn all_calls_from_all_threads_at_once() {
                         // Pinned and first in order: always on while the vCPU is in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
-                        v.software_event(SoftwareId::Exits, amount, Some(&mut NoRegs), &mut |_| {});
+                        v.software_event(SoftwareEventId::Exits, amount, Some(&mut NoRegs), &mut |_| {});
                         raised.fetch_add(amount, Ordering::Relaxed);
                         v.service_overflows(&mut NoRegs, &mut |_| {});
                         v.sched_out();
@@ -107,9 +107,9 @@ fn all_calls_from_all_threads_at_once() {
                     }
                     if let Some(handle) = handles.get(rng.below(8) as usize) {
                         let scope = if rng.below(2) == 0 {
-                            Scope::Event
+                            ControlScope::Event
                         } else {
-                            Scope::Group
+                            ControlScope::Group
                         };
                         match rng.below(7) {
                             0 => handle.disable(scope).unwrap(),

@@ -1,8 +1,8 @@
-//! One command: its streams, its signals, its end.
+//! Execution of one command: streams, signals and exit.
 //!
-//! One thread reads what the host sends. Another moves everything else: input, output and the news that the
-//! command has ended, which a third waits for. What the command wrote before its end has come before the end
-//! is told; a child that it leaves behind with its output open is not waited for.
+//! One thread reads the host's frames. A second one transfers input, output and the notification
+//! that the command has exited, for which a third one waits. Output written before the exit is sent
+//! before the exit is reported. A child process that keeps the output open is not waited for.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_agent::request::{Exec, Exit, Terminal};
-use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
+use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
@@ -28,46 +28,46 @@ use nix::unistd::Pid;
 use crate::ends::{close, line, refuse};
 use crate::terminal;
 
-/// How long a command may live on whose host has gone and which was told so (SIGHUP).
-const GRACE: Duration = Duration::from_secs(5);
-/// Bytes that are moved at once.
-const PIECE: usize = 64 << 10;
-/// Pieces that a pipe may hold when the command has ended: twice the most a pipe can be given (pipe(7)). A
-/// child that it left behind may write for ever.
-const LAST_PIECES: usize = 2 * (1 << 20) / PIECE;
+/// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
+const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
+/// Number of bytes transferred at once.
+const TRANSFER_BYTES: usize = 64 << 10;
+/// Maximum number of transfers after the command has exited: twice the maximum pipe capacity
+/// (pipe(7)). A remaining child process may write without end.
+const MAX_FINAL_TRANSFERS: usize = 2 * (1 << 20) / TRANSFER_BYTES;
 
-/// The command's process group, as long as its leader has not been waited for.
-struct Group(Mutex<Option<Pid>>);
+/// Process group of the command, `None` after its leader has been reaped.
+struct ProcessGroup(Mutex<Option<Pid>>);
 
-impl Group {
+impl ProcessGroup {
     fn signal(&self, signal: Signal) {
         let pid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pid) = *pid {
-            // It fails when all of the group have ended.
+            // Fails only if all processes of the group have ended.
             let _ = killpg(pid, signal);
         }
     }
 }
 
-/// The streams of a command on this side.
-struct Streams {
+/// Agent ends of a command's streams.
+struct CommandStreams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// The terminal is for input and output; its end of file is a character.
+    /// `true` if a terminal is used for input and output. Its end of file is a character.
     terminal: bool,
 }
 
-/// Runs a command until it ends or the host goes.
+/// Runs a command until it exits or the host disconnects.
 ///
 /// # Errors
-/// The system lacks what is needed to watch it.
+/// Returns an error if the system lacks resources to monitor the command.
 pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
-    // All that may be refused is had before there is a command.
+    // Acquire all resources that may fail before the command starts.
     let (news, mut bell) = io::pipe()?;
     let ended = bell.try_clone()?;
     nonblocking(&news)?;
-    let mut host = Host {
+    let mut host = HostConnection {
         stream: stream.try_clone()?,
         gone: false,
     };
@@ -80,12 +80,12 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
         }
     };
     let pid = i32::try_from(child.id()).map_or(Pid::from_raw(0), Pid::from_raw);
-    let group = Arc::new(Group(Mutex::new(Some(pid))));
+    let group = Arc::new(ProcessGroup(Mutex::new(Some(pid))));
     let (input, inputs) = channel();
     let waiting = group.clone();
     let waiter = thread::Builder::new().spawn(move || wait(child, pid, &waiting, ended));
     let waiter = waiter.inspect_err(|_| {
-        // Nobody else waits for it.
+        // No other thread waits for the command.
         group.signal(Signal::SIGKILL);
         let _ = waitpid(pid, None);
     })?;
@@ -94,17 +94,17 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
         if moved.is_err() {
             host.leave();
         }
-        // The last byte of the news was that it has ended, or it will be ended.
+        // The last notification reported the exit, or the command is being killed.
         let exit = waiter.join().unwrap_or(Exit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
-            host.send(Kind::Exit, &exit);
+            host.send(FrameKind::Exit, &exit);
         }
     });
     let pump = pump.inspect_err(|_| group.signal(Signal::SIGKILL))?;
-    obey(&stream, &group, &input, &mut bell, master.as_ref());
+    handle_frames(&stream, &group, &input, &mut bell, master.as_ref());
     group.signal(Signal::SIGHUP);
     drop((input, bell));
-    let until = Instant::now() + GRACE;
+    let until = Instant::now() + EXIT_GRACE_PERIOD;
     while !pump.is_finished() && Instant::now() < until {
         thread::sleep(Duration::from_millis(20));
     }
@@ -113,28 +113,28 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// The way to the host. When that has gone, what is sent is lost, and the command goes on: it gets SIGHUP and
-/// may have something to bring to its end.
-struct Host {
+/// Connection to the host. After a disconnect, frames are discarded and the command continues: it
+/// receives SIGHUP and may need time to exit cleanly.
+struct HostConnection {
     stream: UnixStream,
     gone: bool,
 }
 
-impl Host {
-    fn send(&mut self, kind: Kind, payload: &[u8]) {
+impl HostConnection {
+    fn send(&mut self, kind: FrameKind, payload: &[u8]) {
         if !self.gone && write_frame(&mut self.stream, kind, payload).is_err() {
             self.leave();
         }
     }
 
-    /// The thread that reads notices it, too.
+    /// Disconnects, which also ends the reader thread.
     fn leave(&mut self) {
         self.gone = true;
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }
 
-/// Why a command did not start. The host prints it with its cause.
+/// The reason why a command did not start. The host prints the error with its cause.
 #[derive(Debug, thiserror::Error)]
 enum StartError {
     #[error("no command")]
@@ -151,8 +151,8 @@ enum StartError {
     },
 }
 
-/// Starts it; the terminal's end if it has one.
-fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
+/// Starts the command. Returns the master end of its terminal, if any.
+fn start(exec: &Exec) -> Result<(Child, CommandStreams, Option<OwnedFd>), StartError> {
     let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
     command.args(arguments).envs(exec.env.iter().cloned());
@@ -182,21 +182,22 @@ fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
         io::ErrorKind::NotFound => StartError::NoCommand(program.clone()),
         _ => system(error),
     })?;
-    // It holds the terminal's other end open, and then the terminal has no end.
+    // The command builder holds the slave end open, which would prevent the end of file on the
+    // terminal.
     drop(command);
     let file = |fd: OwnedFd| -> io::Result<File> {
         nonblocking(&fd)?;
         Ok(File::from(fd))
     };
-    let streams = (|| -> io::Result<Streams> {
+    let streams = (|| -> io::Result<CommandStreams> {
         Ok(match &master {
-            Some(master) => Streams {
+            Some(master) => CommandStreams {
                 stdin: Some(file(master.try_clone()?)?),
                 stdout: Some(file(master.try_clone()?)?),
                 stderr: None,
                 terminal: true,
             },
-            None => Streams {
+            None => CommandStreams {
                 stdin: child.stdin.take().map(|s| file(s.into())).transpose()?,
                 stdout: child.stdout.take().map(|s| file(s.into())).transpose()?,
                 stderr: child.stderr.take().map(|s| file(s.into())).transpose()?,
@@ -219,9 +220,9 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for its end, and tells of it. Until the process has been waited for its number is no other's, so
-/// signals are stopped before.
-fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exit {
+/// Waits for the command and reports its exit. Signals are disabled before the process is reaped,
+/// because its process ID may be reused afterwards.
+fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> Exit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }
     *group.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -236,10 +237,10 @@ fn wait(mut child: Child, pid: Pid, group: &Group, mut ended: PipeWriter) -> Exi
     exit
 }
 
-/// Does what the host says until it goes.
-fn obey(
+/// Handles frames of the host until it disconnects.
+fn handle_frames(
     mut stream: &UnixStream,
-    group: &Group,
+    group: &ProcessGroup,
     input: &Sender<Vec<u8>>,
     bell: &mut PipeWriter,
     master: Option<&OwnedFd>,
@@ -247,19 +248,19 @@ fn obey(
     while let Ok(Some(frame)) = read_frame(&mut stream) {
         let Frame { kind, payload } = &frame;
         match kind {
-            Kind::Stdin => {
+            FrameKind::Stdin => {
                 if input.send(payload.clone()).is_err() || bell.write_all(b"i").is_err() {
-                    // It has ended; what else comes says nothing to it.
+                    // The command has exited, so further frames have no effect.
                     continue;
                 }
             }
-            Kind::Signal => {
+            FrameKind::Signal => {
                 let number = frame.number().and_then(|number| i32::try_from(number).ok());
                 if let Some(Ok(signal)) = number.map(Signal::try_from) {
                     group.signal(signal);
                 }
             }
-            Kind::Resize => {
+            FrameKind::Resize => {
                 if let (Some(master), Some(size)) = (master, Terminal::from_bytes(payload)) {
                     terminal::resize(master, size);
                 }
@@ -269,22 +270,22 @@ fn obey(
     }
 }
 
-/// Input that the command has not taken.
+/// Input that the command has not read yet.
 #[derive(Default)]
-struct Pending {
+struct PendingStdin {
     bytes: VecDeque<u8>,
     end: bool,
 }
 
-/// Moves input and output until the command has ended.
+/// Transfers input and output until the command has exited.
 fn pump(
-    mut streams: Streams,
+    mut streams: CommandStreams,
     mut news: &PipeReader,
     inputs: &Receiver<Vec<u8>>,
-    out: &mut Host,
+    out: &mut HostConnection,
 ) -> io::Result<()> {
-    out.send(Kind::Accepted, &[]);
-    let mut pending = Pending::default();
+    out.send(FrameKind::Accepted, &[]);
+    let mut pending = PendingStdin::default();
     let mut ended = false;
     while !ended {
         let feeds = streams.stdin.is_some() && !pending.bytes.is_empty();
@@ -314,11 +315,12 @@ fn pump(
         if pending.bytes.len() > usize::try_from(INPUT_WINDOW).unwrap_or(usize::MAX) {
             return Err(io::Error::other("the host sends more input than it may"));
         }
-        feed(&mut streams, &mut pending, out);
-        // After its end all it wrote is taken; before, one piece of each in turn.
-        for _ in 0..if ended { LAST_PIECES } else { 1 } {
-            let more = forward(&mut streams.stdout, Kind::Stdout, out);
-            if !(forward(&mut streams.stderr, Kind::Stderr, out) | more) {
+        write_input(&mut streams, &mut pending, out);
+        // After the exit, read all remaining output. Before, transfer one piece of each stream in
+        // turn.
+        for _ in 0..if ended { MAX_FINAL_TRANSFERS } else { 1 } {
+            let more = send_output(&mut streams.stdout, FrameKind::Stdout, out);
+            if !(send_output(&mut streams.stderr, FrameKind::Stderr, out) | more) {
                 break;
             }
         }
@@ -326,8 +328,8 @@ fn pump(
     Ok(())
 }
 
-/// Gives the command what it takes of its input.
-fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
+/// Writes pending input to the command, as far as the command reads it.
+fn write_input(streams: &mut CommandStreams, pending: &mut PendingStdin, out: &mut HostConnection) {
     let mut taken = 0;
     while let Some(stdin) = &mut streams.stdin {
         let (first, _) = pending.bytes.as_slices();
@@ -341,7 +343,7 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // It reads no more.
+            // The command has closed its input.
             Err(_) => streams.stdin = None,
         }
     }
@@ -352,7 +354,7 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     if pending.end && pending.bytes.is_empty() {
         pending.end = false;
         if streams.terminal {
-            // Ctrl-D, which the terminal takes for the end of input.
+            // Ctrl-D, which the terminal interprets as end of input.
             pending.bytes.push_back(4);
         } else {
             streams.stdin = None;
@@ -360,16 +362,16 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     }
     if taken > 0 {
         let taken = u32::try_from(taken).unwrap_or(u32::MAX);
-        out.send(Kind::Taken, &taken.to_le_bytes());
+        out.send(FrameKind::Taken, &taken.to_le_bytes());
     }
 }
 
-/// Sends a piece of output. Whether there was one.
-fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
+/// Sends one piece of output. Returns `true` if there was any.
+fn send_output(stream: &mut Option<File>, kind: FrameKind, out: &mut HostConnection) -> bool {
     let Some(file) = stream else {
         return false;
     };
-    let mut buffer = vec![0; PIECE];
+    let mut buffer = vec![0; TRANSFER_BYTES];
     match file.read(&mut buffer) {
         Ok(count @ 1..) => {
             out.send(kind, &buffer[..count]);
@@ -377,7 +379,7 @@ fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
         }
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
         Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
-        // The end; of a terminal it is an error.
+        // End of file, which a terminal reports as an error.
         Ok(_) | Err(_) => {
             *stream = None;
             false

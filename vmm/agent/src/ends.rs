@@ -1,29 +1,29 @@
-//! How a connection of the host's ends.
+//! Orderly shutdown of a host connection.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use guest_agent::wire::{Kind, MAX_PAYLOAD, read_frame, write_frame};
+use guest_agent::wire::{FrameKind, MAX_PAYLOAD, read_frame, write_frame};
 
-/// How long the host may take to say what it wants, and to close in the end.
-pub const PATIENCE: Duration = Duration::from_secs(10);
-/// Frames that are read and thrown away so that the host sees why its copy was refused: what it may have
-/// sent before it looks.
+/// Timeout for the host's request, and for its close at the end.
+pub const HOST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of frames read and discarded so that the host receives the reason for a refused
+/// copy. The host may have sent frames before it reads the answer.
 const LINGER: usize = 64;
 
-/// Tells the host why nothing is done.
+/// Sends the reason for refusing the request.
 pub fn refuse(stream: &UnixStream, why: &str) {
     let mut stream = stream;
-    // The host may have gone.
+    // The write fails only if the host has disconnected.
     let bytes = &why.as_bytes()[..why.len().min(MAX_PAYLOAD)];
-    let _ = write_frame(&mut stream, Kind::Refused, bytes);
+    let _ = write_frame(&mut stream, FrameKind::Refused, bytes);
 }
 
-/// Lets the host read everything before the connection goes: it closes first, or time is up.
+/// Waits until the host has read all frames and closed the connection, or until the timeout.
 pub fn close(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Write);
-    let _ = stream.set_read_timeout(Some(PATIENCE));
+    let _ = stream.set_read_timeout(Some(HOST_TIMEOUT));
     for _ in 0..LINGER {
         if !matches!(read_frame(&mut &*stream), Ok(Some(_))) {
             break;
@@ -31,7 +31,7 @@ pub fn close(stream: &UnixStream) {
     }
 }
 
-/// An error with its cause.
+/// Formats an error and its causes as one line.
 pub fn line(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {source}"),

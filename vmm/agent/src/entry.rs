@@ -1,61 +1,62 @@
-//! A file, a directory or a symbolic link of a tree on its way.
+//! Wire format of a file, directory or symbolic link in a copied tree.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Longest path of a tree and longest target of a link, in bytes (PATH_MAX).
+/// Maximum length of a path and of a link target, in bytes (PATH_MAX).
 const MAX_PATH: usize = 4096;
-/// Permissions that go along: no set-id bits, which would be others' here.
+/// Permission bits that are copied. Set-ID bits are excluded, because they would refer to different
+/// users on the receiving side.
 const MODE: u32 = 0o777;
 
-/// What it is.
+/// Type of a tree entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A directory; what is in it follows.
+    /// A directory. Its entries follow.
     Directory,
-    /// All of this directory has come.
+    /// End of the directory.
     DirectoryEnd,
-    /// A file; its bytes follow.
+    /// A file. Its contents follow.
     File,
-    /// A link to this.
+    /// A symbolic link with this target.
     Link(PathBuf),
 }
 
-/// A part of a tree.
+/// Header of one entry of a copied tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Where it is below the tree's root; the root itself is empty.
+pub struct TreeEntry {
+    /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
-    /// What it is.
+    /// Type of the entry.
     pub what: What,
-    /// Permissions.
+    /// Permission bits.
     pub mode: u32,
-    /// Seconds and nanoseconds since 1970 of its last change.
+    /// Modification time: seconds since 1970 and nanoseconds.
     pub modified: (u64, u32),
 }
 
-/// What is wrong with an entry that came.
+/// The reason why a received entry is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum EntryError {
-    /// It is too short, or says what is not known.
+    /// The entry is too short or has an unknown type.
     #[error("the other side sends what is no part of a tree")]
     Malformed,
-    /// It would be somewhere else.
+    /// The path is not below the root of the tree.
     #[error("the other side sends {:?}, which is not below what is copied", .0)]
     Outside(PathBuf),
 }
 
-impl Entry {
-    /// The time of its last change.
+impl TreeEntry {
+    /// Returns the modification time.
     pub fn modified(&self) -> SystemTime {
         let (seconds, nanoseconds) = self.modified;
         let since = Duration::new(seconds, nanoseconds);
         UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
     }
 
-    /// As the payload of a frame. `None`: a path is too long.
+    /// Encodes the entry as a frame payload. Returns `None` if a path is too long.
     pub fn to_bytes(&self) -> Option<Vec<u8>> {
         let path = self.path.as_os_str().as_bytes();
         let (what, target) = match &self.what {
@@ -78,10 +79,10 @@ impl Entry {
         Some(bytes)
     }
 
-    /// From the payload of a frame, which may hold anything.
+    /// Decodes the payload of a frame, which is untrusted.
     ///
     /// # Errors
-    /// [`EntryError`].
+    /// Returns [`EntryError::Malformed`] or [`EntryError::Outside`] if the entry is invalid.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EntryError> {
         let bad = || EntryError::Malformed;
         let (what, rest) = bytes.split_first().ok_or_else(bad)?;
@@ -115,7 +116,7 @@ impl Entry {
     }
 }
 
-/// Whether a path is only of names.
+/// Returns whether a path consists of normal components only.
 fn stays_below(path: &Path) -> bool {
     !path.as_os_str().as_bytes().contains(&0)
         && path.components().all(|part| matches!(part, Component::Normal(_)))
@@ -127,8 +128,8 @@ mod tests {
 
     use super::*;
 
-    fn entry(path: &str, what: What) -> Entry {
-        Entry {
+    fn entry(path: &str, what: What) -> TreeEntry {
+        TreeEntry {
             path: path.into(),
             what,
             mode: 0o640,
@@ -137,40 +138,40 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_read_as_written() {
+    fn entry_round_trips() {
         for entry in [
             entry("", What::Directory),
             entry("a/b", What::File),
             entry("a", What::DirectoryEnd),
             entry("l", What::Link("../../anywhere".into())),
         ] {
-            assert_eq!(Entry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
+            assert_eq!(TreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
         }
         assert!(entry(&"x".repeat(5000), What::File).to_bytes().is_none());
     }
 
     #[test]
-    fn no_entry_leads_out() {
+    fn entry_outside_tree_is_rejected() {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
             let bytes = entry(path, What::File).to_bytes().unwrap();
             assert!(
-                matches!(Entry::from_bytes(&bytes), Err(EntryError::Outside(_))),
+                matches!(TreeEntry::from_bytes(&bytes), Err(EntryError::Outside(_))),
                 "{path}"
             );
         }
     }
 
     #[test]
-    fn set_id_bits_stay_behind() {
+    fn set_id_bits_are_not_copied() {
         let mut bytes = entry("a", What::File).to_bytes().unwrap();
         bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
-        assert_eq!(Entry::from_bytes(&bytes).unwrap().mode, 0o755);
+        assert_eq!(TreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_an_entry_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            if let Ok(entry) = Entry::from_bytes(&bytes) {
+        fn arbitrary_entry_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            if let Ok(entry) = TreeEntry::from_bytes(&bytes) {
                 prop_assert!(stays_below(&entry.path));
                 let _ = entry.modified();
             }

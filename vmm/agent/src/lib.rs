@@ -1,18 +1,19 @@
-//! What a host and the agent in its guest say to each other, and how both copy files.
+//! Protocol between the host and the agent in its guest, and copying of files in both directions.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`wire`] | frames: a kind, a length, a payload |
-//! | [`request`] | what the host asks for, as JSON in the first frame |
-//! | [`entry`] | a file, directory or link of a tree on its way |
+//! | [`wire`] | frames: kind, length, payload |
+//! | [`request`] | requests of the host, sent as JSON in the first frame |
+//! | [`entry`] | wire format of a file, directory or link in a tree |
 //! | [`send`] | reads a tree and sends it |
-//! | [`receive`] | makes a tree of what comes, and nothing outside of its target |
+//! | [`receive`] | receives a tree and creates it within a target directory |
 //!
-//! The program `perfvisor-agent` serves in the guest; `perfvisor exec` and `perfvisor cp` ask on the host.
-//! One connection is one command or one copy. Each side takes the other for hostile: the guest may send
-//! anything to the host, and must not make it write outside of what the user named.
+//! The program `perfvisor-agent` is the server in the guest. `perfvisor exec` and `perfvisor cp`
+//! are clients on the host. Each connection carries one command or one copy. Each side treats the
+//! other as hostile: the guest may send arbitrary data and must not make the host write outside the
+//! path that the user named.
 //!
-//! **Dependencies.** None of ours. Start with [`request::Request`].
+//! **Dependencies.** No other crate of this workspace. Start with [`request::Request`].
 #![cfg_attr(
     not(test),
     warn(
@@ -29,5 +30,5 @@ pub mod request;
 pub mod send;
 pub mod wire;
 
-/// The vsock port the agent listens on.
+/// Vsock port of the agent.
 pub const PORT: u32 = 20_566;

@@ -1,14 +1,15 @@
-//! The agent in a guest: it runs commands and copies files for its host, which asks over vsock.
+//! Guest agent: runs commands and copies files at the request of the host, over vsock.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `main` | who may ask, how many, and what for |
-//! | `command` | one command: its streams, its signals, its end |
-//! | `ends` | how a connection ends |
-//! | `signals` | what the agent's starter may have left ignored |
-//! | `terminal` | a terminal for a command |
+//! | `main` | accepts and limits connections, and dispatches requests |
+//! | `command` | execution of one command |
+//! | `ends` | shutdown of a connection |
+//! | `signals` | reset of inherited signal dispositions |
+//! | `terminal` | terminal of a command |
 //!
-//! Only the host itself (address 2) is listened to: no program of this guest, and no other guest.
+//! Only connections from the host (CID 2) are accepted, not those of programs in this guest or of
+//! other guests.
 #![cfg_attr(
     not(test),
     warn(
@@ -35,15 +36,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ends::{PATIENCE, close, line, refuse};
+use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
-use guest_agent::receive::{Progress, Receiver};
-use guest_agent::request::{Job, Request, VERSION};
+use guest_agent::receive::{CopyProgress, TreeReceiver};
+use guest_agent::request::{AgentOperation, Request, VERSION};
 use guest_agent::send::{SendError, send_tree};
-use guest_agent::wire::{Kind, read_frame, write_frame};
+use guest_agent::wire::{FrameKind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
-/// Most commands and copies at once.
+/// Maximum number of simultaneous connections.
 const MAX_CONNECTIONS: usize = 64;
 
 fn main() -> ExitCode {
@@ -53,7 +54,7 @@ fn main() -> ExitCode {
         );
         return ExitCode::from(2);
     }
-    signals::usual();
+    signals::reset_ignored();
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -80,7 +81,7 @@ fn serve() -> io::Result<()> {
         if peer.cid() != VMADDR_CID_HOST {
             continue;
         }
-        // A stream of the standard library does all that is needed with any stream socket.
+        // `UnixStream` provides the required operations for any stream socket.
         let Ok(stream) = stream.as_fd().try_clone_to_owned().map(UnixStream::from) else {
             continue;
         };
@@ -92,10 +93,10 @@ fn serve() -> io::Result<()> {
             );
             continue;
         }
-        let place = Place(busy.clone());
+        let place = ConnectionSlot(busy.clone());
         let spawned = std::thread::Builder::new().name("host".into()).spawn(move || {
             let _place = place;
-            if let Err(error) = answer(stream) {
+            if let Err(error) = handle_connection(stream) {
                 eprintln!("perfvisor-agent: {error}");
             }
         });
@@ -105,23 +106,23 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// The place of a connection among those that there may be, given back however its thread ends.
-struct Place(Arc<AtomicUsize>);
+/// A connection slot, which is released on drop, also when the thread panics.
+struct ConnectionSlot(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-/// Does what one connection asks for.
-fn answer(stream: UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
+/// Handles one connection.
+fn handle_connection(stream: UnixStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(HOST_TIMEOUT))?;
     let frame = match read_frame(&mut &stream) {
-        Ok(Some(frame)) if frame.kind == Kind::Request => frame,
+        Ok(Some(frame)) if frame.kind == FrameKind::Request => frame,
         _ => return Ok(()),
     };
-    // Only the version may be known of another one's request.
+    // Other protocol versions may have unknown fields, so only the version is parsed.
     #[derive(serde::Deserialize)]
     struct Version {
         version: u32,
@@ -143,13 +144,13 @@ fn answer(stream: UnixStream) -> io::Result<()> {
     };
     stream.set_read_timeout(None)?;
     match request.job {
-        Job::Exec(exec) => command::run(&exec, stream),
-        Job::Put { path, name } => {
+        AgentOperation::Exec(exec) => command::run(&exec, stream),
+        AgentOperation::Put { path, name } => {
             put(&stream, Path::new(&path), &name);
             close(&stream);
             Ok(())
         }
-        Job::Get { path } => {
+        AgentOperation::Get { path } => {
             get(&stream, Path::new(&path));
             close(&stream);
             Ok(())
@@ -157,14 +158,14 @@ fn answer(stream: UnixStream) -> io::Result<()> {
     }
 }
 
-/// Takes a tree.
+/// Receives a tree.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
-    let mut receiver = match Receiver::new(path, Some(name)) {
+    let mut receiver = match TreeReceiver::new(path, Some(name)) {
         Ok(receiver) => receiver,
         Err(error) => return refuse(stream, &line(&error)),
     };
-    if write_frame(&mut ours, Kind::Accepted, &[]).is_err() {
+    if write_frame(&mut ours, FrameKind::Accepted, &[]).is_err() {
         return;
     }
     loop {
@@ -172,9 +173,9 @@ fn put(stream: &UnixStream, path: &Path, name: &str) {
             return;
         };
         match receiver.take(&frame) {
-            Ok(Progress::More | Progress::Skipped(_)) => {}
-            Ok(Progress::Done) => {
-                let _ = write_frame(&mut ours, Kind::Done, &[]);
+            Ok(CopyProgress::More | CopyProgress::Skipped(_)) => {}
+            Ok(CopyProgress::Done) => {
+                let _ = write_frame(&mut ours, FrameKind::Done, &[]);
                 return;
             }
             Err(error) => return refuse(stream, &line(&error)),
@@ -188,7 +189,7 @@ fn get(stream: &UnixStream, path: &Path) {
     let mut accepted = false;
     let sent = send_tree(path, &mut |kind, payload| {
         if !std::mem::replace(&mut accepted, true) {
-            write_frame(&mut ours, Kind::Accepted, &[])?;
+            write_frame(&mut ours, FrameKind::Accepted, &[])?;
         }
         write_frame(&mut ours, kind, payload)
     });

@@ -1,11 +1,12 @@
-//! Makes a tree of what comes, and nothing outside of its target.
+//! Receiving end of a copy: creates a tree of files within a target directory.
 //!
-//! Each path is opened by openat2(2) below the target's directory with RESOLVE_BENEATH and
-//! RESOLVE_NO_SYMLINKS: not even links that were just received, or that somebody puts there at the same time,
-//! lead out of it.
+//! Each path is opened with openat2(2) below the target directory with RESOLVE_BENEATH and
+//! RESOLVE_NO_SYMLINKS. Symbolic links cannot escape from the directory, even if they were just
+//! received or are created concurrently.
 //!
-//! Permissions are those that were sent, as far as this process' umask allows them. What was there already
-//! keeps its own: the sender may be hostile, and what it sends is not to open anything to others.
+//! New files have the permissions that the sender specified, restricted by the umask. Existing
+//! files keep their permissions, because a hostile sender must not make them accessible to other
+//! users.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -19,73 +20,75 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{Entry, EntryError, What};
-use crate::wire::{Frame, Kind};
+use crate::entry::{EntryError, TreeEntry, What};
+use crate::wire::{Frame, FrameKind};
 
-/// Why a tree was not made.
+/// The reason why a tree could not be received.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
-    /// A file, directory or link cannot be made.
+    /// A file, directory or link cannot be created.
     #[error("{}", path.display())]
     Target {
-        /// It.
+        /// Path of the entry.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         #[source]
         source: io::Error,
     },
-    /// There is no name to give.
+    /// The target path has no file name.
     #[error("{}: give the copy a name", .0.display())]
     NoName(PathBuf),
-    /// The sender sends nonsense.
+    /// The sender sent an invalid entry.
     #[error(transparent)]
-    Entry(#[from] EntryError),
-    /// Frames in an order that makes no sense.
+    TreeEntry(#[from] EntryError),
+    /// The sender sent frames in an invalid order.
     #[error("the other side sends a frame that does not belong there")]
     Order,
-    /// The sender gave up.
+    /// The sender aborted the copy.
     #[error("{0}")]
     Refused(String),
 }
 
-/// How far a tree is.
+/// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// There is more.
+pub enum CopyProgress {
+    /// The tree is incomplete.
     More,
-    /// Something was left out; what and why.
+    /// The sender skipped an entry, with its path and the reason.
     Skipped(String),
-    /// All has come.
+    /// The tree is complete.
     Done,
 }
 
-/// A file or directory, and whether it was not there before.
+/// A file or directory, and whether it was created.
 #[derive(Debug)]
-struct Made {
+struct CreatedEntry {
     file: File,
     new: bool,
 }
 
-/// Bits of a mode that can be sent: no set-user-ID and the like.
+/// Permission bits that a sender may set. Set-ID and sticky bits are excluded.
 const PERMISSIONS: u32 = 0o777;
 
-/// A tree that is being made.
+/// The receiving end of a copy.
 #[derive(Debug)]
-pub struct Receiver {
+pub struct TreeReceiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
-    file: Option<(Made, Entry)>,
-    /// Directories that are being filled, each in the one before it.
+    file: Option<(CreatedEntry, TreeEntry)>,
+    /// Stack of the directories that are being filled.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
-impl Receiver {
-    /// A tree at `path`: in it, as `name`, if it is a directory.
+impl TreeReceiver {
+    /// Creates a receiver for a tree at `path`, or in `path` with the name `name` if `path` is a
+    /// directory.
     ///
     /// # Errors
-    /// The directory is not there, or there is no name.
+    /// Returns [`ReceiveError::Target`] if the directory does not exist, and
+    /// [`ReceiveError::NoName`] if there is no file name.
     pub fn new(path: &Path, name: Option<&str>) -> Result<Self, ReceiveError> {
         let no_name = || ReceiveError::NoName(path.to_owned());
         let (directory, name) = if path.is_dir() {
@@ -118,41 +121,43 @@ impl Receiver {
         })
     }
 
-    /// Takes a frame of the sender.
+    /// Processes a frame of the sender.
     ///
     /// # Errors
-    /// [`ReceiveError`]; what has been made stays.
-    pub fn take(&mut self, frame: &Frame) -> Result<Progress, ReceiveError> {
+    /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
+    /// created earlier are kept.
+    pub fn take(&mut self, frame: &Frame) -> Result<CopyProgress, ReceiveError> {
         match (frame.kind, &mut self.file) {
-            (Kind::Entry, None) => {
-                let entry = Entry::from_bytes(&frame.payload)?;
-                // The root comes first.
+            (FrameKind::TreeEntry, None) => {
+                let entry = TreeEntry::from_bytes(&frame.payload)?;
+                // The root must be the first entry.
                 if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
                     return Err(ReceiveError::Order);
                 }
-                // The sender follows a link that it is asked for. Here it would lead the next copy out.
+                // The sender follows a link at the root. A link created here would redirect the
+                // next copy.
                 if !self.begun && matches!(entry.what, What::Link(_)) {
                     return Err(ReceiveError::Order);
                 }
                 self.begun = true;
                 self.make(entry)?;
             }
-            (Kind::Data, Some((made, entry))) => {
+            (FrameKind::Data, Some((made, entry))) => {
                 let written = made.file.write_all(&frame.payload);
                 let path = entry.path.clone();
                 written.map_err(|source| self.target(&path, source))?;
             }
-            (Kind::FileEnd, Some(_)) => {
+            (FrameKind::FileEnd, Some(_)) => {
                 if let Some((made, entry)) = self.file.take() {
                     Self::finish(&made, &entry).map_err(|source| self.target(&entry.path, source))?;
                 }
             }
-            (Kind::Skipped, _) => return Ok(Progress::Skipped(frame.text())),
-            (Kind::Done, None) if self.begun => return Ok(Progress::Done),
-            (Kind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
+            (FrameKind::Skipped, _) => return Ok(CopyProgress::Skipped(frame.text())),
+            (FrameKind::Done, None) if self.begun => return Ok(CopyProgress::Done),
+            (FrameKind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
             _ => return Err(ReceiveError::Order),
         }
-        Ok(Progress::More)
+        Ok(CopyProgress::More)
     }
 
     fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
@@ -162,7 +167,7 @@ impl Receiver {
         }
     }
 
-    /// The path of an entry below the target's directory.
+    /// Returns the path of an entry below the target directory.
     fn below(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() {
             self.name.clone().into()
@@ -171,7 +176,7 @@ impl Receiver {
         }
     }
 
-    fn make(&mut self, entry: Entry) -> Result<(), ReceiveError> {
+    fn make(&mut self, entry: TreeEntry) -> Result<(), ReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
             What::Directory => self
@@ -183,7 +188,7 @@ impl Receiver {
                     return Err(ReceiveError::Order);
                 };
                 let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0);
-                directory.and_then(|file| Self::finish(&Made { file, new }, &entry))
+                directory.and_then(|file| Self::finish(&CreatedEntry { file, new }, &entry))
             }
             What::File => self
                 .make_file(&path, entry.mode)
@@ -193,7 +198,7 @@ impl Receiver {
         made.map_err(|source| self.target(&entry.path, source))
     }
 
-    /// `mode` is for what is made.
+    /// Opens `path` below the target directory. `mode` applies to new files.
     fn open(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<File> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
@@ -206,8 +211,8 @@ impl Receiver {
         }
     }
 
-    /// The directory that holds `path`, and its name there.
-    fn place(&self, path: &Path) -> io::Result<(File, OsString)> {
+    /// Opens the parent directory of `path` and returns it with the file name.
+    fn parent_of(&self, path: &Path) -> io::Result<(File, OsString)> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let parent = path.parent().filter(|parent| *parent != Path::new(""));
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
@@ -217,13 +222,13 @@ impl Receiver {
         ))
     }
 
-    /// Whether it was not there.
+    /// Creates a directory. Returns `true` if it did not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
-        let (parent, name) = self.place(path)?;
-        // The owner has to fill it first.
+        let (parent, name) = self.parent_of(path)?;
+        // The owner must be able to fill the directory.
         let mode = Mode::from_bits_truncate(mode & PERMISSIONS) | Mode::S_IRWXU;
         match mkdirat(&parent, name.as_os_str(), mode) {
-            // One that is there is filled.
+            // An existing directory is reused.
             Err(Errno::EEXIST) => {
                 self.open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0)?;
                 Ok(false)
@@ -232,7 +237,7 @@ impl Receiver {
         }
     }
 
-    fn make_file(&self, path: &Path, mode: u32) -> io::Result<Made> {
+    fn make_file(&self, path: &Path, mode: u32) -> io::Result<CreatedEntry> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT;
         let new = self.open(path, flags | OFlag::O_EXCL, mode & PERMISSIONS);
         let (file, new) = match new {
@@ -243,14 +248,14 @@ impl Receiver {
             return Err(io::Error::other("something that is no file is in the way"));
         }
         file.set_len(0)?;
-        Ok(Made { file, new })
+        Ok(CreatedEntry { file, new })
     }
 
     fn make_link(&self, path: &Path, target: &Path) -> io::Result<()> {
-        let (parent, name) = self.place(path)?;
+        let (parent, name) = self.parent_of(path)?;
         match symlinkat(target, &parent, name.as_os_str()) {
             Err(Errno::EEXIST) => {
-                // A directory stays, and the error says so.
+                // The call fails for a directory, which is kept.
                 unlinkat(&parent, name.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
                 Ok(symlinkat(target, &parent, name.as_os_str())?)
             }
@@ -258,9 +263,10 @@ impl Receiver {
         }
     }
 
-    /// Permissions and time come last: writing changes the time, and may need the permissions it had.
-    fn finish(made: &Made, entry: &Entry) -> io::Result<()> {
-        let Made { file, new } = made;
+    /// Sets permissions and time last, because writing changes the time and may require the initial
+    /// permissions.
+    fn finish(made: &CreatedEntry, entry: &TreeEntry) -> io::Result<()> {
+        let CreatedEntry { file, new } = made;
         if *new {
             let granted = file.metadata()?.permissions().mode() & PERMISSIONS;
             file.set_permissions(Permissions::from_mode(granted & entry.mode))?;
@@ -289,32 +295,32 @@ mod tests {
     }
 
     fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, ReceiveError> {
-        let mut receiver = Receiver::new(target, Some(name))?;
+        let mut receiver = TreeReceiver::new(target, Some(name))?;
         let mut skipped = Vec::new();
         for frame in frames {
             match receiver.take(frame)? {
-                Progress::Skipped(what) => skipped.push(what),
-                Progress::Done => return Ok(skipped),
-                Progress::More => {}
+                CopyProgress::Skipped(what) => skipped.push(what),
+                CopyProgress::Done => return Ok(skipped),
+                CopyProgress::More => {}
             }
         }
         panic!("it does not end")
     }
 
     fn entry(path: &str, what: What) -> Frame {
-        let entry = Entry {
+        let entry = TreeEntry {
             path: path.into(),
             what,
             mode: 0o755,
             modified: (0, 0),
         };
         Frame {
-            kind: Kind::Entry,
+            kind: FrameKind::TreeEntry,
             payload: entry.to_bytes().unwrap(),
         }
     }
 
-    fn frame(kind: Kind) -> Frame {
+    fn frame(kind: FrameKind) -> Frame {
         Frame {
             kind,
             payload: Vec::new(),
@@ -322,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_arrives_as_it_was() {
+    fn tree_is_copied_unchanged() {
         let temp = tempfile::tempdir().unwrap();
         let (from, to) = (temp.path().join("from"), temp.path().join("to"));
         fs::create_dir_all(from.join("d/e")).unwrap();
@@ -350,36 +356,37 @@ mod tests {
         assert!(copy.join("d/e").is_dir() && !copy.join("pipe").exists());
     }
 
-    /// Others get no more than this process gives them, and what was there stays as it was.
+    /// A received file is not accessible to other users beyond the umask, and existing files keep
+    /// their permissions.
     #[test]
-    fn a_sender_opens_nothing_to_others() {
+    fn received_files_respect_umask_and_existing_modes() {
         let temp = tempfile::tempdir().unwrap();
         let umask = {
             fs::write(temp.path().join("probe"), "").unwrap();
             0o666 & !fs::metadata(temp.path().join("probe")).unwrap().mode()
         };
         let open = |path: &str, what| {
-            let entry = Entry {
+            let entry = TreeEntry {
                 path: path.into(),
                 what,
                 mode: 0o6777,
                 modified: (0, 0),
             };
             Frame {
-                kind: Kind::Entry,
+                kind: FrameKind::TreeEntry,
                 payload: entry.to_bytes().unwrap(),
             }
         };
         let sent = [
             open("", What::Directory),
             open("old", What::File),
-            frame(Kind::FileEnd),
+            frame(FrameKind::FileEnd),
             open("new", What::File),
-            frame(Kind::FileEnd),
+            frame(FrameKind::FileEnd),
             open("d", What::Directory),
             open("d", What::DirectoryEnd),
             open("", What::DirectoryEnd),
-            frame(Kind::Done),
+            frame(FrameKind::Done),
         ];
         let target = temp.path().join("t");
         fs::create_dir(&target).unwrap();
@@ -393,14 +400,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gets_its_new_name_or_its_old_one_in_a_directory() {
+    fn file_is_named_by_target_or_source() {
         let temp = tempfile::tempdir().unwrap();
         let (from, new) = (temp.path().join("from"), temp.path().join("new"));
         fs::write(&from, "text, longer").unwrap();
         let sent = frames(&from);
         receive(&sent, &new, "from").unwrap();
         fs::write(&from, "text").unwrap();
-        // Written over, and cut.
+        // The file is overwritten and truncated.
         receive(&frames(&from), &new, "from").unwrap();
         assert_eq!(fs::read(&new).unwrap(), b"text");
         fs::create_dir(temp.path().join("d")).unwrap();
@@ -416,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_a_file() {
+    fn stream_is_received_as_file() {
         let temp = tempfile::tempdir().unwrap();
         let mut sent = Vec::new();
         send_stream(&b"piped"[..], 0o600, (1, 2), &mut |kind, payload| {
@@ -430,13 +437,13 @@ mod tests {
     }
 
     #[test]
-    fn links_do_not_lead_out() {
+    fn symbolic_links_cannot_escape_target() {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&target).unwrap();
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("secret"), "mine").unwrap();
-        // A link that was received, and then something behind it.
+        // A received link, followed by an entry below it.
         for last in [
             entry("l/new", What::File),
             entry("l/d", What::Directory),
@@ -447,7 +454,7 @@ mod tests {
             assert!(receive(&sent, &target, "t").is_err());
             assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
         }
-        // A link to a file that is to be written over.
+        // A link at the path of a file that is then written.
         let link = entry("f", What::Link(outside.join("secret")));
         let sent = [entry("", What::Directory), link, entry("f", What::File)];
         let error = receive(&sent, &target, "t").unwrap_err();
@@ -456,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_does_not_become_a_link() {
+    fn root_entry_cannot_be_a_link() {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&outside).unwrap();
@@ -471,17 +478,17 @@ mod tests {
     }
 
     #[test]
-    fn frames_out_of_order_are_refused() {
+    fn frames_in_wrong_order_are_rejected() {
         let temp = tempfile::tempdir().unwrap();
         let root = || entry("", What::Directory);
         for sent in [
-            vec![frame(Kind::Data)],
-            vec![frame(Kind::Done)],
-            vec![frame(Kind::Stdout)],
+            vec![frame(FrameKind::Data)],
+            vec![frame(FrameKind::Done)],
+            vec![frame(FrameKind::Stdout)],
             vec![entry("a", What::File)],
             vec![root(), root()],
-            vec![root(), frame(Kind::FileEnd)],
-            vec![root(), entry("a", What::File), frame(Kind::Done)],
+            vec![root(), frame(FrameKind::FileEnd)],
+            vec![root(), entry("a", What::File), frame(FrameKind::Done)],
             vec![root(), entry("a", What::File), entry("b", What::File)],
         ] {
             assert!(

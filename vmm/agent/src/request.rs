@@ -1,69 +1,70 @@
-//! What the host asks for.
+//! Requests of the host.
 
 use serde::{Deserialize, Serialize};
 
-/// The version of everything in this crate that goes over the connection.
+/// Version of the wire format and the requests.
 pub const VERSION: u32 = 1;
 
-/// The first frame of the host.
+/// Payload of the host's first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// [`VERSION`] of the host. The agent refuses others, and says its own.
+    /// [`VERSION`] of the host. The agent refuses other versions and reports its own.
     pub version: u32,
-    /// What is to be done.
-    pub job: Job,
+    /// The operation to perform.
+    pub job: AgentOperation,
 }
 
-/// What is to be done.
+/// Operation to perform.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Job {
+pub enum AgentOperation {
     /// Run a command.
     Exec(Exec),
-    /// Take a tree that the host sends.
+    /// Receive a tree from the host.
     Put {
-        /// Where it goes: into this directory if it is one, else it gets this name.
+        /// Target path: the parent if it is an existing directory, otherwise the path of the tree
+        /// itself.
         path: String,
-        /// Its name in a directory.
+        /// File name of the tree within a target directory.
         name: String,
     },
-    /// Send a tree.
+    /// Send a tree to the host.
     Get {
-        /// Where it is.
+        /// Path of the tree.
         path: String,
     },
 }
 
-/// A command.
+/// A command to run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exec {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Variables besides the agent's own.
+    /// Environment variables in addition to those of the agent.
     pub env: Vec<(String, String)>,
-    /// Its directory; without it the agent's.
+    /// Working directory, or `None` for that of the agent.
     pub cwd: Option<String>,
-    /// A terminal instead of three streams.
+    /// Terminal size if the command runs on a terminal instead of three pipes.
     pub terminal: Option<Terminal>,
 }
 
-/// A terminal's size, in characters.
+/// Size of a terminal, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Terminal {
-    /// Lines.
+    /// Number of rows.
     pub rows: u16,
-    /// Characters in one.
+    /// Number of columns.
     pub columns: u16,
 }
 
 impl Terminal {
-    /// As in a frame.
+    /// Encodes the size as a frame payload.
     pub fn to_bytes(self) -> [u8; 4] {
         let ([a, b], [c, d]) = (self.rows.to_le_bytes(), self.columns.to_le_bytes());
         [a, b, c, d]
     }
 
-    /// From a frame.
+    /// Decodes the size from a frame payload.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let [a, b, c, d] = bytes.try_into().ok()?;
         Some(Self {
@@ -73,18 +74,18 @@ impl Terminal {
     }
 }
 
-/// How a command ended.
+/// Exit state of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exit {
-    /// With this status.
+    /// Exited with this status.
     Status(u8),
-    /// By this signal.
+    /// Terminated by this signal.
     Signal(u8),
 }
 
 impl Exit {
-    /// As a shell says it: the status, or 128 and the signal.
+    /// Returns the exit status as in a shell: the status, or 128 plus the signal number.
     pub fn code(self) -> u8 {
         match self {
             Self::Status(status) => status,
@@ -109,12 +110,12 @@ mod tests {
             }),
         };
         for job in [
-            Job::Exec(exec),
-            Job::Put {
+            AgentOperation::Exec(exec),
+            AgentOperation::Put {
                 path: "/a".into(),
                 name: "b".into(),
             },
-            Job::Get { path: "/c".into() },
+            AgentOperation::Get { path: "/c".into() },
         ] {
             let request = Request {
                 version: VERSION,

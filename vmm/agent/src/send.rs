@@ -1,29 +1,29 @@
-//! Reads a tree and sends it.
+//! Sending end of a copy: reads a tree of files and sends it.
 
 use std::fs::{self, File, Metadata, ReadDir};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::entry::{Entry, What};
-use crate::wire::{Kind, MAX_PAYLOAD};
+use crate::entry::{TreeEntry, What};
+use crate::wire::{FrameKind, MAX_PAYLOAD};
 
-/// Directories within each other that are sent: deeper ones are left out.
+/// Maximum depth of nested directories. Deeper ones are skipped.
 const MAX_DEPTH: usize = 64;
 
-/// Why a tree was not sent.
+/// The reason why a tree could not be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The root cannot be read.
     #[error("{}", path.display())]
     Source {
-        /// It.
+        /// Path of the root.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         #[source]
         source: io::Error,
     },
-    /// It is no file and no directory.
+    /// The root is neither a file nor a directory.
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
     /// The connection failed.
@@ -31,15 +31,15 @@ pub enum SendError {
     Connection(#[source] io::Error),
 }
 
-/// Sends frames.
-pub type Out<'a> = &'a mut dyn FnMut(Kind, &[u8]) -> io::Result<()>;
+/// Callback that sends a frame.
+pub type FrameSink<'a> = &'a mut dyn FnMut(FrameKind, &[u8]) -> io::Result<()>;
 
-/// Sends the tree at `root` up to [`Kind::Done`]. A link at `root` itself is followed, links below it are
-/// sent as links. What cannot be read below it is skipped, and told.
+/// Sends the tree at `root`, followed by [`FrameKind::Done`]. A symbolic link at `root` itself is
+/// followed. Links below are sent as links. Unreadable entries are skipped and reported.
 ///
 /// # Errors
-/// [`SendError`].
-pub fn send_tree(root: &Path, out: Out<'_>) -> Result<(), SendError> {
+/// Returns a [`SendError`] if the root cannot be read or the connection fails.
+pub fn send_tree(root: &Path, out: FrameSink<'_>) -> Result<(), SendError> {
     let source = |source| SendError::Source {
         path: root.to_owned(),
         source,
@@ -55,20 +55,21 @@ pub fn send_tree(root: &Path, out: Out<'_>) -> Result<(), SendError> {
     } else {
         return Err(SendError::Special(root.to_owned()));
     }
-    out(Kind::Done, &[]).map_err(SendError::Connection)
+    out(FrameKind::Done, &[]).map_err(SendError::Connection)
 }
 
-/// Sends what `input` has as a file.
+/// Sends the contents of `input` as a file.
 ///
 /// # Errors
-/// [`SendError::Connection`], or `input` cannot be read.
+/// Returns [`SendError::Connection`] if the connection fails, or an error if `input` cannot be
+/// read.
 pub fn send_stream(
     mut input: impl Read,
     mode: u32,
     modified: (u64, u32),
-    out: Out<'_>,
+    out: FrameSink<'_>,
 ) -> Result<(), SendError> {
-    let entry = Entry {
+    let entry = TreeEntry {
         path: PathBuf::new(),
         what: What::File,
         mode,
@@ -79,13 +80,13 @@ pub fn send_stream(
         path: "standard input".into(),
         source,
     })?;
-    out(Kind::FileEnd, &[])
-        .and_then(|()| out(Kind::Done, &[]))
+    out(FrameKind::FileEnd, &[])
+        .and_then(|()| out(FrameKind::Done, &[]))
         .map_err(SendError::Connection)
 }
 
 fn open(path: &Path, follow: bool) -> io::Result<File> {
-    // A pipe would have us wait, and a link may have come in between.
+    // Opening a pipe would block, and the file may have been replaced by a link.
     let no_follow = if follow { 0 } else { libc::O_NOFOLLOW };
     let file = fs::OpenOptions::new()
         .read(true)
@@ -98,12 +99,12 @@ fn open(path: &Path, follow: bool) -> io::Result<File> {
     }
 }
 
-fn entry(path: PathBuf, what: What, meta: &Metadata) -> Entry {
-    Entry {
+fn entry(path: PathBuf, what: What, meta: &Metadata) -> TreeEntry {
+    TreeEntry {
         path,
         what,
         mode: meta.mode() & 0o777,
-        // What is older than 1970 is of 1970.
+        // Earlier times are clamped to 1970.
         modified: (
             u64::try_from(meta.mtime()).unwrap_or(0),
             u32::try_from(meta.mtime_nsec()).unwrap_or(0),
@@ -112,16 +113,16 @@ fn entry(path: PathBuf, what: What, meta: &Metadata) -> Entry {
 }
 
 /// A directory that is being sent.
-struct Open {
-    entry: Entry,
+struct OpenDirectory {
+    entry: TreeEntry,
     list: ReadDir,
 }
 
-/// A directory with all below it, without recursion.
-fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: Out<'_>) -> Result<(), SendError> {
+/// Sends a directory with all its descendants, without recursion.
+fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: FrameSink<'_>) -> Result<(), SendError> {
     let first = entry(PathBuf::new(), What::Directory, meta);
     send_entry(&first, out)?;
-    let mut open_ones = vec![Open { entry: first, list }];
+    let mut open_ones = vec![OpenDirectory { entry: first, list }];
     while let Some(top) = open_ones.last_mut() {
         let Some(next) = top.list.next() else {
             let mut entry = top.entry.clone();
@@ -143,13 +144,13 @@ fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: Out<'_>) -> Resul
     Ok(())
 }
 
-/// One entry of a directory: sent, or begun when it is a directory, or why it is left out.
+/// Sends one directory entry, or begins a subdirectory. Returns the reason if the entry is skipped.
 fn child(
     here: &Path,
     path: PathBuf,
     depth: usize,
-    out: Out<'_>,
-) -> Result<io::Result<Option<Open>>, SendError> {
+    out: FrameSink<'_>,
+) -> Result<io::Result<Option<OpenDirectory>>, SendError> {
     let meta = match fs::symlink_metadata(here) {
         Ok(meta) => meta,
         Err(error) => return Ok(Err(error)),
@@ -165,7 +166,7 @@ fn child(
         };
         let entry = entry(path, What::Directory, &meta);
         send_entry(&entry, out)?;
-        return Ok(Ok(Some(Open { entry, list })));
+        return Ok(Ok(Some(OpenDirectory { entry, list })));
     }
     if kind.is_symlink() {
         let target = match fs::read_link(here) {
@@ -184,36 +185,36 @@ fn child(
     }
 }
 
-fn send_entry(entry: &Entry, out: Out<'_>) -> Result<(), SendError> {
+fn send_entry(entry: &TreeEntry, out: FrameSink<'_>) -> Result<(), SendError> {
     match entry.to_bytes() {
-        Some(bytes) => out(Kind::Entry, &bytes).map_err(SendError::Connection),
+        Some(bytes) => out(FrameKind::TreeEntry, &bytes).map_err(SendError::Connection),
         None => skipped(&entry.path, &io::Error::other("its path is too long"), out),
     }
 }
 
-fn send_file(mut file: File, entry: &Entry, here: &Path, out: Out<'_>) -> Result<(), SendError> {
+fn send_file(mut file: File, entry: &TreeEntry, here: &Path, out: FrameSink<'_>) -> Result<(), SendError> {
     send_entry(entry, out)?;
     if let Err(error) = copy(&mut file, out)? {
         skipped(here, &error, out)?;
     }
-    out(Kind::FileEnd, &[]).map_err(SendError::Connection)
+    out(FrameKind::FileEnd, &[]).map_err(SendError::Connection)
 }
 
-/// All bytes of `input`, up to its own error.
-fn copy(input: &mut impl Read, out: Out<'_>) -> Result<io::Result<()>, SendError> {
+/// Sends the contents of `input` up to its end or first read error.
+fn copy(input: &mut impl Read, out: FrameSink<'_>) -> Result<io::Result<()>, SendError> {
     let mut buffer = vec![0; MAX_PAYLOAD];
     loop {
         match input.read(&mut buffer) {
             Ok(0) => return Ok(Ok(())),
-            Ok(count) => out(Kind::Data, &buffer[..count]).map_err(SendError::Connection)?,
+            Ok(count) => out(FrameKind::Data, &buffer[..count]).map_err(SendError::Connection)?,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Ok(Err(error)),
         }
     }
 }
 
-fn skipped(path: &Path, why: &io::Error, out: Out<'_>) -> Result<(), SendError> {
+fn skipped(path: &Path, why: &io::Error, out: FrameSink<'_>) -> Result<(), SendError> {
     let text = format!("{}: {why}", path.display());
     let bytes = text.as_bytes();
-    out(Kind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(SendError::Connection)
+    out(FrameKind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(SendError::Connection)
 }

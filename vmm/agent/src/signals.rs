@@ -1,14 +1,15 @@
-//! Signals as commands expect them.
+//! Reset of inherited signal dispositions.
 #![expect(unsafe_code, reason = "the disposition of signals")]
 
-/// Those that a shell has what it starts in the background ignore, and nohup(1).
+/// Signals that are ignored in background processes of a shell and under nohup(1).
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Gives these signals their usual meaning. What is ignored stays so in the commands that are started, and
-/// Ctrl-C would not end them.
-pub fn usual() {
+/// Resets these signals to their default actions. Commands inherit ignored signals, and Ctrl-C
+/// would not terminate them.
+pub fn reset_ignored() {
     for signal in IGNORED {
-        // SAFETY: SIG_DFL installs no handler, so no code of ours can run in a signal's context.
+        // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
+        // context.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
 }
@@ -22,31 +23,32 @@ mod tests {
 
     use super::*;
 
-    /// Names the signal to raise, in the process that [`ending`] starts.
+    /// Environment variable with the signal to raise, for the process that [`terminating_signal`] starts.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
-    /// There [`usual`] is called before.
+    /// Environment variable that makes this process call [`reset_ignored`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
-    /// What such a process does. In the run of all tests it is none.
+    /// Body of the child process. A no-op in a normal test run.
     #[test]
-    fn in_a_process_of_its_own() {
+    fn child_process_entry() {
         let Ok(signal) = std::env::var(SIGNAL) else { return };
         if std::env::var_os(USUAL).is_some() {
-            usual();
+            reset_ignored();
         }
         raise(signal.parse::<Signal>().unwrap()).unwrap();
     }
 
-    /// The signal that ends a process which was started with `signal` ignored and raises it.
-    fn ending(signal: Signal, usual: bool) -> Option<i32> {
+    /// Returns the signal that terminates a process that was started with `signal` ignored and
+    /// raises it.
+    fn terminating_signal(signal: Signal, reset_ignored: bool) -> Option<i32> {
         let script = "ulimit -c 0; trap '' INT QUIT HUP; exec \"$@\"";
         let mut command = Command::new("sh");
         command
             .args(["-c", script, "sh"])
             .arg(std::env::current_exe().unwrap());
-        command.args(["--exact", "signals::tests::in_a_process_of_its_own"]);
+        command.args(["--exact", "signals::tests::child_process_entry"]);
         command.env(SIGNAL, signal.as_str()).env_remove(USUAL);
-        if usual {
+        if reset_ignored {
             command.env(USUAL, "1");
         }
         let output = command.output().unwrap();
@@ -55,13 +57,14 @@ mod tests {
         output.status.signal()
     }
 
-    /// An agent that was started in a shell's background, or by nohup, starts commands that Ctrl-C ends.
+    /// Commands of an agent that was started in the background or by nohup are terminated by
+    /// Ctrl-C.
     #[test]
-    fn what_was_left_ignored_ends_a_process_again() {
+    fn reset_signal_terminates_process() {
         for number in IGNORED {
             let signal = Signal::try_from(number).unwrap();
-            assert_eq!(ending(signal, false), None, "{signal} is ignored");
-            assert_eq!(ending(signal, true), Some(number), "{signal}");
+            assert_eq!(terminating_signal(signal, false), None, "{signal} is ignored");
+            assert_eq!(terminating_signal(signal, true), Some(number), "{signal}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A terminal for a command.
+//! Pseudoterminal of a command.
 #![expect(
     unsafe_code,
     reason = "ioctls of terminals, and what a child does between fork and exec"
@@ -13,11 +13,11 @@ use guest_agent::request::Terminal;
 use nix::fcntl::OFlag;
 use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
 
-/// Gives `command` a new terminal for its three streams, as the one that controls its session. The result is
-/// the other end.
+/// Gives `command` a new controlling terminal for its three standard streams and returns the master
+/// end.
 ///
 /// # Errors
-/// The system has no more terminals.
+/// Returns an error if no terminal is available.
 pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
     let (master, slave) = open()?;
     resize(&master, size);
@@ -25,8 +25,8 @@ pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
         .stdin(Stdio::from(slave.try_clone()?))
         .stdout(Stdio::from(slave.try_clone()?))
         .stderr(Stdio::from(slave));
-    // SAFETY: between fork and exec the child makes two system calls, which are safe there
-    // (signal-safety(7)), and touches no memory but its own stack.
+    // SAFETY: between fork and exec the child makes two system calls, which are async-signal-safe
+    // (signal-safety(7)), and accesses no memory except its own stack.
     unsafe {
         command.pre_exec(|| {
             if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
@@ -38,27 +38,28 @@ pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
     Ok(master)
 }
 
-/// Both ends of a new terminal: ours and the command's. No other command inherits them, as it would those of
-/// openpty(3): a command that holds our end keeps its own terminal from ever being hung up.
+/// Opens a new terminal and returns its master and slave ends. Both have the close-on-exec flag,
+/// which openpty(3) does not set: a command that inherits the master end would prevent its own
+/// terminal from being hung up.
 fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let master = posix_openpt(flags)?;
     grantpt(&master)?;
     unlockpt(&master)?;
     let master = OwnedFd::from(master);
-    // SAFETY: TIOCGPTPEER takes flags of open(2) by value, and touches no memory (ioctl_tty(2)).
+    // SAFETY: TIOCGPTPEER takes flags of open(2) by value, and accesses no memory (ioctl_tty(2)).
     let slave = unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags.bits()) };
     if slave < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call has just opened this descriptor, and nobody else knows it.
+    // SAFETY: the call has just opened this descriptor, and no other code uses it.
     Ok((master, unsafe { OwnedFd::from_raw_fd(slave) }))
 }
 
-/// Tells the terminal its new size.
+/// Sets the size of the terminal.
 pub fn resize(master: impl AsFd, size: Terminal) {
     let size = winsize(size);
-    // SAFETY: TIOCSWINSZ reads one winsize, which lives until the call has returned.
+    // SAFETY: TIOCSWINSZ reads one winsize, which outlives the call.
     let _ = unsafe { libc::ioctl(master.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
 }
 

@@ -1,31 +1,34 @@
-//! The agent served over a pair of Unix sockets: a host in order, one that is gone, one that is hostile.
+//! Tests of the agent over a pair of Unix sockets, with conforming, disconnected and hostile hosts.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
-use guest_agent::request::{Exec, Exit, Job, Request, Terminal, VERSION};
-use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
+use guest_agent::request::{AgentOperation, Exec, Exit, Request, Terminal, VERSION};
+use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 
 use super::*;
 
 fn agent() -> (UnixStream, JoinHandle<()>) {
-    // As the program does first: under nohup(1) they are ignored, and so in what it starts.
-    crate::signals::usual();
+    // Same as in the program. nohup(1) ignores signals, and child processes inherit that.
+    crate::signals::reset_ignored();
     let (host, agent) = UnixStream::pair().unwrap();
-    (host, std::thread::spawn(move || answer(agent).unwrap()))
+    (
+        host,
+        std::thread::spawn(move || handle_connection(agent).unwrap()),
+    )
 }
 
-fn ask(host: &mut UnixStream, job: Job) {
+fn ask(host: &mut UnixStream, job: AgentOperation) {
     let request = Request {
         version: VERSION,
         job,
     };
-    write_frame(host, Kind::Request, &serde_json::to_vec(&request).unwrap()).unwrap();
+    write_frame(host, FrameKind::Request, &serde_json::to_vec(&request).unwrap()).unwrap();
 }
 
-fn exec(argv: &[&str], terminal: Option<Terminal>) -> Job {
-    Job::Exec(Exec {
+fn exec(argv: &[&str], terminal: Option<Terminal>) -> AgentOperation {
+    AgentOperation::Exec(Exec {
         argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
         env: vec![("GREETING".into(), "hello".into())],
         cwd: Some("/".into()),
@@ -33,7 +36,7 @@ fn exec(argv: &[&str], terminal: Option<Terminal>) -> Job {
     })
 }
 
-/// What came of a kind, and how it ended.
+/// Received payloads by frame kind, and the end of the command.
 struct Outcome {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -43,7 +46,7 @@ struct Outcome {
 
 impl Outcome {
     fn exit(&self) -> Exit {
-        assert_eq!(self.last.kind, Kind::Exit, "{}", self.last.text());
+        assert_eq!(self.last.kind, FrameKind::Exit, "{}", self.last.text());
         serde_json::from_slice(&self.last.payload).unwrap()
     }
 }
@@ -53,10 +56,10 @@ fn outcome(host: &mut UnixStream) -> Outcome {
     loop {
         let frame = read_frame(host).unwrap().expect("an end of the command");
         match frame.kind {
-            Kind::Accepted => {}
-            Kind::Stdout => stdout.extend(frame.payload),
-            Kind::Stderr => stderr.extend(frame.payload),
-            Kind::Taken => taken += frame.number().unwrap(),
+            FrameKind::Accepted => {}
+            FrameKind::Stdout => stdout.extend(frame.payload),
+            FrameKind::Stderr => stderr.extend(frame.payload),
+            FrameKind::Taken => taken += frame.number().unwrap(),
             _ => {
                 let last = frame;
                 return Outcome {
@@ -80,7 +83,7 @@ fn run(argv: &[&str]) -> Outcome {
 }
 
 #[test]
-fn streams_and_status_come_apart() {
+fn stdout_stderr_and_status_are_separate() {
     let outcome = run(&["sh", "-c", "echo $GREETING; pwd; echo bad >&2; exit 7"]);
     assert_eq!(outcome.stdout, b"hello\n/\n");
     assert_eq!(outcome.stderr, b"bad\n");
@@ -89,20 +92,20 @@ fn streams_and_status_come_apart() {
 }
 
 #[test]
-fn what_cannot_run_is_said() {
+fn unrunnable_command_is_reported() {
     for (argv, why) in [
         (&["/no/such/program"][..], "no such command"),
         (&["/etc/passwd"], "/etc/passwd"),
         (&[], "no command"),
     ] {
         let outcome = run(argv);
-        assert_eq!(outcome.last.kind, Kind::Refused);
+        assert_eq!(outcome.last.kind, FrameKind::Refused);
         assert!(outcome.last.text().contains(why), "{}", outcome.last.text());
     }
 }
 
 #[test]
-fn output_before_the_end_is_all_there_and_children_left_behind_are_not_waited_for() {
+fn output_is_complete_and_orphans_are_not_awaited() {
     let outcome = run(&["sh", "-c", "head -c 1000000 /dev/zero; sleep 60 & exit 0"]);
     assert_eq!(
         (outcome.stdout.len(), outcome.exit()),
@@ -111,13 +114,13 @@ fn output_before_the_end_is_all_there_and_children_left_behind_are_not_waited_fo
 }
 
 #[test]
-fn input_goes_in_and_its_end_too() {
+fn stdin_and_eof_are_forwarded() {
     let (mut host, agent) = agent();
     ask(&mut host, exec(&["sh", "-c", "wc -c; echo after"], None));
     for _ in 0..4 {
-        write_frame(&mut host, Kind::Stdin, &[b'x'; 50_000]).unwrap();
+        write_frame(&mut host, FrameKind::Stdin, &[b'x'; 50_000]).unwrap();
     }
-    write_frame(&mut host, Kind::Stdin, &[]).unwrap();
+    write_frame(&mut host, FrameKind::Stdin, &[]).unwrap();
     let outcome = outcome(&mut host);
     assert_eq!(
         String::from_utf8(outcome.stdout.clone()).unwrap().trim(),
@@ -129,32 +132,32 @@ fn input_goes_in_and_its_end_too() {
 }
 
 #[test]
-fn a_command_that_does_not_read_still_gets_signals() {
+fn signals_reach_command_that_does_not_read() {
     let (mut host, agent) = agent();
     ask(&mut host, exec(&["sleep", "60"], None));
     for _ in 0..INPUT_WINDOW / (64 << 10) {
-        write_frame(&mut host, Kind::Stdin, &[0; 64 << 10]).unwrap();
+        write_frame(&mut host, FrameKind::Stdin, &[0; 64 << 10]).unwrap();
     }
-    write_frame(&mut host, Kind::Signal, &15_u32.to_le_bytes()).unwrap();
+    write_frame(&mut host, FrameKind::Signal, &15_u32.to_le_bytes()).unwrap();
     assert_eq!(outcome(&mut host).exit(), Exit::Signal(15));
     drop(host);
     agent.join().unwrap();
 }
 
 #[test]
-fn a_host_that_goes_ends_the_command() {
+fn disconnect_terminates_command() {
     let (mut host, agent) = agent();
     ask(&mut host, exec(&["sleep", "600"], None));
-    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Accepted);
     drop(host);
-    // It would take ten minutes otherwise.
+    // The command would otherwise run for ten minutes.
     agent.join().unwrap();
 }
 
-/// A command that is writing when its host goes has its time to end in order: a recording is written to its
-/// end.
+/// A command that is writing when its host disconnects has time to exit cleanly, so that a
+/// recording is complete.
 #[test]
-fn a_command_that_writes_ends_in_order_when_its_host_goes() {
+fn writing_command_exits_cleanly_on_disconnect() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("ended");
     let script = format!(
@@ -164,17 +167,17 @@ fn a_command_that_writes_ends_in_order_when_its_host_goes() {
     let (mut host, agent) = agent();
     ask(&mut host, exec(&["sh", "-c", &script], None));
     let mut frames = std::iter::from_fn(|| read_frame(&mut host).unwrap());
-    assert!(frames.any(|frame| frame.kind == Kind::Stdout));
+    assert!(frames.any(|frame| frame.kind == FrameKind::Stdout));
     drop(host);
     agent.join().unwrap();
     assert!(file.exists());
 }
 
-/// A place is given back also by a thread that panics.
+/// A connection slot is released even if its thread panics.
 #[test]
-fn a_place_is_given_back_however_its_thread_ends() {
+fn connection_slot_is_released_on_panic() {
     let busy = Arc::new(AtomicUsize::new(1));
-    let place = Place(busy.clone());
+    let place = ConnectionSlot(busy.clone());
     let ended = std::thread::spawn(move || {
         let _place = place;
         panic!("as it must not");
@@ -184,7 +187,7 @@ fn a_place_is_given_back_however_its_thread_ends() {
 }
 
 #[test]
-fn a_terminal_has_a_size_and_takes_ctrl_c() {
+fn terminal_has_size_and_handles_ctrl_c() {
     let (mut host, agent) = agent();
     let size = Terminal {
         rows: 33,
@@ -198,25 +201,25 @@ fn a_terminal_has_a_size_and_takes_ctrl_c() {
         text.push_str(&String::from_utf8_lossy(&frame.payload));
     }
     assert!(text.contains("33 44"), "{text:?}");
-    // Only when cat has answered a line does Ctrl-C meet it: a shell that gets the signal while it starts a
-    // command may wait for the command, which did not get it.
-    write_frame(&mut host, Kind::Stdin, b"line\n").unwrap();
+    // Wait for output of cat before sending Ctrl-C: a shell that receives the signal while it
+    // starts a command may wait for the command, which did not receive it.
+    write_frame(&mut host, FrameKind::Stdin, b"line\n").unwrap();
     while text.matches("line").count() < 2 {
         let frame = read_frame(&mut host).unwrap().unwrap();
-        if frame.kind == Kind::Stdout {
+        if frame.kind == FrameKind::Stdout {
             text.push_str(&String::from_utf8_lossy(&frame.payload));
         }
     }
-    write_frame(&mut host, Kind::Stdin, &[3]).unwrap();
+    write_frame(&mut host, FrameKind::Stdin, &[3]).unwrap();
     assert_eq!(outcome(&mut host).exit(), Exit::Signal(2));
     drop(host);
     agent.join().unwrap();
 }
 
 #[test]
-fn a_command_holds_no_descriptors_but_its_own() {
+fn command_inherits_no_descriptors() {
     let script = "ls -l /proc/self/fd | grep -c -e ptmx -e socket";
-    // Those that whoever runs the tests left open are everybody's.
+    // Descriptors inherited from the test runner are excluded.
     let plain = std::process::Command::new("sh")
         .args(["-c", script])
         .output()
@@ -234,7 +237,7 @@ fn a_command_holds_no_descriptors_but_its_own() {
 }
 
 #[test]
-fn trees_go_in_and_out() {
+fn trees_are_copied_both_ways() {
     let temp = tempfile::tempdir().unwrap();
     let path = |name: &str| temp.path().join(name);
     std::fs::create_dir_all(path("from/d")).unwrap();
@@ -244,17 +247,17 @@ fn trees_go_in_and_out() {
     let (mut host, agent_thread) = agent();
     ask(
         &mut host,
-        Job::Put {
+        AgentOperation::Put {
             path: text(path("copy")),
             name: "from".into(),
         },
     );
-    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Accepted);
     send_tree(&path("from"), &mut |kind, payload| {
         write_frame(&mut host, kind, payload)
     })
     .unwrap();
-    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Done);
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Done);
     drop(host);
     agent_thread.join().unwrap();
     assert_eq!(std::fs::read(path("copy/d/f")).unwrap(), b"text");
@@ -262,15 +265,15 @@ fn trees_go_in_and_out() {
     let (mut host, agent_thread) = agent();
     ask(
         &mut host,
-        Job::Get {
+        AgentOperation::Get {
             path: text(path("copy")),
         },
     );
-    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
-    let mut receiver = Receiver::new(&path("back"), None).unwrap();
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Accepted);
+    let mut receiver = TreeReceiver::new(&path("back"), None).unwrap();
     loop {
         let frame = read_frame(&mut host).unwrap().unwrap();
-        if receiver.take(&frame).unwrap() == Progress::Done {
+        if receiver.take(&frame).unwrap() == CopyProgress::Done {
             break;
         }
     }
@@ -279,26 +282,26 @@ fn trees_go_in_and_out() {
     assert_eq!(std::fs::read(path("back/d/f")).unwrap(), b"text");
 
     for job in [
-        Job::Get {
+        AgentOperation::Get {
             path: text(path("nowhere")),
         },
-        Job::Put {
+        AgentOperation::Put {
             path: text(path("no/where")),
             name: "x".into(),
         },
     ] {
         let (mut host, agent_thread) = agent();
         ask(&mut host, job);
-        assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Refused);
+        assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Refused);
         drop(host);
         agent_thread.join().unwrap();
     }
 }
 
 #[test]
-fn other_versions_and_nonsense_end_the_connection_only() {
+fn invalid_request_closes_connection_only() {
     let (mut host, agent_thread) = agent();
-    write_frame(&mut host, Kind::Request, br#"{"version":2,"job":"later"}"#).unwrap();
+    write_frame(&mut host, FrameKind::Request, br#"{"version":2,"job":"later"}"#).unwrap();
     let refused = read_frame(&mut host).unwrap().unwrap();
     assert!(refused.text().contains("version 1"), "{}", refused.text());
     agent_thread.join().unwrap();

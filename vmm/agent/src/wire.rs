@@ -1,56 +1,58 @@
-//! Frames: one byte says what it is, four how long it is (little-endian), then the payload.
+//! Wire format of frames: one byte with the kind, four bytes with the payload length
+//! (little-endian), and the payload.
 
 use std::io::{self, Read, Write};
 
-/// Longest payload, in bytes. Longer data goes in pieces.
+/// Maximum length of a payload, in bytes. Longer data is split.
 pub const MAX_PAYLOAD: usize = 128 << 10;
-/// Bytes of standard input that may be on their way to a command that does not read. The host sends no more
-/// before [`Kind::Taken`], so that signals do not wait behind its input.
+/// Maximum amount of unacknowledged standard input, in bytes. The host stops sending until it
+/// receives [`FrameKind::Taken`], so that signals are not delayed by input that the command does not
+/// read.
 pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
 
-/// What a frame is.
+/// The kind of a frame, with its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
-    /// Host: what it asks for, a [`crate::request::Request`] as JSON. The first frame, once.
+pub enum FrameKind {
+    /// Host: the request, a [`crate::request::Request`] as JSON. Sent once, as the first frame.
     Request = 1,
-    /// Agent: it does that.
+    /// Agent: the request has been accepted.
     Accepted = 2,
-    /// Either: it does not, or no more; why, as text.
+    /// Either side: the request has been refused or aborted, with the reason as text.
     Refused = 3,
-    /// Host: input of the command; nothing in it: the end.
+    /// Host: standard input of the command. An empty payload is end of file.
     Stdin = 4,
-    /// Agent: so many bytes of input have been taken (4 bytes).
+    /// Agent: number of input bytes that the command has read (4 bytes).
     Taken = 5,
-    /// Agent: output of the command.
+    /// Agent: standard output of the command.
     Stdout = 6,
-    /// Agent: what the command said on standard error.
+    /// Agent: standard error of the command.
     Stderr = 7,
-    /// Host: a signal for the command (its number, 4 bytes).
+    /// Host: a signal for the command (signal number, 4 bytes).
     Signal = 8,
-    /// Host: the terminal's size has changed (rows and columns, 2 bytes each).
+    /// Host: the new terminal size (rows and columns, 2 bytes each).
     Resize = 9,
-    /// Agent: the command has ended, a [`crate::request::Exit`] as JSON.
+    /// Agent: the command has exited, a [`crate::request::Exit`] as JSON.
     Exit = 10,
-    /// Sender: the next part of a tree, a [`crate::entry::Entry`].
-    Entry = 11,
-    /// Sender: bytes of the file that was last named.
+    /// Sender: the next entry of a tree, a [`crate::entry::TreeEntry`].
+    TreeEntry = 11,
+    /// Sender: contents of the current file.
     Data = 12,
-    /// Sender: that was all of the file.
+    /// Sender: end of the current file.
     FileEnd = 13,
-    /// Sender: that was all of the tree. Receiver: and it is all there.
+    /// Sender: end of the tree. Receiver: the tree is complete.
     Done = 14,
-    /// Sender: something was left out; what and why, as text.
+    /// Sender: an entry has been skipped, with its path and the reason as text.
     Skipped = 15,
 }
 
-impl Kind {
+impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
-        use Kind::*;
+        use FrameKind::*;
         [
-            Request, Accepted, Refused, Stdin, Taken, Stdout, Stderr, Signal, Resize, Exit, Entry, Data,
+            Request, Accepted, Refused, Stdin, Taken, Stdout, Stderr, Signal, Resize, Exit, TreeEntry, Data,
             FileEnd, Done, Skipped,
         ]
         .into_iter()
@@ -58,22 +60,22 @@ impl Kind {
     }
 }
 
-/// One message.
+/// A received frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// What it is.
-    pub kind: Kind,
-    /// Depends on it.
+    /// The kind of the frame.
+    pub kind: FrameKind,
+    /// Payload, whose format depends on the kind.
     pub payload: Vec<u8>,
 }
 
 impl Frame {
-    /// The payload as a number.
+    /// Returns the payload as a little-endian number, or `None` if it does not have four bytes.
     pub fn number(&self) -> Option<u32> {
         Some(u32::from_le_bytes(self.payload.as_slice().try_into().ok()?))
     }
 
-    /// The payload as text of one line for people: the other side may have put anything into it.
+    /// Returns the payload as one line of printable text. The payload is untrusted.
     pub fn text(&self) -> String {
         let text = String::from_utf8_lossy(&self.payload);
         text.chars()
@@ -83,25 +85,25 @@ impl Frame {
     }
 }
 
-/// Why there is no frame.
+/// The reason why a frame could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// The connection failed, or ended within a frame.
+    /// The connection failed or ended within a frame.
     #[error("the connection broke")]
     Io(#[from] io::Error),
-    /// No frame has this number.
+    /// The kind is unknown.
     #[error("the other side sends what is no frame (kind {0})")]
-    Kind(u8),
-    /// Longer than any frame may be.
+    FrameKind(u8),
+    /// The length exceeds [`MAX_PAYLOAD`].
     #[error("the other side sends a frame of {0} bytes; at most {MAX_PAYLOAD} are allowed")]
     TooLong(u32),
 }
 
-/// Writes a frame at once.
+/// Writes a frame.
 ///
 /// # Errors
-/// The connection's, or the payload is longer than [`MAX_PAYLOAD`].
-pub fn write_frame(out: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Result<()> {
+/// Returns the error of the connection, or an error if the payload is longer than [`MAX_PAYLOAD`].
+pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len())
         .ok()
         .filter(|_| payload.len() <= MAX_PAYLOAD)
@@ -113,10 +115,10 @@ pub fn write_frame(out: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Resu
     out.write_all(&frame)
 }
 
-/// Reads a frame; `None` where the connection ends in order.
+/// Reads a frame. Returns `None` if the connection has been closed between frames.
 ///
 /// # Errors
-/// [`WireError`].
+/// Returns a [`WireError`] if the connection fails or the frame is invalid.
 pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
     let mut header = [0; HEADER];
     loop {
@@ -129,7 +131,7 @@ pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
     }
     input.read_exact(&mut header[1..])?;
     let [number, a, b, c, d] = header;
-    let kind = Kind::from_byte(number).ok_or(WireError::Kind(number))?;
+    let kind = FrameKind::from_byte(number).ok_or(WireError::FrameKind(number))?;
     let length = u32::from_le_bytes([a, b, c, d]);
     let bytes = usize::try_from(length)
         .ok()
@@ -147,24 +149,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_read_back_as_written() {
+    fn frame_round_trips() {
         let mut bytes = Vec::new();
         let long = vec![7; MAX_PAYLOAD];
-        write_frame(&mut bytes, Kind::Stdin, b"").unwrap();
-        write_frame(&mut bytes, Kind::Data, &long).unwrap();
+        write_frame(&mut bytes, FrameKind::Stdin, b"").unwrap();
+        write_frame(&mut bytes, FrameKind::Data, &long).unwrap();
         let mut input = &bytes[..];
         let read = |input: &mut &[u8]| read_frame(input).unwrap();
-        assert_eq!(read(&mut input).unwrap().kind, Kind::Stdin);
+        assert_eq!(read(&mut input).unwrap().kind, FrameKind::Stdin);
         assert_eq!(read(&mut input).unwrap().payload, long);
         assert_eq!(read(&mut input), None);
-        assert!(write_frame(&mut Vec::new(), Kind::Data, &vec![0; MAX_PAYLOAD + 1]).is_err());
+        assert!(write_frame(&mut Vec::new(), FrameKind::Data, &vec![0; MAX_PAYLOAD + 1]).is_err());
     }
 
     #[test]
-    fn what_is_no_frame_allocates_nothing() {
+    fn invalid_frame_allocates_nothing() {
         let refused = |bytes: &[u8]| read_frame(&mut &bytes[..]).unwrap_err();
-        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::Kind(0)));
-        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::Kind(16)));
+        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::FrameKind(0)));
+        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::FrameKind(16)));
         assert!(matches!(
             refused(&[12, 0xff, 0xff, 0xff, 0xff]),
             WireError::TooLong(u32::MAX)
@@ -174,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn text_of_the_other_side_is_one_short_line() {
+    fn peer_text_is_one_short_line() {
         let frame = Frame {
-            kind: Kind::Refused,
+            kind: FrameKind::Refused,
             payload: [&b"a\n\x1b[2J\xff"[..], &[b'x'; 5000]].concat(),
         };
         let text = frame.text();
@@ -185,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_frame_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let mut input = &bytes[..];
             while let Ok(Some(_)) = read_frame(&mut input) {}
         }

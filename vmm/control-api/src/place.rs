@@ -355,7 +355,7 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
         Ok((parent, name)) => {
             let inside = parent.path(&name);
             let created = parent
-                .act(|| fs::DirBuilder::new().mode(0o700).create(&inside))
+                .without_file_capabilities(|| fs::DirBuilder::new().mode(0o700).create(&inside))
                 .flatten();
             (Some((parent, inside)), created)
         }
@@ -414,11 +414,11 @@ impl Socket {
             directory.path(&hidden),
             directory.path(path.file_name().unwrap_or_default()),
         );
-        let _ = directory.act(|| fs::remove_file(&from));
+        let _ = directory.without_file_capabilities(|| fs::remove_file(&from));
         let listener = directory
             .bind(&hidden, Some(0o600), &shown)
             .map_err(os("cannot listen at", &shown))?;
-        let linked = directory.act(|| {
+        let linked = directory.without_file_capabilities(|| {
             let linked = link(&from, &to, &path, name);
             let _ = fs::remove_file(&from);
             linked

@@ -1,7 +1,8 @@
-//! A stranger's kernel, from its bytes to guest memory and the first registers: multiboot, bzImage, Linux ELF
-//! and PVH. Whatever the file says, it is refused or lies in the guest's memory.
+//! Fuzzes the loading of an untrusted kernel into guest memory and the initial register state, for
+//! multiboot, bzImage, Linux ELF and PVH. A file must be rejected or lie entirely within guest
+//! memory.
 //!
-//! Input: one byte (bit 0: by PVH; bit 1: with an initrd; bit 2: with PCI functions), then the file.
+//! Input: one byte (bit 0: PVH; bit 1: initrd; bit 2: PCI functions), followed by the file.
 #![no_main]
 
 use std::path::PathBuf;

@@ -1,17 +1,17 @@
-//! A hostile guest's queues at the virtio console: whatever rings and descriptors say, each round ends,
-//! output stays within its bound, and input goes to guest memory only.
+//! Fuzzes the virtio console queues of a hostile guest. Each round must complete, output must be
+//! bounded, and input may be written to guest memory only.
 //!
-//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of the first
-//! byte chooses the queue.
+//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of
+//! the first byte selects the queue.
 #![no_main]
 
 use std::io::{self, Write};
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::console::port::Port;
-use virtio_devices::console::queues::{MOST_BYTES, Queues};
-use virtio_devices::device::{ActiveQueue, Interrupt};
+use virtio_devices::console::port::ConsolePort;
+use virtio_devices::console::queues::{MAX_OUTPUT_BYTES, ConsoleQueues};
+use virtio_devices::device::{ActiveQueue, DeviceInterrupt};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -42,7 +42,7 @@ fn queue(event_idx: bool) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).expect("eventfd")),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     }
 }
 
@@ -51,16 +51,16 @@ fuzz_target!(|data: &[u8]| {
     let data = &data[..data.len().min(MEMORY_BYTES)];
     memory.write_slice(data, GuestAddress(0)).expect("it fits");
     let first = data.first().copied().unwrap_or(0);
-    let mut queues = Queues {
+    let mut queues = ConsoleQueues {
         input: queue(first & 1 != 0),
         output: queue(first & 1 != 0),
     };
     if first & 2 == 0 {
         let mut counts = Counts(0);
         let _ = queues.serve_output(&memory, &mut counts);
-        assert!(counts.0 <= usize::from(QUEUE_SIZE) * MOST_BYTES);
+        assert!(counts.0 <= usize::from(QUEUE_SIZE) * MAX_OUTPUT_BYTES);
     } else {
-        let port = Port::new(None).expect("eventfds");
+        let port = ConsolePort::new(None).expect("eventfds");
         let sent = port.send(&[0x69; 1000]);
         let _ = queues.serve_input(&memory, &port);
         assert_eq!(sent, 1000);

@@ -1,12 +1,12 @@
-//! What a hostile guest's agent sends to `perfvisor cp`: frames, entries of a tree, bytes of files. Whatever
-//! comes, nothing is made outside of the directory that was named.
+//! Fuzzes the frames that a hostile guest's agent sends to `perfvisor cp`: tree entries and file
+//! contents. No file may be created outside the named directory.
 //!
-//! Input: frames as they come by the connection.
+//! Input: frames as received from the connection.
 #![no_main]
 
 use std::fs;
 
-use guest_agent::receive::{Progress, Receiver};
+use guest_agent::receive::{CopyProgress, TreeReceiver};
 use guest_agent::wire::{MAX_PAYLOAD, read_frame};
 use libfuzzer_sys::fuzz_target;
 
@@ -15,14 +15,14 @@ fuzz_target!(|data: &[u8]| {
     let named = outside.join("named");
     fs::create_dir_all(&named).expect("a directory in the temporary directory");
     fs::write(outside.join("mine"), b"as it was").expect("a file there");
-    let mut receiver = Receiver::new(&named, Some("copy")).expect("a directory");
+    let mut receiver = TreeReceiver::new(&named, Some("copy")).expect("a directory");
     let mut coming = data;
     while let Ok(Some(frame)) = read_frame(&mut coming) {
         assert!(frame.payload.len() <= MAX_PAYLOAD);
         let _ = (frame.number(), frame.text());
         match receiver.take(&frame) {
-            Ok(Progress::More | Progress::Skipped(_)) => {}
-            Ok(Progress::Done) | Err(_) => break,
+            Ok(CopyProgress::More | CopyProgress::Skipped(_)) => {}
+            Ok(CopyProgress::Done) | Err(_) => break,
         }
     }
     drop(receiver);

@@ -1,5 +1,5 @@
-//! A hostile guest's requests to a disk: whatever its queue and its descriptors say, only the disk and guest
-//! memory are touched, and each request ends.
+//! Fuzzes disk requests of a hostile guest. Only the disk and guest memory may be accessed, and
+//! each request must complete.
 //!
 //! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
 #![no_main]
@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{ActiveQueue, Interrupt};
+use virtio_devices::device::{ActiveQueue, DeviceInterrupt};
 use virtio_devices::disk::config::DiskConfig;
-use virtio_devices::disk::image::Image;
-use virtio_devices::disk::request::Disk;
+use virtio_devices::disk::image::DiskImage;
+use virtio_devices::disk::request::DiskBackend;
 use virtio_devices::serve::serve_queue;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -18,17 +18,17 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const MEMORY_BYTES: usize = 1 << 18;
 
-fn image() -> Arc<Image> {
+fn image() -> Arc<DiskImage> {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-disk-{}", std::process::id()));
     std::fs::write(&path, [0x5A; 32 * 512]).expect("a file in the temporary directory");
-    let image = Image::open(&DiskConfig::raw(&path)).expect("it is a disk");
-    // It lives as long as it is open.
+    let image = DiskImage::open(&DiskConfig::raw(&path)).expect("it is a disk");
+    // The open descriptor keeps the file alive.
     let _ = std::fs::remove_file(&path);
     Arc::new(image)
 }
 
 fuzz_target!(|data: &[u8]| {
-    thread_local!(static IMAGE: Arc<Image> = image());
+    thread_local!(static IMAGE: Arc<DiskImage> = image());
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).expect("memory");
     let data = &data[..data.len().min(MEMORY_BYTES)];
     memory.write_slice(data, GuestAddress(0)).expect("it fits");
@@ -41,9 +41,9 @@ fuzz_target!(|data: &[u8]| {
     let mut active = ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).expect("eventfd")),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     };
-    let disk = Disk {
+    let disk = DiskBackend {
         image: IMAGE.with(Arc::clone),
         serial: [0x41; 20],
         write_through: false,

@@ -1,4 +1,4 @@
-//! The list after `-e`.
+//! Fuzzes the event list parser (`-e`).
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,11 +1,11 @@
-//! A disk as a guest may have left it, under `--guest-disk`: whatever its partitions, its file system or its
-//! qcow2 image say, memory is bounded and each answer comes in time.
+//! Fuzzes the reader of a guest's disk (`--guest-disk`) with arbitrary partitions, file systems and
+//! qcow2 images. Memory must be bounded and each answer timely.
 //!
-//! `make fuzz` runs it with a limit of memory of its own. The crates that read the file system and the image
-//! may panic; that ends the reading and is not what is looked for here.
+//! `make fuzz` runs this target with its own memory limit. Panics in the crates that read file
+//! systems and images end the reading and are not reported as failures.
 //!
-//! Input: one byte (bit 0: the image is qcow2, else raw; bits 1 to 3: the disk goes on with so many MiB of
-//! zeros), then the image.
+//! Input: one byte (bit 0: qcow2 instead of raw; bits 1 to 3: number of MiB of zeros appended to
+//! the disk), followed by the image.
 #![no_main]
 
 use std::fs::OpenOptions;
@@ -14,14 +14,14 @@ use std::sync::Once;
 
 use guest_profile::disk::{DiskBytes, GuestDisk};
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::disk::config::{DiskConfig, Format};
-use virtio_devices::disk::view::View;
+use virtio_devices::disk::config::{DiskConfig, DiskFormat};
+use virtio_devices::disk::view::DiskView;
 
-/// Most of a file that is asked for, as of a map of code made at run time.
+/// Maximum number of bytes requested from a file, as for a perf map file.
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
-struct Looked(View);
+struct Looked(DiskView);
 
 impl DiskBytes for Looked {
     fn len(&self) -> u64 {
@@ -32,14 +32,14 @@ impl DiskBytes for Looked {
         self.0.read(at, to)
     }
 
-    fn look_again(&self) -> io::Result<()> {
-        self.0.look_again().map_err(io::Error::other)
+    fn reload(&self) -> io::Result<()> {
+        self.0.reload().map_err(io::Error::other)
     }
 }
 
 fuzz_target!(|data: &[u8]| {
     static QUIET: Once = Once::new();
-    // libFuzzer's own hook ends the process at each panic, also at one that is caught.
+    // libFuzzer's panic hook terminates the process even if the panic is caught.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let Some((how, image)) = data.split_first() else {
         return;
@@ -48,11 +48,11 @@ fuzz_target!(|data: &[u8]| {
     std::fs::write(&path, image).expect("a file in the temporary directory");
     let config = if how & 1 != 0 {
         DiskConfig {
-            format: Format::Qcow2,
+            format: DiskFormat::Qcow2,
             ..DiskConfig::raw(&path)
         }
     } else {
-        // Sectors are whole, and tables may speak of what lies behind the input.
+        // Sectors are complete, and tables may refer to addresses beyond the input.
         let bytes = (image.len() as u64).next_multiple_of(4096) + (u64::from(how >> 1 & 7) << 20);
         let file = OpenOptions::new()
             .write(true)
@@ -61,7 +61,7 @@ fuzz_target!(|data: &[u8]| {
         file.set_len(bytes.max(4096)).expect("a sparse file");
         DiskConfig::raw(&path)
     };
-    if let Ok(view) = View::open(&config)
+    if let Ok(view) = DiskView::open(&config)
         && let Ok(mut disk) = GuestDisk::open(Box::new(Looked(view)))
     {
         for file in FILES {
@@ -69,7 +69,7 @@ fuzz_target!(|data: &[u8]| {
                 assert!(bytes.len() as u64 <= MOST);
             }
         }
-        let _ = disk.look_again();
+        let _ = disk.reload();
         let _ = disk.read(FILES[0], MOST);
     }
     let _ = std::fs::remove_file(&path);

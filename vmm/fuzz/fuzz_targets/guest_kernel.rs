@@ -1,8 +1,8 @@
-//! A guest's memory with a kernel of the guest's making, looked through as `record` has it done: page tables,
+//! Fuzzes the analysis of a hostile guest's kernel memory as performed by `record`: page tables,
 //! symbols, types, unwind tables.
 //!
-//! Input: one byte. If it is odd, the registers' tables and anchors (4 words) and then RAM from 0. Else the
-//! kernel, which page tables of ours map at its usual place.
+//! Input: one byte. If it is odd, the register values for tables and anchors (4 words) and then RAM
+//! from address 0. Otherwise the kernel, which the target's page tables map at its usual address.
 #![no_main]
 
 use guest_profile::GuestRegs;
@@ -12,12 +12,12 @@ use guest_profile::task::areas::KernelTables;
 use libfuzzer_sys::fuzz_target;
 
 const PAGE: usize = 4096;
-/// Where the kernel is mapped.
+/// Virtual address of the kernel.
 const START: u64 = 0xffff_ffff_8100_0000;
-/// Tables: three that lead to the fourth, which maps pages.
+/// Size of the page tables, in bytes: three levels that lead to one table of pages.
 const TABLES: usize = 4 * PAGE;
 
-/// RAM with tables that map `kernel` at [`START`], page by page, 512 at most.
+/// Builds RAM with page tables that map up to 512 pages of `kernel` at [`START`].
 fn mapped(kernel: &[u8]) -> Vec<u8> {
     let kernel = &kernel[..kernel.len().min(512 * PAGE)];
     let pages = kernel.len().div_ceil(PAGE);

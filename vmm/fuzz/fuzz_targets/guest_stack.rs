@@ -1,6 +1,7 @@
-//! A hostile guest's page tables and stacks: the walk must stay within its bounds.
+//! Fuzzes the stack walk with the page tables and stacks of a hostile guest. The walk must stay
+//! within its limits.
 //!
-//! Input: 11 registers, then flags, then RAM from guest-physical 0.
+//! Input: 11 registers, flags, then RAM from guest-physical address 0.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -14,7 +15,7 @@ fn orc() -> OrcTable {
     let text = 0xffff_ffff_8100_0000u64;
     let at = 0xffff_ffff_8200_0000u64;
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
-    // Every register, kind and sign of offset; some flags name nothing.
+    // Every register, kind and sign of offset. Some flag combinations are undefined.
     for i in 0..512u64 {
         let slot = at + 4 * i;
         ips.extend_from_slice(&(((text + 16 * i).wrapping_sub(slot)) as i32).to_le_bytes());

@@ -1,8 +1,9 @@
-//! Tasks, mappings, paths and memory of a guest's programs, out of lists and trees that the guest made up, by
-//! offsets of members that it made up too.
+//! Fuzzes the reader of a guest's tasks, mappings, paths and program memory, with arbitrary lists,
+//! trees and structure member offsets.
 //!
-//! Input: 32 offsets of 2 bytes, 4 words (per-CPU base, an address, the first task, flags), then memory. Page
-//! tables of ours map it everywhere, again and again, with a hole.
+//! Input: 32 member offsets of 2 bytes each, 4 words (per-CPU base, an address, the first task,
+//! flags), then memory. The page tables map this memory repeatedly over the whole address space,
+//! with holes.
 #![no_main]
 
 use guest_profile::mappings::{Listeners, MAX_PATH, TellOnce, name_of};
@@ -16,11 +17,12 @@ const PAGE: usize = 4096;
 const TABLES: usize = 4 * PAGE;
 const OFFSETS: usize = 32;
 const HEAD: usize = 2 * OFFSETS + 32;
-/// As many as the main loop allows for one answer.
+/// Maximum number of reads that the main loop allows for one answer.
 const READS: u32 = 1 << 17;
 const MOST_PAGES: usize = 64;
 
-/// RAM in which each address of both halves leads to a page of `memory`, but for every 16th.
+/// Builds RAM in which every page of both halves of the address space maps a page of `memory`,
+/// except every 16th.
 fn mapped_everywhere(memory: &[u8]) -> Vec<u8> {
     let memory = &memory[..memory.len().min(MOST_PAGES * PAGE)];
     let pages = memory.len().div_ceil(PAGE).max(1);
@@ -57,7 +59,7 @@ fn layout(at: impl Fn(usize) -> u64, first: u64, flags: u64) -> Option<TaskLayou
                 "mount_mnt": at(28), "mount_parent": at(29), "mount_point": at(30)},
             "cache": cache},
         "list": {"first": first, "tasks": at(31), "pgd": at(16)}});
-    // As it comes from the process that reads kernels.
+    // Same encoding as from the kernel reader process.
     serde_json::from_value(layout).ok()
 }
 
@@ -82,7 +84,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let budget = || Budget::new(READS, None);
 
-    // For a sample.
+    // Reads performed for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
     let mut samples = budget();
     if let Some(task) = reader.current(base, &mut samples) {
@@ -96,7 +98,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
 
-    // For an operator.
+    // Reads performed for an operator request.
     let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
     let Some(process) = Process::find(&layout, ram, tables, address as u32, &mut asked) else {

@@ -1,8 +1,8 @@
-//! What a process that reads a guest's kernel sends to the VM, when the guest has taken it over: ranges of
-//! memory that it wants, symbols, unwind tables, a summary.
+//! Fuzzes the messages that a compromised kernel reader process sends to the VM: requests for
+//! memory ranges, symbols, unwind tables, a summary.
 //!
-//! Input: one byte; if it is odd, what follows is what comes, as it is. Else what follows is pieces of one
-//! byte (which message), two bytes (its length), and so many bytes.
+//! Input: one byte. If it is odd, the rest is the raw message stream. Otherwise the rest is a
+//! sequence of messages: one byte (type), two bytes (length), and the payload.
 #![no_main]
 
 use std::io::{self, Read, Write};
@@ -13,9 +13,9 @@ use guest_profile::locate::Anchors;
 use guest_profile::search::ask;
 use libfuzzer_sys::fuzz_target;
 
-/// The letters of messages, and one that is none.
+/// Message types, including an invalid one.
 const LETTERS: &[u8] = b"RSOEFX?";
-/// Guest memory, which is lent.
+/// Size of the guest memory that the reader may request, in bytes.
 const MEMORY: usize = 64 << 10;
 
 struct Reader<'a> {
@@ -70,6 +70,6 @@ fuzz_target!(|data: &[u8]| {
         }
         Err(e) => assert!(!e.to_string().contains('\n'), "{e}"),
     }
-    // No range is longer than what there is to lend, and the question is short.
+    // Each range is limited to the size of guest memory, and the initial request is short.
     assert!(reader.heard <= (says.len() / 17 + 1) * (MEMORY + 5) + 4096);
 });

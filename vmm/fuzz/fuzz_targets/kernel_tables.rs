@@ -1,4 +1,5 @@
-//! Kernel images and tables, as a file or out of a guest's memory. The first byte chooses the parser.
+//! Fuzzes parsers of kernel images and tables, read from a file or from guest memory. The first
+//! byte selects the parser.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,15 +1,15 @@
-//! A hostile guest's queues of a network device, and frames of any length from the host. Whatever its rings
-//! and its descriptors say, only guest memory and the tap device are touched, and each round ends.
+//! Fuzzes the network device queues of a hostile guest, with host frames of any length. Only guest
+//! memory and the tap device may be accessed, and each round must complete.
 //!
-//! Input: one byte of choices; then pieces of guest memory, written one after the other from 0x1000 on. The
-//! receive queue's tables begin there, the transmit queue's at 0x2000.
+//! Input: one byte of options, followed by pieces of guest memory, written sequentially from 0x1000
+//! on. The receive queue's tables begin there, the transmit queue's at 0x2000.
 #![no_main]
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::net::frames::{Receiver, Sender};
+use virtio_devices::net::frames::{FrameReceiver, FrameSender};
 use virtio_devices::net::tap::Tap;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -17,7 +17,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// A queue whose table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
 fn queue(at: u32, event_idx: bool) -> Queue {
     let mut queue = Queue::new(ENTRIES).expect("a size");
     queue.set_size(ENTRIES);
@@ -40,15 +40,15 @@ fuzz_target!(|data: &[u8]| {
     }
     let tap = Tap::on(OwnedFd::from(ours));
     let event_idx = choices & 1 != 0;
-    let mut receiver = Receiver::new(queue(0x1000, event_idx), choices & 2 != 0);
-    let mut sender = Sender::new(queue(0x2000, event_idx));
+    let mut receiver = FrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0);
+    let mut sender = FrameSender::new(queue(0x2000, event_idx));
     let (mut receives, mut sends) = (true, true);
     let mut frame = vec![0; 70_000];
     for piece in data.chunks(0x2000) {
         memory.write_slice(piece, GuestAddress(0x1000)).expect("it fits");
         let bytes = usize::from(piece[0]) * 270 + 12;
         let _ = host.send(&frame[..bytes]);
-        // A queue that is broken is left alone, as the device does.
+        // The device does not process a broken queue either.
         receives = receives && receiver.run(&memory, &tap).is_ok();
         sends = sends && sender.run(&memory, Some(&tap)).is_ok();
         while host.recv(&mut frame).is_ok() {}

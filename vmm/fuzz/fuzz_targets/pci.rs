@@ -1,26 +1,26 @@
-//! A hostile guest at the configuration ports and the registers of virtio devices: any access of any width in
-//! any order.
+//! Fuzzes accesses of a hostile guest to the PCI configuration ports and virtio registers, with any
+//! width and order.
 //!
-//! Input: records of 12 bytes: what (ports or memory, read or write), width, offset, value.
+//! Input: records of 12 bytes: type (port or memory, read or write), width, offset, value.
 #![no_main]
 
 use std::io;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{LastResort, VirtioDevice};
-use virtio_devices::rng::Rng;
+use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
+use virtio_devices::rng::EntropyDevice;
 use virtio_devices::transport::bus::{CONFIG_PORT, PciBus};
-use virtio_devices::transport::machine::{Machine, Message};
+use virtio_devices::transport::machine::{PciBackend, MsiMessage};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 const WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 
-/// A machine that can do everything and does nothing.
-struct Nothing;
+/// A machine whose operations succeed without any effect.
+struct NoOpPciBackend;
 
-impl Machine for Nothing {
+impl PciBackend for NoOpPciBackend {
     fn add_doorbell(&self, _: u64, _: &EventFd) -> io::Result<()> {
         Ok(())
     }
@@ -29,7 +29,7 @@ impl Machine for Nothing {
         Ok(())
     }
 
-    fn connect(&self, _: u32, _: Message, _: &EventFd) -> io::Result<()> {
+    fn connect(&self, _: u32, _: MsiMessage, _: &EventFd) -> io::Result<()> {
         Ok(())
     }
 
@@ -37,17 +37,17 @@ impl Machine for Nothing {
         Ok(())
     }
 
-    fn last_resort(&self) -> LastResort {
-        LastResort::default()
+    fn fatal_error_callback(&self) -> FatalErrorCallback {
+        FatalErrorCallback::default()
     }
 }
 
 fuzz_target!(|data: &[u8]| {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 16)]).expect("memory");
-    let machine: Arc<dyn Machine> = Arc::new(Nothing);
-    let device: Box<dyn VirtioDevice> = Box::new(Rng::new().expect("/dev/urandom"));
+    let machine: Arc<dyn PciBackend> = Arc::new(NoOpPciBackend);
+    let device: Box<dyn VirtioDevice> = Box::new(EntropyDevice::new().expect("/dev/urandom"));
     let bus = PciBus::new(vec![device], &memory, WINDOW, &machine).expect("one device fits");
-    // The device decodes its memory from the start.
+    // Enable memory decoding from the start.
     bus.write_port(CONFIG_PORT, &0x8000_0804u32.to_le_bytes());
     bus.write_port(CONFIG_PORT + 4, &6u16.to_le_bytes());
     for record in data.chunks_exact(12).take(512) {

@@ -1,4 +1,4 @@
-//! Data files, and everything that is made of them.
+//! Fuzzes the reader of perf.data files, and all reports generated from them.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,16 +1,17 @@
-//! A stranger's qcow2 image under a guest's requests: whatever is in it, only its file is touched, memory is
-//! bounded and each request ends.
+//! Fuzzes guest requests to a disk with an untrusted qcow2 image. Only the image file may be
+//! accessed, memory must be bounded, and each request must complete.
 //!
-//! The crate that reads images may panic; that ends the disk and is not what is looked for here.
+//! Panics in the crate that reads images disable the disk and are not reported as failures.
 //!
-//! Input: eight bytes for each of sixteen requests (what, sectors, first sector), then the image.
+//! Input: sixteen requests of eight bytes each (operation, sectors, first sector), followed by the
+//! image.
 #![no_main]
 
 use std::sync::Once;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::disk::config::{DiskConfig, Format};
-use virtio_devices::disk::image::Image;
+use virtio_devices::disk::config::{DiskConfig, DiskFormat};
+use virtio_devices::disk::image::DiskImage;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 const REQUESTS: usize = 16;
@@ -19,7 +20,7 @@ const MEMORY_BYTES: usize = 1 << 18;
 
 fuzz_target!(|data: &[u8]| {
     static QUIET: Once = Once::new();
-    // libFuzzer's own hook ends the process at each panic, also at one that is caught.
+    // libFuzzer's panic hook terminates the process even if the panic is caught.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let Some((requests, bytes)) = data.split_at_checked(REQUESTS * REQUEST_BYTES) else {
         return;
@@ -27,10 +28,10 @@ fuzz_target!(|data: &[u8]| {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-qcow2-{}", std::process::id()));
     std::fs::write(&path, bytes).expect("a file in the temporary directory");
     let config = DiskConfig {
-        format: Format::Qcow2,
+        format: DiskFormat::Qcow2,
         ..DiskConfig::raw(&path)
     };
-    if let Ok(image) = Image::open(&config) {
+    if let Ok(image) = DiskImage::open(&config) {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).expect("memory");
         for request in requests.chunks_exact(REQUEST_BYTES) {
             let first = u32::from_le_bytes([request[4], request[5], request[6], request[7]]);

@@ -1,4 +1,5 @@
-//! A hostile guest's requests for entropy: each gets so many bytes at most, within guest memory, and ends.
+//! Fuzzes entropy requests of a hostile guest. Each request must complete and write a bounded
+//! number of bytes within guest memory.
 //!
 //! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
 #![no_main]
@@ -7,8 +8,8 @@ use std::fs::File;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{ActiveQueue, Interrupt};
-use virtio_devices::rng::{MOST_BYTES, fill};
+use virtio_devices::device::{ActiveQueue, DeviceInterrupt};
+use virtio_devices::rng::{MAX_CHAIN_BYTES, fill};
 use virtio_devices::serve::serve_queue;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -29,14 +30,14 @@ fuzz_target!(|data: &[u8]| {
     let mut active = ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).expect("eventfd")),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     };
     let mut source = File::open("/dev/zero").expect("/dev/zero");
     let mut served = 0;
     let _ = serve_queue(&mut active, &memory, |chain| {
         served += 1;
         let count = fill(&mut source, &memory, chain);
-        assert!(count as usize <= MOST_BYTES);
+        assert!(count as usize <= MAX_CHAIN_BYTES);
         count
     });
     assert!(served <= 16, "one round has at most the queue's size");

@@ -1,5 +1,5 @@
-//! A program that a guest made up: headers, names, unwind tables and a stack. Whatever they say, reading and
-//! unwinding them ends within the bounds.
+//! Fuzzes unwinding of a user-space program with arbitrary ELF headers, symbols, unwind tables and
+//! stack. Parsing and unwinding must stay within their limits.
 #![no_main]
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 const BASE: u64 = 0x5555_0000_0000;
 const STACK: u64 = 0x7fff_0000_0000;
 const MAX_FRAMES: usize = 127;
-/// Of the input, what is the stack.
+/// Number of input bytes used as the stack.
 const STACK_BYTES: usize = 256;
 
 fuzz_target!(|data: &[u8]| {

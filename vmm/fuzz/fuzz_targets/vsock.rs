@@ -1,4 +1,4 @@
-//! The queues of a vsock device whose guest wrote its rings, descriptors and packets at random.
+//! Fuzzes the queues of a vsock device with arbitrary rings, descriptors and packets.
 #![no_main]
 
 use std::os::unix::net::UnixListener;
@@ -7,9 +7,9 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{ActiveQueue, Interrupt};
-use virtio_devices::vsock::muxer::Muxer;
-use virtio_devices::vsock::queues::{FIRST_TOKEN, Queues};
+use virtio_devices::device::{ActiveQueue, DeviceInterrupt};
+use virtio_devices::vsock::muxer::ConnectionMuxer;
+use virtio_devices::vsock::queues::{FIRST_TOKEN, VsockQueues};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -18,7 +18,7 @@ use vmm_sys_util::timerfd::TimerFd;
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// A queue whose table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
 fn queue(at: u32) -> ActiveQueue {
     let mut queue = Queue::new(ENTRIES).unwrap();
     queue.set_size(ENTRIES);
@@ -29,7 +29,7 @@ fn queue(at: u32) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     }
 }
 
@@ -42,10 +42,10 @@ fuzz_target!(|data: &[u8]| {
         Arc::new(listener)
     });
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap();
-    let muxer = Muxer::new(3, path, FIRST_TOKEN);
+    let muxer = ConnectionMuxer::new(3, path, FIRST_TOKEN);
     let timer = TimerFd::new().unwrap();
-    let mut queues = Queues::new(memory.clone(), queue(0x1000), queue(0x2000), listener.clone(), muxer, timer);
-    // The guest writes again and again while the device works.
+    let mut queues = VsockQueues::new(memory.clone(), queue(0x1000), queue(0x2000), listener.clone(), muxer, timer);
+    // The guest modifies its memory while the device is running.
     for piece in data.chunks(0x2000) {
         memory.write_slice(piece, GuestAddress(0x1000)).unwrap();
         queues.pump(Instant::now());

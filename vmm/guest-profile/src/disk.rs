@@ -72,7 +72,7 @@ pub trait DiskBytes {
     /// # Errors
     /// Returns the same errors as [`Self::read`]. The previous view of the disk then remains in
     /// use.
-    fn look_again(&self) -> io::Result<()> {
+    fn reload(&self) -> io::Result<()> {
         Ok(())
     }
 }
@@ -143,7 +143,7 @@ impl GuestDisk {
                 let result = match (ask, &open) {
                     (Ask::LookAgain, _) => {
                         // If the refresh fails, continue with the previous view of the disk.
-                        let seen = bytes.look_again();
+                        let seen = bytes.reload();
                         open = FileSystems::open(&bytes);
                         seen.map(|()| Vec::new())
                             .map_err(|e| DiskError::File(perf_core::error_line(&e)))
@@ -207,7 +207,7 @@ impl GuestDisk {
     ///
     /// # Errors
     /// Returns a [`DiskError`] if the disk cannot be read or the request times out.
-    pub fn look_again(&mut self) -> Result<(), DiskError> {
+    pub fn reload(&mut self) -> Result<(), DiskError> {
         self.asked(Ask::LookAgain).map(|_| ())
     }
 }

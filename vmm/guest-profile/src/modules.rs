@@ -456,13 +456,33 @@ fn frames_address(index: &[u8], index_at: u64) -> Option<u64> {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::os::unix::fs::FileExt;
+    use std::process::{Child, Command, Stdio};
+    use std::sync::OnceLock;
+
+    use object::{Object, ObjectSymbol};
 
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads the memory of the test process.
-    pub(crate) fn own_memory() -> impl FnMut(u64, u64) -> Option<Vec<u8>> {
-        let memory = std::fs::File::open("/proc/self/mem").unwrap();
+    /// Returns the ID of a process with a dynamic C library, which this static program lacks. The
+    /// process ends with this one.
+    fn dynamic_process() -> u32 {
+        static PROCESS: OnceLock<Child> = OnceLock::new();
+        let process = PROCESS.get_or_init(|| {
+            let mut cat = Command::new("/bin/cat");
+            let cat = cat.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+            let maps = format!("/proc/{}/maps", cat.id());
+            while !std::fs::read_to_string(&maps).unwrap().contains("libc.so") {
+                std::thread::yield_now();
+            }
+            cat
+        });
+        process.id()
+    }
+
+    /// Returns a reader of the memory of a process with a dynamic C library.
+    pub(crate) fn process_memory() -> impl FnMut(u64, u64) -> Option<Vec<u8>> {
+        let memory = std::fs::File::open(format!("/proc/{}/mem", dynamic_process())).unwrap();
         move |at, len| {
             let mut bytes = vec![0; usize::try_from(len).ok()?];
             // Read page by page, because the following page may be unmapped.
@@ -482,28 +502,25 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns the address at which the test process maps the first byte of the file whose name
-    /// contains `name`.
-    pub(crate) fn own_base(name: &str) -> u64 {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let line = maps.lines().find(|line| line.contains(name)).unwrap();
-        u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap()
+    /// Returns the address and the path of the C library in that process.
+    pub(crate) fn libc_of_process() -> (u64, String) {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", dynamic_process())).unwrap();
+        let line = maps.lines().find(|line| line.contains("libc.so")).unwrap();
+        let base = u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
+        (base, line.split_whitespace().next_back().unwrap().to_owned())
     }
 
-    /// Symbols of the running C library are found in memory, without its file, at their actual
-    /// addresses.
+    /// Functions exported by the C library of a process are found in its memory, without the file.
     #[test]
     fn exported_functions_are_named_out_of_memory() {
-        let base = own_base("libc.so");
-        let module = Module::read(&mut own_memory(), base, true).unwrap();
+        let (base, path) = libc_of_process();
+        let module = Module::read(&mut process_memory(), base, true).unwrap();
         assert!(module.len() > 1500, "{}", module.len());
-        let bias = module.bias(base);
-        for (name, at) in [
-            ("qsort", libc::qsort as *const () as u64),
-            ("strtoul", libc::strtoul as *const () as u64),
-            ("getenv", libc::getenv as *const () as u64),
-        ] {
-            let linked = at.wrapping_sub(bias);
+        let file = std::fs::read(path).unwrap();
+        let file = object::File::parse(&*file).unwrap();
+        for name in ["qsort", "strtoul", "getenv"] {
+            let symbol = file.dynamic_symbols().find(|symbol| symbol.name() == Ok(name));
+            let linked = symbol.unwrap().address();
             let found = module.function(linked + 1).unwrap();
             assert!(
                 found.name.contains(name) && found.start == linked,
@@ -538,8 +555,8 @@ pub(crate) mod tests {
         fn a_hostile_program_is_read_within_bounds(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),
         ) {
-            let base = own_base("libc.so");
-            let mut memory = own_memory();
+            let (base, _) = libc_of_process();
+            let mut memory = process_memory();
             let (mut reads, mut bytes) = (0u64, 0u64);
             let mut hostile = |at: u64, len: u64| {
                 reads += 1;

@@ -254,10 +254,10 @@ impl GuestFiles {
     }
 
     /// Makes recent writes of the guest to its disk visible.
-    pub fn look_again(&mut self) {
+    pub fn reload(&mut self) {
         if let Self::Disk(disk) = self {
             // Ignore the error; the next read reports it again.
-            let _ = disk.look_again();
+            let _ = disk.reload();
         }
     }
 }

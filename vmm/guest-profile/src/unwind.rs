@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
-use kernel_images::orc::{Kind, OrcEntry, OrcTable, Reg};
+use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
 pub use parts::{End, KernelUnwind};
 use parts::{Others, Out, USER32_CS, UserRegs, end_of, plausible_user};
 
@@ -325,8 +325,11 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             // next function. Look up the byte before.
             let probe = self.state.ip.wrapping_sub(u64::from(!self.state.exact_ip));
             let step = match orc.find(probe.wrapping_sub(slide)) {
-                Some(OrcEntry { kind: Kind::End, .. }) => return End::Complete,
-                Some(entry) if entry.kind != Kind::Undefined => self.orc_step(&entry),
+                Some(OrcEntry {
+                    kind: OrcFrameKind::End,
+                    ..
+                }) => return End::Complete,
+                Some(entry) if entry.kind != OrcFrameKind::Undefined => self.orc_step(&entry),
                 _ => self.guess_by_frame_pointer(),
             };
             match step {
@@ -353,19 +356,19 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     fn orc_step(&mut self, e: &OrcEntry) -> Result<Step, End> {
         let s = self.state;
         let base = match e.sp_reg {
-            Reg::Sp | Reg::SpIndirect => Some(s.sp),
-            Reg::Bp | Reg::BpIndirect => Some(s.bp),
-            Reg::R10 => s.r10,
-            Reg::R13 => s.r13,
-            Reg::Di => s.di,
-            Reg::Dx => s.dx,
-            Reg::Undefined | Reg::PrevSp => None,
+            OrcRegister::Sp | OrcRegister::SpIndirect => Some(s.sp),
+            OrcRegister::Bp | OrcRegister::BpIndirect => Some(s.bp),
+            OrcRegister::R10 => s.r10,
+            OrcRegister::R13 => s.r13,
+            OrcRegister::Di => s.di,
+            OrcRegister::Dx => s.dx,
+            OrcRegister::Undefined | OrcRegister::PrevSp => None,
         }
         .ok_or(End::NoTable)?;
         let offset = i64::from(e.sp_offset);
         let sp = match e.sp_reg {
-            Reg::SpIndirect => self.word(base)?.wrapping_add_signed(offset),
-            Reg::BpIndirect => self.word(base.wrapping_add_signed(offset))?,
+            OrcRegister::SpIndirect => self.word(base)?.wrapping_add_signed(offset),
+            OrcRegister::BpIndirect => self.word(base.wrapping_add_signed(offset))?,
             _ => base.wrapping_add_signed(offset),
         };
         let mut next = State {
@@ -376,30 +379,30 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             ..s
         };
         match e.kind {
-            Kind::Call => {
+            OrcFrameKind::Call => {
                 next.ip = self.word(sp.wrapping_sub(8))?;
                 next.sp = sp;
                 next.exact_ip = false;
             }
-            Kind::Regs => {
+            OrcFrameKind::Regs => {
                 if self.take_regs(sp, None)? {
                     return Ok(Step::Boundary);
                 }
                 return Ok(Step::Frame);
             }
-            Kind::RegsPartial => {
+            OrcFrameKind::RegsPartial => {
                 let at = sp.wrapping_sub(pt_regs::IP);
                 if self.take_regs(at, Some(s.bp))? {
                     return Ok(Step::Boundary);
                 }
                 return Ok(Step::Frame);
             }
-            Kind::End | Kind::Undefined => return Err(End::NoTable),
+            OrcFrameKind::End | OrcFrameKind::Undefined => return Err(End::NoTable),
         }
         match e.bp_reg {
-            Reg::Undefined => {}
-            Reg::PrevSp => next.bp = self.word(sp.wrapping_add_signed(i64::from(e.bp_offset)))?,
-            Reg::Bp => next.bp = self.word(s.bp.wrapping_add_signed(i64::from(e.bp_offset)))?,
+            OrcRegister::Undefined => {}
+            OrcRegister::PrevSp => next.bp = self.word(sp.wrapping_add_signed(i64::from(e.bp_offset)))?,
+            OrcRegister::Bp => next.bp = self.word(s.bp.wrapping_add_signed(i64::from(e.bp_offset)))?,
             _ => return Err(End::NoTable),
         }
         self.state = next;

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn other_data_is_refused() {
+    fn btf_rejects_invalid_data() {
         assert_eq!(Btf::parse(b"ELF").unwrap_err(), BtfError::Header);
         let s = sample();
         assert_eq!(Btf::parse(&s[..s.len() - 1]).unwrap_err(), BtfError::Truncated);
@@ -302,7 +302,7 @@ mod tests {
     /// Eight levels of anonymous members, each with the maximum number of members of the next
     /// level, exhaust the step limit.
     #[test]
-    fn anonymous_members_in_anonymous_members_cost_a_budget_of_steps() {
+    fn btf_lookup_is_bounded_for_nested_anonymous_members() {
         const MEMBERS: u32 = 0xffff;
         let mut types = Vec::new();
         for level in 1..=MAX_DEPTH {
@@ -325,7 +325,7 @@ mod tests {
 
     /// Unterminated names, and names that are suffixes of one long name, use little memory.
     #[test]
-    fn names_without_an_end_are_none_and_many_long_ones_are_refused() {
+    fn btf_bounds_memory_for_names() {
         let structs = |at: &dyn Fn(u32) -> u32, count: u32| -> Vec<u32> {
             (0..count).flat_map(|n| [at(n), 4 << 24, 0]).collect()
         };

@@ -20,7 +20,7 @@ pub struct BuildId {
 /// `NT_GNU_BUILD_ID`.
 const GNU_BUILD_ID: u32 = 3;
 /// Maximum number of notes to search.
-const MOST_NOTES: usize = 64;
+const MAX_NOTES: usize = 64;
 
 impl BuildId {
     /// Creates a build ID. Returns `None` if `id` is empty, longer than 20 bytes, or all zeros,
@@ -58,7 +58,7 @@ impl BuildId {
     /// Finds the build ID in ELF notes, which are 4-byte aligned.
     pub fn in_notes(notes: &[u8]) -> Option<Self> {
         let mut at = 0usize;
-        for _ in 0..MOST_NOTES {
+        for _ in 0..MAX_NOTES {
             let (name_len, len) = (u32_at(notes, at)? as usize, u32_at(notes, at + 4)? as usize);
             let kind = u32_at(notes, at + 8)?;
             let name = at + 12;
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_build_id_is_found_among_other_notes() {
+    fn build_id_is_found_among_notes() {
         let id: Vec<u8> = (1..=20).collect();
         let notes = [
             note(b"GNU\0", 5, &[1; 16]),
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_are_no_digits_are_refused() {
+    fn build_id_rejects_invalid_hex() {
         for bad in ["", "1", "0g", "+1", "é", &"11".repeat(21)] {
             assert_eq!(BuildId::from_hex(bad), None, "{bad}");
         }
@@ -133,7 +133,7 @@ mod tests {
     proptest! {
         /// Notes come from guest memory and must not cause a panic.
         #[test]
-        fn no_notes_make_it_panic(notes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn build_id_search_never_panics(notes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = BuildId::in_notes(&notes);
         }
     }

@@ -8,7 +8,7 @@ use std::io::Read;
 
 use lzma_rust2::XzReader;
 
-use crate::error::{BlockError, ImageError};
+use crate::error::{ImageError, Lz4BlockError};
 use crate::le;
 
 /// Maximum size of an unpacked kernel, in bytes.
@@ -217,12 +217,12 @@ fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, Image
         let len = u32_at(rest, 0) as usize;
         let block = rest
             .get(4..4 + len)
-            .ok_or_else(|| unpack_error(name, method, BlockError::PastEnd(len)))?;
+            .ok_or_else(|| unpack_error(name, method, Lz4BlockError::PastEnd(len)))?;
         let produced = lz4_flex::block::decompress_into(block, &mut block_out)
             .map_err(|e| unpack_error(name, method, e))?;
         out.extend_from_slice(&block_out[..produced]);
         if out.len() as u64 > claimed {
-            return Err(unpack_error(name, method, BlockError::Larger(claimed)));
+            return Err(unpack_error(name, method, Lz4BlockError::Larger(claimed)));
         }
         rest = &rest[4 + len..];
     }
@@ -230,7 +230,7 @@ fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, Image
         return Err(unpack_error(
             name,
             method,
-            BlockError::Smaller {
+            Lz4BlockError::Smaller {
                 found: out.len(),
                 claimed,
             },
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_of_a_payload_is_an_error_and_never_a_panic() {
+    fn truncated_payload_is_an_error() {
         let plain = sample();
         let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gz.write_all(&plain).unwrap();
@@ -319,7 +319,7 @@ mod tests {
 
     /// Checksums cover every byte, so a damaged payload that still unpacks has the same contents.
     #[test]
-    fn a_damaged_xz_payload_is_an_error_or_unpacks_to_the_same() {
+    fn damaged_xz_payload_fails_or_unpacks_unchanged() {
         let plain = sample();
         for len in (1..XZ.len()).step_by(7) {
             let cut = bzimage(&XZ[..len], plain.len() as u32);
@@ -337,7 +337,7 @@ mod tests {
     /// A payload with the header of `xz --lzma2=preset=0,dict=256MiB` must not make the decoder
     /// allocate that much memory.
     #[test]
-    fn an_xz_payload_gets_no_more_memory_than_a_kernel_needs() {
+    fn xz_memory_is_limited() {
         let large = include_bytes!("../tests/fixtures/large-dictionary.xz");
         let error = unpack(&bzimage(large, 300_000)).unwrap_err();
         let why = std::error::Error::source(&error).unwrap().to_string();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn unsupported_methods_are_named() {
+    fn unsupported_compression_is_named() {
         for (magic, method) in [
             (&b"BZh91AY&SY______"[..], "bzip2"),
             (
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn an_lz4_payload_that_lies_about_its_size_is_refused() {
+    fn lz4_payload_with_wrong_size_is_rejected() {
         let plain = sample();
         let mut lz4 = LZ4_LEGACY_MAGIC.to_vec();
         let block = lz4_flex::block::compress(&plain);

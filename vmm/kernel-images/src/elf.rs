@@ -7,9 +7,9 @@ use object::Endianness;
 use object::elf;
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, Sym};
 
-use crate::error::{Damage, ImageError};
+use crate::error::{ImageDamage, ImageError};
 use crate::orc;
-use crate::rdpmc::Text;
+use crate::rdpmc::CodeBytes;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// Maximum number of program headers; Linux has five.
@@ -21,7 +21,7 @@ const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
 
 /// PT_LOAD segment.
 #[derive(Clone, Debug)]
-pub struct Segment<'a> {
+pub struct LoadSegment<'a> {
     /// Index of the program header.
     pub index: usize,
     /// Link-time (virtual) address.
@@ -36,7 +36,7 @@ pub struct Segment<'a> {
     pub executable: bool,
 }
 
-impl Segment<'_> {
+impl LoadSegment<'_> {
     /// Returns the guest-physical address of a virtual address within the segment's file contents.
     fn phys_of(&self, virt: u64) -> Option<u64> {
         let offset = virt.checked_sub(self.virt)?;
@@ -58,10 +58,10 @@ pub struct ElfImage<'a> {
     /// Set if the image has a note named "Linux", as every Linux kernel since 4.19.
     pub is_linux: bool,
     /// PT_LOAD segments with a nonzero size in memory.
-    pub segments: Vec<Segment<'a>>,
+    pub segments: Vec<LoadSegment<'a>>,
     /// Executable code: the executable sections if the image has section headers, otherwise the
     /// executable segments.
-    pub code: Vec<Text<'a>>,
+    pub code: Vec<CodeBytes<'a>>,
     /// Symbols of the image's symbol table.
     pub symbols: KernelSymbols,
     /// Addresses of instruction boundaries from the kernel's ORC unwind table, sorted.
@@ -82,7 +82,7 @@ pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError>
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),
         Some(2) => parse_class::<elf::FileHeader64<Endianness>>(name, data, true),
-        Some(class) => Err(ImageError::malformed(name, Damage::Class(*class))),
+        Some(class) => Err(ImageError::malformed(name, ImageDamage::Class(*class))),
         None => Err(ImageError::truncated(name, "the ELF header", 52, data)),
     }
 }
@@ -99,10 +99,10 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     let header = H::parse(data).map_err(|e| unreadable(name, "ELF header", e))?;
     let endian = header.endian().map_err(|e| unreadable(name, "ELF header", e))?;
     if endian != Endianness::Little {
-        return Err(ImageError::malformed(name, Damage::BigEndian));
+        return Err(ImageError::malformed(name, ImageDamage::BigEndian));
     }
     let headers = program_headers(name, data, header, endian)?;
-    let mut notes = Notes::default();
+    let mut notes = ElfNotes::default();
     for ph in headers {
         notes.read(ph, endian, data);
     }
@@ -119,7 +119,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         orc_ips: Vec::new(),
     };
     match read_tables(header, endian, data) {
-        Ok(tables) => use_tables(&mut image, tables),
+        Ok(tables) => add_tables(&mut image, tables),
         Err(e) => log::warn!("{name}: section headers are unusable ({e}); symbols are not read"),
     }
     if image.code.is_empty() {
@@ -127,7 +127,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
             .segments
             .iter()
             .filter(|s| s.executable && !s.data.is_empty())
-            .map(|s| Text {
+            .map(|s| CodeBytes {
                 virt: s.virt,
                 phys: s.phys,
                 bytes: s.data,
@@ -161,7 +161,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     if headers.len() > MAX_SEGMENTS {
         return Err(ImageError::malformed(
             name,
-            Damage::Segments {
+            ImageDamage::Segments {
                 count: headers.len(),
                 most: MAX_SEGMENTS,
             },
@@ -177,7 +177,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     data: &'a [u8],
     headers: &[P],
     endian: Endianness,
-) -> Result<Vec<Segment<'a>>, ImageError> {
+) -> Result<Vec<LoadSegment<'a>>, ImageError> {
     let mut segments = Vec::new();
     for (index, ph) in headers.iter().enumerate() {
         if ph.p_type(endian) != elf::PT_LOAD {
@@ -191,7 +191,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
         if file_bytes > mem_bytes {
             return Err(ImageError::malformed(
                 name,
-                Damage::SegmentSize {
+                ImageDamage::SegmentSize {
                     index,
                     file_bytes,
                     mem_bytes,
@@ -207,7 +207,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
                 data,
             ));
         }
-        segments.push(Segment {
+        segments.push(LoadSegment {
             index,
             virt: ph.p_vaddr(endian).into(),
             phys: ph.p_paddr(endian).into(),
@@ -224,12 +224,12 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
 
 /// Information from the notes of an image. Damaged notes are ignored.
 #[derive(Debug, Default)]
-struct Notes {
+struct ElfNotes {
     pvh_entry: Option<u32>,
     is_linux: bool,
 }
 
-impl Notes {
+impl ElfNotes {
     fn read<P: ProgramHeader<Endian = Endianness>>(&mut self, header: &P, endian: Endianness, data: &[u8]) {
         let Ok(Some(mut notes)) = header.notes(endian, data) else {
             return;
@@ -251,7 +251,7 @@ impl Notes {
 
 /// A section with contents in the file.
 #[derive(Clone, Copy, Debug)]
-pub struct Section<'a> {
+pub struct ElfSection<'a> {
     /// Name of the section, or empty if the name is not UTF-8.
     pub name: &'a str,
     /// Link-time address.
@@ -264,19 +264,19 @@ pub struct Section<'a> {
 
 /// Sections and symbols of an ELF file. Damaged sections and symbol tables are omitted.
 #[derive(Debug, Default)]
-pub struct Tables<'a> {
+pub struct ElfTables<'a> {
     /// ELF machine, `EM_*`.
     pub machine: u16,
     /// Sections with contents in the file.
-    pub sections: Vec<Section<'a>>,
+    pub sections: Vec<ElfSection<'a>>,
     /// Symbols of the symbol table. Functions and labels in code have type text, all other symbols
     /// have type data.
     pub symbols: KernelSymbols,
 }
 
-impl<'a> Tables<'a> {
+impl<'a> ElfTables<'a> {
     /// Returns the section with this name.
-    pub fn section(&self, name: &str) -> Option<&Section<'a>> {
+    pub fn section(&self, name: &str) -> Option<&ElfSection<'a>> {
         self.sections.iter().find(|section| section.name == name)
     }
 }
@@ -286,20 +286,20 @@ impl<'a> Tables<'a> {
 /// # Errors
 /// Returns [`ImageError::Malformed`] if the file is not an ELF file or has no usable section
 /// headers.
-pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<Tables<'a>, ImageError> {
+pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ElfTables<'a>, ImageError> {
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
         Some(2) if is_elf(data) => tables_of_class::<elf::FileHeader64<Endianness>>(data),
-        _ => return Err(ImageError::malformed(name, Damage::NoElf)),
+        _ => return Err(ImageError::malformed(name, ImageDamage::NoElf)),
     };
     read.map_err(|e| unreadable(name, "section headers", e))
 }
 
 fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> ImageError {
-    ImageError::malformed(name, Damage::Headers { part, source })
+    ImageError::malformed(name, ImageDamage::Headers { part, source })
 }
 
-fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<Tables<'_>> {
+fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<ElfTables<'_>> {
     let header = H::parse(data)?;
     read_tables(header, header.endian()?, data)
 }
@@ -308,7 +308,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     header: &'a H,
     endian: Endianness,
     data: &'a [u8],
-) -> object::read::Result<Tables<'a>> {
+) -> object::read::Result<ElfTables<'a>> {
     let sections = header.sections(endian, data)?;
     // Indexed by section number, as used in symbols.
     let executable: Vec<bool> = sections
@@ -319,9 +319,9 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
                 .contains(elf::SHF_ALLOC | elf::SHF_EXECINSTR)
         })
         .collect();
-    let mut tables = Tables {
+    let mut tables = ElfTables {
         machine: header.e_machine(endian).0,
-        ..Tables::default()
+        ..ElfTables::default()
     };
     for (section, &executable) in sections.iter().zip(&executable) {
         if section.sh_type(endian) == elf::SHT_NOBITS {
@@ -331,7 +331,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
             continue;
         };
         let name = sections.section_name(endian, section).unwrap_or_default();
-        tables.sections.push(Section {
+        tables.sections.push(ElfSection {
             name: std::str::from_utf8(name).unwrap_or_default(),
             virt: section.sh_addr(endian).into(),
             data: bytes,
@@ -368,7 +368,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
 }
 
 /// Adds information from the section headers to a loadable image.
-fn use_tables<'a>(image: &mut ElfImage<'a>, tables: Tables<'a>) {
+fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
     for section in tables
         .sections
         .iter()
@@ -381,7 +381,7 @@ fn use_tables<'a>(image: &mut ElfImage<'a>, tables: Tables<'a>) {
             (s.data.get(offset..end)?.as_ptr() == section.data.as_ptr()).then(|| s.phys_of(section.virt))?
         });
         if let Some(phys) = loaded {
-            image.code.push(Text {
+            image.code.push(CodeBytes {
                 virt: section.virt,
                 phys,
                 bytes: section.data,

@@ -35,7 +35,7 @@ pub enum ImageError {
         name: String,
         /// Description of the damage.
         #[source]
-        damage: Damage,
+        damage: ImageDamage,
     },
     /// The bzImage uses a boot protocol older than 2.08.
     #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
@@ -87,7 +87,7 @@ pub enum ImageError {
 
 /// Kind of damage in a kernel image.
 #[derive(Debug, thiserror::Error)]
-pub enum Damage {
+pub enum ImageDamage {
     /// Machine other than x86-64.
     #[error("it is not for x86-64")]
     Machine,
@@ -141,7 +141,7 @@ pub enum Damage {
 
 /// Error in the blocks of an lz4 payload.
 #[derive(Debug, thiserror::Error)]
-pub enum BlockError {
+pub enum Lz4BlockError {
     /// Block size beyond the end of the payload.
     #[error("a block of {0} bytes reaches past the payload's end")]
     PastEnd(usize),
@@ -160,7 +160,7 @@ pub enum BlockError {
 
 impl ImageError {
     /// Creates an [`ImageError::Malformed`] for an invalid header field.
-    pub fn malformed(name: &str, damage: Damage) -> Self {
+    pub fn malformed(name: &str, damage: ImageDamage) -> Self {
         Self::Malformed {
             name: name.into(),
             damage,

@@ -6,7 +6,7 @@
 use crate::btf::Btf;
 use crate::build_id::BuildId;
 use crate::elf;
-use crate::error::{Damage, ImageError};
+use crate::error::{ImageDamage, ImageError};
 use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
@@ -36,7 +36,7 @@ impl KernelImage {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
         if tables.machine != EM_X86_64 {
-            return Err(ImageError::malformed(name, Damage::Machine));
+            return Err(ImageError::malformed(name, ImageDamage::Machine));
         }
         let mut notes = Vec::new();
         let section = |name: &str| tables.section(name).map(|s| (s.virt, s.data));

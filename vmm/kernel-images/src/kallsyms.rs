@@ -39,14 +39,14 @@ const NAMES_REACH: usize = 32 << 20;
 /// Maximum number of token tables to examine. Memory may contain copies and similar data.
 const MAX_CANDIDATES: usize = 16;
 /// Maximum number of candidates that are parsed completely. Each costs a pass over all names.
-const MAX_PROOFS: u32 = 64;
+const MAX_VALIDATIONS: u32 = 64;
 /// Maximum length of an expanded name, in bytes.
 const MAX_NAME: usize = 1024;
 const UPPER_HALF: u64 = 1 << 63;
 /// Start of the kernel mapping: the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
-struct Tokens<'d> {
+struct TokenTable<'d> {
     data: &'d [u8],
     start: usize,
     index: [u16; 256],
@@ -54,7 +54,7 @@ struct Tokens<'d> {
     end: usize,
 }
 
-impl<'d> Tokens<'d> {
+impl<'d> TokenTable<'d> {
     fn token(&self, i: u8) -> &'d [u8] {
         let from = self.start + usize::from(self.index[usize::from(i)]);
         let rest = &self.data[from.min(self.data.len())..];
@@ -96,7 +96,7 @@ impl<'d> Tokens<'d> {
 }
 
 /// Location and encoding of the names.
-struct Names {
+struct NameTable {
     count: usize,
     /// Offset of the symbol count.
     count_at: usize,
@@ -117,7 +117,7 @@ fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<
     (len != 0 && from + len <= data.len()).then_some((from + len, from..from + len))
 }
 
-fn expand<'b>(tokens: &Tokens<'_>, packed: &[u8], buf: &'b mut [u8; MAX_NAME]) -> Option<&'b [u8]> {
+fn expand<'b>(tokens: &TokenTable<'_>, packed: &[u8], buf: &'b mut [u8; MAX_NAME]) -> Option<&'b [u8]> {
     let mut len = 0;
     for &t in packed {
         let piece = tokens.token(t);
@@ -135,10 +135,10 @@ fn is_symbol(text: &[u8]) -> bool {
 }
 
 /// Number of names to check before a candidate is parsed completely.
-const TASTE: usize = 64;
+const PROBED_NAMES: usize = 64;
 
-impl Names {
-    fn before(tokens: &Tokens<'_>) -> Option<Self> {
+impl NameTable {
+    fn before(tokens: &TokenTable<'_>) -> Option<Self> {
         let data = tokens.data;
         let lowest = tokens.start.saturating_sub(NAMES_REACH);
         // The search moves down from the token table, and the real count is not necessarily the
@@ -161,11 +161,11 @@ impl Names {
                     if !names.taste(tokens) {
                         continue;
                     }
-                    if names.proven(tokens) {
+                    if names.is_valid(tokens) {
                         return Some(names);
                     }
                     proofs += 1;
-                    if proofs >= MAX_PROOFS {
+                    if proofs >= MAX_VALIDATIONS {
                         return None;
                     }
                 }
@@ -175,9 +175,9 @@ impl Names {
         None
     }
 
-    fn taste(&self, tokens: &Tokens<'_>) -> bool {
+    fn taste(&self, tokens: &TokenTable<'_>) -> bool {
         let (mut at, mut buf) = (self.start, [0; MAX_NAME]);
-        (0..TASTE).all(|_| {
+        (0..PROBED_NAMES).all(|_| {
             let Some((next, packed)) = name_at(tokens.data, at, self.big) else {
                 return false;
             };
@@ -187,7 +187,7 @@ impl Names {
     }
 
     /// Returns whether all names can be parsed and the markers after them match.
-    fn proven(&self, tokens: &Tokens<'_>) -> bool {
+    fn is_valid(&self, tokens: &TokenTable<'_>) -> bool {
         let data = tokens.data;
         let mut markers = Vec::with_capacity(self.count / 256 + 1);
         let mut at = self.start;
@@ -216,7 +216,7 @@ impl Names {
 }
 
 /// Decodes the addresses, trying the possible locations in order of likelihood.
-fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
+fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     let data = tokens.data;
     let n = names.count;
     let offsets_len = (n * 4).next_multiple_of(8);
@@ -243,7 +243,7 @@ fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
             let list: Vec<u64> = (0..n)
                 .map(|i| u64_at(data, from + i * 8))
                 .collect::<Option<_>>()?;
-            (believable(&list) && list.is_sorted()).then_some(list)
+            (is_plausible(&list) && list.is_sorted()).then_some(list)
         })
 }
 
@@ -266,12 +266,12 @@ fn relative(data: &[u8], from: usize, n: usize, base: u64) -> Option<Vec<u64>> {
     let both: [&dyn Fn(u32) -> u64; 2] = [&per_cpu, &plain];
     both.into_iter().find_map(|decode| {
         let list: Vec<u64> = offsets.iter().map(|&o| decode(o)).collect();
-        (believable(&list) && list.is_sorted()).then_some(list)
+        (is_plausible(&list) && list.is_sorted()).then_some(list)
     })
 }
 
 /// Returns whether most addresses are kernel addresses.
-fn believable(list: &[u64]) -> bool {
+fn is_plausible(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
 
@@ -281,10 +281,10 @@ pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
     const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
     let mut worst = KallsymsError::NoTokens;
     let candidates = memchr::memmem::find_iter(data, DIGITS)
-        .filter_map(|at| Tokens::around(data, at))
+        .filter_map(|at| TokenTable::around(data, at))
         .take(MAX_CANDIDATES);
     for tokens in candidates {
-        let Some(names) = Names::before(&tokens) else {
+        let Some(names) = NameTable::before(&tokens) else {
             if worst == KallsymsError::NoTokens {
                 worst = KallsymsError::NoNames;
             }
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn every_layout_since_4_5_is_read_whole() {
+    fn kallsyms_reads_every_layout_since_4_5() {
         for layout in [
             Layout::V4_5,
             Layout::V4_20,
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_with_one_wrong_marker_is_not_believed() {
+    fn kallsyms_rejects_table_with_wrong_marker() {
         let mut data = build(Layout::V4_20, &symbols(true, false));
         let tokens = memchr::memmem::find(&data, b"zz\0zz\0").unwrap();
         data[tokens - 5] ^= 1;
@@ -459,13 +459,13 @@ mod tests {
     }
 
     #[test]
-    fn data_without_a_table_says_so() {
+    fn kallsyms_reports_missing_table() {
         assert_eq!(find(&[0; 4096]).unwrap_err(), KallsymsError::NoTokens);
     }
 
     proptest! {
         #[test]
-        fn damage_anywhere_never_panics(at in 0usize..20000, with: u8, cut in 0usize..20000) {
+        fn kallsyms_search_never_panics_on_damage(at in 0usize..20000, with: u8, cut in 0usize..20000) {
             let mut data = build(Layout::V6_4, &symbols(true, true));
             let len = data.len();
             data[at % len] = with;

@@ -51,4 +51,4 @@ pub mod packed;
 pub mod rdpmc;
 pub mod symbols;
 
-pub use error::{BlockError, Damage, ImageError};
+pub use error::{ImageDamage, ImageError, Lz4BlockError};

@@ -18,7 +18,7 @@
 /// Base register of an ORC entry (numbers from `orc_types.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the registers' names")]
-pub enum Reg {
+pub enum OrcRegister {
     Undefined,
     PrevSp,
     Dx,
@@ -33,7 +33,7 @@ pub enum Reg {
     SpIndirect,
 }
 
-impl Reg {
+impl OrcRegister {
     fn from_nibble(n: u16) -> Option<Self> {
         Some(match n {
             0 => Self::Undefined,
@@ -53,7 +53,7 @@ impl Reg {
 
 /// Contents of the top of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum OrcFrameKind {
     /// Unknown: the code at this address cannot be unwound.
     Undefined,
     /// End of the stack (outermost frame).
@@ -74,12 +74,12 @@ pub struct OrcEntry {
     /// Offset from the base in `bp_reg` to the saved frame pointer.
     pub bp_offset: i16,
     /// Base of the previous stack pointer.
-    pub sp_reg: Reg,
+    pub sp_reg: OrcRegister,
     /// Base of the saved frame pointer: `PrevSp`, `Bp`, or `Undefined` if the frame pointer is
     /// still in its register.
-    pub bp_reg: Reg,
+    pub bp_reg: OrcRegister,
     /// Contents of the top of the frame.
-    pub kind: Kind,
+    pub kind: OrcFrameKind,
 }
 
 /// Layout of the entries' flag bits.
@@ -300,7 +300,10 @@ fn detect(all: impl Iterator<Item = u16>) -> OrcFormat {
     for f in all {
         // Entries that derive the previous stack pointer from rsp or rbp are calls, with few
         // exceptions.
-        if matches!(Reg::from_nibble(f & 15), Some(Reg::Sp | Reg::Bp)) {
+        if matches!(
+            OrcRegister::from_nibble(f & 15),
+            Some(OrcRegister::Sp | OrcRegister::Bp)
+        ) {
             match (f >> 8) & 7 {
                 0 => zero += 1,
                 2 => two += 1,
@@ -320,27 +323,27 @@ fn detect(all: impl Iterator<Item = u16>) -> OrcFormat {
 
 fn decode(format: OrcFormat, raw: &[u8; ENTRY_SIZE]) -> Option<OrcEntry> {
     let f = flags(raw);
-    let sp_reg = Reg::from_nibble(f & 15)?;
-    let bp_reg = Reg::from_nibble((f >> 4) & 15)?;
+    let sp_reg = OrcRegister::from_nibble(f & 15)?;
+    let bp_reg = OrcRegister::from_nibble((f >> 4) & 15)?;
     let old = |end: bool| match ((f >> 8) & 3, sp_reg) {
         // In the old layouts an undefined stack pointer means that unwinding stops, and the end bit
         // gives the reason.
-        (_, Reg::Undefined) if end => Some(Kind::End),
-        (_, Reg::Undefined) => Some(Kind::Undefined),
-        (0, _) => Some(Kind::Call),
-        (1, _) => Some(Kind::Regs),
-        (2, _) => Some(Kind::RegsPartial),
+        (_, OrcRegister::Undefined) if end => Some(OrcFrameKind::End),
+        (_, OrcRegister::Undefined) => Some(OrcFrameKind::Undefined),
+        (0, _) => Some(OrcFrameKind::Call),
+        (1, _) => Some(OrcFrameKind::Regs),
+        (2, _) => Some(OrcFrameKind::RegsPartial),
         _ => None,
     };
     let kind = match format {
         OrcFormat::V4_14 => old(f & (1 << 10) != 0)?,
         OrcFormat::V6_3 => old(f & (1 << 11) != 0)?,
         OrcFormat::V6_4 => match (f >> 8) & 7 {
-            0 => Kind::Undefined,
-            1 => Kind::End,
-            2 => Kind::Call,
-            3 => Kind::Regs,
-            4 => Kind::RegsPartial,
+            0 => OrcFrameKind::Undefined,
+            1 => OrcFrameKind::End,
+            2 => OrcFrameKind::Call,
+            3 => OrcFrameKind::Regs,
+            4 => OrcFrameKind::RegsPartial,
             _ => return None,
         },
     };
@@ -376,7 +379,7 @@ mod tests {
     const TEXT: u64 = 0xffff_ffff_8100_0000;
 
     #[test]
-    fn each_layout_is_told_apart_and_decoded_alike() {
+    fn orc_layouts_are_detected_and_decoded() {
         // sp_reg 5 (rsp), bp_reg 1 (previous sp), followed by a pt_regs, a partial pt_regs and an
         // end entry.
         let rows = |call: u16, regs: u16, partial: u16, end: u16| {
@@ -400,17 +403,17 @@ mod tests {
         ] {
             assert_eq!(table.format(), format);
             let kind = |off| table.find(TEXT + off).unwrap().kind;
-            assert_eq!(kind(0), Kind::Call);
+            assert_eq!(kind(0), OrcFrameKind::Call);
             let e = table.find(TEXT + 0x1f).unwrap();
             assert_eq!(
                 (e.sp_offset, e.bp_offset, e.sp_reg, e.bp_reg),
-                (16, -16, Reg::Sp, Reg::PrevSp)
+                (16, -16, OrcRegister::Sp, OrcRegister::PrevSp)
             );
             // An address without an entry uses the nearest lower entry, also across empty blocks.
             assert_eq!(table.find(TEXT + 0x3ff).unwrap().sp_offset, 24);
-            assert_eq!(kind(0x405), Kind::Regs);
-            assert_eq!(kind(0x410), Kind::RegsPartial);
-            assert_eq!(kind(0x420), Kind::End);
+            assert_eq!(kind(0x405), OrcFrameKind::Regs);
+            assert_eq!(kind(0x410), OrcFrameKind::RegsPartial);
+            assert_eq!(kind(0x420), OrcFrameKind::End);
             assert_eq!(table.find(TEXT - 1), None);
             assert_eq!(table.find(TEXT + 0x10_0000), None);
         }
@@ -418,7 +421,7 @@ mod tests {
 
     /// Tests a valid table and invalid tables from another process.
     #[test]
-    fn a_table_goes_by_its_parts_from_one_process_to_another() {
+    fn orc_table_is_rebuilt_from_parts() {
         let rows = [
             (TEXT, 8, 0, 0x205),
             (TEXT + 0x10, 16, -16, 0x215),
@@ -452,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unsorted_table_is_sorted() {
+    fn orc_sorts_unsorted_table() {
         let (i, e) = sections(AT, &[(TEXT + 0x100, 16, 0, 5), (TEXT, 8, 0, 5)]);
         let table = OrcTable::parse(&i, AT, &e).unwrap();
         assert_eq!(table.find(TEXT + 1).unwrap().sp_offset, 8);
@@ -460,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn sections_that_disagree_are_refused() {
+    fn orc_rejects_mismatched_sections() {
         assert_eq!(
             OrcTable::parse(&[0; 8], AT, &[0; 6]).unwrap_err(),
             OrcError::Sizes { ips: 2, entries: 1 }

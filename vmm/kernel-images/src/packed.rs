@@ -92,7 +92,7 @@ impl fmt::Debug for PackedText {
     }
 }
 
-struct Taken<'a> {
+struct DecodedSymbol<'a> {
     /// Distance from the previous symbol's address.
     distance: u64,
     size_bytes: u32,
@@ -100,14 +100,14 @@ struct Taken<'a> {
     name: &'a [u8],
 }
 
-fn take<'a>(rest: &mut &'a [u8]) -> Option<Taken<'a>> {
+fn take<'a>(rest: &mut &'a [u8]) -> Option<DecodedSymbol<'a>> {
     let distance = number(rest)?;
     let size_bytes = u32::try_from(number(rest)?).ok()?;
     let length = usize::try_from(number(rest)?).ok()?;
     let (kind, name) = rest.split_first()?;
     let (name, after) = name.split_at_checked(length)?;
     *rest = after;
-    Some(Taken {
+    Some(DecodedSymbol {
         distance,
         size_bytes,
         kind: *kind,
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unpacked_is_what_was_packed() {
+    fn packed_symbols_round_trip() {
         let mut builder = SymbolsBuilder::default();
         let rows: [(u64, u32, u8, &str); 7] = [
             (0, 0, b'A', "fixed_percpu_data"),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_unpacked_as_it_was() {
+    fn packed_text_round_trips() {
         for text in [
             "",
             "ffffffff81000000 T _text\n",
@@ -191,7 +191,7 @@ mod tests {
 
     /// Uses as many symbols as a distribution kernel, with similar names.
     #[test]
-    fn a_kernel_s_symbols_take_a_third_of_their_memory() {
+    fn packed_symbols_need_a_third_of_the_memory() {
         let words = ["sched", "alloc", "ext4", "tcp", "virtio", "page", "lock", "iter"];
         let mut builder = SymbolsBuilder::default();
         let mut names = 0;

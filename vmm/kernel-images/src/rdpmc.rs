@@ -26,11 +26,11 @@ pub const RDPMC: [u8; 2] = [0x0F, 0x33];
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
 
 /// Maximum instruction length, in bytes (SDM vol. 2 §2.3.11).
-pub const LONGEST: usize = 15;
+pub const MAX_INSTRUCTION_BYTES: usize = 15;
 
 /// Executable code to search.
 #[derive(Clone, Copy, Debug)]
-pub struct Text<'a> {
+pub struct CodeBytes<'a> {
     /// Link-time address of the first byte.
     pub virt: u64,
     /// Guest-physical address of the first byte.
@@ -70,7 +70,7 @@ impl CodeBits {
 
 /// RDPMC instruction that can be patched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PatchedSite {
+pub struct RdpmcSite {
     /// Link-time address of the first byte, which may be a prefix.
     pub virt: u64,
     /// Guest-physical address of the first byte.
@@ -81,12 +81,12 @@ pub struct PatchedSite {
     /// code.
     pub lead: u8,
     /// Set if the adjacent bytes may be a port write of the guest's own.
-    pub beside_out: bool,
+    pub next_to_port_write: bool,
     /// Symbol that contains the instruction, and the offset into it.
     pub symbol: Option<(String, u64)>,
 }
 
-impl PatchedSite {
+impl RdpmcSite {
     /// Returns the guest-physical address of the two opcode bytes that are replaced, which are the
     /// last bytes of the instruction.
     pub fn opcode(&self) -> u64 {
@@ -133,11 +133,11 @@ enum Verdict {
     reason = "an instruction has at most 15 bytes"
 )]
 pub fn find(
-    texts: &[Text<'_>],
+    texts: &[CodeBytes<'_>],
     symbols: &KernelSymbols,
     boundaries: &[u64],
     bits: CodeBits,
-) -> Vec<PatchedSite> {
+) -> Vec<RdpmcSite> {
     let mut sites = Vec::new();
     let mut pairs = 0usize;
     for text in texts {
@@ -154,12 +154,12 @@ pub fn find(
             };
             let virt = text.virt + start as u64;
             let length = offset + RDPMC.len() - start;
-            sites.push(PatchedSite {
+            sites.push(RdpmcSite {
                 virt,
                 phys: text.phys + start as u64,
                 length: length as u8,
                 lead: lead as u8,
-                beside_out: beside_out(text.bytes, start, length, bits.modes()),
+                next_to_port_write: next_to_port_write(text.bytes, start, length, bits.modes()),
                 symbol: symbols
                     .resolve_flat(virt)
                     .map(|(symbol, at)| (symbol.name.to_owned(), at)),
@@ -192,7 +192,7 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
 
 /// Returns whether the bytes before an instruction, or the next instruction, may be a port write
 /// that causes the same exit as a patched RDPMC.
-fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
+fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
         // OUT to DX, including the string variants.
@@ -206,7 +206,7 @@ fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool 
 /// Returns the start of the RDPMC instruction whose last two bytes are at `offset` in `text`.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn instruction(
-    text: &Text<'_>,
+    text: &CodeBytes<'_>,
     offset: usize,
     symbols: &KernelSymbols,
     boundaries: &[u64],
@@ -236,7 +236,9 @@ fn instruction(
         let mut known = false;
         for (mode, verdict) in verdicts {
             match verdict {
-                Verdict::Instruction(at) if !needs_neighbours || sensible(text, start as usize, at, mode) => {
+                Verdict::Instruction(at)
+                    if !needs_neighbours || has_plausible_context(text, start as usize, at, mode) =>
+                {
                     return Some(at);
                 }
                 Verdict::Instruction(_) | Verdict::NotInstruction => known = true,
@@ -247,10 +249,10 @@ fn instruction(
             return None;
         }
     }
-    modes.iter().find_map(|mode| by_agreement(text, offset, *mode))
+    modes.iter().find_map(|mode| by_sweep(text, offset, *mode))
 }
 
-fn decoder<'a>(text: &Text<'a>, start: usize, mode: u32) -> Decoder<'a> {
+fn decoder<'a>(text: &CodeBytes<'a>, start: usize, mode: u32) -> Decoder<'a> {
     Decoder::with_ip(
         mode,
         &text.bytes[start..],
@@ -260,7 +262,7 @@ fn decoder<'a>(text: &Text<'a>, start: usize, mode: u32) -> Decoder<'a> {
 }
 
 /// Decodes from the known boundary `start` up to `offset`.
-fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Verdict {
+fn from_boundary(text: &CodeBytes<'_>, start: usize, offset: usize, mode: u32) -> Verdict {
     let mut decoder = decoder(text, start, mode);
     let mut instruction = Instruction::default();
     while start + decoder.position() <= offset {
@@ -278,11 +280,11 @@ fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Ver
 
 /// Returns the start of the instruction if nearly all sweep starts before `offset` reach it and the
 /// surrounding code is plausible.
-fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
+fn by_sweep(text: &CodeBytes<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
     // First start and number of starts, for each offset that decoding can land on.
-    let mut landed = [(0usize, 0usize); LONGEST];
+    let mut landed = [(0usize, 0usize); MAX_INSTRUCTION_BYTES];
     let mut usable = 0usize;
     for start in far..=near {
         match from_boundary(text, start, offset, mode) {
@@ -301,19 +303,19 @@ fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
     // Too few starts fit at the beginning of a text, but its first byte is a boundary.
     if far == 0 && near < SWEEP_MIN_STARTS {
         return match from_boundary(text, 0, offset, mode) {
-            Verdict::Instruction(at) => sensible(text, 0, at, mode).then_some(at),
+            Verdict::Instruction(at) => has_plausible_context(text, 0, at, mode).then_some(at),
             _ => None,
         };
     }
     let (prefixes, &(start, starts)) = landed.iter().enumerate().max_by_key(|(_, l)| l.1)?;
     let at = offset - prefixes;
     let agreed = usable >= SWEEP_MIN_STARTS && starts * 100 >= usable * SWEEP_AGREE_PERCENT;
-    (agreed && sensible(text, start, at, mode)).then_some(at)
+    (agreed && has_plausible_context(text, start, at, mode)).then_some(at)
 }
 
 /// Returns whether the code around the instruction at `offset`, decoded from `start`, sets ECX
 /// before it, uses EAX or EDX after it, and continues with valid instructions.
-fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
+fn has_plausible_context(text: &CodeBytes<'_>, start: usize, offset: usize, mode: u32) -> bool {
     let mut info = InstructionInfoFactory::new();
     let mut decoder = decoder(text, start, mode);
     let mut before: Vec<Instruction> = Vec::new();
@@ -356,7 +358,7 @@ fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
             FlowControl::Return | FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
         );
         if leaves || touches(&mut info, &i, &[Register::RAX, Register::RDX], false) {
-            return leaves || decoded >= MUST_DECODE_AFTER || decodes_on(&mut decoder, decoded);
+            return leaves || decoded >= MUST_DECODE_AFTER || continues_validly(&mut decoder, decoded);
         }
     }
     false
@@ -364,7 +366,7 @@ fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
 
 /// Returns whether the next instructions, up to [`MUST_DECODE_AFTER`], are valid or leave the
 /// function.
-fn decodes_on(decoder: &mut Decoder<'_>, decoded: usize) -> bool {
+fn continues_validly(decoder: &mut Decoder<'_>, decoded: usize) -> bool {
     for _ in decoded..MUST_DECODE_AFTER {
         if !decoder.can_decode() {
             return false;
@@ -419,7 +421,7 @@ mod tests {
     }
 
     fn search(bytes: &[u8], symbols: &KernelSymbols, boundaries: &[u64], bits: CodeBits) -> Vec<u64> {
-        let text = Text {
+        let text = CodeBytes {
             virt: 0x1000,
             phys: 0x20_1000,
             bytes,
@@ -431,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instruction_is_found_without_any_symbol() {
+    fn rdpmc_is_found_without_symbols() {
         let mut code = filler(20);
         let at = code.len() as u64 + 2;
         code.extend_from_slice(FUNCTION);
@@ -444,7 +446,7 @@ mod tests {
 
     /// An instruction starts at its first prefix, regardless of the kind of evidence.
     #[test]
-    fn prefixes_belong_to_the_instruction() {
+    fn rdpmc_includes_its_prefixes() {
         for prefixes in [
             &[0x66][..],
             &[0x67],
@@ -462,7 +464,7 @@ mod tests {
             code.extend_from_slice(prefixes);
             code.extend_from_slice(&FUNCTION[2..]);
             code.extend(filler(5));
-            let text = Text {
+            let text = CodeBytes {
                 virt: 0x1000,
                 phys: 0x20_1000,
                 bytes: &code,
@@ -493,7 +495,7 @@ mod tests {
 
     /// An exit next to a port write of the guest's own may belong to either instruction.
     #[test]
-    fn port_writes_beside_the_instruction_are_seen() {
+    fn adjacent_port_writes_are_detected() {
         for (before, behind, expected) in [
             (&[][..], &[][..], false),
             (&[0xEE], &[], true),
@@ -508,7 +510,7 @@ mod tests {
         ] {
             let code = [before, &RDPMC, behind].concat();
             assert_eq!(
-                beside_out(&code, before.len(), 2, &[64]),
+                next_to_port_write(&code, before.len(), 2, &[64]),
                 expected,
                 "{before:x?} {behind:x?}"
             );
@@ -516,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_inside_an_immediate_or_displacement_is_left_alone() {
+    fn byte_pair_inside_operand_is_ignored() {
         for inside in [
             &[0xB8, 0x00, 0x0F, 0x33, 0x00][..],             // mov eax, 0x330f00
             &[0x48, 0x8B, 0x87, 0x0F, 0x33, 0x00, 0x00][..], // mov rax, [rdi+0x330f]
@@ -545,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boundary_decides_against_misleading_bytes_before_the_pair() {
+    fn boundary_overrides_misleading_bytes() {
         // Data in the text before a function: only the boundary shows where the code starts.
         let mut code = filler(20);
         code.extend_from_slice(&[0x48, 0xB8, 0xFF]); // looks like mov rax, imm64 swallowing what follows
@@ -564,7 +566,7 @@ mod tests {
     /// INC ECX followed by RDPMC in 32-bit code is a single instruction in 64-bit code. The last
     /// two bytes are replaced.
     #[test]
-    fn in_multiboot_images_a_rex_prefix_may_be_an_instruction() {
+    fn rex_prefix_is_an_instruction_in_32_bit_code() {
         // inc ecx (41) is a REX prefix in 64-bit code.
         let code: Vec<u8> = filler(3)
             .into_iter()
@@ -580,9 +582,9 @@ mod tests {
     }
 
     #[test]
-    fn the_site_names_its_symbol_and_physical_address() {
+    fn site_has_symbol_and_physical_address() {
         let symbols = one_symbol(0x1000, 12, "native_read_pmc");
-        let text = Text {
+        let text = CodeBytes {
             virt: 0x1000,
             phys: 0x20_1000,
             bytes: FUNCTION,
@@ -598,7 +600,7 @@ mod tests {
         fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600), b: u64) {
             let mut bytes = bytes;
             if bytes.len() > 300 { bytes[299] = 0x0F; bytes[300] = 0x33; }
-            let text = Text { virt: 0x1000, phys: 0x1000, bytes: &bytes };
+            let text = CodeBytes { virt: 0x1000, phys: 0x1000, bytes: &bytes };
             for bits in [CodeBits::Only64, CodeBits::Either] {
                 for site in find(&[text], &KernelSymbols::default(), &[b % 0x1400], bits) {
                     let end = (site.virt - 0x1000) as usize + usize::from(site.length);

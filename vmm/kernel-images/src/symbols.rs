@@ -1,7 +1,7 @@
 //! Kernel symbol table, independent of its source.
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct SymbolEntry {
     address: u64,
     /// Size in bytes, or 0 if unknown.
     size_bytes: u32,
@@ -14,7 +14,7 @@ struct Entry {
 #[derive(Debug, Clone, Default)]
 pub struct KernelSymbols {
     names: Vec<u8>,
-    entries: Vec<Entry>,
+    entries: Vec<SymbolEntry>,
 }
 
 /// Kernel symbol.
@@ -52,7 +52,7 @@ const NEIGHBOURS: usize = 64;
 #[derive(Debug, Default)]
 pub struct SymbolsBuilder {
     names: Vec<u8>,
-    entries: Vec<Entry>,
+    entries: Vec<SymbolEntry>,
 }
 
 impl SymbolsBuilder {
@@ -76,7 +76,7 @@ impl SymbolsBuilder {
             return;
         }
         self.names.extend_from_slice(name);
-        self.entries.push(Entry {
+        self.entries.push(SymbolEntry {
             address,
             size_bytes,
             name_at,
@@ -170,7 +170,7 @@ impl KernelSymbols {
         if !is_text(best.kind) || address >= reaches {
             return None;
         }
-        let covers = |e: &&Entry| e.size_bytes == 0 || offset < u64::from(e.size_bytes);
+        let covers = |e: &&SymbolEntry| e.size_bytes == 0 || offset < u64::from(e.size_bytes);
         let others = others
             .iter()
             .rev()
@@ -227,7 +227,7 @@ impl KernelSymbols {
 
     /// Returns the symbols with all kernel addresses moved up by `slide` (wrapping). Per-CPU
     /// offsets and constants do not change.
-    pub fn slid(&self, slide: u64) -> Self {
+    pub fn relocated(&self, slide: u64) -> Self {
         let mut moved = self.clone();
         for e in &mut moved.entries {
             if e.address >= UPPER_HALF {
@@ -246,7 +246,7 @@ impl KernelSymbols {
         Ok(())
     }
 
-    fn symbol(&self, e: &Entry) -> KernelSymbol<'_> {
+    fn symbol(&self, e: &SymbolEntry) -> KernelSymbol<'_> {
         let name = &self.names[e.name_at as usize..][..usize::from(e.name_len)];
         // The builder only accepts ASCII.
         KernelSymbol {
@@ -263,7 +263,7 @@ mod tests {
 
     /// Without a limit, 4,000,000 symbols with names of 1,024 bytes would need 4 GiB.
     #[test]
-    fn names_that_a_guest_made_take_a_bounded_memory() {
+    fn symbol_names_use_bounded_memory() {
         let mut builder = SymbolsBuilder::default();
         let name = [b'x'; MAX_NAME];
         let fits = MAX_NAMES_BYTES / MAX_NAME;
@@ -300,10 +300,10 @@ ffffffffc0001000 t in_module	[nf]
     }
 
     #[test]
-    fn sliding_moves_addresses_and_not_per_cpu_offsets() {
+    fn relocation_skips_per_cpu_offsets() {
         let s = KernelSymbols::parse_text(TEXT.as_bytes())
             .unwrap()
-            .slid(0x1400_0000);
+            .relocated(0x1400_0000);
         assert_eq!(s.by_name("_text").unwrap().address, 0xffff_ffff_9500_0000);
         assert_eq!(s.by_name("current_task").unwrap().address, 0x1fdc0);
         let mut text = Vec::new();
@@ -312,7 +312,7 @@ ffffffffc0001000 t in_module	[nf]
     }
 
     #[test]
-    fn unusable_text_is_told_apart() {
+    fn unusable_symbol_text_is_distinguished() {
         assert_eq!(
             KernelSymbols::parse_text(b"hello\n").unwrap_err(),
             KallsymsTextError::NoSymbols
@@ -334,7 +334,7 @@ ffffffffc0001000 t in_module	[nf]
 
     /// Multiboot kernels and the built-in guest are linked at low addresses and have symbol sizes.
     #[test]
-    fn an_address_belongs_to_the_symbol_that_contains_it() {
+    fn address_resolves_to_containing_symbol() {
         let s = sized(&[
             (0x2000, 0x10, b't', "b"),
             (0x1000, 0, b't', "a"),
@@ -354,7 +354,7 @@ ffffffffc0001000 t in_module	[nf]
     }
 
     #[test]
-    fn text_starts_before_data_in_it() {
+    fn text_before_skips_data_symbols() {
         let s = sized(&[
             (0x1000, 0, b't', "f"),
             (0x1010, 0, b'd', "table"),

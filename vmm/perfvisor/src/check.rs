@@ -7,7 +7,7 @@ use perf_core::CoreConfig;
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
 use vpmu::{
-    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor,
+    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmu, ModelError, PmuModel, PmuModelName, Vendor,
 };
 
 use crate::cli::CheckArgs;
@@ -15,13 +15,13 @@ use crate::commands::{OutputError, print};
 use crate::exit::ExitStatus;
 use perf_core::error_line;
 use perfvisor_vmm::kvm::cpuid;
-use perfvisor_vmm::kvm::host::{self, HostError, KvmFacts};
-use perfvisor_vmm::kvm::own_pmu::{self, NoOwnPmu, NotThisModel, OwnPmu};
+use perfvisor_vmm::kvm::host::{self, HostError, KvmCapabilities};
+use perfvisor_vmm::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
+use perfvisor_vmm::kvm::rotation_cost::{self, RotationCost};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::kvm::turn_cost::{self, TurnCost};
 use perfvisor_vmm::pmu::backing;
 use perfvisor_vmm::pmu::fit::{self, fit};
-use virtio_devices::net::vhost::{Kernel, VhostError};
+use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 
 /// Everything `perfvisor check` says.
 #[derive(Debug, Serialize)]
@@ -32,10 +32,10 @@ struct Report {
     kernel: String,
     /// KVM, or why there is none.
     #[serde(serialize_with = "or_line")]
-    kvm: Result<KvmFacts, HostError>,
+    kvm: Result<KvmCapabilities, HostError>,
     /// KVM's own vPMU, or why there is none.
     #[serde(serialize_with = "or_line")]
-    own_pmu: Result<OwnPmu, CheckError>,
+    own_pmu: Result<KvmPmuOffer, CheckError>,
     /// What the exact backing can step.
     stepping: Option<Stepping>,
     /// Whether the host's kernel can move frames of network devices, or why not.
@@ -55,13 +55,13 @@ struct Report {
     own_pmu_auto: Option<String>,
     /// What the model that was asked about gives with it, or why it cannot be.
     #[serde(serialize_with = "or_line_if_asked")]
-    own_pmu_asked: Option<Result<String, NotThisModel>>,
+    own_pmu_asked: Option<Result<String, KvmVpmuModelError>>,
     /// How counters of that model compete for the host's, in one line.
     own_pmu_competition: Option<String>,
     /// What a turn costs a guest where events share counters; `None` where there are no counters, else why
     /// it is not known.
     #[serde(serialize_with = "or_line_if_asked")]
-    turns: Option<Result<TurnCost, HostError>>,
+    turns: Option<Result<RotationCost, HostError>>,
     /// What operators may take where `perfvisor run` is told nothing else.
     limits: Limits,
     /// What counts each event of a guest under `--backing auto`.
@@ -114,10 +114,10 @@ pub enum CheckError {
     NoKvm,
     /// KVM has no vPMU of its own.
     #[error(transparent)]
-    NoOwnPmu(#[from] NoOwnPmu),
+    KvmVpmuUnavailable(#[from] KvmVpmuUnavailable),
     /// No such model.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    PmuModel(#[from] ModelError),
     /// What was printed is not complete.
     #[error(transparent)]
     Output(#[from] OutputError),
@@ -170,15 +170,15 @@ impl Report {
             .as_ref()
             .ok()
             .filter(|_| perf.slots() > 0)
-            .map(|kvm| turn_cost::probe(kvm, &perf));
+            .map(|kvm| rotation_cost::probe(kvm, &perf));
         let kvm = opened.and_then(|kvm| host::facts(&kvm));
         let resolve = |name, numbers: Option<CounterNumbers>| {
-            let model = Model::resolve(name, numbers, None, &mut cpuid::read_host)?;
+            let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
             Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, None, &perf))
         };
-        let pmu_auto =
-            resolve(ModelName::Auto, None).map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string());
-        let is_asked = args.pmu != ModelName::Auto || args.pmu_counters.is_some();
+        let pmu_auto = resolve(PmuModelName::Auto, None)
+            .map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string());
+        let is_asked = args.pmu != PmuModelName::Auto || args.pmu_counters.is_some();
         let asked = is_asked
             .then(|| resolve(args.pmu, args.pmu_counters))
             .transpose()?;
@@ -189,7 +189,7 @@ impl Report {
                 .map(|model| fit(model, numbers.is_some(), BackingPolicy::Kvm, Some(own), &perf));
             Some(fitted)
         };
-        let own_auto = of_own(ModelName::Auto, None);
+        let own_auto = of_own(PmuModelName::Auto, None);
         let own_asked = is_asked.then(|| of_own(args.pmu, args.pmu_counters)).flatten();
         Ok(Self {
             perfvisor: env!("CARGO_PKG_VERSION"),
@@ -198,7 +198,7 @@ impl Report {
             kvm,
             own_pmu,
             stepping,
-            vhost_net: Kernel::open().map(|_| true),
+            vhost_net: VhostNetBackend::open().map(|_| true),
             turns,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
@@ -218,7 +218,7 @@ impl Report {
     }
 
     /// What this KVM can do.
-    fn about_kvm(&self, kvm: &KvmFacts, line: &mut dyn FnMut(&str, &str)) {
+    fn about_kvm(&self, kvm: &KvmCapabilities, line: &mut dyn FnMut(&str, &str)) {
         line("KVM", &kvm.flavour.to_string());
         line(
             "  Linux guests",

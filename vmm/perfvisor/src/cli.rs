@@ -19,7 +19,7 @@ use crate::exporter::ExporterArgs;
 use crate::jail::JailConfig;
 use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
-use vpmu::{BackingPolicy, CounterNumbers, ModelName};
+use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::annotate::AnnotateArgs;
 use crate::commands::cp::CpArgs;
@@ -49,7 +49,7 @@ use perfvisor_vmm::memory::HugePages;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vcpu::affinity::Pinning;
-use perfvisor_vmm::vcpu::control::OnReset;
+use perfvisor_vmm::vcpu::control::ResetPolicy;
 use perfvisor_vmm::vm::HaltPolling;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
@@ -195,7 +195,7 @@ pub struct CheckArgs {
     pub json: bool,
     /// Say what this virtual PMU of `perfvisor run` gives on this host too.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
-    pub pmu: ModelName,
+    pub pmu: PmuModelName,
     /// The same with these counters.
     #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
@@ -249,7 +249,7 @@ pub struct RunArgs {
     pub halt_poll_ns: HaltPolling,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
-    pub pmu: ModelName,
+    pub pmu: PmuModelName,
     /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
     #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
@@ -304,7 +304,7 @@ pub struct RunArgs {
     /// What happens when the guest resets the machine, or shuts a vCPU down (triple fault): exit (the VM
     /// ends), or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit")]
-    pub on_reset: OnReset,
+    pub on_reset: ResetPolicy,
     /// A disk: an image or a block device, and what is to be known of it: ro (the guest cannot write it),
     /// serial=TEXT, format=raw|qcow2 (raw by default, never guessed), backing=FILE with
     /// backing-format=raw|qcow2 (what a qcow2 image is based on, once for each image behind it),

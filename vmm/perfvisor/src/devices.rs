@@ -10,16 +10,16 @@ use std::sync::Arc;
 use control_api::place;
 use sandbox::SocketBroker;
 use virtio_devices::device::VirtioDevice;
-use virtio_devices::disk::Block;
+use virtio_devices::disk::BlockDevice;
 use virtio_devices::disk::image::ImageError;
-use virtio_devices::net::Net;
-use virtio_devices::net::config::{Mac, NetConfig, Vhost};
+use virtio_devices::net::NetDevice;
+use virtio_devices::net::config::{MacAddress, NetConfig, VhostMode};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
-use virtio_devices::net::vhost::{Kernel, VhostError};
-use virtio_devices::rng::Rng;
-use virtio_devices::share::Share;
+use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
+use virtio_devices::rng::EntropyDevice;
+use virtio_devices::share::FsDevice;
 use virtio_devices::share::backend::BackendError;
-use virtio_devices::share::config::{ShareConfig, Source};
+use virtio_devices::share::config::{ShareConfig, ShareSource};
 use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
@@ -40,13 +40,13 @@ pub enum DeviceError {
     Mtu(String, #[source] io::Error),
     /// The host's kernel cannot move its frames.
     #[error("--net tap={0},vhost=on")]
-    Vhost(String, #[source] VhostError),
+    VhostMode(String, #[source] VhostError),
     /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
     /// Two network devices with the same address.
     #[error("--net: mac={0} is there twice: give each network device an address of its own")]
-    MacTwice(Mac),
+    MacTwice(MacAddress),
     /// Two disks with the same serial number.
     #[error(
         "--disk: serial={0} is there twice: give each disk a serial number of its own (without one it is disk0, disk1, ...)"
@@ -60,7 +60,7 @@ pub enum DeviceError {
     NoKernel,
     /// No shared directory.
     #[error("--share-dir")]
-    Share(#[from] BackendError),
+    FsDevice(#[from] BackendError),
     /// Two by the same name.
     #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
     TagTwice(String),
@@ -75,7 +75,7 @@ pub enum DeviceError {
     Log(#[source] io::Error),
     /// No entropy.
     #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
-    Rng(#[source] io::Error),
+    EntropyDevice(#[source] io::Error),
     /// No sockets between the guest and the host.
     #[error("--vsock")]
     Vsock(#[from] VsockError),
@@ -95,7 +95,7 @@ pub fn wanted(
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
-        let disk = Block::open(disk_name(i), config).map_err(DeviceError::Disk)?;
+        let disk = BlockDevice::open(disk_name(i), config).map_err(DeviceError::Disk)?;
         devices.push(Box::new(disk));
     }
     for (i, config) in args.net.iter().enumerate() {
@@ -107,7 +107,9 @@ pub fn wanted(
     }
     // The built-in guests have no use for one.
     if args.rng && args.kernel.is_some() {
-        devices.push(Box::new(Rng::new().map_err(DeviceError::Rng)?));
+        devices.push(Box::new(
+            EntropyDevice::new().map_err(DeviceError::EntropyDevice)?,
+        ));
     }
     if let Some(config) = &args.vsock {
         devices.push(Box::new(sockets(config, vm)?.with_broker(broker)?));
@@ -154,10 +156,10 @@ fn disk_name(index: usize) -> String {
 }
 
 /// The guest's address of a network device.
-fn mac(config: &NetConfig, vm: &str) -> Mac {
+fn mac(config: &NetConfig, vm: &str) -> MacAddress {
     config
         .mac
-        .unwrap_or_else(|| Mac::derived_from(&format!("{vm}/{}", config.tap)))
+        .unwrap_or_else(|| MacAddress::derived_from(&format!("{vm}/{}", config.tap)))
 }
 
 /// What the guest mounts a shared directory by.
@@ -172,16 +174,16 @@ fn share(
     tag: &str,
     vm: &str,
     log: Option<&File>,
-) -> Result<Share, DeviceError> {
+) -> Result<FsDevice, DeviceError> {
     let program = std::env::current_exe().map_err(DeviceError::OwnPath)?;
-    let keeper = keeper::Program {
+    let keeper = keeper::KeeperProgram {
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
         log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
     };
     place::make_directory(&place::directory())?;
     let socket = share_socket(vm, name);
     log::info!("{name}: tag {tag}");
-    Ok(Share::new(
+    Ok(FsDevice::new(
         name.to_owned(),
         tag.to_owned(),
         &config.source,
@@ -211,7 +213,7 @@ fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
 /// The sockets at which the devices of VM `vm` listen.
 pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
     let shares = args.share_dir.iter().enumerate();
-    let shares = shares.filter(|(_, share)| matches!(share.source, Source::Directory { .. }));
+    let shares = shares.filter(|(_, share)| matches!(share.source, ShareSource::Directory { .. }));
     let vsock = args.vsock.iter().map(|config| vsock_socket(config, vm));
     shares
         .map(|(i, _)| share_socket(vm, &format!("share{i}")))
@@ -220,22 +222,22 @@ pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
 }
 
 /// Network device `index` of VM `vm`.
-fn network(config: &NetConfig, index: usize, vm: &str) -> Result<Net, DeviceError> {
+fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, DeviceError> {
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
     let mac = mac(config, vm);
-    let opened = (config.vhost != Vhost::Off).then(Kernel::open);
+    let opened = (config.vhost != VhostMode::Off).then(VhostNetBackend::open);
     let (kernel, who) = match (config.vhost, opened) {
         (_, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
         (_, Some(Ok(kernel))) => (Some(kernel), "vhost-net".to_owned()),
-        (Vhost::On, Some(Err(e))) => return Err(DeviceError::Vhost(config.tap.clone(), e)),
+        (VhostMode::On, Some(Err(e))) => return Err(DeviceError::VhostMode(config.tap.clone(), e)),
         (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
     };
     log::info!(
         "net{index}: tap {}, address {mac}, MTU {mtu}; frames are moved by {who}",
         config.tap
     );
-    Ok(Net::new(format!("net{index}"), tap, mac, mtu, kernel))
+    Ok(NetDevice::new(format!("net{index}"), tap, mac, mtu, kernel))
 }
 
 #[cfg(test)]

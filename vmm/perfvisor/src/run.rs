@@ -24,11 +24,11 @@ pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use inherited::Inherited;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{Confinement, Counting, LastWill, SocketBroker, ThreadKind};
+use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
-use vpmu::backing::EVENTS_OF_A_COUNTER;
+use vpmu::backing::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, ServiceManager, Starting};
 use crate::cli::RunArgs;
@@ -39,9 +39,9 @@ use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
-use perfvisor_vmm::boot::KernelKind;
+use perfvisor_vmm::boot::KernelFormat;
 use perfvisor_vmm::console::{RawTerminal, restore_terminal};
-use perfvisor_vmm::control::server::{Access, ControlServer, Controlled};
+use perfvisor_vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
 use perfvisor_vmm::gdb::server::{GdbServer, GdbSocket};
 use perfvisor_vmm::kvm::host::{self};
 use perfvisor_vmm::pmu::event_opener::VmEventOpener;
@@ -49,12 +49,12 @@ use perfvisor_vmm::pmu::kernel_reader::KernelReader;
 use perfvisor_vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
 use perfvisor_vmm::privileges::{self};
 use perfvisor_vmm::rdpmc::RdpmcMode;
-use perfvisor_vmm::turns::{Ticks, Turns};
-use perfvisor_vmm::vcpu::control::{OnReset, RunControl, StopReason};
-use perfvisor_vmm::vcpu::roster::Roster;
+use perfvisor_vmm::turns::{RotationTimer, TickTimer};
+use perfvisor_vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
+use perfvisor_vmm::vcpu::registry::VcpuRegistry;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
-use perfvisor_vmm::vm::{Begun, RunningVm, Vm, VmConfig};
+use perfvisor_vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig};
 
 /// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
 const DESCRIPTORS: u64 = 64;
@@ -126,7 +126,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let kernel_reader = kernel_reader(args)?;
     let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
         .map_err(RunError::PerfBroker)?;
-    let broker = SocketBroker::start(confinement(args), privileges::give_up_all).map_err(RunError::Broker)?;
+    let broker =
+        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
     // Last of all, the broker removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
@@ -138,9 +139,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
 
     let kvm = host::open()?;
     // A jail is for a process of one thread.
-    let begun = args.jail.is_none().then(Begun::now);
+    let begun = args.jail.is_none().then(PendingKvmSetup::now);
     // By a thread with the rights of whoever opens events later; with more it would find more.
-    let probe = privileges::with_right_to_count(HostProbe::run);
+    let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
     let mut config = machine::asked_for(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
@@ -153,13 +154,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let manager = Arc::new(ServiceManager::connect());
     // What is of the host's network and of other processes is open. A process to be jailed has no thread yet.
     let jail = jail::separate(args, &config)?;
-    let begun = begun.unwrap_or_else(Begun::now);
+    let begun = begun.unwrap_or_else(PendingKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     // Last: the others stay where guests know them.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let console = consoles.serial().writer();
-    let mut vm = Vm::from_begun(begun, &kvm, &config, devices, &probe, console)?;
+    let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, console)?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.tell_of_first_entry()));
     let terminal = if consoles.has_terminal() {
@@ -214,8 +215,8 @@ fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
 }
 
 /// How the processes that work for the VM are confined.
-fn confinement(args: &RunArgs) -> Confinement {
-    Confinement {
+fn confinement(args: &RunArgs) -> ProcessConfinement {
+    ProcessConfinement {
         seccomp: args.seccomp,
         landlock: args.landlock && sandbox::has_landlock(),
     }
@@ -232,8 +233,8 @@ impl Drop for FinishBroker {
 
 /// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
 /// that [`confine`] takes on.
-fn begin_sandbox(args: &RunArgs, counting: Counting, log_file: Option<&File>) -> Result<(), RunError> {
-    let will = LastWill {
+fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
+    let will = TerminationActions {
         first: restore_terminal,
         log: log_file.map(AsRawFd::as_raw_fd),
         status: ExitStatus::Internal.code(),
@@ -249,8 +250,8 @@ fn begin_sandbox(args: &RunArgs, counting: Counting, log_file: Option<&File>) ->
 /// for.
 fn confine(args: &RunArgs) -> Result<(), RunError> {
     jail::limit_file_size(args)?;
-    privileges::give_up()?;
-    if args.on_reset == OnReset::Restart {
+    privileges::drop_privileges()?;
+    if args.on_reset == ResetPolicy::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
     files::restrict(args).map_err(RunError::Files)?;
@@ -259,7 +260,7 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
 
 /// Sockets of operators, observers and debuggers, before a server takes them.
 struct Ends {
-    sockets: Vec<(Access, Socket)>,
+    sockets: Vec<(SocketAccess, Socket)>,
     gdb: Option<GdbSocket>,
 }
 
@@ -278,7 +279,10 @@ impl Ends {
             .as_ref()
             .map(|at| Socket::bind_at(&at.path, at.mode));
         let observed = observed.transpose().map_err(RunError::Observers)?;
-        let sockets = [(Access::Operators, socket), (Access::Observers, observed)];
+        let sockets = [
+            (SocketAccess::Operators, socket),
+            (SocketAccess::Observers, observed),
+        ];
         let gdb = args.gdb.as_ref();
         let ends = Self {
             sockets: sockets
@@ -293,7 +297,7 @@ impl Ends {
     /// What serves them: of the main loop, and debuggers' thread.
     fn serve(
         self,
-        controlled: Controlled,
+        controlled: ControlledVm,
         running: &RunningVm,
     ) -> Result<(Vec<Subscriber>, Option<GdbServer>), RunError> {
         let mut servers: Vec<Subscriber> = Vec::new();
@@ -308,7 +312,7 @@ impl Ends {
 
 /// A panic is a fault of Perfvisor's. It is said in one line, and ends the VM: at once, unless the thread has
 /// somebody who ends it in order.
-fn panics_are_one_line(will: LastWill) {
+fn panics_are_one_line(will: TerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();
         if matches!(kind, Some(ThreadKind::Device | ThreadKind::Socket)) {
@@ -351,7 +355,7 @@ fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
     let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
     let counters = u64::from(model.general() + model.fixed());
     let events = if hardware {
-        counters * EVENTS_OF_A_COUNTER as u64
+        counters * MAX_EVENTS_PER_COUNTER as u64
     } else {
         0
     };
@@ -393,9 +397,9 @@ fn controlled(
     args: &RunArgs,
     consoles: &Consoles,
     running: &RunningVm,
-) -> Controlled {
+) -> ControlledVm {
     let loaded = running.loaded();
-    Controlled {
+    ControlledVm {
         name,
         pmu_name,
         guest: match &args.kernel {
@@ -407,11 +411,11 @@ fn controlled(
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().clone(),
-        roster: running.roster().clone(),
+        registry: running.registry().clone(),
         looks: AtomicU64::new(0),
         bus: running.bus().clone(),
         symbols: running.symbols().clone(),
-        flat: loaded.kind == KernelKind::Multiboot,
+        flat: loaded.kind == KernelFormat::Multiboot,
     }
 }
 
@@ -438,7 +442,12 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
 }
 
 fn report_stats(running: &RunningVm, at_start: u8) {
-    let mut all: Vec<_> = running.roster().seats().iter().map(|seat| seat.stats()).collect();
+    let mut all: Vec<_> = running
+        .registry()
+        .slots()
+        .iter()
+        .map(|slot| slot.stats())
+        .collect();
     // Not those that could have come and never did.
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
@@ -478,9 +487,9 @@ fn serve(
         pmu: running.pmu().clone(),
         quit,
         stopping,
-        ticks: Ticks::new().map_err(io_error)?,
-        turns: Turns::new(running.pmu().mux()).map_err(io_error)?,
-        roster: running.roster().clone(),
+        ticks: TickTimer::new().map_err(io_error)?,
+        turns: RotationTimer::new(running.pmu().mux()).map_err(io_error)?,
+        registry: running.registry().clone(),
         restarter,
     }));
     manager.add_subscriber(housekeeping.clone());
@@ -493,7 +502,7 @@ fn serve(
         housekeeping
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .hurry();
+            .shorten_interval();
     }
     Ok(())
 }
@@ -510,22 +519,22 @@ struct Housekeeping {
     pmu: Arc<VmPmu>,
     quit: EventFd,
     stopping: Stopping,
-    ticks: Ticks,
-    turns: Turns,
-    roster: Arc<Roster>,
+    ticks: TickTimer,
+    turns: RotationTimer,
+    registry: Arc<VcpuRegistry>,
     /// Unless a reset ends the VM.
     restarter: Option<Restarter>,
 }
 
 impl Housekeeping {
     /// After anything happened in the loop: operators may have opened events.
-    fn hurry(&mut self) {
-        self.ticks.hurry(self.pmu.core());
+    fn shorten_interval(&mut self) {
+        self.ticks.shorten_interval(self.pmu.core());
         self.turns.follow(self.pmu.core());
     }
 
     fn fds(&self) -> Vec<RawFd> {
-        let ejected = self.roster.plug().map(|plug| plug.ejected().as_raw_fd());
+        let ejected = self.registry.plug().map(|plug| plug.ejected().as_raw_fd());
         let own = [
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
@@ -549,23 +558,23 @@ impl MutEventSubscriber for Housekeeping {
             self.control.stop(StopReason::Operator);
         } else if self.stopping.serve(fd) {
         } else if fd == self.ticks.as_raw_fd() {
-            self.ticks.rang(self.pmu.core());
-            if self.pmu.core().has_unseen_errors() {
+            self.ticks.handle_expiration(self.pmu.core());
+            if self.pmu.core().has_unhandled_errors() {
                 // A counter lost its place, and its vCPU may stay in the guest for long.
-                self.roster.kicker().kick();
+                self.registry.kicker().kick();
             }
         } else if fd == self.turns.as_raw_fd() {
-            self.turns.rang(self.pmu.core());
+            self.turns.handle_expiration(self.pmu.core());
         } else if let Some(restarter) = &mut self.restarter
             && fd == restarter.event().as_raw_fd()
         {
             restarter.serve();
         } else if self
-            .roster
+            .registry
             .plug()
             .is_some_and(|plug| fd == plug.ejected().as_raw_fd())
         {
-            self.roster.let_go();
+            self.registry.stop_ejected();
         }
         // The stopped event needs no action: the loop looks at the reason.
     }

@@ -93,7 +93,7 @@ impl BlockedSignals {
         let last = Arc::new(AtomicI32::new(0));
         let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
-            privileges::keep_no_capability();
+            privileges::drop_thread_capabilities();
             sandbox::enter(ThreadKind::Signals);
             let mut signal = 0;
             // SAFETY: both point to valid values of this thread for the length of the call.

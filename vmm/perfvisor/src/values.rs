@@ -1,6 +1,6 @@
 //! The values of options: their parsers, and what is said of a value that is wrong.
 //!
-//! A type that is parsed where it is defined (`ModelName`, `VcpuNumbers`) needs nothing here.
+//! A type that is parsed where it is defined (`PmuModelName`, `VcpuNumbers`) needs nothing here.
 
 use std::path::PathBuf;
 use std::str::FromStr;

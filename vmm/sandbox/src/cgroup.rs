@@ -1,4 +1,4 @@
-//! A control group that somebody has made and given limits: the process joins it
+//! Membership in an existing control group with its resource limits
 //! (`Documentation/admin-guide/cgroup-v2.rst`).
 
 use std::fs::File;
@@ -7,46 +7,46 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::fstatfs;
 
-/// The file of a group that processes are put in by.
+/// File of a control group that adds processes.
 const PROCESSES: &str = "cgroup.procs";
-/// What the file systems are (statfs(2)): `CGROUP2_SUPER_MAGIC`, `CGROUP_SUPER_MAGIC`.
+/// File system types (statfs(2)): `CGROUP2_SUPER_MAGIC`, `CGROUP_SUPER_MAGIC`.
 const V2: u64 = 0x6367_7270;
 const V1: u64 = 0x27_e0eb;
 
-/// Why a control group is not joined.
+/// The reason why a control group could not be joined.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
-    /// Nothing is there, or it cannot be opened.
+    /// The control group does not exist or cannot be opened.
     #[error(
         "{}: no control group of cgroup v2 that this user may put processes into; make it first (mkdir in \
          /sys/fs/cgroup, or a unit of systemd with Delegate=yes)",
         .0.display()
     )]
     None(PathBuf, #[source] io::Error),
-    /// A group of version 1.
+    /// The directory is a control group of version 1.
     #[error("{}: a control group of version 1; name one of cgroup v2", .0.display())]
     Version1(PathBuf),
-    /// Some other directory.
+    /// The directory is not a control group.
     #[error("{}: no control group; name a directory of cgroup v2, as /sys/fs/cgroup/vms/web", .0.display())]
     NoGroup(PathBuf),
-    /// The kernel does not let the process in.
+    /// The kernel rejected the process.
     #[error("{}: the kernel does not let this process in{hint}", path.display())]
     Refused {
-        /// The group.
+        /// Path of the control group.
         path: PathBuf,
-        /// What may help, behind a colon; or nothing.
+        /// Suggested remedy with a leading colon, or an empty string.
         hint: &'static str,
-        /// The error.
+        /// The error of the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// Puts the process, with all threads that it has, into the control group whose directory is `dir`. What it
-/// allocates and whom it starts from now on is accounted there.
+/// Moves the process with all its threads into the control group at `dir`. Later allocations and
+/// child processes are accounted there.
 ///
 /// # Errors
-/// [`CgroupError`]; the process stays where it was.
+/// Returns a [`CgroupError`], in which case the process stays in its control group.
 pub fn join_cgroup(dir: &Path) -> Result<(), CgroupError> {
     let none = |e: io::Error| CgroupError::None(dir.to_owned(), e);
     let mut processes = File::options()
@@ -59,7 +59,7 @@ pub fn join_cgroup(dir: &Path) -> Result<(), CgroupError> {
         V1 => return Err(CgroupError::Version1(dir.to_owned())),
         _ => return Err(CgroupError::NoGroup(dir.to_owned())),
     }
-    // 0 is who writes.
+    // 0 denotes the writing process.
     processes.write_all(b"0").map_err(|source| CgroupError::Refused {
         path: dir.to_owned(),
         hint: match source.raw_os_error() {

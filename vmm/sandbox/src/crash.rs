@@ -1,16 +1,16 @@
-//! What a signal of a fault ends with: one line, and the end of the process.
+//! Handling of fault signals: logs one line and terminates the process.
 //!
-//! The runtime's own handlers take such a signal for a stack that has run over, or else for a fault that
-//! happens again when they return. One that somebody has sent does not happen again, and would be lost.
+//! The handlers of the Rust runtime interpret such a signal as a stack overflow, or as a fault that
+//! recurs when they return. A signal sent by a process does not recur and would be lost.
 #![expect(unsafe_code, reason = "a signal handler, and system calls in it")]
 
 use std::io;
 use std::mem::zeroed;
 use std::ptr;
 
-use crate::violation::{self, LastWill, Line, end, own_name};
+use crate::violation::{self, SignalSafeLine, TerminationActions, end, own_name};
 
-/// The signals, and how they are called.
+/// Fault signals and their names.
 const FAULTS: [(libc::c_int, &str); 4] = [
     (libc::SIGSEGV, "SIGSEGV"),
     (libc::SIGBUS, "SIGBUS"),
@@ -18,16 +18,17 @@ const FAULTS: [(libc::c_int, &str); 4] = [
     (libc::SIGFPE, "SIGFPE"),
 ];
 
-/// From now on a fault of this process, and a signal of one that is sent to it, ends it with a line: by
-/// `will`, if it was sent, and else by the signal.
+/// Installs handlers for fault signals. A signal sent by a process terminates this process as
+/// specified by `will`, and a real fault terminates it with the signal, after one line has been
+/// logged.
 ///
 /// # Errors
-/// That of `sigaction(2)`.
-pub fn watch_faults(will: LastWill) -> io::Result<()> {
-    violation::leave(will);
+/// Returns the error of `sigaction(2)`.
+pub fn watch_faults(will: TerminationActions) -> io::Result<()> {
+    violation::set_termination_actions(will);
     for (signal, _) in FAULTS {
-        // SAFETY: a zeroed sigaction is a valid one; the handler has the signature that SA_SIGINFO wants and
-        // does only what a signal handler may.
+        // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO
+        // requires and is async-signal-safe.
         unsafe {
             let mut action: libc::sigaction = zeroed();
             action.sa_sigaction = on_fault as extern "C" fn(_, _, _) as usize;
@@ -43,7 +44,7 @@ pub fn watch_faults(will: LastWill) -> io::Result<()> {
 extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo.
     let info = unsafe { &*info };
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: thread ");
     line.text(own_name(&mut [0; 16]));
     if let Some(kind) = violation::kind() {
@@ -56,7 +57,7 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     if info.si_code <= 0 {
         line.text(" was sent ");
         line.text(name);
-        // SAFETY: with a code of 0 or below the signal is a process's, and this is the member that it has.
+        // SAFETY: a code of 0 or below means that a process sent the signal, so si_pid is valid.
         let sender = unsafe { info.si_pid() };
         line.text(" by process ");
         line.number(u64::from(sender.unsigned_abs()));
@@ -66,7 +67,8 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     line.text(" has a fault: ");
     line.text(name);
     line.text(" at address ");
-    // SAFETY: a code above 0 is the kernel's, which gives the address for these signals.
+    // SAFETY: a code above 0 means that the kernel sent the signal, so si_addr is valid for these
+    // signals.
     line.hex(unsafe { info.si_addr() } as u64);
     line.text(", instruction ");
     // SAFETY: with SA_SIGINFO the third argument is a valid ucontext_t.
@@ -76,7 +78,8 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
         .and_then(|at| registers.get(at));
     line.hex(instruction.map_or(0, |at| at.cast_unsigned()));
     line.text("; the VM ends with it, please report this\n");
-    violation::tell(&line);
-    // SAFETY: signal is async-signal-safe. The fault happens again when this returns, and ends the process.
+    violation::log_line(&line);
+    // SAFETY: signal is async-signal-safe. The fault recurs after the return and terminates the
+    // process.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
 }

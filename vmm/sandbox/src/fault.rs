@@ -1,28 +1,29 @@
-//! Faults that tests ask for: nothing of this is in a release.
+//! Fault injection for tests, not compiled into release builds.
 
 use crate::kind::ThreadKind;
 
-/// The kind of thread that is to panic when it begins its work.
+/// Environment variable with the thread kind that panics at its start.
 #[cfg(debug_assertions)]
 const PANICS: &str = "PERFVISOR_TEST_PANICS";
 
-/// What workers are to suffer when they begin, one word for each in turn: `panic`, `memory`, `time`, `call`,
-/// or anything else for nothing.
+/// Environment variable with the faults of successive workers at their start, separated by commas:
+/// `panic`, `memory`, `time`, `call`, or any other word for no fault.
 #[cfg(debug_assertions)]
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 
-/// Has worker `number` fail as a test wants it. Does nothing in a release.
+/// Injects the fault that a test has configured for worker `number`. Has no effect in a release
+/// build.
 pub fn worker_fault(number: u32) {
     #[cfg(debug_assertions)]
     if let Ok(words) = std::env::var(WORKERS) {
-        suffer(words.split(',').nth(number as usize).unwrap_or_default());
+        inject(words.split(',').nth(number as usize).unwrap_or_default());
     }
     #[cfg(not(debug_assertions))]
     let _ = number;
 }
 
 #[cfg(debug_assertions)]
-fn suffer(word: &str) {
+fn inject(word: &str) {
     match word {
         "panic" => std::panic::panic_any("a test wants it"),
         "memory" => {
@@ -34,13 +35,13 @@ fn suffer(word: &str) {
         "time" => loop {
             std::hint::black_box(word);
         },
-        // It is on no list of a worker's.
+        // Not on the allow-list of workers.
         "call" => drop(std::os::unix::net::UnixDatagram::unbound()),
         _ => {}
     }
 }
 
-/// Panics if a test wants that of threads of `kind`. Does nothing in a release.
+/// Panics if a test has configured this for threads of `kind`. Has no effect in a release build.
 pub fn fault_point(kind: ThreadKind) {
     #[cfg(debug_assertions)]
     if std::env::var(PANICS).is_ok_and(|wanted| wanted == kind.name()) {

@@ -1,9 +1,9 @@
-//! Which files of the host the process can still open once its VM runs, by landlock(7).
+//! Restriction of file access of a running VM with landlock(7).
 //!
-//! Descriptors that are open stay as they are. A path that is not below what was named is refused
-//! with `EACCES`, whoever the user is; so are TCP sockets. A filter of system calls cannot do this:
-//! paths are behind pointers. Since Linux 6.12 the same rules keep the process from signalling
-//! others, and from connecting to their abstract Unix sockets.
+//! Open descriptors are unaffected. Access to a path outside the permitted ones fails with `EACCES`
+//! for every user, and TCP sockets are denied too. A seccomp filter cannot provide this because
+//! paths are passed by pointer. Since Linux 6.12 the same rules also prevent signals to other
+//! processes and connections to their abstract Unix sockets.
 #![expect(
     unsafe_code,
     reason = "two system calls of a thread that may have no descriptor left"
@@ -21,58 +21,60 @@ use landlock::{
 
 use crate::kind::ThreadKind;
 
-/// The newest version of landlock whose rights are known here (Linux 6.15). Of an older kernel those are used
-/// that it has.
+/// Newest landlock version whose access rights this module uses (Linux 6.15). Older kernels apply
+/// the subset that they support.
 const KNOWN: ABI = ABI::V7;
 
-/// What may be opened. What does not exist is left out.
+/// Paths that remain accessible. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Files {
-    /// Files, and directories with all that is below them, which may be read.
+pub struct AccessibleFiles {
+    /// Paths of files and directory trees that may be read.
     pub read: Vec<PathBuf>,
-    /// Directories with all that is below them, whose files may be removed, and not read.
+    /// Directory trees in which files may be removed, but not read.
     pub remove: Vec<PathBuf>,
 }
 
-/// Files cannot be shut off.
+/// The reason why file access could not be restricted.
 #[derive(Debug, thiserror::Error)]
-pub enum FilesError {
-    /// The kernel refuses one of the calls.
+pub enum FileAccessError {
+    /// The kernel denied a landlock call.
     #[error("landlock does not take the files that may be opened")]
     Landlock(#[from] RulesetError),
-    /// A thread does not get its rules.
+    /// The rules could not be applied to a thread.
     #[error("landlock does not take the rules of a thread that opens no files")]
     Thread(#[source] io::Error),
 }
 
-/// For threads that open nothing: rules that allow no file. Unset: files are not shut off.
+/// Ruleset that allows no file, for threads that open nothing. Unset if file access is not
+/// restricted.
 static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 
-/// Whether this kernel has landlock, and it is on.
+/// Returns whether the kernel supports landlock and it is enabled.
 #[must_use]
 pub fn has_landlock() -> bool {
-    // Without it rules are made too, of nothing.
+    // The crate returns an empty ruleset if landlock is unavailable.
     no_files(scopes()).is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
 }
 
-/// From now on threads that take on a kind which opens nothing cannot open anything. To be called once,
-/// before there are threads, where there is landlock ([`has_landlock`]).
+/// Prepares the ruleset for threads that open no files, which [`crate::enter`] applies from then
+/// on. Call this once while the process is single-threaded, if the kernel has landlock
+/// ([`has_landlock`]).
 ///
 /// # Errors
-/// [`FilesError`].
-pub fn begin_files() -> Result<(), FilesError> {
+/// Returns a [`FileAccessError`] if the ruleset cannot be created.
+pub fn begin_files() -> Result<(), FileAccessError> {
     if let Some(nothing) = no_files(scopes())?.into() {
         let _ = NOTHING.set(nothing);
     }
     Ok(())
 }
 
-/// This thread, and those that it starts from now on, can open `files` and nothing else. There is no way
-/// back. Without [`begin_files`] nothing changes.
+/// Permanently restricts the calling thread, and threads that it starts later, to `files`. Has no
+/// effect without [`begin_files`].
 ///
 /// # Errors
-/// [`FilesError`]; nothing has changed.
-pub fn only_files(files: &Files) -> Result<(), FilesError> {
+/// Returns a [`FileAccessError`], in which case the thread is not restricted.
+pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
     if NOTHING.get().is_none() {
         return Ok(());
     }
@@ -91,8 +93,8 @@ pub fn only_files(files: &Files) -> Result<(), FilesError> {
     Ok(())
 }
 
-/// What is done to a thread that takes on `kind`: no file, unless the kind opens or removes some.
-pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
+/// Applies the ruleset without files to a thread of `kind`, unless the kind opens or removes files.
+pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
     if matches!(
         kind,
         ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger
@@ -102,8 +104,8 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     let Some(nothing) = NOTHING.get() else {
         return Ok(());
     };
-    // By calls of our own: the crate's would give the descriptor away, and another one may not be had.
-    // SAFETY: both calls take numbers and a descriptor that is open for as long as the process lives.
+    // Direct system calls, because the crate would consume the descriptor and creating another one
+    // may be denied. SAFETY: both calls take numbers and a descriptor that is never closed.
     let taken = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::syscall(libc::SYS_landlock_restrict_self, nothing.as_raw_fd(), 0) == 0
@@ -111,13 +113,13 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FilesError> {
     if taken {
         Ok(())
     } else {
-        Err(FilesError::Thread(io::Error::last_os_error()))
+        Err(FileAccessError::Thread(io::Error::last_os_error()))
     }
 }
 
-/// The calling thread can open nothing any more, where the kernel has landlock. `signals`: events that it
-/// opens may signal processes outside.
-pub(crate) fn nothing(signals: bool) -> Result<(), FilesError> {
+/// Denies file access to the calling thread, if the kernel has landlock. With `signals`, events
+/// that it opens may signal processes outside.
+pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
     } else {
@@ -127,9 +129,9 @@ pub(crate) fn nothing(signals: bool) -> Result<(), FilesError> {
     Ok(())
 }
 
-/// The calling thread can remove files in `directories` and open nothing any more, where the kernel has
+/// Restricts the calling thread to the removal of files in `directories`, if the kernel has
 /// landlock.
-pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FilesError> {
+pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FileAccessError> {
     let mut rules = no_files(scopes())?;
     for directory in directories {
         rules = rules.add_rule(PathBeneath::new(directory, AccessFs::RemoveFile))?;
@@ -138,9 +140,9 @@ pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<
     Ok(())
 }
 
-/// What a thread cannot reach outside (Linux 6.12): abstract Unix sockets, and processes by signals. Each
-/// thread has rules of its own, and kernels without the fix of this erratum kept threads of one process from
-/// signalling each other: there signals are not restricted.
+/// Returns the scopes to restrict (Linux 6.12): abstract Unix sockets and signals to other
+/// processes. Each thread has its own rules, and kernels without the fix of this erratum prevented
+/// signals between threads of one process. Signals are not restricted on those kernels.
 fn scopes() -> BitFlags<Scope> {
     if Erratum::current().contains(Erratum::ScopedSignalHandling) {
         Scope::from_all(KNOWN)
@@ -162,7 +164,7 @@ fn allow(
     path: &Path,
     rights: BitFlags<AccessFs>,
 ) -> Result<RulesetCreated, RulesetError> {
-    // What cannot even be named now cannot be opened later.
+    // A path that cannot be resolved now cannot be opened later either.
     match PathFd::new(path) {
         Ok(place) => rules.add_rule(PathBeneath::new(place, rights)),
         Err(_) => Ok(rules),

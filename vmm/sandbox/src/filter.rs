@@ -1,4 +1,4 @@
-//! Lists of system calls as programs for the kernel.
+//! Compilation of system call lists to seccomp programs.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use crate::rules::{Allowed, Check};
+use crate::rules::{Allowed, ArgumentCheck};
 
-/// The program that allows `list`, and does `otherwise` with what is not on it.
+/// Compiles a program that allows the calls on `list` and applies `otherwise` to all others.
 pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     SeccompFilter::new(rules(list)?, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
 }
 
-/// The program that answers what is on `list` with an error, and has nothing against anything else.
+/// Compiles a program that fails the calls on `list` with an error and allows all others.
 pub(crate) fn refuse(list: &[Allowed]) -> Result<BpfProgram, BackendError> {
     let error = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     SeccompFilter::new(rules(list)?, SeccompAction::Allow, error, TargetArch::x86_64)?.try_into()
@@ -32,7 +32,7 @@ fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendErr
             }
             std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
         };
-        // No condition is the widest one.
+        // An entry without conditions subsumes all others of the same call.
         if of_call.is_empty() || when.is_empty() {
             of_call.clear();
             continue;
@@ -46,21 +46,23 @@ fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendErr
     Ok(rules)
 }
 
-/// The program that has the C library start threads by `clone(2)`, whose flags a filter sees: `clone3(2)`
-/// has them behind a pointer.
+/// Compiles a program that fails `clone3(2)`, so that the C library falls back to `clone(2)`. A
+/// filter can check the flags of `clone(2)`, but `clone3(2)` takes them by pointer.
 pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
     let rules = BTreeMap::from([(i64::from(Sysno::clone3.id()), Vec::new())]);
     let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());
     SeccompFilter::new(rules, SeccompAction::Allow, missing, TargetArch::x86_64)?.try_into()
 }
 
-fn rule(checks: &[Check]) -> Result<SeccompRule, BackendError> {
+fn rule(checks: &[ArgumentCheck]) -> Result<SeccompRule, BackendError> {
     use SeccompCmpArgLen::Dword;
-    let condition = |check: &Check| match *check {
-        Check::Is(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Eq, value.into()),
-        Check::Not(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Ne, value.into()),
-        Check::Without(at, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(bits), 0),
-        Check::Bits(at, mask, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(mask), bits),
+    let condition = |check: &ArgumentCheck| match *check {
+        ArgumentCheck::Is(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Eq, value.into()),
+        ArgumentCheck::Not(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Ne, value.into()),
+        ArgumentCheck::Without(at, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(bits), 0),
+        ArgumentCheck::Bits(at, mask, bits) => {
+            SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(mask), bits)
+        }
     };
     SeccompRule::new(checks.iter().map(condition).collect::<Result<_, _>>()?)
 }

@@ -1,12 +1,13 @@
-//! Namespaces of its own for a process: no network, and a file system that has nothing but what was named.
+//! Process jail with separate namespaces: no network, and a file system that contains named paths
+//! only.
 //!
-//! Who may make namespaces (`CAP_SYS_ADMIN`) keeps its user. Others get a user namespace
-//! (user_namespaces(7)), in which they are themselves and nobody else; the host's kernel takes none of their
-//! capabilities there for one of the host. There is no pid namespace: operators name vCPUs' threads by their
-//! ids, and `/proc` shows nobody else all the same.
+//! A process that may create namespaces (`CAP_SYS_ADMIN`) keeps its user. Other processes get a
+//! user namespace (user_namespaces(7)) that maps only their own user, in which capabilities have no
+//! effect on the host. There is no PID namespace, because operators identify vCPU threads by their
+//! IDs. `/proc` shows no other process anyway.
 //!
-//! [`become_user`], when the process begins; [`separate`], when everything of the host is open and no thread
-//! has been started; [`Jail::close`], before the guest runs.
+//! Call [`become_user`] at process start, [`separate`] after all host resources are open and before
+//! any thread is started, and [`Jail::close`] before the guest runs.
 #![expect(
     unsafe_code,
     reason = "unshare(2), open_tree(2), move_mount(2), mount_setattr(2), pivot_root(2), setresuid(2)"
@@ -24,46 +25,46 @@ use std::ptr;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
-/// Where the new root is put together: a directory that every host has which can have a jail.
+/// Mount point for assembling the new root. Exists on every host that supports jails.
 const BUILT_AT: &str = "/proc";
-/// What the new root's own directories may take: names only.
+/// Options of the new root file system, which contains mount points only.
 const ROOT_OPTIONS: &CStr = c"mode=0755,size=1m";
-/// A mount and all below it.
+/// `AT_RECURSIVE`: a mount and all mounts below it.
 const RECURSIVE: libc::c_int = 0x8000;
 
-/// Why there is no jail.
+/// The reason why a jail could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
-    /// Another user takes capabilities.
+    /// The process lacks the capabilities to change its user.
     #[error(
         "uid= and gid= take the right to become another user (CAP_SETUID, CAP_SETGID): start the VM as root, or \
          leave them out"
     )]
     NoOtherUser(#[source] io::Error),
-    /// The kernel or its administrator lets this user have none.
+    /// The kernel or its administrator does not permit a user namespace for this user.
     #[error(
         "this host lets its user have no user namespace (user.max_user_namespaces, kernel.unprivileged_userns_clone, \
          kernel.apparmor_restrict_unprivileged_userns): start the VM as root, with uid= for the user that it is to \
          be"
     )]
     NoUserNamespace(#[source] io::Error),
-    /// The root directory is in somebody else's mount.
+    /// The root directory is not a mount point of this mount namespace.
     #[error(
         "the root directory is no mount, as inside chroot: leave --jail out, or make it one before chroot (mount \
          --rbind DIR DIR)"
     )]
     Chroot,
-    /// `mount_setattr(2)` is missing.
+    /// The kernel lacks `mount_setattr(2)`.
     #[error("this kernel cannot restrict mounts (mount_setattr, Linux 5.12): leave --jail out")]
     OldKernel,
-    /// A step failed.
+    /// An operation failed.
     #[error("{what} {}", .path.display())]
     Step {
-        /// What was done.
+        /// The operation.
         what: &'static str,
-        /// To what.
+        /// Path that the operation was applied to.
         path: PathBuf,
-        /// The error.
+        /// The error of the kernel.
         #[source]
         source: io::Error,
     },
@@ -74,24 +75,24 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
     move |source| JailError::Step { what, path, source }
 }
 
-/// What there is in a jail, besides `/proc/self`. What does not exist is left out.
+/// Contents of a jail, in addition to `/proc/self`. Paths that do not exist are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Inside {
-    /// Files, and directories with all that is below them, which can be read; sockets there can be reached.
+pub struct JailContents {
+    /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
     pub read: Vec<PathBuf>,
-    /// Those in which files can be removed besides.
+    /// Directory trees in which files can also be removed.
     pub change: Vec<PathBuf>,
 }
 
-/// Becomes the user and the group, without other groups. The capabilities stay, until they are given up: what
-/// the VM needs of the host is opened with them.
+/// Changes the user and group of the process and drops its supplementary groups. The capabilities
+/// are kept, so that the VM can open host resources, and must be dropped later.
 ///
 /// # Errors
-/// [`JailError::NoOtherUser`]; the process may have changed its group.
+/// Returns [`JailError::NoOtherUser`], in which case the group may have changed.
 pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     let refused = JailError::NoOtherUser;
     set_keep_capabilities(true).map_err(|e| refused(e.into()))?;
-    // SAFETY: none of the calls takes a pointer that is read; an empty list of groups has none.
+    // SAFETY: none of the calls reads through a pointer, because the list of groups is empty.
     let done = unsafe {
         libc::setgroups(0, ptr::null()) == 0
             && libc::setresgid(gid, gid, gid) == 0
@@ -100,7 +101,7 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     if !done {
         return Err(refused(io::Error::last_os_error()));
     }
-    // What is kept is not in effect.
+    // Retained capabilities are permitted but not effective.
     let has = capabilities(None).map_err(|e| refused(e.into()))?;
     let all = CapabilitySets {
         effective: has.permitted,
@@ -109,20 +110,20 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     set_capabilities(None, all).map_err(|e| refused(e.into()))
 }
 
-/// A process with namespaces of its own, which still sees the host's files.
+/// A process with its own namespaces that still has access to the host's files.
 #[derive(Debug)]
 #[must_use]
 pub struct Jail {
-    /// As in [`Jail::has_user_namespace`].
+    /// `true` if a user namespace was created, see [`Jail::has_user_namespace`].
     of_a_user: bool,
 }
 
-/// Gives the process namespaces of its own: of mounts, network, System V's IPC and names; of users, if it may
-/// not have those without. Sockets and devices that are open stay what they are. The process may have no
-/// other thread yet.
+/// Moves the process into new mount, network, IPC and UTS namespaces, and into a new user namespace
+/// if it lacks the privileges to create the others. Open sockets and devices are unaffected. The
+/// process must be single-threaded.
 ///
 /// # Errors
-/// [`JailError`]; the process may have some of the namespaces.
+/// Returns a [`JailError`], in which case some of the namespaces may have been created.
 pub fn separate() -> Result<Jail, JailError> {
     let wanted = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
     let of_a_user = match unshare(wanted) {
@@ -133,9 +134,8 @@ pub fn separate() -> Result<Jail, JailError> {
         }
         Err(e) => return Err(step("no namespaces of its own for", "this process")(e)),
     };
-    // What is mounted from now on is not seen on the host.
-    // SAFETY: the path is a string that ends with 0; the other pointers may be null for a change of this
-    // kind.
+    // Later mounts must not propagate to the host. SAFETY: the path is a NUL-terminated string, and
+    // the other pointers may be null for a change of propagation.
     let private = unsafe {
         libc::mount(
             ptr::null(),
@@ -157,12 +157,12 @@ fn unshare(what: libc::c_int) -> io::Result<()> {
     checked(unsafe { libc::unshare(what) }.into())
 }
 
-/// A user namespace with the process's own user and group, as they are outside.
+/// Creates a user namespace that maps the process's own user and group to themselves.
 fn own_users(wanted: libc::c_int) -> Result<(), JailError> {
-    // SAFETY: these take nothing and do not fail.
+    // SAFETY: these calls take no arguments and cannot fail.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
     unshare(wanted | libc::CLONE_NEWUSER).map_err(JailError::NoUserNamespace)?;
-    // A program that has capabilities by its file does not own its files in /proc until it says so.
+    // A process with file capabilities does not own its files in /proc unless it is dumpable.
     // SAFETY: the call takes numbers.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
     let write = |path: &str, text: String| {
@@ -174,21 +174,23 @@ fn own_users(wanted: libc::c_int) -> Result<(), JailError> {
 }
 
 impl Jail {
-    /// Whether it took a user namespace: the kernel lets the process count only what it lets a user without
-    /// capabilities count.
+    /// Returns whether a user namespace was created. In that case the kernel permits only the perf
+    /// events that it permits to a user without capabilities.
     #[must_use]
     pub fn has_user_namespace(&self) -> bool {
         self.of_a_user
     }
 
-    /// From now on the process has a root directory that holds `inside` and its own `/proc/self`. Everything
-    /// is there by the path that it had; nothing is executable, no device or set-user-ID bit counts, and
-    /// there is no way back to the host's files. In a user namespace of its own this thread has no
-    /// capabilities any more: they look like the host's to who asks for them, and are not.
+    /// Replaces the root directory of the process with one that contains `inside` and `/proc/self`.
+    /// Paths are unchanged. The new root has no executable files, device files or effective
+    /// set-user-ID bits, and no path leads back to the host's files. In a user namespace, this
+    /// thread also drops all its capabilities, because they apply to that namespace only but look
+    /// like host capabilities.
     ///
     /// # Errors
-    /// [`JailError`]; the process has the host's root still, or neither.
-    pub fn close(self, inside: &Inside) -> Result<(), JailError> {
+    /// Returns a [`JailError`], in which case the root directory is either that of the host or
+    /// incomplete.
+    pub fn close(self, inside: &JailContents) -> Result<(), JailError> {
         let here = std::env::current_dir().unwrap_or_else(|_| "/".into());
         let pid = std::process::id();
         let own = PathBuf::from(format!("/proc/{pid}"));
@@ -197,7 +199,7 @@ impl Jail {
         let mut wanted: Vec<(PathBuf, bool)> = [(own, true)].to_vec();
         wanted.extend(inside.read.iter().map(read));
         wanted.extend(inside.change.iter().map(changed));
-        // What is above others is mounted before them.
+        // Parent directories are mounted before their descendants.
         for (path, _) in &mut wanted {
             *path = here.join(&path);
         }
@@ -205,7 +207,7 @@ impl Jail {
         wanted.dedup_by(|second, first| second.0 == first.0);
         let mut trees = Vec::new();
         for (path, reads) in wanted {
-            match Tree::of(&path) {
+            match DetachedMount::of(&path) {
                 Ok(tree) => {
                     tree.restrict(&path, reads)?;
                     trees.push((path, tree));
@@ -216,13 +218,13 @@ impl Jail {
         }
         new_root()?;
         for (path, tree) in trees {
-            tree.put(&path)?;
+            tree.attach(&path)?;
         }
-        let _ = make_directory(&inside_new(&here));
-        let link = inside_new(Path::new("/proc/self"));
+        let _ = make_directory(&path_in_new_root(&here));
+        let link = path_in_new_root(Path::new("/proc/self"));
         symlink(pid.to_string(), &link).map_err(step("cannot make", link))?;
         enter_new_root()?;
-        // A directory that is not in the jail is empty there.
+        // If the working directory is not in the jail, it becomes an empty directory.
         std::env::set_current_dir(&here)
             .or_else(|_| std::env::set_current_dir("/"))
             .map_err(step("no directory to be in:", "/"))?;
@@ -242,18 +244,18 @@ impl Jail {
     }
 }
 
-/// A part of the host's file system that is on its way.
-struct Tree(File);
+/// A detached mount of a part of the host's file system.
+struct DetachedMount(File);
 
-impl Tree {
+impl DetachedMount {
     fn of(path: &Path) -> io::Result<Self> {
         let text = c_string(path)?;
         let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | RECURSIVE.unsigned_abs();
-        // SAFETY: the path is a string that ends with 0 and lives for the call.
+        // SAFETY: the path is a NUL-terminated string that outlives the call.
         let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, text.as_ptr(), flags) };
         checked(fd)?;
         let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
-        // SAFETY: the call succeeded, so this is a descriptor that nobody else owns.
+        // SAFETY: the call succeeded, so the descriptor is open and not owned elsewhere.
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
@@ -266,9 +268,9 @@ impl Tree {
         })
     }
 
-    /// Mounts it at the path that it had, in the new root.
-    fn put(&self, path: &Path) -> Result<(), JailError> {
-        let place = inside_new(path);
+    /// Attaches the mount at its original path in the new root.
+    fn attach(&self, path: &Path) -> Result<(), JailError> {
+        let place = path_in_new_root(path);
         let is_dir = self.0.metadata().is_ok_and(|meta| meta.is_dir());
         if is_dir {
             make_directory(&place).map_err(step("cannot make", &place))?;
@@ -284,7 +286,7 @@ impl Tree {
         let text = c_string(&place).map_err(step("no path:", &place))?;
         // MOVE_MOUNT_F_EMPTY_PATH.
         let flags = 4;
-        // SAFETY: both paths are strings that end with 0 and live for the call.
+        // SAFETY: both paths are NUL-terminated strings that outlive the call.
         let moved = unsafe {
             libc::syscall(
                 libc::SYS_move_mount,
@@ -299,11 +301,11 @@ impl Tree {
     }
 }
 
-/// Mounts an empty directory that becomes the root.
+/// Mounts an empty file system for the new root.
 fn new_root() -> Result<(), JailError> {
     let at = c_string(Path::new(BUILT_AT)).map_err(step("no path:", BUILT_AT))?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-    // SAFETY: all pointers are to strings that end with 0 and live for the call.
+    // SAFETY: all pointers are to NUL-terminated strings that outlive the call.
     let mounted = unsafe {
         libc::mount(
             c"jail".as_ptr(),
@@ -316,22 +318,23 @@ fn new_root() -> Result<(), JailError> {
     checked(mounted.into()).map_err(step("cannot mount a tmpfs at", BUILT_AT))
 }
 
-/// Makes what is at [`BUILT_AT`] the root of the process, and lets go of the old one: pivot_root(2), "." on
-/// ".". That of an initramfs cannot be let go of. Over it the new one is mounted, as switch_root(8) does:
-/// each way to what is below leads to what is above.
+/// Makes the mount at [`BUILT_AT`] the root of the process and detaches the old one with
+/// pivot_root(2) of "." on ".". The root of an initramfs cannot be detached, so the new root is
+/// mounted over it like in switch_root(8), after which no path leads to the old root.
 fn enter_new_root() -> Result<(), JailError> {
     let failed = |what| step(what, BUILT_AT);
     std::env::set_current_dir(BUILT_AT).map_err(failed("cannot enter"))?;
-    // SAFETY: both paths are strings that end with 0.
+    // SAFETY: both paths are NUL-terminated strings.
     let pivoted = checked(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) });
     match pivoted {
         Ok(()) => {
-            // SAFETY: the path is a string that ends with 0.
+            // SAFETY: the path is a NUL-terminated string.
             let left = unsafe { libc::umount2(c".".as_ptr(), libc::MNT_DETACH) };
             checked(left.into()).map_err(step("cannot let go of", "the host's root"))
         }
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
-            // SAFETY: the paths are strings that end with 0; the other pointers may be null for a move.
+            // SAFETY: the paths are NUL-terminated strings, and the other pointers may be null for
+            // a move.
             let moved = unsafe {
                 libc::mount(
                     c".".as_ptr(),
@@ -348,7 +351,7 @@ fn enter_new_root() -> Result<(), JailError> {
     }
 }
 
-/// Adds attributes to a mount: to all below it, if it is a descriptor's.
+/// Adds attributes to a mount, recursively if it is given by descriptor.
 fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     let of_descriptor = libc::AT_EMPTY_PATH | RECURSIVE;
     let flags = if path.is_empty() { of_descriptor } else { 0 };
@@ -358,7 +361,7 @@ fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
         propagation: 0,
         userns_fd: 0,
     };
-    // SAFETY: the path is a string that ends with 0, and the structure is as long as is said.
+    // SAFETY: the path is a NUL-terminated string, and the structure has the length that is passed.
     let set = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -372,8 +375,8 @@ fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     checked(set)
 }
 
-/// Where `path` is while the new root is put together.
-fn inside_new(path: &Path) -> PathBuf {
+/// Returns the location of `path` while the new root is assembled.
+fn path_in_new_root(path: &Path) -> PathBuf {
     let below = path.strip_prefix("/").unwrap_or(path);
     Path::new(BUILT_AT).join(below)
 }

@@ -1,43 +1,43 @@
-//! The kinds of threads that a VM's process has.
+//! Thread kinds of a VM process.
 
 use std::fmt;
 
-/// What a thread is there for, and so what it may ask of the host's kernel.
+/// Purpose of a thread, which determines its permitted system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// The main loop and the servers of operators' connections.
+    /// Main loop and servers of operator connections.
     Main,
-    /// Runs a vCPU.
+    /// vCPU thread.
     Vcpu,
-    /// Serves a device's queues: disks, network, entropy.
+    /// Thread of a device's queues: disks, network, entropy.
     Device,
-    /// Serves a device that connects to Unix sockets: shared directories, vsock.
+    /// Thread of a device that connects to Unix sockets: shared directories, vsock.
     Socket,
-    /// Reads the guest's kernel out of its memory for profiles.
+    /// Profiler, which extracts symbols from the guest's kernel memory.
     Profiler,
-    /// Speaks to gdb.
+    /// gdb server.
     Debugger,
-    /// Writes the guest's output.
+    /// Writer of the guest's console output.
     Console,
-    /// Waits for the signals that end the VM.
+    /// Handler of signals that terminate the VM.
     Signals,
-    /// Starts the threads of the other kinds.
+    /// Creator of threads of the other kinds.
     Starter,
 }
 
-/// The opener of a VM's perf events.
+/// The process or thread that opens a VM's perf events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Counting {
-    /// The broker, which has the capability that it takes. No thread of the VM's may.
+pub enum PerfEventAccess {
+    /// The broker, which has the required capability. Threads of the VM may not open events.
     #[default]
     Broker,
-    /// Each thread on itself, where the user may do so without a capability: the kernel lets no other process
-    /// of the user open events on a process that is not dumpable.
+    /// Each thread on itself, if the user may do so without a capability. The kernel does not let
+    /// other processes of the user open events on a process that is not dumpable.
     OwnThread,
 }
 
 impl ThreadKind {
-    /// Every kind.
+    /// All thread kinds.
     pub const ALL: [Self; 9] = [
         Self::Main,
         Self::Vcpu,
@@ -50,7 +50,7 @@ impl ThreadKind {
         Self::Starter,
     ];
 
-    /// As messages have it.
+    /// Returns the name used in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

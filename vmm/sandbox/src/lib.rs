@@ -1,27 +1,28 @@
-//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)), and which files it
-//! can open, by landlock(7); and a jail for the whole process, by namespaces(7).
+//! Sandbox of a VM process: seccomp(2) filters for each thread, restriction of file access with
+//! landlock(7), and a jail for the whole process with namespaces(7).
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `kind` | the kinds of threads |
-//! | `lists` | which system calls each kind may make |
-//! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
+//! | `kind` | thread kinds |
+//! | `lists` | system call allow-lists of each thread kind |
+//! | `rules`, `filter` | conditions on arguments, and compilation of lists to seccomp programs |
 //! | `table` | the lists as data, for documentation and tests |
-//! | `files` | which files can be opened |
+//! | `files` | restriction of file access |
 //! | `paths` | files and sockets at paths that another user can influence |
-//! | `socket_broker` | a process that connects to Unix sockets for the VM, and removes its own at its end |
-//! | `cgroup` | a process joins a control group |
-//! | `jail` | no network, and a file system with what was named only |
-//! | `start` | how filters are taken, and who starts threads |
-//! | `service` | processes that work for the VM and end with it |
+//! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
+//! | `cgroup` | joining a control group |
+//! | `jail` | a process without network, whose file system contains named paths only |
+//! | `start` | application of filters, and the starter thread |
+//! | `service` | service processes that end with the VM |
 //! | `perf_broker` | the process that opens perf events |
-//! | `workers` | processes that may do even less, for work on bytes of a guest's making |
-//! | `fault` | faults that tests ask for |
-//! | `crash` | what a fault of a thread ends with |
-//! | `violation` | what a thread that asks for more ends with |
+//! | `workers` | more restricted processes for guest-controlled data |
+//! | `fault` | fault injection for tests |
+//! | `crash` | handling of fault signals |
+//! | `violation` | handling of seccomp violations |
 //!
-//! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
-//! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
+//! A thread inherits the filters of its creator and can only add further ones. The starter thread
+//! therefore creates all other threads of a running VM, and its allow-list is the union of theirs.
+//! Start with [`begin`].
 
 mod cgroup;
 mod crash;
@@ -44,12 +45,15 @@ mod workers;
 pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
-pub use files::{Files, FilesError, begin_files, has_landlock, only_files};
-pub use jail::{Inside, Jail, JailError, become_user, separate};
-pub use kind::{Counting, ThreadKind};
-pub use perf_broker::{BrokerError, PerfBroker};
-pub use socket_broker::{Destination, SocketBroker};
+pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};
+pub use jail::{Jail, JailContents, JailError, become_user, separate};
+pub use kind::{PerfEventAccess, ThreadKind};
+pub use perf_broker::{PerfBroker, PerfBrokerError};
+pub use socket_broker::{SocketBroker, SocketDestination};
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
-pub use table::{Outcome, markdown as filter_table, outcome};
-pub use violation::{LastWill, end_now, kind};
-pub use workers::{BeginError, Confinement, Ended, Limits, Worker, Workers, WorkersError};
+pub use table::{CallOutcome, markdown as filter_table, outcome};
+pub use violation::{TerminationActions, end_now, kind};
+pub use workers::{
+    ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,
+    WorkerStartError,
+};

@@ -1,42 +1,43 @@
-//! Which system calls the threads of each kind may make.
+//! System call allow-lists of each thread kind.
 //!
-//! The lists come from what the threads did while all tests ran (`strace -f`, and `--seccomp log` in the
-//! lab), and from reading. What is not here ends the VM, unless it is [`refused`]: see docs/threat-model.md
-//! for why what is here is.
+//! The lists are derived from traces of all tests (`strace -f`, and `--seccomp log` in the lab) and
+//! from reading the code. A call that is not listed terminates the VM unless it is in [`refused`].
+//! docs/threat-model.md gives the reasons for each entry.
 
 use rustix::fs::OFlags;
 use syscalls::Sysno;
 
-use crate::kind::{Counting, ThreadKind};
-use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
+use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::rules::{Allowed, ArgumentCheck, any, ioctls, one_of, only};
 
-/// `PR_SET_VMA` (include/uapi/linux/prctl.h): the C library names its memory.
+/// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
 /// `F_SETSIG` and `F_SETOWN_EX` of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
-/// Advices of `madvise(2)` by which newer C libraries guard stacks (include/uapi/asm-generic/mman-common.h).
+/// Guard-page advices of `madvise(2)` that newer C libraries use for stacks
+/// (include/uapi/asm-generic/mman-common.h).
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
-/// Flags that look at a file and open nothing of it.
-pub(crate) const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-/// Type of the sockets that the socket broker makes.
+/// Flags of `open(2)` for a path-only descriptor.
+pub(crate) const PATH_ONLY: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// Socket type used by the socket broker.
 pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-/// Namespaces of `clone(2)`.
+/// Namespace flags of `clone(2)`.
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
 const THREAD: u64 = 0x1_0000;
-/// Flags of `open(2)` that a file which is only read has no use for.
-fn other_than_reading() -> u64 {
+/// Returns the `open(2)` flags that must be clear for read-only access.
+fn non_read_flags() -> u64 {
     let reading = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY | libc::O_DIRECTORY;
     u64::from(!reading.unsigned_abs())
 }
 
-/// What threads of `kind` may do. `pid` is this process's.
-pub(crate) fn of(kind: ThreadKind, pid: u32, counting: Counting) -> Vec<Allowed> {
+/// Returns the allow-list of threads of `kind`. `pid` is the ID of this process.
+pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
     let mut list = common(pid);
     let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
-    if counts && counting == Counting::OwnThread {
+    if counts && counting == PerfEventAccess::OwnThread {
         list.extend(own_perf_events());
     }
     list.extend(match kind {
@@ -48,43 +49,47 @@ pub(crate) fn of(kind: ThreadKind, pid: u32, counting: Counting) -> Vec<Allowed>
         ThreadKind::Profiler => profiler(),
         ThreadKind::Console => Vec::new(),
         ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
-        // What it starts begins with what it may.
+        // A new thread runs with the starter's filter at first.
         ThreadKind::Starter => starter(pid, counting),
     });
     list
 }
 
-/// What threads of `kind` get an error for, and go on: libraries ask for it and do without.
+/// Returns the calls of threads of `kind` that fail with an error. Libraries attempt these calls
+/// but work without them.
 pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
-    let mut list = asked_at_a_fault();
-    // The state of a file by its path; the standard library asks by descriptors instead.
+    let mut list = fault_reporting();
+    // File state by path. The standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
-    let by_path = |flags| Check::Bits(flags, of_descriptor, 0);
+    let by_path = |flags| ArgumentCheck::Bits(flags, of_descriptor, 0);
     list.extend(only(Sysno::newfstatat, &[by_path(3)]));
     list.extend(only(Sysno::statx, &[by_path(2)]));
     list.extend(any(&[Sysno::stat, Sysno::lstat]));
-    // The limits of this process, none set.
-    list.extend(only(Sysno::prlimit64, &[Check::Is(0, 0), Check::Is(2, 0)]));
+    // Reading the limits of this process.
+    list.extend(only(
+        Sysno::prlimit64,
+        &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
+    ));
     if kind != ThreadKind::Starter {
-        // The starter starts threads; who asked for one past it gets an error.
+        // Threads are created by the starter. An attempt by another thread fails with an error.
         list.extend(only(
             Sysno::clone,
-            &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
+            &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
         ));
         list.extend(any(&[Sysno::clone3]));
     }
     if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
-        // glibc's malloc looks for /proc/sys/vm/overcommit_memory before it gives memory of a heap back, and
-        // without it gives back less.
-        let others = other_than_reading();
-        list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-        list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+        // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory, and
+        // returns less without it.
+        let others = non_read_flags();
+        list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+        list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     }
     list
 }
 
-/// Where a program is, and what it may use, which those ask who tell of a fault.
-fn asked_at_a_fault() -> Vec<Allowed> {
+/// Calls made to report a fault: location of the program and access checks.
+fn fault_reporting() -> Vec<Allowed> {
     any(&[
         Sysno::readlink,
         Sysno::readlinkat,
@@ -95,7 +100,7 @@ fn asked_at_a_fault() -> Vec<Allowed> {
     ])
 }
 
-/// Memory, time, locks, descriptors that are there, and the end: what any thread needs.
+/// Calls that every thread needs: memory, time, locks, existing descriptors and exit.
 fn common(pid: u32) -> Vec<Allowed> {
     let mut list = any(&[
         // Descriptors.
@@ -111,7 +116,7 @@ fn common(pid: u32) -> Vec<Allowed> {
         // Memory.
         Sysno::munmap,
         Sysno::brk,
-        // Locks and time, which the C library asks the kernel for where its clock is none that can be read.
+        // Locks and time. The C library calls the kernel if the clock cannot be read in user space.
         Sysno::sched_yield,
         Sysno::nanosleep,
         Sysno::clock_nanosleep,
@@ -138,10 +143,10 @@ fn common(pid: u32) -> Vec<Allowed> {
     list.extend(memory());
     list.extend(locks());
     list.extend(ending_signals());
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
-    // As fstat: of a descriptor that is there.
+    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
+    // Like fstat: the state of an existing descriptor.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
-    let bits = |at| Check::Bits(at, of_descriptor.into(), of_descriptor.into());
+    let bits = |at| ArgumentCheck::Bits(at, of_descriptor.into(), of_descriptor.into());
     list.extend(only(Sysno::newfstatat, &[bits(3)]));
     list.extend(only(Sysno::statx, &[bits(2)]));
     let names = [libc::PR_SET_NAME, libc::PR_GET_NAME].map(i32::unsigned_abs);
@@ -152,56 +157,57 @@ fn common(pid: u32) -> Vec<Allowed> {
         libc::F_GETFL,
         libc::F_SETFL,
         libc::F_DUPFD_CLOEXEC,
-        // The lock of an image ends with its last user, whoever that is.
+        // Any thread may be the last user of an image and release its lock.
         libc::F_OFD_SETLK,
     ];
     list.extend(one_of(Sysno::fcntl, 1, &flags.map(i32::unsigned_abs)));
     list
 }
 
-/// All bits of an argument but these.
+/// Returns a mask of all bits except these.
 fn all_but(bits: libc::c_int) -> u64 {
     u64::from(!bits.unsigned_abs())
 }
 
-/// Memory of the C library's allocator and of thread stacks: never of a file and never executable; at an
-/// address that was chosen only without access.
+/// Memory of the C library's allocator and of thread stacks: never file-backed or executable, and
+/// at a fixed address only without access.
 fn memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
-    let private = Check::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
-    let mut list = only(Sysno::mmap, &[Check::Without(2, prot), private]);
-    // glibc's malloc gives the end of a heap back so, in a program with capabilities by its file and where
-    // the kernel does not overcommit.
-    let given_back = Check::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
-    list.extend(only(Sysno::mmap, &[Check::Is(2, 0), given_back]));
-    list.extend(only(Sysno::mprotect, &[Check::Without(2, prot)]));
+    let private = ArgumentCheck::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
+    let mut list = only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
+    // glibc's malloc returns the end of a heap with this call in a program with file capabilities,
+    // and if the kernel does not overcommit.
+    let given_back = ArgumentCheck::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
+    list.extend(only(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
+    list.extend(only(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
     list.extend(one_of(Sysno::mremap, 3, &[libc::MREMAP_MAYMOVE.unsigned_abs()]));
     let advice = [libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
     list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
     list
 }
 
-/// Memory that is shared with a descriptor that is there: rings of perf events, memory files,
-/// KVM's. A ring in a memory file is mapped twice in a row, into a range that was reserved.
+/// Shared mappings of existing descriptors: perf event rings, memory files and KVM's structures. A
+/// ring in a memory file is mapped twice in succession into a reserved address range.
 fn shared_memory() -> Vec<Allowed> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
-    let shared = Check::Bits(
+    let shared = ArgumentCheck::Bits(
         3,
         all_but(libc::MAP_FIXED | libc::MAP_POPULATE),
         u64::from(libc::MAP_SHARED.unsigned_abs()),
     );
-    only(Sysno::mmap, &[Check::Without(2, prot), shared])
+    only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), shared])
 }
 
-/// Operations of `futex(2)` that the C library and Rust's standard library use, private or not, on either
-/// clock. None of them has an owner in the kernel (`FUTEX_LOCK_PI`) or moves waiters.
+/// `futex(2)` operations of the C library and Rust's standard library, private or shared, on either
+/// clock. Operations with a kernel-side owner (`FUTEX_LOCK_PI`) and requeue operations are
+/// excluded.
 fn locks() -> Vec<Allowed> {
     let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
     let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
     let operation = |operation: &i32| {
-        vec![Check::Bits(
+        vec![ArgumentCheck::Bits(
             1,
             all_but(options),
             u64::from(operation.unsigned_abs()),
@@ -213,8 +219,9 @@ fn locks() -> Vec<Allowed> {
     }]
 }
 
-/// Signals of a fault or of the end, whose handlers lift themselves before the signal ends the process; and
-/// abort(3). Other handlers, that of the filters among them, stay what they were when the VM started.
+/// Signals of faults and of termination, whose handlers reset themselves before the signal
+/// terminates the process, and abort(3). Other handlers, including the one for seccomp violations,
+/// cannot be changed after the VM has started.
 fn ending_signals() -> Vec<Allowed> {
     let signals = [
         libc::SIGABRT,
@@ -230,7 +237,7 @@ fn ending_signals() -> Vec<Allowed> {
     one_of(Sysno::rt_sigaction, 0, &signals.map(i32::unsigned_abs))
 }
 
-/// An event loop, and what tells it.
+/// Event loop and its notifications.
 fn event_loop() -> Vec<Allowed> {
     any(&[
         Sysno::epoll_create1,
@@ -243,7 +250,7 @@ fn event_loop() -> Vec<Allowed> {
     ])
 }
 
-/// Connections that are there, and more of them from listeners that are there.
+/// Existing connections, and new ones from existing listeners.
 fn connections() -> Vec<Allowed> {
     let mut list = any(&[
         Sysno::accept4,
@@ -262,7 +269,7 @@ fn connections() -> Vec<Allowed> {
     list
 }
 
-/// Counters of the host that are open. The broker opens them.
+/// Open perf events. Only the broker opens new ones.
 fn perf_events() -> Vec<Allowed> {
     // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
     let mut list = ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]);
@@ -270,7 +277,7 @@ fn perf_events() -> Vec<Allowed> {
     list.extend(any(&[Sysno::sendmsg, Sysno::recvmsg]));
     list.extend(any(&[
         Sysno::pread64,
-        // The clock's events.
+        // Events of the clock driver.
         Sysno::timer_create,
         Sysno::timer_settime,
         Sysno::timer_gettime,
@@ -280,15 +287,19 @@ fn perf_events() -> Vec<Allowed> {
     list
 }
 
-/// Opening of counters without the broker, by [`Counting::OwnThread`]: on the calling thread, on
-/// whichever CPU it runs. The attributes are behind a pointer.
+/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling thread and
+/// any CPU. The filter cannot check the attributes, which are passed by pointer.
 fn own_perf_events() -> Vec<Allowed> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
-    let checks = [Check::Is(1, own), Check::Is(2, any_cpu), Check::Is(4, cloexec)];
+    let checks = [
+        ArgumentCheck::Is(1, own),
+        ArgumentCheck::Is(2, any_cpu),
+        ArgumentCheck::Is(4, cloexec),
+    ];
     only(Sysno::perf_event_open, &checks)
 }
 
-/// The type of KVM's requests.
+/// Type of KVM ioctls.
 const KVMIO: u8 = 0xae;
 
 /// Interrupts and memory of the guest.
@@ -303,7 +314,7 @@ const KVM_VM: &[u8] = &[
     0xa5, // SIGNAL_MSI
 ];
 
-/// A vCPU's state.
+/// State of a vCPU.
 const KVM_VCPU: &[u8] = &[
     0x81, // GET_REGS
     0x82, // SET_REGS
@@ -338,7 +349,7 @@ const KVM_VCPU: &[u8] = &[
 ];
 
 fn vcpu() -> Vec<Allowed> {
-    // KVM_RUN first: it is the call that there are most of.
+    // KVM_RUN is first because it is the most frequent call.
     let mut list = ioctls(KVMIO, &[0x80]);
     list.extend(shared_memory());
     list.extend(perf_events());
@@ -351,7 +362,8 @@ fn vcpu() -> Vec<Allowed> {
     list
 }
 
-/// The driver in the guest sets up vhost-net, on a vCPU's thread, and the device's thread follows it.
+/// Set-up of vhost-net, which starts on a vCPU thread when the driver activates the device and
+/// continues on the device's thread.
 fn vhost() -> Vec<Allowed> {
     let mut list = ioctls(
         0xaf,
@@ -374,8 +386,9 @@ fn vhost() -> Vec<Allowed> {
     list
 }
 
-/// The image of a disk. Besides the disk's thread it is for who resets the disk, which writes back what is
-/// not written yet: a vCPU's thread by its driver, the main thread at a reset or the end of the machine.
+/// Access to disk images. Required by the disk's thread, and by threads that reset a disk and write
+/// back cached data: a vCPU thread when the driver resets it, and the main thread at reset or
+/// shutdown of the machine.
 fn images() -> Vec<Allowed> {
     let mut list = any(&[
         Sysno::pread64,
@@ -410,12 +423,13 @@ fn socket() -> Vec<Allowed> {
     list
 }
 
-/// It speaks to the process that reads the guest's kernel, and gets a socket to it from its keeper.
+/// The profiler communicates with the process that reads the guest's kernel, whose socket it
+/// receives from the keeper.
 fn profiler() -> Vec<Allowed> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
 
-/// The debugger stops the guest and the events that count it.
+/// The debugger stops the guest and its events.
 fn debugger() -> Vec<Allowed> {
     let mut list = event_loop();
     list.extend(connections());
@@ -441,7 +455,7 @@ fn main() -> Vec<Allowed> {
         ],
     ));
     list.extend(ioctls(KVMIO, KVM_VM));
-    // vCPUs that come are set up here.
+    // The main thread sets up hot-plugged vCPUs.
     list.extend(ioctls(KVMIO, KVM_VCPU));
     list.extend(vhost());
     list.extend(ioctls(
@@ -456,22 +470,25 @@ fn main() -> Vec<Allowed> {
             0x14, // TIOCSWINSZ
         ],
     ));
-    // Rings and sealed texts are memory files, which are opened once more by the name that /proc has for
-    // them. A restart reads the kernel again. No file is made.
+    // Rings and sealed texts are memory files, which are reopened through /proc. A reboot reads the
+    // kernel image again. No file is created.
     let may = libc::O_ACCMODE | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY;
     let others = u64::from(!may.unsigned_abs());
-    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
-    // A restart with --prealloc.
+    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
+    // Calls made at a reboot with --prealloc.
     list.extend(one_of(
         Sysno::madvise,
         2,
         &[libc::MADV_POPULATE_WRITE.unsigned_abs()],
     ));
-    // A lease of a ring's memory file, whose signal is ignored by default and goes to this process.
+    // Lease of a ring's memory file. Its signal is ignored by default and is sent to this process.
     list.extend(only(
         Sysno::fcntl,
-        &[Check::Is(1, F_SETSIG), Check::Is(2, libc::SIGURG.unsigned_abs())],
+        &[
+            ArgumentCheck::Is(1, F_SETSIG),
+            ArgumentCheck::Is(2, libc::SIGURG.unsigned_abs()),
+        ],
     ));
     let leases = [libc::F_SETLEASE, libc::F_ADD_SEALS, libc::F_GET_SEALS];
     list.extend(one_of(Sysno::fcntl, 1, &leases.map(i32::unsigned_abs)));
@@ -480,7 +497,7 @@ fn main() -> Vec<Allowed> {
         Sysno::dup2,
         Sysno::dup3,
         Sysno::mincore,
-        // Back ends that end.
+        // Reaping of exited backends.
         Sysno::wait4,
         Sysno::waitid,
         Sysno::geteuid,
@@ -490,10 +507,11 @@ fn main() -> Vec<Allowed> {
     list
 }
 
-/// What the threads may do that it starts, before they confine themselves, and what takes them there.
-fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
+/// Allow-list of the starter: the calls of all threads that it starts, which inherit its filter,
+/// and the calls with which they confine themselves.
+fn starter(pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
     let mut list = Vec::new();
-    // The vCPUs' first, for the sake of KVM_RUN.
+    // The vCPU list comes first because of KVM_RUN.
     for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
         if kind != ThreadKind::Starter {
             list.extend(of(kind, pid, counting));
@@ -501,15 +519,15 @@ fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
     }
     list.extend(only(
         Sysno::clone,
-        &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
+        &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
     ));
-    // clone3 is what the filter beside this one answers.
+    // A separate filter answers clone3.
     list.extend(any(&[
         Sysno::clone3,
         Sysno::sched_setaffinity,
-        // Those that open no files.
+        // Landlock rules of threads that open no files.
         Sysno::landlock_restrict_self,
-        // Those that give up capabilities.
+        // Capability changes.
         Sysno::capget,
         Sysno::capset,
     ]));
@@ -525,15 +543,15 @@ fn starter(pid: u32, counting: Counting) -> Vec<Allowed> {
     list
 }
 
-/// What a process may do that works on bytes of a guest's making: memory, the socket that it has, and the
-/// end. `pid` is its own.
+/// Allow-list of a process that handles guest-controlled bytes: memory, its socket, and exit. `pid`
+/// is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<Allowed> {
     let mut list = of_any_worker();
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
-/// The same, whatever its number is.
+/// The same list for any process ID.
 fn of_any_worker() -> Vec<Allowed> {
     let mut list = any(&[
         Sysno::read,
@@ -543,13 +561,13 @@ fn of_any_worker() -> Vec<Allowed> {
         Sysno::close,
         Sysno::munmap,
         Sysno::brk,
-        // A clock that can be read is the rule.
+        // Needed only if the clock cannot be read in user space.
         Sysno::clock_gettime,
         // Keys of hash tables.
         Sysno::getrandom,
         Sysno::exit,
         Sysno::exit_group,
-        // Those of abort(3).
+        // Calls of abort(3).
         Sysno::rt_sigprocmask,
         Sysno::getpid,
         Sysno::gettid,
@@ -558,27 +576,30 @@ fn of_any_worker() -> Vec<Allowed> {
     list.extend(locks());
     list.extend(ending_signals());
     list.extend(one_of(Sysno::prctl, 0, &[PR_SET_VMA]));
-    // The standard library looks whether a descriptor is there that it closes.
+    // The standard library checks that a descriptor is open before it closes it.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
     list.extend(refused_to_workers());
     list
 }
 
-/// What workers and their keeper get an error for, and go on.
+/// Calls of workers and their keeper that fail with an error.
 pub(crate) fn refused_to_workers() -> Vec<Allowed> {
-    let mut list = asked_at_a_fault();
-    // As other threads do: glibc's malloc asks for it.
-    let others = other_than_reading();
-    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
-    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    let mut list = fault_reporting();
+    // As for other threads: glibc's malloc opens this file.
+    let others = non_read_flags();
+    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     list
 }
 
-/// What the keeper of such processes may do: start them, limit them, end them and wait for them. They inherit
-/// its filter, so it may what they may.
+/// Allow-list of the keeper: starts workers, limits them, terminates them and waits for them. Its
+/// workers inherit the filter, so the list includes their calls.
 pub(crate) fn of_keeper() -> Vec<Allowed> {
     let mut list = of_any_worker();
-    list.extend(only(Sysno::clone, &[Check::Bits(0, NEW_NAMESPACES | THREAD, 0)]));
+    list.extend(only(
+        Sysno::clone,
+        &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, 0)],
+    ));
     list.extend(any(&[
         Sysno::tgkill,
         Sysno::kill,
@@ -587,7 +608,7 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
         Sysno::dup2,
         Sysno::setsockopt,
         Sysno::sendmsg,
-        // The C library, in a process that was just started.
+        // Initialization of the C library in a new process.
         Sysno::set_robust_list,
         Sysno::rseq,
         Sysno::prlimit64,
@@ -605,8 +626,8 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
     list
 }
 
-/// What the process may do that connects to sockets for the VM ([`crate::SocketBroker`]): look at files, make
-/// local sockets and connect them, pass them on, and remove the files of the VM's own.
+/// Allow-list of the socket broker ([`crate::SocketBroker`]): examines files, creates and connects
+/// local sockets, passes them to the VM, and removes the VM's own files.
 pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     let mut list = of_any_worker();
     list.extend(any(&[
@@ -618,27 +639,28 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     let large_files = u64::from(!OFlags::LARGEFILE.bits());
     list.extend(only(
         Sysno::openat,
-        &[Check::Bits(2, large_files, LOOK.bits().into())],
+        &[ArgumentCheck::Bits(2, large_files, PATH_ONLY.bits().into())],
     ));
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     list.extend(only(
         Sysno::newfstatat,
-        &[Check::Bits(3, of_descriptor, of_descriptor)],
+        &[ArgumentCheck::Bits(3, of_descriptor, of_descriptor)],
     ));
-    list.extend(only(Sysno::unlinkat, &[Check::Is(2, 0)]));
+    list.extend(only(Sysno::unlinkat, &[ArgumentCheck::Is(2, 0)]));
     list.extend(only(
         Sysno::socket,
         &[
-            Check::Is(0, libc::AF_UNIX.unsigned_abs()),
-            Check::Is(1, SOCKET_TYPE.unsigned_abs()),
-            Check::Is(2, 0),
+            ArgumentCheck::Is(0, libc::AF_UNIX.unsigned_abs()),
+            ArgumentCheck::Is(1, SOCKET_TYPE.unsigned_abs()),
+            ArgumentCheck::Is(2, 0),
         ],
     ));
     list
 }
 
-/// What the broker of perf events may do: take a request, open an event on a thread, direct its signal, and
-/// pass it on. `vm` is the VM's process, `signal` the only signal that events send.
+/// Allow-list of the perf event broker: receives a request, opens an event on a thread, sets its
+/// signal, and passes the descriptor. `vm` is the process ID of the VM, `signal` the only signal
+/// that events send.
 pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
     let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
     let mut list = any(&[
@@ -649,22 +671,22 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
         Sysno::clock_nanosleep,
         Sysno::restart_syscall,
         Sysno::exit_group,
-        // The C library keeps its memory.
+        // Memory of the C library.
         Sysno::brk,
         Sysno::munmap,
     ]);
     list.extend(only(
         Sysno::perf_event_open,
         &[
-            Check::Not(1, 0),
-            Check::Not(1, any_process),
-            Check::Is(2, any_cpu),
-            Check::Is(4, cloexec),
+            ArgumentCheck::Not(1, 0),
+            ArgumentCheck::Not(1, any_process),
+            ArgumentCheck::Is(2, any_cpu),
+            ArgumentCheck::Is(4, cloexec),
         ],
     ));
     list.extend(only(
         Sysno::fcntl,
-        &[Check::Is(1, F_SETSIG), Check::Is(2, signal)],
+        &[ArgumentCheck::Is(1, F_SETSIG), ArgumentCheck::Is(2, signal)],
     ));
     let of_events = [
         F_SETOWN_EX,
@@ -672,10 +694,13 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
         libc::F_SETFL.unsigned_abs(),
     ];
     list.extend(one_of(Sysno::fcntl, 1, &of_events));
-    // The standard library looks whether a descriptor is there that it closes.
+    // The standard library checks that a descriptor is open before it closes it.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
-    // Asks whether a thread is the VM's; signal 0 is sent to nobody.
-    list.extend(only(Sysno::tgkill, &[Check::Is(0, vm), Check::Is(2, 0)]));
+    // Checks that a thread belongs to the VM. Signal 0 is never delivered.
+    list.extend(only(
+        Sysno::tgkill,
+        &[ArgumentCheck::Is(0, vm), ArgumentCheck::Is(2, 0)],
+    ));
     list
 }
 

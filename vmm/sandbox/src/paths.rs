@@ -1,10 +1,12 @@
-//! Files and sockets at paths that a user with other rights than this process can influence.
+//! Access to files and sockets at paths that a user with different privileges can influence.
 //!
-//! A VM that becomes another user (`--jail uid=N`) keeps root's capabilities until everything is open, and a
-//! VM of root may be told to log into a directory of another user. [`Directory`] finds the directory of a
-//! path without following a link of a stranger, and holds it, so that what happens next happens in that
-//! directory. [`Directory::act`] runs an operation there with the file capabilities only where no other user
-//! can influence the result. [`bind`] and [`append`] are built on it. No permissions are changed by path.
+//! A VM that changes its user (`--jail uid=N`) keeps root's capabilities until all resources are
+//! open, and a VM of root may be configured to log into a directory of another user. [`Directory`]
+//! resolves the directory of a path without following symbolic links of other users, and holds it
+//! open so that later operations apply to the same directory.
+//! [`Directory::without_file_capabilities`] performs an operation with the file capabilities only
+//! if no other user can influence the result. [`bind`] and [`append`] are based on it. No
+//! permissions are changed by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
 
 use std::collections::VecDeque;
@@ -30,23 +32,23 @@ use crate::start;
 const MAX_LINKS: usize = 40;
 /// File system type of /proc (statfs(2)).
 const PROC_SUPER_MAGIC: u64 = 0x9fa0;
-/// Permission bits that let others than the owner write.
+/// Permission bits that allow writes by group and others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// Connections that wait to be accepted, as in the standard library.
+/// Length of a listener's queue, as in the standard library.
 const BACKLOG: libc::c_int = 128;
-/// Capabilities that lift the permission checks on files.
+/// Capabilities that override file permission checks.
 const FILE_CAPABILITIES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::DAC_READ_SEARCH)
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::CHOWN);
 
-/// Puts the effective capabilities of this thread back when it is dropped.
-struct Lowered(CapabilitySets);
+/// Guard that restores the effective capabilities of this thread.
+struct LoweredCapabilities(CapabilitySets);
 
-impl Lowered {
-    /// Takes the file capabilities out of effect. Returns `None` if this process is root's, whose files are
-    /// its own, or has none of these capabilities.
+impl LoweredCapabilities {
+    /// Removes the file capabilities from the effective set. Returns `None` if the process runs as
+    /// root, which owns its files anyway, or has none of these capabilities.
     fn now() -> io::Result<Option<Self>> {
         let has = capabilities(None)?;
         if geteuid().is_root() || !has.effective.intersects(FILE_CAPABILITIES) {
@@ -61,46 +63,47 @@ impl Lowered {
     }
 }
 
-impl Drop for Lowered {
+impl Drop for LoweredCapabilities {
     fn drop(&mut self) {
-        // The permitted set has not changed, so the kernel has no reason to refuse.
+        // The permitted set is unchanged, so the call cannot be denied.
         let _ = set_capabilities(None, self.0);
     }
 }
 
-/// A directory that is held open, with the rights that operations in it have.
+/// An open directory, with the privileges that apply to operations in it.
 #[derive(Debug)]
 pub struct Directory {
     fd: OwnedFd,
-    /// Whether only root, and this process if it is root's, can influence which directory this is and what
-    /// is in it.
+    /// `true` if only root, or this process if it runs as root, can influence the identity and
+    /// contents of this directory.
     trusted: bool,
-    /// Whether the path leads here for this process and nobody else can change that.
+    /// `true` if the path resolves to this directory for this process and no other user can change
+    /// that.
     reached_by_path: bool,
 }
 
-/// Whose symbolic links are followed, besides root's.
+/// Owners, besides root, whose symbolic links are followed.
 #[derive(Clone, Copy, PartialEq)]
-enum Links {
+enum TrustedLinks {
     OfThisUser,
     OfRootOnly,
 }
 
-/// A path on its way to a directory.
-struct Walk {
+/// State of the resolution of a path.
+struct PathWalk {
     at: OwnedFd,
     rest: VecDeque<OsString>,
-    links: Links,
+    links: TrustedLinks,
     followed: usize,
-    /// Whether every step so far was root's doing.
+    /// `true` if every component so far is controlled by root.
     of_root: bool,
-    /// Whether a user other than root and this process's could change a step.
+    /// `true` if a user other than root and this process's user could change a component.
     exposed: bool,
 }
 
-impl Walk {
-    fn new(path: &Path, links: Links) -> io::Result<Self> {
-        // The present directory may be closed to the user.
+impl PathWalk {
+    fn new(path: &Path, links: TrustedLinks) -> io::Result<Self> {
+        // The user may be unable to open the working directory by path.
         let start = if path.is_absolute() { "/" } else { "." };
         let mut walk = Self {
             at: directory_at(CWD, OsStr::new(start))?,
@@ -114,7 +117,7 @@ impl Walk {
         Ok(walk)
     }
 
-    /// Puts the steps of `path` before those that are left.
+    /// Inserts the components of `path` before the remaining ones.
     fn push(&mut self, path: &Path) -> io::Result<()> {
         let mut steps: VecDeque<OsString> = VecDeque::new();
         for step in path.components() {
@@ -130,7 +133,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Takes one step.
+    /// Resolves one component.
     fn step(&mut self, name: &OsStr) -> io::Result<()> {
         let next = openat(
             &self.at,
@@ -141,7 +144,7 @@ impl Walk {
         let meta = fstat(&next)?;
         match FileType::from_raw_mode(meta.st_mode) {
             FileType::Directory => {
-                self.judge(&meta);
+                self.record_writers(&meta);
                 self.at = next;
                 Ok(())
             }
@@ -150,18 +153,18 @@ impl Walk {
         }
     }
 
-    /// Notes who can change what is in a directory on the way. In a sticky one nobody can replace the files
-    /// of others.
-    fn judge(&mut self, meta: &Stat) {
+    /// Records who can change the contents of a directory on the path. In a sticky directory users
+    /// cannot replace files of others.
+    fn record_writers(&mut self, meta: &Stat) {
         let sticky = meta.st_mode & 0o1000 != 0;
         let open = meta.st_mode & WRITABLE_BY_OTHERS != 0 && !sticky;
-        self.of_root &= is_own(meta.st_uid, Links::OfRootOnly) && !open;
-        self.exposed |= open || !is_own(meta.st_uid, Links::OfThisUser);
+        self.of_root &= is_own(meta.st_uid, TrustedLinks::OfRootOnly) && !open;
+        self.exposed |= open || !is_own(meta.st_uid, TrustedLinks::OfThisUser);
     }
 
-    /// Follows the symbolic link `name` of the present directory.
+    /// Follows the symbolic link `name` in the current directory.
     fn follow(&mut self, name: &OsStr) -> io::Result<()> {
-        // Links in /proc are the kernel's and lead to no path.
+        // Magic links in /proc do not contain paths.
         if is_proc(&self.at) {
             self.at = directory_at(self.at.as_fd(), name)?;
             return self.enter();
@@ -173,7 +176,7 @@ impl Walk {
                 name.display()
             )));
         }
-        self.of_root &= is_own(owner, Links::OfRootOnly);
+        self.of_root &= is_own(owner, TrustedLinks::OfRootOnly);
         self.followed += 1;
         if self.followed > MAX_LINKS {
             return Err(Errno::LOOP.into());
@@ -184,11 +187,11 @@ impl Walk {
 
     fn enter(&mut self) -> io::Result<()> {
         let meta = fstat(&self.at)?;
-        self.judge(&meta);
+        self.record_writers(&meta);
         Ok(())
     }
 
-    /// Walks until `keep` steps are left.
+    /// Resolves components until `keep` remain.
     fn run(&mut self, keep: usize) -> io::Result<()> {
         self.enter()?;
         while self.rest.len() > keep
@@ -210,12 +213,14 @@ impl Walk {
     }
 }
 
-/// Whether a link or directory of `owner` is root's or, unless only root's count, this user's.
-fn is_own(owner: u32, links: Links) -> bool {
-    owner == root() || (links == Links::OfThisUser && owner == geteuid().as_raw())
+/// Returns whether the owner of a link or directory is root or, unless `links` accepts only root,
+/// this user.
+fn is_own(owner: u32, links: TrustedLinks) -> bool {
+    owner == root() || (links == TrustedLinks::OfThisUser && owner == geteuid().as_raw())
 }
 
-/// Root, as this process sees it: /proc is root's. A user namespace without root shows another number.
+/// Returns the user ID of root as seen by this process, which is the owner of /proc. A user
+/// namespace without a mapping for root shows another ID.
 fn root() -> u32 {
     statat(CWD, "/proc", AtFlags::empty()).map_or(0, |meta| meta.st_uid)
 }
@@ -230,44 +235,49 @@ fn directory_at(at: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
 }
 
 impl Directory {
-    /// The directory of `path`, and the name of `path` in it. A symbolic link at `path` itself is not
-    /// followed.
+    /// Resolves the parent directory of `path` and returns it with the file name. A symbolic link
+    /// at `path` itself is not followed.
     ///
     /// # Errors
-    /// Those of `openat(2)`; a link of a user other than root and this process's.
+    /// Returns the error of `openat(2)`, or an error for a link of a user other than root and this
+    /// process's user.
     pub fn of(path: &Path) -> io::Result<(Self, OsString)> {
         Self::reach(path, |walk| walk.run(1))
             .and_then(|(directory, rest)| Ok((directory, rest.ok_or(Errno::ISDIR)?)))
     }
 
-    /// The directory at `path`.
+    /// Opens the directory at `path`.
     ///
     /// # Errors
-    /// As [`Directory::of`].
+    /// Returns the same errors as [`Directory::of`].
     pub fn open(path: &Path) -> io::Result<Self> {
         Self::reach(path, |walk| walk.run(0)).map(|(directory, _)| directory)
     }
 
-    fn reach(path: &Path, run: impl Fn(&mut Walk) -> io::Result<()>) -> io::Result<(Self, Option<OsString>)> {
+    fn reach(
+        path: &Path,
+        run: impl Fn(&mut PathWalk) -> io::Result<()>,
+    ) -> io::Result<(Self, Option<OsString>)> {
         let walk = |links, reached| {
-            let mut walk = Walk::new(path, links)?;
+            let mut walk = PathWalk::new(path, links)?;
             run(&mut walk)?;
             let rest = walk.rest.pop_front();
             Ok((walk.into_directory(reached)?, rest))
         };
-        let Some(lowered) = Lowered::now()? else {
-            return walk(Links::OfThisUser, true);
+        let Some(lowered) = LoweredCapabilities::now()? else {
+            return walk(TrustedLinks::OfThisUser, true);
         };
-        let found = walk(Links::OfThisUser, true);
+        let found = walk(TrustedLinks::OfThisUser, true);
         drop(lowered);
         match found {
-            // Root's directories above may be closed to the user. There only root's links count.
-            Err(e) if is_denied(&e) => walk(Links::OfRootOnly, false),
+            // A directory of root on the path may be inaccessible to this user. In that case only
+            // root's links are followed.
+            Err(e) if is_denied(&e) => walk(TrustedLinks::OfRootOnly, false),
             found => found,
         }
     }
 
-    /// A path to `name` in this directory, whatever the directory's own path leads to by now.
+    /// Returns a path to `name` in this directory that stays valid when the directory is moved.
     #[must_use]
     pub fn path(&self, name: &OsStr) -> PathBuf {
         let mut path = PathBuf::from(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
@@ -275,31 +285,36 @@ impl Directory {
         path
     }
 
-    /// The descriptor, which was opened with `O_PATH`.
+    /// Returns the descriptor, which was opened with `O_PATH`.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Does `what` without the file capabilities, unless only root can influence this directory.
+    /// Calls `what` without the file capabilities, unless only root can influence this directory.
     ///
     /// # Errors
-    /// Those of `capset(2)`.
-    pub fn act<T>(&self, what: impl FnOnce() -> T) -> io::Result<T> {
-        let _lowered = if self.trusted { None } else { Lowered::now()? };
+    /// Returns the error of `capset(2)`.
+    pub fn without_file_capabilities<T>(&self, what: impl FnOnce() -> T) -> io::Result<T> {
+        let _lowered = if self.trusted {
+            None
+        } else {
+            LoweredCapabilities::now()?
+        };
         Ok(what())
     }
 
-    /// Listens at `name`. The socket's file has the permissions `mode` from its first moment; without a mode
-    /// those that the umask leaves. Replaces a socket at which nobody listens any more, and no other file.
-    /// `path` is how the socket is shown (`ss`), if nobody else can change where that leads.
+    /// Creates a listening socket at `name`. The file has the permissions `mode` from its creation,
+    /// or those that the umask permits if `mode` is `None`. A socket without a listener is
+    /// replaced, any other file is not. `path` is the address that tools such as `ss` display, used
+    /// if no other user can change what it resolves to.
     ///
     /// # Errors
-    /// Those of `bind(2)`.
+    /// Returns the error of `bind(2)`.
     pub fn bind(&self, name: &OsStr, mode: Option<u32>, path: &Path) -> io::Result<UnixListener> {
         let own = self.path(name);
         let path = if self.reached_by_path { path } else { &own };
-        self.act(|| match bind_at(path, mode) {
+        self.without_file_capabilities(|| match bind_at(path, mode) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse && self.is_dead_socket(name) => {
                 unlinkat(&self.fd, name, AtFlags::empty())?;
                 bind_at(path, mode)
@@ -308,7 +323,8 @@ impl Directory {
         })?
     }
 
-    /// Checks whether a process that ended left this socket behind. Other files are never taken for one.
+    /// Returns whether the file is a socket without a listener, left behind by a process that has
+    /// exited. Returns `false` for other files.
     fn is_dead_socket(&self, name: &OsStr) -> bool {
         let meta = statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
         meta.is_ok_and(|meta| FileType::from_raw_mode(meta.st_mode) == FileType::Socket)
@@ -328,20 +344,20 @@ fn is_denied(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EACCES | libc::EPERM))
 }
 
-/// Listens at `path`: [`Directory::bind`] in its directory.
+/// Creates a listening socket at `path` with [`Directory::bind`].
 ///
 /// # Errors
-/// Those of [`Directory::of`] and [`Directory::bind`].
+/// Returns the errors of [`Directory::of`] and [`Directory::bind`].
 pub fn bind(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     let (directory, name) = Directory::of(path)?;
     directory.bind(&name, mode, path)
 }
 
-/// The umask that leaves all permissions. The umask is the process's: only sockets that others may use have
-/// it set, for the time of one call.
-struct NoUmask(Mode);
+/// Guard that restores the saved umask on drop. The umask applies to the whole process, so it is
+/// changed only for sockets with explicit permissions and for the duration of one call.
+struct UmaskGuard(Mode);
 
-impl Drop for NoUmask {
+impl Drop for UmaskGuard {
     fn drop(&mut self) {
         umask(self.0);
     }
@@ -354,17 +370,18 @@ fn bind_at(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call succeeded, so this is a descriptor that nobody else owns.
+    // SAFETY: the call succeeded, so the descriptor is open and not owned elsewhere.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let (address, length) = address(path)?;
     if let Some(mode) = mode {
-        // The file that bind(2) makes has the permissions of the socket, without what the umask takes.
+        // The file created by bind(2) has the permissions of the socket, restricted by the umask.
         fchmod(&socket, Mode::from_bits_truncate(mode))?;
     }
     let _no_umask = mode
         .filter(|mode| mode & 0o077 != 0)
-        .map(|_| NoUmask(umask(Mode::empty())));
-    // SAFETY: the address lives for the call and is at least as long as is said; the descriptor is open.
+        .map(|_| UmaskGuard(umask(Mode::empty())));
+    // SAFETY: the address outlives the call and is at least as long as its length argument, and the
+    // descriptor is open.
     let done =
         unsafe { libc::bind(fd, (&raw const address).cast(), length) == 0 && libc::listen(fd, BACKLOG) == 0 };
     if !done {
@@ -373,12 +390,12 @@ fn bind_at(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     Ok(UnixListener::from(socket))
 }
 
-/// The address of a Unix socket at `path` and its length (unix(7)).
+/// Returns the address of a Unix socket at `path` and its length (unix(7)).
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidInput`]: the path is too long or has a zero byte.
+/// Returns [`io::ErrorKind::InvalidInput`] if the path is too long or contains a zero byte.
 pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
-    // SAFETY: a zeroed sockaddr_un is a valid one.
+    // SAFETY: a zeroed sockaddr_un is valid.
     let mut address: libc::sockaddr_un = unsafe { zeroed() };
     let bytes = path.as_os_str().as_bytes();
     if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
@@ -394,12 +411,13 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
     Ok((address, length))
 }
 
-/// Opens `path` for appending, and creates it with the permissions `mode` if it does not exist. Does not
-/// wait: a pipe without a reader is an error. A symbolic link at `path` is followed if it is root's or this
-/// user's.
+/// Opens `path` for appending, and creates it with permissions `mode` if it does not exist. The
+/// call does not block: a pipe without a reader is an error. A symbolic link at `path` is followed
+/// if its owner is root or this user.
 ///
 /// # Errors
-/// Those of `open(2)`; a link of another user, or a hard link in a directory of another user.
+/// Returns the error of `open(2)`, or an error for a symbolic link of another user or a hard link
+/// in a directory of another user.
 pub fn append(path: &Path, mode: u32) -> io::Result<File> {
     let (directory, name) = Directory::reach(path, |walk| {
         walk.run(1)?;
@@ -425,10 +443,11 @@ pub fn append(path: &Path, mode: u32) -> io::Result<File> {
         flags |= OFlags::NOFOLLOW;
     }
     let mode = Mode::from_bits_truncate(mode);
-    let file = directory.act(|| openat(&directory.fd, &name, flags, mode))??;
+    let file = directory.without_file_capabilities(|| openat(&directory.fd, &name, flags, mode))??;
     let (meta, around) = (fstat(&file)?, fstat(&directory.fd)?);
     let regular = FileType::from_raw_mode(meta.st_mode) == FileType::RegularFile;
-    let stranger = !is_own(around.st_uid, Links::OfThisUser) || around.st_mode & WRITABLE_BY_OTHERS != 0;
+    let stranger =
+        !is_own(around.st_uid, TrustedLinks::OfThisUser) || around.st_mode & WRITABLE_BY_OTHERS != 0;
     if regular && meta.st_nlink > 1 && stranger && !is_proc(&directory.fd) {
         return Err(io::Error::other(
             "a file with more than one name in a directory that other users may write; choose another directory",
@@ -437,9 +456,8 @@ pub fn append(path: &Path, mode: u32) -> io::Result<File> {
     Ok(File::from(file))
 }
 
-/// Removes a socket's file, if it is still the one that `identity` tells. Does nothing in a VM whose threads
-/// have their filters ([`crate::confine`]): there a process of its own removes the files
-/// ([`crate::SocketBroker`]).
+/// Removes the file of a socket if its identity is still `identity`. Has no effect after
+/// [`crate::confine`], because the socket broker then removes the files ([`crate::SocketBroker`]).
 pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     if start::is_confined() {
         return;
@@ -447,25 +465,27 @@ pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     let Ok((directory, name)) = Directory::of(path) else {
         return;
     };
-    // Nobody listens there, so the next VM replaces what stays.
-    let _ = directory.act(|| {
+    // A failed removal is harmless, because the next VM replaces a socket without a listener.
+    let _ = directory.without_file_capabilities(|| {
         if identity.is_none_or(|file| directory.identity(&name).is_ok_and(|now| now == file.0)) {
             let _ = unlinkat(&directory.fd, &name, AtFlags::empty());
         }
     });
 }
 
-/// Which file a path leads to.
+/// Identity of a file: device and inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileIdentity((u64, u64));
 
 impl FileIdentity {
-    /// The file at `path`; a symbolic link there is not followed.
+    /// Returns the identity of the file at `path`. A symbolic link there is not followed.
     ///
     /// # Errors
-    /// Those of [`Directory::of`] and `fstatat(2)`.
+    /// Returns the errors of [`Directory::of`] and `fstatat(2)`.
     pub fn of(path: &Path) -> io::Result<Self> {
         let (directory, name) = Directory::of(path)?;
-        directory.act(|| directory.identity(&name))?.map(Self)
+        directory
+            .without_file_capabilities(|| directory.identity(&name))?
+            .map(Self)
     }
 }

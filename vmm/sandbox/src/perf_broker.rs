@@ -1,16 +1,17 @@
-//! The broker of perf events: a process that holds the right to open them, for one VM.
+//! Broker process that opens perf events for one VM.
 //!
-//! | file | story |
+//! | file | contents |
 //! |---|---|
-//! | `server` | the process: it checks each request and opens the event |
-//! | `attr` | which events a VM may have |
-//! | `protocol`, `datagram` | the messages between both |
+//! | `server` | the broker process, which validates requests and opens events |
+//! | `attr` | allow-list of events |
+//! | `protocol`, `datagram` | messages between VM and broker |
 //!
-//! `perf_event_open(2)` with `CAP_PERFMON` reaches every process of the host: its attributes are behind a
-//! pointer, where no seccomp filter sees them. So no thread of a VM may call it. The VM sends the attributes,
-//! the thread and the group's leader to this process, which opens the event only if it is of a kind that a VM
-//! needs and counts a thread of that VM, and passes the descriptor back. Everything else is done by the
-//! descriptor, without the broker. A broker that ends leaves these as they are.
+//! `perf_event_open(2)` with `CAP_PERFMON` can observe every process of the host, and a seccomp
+//! filter cannot check its attributes, which are passed by pointer. No thread of a VM may therefore
+//! call it. The VM sends the attributes, the thread ID and the group leader to the broker. The
+//! broker opens only events of permitted types on threads of that VM, and passes the descriptor
+//! back. All other operations use the descriptor without the broker. Open events are unaffected
+//! when the broker exits.
 
 mod attr;
 mod datagram;
@@ -24,49 +25,51 @@ use std::time::Duration;
 
 use crate::service::ServiceProcess;
 use crate::start::SandboxError;
-use crate::workers::{Confinement, WorkersError};
+use crate::workers::{ProcessConfinement, ServiceStartError};
 use crate::{ThreadKind, filter, lists};
-use protocol::{MAX_REQUEST_BYTES, REPLY_BYTES, Request};
-use server::Client;
+use protocol::{MAX_REQUEST_BYTES, PerfRequest, REPLY_BYTES};
+use server::BrokerClient;
 
-/// The name that `ps` shows.
+/// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"perf-broker";
-/// The longest time that the broker may take to answer. An open takes some microseconds.
+/// Timeout for an answer of the broker. Opening an event takes a few microseconds.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Why the broker opened no event.
+/// The reason why the broker did not open an event.
 #[derive(Debug, thiserror::Error)]
-pub enum BrokerError {
-    /// The broker or the kernel refuses the request.
+pub enum PerfBrokerError {
+    /// The broker or the kernel denied the request.
     #[error("the event is refused")]
     Refused(#[source] io::Error),
-    /// The broker has ended or does not answer, and opens no event any more.
+    /// The broker has exited or timed out, and no further events can be opened.
     #[error("the process that opens perf events has ended")]
     Gone(#[source] io::Error),
 }
 
-/// The connection to a broker. The broker ends with the VM's process, or when this is dropped.
+/// A connection to the perf event broker. The broker exits with the VM's process, or when this
+/// value is dropped.
 #[derive(Debug)]
 pub struct PerfBroker {
-    /// `None`: the broker has ended.
+    /// Connection to the broker, `None` after the broker has exited.
     connection: Mutex<Option<OwnedFd>>,
     signal: libc::c_int,
 }
 
 impl PerfBroker {
-    /// Starts the broker of the calling process, which must have one thread. `signal` is the only signal that
-    /// its events can send. `give_up` drops all rights of the broker but the right to open events.
+    /// Forks the broker from the calling process, which must be single-threaded. `signal` is the
+    /// only signal that its events can send. `give_up` drops all privileges of the broker except
+    /// the right to open events.
     ///
     /// # Errors
-    /// [`WorkersError`].
+    /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be created.
     pub fn start(
-        confinement: Confinement,
+        confinement: ProcessConfinement,
         signal: libc::c_int,
         give_up: fn() -> bool,
-    ) -> Result<Self, WorkersError> {
-        let (ours, its) = datagram::pair(PATIENCE).map_err(|e| WorkersError::Os("socketpair", e))?;
+    ) -> Result<Self, ServiceStartError> {
+        let (ours, its) = datagram::pair(PATIENCE).map_err(|e| ServiceStartError::Os("socketpair", e))?;
         let pid = std::process::id();
-        let client = Client {
+        let client = BrokerClient {
             pid: pid.cast_signed(),
             signal,
         };
@@ -92,59 +95,60 @@ impl PerfBroker {
                     Ok(())
                 },
             )
-            .map_err(|e| WorkersError::Os("fork", e))?;
+            .map_err(|e| ServiceStartError::Os("fork", e))?;
         Ok(Self {
             connection: Mutex::new(Some(ours)),
             signal,
         })
     }
 
-    /// The only signal that events of this broker can send.
+    /// Returns the only signal that events of this broker can send.
     #[must_use]
     pub fn signal(&self) -> libc::c_int {
         self.signal
     }
 
-    /// Opens an event on thread `tid` of this process, in `leader`'s group if there is one. Its overflows
-    /// send the broker's signal to thread `receiver`.
+    /// Opens an event on thread `tid` of this process, in `leader`'s group if given. Overflows send
+    /// the broker's signal to thread `receiver`.
     ///
     /// # Errors
-    /// [`BrokerError`]. `EPERM`: no VM may have such an event; `ESRCH`: this process has no such thread;
-    /// otherwise the error of `perf_event_open(2)` or `fcntl(2)`.
+    /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if this
+    /// process has no such thread, or the error of `perf_event_open(2)` or `fcntl(2)`. Returns
+    /// [`PerfBrokerError::Gone`] if the broker has exited.
     pub fn open(
         &self,
         attr: &[u8],
         tid: i32,
         leader: Option<BorrowedFd<'_>>,
         receiver: Option<i32>,
-    ) -> Result<OwnedFd, BrokerError> {
-        let request = Request::Open {
+    ) -> Result<OwnedFd, PerfBrokerError> {
+        let request = PerfRequest::Open {
             tid,
             receiver: receiver.unwrap_or(0),
             attr,
         };
         let event = self.ask(request, leader)?;
-        // The kernel drops a passed descriptor if this process has no room for one more.
-        event.ok_or_else(|| BrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
+        // The kernel discards a passed descriptor if this process has reached its descriptor limit.
+        event.ok_or_else(|| PerfBrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
     }
 
-    /// Makes each overflow of `event` send the broker's signal to thread `receiver` of this process.
+    /// Makes overflows of `event` send the broker's signal to thread `receiver` of this process.
     ///
     /// # Errors
-    /// As [`PerfBroker::open`].
-    pub fn set_signal(&self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), BrokerError> {
-        self.ask(Request::Signal { receiver }, Some(event)).map(drop)
+    /// Returns the same errors as [`PerfBroker::open`].
+    pub fn set_signal(&self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), PerfBrokerError> {
+        self.ask(PerfRequest::Signal { receiver }, Some(event)).map(drop)
     }
 
     fn ask(
         &self,
-        request: Request<'_>,
+        request: PerfRequest<'_>,
         passed: Option<BorrowedFd<'_>>,
-    ) -> Result<Option<OwnedFd>, BrokerError> {
+    ) -> Result<Option<OwnedFd>, PerfBrokerError> {
         let mut buffer = [0; MAX_REQUEST_BYTES];
         let length = request
             .encode(&mut buffer)
-            .ok_or_else(|| BrokerError::Refused(io::Error::from_raw_os_error(libc::E2BIG)))?;
+            .ok_or_else(|| PerfBrokerError::Refused(io::Error::from_raw_os_error(libc::E2BIG)))?;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = connection
             .as_ref()
@@ -160,11 +164,11 @@ impl PerfBroker {
             });
         match answer {
             Ok((0, event)) => Ok(event),
-            Ok((errno, _)) => Err(BrokerError::Refused(io::Error::from_raw_os_error(errno))),
+            Ok((errno, _)) => Err(PerfBrokerError::Refused(io::Error::from_raw_os_error(errno))),
             Err(e) => {
-                // A later answer would be taken for that of another request.
+                // A late answer would be mistaken for the answer to another request.
                 *connection = None;
-                Err(BrokerError::Gone(e))
+                Err(PerfBrokerError::Gone(e))
             }
         }
     }

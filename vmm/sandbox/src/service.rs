@@ -1,5 +1,6 @@
-//! Processes that work for one VM and end with it: forked while the VM's process has one thread, and confined
-//! at once, so that each has one socket, one filter and the rights that its work needs.
+//! Service processes of a VM that exit with it. Each is forked while the VM's process is
+//! single-threaded and confines itself immediately to one socket, one filter and the privileges
+//! that its task requires.
 #![expect(unsafe_code, reason = "fork(2), and what a process does behind it")]
 
 use std::ffi::CStr;
@@ -11,37 +12,37 @@ use seccompiler::{BpfProgram, apply_filter};
 
 use crate::files;
 
-/// The exit status of a process that could not be confined.
+/// Exit status of a process that could not be confined.
 pub(crate) const UNFIT: i32 = 125;
 
-/// How a service process is confined.
+/// Restrictions of a service process.
 pub(crate) struct ServiceProcess<'a> {
-    /// The name that `ps` shows.
+    /// Process name, as displayed by `ps`.
     pub(crate) name: &'a CStr,
-    /// The seccomp filters.
+    /// Seccomp filters.
     pub(crate) filters: &'a [BpfProgram],
-    /// Landlock rules that allow no file are applied.
+    /// `true` to apply landlock rules that allow no file.
     pub(crate) landlock: bool,
-    /// Landlock does not restrict the signals of events that the process opens.
+    /// `true` if landlock must not restrict the signals of events that the process opens.
     pub(crate) signals: bool,
-    /// Drops the process's rights; returns whether it succeeded.
+    /// Drops the process's privileges. Returns whether it succeeded.
     pub(crate) give_up: fn() -> bool,
 }
 
 impl ServiceProcess<'_> {
-    /// Forks the process, which keeps `socket` as its only descriptor, calls `prepare`, confines itself and
-    /// ends when `serve` returns. The calling thread must be the only one.
+    /// Forks the process, which keeps `socket` as its only descriptor, calls `prepare`, confines
+    /// itself, and exits when `serve` returns. The calling thread must be the only one.
     ///
     /// # Errors
-    /// The error of `fork(2)`.
+    /// Returns the error of `fork(2)`.
     pub(crate) fn start<T>(
         &self,
         socket: OwnedFd,
         prepare: impl FnOnce() -> T,
         serve: impl FnOnce(OwnedFd, T) -> io::Result<()>,
     ) -> io::Result<()> {
-        // SAFETY: no other thread exists, as the caller says, so the child has all it needs, and no lock is
-        // held by another.
+        // SAFETY: no other thread exists, as the caller guarantees, so all memory of the child is
+        // consistent and no lock is held by another thread.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
@@ -59,12 +60,12 @@ impl ServiceProcess<'_> {
         prepare: impl FnOnce() -> T,
         serve: impl FnOnce(OwnedFd, T) -> io::Result<()>,
     ) -> io::Result<()> {
-        ends_with_its_parent(self.name);
-        // SAFETY: the call takes numbers. Keys of the terminal are not for this process.
+        exit_with_parent(self.name);
+        // SAFETY: the call takes numbers. Terminal signals must not reach this process.
         unsafe { libc::setpgid(0, 0) };
-        let socket = only_descriptor(socket)?;
+        let socket = keep_only_descriptor(socket)?;
         let prepared = prepare();
-        give_back_what_is_free();
+        trim_heap();
         if !(self.give_up)() {
             return Err(io::Error::other("rights that stay"));
         }
@@ -78,15 +79,15 @@ impl ServiceProcess<'_> {
     }
 }
 
-/// Ends this process without what destructors and handlers would do: they are of the one it is a copy of.
+/// Terminates this process without destructors and exit handlers, which belong to its parent.
 pub(crate) fn leave(status: i32) -> ! {
-    // SAFETY: it does not return, and has no conditions.
+    // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(status) }
 }
 
-/// Returns memory to the host that the process which this is a copy of has freed: this one sleeps nearly
-/// always.
-pub(crate) fn give_back_what_is_free() {
+/// Returns free heap memory inherited from the parent to the host, because this process is idle
+/// most of the time.
+pub(crate) fn trim_heap() {
     // SAFETY: the call takes a number.
     #[cfg(target_env = "gnu")]
     unsafe {
@@ -94,21 +95,22 @@ pub(crate) fn give_back_what_is_free() {
     }
 }
 
-/// This process ends when its parent does, and has a name of its own.
-pub(crate) fn ends_with_its_parent(name: &CStr) {
-    // SAFETY: the calls take numbers and a string that lives.
+/// Sets the process name and makes the process exit when its parent exits.
+pub(crate) fn exit_with_parent(name: &CStr) {
+    // SAFETY: the calls take numbers and a string that outlives them.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
     }
 }
 
-/// Closes all descriptors but `kept`. What is written to standard output and error is lost.
-pub(crate) fn only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
+/// Closes all descriptors except `kept`. Standard streams are redirected to a pipe without a
+/// reader.
+pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
     const FIRST: RawFd = 3;
     let (_, nowhere) = io::pipe()?;
-    // SAFETY: the calls take descriptors and numbers. What is closed behind its owner's back is of the
-    // process that this one is a copy of: nothing of it is used or dropped here any more, as `start` ends
+    // SAFETY: the calls take descriptors and numbers. The closed descriptors are copies inherited
+    // from the parent, and their owners are neither used nor dropped here, because `start` ends
     // this process without destructors.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
@@ -126,17 +128,18 @@ pub(crate) fn only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
 }
 
 /// # Safety
-/// No descriptor from 3 on but `kept` is used any more.
+/// No descriptor from 3 on except `kept` may be used afterwards.
 unsafe fn close_all_but(kept: RawFd) {
     let close = |from: RawFd, to: libc::c_uint| {
-        // SAFETY: it takes numbers; what it closes is nobody's, as the caller says.
+        // SAFETY: the call takes numbers, and the caller guarantees that the closed descriptors are
+        // unused.
         unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) == 0 }
     };
     let below = kept.unsigned_abs().saturating_sub(1);
     if (kept == 3 || close(3, below)) && close(kept + 1, libc::c_uint::MAX) {
         return;
     }
-    // Linux before 5.9. This early there are few.
+    // Fallback for Linux before 5.9. Few descriptors are open at this time.
     for fd in (3..4096).filter(|fd| *fd != kept) {
         // SAFETY: as above.
         unsafe { libc::close(fd) };

@@ -1,13 +1,15 @@
-//! A process that connects to Unix sockets for the VM, and removes the VM's own sockets when the VM ends.
+//! Broker process that connects to Unix sockets for the VM, and removes the VM's own sockets when
+//! the VM ends.
 //!
-//! No thread of a running VM may create a socket, connect or remove a file: the kernel's filters do not see
-//! paths, and landlock does not restrict connections. Who took a thread over could otherwise operate the
-//! neighbours of the VM. So [`SocketBroker::start`] forks a process before anything of the guest is there.
-//! The VM names the destinations while it starts; [`SocketBroker::seal`] ends that. From then on the broker
-//! reads requests of a fixed size that carry two numbers: which destination, and which port of it. It never
-//! reads a path, and nothing of the guest's.
+//! No thread of a running VM may create a socket, connect, or remove a file: seccomp filters cannot
+//! check paths, and landlock does not restrict connections. A compromised thread could otherwise
+//! reach the control sockets of other VMs. [`SocketBroker::start`] therefore forks a process before
+//! any guest data is loaded. The VM registers destinations during start-up until it calls
+//! [`SocketBroker::seal`]. From then on the broker accepts fixed-size requests with two numbers:
+//! the destination and its port. The broker reads no paths and no guest data after the seal.
 //!
-//! The broker outlives the VM by a moment, however the VM ends: its end of the socket tells.
+//! The broker briefly outlives the VM, however the VM ends. Closing of the VM's socket notifies the
+//! broker.
 #![expect(
     unsafe_code,
     reason = "fork(2), socket(2), connect(2) and what a process does after a fork"
@@ -30,34 +32,34 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::paths::{self, Directory};
-use crate::service::{UNFIT, give_back_what_is_free, leave, only_descriptor};
+use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{Mode as FilterMode, SandboxError};
-use crate::{Confinement, ThreadKind, WorkersError, files, filter, lists};
+use crate::{ProcessConfinement, ServiceStartError, ThreadKind, files, filter, lists};
 
-/// Name of the process, in `ps`.
+/// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
-/// How long the VM waits for an answer.
+/// Timeout for an answer of the broker.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Maximum length of the name of a socket, in bytes (unix(7), `sun_path`).
+/// Maximum length of a socket path, in bytes (unix(7), `sun_path`).
 const MAX_NAME: usize = 107;
 
-/// What the VM asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-enum Operation {
-    /// A destination with exactly this name; its directory comes along.
+enum BrokerOperation {
+    /// Registers a destination with exactly this name. The directory is passed as a descriptor.
     AddExact = b'E',
-    /// Destinations with this name, an underscore and a port.
+    /// Registers destinations with this name followed by an underscore and a port.
     AddNumbered = b'N',
-    /// A socket of the VM's own, to be removed at its end.
+    /// Registers a socket of the VM for removal.
     RemoveAtEnd = b'R',
-    /// No more names.
+    /// Ends the registration.
     Seal = b'S',
-    /// A connection.
+    /// Opens a connection.
     Connect = b'C',
 }
 
-impl Operation {
+impl BrokerOperation {
     fn from_byte(byte: u8) -> Option<Self> {
         [
             Self::AddExact,
@@ -71,15 +73,15 @@ impl Operation {
     }
 }
 
-/// A message of the VM. Names are there before the seal only.
-struct Request {
-    operation: Operation,
+/// A message from the VM. A name is allowed only before the seal.
+struct BrokerRequest {
+    operation: BrokerOperation,
     destination: u16,
     port: u32,
     name: OsString,
 }
 
-impl Request {
+impl BrokerRequest {
     const BYTES: usize = 8 + MAX_NAME;
 
     fn to_bytes(&self) -> [u8; Self::BYTES] {
@@ -94,11 +96,11 @@ impl Request {
         bytes
     }
 
-    /// `None`: not a message.
+    /// Returns `None` for a malformed message.
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let name = bytes[8..].get(..bytes[1].into())?;
         Some(Self {
-            operation: Operation::from_byte(bytes[0])?,
+            operation: BrokerOperation::from_byte(bytes[0])?,
             destination: u16::from_le_bytes([bytes[2], bytes[3]]),
             port: u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]),
             name: OsString::from_vec(name.to_vec()),
@@ -106,31 +108,32 @@ impl Request {
     }
 }
 
-// ---------------------------------------------------------------- the VM's side
+// ---------------------------------------------------------------- VM side
 
-/// The VM's end of the broker. The broker ends with it.
+/// The VM's connection to the socket broker. The broker exits when this value is dropped.
 #[derive(Debug)]
 pub struct SocketBroker {
-    /// `None`: the broker has ended, or does not answer.
+    /// Connection to the broker, `None` after the broker has exited or timed out.
     control: Mutex<Option<UnixStream>>,
 }
 
-/// A Unix socket, or the Unix sockets of all ports, that the broker connects to.
+/// A registered Unix socket, or a set of Unix sockets numbered by port, that the broker connects
+/// to.
 #[derive(Clone, Debug)]
-pub struct Destination {
+pub struct SocketDestination {
     broker: Arc<SocketBroker>,
     index: u16,
 }
 
-impl Destination {
-    /// A connection to the socket of `port`; one without numbers ignores the port. The socket does not
-    /// block. A name that is a symbolic link is refused.
+impl SocketDestination {
+    /// Connects to the socket of `port`, which is ignored for a single socket. The returned socket
+    /// is non-blocking. A symbolic link at the socket's path is rejected.
     ///
     /// # Errors
-    /// Those of `connect(2)`; [`ErrorKind::NotConnected`] if the broker has ended.
+    /// Returns the error of `connect(2)`, or [`ErrorKind::NotConnected`] if the broker has exited.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
-        let request = Request {
-            operation: Operation::Connect,
+        let request = BrokerRequest {
+            operation: BrokerOperation::Connect,
             destination: self.index,
             port,
             name: OsString::new(),
@@ -141,21 +144,25 @@ impl Destination {
 }
 
 impl SocketBroker {
-    /// Starts the broker: a copy of this process, in which no thread but the calling one may exist.
-    /// `give_up` gives up its rights.
+    /// Forks the broker from this process, which must have no thread other than the calling one.
+    /// `give_up` drops the broker's privileges.
     ///
     /// # Errors
-    /// [`WorkersError`].
-    pub fn start(confinement: Confinement, give_up: fn() -> bool) -> Result<Arc<Self>, WorkersError> {
-        let os = |what| move |e| WorkersError::Os(what, e);
+    /// Returns a [`ServiceStartError`] if the process cannot be started or its filters cannot be
+    /// created.
+    pub fn start(
+        confinement: ProcessConfinement,
+        give_up: fn() -> bool,
+    ) -> Result<Arc<Self>, ServiceStartError> {
+        let os = |what| move |e| ServiceStartError::Os(what, e);
         let (ours, its) = UnixStream::pair().map_err(os("socketpair"))?;
         ours.set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| ours.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(os("setsockopt"))?;
         let filters = filters(confinement.seccomp)
-            .map_err(|e| WorkersError::Sandbox(SandboxError::Compile(ThreadKind::Socket, e)))?;
-        // SAFETY: no other thread exists, as the documentation demands, so the child has all that it needs
-        // and no lock is held by another.
+            .map_err(|e| ServiceStartError::Sandbox(SandboxError::Compile(ThreadKind::Socket, e)))?;
+        // SAFETY: no other thread exists, as the documentation requires, so all memory of the child
+        // is consistent and no lock is held by another thread.
         match unsafe { libc::fork() } {
             -1 => Err(os("fork")(io::Error::last_os_error())),
             0 => {
@@ -170,58 +177,60 @@ impl SocketBroker {
         }
     }
 
-    /// Adds the socket at `path` as a destination.
+    /// Registers the socket at `path` as a destination.
     ///
     /// # Errors
-    /// Those of [`Directory::of`]; the broker has ended.
-    pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<Destination> {
-        // Who listens comes and goes: it is the name that counts.
+    /// Returns the errors of [`Directory::of`], or an error if the broker has exited.
+    pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
+        // The listener may be replaced, so the destination is identified by name.
         let whole = std::fs::canonicalize(path);
-        self.name(Operation::AddExact, whole.as_deref().unwrap_or(path))
+        self.name(BrokerOperation::AddExact, whole.as_deref().unwrap_or(path))
     }
 
-    /// Adds the sockets whose path is `path`, an underscore and a port.
+    /// Registers the sockets at `path` followed by an underscore and a port.
     ///
     /// # Errors
-    /// As [`SocketBroker::add`].
-    pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<Destination> {
-        self.name(Operation::AddNumbered, path)
+    /// Returns the same errors as [`SocketBroker::add`].
+    pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
+        self.name(BrokerOperation::AddNumbered, path)
     }
 
-    /// Has the socket at `path` removed when the VM ends, if it is the same file then.
+    /// Registers the socket at `path` for removal when the VM ends, provided that it is still the
+    /// same file.
     ///
     /// # Errors
-    /// As [`SocketBroker::add`].
+    /// Returns the same errors as [`SocketBroker::add`].
     pub fn remove_at_end(self: &Arc<Self>, path: &Path) -> io::Result<()> {
-        self.name(Operation::RemoveAtEnd, path).map(drop)
+        self.name(BrokerOperation::RemoveAtEnd, path).map(drop)
     }
 
-    fn name(self: &Arc<Self>, operation: Operation, path: &Path) -> io::Result<Destination> {
+    fn name(self: &Arc<Self>, operation: BrokerOperation, path: &Path) -> io::Result<SocketDestination> {
         let (directory, name) = Directory::of(path)?;
         if name.len() > MAX_NAME {
             let why = format!("a socket's file name has at most {MAX_NAME} bytes here; choose a shorter one");
             return Err(io::Error::new(ErrorKind::InvalidInput, why));
         }
-        let request = Request {
+        let request = BrokerRequest {
             operation,
             destination: 0,
             port: 0,
             name,
         };
         let (index, _) = self.ask(&request, Some(&directory))?;
-        Ok(Destination {
+        Ok(SocketDestination {
             broker: self.clone(),
             index: u16::try_from(index).map_err(io::Error::other)?,
         })
     }
 
-    /// The broker takes no names any more, and its filter. To be called before the guest runs.
+    /// Ends the registration of names and applies the broker's filter. Call this before the guest
+    /// runs.
     ///
     /// # Errors
-    /// The broker has ended, or cannot be confined.
+    /// Returns an error if the broker has exited or cannot be confined.
     pub fn seal(&self) -> io::Result<()> {
-        let request = Request {
-            operation: Operation::Seal,
+        let request = BrokerRequest {
+            operation: BrokerOperation::Seal,
             destination: 0,
             port: 0,
             name: OsString::new(),
@@ -229,18 +238,18 @@ impl SocketBroker {
         self.ask(&request, None).map(drop)
     }
 
-    /// Ends the broker, and waits until it has removed the VM's sockets.
+    /// Stops the broker and waits until it has removed the VM's sockets.
     pub fn finish(&self) {
         let control = self.control.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(mut control) = control
             && control.shutdown(Shutdown::Write).is_ok()
         {
-            // The end, or a broker that is stopped.
+            // Returns at end of file or after the timeout, if the broker is stopped by a signal.
             let _ = control.read(&mut [0]);
         }
     }
 
-    fn ask(&self, request: &Request, along: Option<&Directory>) -> io::Result<(i32, Option<OwnedFd>)> {
+    fn ask(&self, request: &BrokerRequest, along: Option<&Directory>) -> io::Result<(i32, Option<OwnedFd>)> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = control.as_mut().ok_or_else(|| {
             io::Error::new(
@@ -252,7 +261,7 @@ impl SocketBroker {
             Ok((number, socket)) if number >= 0 => Ok((number, socket)),
             Ok((errno, _)) => Err(io::Error::from_raw_os_error(-errno)),
             Err(e) => {
-                // A late answer would be taken for the answer to the next request.
+                // A late answer would be mistaken for the answer to the next request.
                 *control = None;
                 Err(e)
             }
@@ -266,10 +275,10 @@ impl Drop for SocketBroker {
     }
 }
 
-/// Sends a request, and returns the number in the answer, negative for an error, and the socket with it.
+/// Sends a request. Returns the number in the answer, negative for an error, and the passed socket.
 fn exchange(
     stream: &mut UnixStream,
-    request: &Request,
+    request: &BrokerRequest,
     along: Option<&Directory>,
 ) -> io::Result<(i32, Option<OwnedFd>)> {
     let bytes = request.to_bytes();
@@ -285,7 +294,8 @@ fn exchange(
     Ok((i32::from_le_bytes(answer), socket))
 }
 
-/// Fills `bytes`, and returns the descriptor that came along. `None`: the other end is closed.
+/// Reads `bytes.len()` bytes and returns the passed descriptor, if any. Returns `None` if the peer
+/// has closed the connection.
 fn receive(stream: &mut UnixStream, bytes: &mut [u8]) -> io::Result<Option<Option<OwnedFd>>> {
     let (count, file) = loop {
         match stream.recv_with_fd(bytes) {
@@ -301,12 +311,12 @@ fn receive(stream: &mut UnixStream, bytes: &mut [u8]) -> io::Result<Option<Optio
     Ok(Some(file.map(OwnedFd::from)))
 }
 
-// ---------------------------------------------------------------- the broker's side
+// ---------------------------------------------------------------- broker side
 
 fn filters(mode: FilterMode) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     match mode {
         FilterMode::Off => Ok(Vec::new()),
-        // There is nobody to write a line.
+        // The broker has no handler that could log a violation.
         FilterMode::On => Ok(vec![
             filter::refuse(&lists::refused_to_workers())?,
             filter::compile(&lists::of_socket_broker(), SeccompAction::KillProcess)?,
@@ -318,16 +328,16 @@ fn filters(mode: FilterMode) -> Result<Vec<BpfProgram>, seccompiler::BackendErro
     }
 }
 
-/// A name in a directory.
-struct Named {
+/// A file name in a directory.
+struct NamedSocket {
     directory: OwnedFd,
     name: OsString,
 }
 
-impl Named {
-    /// Opens the file to look at it, and checks that it is a socket.
-    fn look(&self, name: &OsStr) -> io::Result<OwnedFd> {
-        let file = openat(&self.directory, name, lists::LOOK, Mode::empty())?;
+impl NamedSocket {
+    /// Opens the file by path only and checks that it is a socket.
+    fn open_socket_path(&self, name: &OsStr) -> io::Result<OwnedFd> {
+        let file = openat(&self.directory, name, lists::PATH_ONLY, Mode::empty())?;
         match FileType::from_raw_mode(fstat(&file)?.st_mode) {
             FileType::Socket => Ok(file),
             _ => Err(Errno::CONNREFUSED.into()),
@@ -335,18 +345,18 @@ impl Named {
     }
 
     fn identity(&self) -> io::Result<(u64, u64)> {
-        let meta = fstat(self.look(&self.name)?)?;
+        let meta = fstat(self.open_socket_path(&self.name)?)?;
         Ok((meta.st_dev, meta.st_ino))
     }
 }
 
-/// What the VM has named.
+/// Sockets that the VM has registered.
 #[derive(Default)]
-struct Names {
-    /// With whether the port is part of the name.
-    destinations: Vec<(Named, bool)>,
-    /// With which files they are.
-    own: Vec<(Named, (u64, u64))>,
+struct RegisteredSockets {
+    /// Destinations, with `true` if the port is part of the name.
+    destinations: Vec<(NamedSocket, bool)>,
+    /// Sockets to remove, with device and inode numbers.
+    own: Vec<(NamedSocket, (u64, u64))>,
 }
 
 fn serve(
@@ -355,8 +365,9 @@ fn serve(
     landlock: bool,
     give_up: fn() -> bool,
 ) -> io::Result<()> {
-    // SAFETY: the calls take numbers and a string that lives. Signals that end a VM are for the VM, whose end
-    // is this process's too; keys of the terminal are not for it.
+    // SAFETY: the calls take numbers and a string that outlives them. Signals that terminate a VM
+    // are ignored because the VM's exit also ends this process, and terminal signals must not reach
+    // it.
     unsafe {
         libc::prctl(libc::PR_SET_NAME, NAME.as_ptr());
         libc::setpgid(0, 0);
@@ -364,26 +375,26 @@ fn serve(
             libc::signal(signal, libc::SIG_IGN);
         }
     }
-    let mut control = UnixStream::from(only_descriptor(control.into())?);
-    give_back_what_is_free();
+    let mut control = UnixStream::from(keep_only_descriptor(control.into())?);
+    trim_heap();
     if !give_up() {
         return Err(io::Error::other("rights that stay"));
     }
-    let mut names = Names::default();
+    let mut names = RegisteredSockets::default();
     let mut sealed = false;
     let served = loop {
-        let mut bytes = [0; Request::BYTES];
+        let mut bytes = [0; BrokerRequest::BYTES];
         let along = match receive(&mut control, &mut bytes) {
             Ok(Some(along)) => along,
             Ok(None) => break Ok(()),
             Err(e) => break Err(e),
         };
-        let answer = match Request::from_bytes(&bytes) {
-            Some(request) if request.operation == Operation::Seal && !sealed => {
+        let answer = match BrokerRequest::from_bytes(&bytes) {
+            Some(request) if request.operation == BrokerOperation::Seal && !sealed => {
                 sealed = true;
                 confine(&names, filters, landlock).map(|()| (0, None))
             }
-            Some(request) if request.operation == Operation::Connect => {
+            Some(request) if request.operation == BrokerOperation::Connect => {
                 names.connect(&request).map(|socket| (0, Some(socket)))
             }
             Some(request) if !sealed => names.add(request, along).map(|index| (index, None)),
@@ -395,14 +406,15 @@ fn serve(
     };
     for (named, identity) in names.own {
         if named.identity().is_ok_and(|now| now == identity) {
-            // Nobody listens there, so the next VM replaces what stays.
+            // A failed removal is harmless, because the next VM replaces a socket without a
+            // listener.
             let _ = unlinkat(&named.directory, &named.name, AtFlags::empty());
         }
     }
     served
 }
 
-fn confine(names: &Names, filters: &[BpfProgram], landlock: bool) -> io::Result<()> {
+fn confine(names: &RegisteredSockets, filters: &[BpfProgram], landlock: bool) -> io::Result<()> {
     if landlock {
         let own: Vec<_> = names
             .own
@@ -432,38 +444,38 @@ fn reply(control: &mut UnixStream, answer: io::Result<(i32, Option<OwnedFd>)>) -
     control.write_all(&bytes[sent..])
 }
 
-impl Names {
-    /// Returns the number of a destination.
-    fn add(&mut self, request: Request, directory: Option<OwnedFd>) -> io::Result<i32> {
-        let named = Named {
+impl RegisteredSockets {
+    /// Registers a destination and returns its number.
+    fn add(&mut self, request: BrokerRequest, directory: Option<OwnedFd>) -> io::Result<i32> {
+        let named = NamedSocket {
             directory: directory.ok_or(Errno::BADF)?,
             name: request.name,
         };
-        if request.operation == Operation::RemoveAtEnd {
+        if request.operation == BrokerOperation::RemoveAtEnd {
             let identity = named.identity()?;
             self.own.push((named, identity));
             return Ok(0);
         }
-        let numbered = request.operation == Operation::AddNumbered;
+        let numbered = request.operation == BrokerOperation::AddNumbered;
         self.destinations.push((named, numbered));
         i32::try_from(self.destinations.len() - 1).map_err(io::Error::other)
     }
 
-    fn connect(&self, request: &Request) -> io::Result<OwnedFd> {
+    fn connect(&self, request: &BrokerRequest) -> io::Result<OwnedFd> {
         let destination = self.destinations.get(usize::from(request.destination));
         let (named, numbered) = destination.ok_or(Errno::NOENT)?;
         let mut name = named.name.clone();
         if *numbered {
             name.push(format!("_{}", request.port));
         }
-        // A link would lead to a socket of somebody else's.
-        let file = named.look(&name)?;
+        // Symbolic links are rejected because they may lead to sockets of other users.
+        let file = named.open_socket_path(&name)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         connect(Path::new(&path))
     }
 }
 
-/// A connection to the socket at `path`, without waiting for room in its queue.
+/// Connects to the socket at `path`. Fails if the listener's queue is full.
 fn connect(path: &Path) -> io::Result<OwnedFd> {
     let (address, length) = paths::address(path)?;
     // SAFETY: the call takes numbers.
@@ -471,9 +483,10 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call succeeded, so this is a descriptor that nobody else owns.
+    // SAFETY: the call succeeded, so the descriptor is open and not owned elsewhere.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: the address lives for the call and is at least as long as is said; the descriptor is open.
+    // SAFETY: the address outlives the call and is at least `length` bytes long, and the descriptor
+    // is open.
     if unsafe { libc::connect(fd, (&raw const address).cast(), length) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -487,19 +500,19 @@ mod tests {
     #[test]
     fn request_survives_encoding() {
         for (operation, name) in [
-            (Operation::AddExact, "back-end.sock"),
-            (Operation::AddNumbered, ""),
-            (Operation::RemoveAtEnd, "x"),
-            (Operation::Seal, ""),
-            (Operation::Connect, ""),
+            (BrokerOperation::AddExact, "back-end.sock"),
+            (BrokerOperation::AddNumbered, ""),
+            (BrokerOperation::RemoveAtEnd, "x"),
+            (BrokerOperation::Seal, ""),
+            (BrokerOperation::Connect, ""),
         ] {
-            let request = Request {
+            let request = BrokerRequest {
                 operation,
                 destination: 515,
                 port: u32::MAX - 1,
                 name: name.into(),
             };
-            let again = Request::from_bytes(&request.to_bytes()).unwrap();
+            let again = BrokerRequest::from_bytes(&request.to_bytes()).unwrap();
             assert_eq!(
                 (again.operation, again.destination, again.port, again.name),
                 (operation, 515, u32::MAX - 1, OsString::from(name))
@@ -508,14 +521,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_not_a_request_are_refused() {
-        let mut bytes = [0; Request::BYTES];
-        assert!(Request::from_bytes(&bytes).is_none());
+    fn malformed_request_bytes_are_rejected() {
+        let mut bytes = [0; BrokerRequest::BYTES];
+        assert!(BrokerRequest::from_bytes(&bytes).is_none());
         bytes[0] = b'C';
-        assert!(Request::from_bytes(&bytes).is_some());
+        assert!(BrokerRequest::from_bytes(&bytes).is_some());
         bytes[1] = u8::try_from(MAX_NAME + 1).unwrap();
         assert!(
-            Request::from_bytes(&bytes).is_none(),
+            BrokerRequest::from_bytes(&bytes).is_none(),
             "a name longer than the message"
         );
     }

@@ -1,4 +1,5 @@
-//! How threads take their filters, and who starts them.
+//! Application of seccomp filters, and the starter thread, which creates all other threads of a
+//! confined process.
 
 use std::fmt;
 use std::io;
@@ -9,29 +10,29 @@ use std::thread::{Builder, JoinHandle};
 
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
-use crate::kind::{Counting, ThreadKind};
-use crate::violation::{self, LastWill, Line};
+use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::violation::{self, SignalSafeLine, TerminationActions};
 use crate::{files, filter, lists};
 
-/// The starter's stack: it has little to do.
+/// Stack size of the starter thread, in bytes.
 const STARTER_STACK_BYTES: usize = 128 << 10;
 
-/// What is done with a system call that is on no list.
+/// Seccomp mode: the action for a system call that is not on the thread's list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// It ends the VM.
+    /// Terminate the VM.
     #[default]
     On,
-    /// The kernel's log gets it (dmesg, audit: type 1326), and the thread goes on.
+    /// Log the call in the kernel log (dmesg, audit type 1326) and execute it.
     Log,
-    /// There are no filters.
+    /// Install no filters.
     Off,
 }
 
-/// No such mode.
+/// The error for an unknown seccomp mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be one of on, log, off")]
-pub struct ModeError;
+pub struct ParseSeccompModeError;
 
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -44,75 +45,76 @@ impl fmt::Display for Mode {
 }
 
 impl FromStr for Mode {
-    type Err = ModeError;
+    type Err = ParseSeccompModeError;
 
-    fn from_str(word: &str) -> Result<Self, ModeError> {
+    fn from_str(word: &str) -> Result<Self, ParseSeccompModeError> {
         match word {
             "on" => Ok(Self::On),
             "log" => Ok(Self::Log),
             "off" => Ok(Self::Off),
-            _ => Err(ModeError),
+            _ => Err(ParseSeccompModeError),
         }
     }
 }
 
-/// There is no sandbox.
+/// The reason why the sandbox could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// The kernel was built without filters, or is older than they are.
+    /// The kernel does not support seccomp filters.
     #[error(
         "this kernel has no seccomp filters (CONFIG_SECCOMP_FILTER, Linux 4.14); --seccomp off runs without"
     )]
     NoFilters,
-    /// A list is none that a filter can be made of.
+    /// A list could not be compiled.
     #[error("the filter of {0} threads")]
     Compile(ThreadKind, #[source] seccompiler::BackendError),
-    /// The kernel does not take a filter.
+    /// The kernel rejected a filter.
     #[error("the kernel does not take the filter of {0} threads")]
     Apply(ThreadKind, #[source] seccompiler::Error),
-    /// No handler for the signal of filters.
+    /// The SIGSYS handler could not be installed.
     #[error("sigaction(SIGSYS) failed")]
     Signal(#[source] io::Error),
-    /// The thread that starts the others is missing.
+    /// The starter thread could not be created.
     #[error("no thread to start others")]
     Starter(#[source] io::Error),
 }
 
 type Start = Box<dyn FnOnce() + Send>;
 
-/// A thread that somebody wants, and where its handle goes.
-struct Wanted {
+/// A request to start a thread, with the channel for its handle.
+struct ThreadRequest {
     builder: Builder,
     run: Start,
     reply: Sender<io::Result<JoinHandle<()>>>,
 }
 
-/// The filters of one kind of threads.
-struct Programs {
-    /// What of it is refused with an error; none where all passes.
+/// Filters of one thread kind.
+struct KindFilters {
+    /// Filter that fails calls with an error, `None` in a mode that executes all calls.
     refuse: Option<BpfProgram>,
-    /// What it may do, and what is refused.
+    /// Filter with the allow-list, which includes the refused calls.
     allow: BpfProgram,
 }
 
 struct Sandbox {
-    /// In the order of [`ThreadKind::ALL`].
-    programs: Vec<Programs>,
+    /// Filters in the order of [`ThreadKind::ALL`].
+    programs: Vec<KindFilters>,
     without_clone3: BpfProgram,
-    /// Once there is a starter.
-    starter: OnceLock<Mutex<Sender<Wanted>>>,
+    /// Channel to the starter thread, set once it exists.
+    starter: OnceLock<Mutex<Sender<ThreadRequest>>>,
 }
 
-/// Of this process; unset: there is none.
+/// Sandbox of this process, unset without filters.
 static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
-/// Makes the filters. From now on [`enter`] and [`confine`] apply them, and a thread that asks for
-/// what it may not ends the process by `will`. `counting` says which threads open perf events. To
-/// be called once, before there are threads.
+/// Compiles the filters. Later calls of [`enter`] and [`confine`] apply them, and a violation
+/// terminates the process as specified by `will`. `counting` selects the threads that may open perf
+/// events. Call this once while the process is single-threaded.
 ///
 /// # Errors
-/// [`SandboxError`].
-pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), SandboxError> {
+/// Returns a [`SandboxError`] if the kernel does not support filters, a list cannot be compiled, or
+/// the signal handler cannot be installed.
+pub fn begin(mode: Mode, counting: PerfEventAccess, will: TerminationActions) -> Result<(), SandboxError> {
     let otherwise = match mode {
         Mode::Off => return Ok(()),
         Mode::On => SeccompAction::Trap,
@@ -126,13 +128,13 @@ pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), Sandb
     let program = |kind| {
         let mut list = lists::of(kind, pid, counting);
         let refused = (mode == Mode::On).then(|| lists::refused(kind));
-        // Of the answers of two filters the kernel takes the harder one.
+        // If two filters match, the kernel applies the more restrictive action.
         list.extend(refused.clone().unwrap_or_default());
         let allow = filter::compile(&list, otherwise.clone());
         let refuse = refused.map(|list| filter::refuse(&list)).transpose();
         refuse
             .and_then(|refuse| {
-                Ok(Programs {
+                Ok(KindFilters {
                     refuse,
                     allow: allow?,
                 })
@@ -155,7 +157,7 @@ pub fn begin(mode: Mode, counting: Counting, will: LastWill) -> Result<(), Sandb
 
 impl Sandbox {
     fn apply(&self, kind: ThreadKind) -> Result<(), SandboxError> {
-        violation::is_of(kind);
+        violation::set_thread_kind(kind);
         let program = ThreadKind::ALL.into_iter().zip(&self.programs);
         program
             .filter(|(of, _)| *of == kind)
@@ -170,11 +172,12 @@ impl Sandbox {
     }
 }
 
-/// The calling thread may do from now on what threads of `kind` may, if the process has a sandbox. A thread
-/// that cannot be confined ends the process: it is not to run with more rights than it was to have.
+/// Applies the filter of `kind` to the calling thread, if the process has a sandbox. Terminates the
+/// process if the thread cannot be confined, because the thread must not run with excess
+/// privileges.
 pub fn enter(kind: ThreadKind) {
-    violation::is_of(kind);
-    // Before the filter, which knows nothing of landlock.
+    violation::set_thread_kind(kind);
+    // Landlock first, because the filter does not allow its calls.
     if let Err(e) = files::enter(kind) {
         not_confined(&e);
     }
@@ -184,7 +187,7 @@ pub fn enter(kind: ThreadKind) {
     }
 }
 
-/// Whether [`confine`] has put the filters of this process in force.
+/// Returns whether [`confine`] has applied the filters of this process.
 pub(crate) fn is_confined() -> bool {
     SANDBOX
         .get()
@@ -192,7 +195,7 @@ pub(crate) fn is_confined() -> bool {
 }
 
 fn not_confined(e: &dyn std::error::Error) {
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: ");
     line.text(&format!(
         "{e}: {}",
@@ -202,25 +205,25 @@ fn not_confined(e: &dyn std::error::Error) {
     violation::end(&line);
 }
 
-/// Confines the calling thread as the main one, and has a thread of its own start all others from now on.
-/// Threads that are there keep what they have: they call [`enter`].
+/// Applies the main thread's filter to the calling thread and creates the starter, which starts all
+/// later threads. Existing threads are unaffected and call [`enter`] themselves.
 ///
 /// # Errors
-/// [`SandboxError`]; the calling thread may be confined in part.
+/// Returns a [`SandboxError`], in which case the calling thread may be partially confined.
 pub fn confine() -> Result<(), SandboxError> {
     let Some(sandbox) = SANDBOX.get() else {
         return Ok(());
     };
     apply_filter(&sandbox.without_clone3).map_err(|e| SandboxError::Apply(ThreadKind::Starter, e))?;
     sandbox.apply(ThreadKind::Starter)?;
-    let (ask, asked) = channel::<Wanted>();
+    let (ask, asked) = channel::<ThreadRequest>();
     Builder::new()
         .name("starter".into())
         .stack_size(STARTER_STACK_BYTES)
         .spawn(move || {
-            violation::is_of(ThreadKind::Starter);
-            for Wanted { builder, run, reply } in asked {
-                // Who asked may be gone; the thread runs all the same.
+            violation::set_thread_kind(ThreadKind::Starter);
+            for ThreadRequest { builder, run, reply } in asked {
+                // The requester may have given up, but the thread runs anyway.
                 let _ = reply.send(builder.spawn(run));
             }
         })
@@ -229,10 +232,10 @@ pub fn confine() -> Result<(), SandboxError> {
     sandbox.apply(ThreadKind::Main)
 }
 
-/// Starts a thread that does what threads of `kind` may.
+/// Starts a thread with the filter of `kind`.
 ///
 /// # Errors
-/// As [`Builder::spawn`].
+/// Returns the error of [`Builder::spawn`].
 pub fn spawn(
     kind: ThreadKind,
     builder: Builder,
@@ -241,11 +244,11 @@ pub fn spawn(
     spawn_prepared(kind, builder, || (), run)
 }
 
-/// As [`spawn`], for a thread that first does what the threads of its kind may not do later: what `prepare`
-/// does, and that may be what the threads of any kind may.
+/// Starts a thread like [`spawn`] that calls `prepare` before its own filter is applied. `prepare`
+/// may make the calls of any thread kind.
 ///
 /// # Errors
-/// As [`Builder::spawn`].
+/// Returns the error of [`Builder::spawn`].
 pub fn spawn_prepared(
     kind: ThreadKind,
     builder: Builder,
@@ -253,8 +256,8 @@ pub fn spawn_prepared(
     run: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     let run = move || {
-        // The filter that it has so far is the starter's.
-        violation::is_of(ThreadKind::Starter);
+        // The thread still has the filter inherited from the starter.
+        violation::set_thread_kind(ThreadKind::Starter);
         prepare();
         enter(kind);
         run();
@@ -264,7 +267,7 @@ pub fn spawn_prepared(
     };
     let (reply, replied) = channel();
     let gone = || io::Error::other("the thread that starts others has ended");
-    let wanted = Wanted {
+    let wanted = ThreadRequest {
         builder,
         run: Box::new(run),
         reply,

@@ -1,51 +1,57 @@
-//! What threads of each kind may ask of the kernel, as data: for the documentation, and for tests that hold
-//! the filters of a running VM to it.
+//! System call filters of each thread kind as data, for the documentation and for tests that
+//! compare the filters of a running VM.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use syscalls::Sysno;
 
-use crate::kind::{Counting, ThreadKind};
+use crate::kind::{PerfEventAccess, ThreadKind};
 use crate::lists;
-use crate::rules::{Allowed, Check};
+use crate::rules::{Allowed, ArgumentCheck};
 
-/// The kernel's answer to a system call of a thread, as far as its filters decide.
+/// Result of a thread's system call, as decided by its filters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Outcome {
-    /// The kernel executes it.
+pub enum CallOutcome {
+    /// The kernel executes the call.
     Allowed,
-    /// It fails with `EPERM`, and the thread goes on.
+    /// The call fails with `EPERM`.
     Refused,
-    /// It fails with `ENOSYS`, and the thread goes on.
+    /// The call fails with `ENOSYS`.
     Missing,
-    /// The VM ends.
+    /// The VM is terminated.
     Ends,
 }
 
-/// The answer to system call `call` of a thread of `kind` in the process `pid`.
+/// Returns the result of system call `call` by a thread of `kind` in process `pid`.
 #[must_use]
-pub fn outcome(kind: ThreadKind, counting: Counting, pid: u32, call: i64, arguments: [u64; 6]) -> Outcome {
+pub fn outcome(
+    kind: ThreadKind,
+    counting: PerfEventAccess,
+    pid: u32,
+    call: i64,
+    arguments: [u64; 6],
+) -> CallOutcome {
     let on = |list: &[Allowed]| list.iter().any(|allowed| allowed.takes(call, arguments));
     if on(&lists::refused(kind)) {
-        Outcome::Refused
+        CallOutcome::Refused
     } else if call == i64::from(Sysno::clone3.id()) {
-        Outcome::Missing
+        CallOutcome::Missing
     } else if on(&lists::of(kind, pid, counting)) {
-        Outcome::Allowed
+        CallOutcome::Allowed
     } else {
-        Outcome::Ends
+        CallOutcome::Ends
     }
 }
 
 impl Allowed {
     fn takes(&self, call: i64, arguments: [u64; 6]) -> bool {
-        let holds = |checks: &Vec<Check>| checks.iter().all(|check| check.holds(arguments));
+        let holds = |checks: &Vec<ArgumentCheck>| checks.iter().all(|check| check.holds(arguments));
         i64::from(self.call.id()) == call && (self.when.is_empty() || self.when.iter().any(holds))
     }
 }
 
-impl Check {
+impl ArgumentCheck {
     fn holds(self, arguments: [u64; 6]) -> bool {
         let low = |at: u8| {
             arguments
@@ -60,7 +66,7 @@ impl Check {
         }
     }
 
-    /// The condition in words; arguments are counted from 1.
+    /// Returns the condition as text. Arguments are counted from 1.
     fn words(self) -> String {
         let number = |value: u64| match value {
             OWN => "own process".to_owned(),
@@ -77,15 +83,15 @@ impl Check {
     }
 }
 
-/// Stands for the number of the VM's process.
+/// Placeholder for the VM's process ID.
 const OWN: u64 = 0x7fff_fffe;
 
-/// The answers to a call with arguments of one form, in the order of [`ThreadKind::ALL`].
-type Answers = [Option<Outcome>; ThreadKind::ALL.len()];
+/// Results of a call with one form of arguments, in the order of [`ThreadKind::ALL`].
+type CallOutcomes = [Option<CallOutcome>; ThreadKind::ALL.len()];
 
-/// The filters of all kinds as a table in Markdown. Where the table has no entry the VM ends.
+/// Formats the filters of all kinds as a Markdown table. A call without an entry terminates the VM.
 #[must_use]
-pub fn markdown(counting: Counting) -> String {
+pub fn markdown(counting: PerfEventAccess) -> String {
     let mut text = String::from("| system calls | arguments |");
     for kind in ThreadKind::ALL {
         let _ = write!(text, " {kind} |");
@@ -97,10 +103,10 @@ pub fn markdown(counting: Counting) -> String {
         let _ = write!(text, "| {} | {arguments} |", calls.join(", "));
         for answer in answers {
             text.push_str(match answer {
-                Some(Outcome::Allowed) => " yes |",
-                Some(Outcome::Refused) => " `EPERM` |",
-                Some(Outcome::Missing) => " `ENOSYS` |",
-                Some(Outcome::Ends) | None => " |",
+                Some(CallOutcome::Allowed) => " yes |",
+                Some(CallOutcome::Refused) => " `EPERM` |",
+                Some(CallOutcome::Missing) => " `ENOSYS` |",
+                Some(CallOutcome::Ends) | None => " |",
             });
         }
         text.push('\n');
@@ -108,14 +114,16 @@ pub fn markdown(counting: Counting) -> String {
     text
 }
 
-/// Calls with the same arguments and answers in one row; requests of one device too.
-fn grouped(counting: Counting) -> BTreeMap<(String, Answers), Vec<String>> {
-    let mut requests: BTreeMap<(u64, Answers), Vec<u64>> = BTreeMap::new();
-    let mut rows: BTreeMap<(String, Answers), Vec<String>> = BTreeMap::new();
+/// Groups calls with the same arguments and results, and ioctl requests of the same type.
+fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<String>> {
+    let mut requests: BTreeMap<(u64, CallOutcomes), Vec<u64>> = BTreeMap::new();
+    let mut rows: BTreeMap<(String, CallOutcomes), Vec<String>> = BTreeMap::new();
     for ((call, form), answers) in answers(counting) {
         match form {
-            Form::Request { kind, number } => requests.entry((kind, answers)).or_default().push(number),
-            Form::Words(words) => rows
+            ArgumentForm::Request { kind, number } => {
+                requests.entry((kind, answers)).or_default().push(number)
+            }
+            ArgumentForm::Words(words) => rows
                 .entry((words, answers))
                 .or_default()
                 .push(format!("`{call}`")),
@@ -131,19 +139,19 @@ fn grouped(counting: Counting) -> BTreeMap<(String, Answers), Vec<String>> {
     rows
 }
 
-/// Arguments as a rule has them.
+/// The form of the arguments in a rule.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Form {
-    /// A request of `ioctl(2)`, by its type and number.
+enum ArgumentForm {
+    /// An `ioctl(2)` request, by type and number.
     Request { kind: u64, number: u64 },
-    /// Other conditions.
+    /// Other conditions, as text.
     Words(String),
 }
 
-impl Form {
-    fn of(call: Sysno, checks: &[Check]) -> Self {
+impl ArgumentForm {
+    fn of(call: Sysno, checks: &[ArgumentCheck]) -> Self {
         match (call, checks) {
-            (Sysno::ioctl, [Check::Bits(1, 0xffff, bits)]) => Self::Request {
+            (Sysno::ioctl, [ArgumentCheck::Bits(1, 0xffff, bits)]) => Self::Request {
                 kind: bits >> 8,
                 number: bits & 0xff,
             },
@@ -158,31 +166,31 @@ impl Form {
     }
 }
 
-fn answers(counting: Counting) -> BTreeMap<(String, Form), Answers> {
-    let mut answers: BTreeMap<(String, Form), Answers> = BTreeMap::new();
+fn answers(counting: PerfEventAccess) -> BTreeMap<(String, ArgumentForm), CallOutcomes> {
+    let mut answers: BTreeMap<(String, ArgumentForm), CallOutcomes> = BTreeMap::new();
     let own = u32::try_from(OWN).unwrap_or(0);
     for (at, kind) in ThreadKind::ALL.into_iter().enumerate() {
         let allowed = lists::of(kind, own, counting);
-        // A call that is allowed whatever its arguments are needs no other row.
+        // A call that is permitted with any arguments needs only one row.
         let any: Vec<Sysno> = allowed
             .iter()
             .filter(|a| a.when.is_empty())
             .map(|a| a.call)
             .collect();
         let lists = [
-            (allowed, Outcome::Allowed),
-            (lists::refused(kind), Outcome::Refused),
+            (allowed, CallOutcome::Allowed),
+            (lists::refused(kind), CallOutcome::Refused),
         ];
         for (list, outcome) in lists {
             for Allowed { call, when } in list {
                 let outcome = match call {
-                    Sysno::clone3 if outcome == Outcome::Allowed => Outcome::Missing,
+                    Sysno::clone3 if outcome == CallOutcome::Allowed => CallOutcome::Missing,
                     _ => outcome,
                 };
                 let forms = match when.as_slice() {
-                    [] => vec![Form::Words(String::new())],
-                    _ if any.contains(&call) && outcome == Outcome::Allowed => Vec::new(),
-                    when => when.iter().map(|checks| Form::of(call, checks)).collect(),
+                    [] => vec![ArgumentForm::Words(String::new())],
+                    _ if any.contains(&call) && outcome == CallOutcome::Allowed => Vec::new(),
+                    when => when.iter().map(|checks| ArgumentForm::of(call, checks)).collect(),
                 };
                 for form in forms {
                     let row = answers.entry((call.name().to_owned(), form)).or_default();
@@ -199,8 +207,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_names_each_call_with_its_answers() {
-        let text = markdown(Counting::Broker);
+    fn table_lists_each_call_with_outcomes() {
+        let text = markdown(PerfEventAccess::Broker);
         let row = |call: &str| {
             let mut rows = text.lines().filter(|line| line.contains(call));
             rows.next().unwrap_or_default().to_owned()
@@ -212,24 +220,27 @@ mod tests {
         );
         assert!(row("`tgkill`").contains("1 = own process"), "{text}");
         assert!(row("requests of type 0xae: 0x80").contains("`ioctl`"), "{text}");
-        assert!(markdown(Counting::OwnThread).contains("`perf_event_open`"));
+        assert!(markdown(PerfEventAccess::OwnThread).contains("`perf_event_open`"));
     }
 
     #[test]
-    fn outcomes_are_those_of_the_filters() {
+    fn outcomes_match_filters() {
         let of = |kind, call: Sysno, arguments| {
-            outcome(kind, Counting::Broker, 7, i64::from(call.id()), arguments)
+            outcome(kind, PerfEventAccess::Broker, 7, i64::from(call.id()), arguments)
         };
         let vcpu = ThreadKind::Vcpu;
-        assert_eq!(of(vcpu, Sysno::read, [0; 6]), Outcome::Allowed);
-        assert_eq!(of(vcpu, Sysno::execve, [0; 6]), Outcome::Ends);
-        assert_eq!(of(vcpu, Sysno::clone3, [0; 6]), Outcome::Refused);
-        assert_eq!(of(ThreadKind::Starter, Sysno::clone3, [0; 6]), Outcome::Missing);
+        assert_eq!(of(vcpu, Sysno::read, [0; 6]), CallOutcome::Allowed);
+        assert_eq!(of(vcpu, Sysno::execve, [0; 6]), CallOutcome::Ends);
+        assert_eq!(of(vcpu, Sysno::clone3, [0; 6]), CallOutcome::Refused);
+        assert_eq!(
+            of(ThreadKind::Starter, Sysno::clone3, [0; 6]),
+            CallOutcome::Missing
+        );
         assert_eq!(
             of(vcpu, Sysno::perf_event_open, [0, 0, u64::MAX, u64::MAX, 8, 0]),
-            Outcome::Ends
+            CallOutcome::Ends
         );
-        assert_eq!(of(vcpu, Sysno::tgkill, [7, 7, 0, 0, 0, 0]), Outcome::Allowed);
-        assert_eq!(of(vcpu, Sysno::tgkill, [8, 8, 0, 0, 0, 0]), Outcome::Ends);
+        assert_eq!(of(vcpu, Sysno::tgkill, [7, 7, 0, 0, 0, 0]), CallOutcome::Allowed);
+        assert_eq!(of(vcpu, Sysno::tgkill, [8, 8, 0, 0, 0, 0]), CallOutcome::Ends);
     }
 }

@@ -1,4 +1,4 @@
-//! What happens when a thread asks for what it may not: one line, and the end of the process.
+//! Handling of seccomp violations: logs one line and terminates the process.
 #![expect(unsafe_code, reason = "a signal handler, and system calls in it")]
 
 use std::cell::Cell;
@@ -11,10 +11,10 @@ use syscalls::Sysno;
 
 use crate::kind::ThreadKind;
 
-/// `SYS_SECCOMP` of `sigaction(2)`: the signal is a filter's.
+/// `SYS_SECCOMP` of `sigaction(2)`: the signal was sent by a seccomp filter.
 const SYS_SECCOMP: libc::c_int = 1;
 
-/// `siginfo_t` of a `SIGSYS` (include/uapi/asm-generic/siginfo.h, `_sigsys`).
+/// Layout of `siginfo_t` for `SIGSYS` (include/uapi/asm-generic/siginfo.h, `_sigsys`).
 #[repr(C)]
 struct SigSys {
     signo: libc::c_int,
@@ -26,49 +26,50 @@ struct SigSys {
     arch: libc::c_uint,
 }
 
-/// What a process does at its end that no destructor gets to.
+/// Actions at immediate process termination, when destructors do not run.
 #[derive(Clone, Copy, Debug)]
-pub struct LastWill {
-    /// Called in a signal handler, before the line is written: may restore the terminal.
+pub struct TerminationActions {
+    /// Callback that runs in a signal handler before the line is written and may restore the
+    /// terminal.
     pub first: fn(),
-    /// Another descriptor that gets the line, besides standard error.
+    /// Additional descriptor to which the line is written, besides standard error.
     pub log: Option<libc::c_int>,
-    /// The exit status.
+    /// Exit status of the process.
     pub status: u8,
 }
 
-static WILL: OnceLock<LastWill> = OnceLock::new();
+static WILL: OnceLock<TerminationActions> = OnceLock::new();
 
 thread_local!(static KIND: Cell<Option<ThreadKind>> = const { Cell::new(None) });
 
-/// Says what the calling thread is.
-pub(crate) fn is_of(kind: ThreadKind) {
+/// Records the kind of the calling thread.
+pub(crate) fn set_thread_kind(kind: ThreadKind) {
     KIND.with(|own| own.set(Some(kind)));
 }
 
-/// What the calling thread is; `None` if nobody has said.
+/// Returns the kind of the calling thread, or `None` if it has not been set.
 #[must_use]
 pub fn kind() -> Option<ThreadKind> {
     KIND.with(Cell::get)
 }
 
-/// Ends the process by `will`, without what destructors and handlers at the exit would do.
-pub fn end_now(will: LastWill) -> ! {
+/// Terminates the process as specified by `will`, without destructors and exit handlers.
+pub fn end_now(will: TerminationActions) -> ! {
     (will.first)();
-    // SAFETY: it does not return, and has no conditions.
+    // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(will.status.into()) }
 }
 
-/// The process ends by `will`; the first one counts.
-pub(crate) fn leave(will: LastWill) {
+/// Sets the termination actions of the process. Only the first call has an effect.
+pub(crate) fn set_termination_actions(will: TerminationActions) {
     let _ = WILL.set(will);
 }
 
-/// Has the process end by `will` when a filter is met.
-pub(crate) fn watch(will: LastWill) -> io::Result<()> {
-    leave(will);
-    // SAFETY: a zeroed sigaction is a valid one; the handler has the signature that SA_SIGINFO wants and
-    // does only what a signal handler may.
+/// Installs the SIGSYS handler, which terminates the process as specified by `will`.
+pub(crate) fn watch(will: TerminationActions) -> io::Result<()> {
+    set_termination_actions(will);
+    // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO requires
+    // and is async-signal-safe.
     unsafe {
         let mut action: libc::sigaction = zeroed();
         action.sa_sigaction = on_sigsys as extern "C" fn(_, _, _) as usize;
@@ -80,15 +81,15 @@ pub(crate) fn watch(will: LastWill) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the process with a line, without what destructors and handlers at the exit would do.
-pub(crate) fn end(line: &Line) -> ! {
-    tell(line);
-    // SAFETY: it does not return, and is async-signal-safe.
+/// Logs a line and terminates the process without destructors and exit handlers.
+pub(crate) fn end(line: &SignalSafeLine) -> ! {
+    log_line(line);
+    // SAFETY: _exit does not return and is async-signal-safe.
     unsafe { libc::_exit(WILL.get().map_or(libc::EXIT_FAILURE, |will| will.status.into())) }
 }
 
-/// Writes a line where a fault is told, and restores the terminal before. For signal handlers too.
-pub(crate) fn tell(line: &Line) {
+/// Restores the terminal and writes a line to standard error and the log. Async-signal-safe.
+pub(crate) fn log_line(line: &SignalSafeLine) {
     let will = WILL.get();
     if let Some(will) = will {
         (will.first)();
@@ -97,16 +98,17 @@ pub(crate) fn tell(line: &Line) {
         .into_iter()
         .flatten()
     {
-        // SAFETY: the bytes are those of a live buffer. Nothing can be done if nobody takes them.
+        // SAFETY: the bytes belong to a live buffer. A write error is ignored because there is no
+        // other place to report it.
         unsafe { libc::write(fd, line.bytes.as_ptr().cast(), line.length) };
     }
 }
 
 extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, and SigSys is its layout for this signal; a
-    // siginfo is larger than that whatever its code is.
+    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, and SigSys is its layout for this
+    // signal. A siginfo is larger than SigSys for every code.
     let info = unsafe { &*info.cast::<SigSys>() };
-    let mut line = Line::default();
+    let mut line = SignalSafeLine::default();
     line.text("perfvisor: error: thread ");
     line.text(own_name(&mut [0; 16]));
     if let Some(kind) = kind() {
@@ -140,22 +142,22 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     end(&line);
 }
 
-/// The name of the calling thread.
+/// Returns the name of the calling thread.
 pub(crate) fn own_name(buffer: &mut [u8; 16]) -> &str {
-    // SAFETY: PR_GET_NAME writes at most 16 bytes, the last of them zero, to a live buffer of that size.
+    // SAFETY: PR_GET_NAME writes at most 16 bytes, including the terminating zero, to a live buffer
+    // of that size.
     unsafe { libc::prctl(libc::PR_GET_NAME, buffer.as_mut_ptr()) };
     let length = buffer.iter().position(|byte| *byte == 0).unwrap_or(0);
     std::str::from_utf8(&buffer[..length]).unwrap_or("?")
 }
 
-/// A line of text that is put together without memory of the allocator's, which a thread that was
-/// interrupted may be in.
-pub(crate) struct Line {
+/// A line of text in a fixed buffer, because the interrupted thread may hold the allocator's lock.
+pub(crate) struct SignalSafeLine {
     bytes: [u8; 400],
     length: usize,
 }
 
-impl Default for Line {
+impl Default for SignalSafeLine {
     fn default() -> Self {
         Self {
             bytes: [0; 400],
@@ -164,8 +166,8 @@ impl Default for Line {
     }
 }
 
-impl Line {
-    /// Adds text; what does not fit is left out.
+impl SignalSafeLine {
+    /// Appends text, truncated to the remaining space.
     pub(crate) fn text(&mut self, text: &str) {
         let room = &mut self.bytes[self.length..];
         let count = text.len().min(room.len());
@@ -197,7 +199,8 @@ impl Line {
     }
 }
 
-/// Whether this kernel has filters that can do `action` (seccomp(2), `SECCOMP_GET_ACTION_AVAIL`).
+/// Returns whether the kernel supports the filter action `action` (seccomp(2),
+/// `SECCOMP_GET_ACTION_AVAIL`).
 pub(crate) fn has_action(action: u32) -> bool {
     let mut action = MaybeUninit::new(action);
     // SAFETY: the operation reads an int from a live variable.
@@ -217,8 +220,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_its_numbers_and_no_more_than_fits() {
-        let mut line = Line::default();
+    fn line_formats_numbers_and_truncates() {
+        let mut line = SignalSafeLine::default();
         line.number(0);
         line.text(" ");
         line.number(u64::MAX);

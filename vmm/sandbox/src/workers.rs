@@ -1,13 +1,15 @@
-//! Processes for work on bytes of a guest's making, which a VM can do without: each does one piece of work
-//! and ends, with a system-call filter, limits of memory and of time, and no descriptor but one socket.
+//! Processes for guest-controlled data that the VM can work without (workers). Each worker performs
+//! one task and exits. Its seccomp filter and limits of memory and CPU time are strict, and its
+//! only descriptor is one socket.
 //!
-//! | file | story |
+//! | file | contents |
 //! |---|---|
-//! | `keeper` | the process that starts one worker after the other, and says how each ended |
-//! | `ended` | how a worker ended |
+//! | `keeper` | the process that starts workers one at a time and reports how each ended |
+//! | `ended` | termination status of a worker |
 //!
-//! A VM that runs may start no process. So the keeper is started before, by a fork, with the rights that the
-//! VM has then, and gives them up at once. It reads nothing of a guest's.
+//! A running VM may not start processes. The keeper is therefore forked earlier, with the
+//! privileges that the VM has at that time, and drops them immediately. The keeper never reads
+//! guest data.
 
 mod ended;
 pub(crate) mod keeper;
@@ -21,84 +23,86 @@ use std::time::Duration;
 use seccompiler::{BackendError, BpfProgram, SeccompAction};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-pub use ended::Ended;
-pub use keeper::Limits;
-use keeper::{BEGIN, GIVE_UP, Job, Said};
+pub use ended::WorkerExit;
+pub use keeper::WorkerLimits;
+use keeper::{BEGIN, GIVE_UP, KeeperConfig, KeeperMessage};
 
 use crate::start::{Mode, SandboxError};
 use crate::{ThreadKind, filter, lists};
 
-/// How long the keeper may take to answer, and a worker for a message.
+/// Timeout for an answer of the keeper and for a message of a worker.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What workers may do.
+/// Restrictions of worker processes.
 #[derive(Clone, Copy, Debug)]
-pub struct Confinement {
-    /// With a filter, or not.
+pub struct ProcessConfinement {
+    /// Seccomp mode.
     pub seccomp: Mode,
-    /// Without any file, where the kernel has landlock.
+    /// `true` if landlock denies access to all files, on kernels that support it.
     pub landlock: bool,
 }
 
-impl Confinement {
-    /// What happens to a call that is not on a process's list; `None`: it has no filter.
+impl ProcessConfinement {
+    /// Returns the action for a call that is not on a process's list, or `None` without a filter.
     pub(crate) fn otherwise(self) -> Option<SeccompAction> {
         match self.seccomp {
             Mode::Off => None,
-            // There is nobody to write a line.
+            // The process has no handler that could log a violation.
             Mode::On => Some(SeccompAction::KillProcess),
             Mode::Log => Some(SeccompAction::Log),
         }
     }
 }
 
-/// There are no workers.
+/// The reason why the worker keeper could not be started.
 #[derive(Debug, thiserror::Error)]
-pub enum WorkersError {
-    /// The keeper cannot be started.
+pub enum ServiceStartError {
+    /// The operating system denied an operation.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-    /// There are no filters for it.
+    /// The seccomp filters could not be created.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
 }
 
-/// There is no worker.
+/// The reason why no worker was started.
 #[derive(Debug, thiserror::Error)]
-pub enum BeginError {
-    /// The keeper has ended, or does not answer: there will be none any more.
+pub enum WorkerStartError {
+    /// The keeper has exited or timed out, and no further workers can be started.
     #[error("the process that starts it has ended")]
     NoKeeper(#[source] io::Error),
-    /// The keeper cannot start one now.
+    /// The keeper failed to start a worker.
     #[error("it cannot be started")]
     Refused(#[source] io::Error),
 }
 
-/// Who has workers started. The keeper and the worker that is there end with this.
+/// The connection to the worker keeper. The keeper and its current worker exit when this value is
+/// dropped.
 #[derive(Debug)]
-pub struct Workers {
-    /// `None`: the keeper is gone.
+pub struct WorkerKeeper {
+    /// Connection to the keeper, `None` after the keeper has exited.
     control: Mutex<Option<UnixStream>>,
 }
 
-impl Workers {
-    /// Starts the keeper: a copy of this process, in which no thread but the calling one may exist. `give_up`
-    /// gives up its rights; `work` is what each worker does, with its socket and its number, from 0.
+impl WorkerKeeper {
+    /// Forks the keeper from this process, which must have no thread other than the calling one.
+    /// `give_up` drops its privileges. Each worker calls `work` with its socket and its number,
+    /// counted from 0.
     ///
     /// # Errors
-    /// [`WorkersError`].
+    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be created.
     pub fn start(
-        confinement: Confinement,
-        limits: Limits,
+        confinement: ProcessConfinement,
+        limits: WorkerLimits,
         give_up: fn() -> bool,
         work: fn(UnixStream, u32),
-    ) -> Result<Self, WorkersError> {
-        let (ours, its) = UnixStream::pair().map_err(|e| WorkersError::Os("socketpair", e))?;
+    ) -> Result<Self, ServiceStartError> {
+        let (ours, its) = UnixStream::pair().map_err(|e| ServiceStartError::Os("socketpair", e))?;
         ours.set_read_timeout(Some(PATIENCE))
-            .map_err(|e| WorkersError::Os("setsockopt", e))?;
+            .map_err(|e| ServiceStartError::Os("setsockopt", e))?;
         let otherwise = confinement.otherwise();
         let filters = filters(otherwise.as_ref());
-        let job = Job {
+        let job = KeeperConfig {
             filters: filters.map_err(|e| SandboxError::Compile(ThreadKind::Profiler, e))?,
             otherwise,
             landlock: confinement.landlock,
@@ -107,54 +111,56 @@ impl Workers {
             give_up,
             work,
         };
-        keeper::start(its, job).map_err(|e| WorkersError::Os("fork", e))?;
+        keeper::start(its, job).map_err(|e| ServiceStartError::Os("fork", e))?;
         Ok(Self {
             control: Mutex::new(Some(ours)),
         })
     }
 
-    /// Has a worker started. There is one at a time: who asks for another waits until the first is let go.
+    /// Starts a worker. Only one worker exists at a time: further callers block until the current
+    /// one is dropped.
     ///
     /// # Errors
-    /// [`BeginError`].
-    pub fn begin(&self) -> Result<Worker<'_>, BeginError> {
+    /// Returns a [`WorkerStartError`] if the keeper is unavailable or cannot start a worker.
+    pub fn begin(&self) -> Result<WorkerProcess<'_>, WorkerStartError> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         match with_keeper(&mut control, begun) {
-            Ok(Ok(socket)) => Ok(Worker {
+            Ok(Ok(socket)) => Ok(WorkerProcess {
                 control,
                 socket,
                 ended: false,
             }),
-            Ok(Err(refused)) => Err(BeginError::Refused(refused)),
-            Err(e) => Err(BeginError::NoKeeper(e)),
+            Ok(Err(refused)) => Err(WorkerStartError::Refused(refused)),
+            Err(e) => Err(WorkerStartError::NoKeeper(e)),
         }
     }
 }
 
-/// The socket of a new worker, or why the keeper starts none.
+/// Receives the socket of a new worker, or the keeper's reason for not starting one.
 ///
 /// # Errors
-/// The keeper does not answer.
+/// Returns an error if the keeper does not answer.
 fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     control.write_all(&[BEGIN])?;
-    let mut word = [0; Said::BYTES];
+    let mut word = [0; KeeperMessage::BYTES];
     let (count, socket) = control
         .recv_with_fd(&mut word)
         .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
     let rest = word.get_mut(count..).unwrap_or_default();
     control.read_exact(rest)?;
-    match Said::from_bytes(word) {
-        Said::Begun => {
+    match KeeperMessage::from_bytes(word) {
+        KeeperMessage::StartedWorker => {
             let socket = socket.ok_or(ErrorKind::InvalidData)?;
             Ok(Ok(UnixStream::from(OwnedFd::from(socket))))
         }
-        Said::Failed(errno) => Ok(Err(io::Error::from_raw_os_error(errno))),
-        Said::Ended { .. } => Err(ErrorKind::InvalidData.into()),
+        KeeperMessage::Failed(errno) => Ok(Err(io::Error::from_raw_os_error(errno))),
+        KeeperMessage::WorkerExit { .. } => Err(ErrorKind::InvalidData.into()),
     }
 }
 
-/// Asks the keeper. One that does not answer is let go, and ends: what it says later would be taken for
-/// another answer. The socket is closed, which any thread may do.
+/// Performs an exchange with the keeper. After a timeout the connection is closed, which stops the
+/// keeper, because a late answer would be mistaken for another one. Closing a socket is permitted
+/// on every thread.
 fn with_keeper<T>(
     control: &mut Option<UnixStream>,
     ask: impl FnOnce(&mut UnixStream) -> io::Result<T>,
@@ -166,56 +172,57 @@ fn with_keeper<T>(
     asked.inspect_err(|_| *control = None)
 }
 
-/// The last word on a worker.
-fn ended(control: &mut UnixStream) -> io::Result<Ended> {
+/// Receives the termination status of a worker.
+fn ended(control: &mut UnixStream) -> io::Result<WorkerExit> {
     control.write_all(&[GIVE_UP])?;
-    let mut word = [0; Said::BYTES];
+    let mut word = [0; KeeperMessage::BYTES];
     control.read_exact(&mut word)?;
-    match Said::from_bytes(word) {
-        Said::Ended { status, text } => {
+    match KeeperMessage::from_bytes(word) {
+        KeeperMessage::WorkerExit { status, text } => {
             let mut words = vec![0; text.into()];
             control.read_exact(&mut words)?;
-            Ok(Ended::of(status, &words))
+            Ok(WorkerExit::of(status, &words))
         }
-        Said::Begun | Said::Failed(_) => Err(ErrorKind::InvalidData.into()),
+        KeeperMessage::StartedWorker | KeeperMessage::Failed(_) => Err(ErrorKind::InvalidData.into()),
     }
 }
 
-/// A worker, and the socket to it. One that is dropped is ended.
+/// A running worker process. Dropping this value terminates the worker.
 #[derive(Debug)]
-pub struct Worker<'a> {
+pub struct WorkerProcess<'a> {
     control: MutexGuard<'a, Option<UnixStream>>,
     socket: UnixStream,
     ended: bool,
 }
 
-impl Drop for Worker<'_> {
+impl Drop for WorkerProcess<'_> {
     fn drop(&mut self) {
         if !self.ended {
-            // The keeper waits for this before it starts another one. Nobody asks how it ended.
+            // The keeper waits for this message before it starts another worker. The status is not
+            // needed.
             let _ = with_keeper(&mut self.control, ended);
         }
     }
 }
 
-impl Worker<'_> {
-    /// The socket.
+impl WorkerProcess<'_> {
+    /// Returns the socket that is connected to the worker.
     pub fn socket(&mut self) -> &mut UnixStream {
         &mut self.socket
     }
 
-    /// Ends it, if it has not ended, and says how it ended. Who wants to know why nothing comes any more
-    /// reads up to the end of the socket first.
+    /// Terminates the worker, unless it has already exited, and returns its termination status. To
+    /// learn why a worker stopped sending, read the socket to its end before this call.
     ///
     /// # Errors
-    /// The keeper does not say: it has ended, and the worker with it.
-    pub fn end(mut self) -> io::Result<Ended> {
+    /// Returns an error if the keeper has exited, which also ends the worker.
+    pub fn end(mut self) -> io::Result<WorkerExit> {
         self.ended = true;
         with_keeper(&mut self.control, ended)
     }
 }
 
-/// The keeper's filters, if others do `otherwise`.
+/// Compiles the keeper's filters with the action `otherwise` for other calls.
 fn filters(otherwise: Option<&SeccompAction>) -> Result<Vec<BpfProgram>, BackendError> {
     let mut filters = Vec::new();
     if let Some(SeccompAction::KillProcess) = otherwise {

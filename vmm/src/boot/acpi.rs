@@ -196,7 +196,7 @@ mod tests {
 
     /// KVM's timer raises I/O APIC input 0, the input that Linux uses without an override.
     #[test]
-    fn the_timers_interrupt_is_where_kvm_leads_it() {
+    fn timer_irq_has_no_source_override() {
         let madt = madt("1".parse().unwrap());
         let mut at = 44;
         let mut overridden = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use thiserror::Error;
 
 /// Error of loading a guest. Each message is one line that names the problem, the limit and the
@@ -15,7 +15,7 @@ pub enum BootError {
     Image(#[from] kernel_images::ImageError),
     /// Replacing an RDPMC instruction of the kernel failed.
     #[error(transparent)]
-    Rdpmc(#[from] crate::rdpmc::PatchError),
+    Rdpmc(#[from] crate::rdpmc::RdpmcPatchError),
     /// Opening a file failed.
     #[error("cannot open {what} {}", path.display())]
     Open {
@@ -183,7 +183,7 @@ pub enum BootError {
         /// Name of the register set.
         what: &'static str,
         /// Error of the ioctl.
-        source: CallError,
+        source: KvmIoctlError,
     },
     /// The host's KVM cannot run a Linux kernel.
     #[error(

@@ -19,7 +19,7 @@ use perf_core::guest_log;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
 
-use kernel_images::elf::Segment;
+use kernel_images::elf::LoadSegment;
 
 /// Number of generic hardware events (`PERF_COUNT_HW_*`).
 const HARDWARE_EVENTS: usize = 10;
@@ -27,7 +27,7 @@ const HARDWARE_EVENTS: usize = 10;
 const CACHE_EVENTS: usize = 7 * 3 * 2;
 /// Entry of an invalid combination, such as a write to the instruction cache. The kernel returns
 /// EINVAL.
-const SENSELESS: u64 = u64::MAX;
+const INVALID: u64 = u64::MAX;
 /// Entry of an event that the processor cannot count. The kernel returns ENOENT.
 const ABSENT: u64 = 0;
 /// Bits that an entry may have set: AMD's event select reaches bit 35, Intel's selector ends at bit
@@ -35,11 +35,11 @@ const ABSENT: u64 = 0;
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
 /// Indices of cache table entries that are invalid on every processor: writes to the instruction
 /// cache, writes and prefetches of the instruction TLB and of the branch unit.
-const SENSELESS_AT: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
+const INVALID_INDICES: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
 /// Index of the four invalid entries before the branch unit's reads.
-const ITLB_AT: usize = 26;
+const ITLB_INDEX: usize = 26;
 /// Index of the branch unit's reads, which count branches.
-const BRANCHES_AT: usize = 30;
+const BRANCHES_INDEX: usize = 30;
 /// Linux's pseudo-encoding of reference cycles in Intel's table. No general-purpose counter has
 /// this event.
 const INTEL_REF_CYCLES: u64 = 0x300;
@@ -48,7 +48,7 @@ const MAX_TABLES: usize = 64;
 
 /// A generic event of perf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TableEvent {
+pub enum KernelTableEvent {
     /// `PERF_TYPE_HARDWARE` with this `config`.
     Hardware(u64),
     /// `PERF_TYPE_HW_CACHE` with this `config`: cache, operation << 8, result << 16.
@@ -56,7 +56,7 @@ pub enum TableEvent {
 }
 
 /// Formats the event as perf names it.
-impl fmt::Display for TableEvent {
+impl fmt::Display for KernelTableEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const HARDWARE: [&str; HARDWARE_EVENTS] = [
             "cycles",
@@ -90,7 +90,7 @@ impl fmt::Display for TableEvent {
 
 /// Contents of an event table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum EventTableKind {
     Hardware,
     Cache,
 }
@@ -99,7 +99,7 @@ enum Kind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventTable {
     vendor: Vendor,
-    kind: Kind,
+    kind: EventTableKind,
     /// Link-time address.
     virt: u64,
     /// Guest-physical address.
@@ -114,9 +114,9 @@ impl EventTable {
     }
 
     /// Returns the countable events with their indices and encodings.
-    fn events(&self) -> impl Iterator<Item = (usize, TableEvent, u64)> {
+    fn events(&self) -> impl Iterator<Item = (usize, KernelTableEvent, u64)> {
         let numbered = self.entries.iter().copied().enumerate();
-        let numbered = numbered.filter(|(_, config)| !matches!(*config, ABSENT | SENSELESS));
+        let numbered = numbered.filter(|(_, config)| !matches!(*config, ABSENT | INVALID));
         numbered.map(|(at, config)| (at, self.event(at as u64), config))
     }
 
@@ -130,27 +130,29 @@ impl EventTable {
         self.phys.saturating_add(8 * self.entries.len() as u64)
     }
 
-    fn event(&self, at: u64) -> TableEvent {
+    fn event(&self, at: u64) -> KernelTableEvent {
         match self.kind {
-            Kind::Hardware => TableEvent::Hardware(at),
-            Kind::Cache => TableEvent::Cache((at / 6) | ((at / 2 % 3) << 8) | ((at % 2) << 16)),
+            EventTableKind::Hardware => KernelTableEvent::Hardware(at),
+            EventTableKind::Cache => {
+                KernelTableEvent::Cache((at / 6) | ((at / 2 % 3) << 8) | ((at % 2) << 16))
+            }
         }
     }
 }
 
 /// Result of hiding events of one table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hidden {
+pub struct HiddenEvents {
     /// Link-time address of the table.
     pub virt: u64,
     /// Events removed from the table.
-    pub hidden: Vec<TableEvent>,
+    pub hidden: Vec<KernelTableEvent>,
     /// Number of events that remain in the table.
     pub left: usize,
 }
 
 /// Finds the event tables in the segments of an image.
-pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
+pub(crate) fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
     let mut tables = Vec::new();
     for segment in segments {
         // Each table begins with the encodings of cycles and instructions.
@@ -164,7 +166,7 @@ pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
             let mut inside = [0xFF; 40];
             inside[32..].copy_from_slice(&branches.to_le_bytes());
             for at in memmem::find_iter(segment.data, &inside).take(MAX_TABLES) {
-                let start = at.checked_sub(8 * ITLB_AT);
+                let start = at.checked_sub(8 * ITLB_INDEX);
                 tables.extend(start.and_then(|start| cache_table(segment, start, vendor, branches)));
             }
         }
@@ -180,7 +182,7 @@ pub(crate) fn find_in_memory(
     bytes: &[u8],
     mut physical: impl FnMut(u64) -> Option<u64>,
 ) -> Vec<EventTable> {
-    let mut tables = find(&[Segment {
+    let mut tables = find(&[LoadSegment {
         index: 0,
         virt: start,
         phys: start,
@@ -200,7 +202,7 @@ pub(crate) fn find_in_memory(
     tables
 }
 
-fn hardware_table(segment: &Segment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
+fn hardware_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
     let known = match vendor {
         // Instructions, branches and branch misses have had the same encodings since the K7.
@@ -209,17 +211,18 @@ fn hardware_table(segment: &Segment<'_>, at: usize, vendor: Vendor) -> Option<Ev
         Vendor::Intel => entries[4] == 0xC4 && entries[5] == 0xC5 && entries[9] == INTEL_REF_CYCLES,
     };
     let sound = entries.iter().all(|config| config & !CONFIG_BITS == 0);
-    (known && sound).then(|| table(segment, at, vendor, Kind::Hardware, entries))
+    (known && sound).then(|| table(segment, at, vendor, EventTableKind::Hardware, entries))
 }
 
-fn cache_table(segment: &Segment<'_>, at: usize, vendor: Vendor, branches: u64) -> Option<EventTable> {
+fn cache_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor, branches: u64) -> Option<EventTable> {
     let entries = entries(segment, at, CACHE_EVENTS)?;
-    let known = entries[BRANCHES_AT] == branches && SENSELESS_AT.iter().all(|at| entries[*at] == SENSELESS);
-    let sound = |config: &u64| *config == SENSELESS || config & !CONFIG_BITS == 0;
-    (known && entries.iter().all(sound)).then(|| table(segment, at, vendor, Kind::Cache, entries))
+    let known =
+        entries[BRANCHES_INDEX] == branches && INVALID_INDICES.iter().all(|at| entries[*at] == INVALID);
+    let sound = |config: &u64| *config == INVALID || config & !CONFIG_BITS == 0;
+    (known && entries.iter().all(sound)).then(|| table(segment, at, vendor, EventTableKind::Cache, entries))
 }
 
-fn entries(segment: &Segment<'_>, at: usize, count: usize) -> Option<Vec<u64>> {
+fn entries(segment: &LoadSegment<'_>, at: usize, count: usize) -> Option<Vec<u64>> {
     if !segment.phys.wrapping_add(at as u64).is_multiple_of(8) {
         return None;
     }
@@ -228,7 +231,13 @@ fn entries(segment: &Segment<'_>, at: usize, count: usize) -> Option<Vec<u64>> {
     Some(words.iter().map(|w| u64::from_le_bytes(*w)).collect())
 }
 
-fn table(segment: &Segment<'_>, at: usize, vendor: Vendor, kind: Kind, entries: Vec<u64>) -> EventTable {
+fn table(
+    segment: &LoadSegment<'_>,
+    at: usize,
+    vendor: Vendor,
+    kind: EventTableKind,
+    entries: Vec<u64>,
+) -> EventTable {
     EventTable {
         vendor,
         kind,
@@ -246,12 +255,12 @@ pub fn hide(
     memory: &GuestMemoryMmap,
     tables: &[EventTable],
     vendor: Vendor,
-    mut can_count: impl FnMut(TableEvent, u64) -> bool,
-) -> Vec<Hidden> {
+    mut can_count: impl FnMut(KernelTableEvent, u64) -> bool,
+) -> Vec<HiddenEvents> {
     // Compare all tables with the file before changing any.
     let known: Vec<bool> = tables
         .iter()
-        .map(|table| is_known(memory, tables, table))
+        .map(|table| is_unchanged_in_memory(memory, tables, table))
         .collect();
     let mut done = Vec::new();
     for (table, _) in tables
@@ -259,7 +268,7 @@ pub fn hide(
         .zip(known)
         .filter(|(table, known)| *known && table.vendor == vendor)
     {
-        let mut result = Hidden {
+        let mut result = HiddenEvents {
             virt: table.virt,
             hidden: Vec::new(),
             left: 0,
@@ -278,7 +287,7 @@ pub fn hide(
 }
 
 /// Returns whether `table` overlaps no other table and its memory matches the file.
-fn is_known(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
+fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
     let shared = tables
         .iter()
         .any(|other| !std::ptr::eq(other, table) && other.phys < table.end() && table.phys < other.end());
@@ -316,8 +325,8 @@ mod tests {
         words.iter().copied().flat_map(u64::to_le_bytes).collect()
     }
 
-    fn segment(data: &[u8]) -> Segment<'_> {
-        Segment {
+    fn segment(data: &[u8]) -> LoadSegment<'_> {
+        LoadSegment {
             index: 0,
             virt: 0xFFFF_FFFF_8100_0000,
             phys: LOAD_AT,
@@ -349,11 +358,11 @@ mod tests {
     /// A cache table with loads, instruction fetches and branches.
     fn cache(branches: u64) -> Vec<u64> {
         let mut words = vec![0; CACHE_EVENTS];
-        for at in SENSELESS_AT {
-            words[at] = SENSELESS;
+        for at in INVALID_INDICES {
+            words[at] = INVALID;
         }
         (words[0], words[1], words[6]) = (0x40, 0xC860, 0x80);
-        (words[BRANCHES_AT], words[BRANCHES_AT + 1]) = (branches, branches + 1);
+        (words[BRANCHES_INDEX], words[BRANCHES_INDEX + 1]) = (branches, branches + 1);
         words
     }
 
@@ -368,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_counted_is_zero_in_the_guest_and_the_rest_is_as_it_was() {
+    fn hide_zeroes_only_uncountable_events() {
         let data = kernel();
         let tables = find(&[segment(&data)]);
         assert_eq!(tables.len(), 4, "{tables:?}");
@@ -405,7 +414,7 @@ mod tests {
         let mut expected = data.clone();
         let mut hidden = cache(0xC2);
         for word in &mut hidden {
-            if *word != SENSELESS {
+            if *word != INVALID {
                 *word = 0;
             }
         }
@@ -422,7 +431,7 @@ mod tests {
     /// The page tables locate the tables of a running kernel. A table that is not contiguous in
     /// physical memory is ignored.
     #[test]
-    fn tables_of_a_kernel_that_runs_are_where_its_pages_are() {
+    fn tables_of_running_kernel_are_found_by_page_tables() {
         const START: u64 = 0xFFFF_FFFF_8100_0000;
         let data = kernel();
         let in_one_piece = |linear: u64| Some(linear - START + LOAD_AT);
@@ -441,16 +450,16 @@ mod tests {
         assert_eq!(
             places,
             [
-                (Vendor::Amd, Kind::Hardware, LOAD_AT + 64),
-                (Vendor::Intel, Kind::Hardware, 2 * LOAD_AT + 832),
-                (Vendor::Intel, Kind::Cache, 2 * LOAD_AT + 496),
+                (Vendor::Amd, EventTableKind::Hardware, LOAD_AT + 64),
+                (Vendor::Intel, EventTableKind::Hardware, 2 * LOAD_AT + 832),
+                (Vendor::Intel, EventTableKind::Cache, 2 * LOAD_AT + 496),
             ]
         );
         assert_eq!(find_in_memory(START, &data, |_| None), []);
     }
 
     #[test]
-    fn reference_cycles_can_be_taken_out_of_intels_table() {
+    fn hide_removes_reference_cycles_of_intel() {
         let data = kernel();
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
@@ -458,10 +467,10 @@ mod tests {
             ram.memory(),
             &find(&[segment(&data)]),
             Vendor::Intel,
-            |event, _| event != TableEvent::Hardware(9),
+            |event, _| event != KernelTableEvent::Hardware(9),
         );
         let hidden: Vec<_> = done.iter().flat_map(|d| d.hidden.clone()).collect();
-        assert_eq!(hidden, [TableEvent::Hardware(9)]);
+        assert_eq!(hidden, [KernelTableEvent::Hardware(9)]);
         let mut there = vec![0; data.len()];
         ram.memory()
             .read_slice(&mut there, GuestAddress(LOAD_AT))
@@ -472,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_quite_a_table_is_none() {
+    fn malformed_event_table_is_ignored() {
         let mut other = hardware();
         other[4] = 0xC1;
         assert_eq!(find(&[segment(&bytes(&other))]), []);
@@ -497,7 +506,7 @@ mod tests {
     /// A table that differs from the file or overlaps another is skipped, and the other tables are
     /// still processed.
     #[test]
-    fn tables_that_are_not_what_they_look_like_are_left_alone() {
+    fn overlapping_or_modified_tables_are_unchanged() {
         let data = kernel();
         let tables = find(&[segment(&data)]);
         let ram = GuestRam::new(32 << 20).unwrap();
@@ -535,15 +544,15 @@ mod tests {
         let data = bytes(&cache(0xC2));
         let table = &find(&[segment(&data)])[0];
         let event = |at| table.event(at);
-        assert_eq!(event(1), TableEvent::Cache(1 << 16));
-        assert_eq!(event(41), TableEvent::Cache(6 | 2 << 8 | 1 << 16));
+        assert_eq!(event(1), KernelTableEvent::Cache(1 << 16));
+        assert_eq!(event(41), KernelTableEvent::Cache(6 | 2 << 8 | 1 << 16));
         assert_eq!(event(23).to_string(), "dTLB-prefetch-misses");
         assert_eq!(event(14).to_string(), "LLC-stores");
     }
 
     proptest! {
         #[test]
-        fn any_damage_to_a_kernel_never_panics(at in 0usize..800, value: u8, cut in 0usize..900) {
+        fn damaged_kernel_does_not_panic_table_search(at in 0usize..800, value: u8, cut in 0usize..900) {
             let mut data = kernel();
             let at = at % data.len();
             data[at] = value;

@@ -95,7 +95,7 @@ mod tests {
     use vm_memory::Bytes;
 
     #[test]
-    fn the_zero_page_has_the_fields_where_linux_reads_them() {
+    fn zero_page_matches_linux_layout() {
         let ram = GuestRam::new(64 << 20).unwrap();
         write_boot_params(&ram, "console=ttyS0 a=b", Some(&(0x300_0000..0x300_1234)), None).unwrap();
         let mut page = [0u8; 4096];

@@ -29,17 +29,17 @@ use vm_memory::{Bytes, GuestAddress};
 pub use acpi::SCI_IRQ;
 pub use error::BootError;
 pub(crate) use regs::configure_bsp;
-pub use regs::{Entry, configure_local_apic};
+pub use regs::{EntryState, configure_local_apic};
 
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use crate::rdpmc;
-use kernel_images::elf::{self, ElfImage, Segment};
+use kernel_images::elf::{self, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
-use kernel_images::rdpmc::{CodeBits, PatchedSite, Text, TextRange, find};
+use kernel_images::rdpmc::{CodeBits, CodeBytes, RdpmcSite, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{Damage, ImageError, bzimage, kallsyms};
+use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -87,16 +87,16 @@ pub enum BootProtocol {
 /// Error of parsing a [`BootProtocol`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto (what the kernel's file asks for) or pvh (its PVH entry point)")]
-pub struct NotAProtocol;
+pub struct ParseBootProtocolError;
 
 impl std::str::FromStr for BootProtocol {
-    type Err = NotAProtocol;
+    type Err = ParseBootProtocolError;
 
-    fn from_str(text: &str) -> Result<Self, NotAProtocol> {
+    fn from_str(text: &str) -> Result<Self, ParseBootProtocolError> {
         match text {
             "auto" => Ok(BootProtocol::Auto),
             "pvh" => Ok(BootProtocol::Pvh),
-            _ => Err(NotAProtocol),
+            _ => Err(ParseBootProtocolError),
         }
     }
 }
@@ -123,7 +123,7 @@ pub struct BootRequest<'a> {
 
 /// Format of a kernel image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KernelKind {
+pub enum KernelFormat {
     /// An uncompressed ELF Linux kernel.
     Vmlinux,
     /// A compressed Linux kernel in the bzImage format.
@@ -137,34 +137,34 @@ pub enum KernelKind {
     Pvh,
 }
 
-impl KernelKind {
+impl KernelFormat {
     /// Returns whether the kernel is Linux.
     pub fn is_linux(&self) -> bool {
         match self {
-            KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
-            KernelKind::Multiboot | KernelKind::Pvh => false,
+            KernelFormat::Vmlinux | KernelFormat::BzImage { .. } => true,
+            KernelFormat::Multiboot | KernelFormat::Pvh => false,
         }
     }
 }
 
-impl std::fmt::Display for KernelKind {
+impl std::fmt::Display for KernelFormat {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            KernelKind::Vmlinux => f.write_str("ELF vmlinux"),
-            KernelKind::BzImage { compression } => write!(f, "bzImage ({compression})"),
-            KernelKind::Multiboot => f.write_str("multiboot image"),
-            KernelKind::Pvh => f.write_str("PVH image"),
+            KernelFormat::Vmlinux => f.write_str("ELF vmlinux"),
+            KernelFormat::BzImage { compression } => write!(f, "bzImage ({compression})"),
+            KernelFormat::Multiboot => f.write_str("multiboot image"),
+            KernelFormat::Pvh => f.write_str("PVH image"),
         }
     }
 }
 
 /// A guest that is loaded and ready to start.
 #[derive(Clone, Debug)]
-pub struct Loaded {
+pub struct LoadedGuest {
     /// Format of the kernel image.
-    pub kind: KernelKind,
+    pub kind: KernelFormat,
     /// Initial execution state of the boot processor.
-    pub entry: Entry,
+    pub entry: EntryState,
     /// Guest-physical range of the kernel's segments.
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
@@ -177,12 +177,12 @@ pub struct Loaded {
     pub symbols: Arc<PackedSymbols>,
     /// RDPMC instructions of the kernel, replaced or not. With `patch_rdpmc` each of them is an
     /// exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
-    pub rdpmc_sites: Vec<PatchedSite>,
+    pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
 }
 
-impl Loaded {
+impl LoadedGuest {
     /// Sets the boot processor's registers. Call this after KVM_SET_CPUID2 and before the first
     /// KVM_RUN.
     pub fn configure_bsp(&self, vcpu: &VcpuFd) -> Result<(), BootError> {
@@ -210,7 +210,7 @@ fn unpacked(packed: &[u8]) -> Result<Vec<u8>, BootError> {
 }
 
 /// Loads a guest into `ram`.
-pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootError> {
+pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, BootError> {
     let name = request.kernel.name();
     let file;
     let data: &[u8] = match request.kernel {
@@ -237,9 +237,9 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
             BootProtocol::Pvh => true,
         };
         let kind = if by_pvh && !image.is_linux {
-            KernelKind::Pvh
+            KernelFormat::Pvh
         } else {
-            KernelKind::Vmlinux
+            KernelFormat::Vmlinux
         };
         return load_elf(ram, request, &name, image, kind, by_pvh, None);
     }
@@ -247,22 +247,22 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         let header = bzimage::setup_header(&name, data)?;
         let (payload, compression) = bzimage::payload(&name, data, &header)?;
         if !elf::is_elf(&payload) {
-            return Err(ImageError::malformed(&name, Damage::NoElfPayload).into());
+            return Err(ImageError::malformed(&name, ImageDamage::NoElfPayload).into());
         }
         let image = elf::parse(&name, &payload)?;
-        let kind = KernelKind::BzImage { compression };
+        let kind = KernelFormat::BzImage { compression };
         let by_pvh = request.protocol == BootProtocol::Pvh;
         return load_elf(ram, request, &name, image, kind, by_pvh, Some((data, &header)));
     }
     Err(ImageError::NotAKernel {
         name,
-        found: what_it_is(data),
+        found: describe_content(data),
     }
     .into())
 }
 
 /// Describes the content of a file that is not a kernel.
-fn what_it_is(data: &[u8]) -> &'static str {
+fn describe_content(data: &[u8]) -> &'static str {
     match data {
         [0x1F, 0x8B, ..] => "it is a gzip file (unpack it first)",
         [0xFD, b'7', b'z', b'X', b'Z', ..] => "it is an xz file (unpack it first)",
@@ -378,7 +378,7 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
 fn load_segments(
     ram: &GuestRam,
     name: &str,
-    segments: &[Segment<'_>],
+    segments: &[LoadSegment<'_>],
     low: bool,
 ) -> Result<Range<u64>, BootError> {
     let limit_end = ram.low_end();
@@ -471,8 +471,8 @@ fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result
 
 /// Returns the guest-physical entry point. An address within the physical range of a segment is
 /// used unchanged; one within a virtual range is translated.
-fn entry_point(name: &str, entry: u64, segments: &[Segment<'_>]) -> Result<u64, BootError> {
-    let inside = |base: u64, s: &Segment<'_>| entry.wrapping_sub(base) < s.mem_bytes;
+fn entry_point(name: &str, entry: u64, segments: &[LoadSegment<'_>]) -> Result<u64, BootError> {
+    let inside = |base: u64, s: &LoadSegment<'_>| entry.wrapping_sub(base) < s.mem_bytes;
     if segments.iter().any(|s| inside(s.phys, s)) {
         return Ok(entry);
     }
@@ -486,7 +486,7 @@ fn entry_point(name: &str, entry: u64, segments: &[Segment<'_>]) -> Result<u64, 
         })
 }
 
-fn text_ranges(code: &[Text<'_>]) -> Vec<TextRange> {
+fn text_ranges(code: &[CodeBytes<'_>]) -> Vec<TextRange> {
     code.iter()
         .map(|c| TextRange {
             virt: c.virt,
@@ -500,11 +500,11 @@ fn text_ranges(code: &[Text<'_>]) -> Vec<TextRange> {
 fn trap_rdpmc(
     ram: &GuestRam,
     request: &BootRequest<'_>,
-    code: &[Text<'_>],
+    code: &[CodeBytes<'_>],
     symbols: &KernelSymbols,
     orc_ips: &[u64],
     bits: CodeBits,
-) -> Result<Vec<PatchedSite>, BootError> {
+) -> Result<Vec<RdpmcSite>, BootError> {
     let sites = find(code, symbols, orc_ips, bits);
     if request.patch_rdpmc {
         for site in &sites {
@@ -521,10 +521,10 @@ fn load_elf(
     request: &BootRequest<'_>,
     name: &str,
     image: ElfImage<'_>,
-    kind: KernelKind,
+    kind: KernelFormat,
     by_pvh: bool,
     bzimage: Option<(&[u8], &bzimage::SetupHeader)>,
-) -> Result<Loaded, BootError> {
+) -> Result<LoadedGuest, BootError> {
     const EM_386: u16 = 3;
     const EM_X86_64: u16 = 62;
     let linux = kind.is_linux();
@@ -562,7 +562,7 @@ fn load_elf(
     let entry = match pvh_entry {
         Some(eip) => {
             pvh::write_start_info(ram, request.cmdline, initrd.as_ref())?;
-            Entry::Protected32 {
+            EntryState::Protected32 {
                 eip,
                 eax: 0,
                 ebx: layout::PVH_START_INFO as u32,
@@ -570,7 +570,7 @@ fn load_elf(
         }
         None => {
             linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
-            Entry::Long64 {
+            EntryState::Long64 {
                 rip: entry_point(name, image.entry, &image.segments)?,
                 rsi: layout::ZERO_PAGE,
                 cr3: layout::PML4,
@@ -596,7 +596,7 @@ fn load_elf(
         &image.orc_ips,
         if linux { CodeBits::Only64 } else { CodeBits::Either },
     )?;
-    Ok(Loaded {
+    Ok(LoadedGuest {
         kind,
         entry,
         kernel,
@@ -618,7 +618,7 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     let Some(eip) = image.pvh_entry else {
         return Err(BootError::NoPvhEntry { name: name.into() });
     };
-    let inside = |s: &Segment<'_>| u64::from(eip).wrapping_sub(s.phys) < s.mem_bytes;
+    let inside = |s: &LoadSegment<'_>| u64::from(eip).wrapping_sub(s.phys) < s.mem_bytes;
     if image.segments.iter().any(inside) {
         return Ok(eip);
     }
@@ -630,8 +630,8 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
 
 /// Returns the code in a segment that the multiboot address fields describe. Uses the ELF headers
 /// of the same file if they cover the segment, otherwise treats the whole segment as code.
-fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<Text<'a>> {
-    let same_bytes = |code: &Text<'a>| {
+fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<CodeBytes<'a>> {
+    let same_bytes = |code: &CodeBytes<'a>| {
         let at = code
             .phys
             .checked_sub(segment.phys)
@@ -641,7 +641,7 @@ fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec
     };
     match elf {
         Some(image) if !image.code.is_empty() && image.code.iter().all(same_bytes) => image.code.clone(),
-        _ => vec![Text {
+        _ => vec![CodeBytes {
             virt: segment.virt,
             phys: segment.phys,
             bytes: segment.data,
@@ -655,8 +655,8 @@ fn load_multiboot(
     request: &BootRequest<'_>,
     name: &str,
     data: &[u8],
-    header: &multiboot::Header,
-) -> Result<Loaded, BootError> {
+    header: &multiboot::MultibootHeader,
+) -> Result<LoadedGuest, BootError> {
     multiboot::check_flags(name, header)?;
     if multiboot::is_grub_core(data) {
         return Err(ImageError::NotAKernel {
@@ -717,15 +717,15 @@ fn load_multiboot(
         &cmdline,
         initrd.as_ref().map(|r| (r, module_name.as_str())),
     )?;
-    let entry = Entry::Protected32 {
+    let entry = EntryState::Protected32 {
         eip,
         eax: multiboot::ENTRY_MAGIC,
         ebx: places.info as u32,
     };
     regs::write_tables(ram, &entry)?;
     let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], CodeBits::Either)?;
-    Ok(Loaded {
-        kind: KernelKind::Multiboot,
+    Ok(LoadedGuest {
+        kind: KernelFormat::Multiboot,
         entry,
         kernel,
         initrd,

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_well_formed_for_every_processor_count() {
+    fn mp_table_is_well_formed_for_every_cpu_count() {
         let fixed = (1..=layout::MAX_CPUS).map(|n| VcpuNumbers::fixed(n).unwrap());
         for cpus in fixed.chain([VcpuNumbers::new(2, 5).unwrap(), VcpuNumbers::new(1, 64).unwrap()]) {
             let t = table(cpus);

@@ -6,10 +6,10 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::error::BootError;
 use super::layout;
-use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, RangeKind};
-use kernel_images::elf::Segment;
+use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, MemoryRangeType};
+use kernel_images::elf::LoadSegment;
 use kernel_images::le::u32_at;
-use kernel_images::{Damage, ImageError};
+use kernel_images::{ImageDamage, ImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -48,11 +48,11 @@ const MMAP: u64 = 0x200;
 const LOADER_NAME: u64 = 0x400;
 const MODULE_STRING: u64 = 0x500;
 /// Size of the information structure with its parts, and of the command line.
-const PLACE_BYTES: u64 = 0x1000;
+const BOOT_INFO_BYTES: u64 = 0x1000;
 
 /// Guest-physical addresses of the boot information of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Places {
+pub(crate) struct BootInfoAddresses {
     /// Guest-physical address of the multiboot information structure.
     pub info: u64,
     /// Guest-physical address of the command line.
@@ -61,21 +61,22 @@ pub(crate) struct Places {
 
 /// Finds memory below 1 MiB for the boot information that does not overlap the kernel's segments.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-pub(crate) fn places(name: &str, segments: &[Segment<'_>]) -> Result<Places, BootError> {
+pub(crate) fn places(name: &str, segments: &[LoadSegment<'_>]) -> Result<BootInfoAddresses, BootError> {
     let free = |preferred: u64, taken: Option<u64>| {
-        let pages = (layout::LOW_KERNEL_START..=EBDA_START - PLACE_BYTES).step_by(PLACE_BYTES as usize);
+        let pages =
+            (layout::LOW_KERNEL_START..=EBDA_START - BOOT_INFO_BYTES).step_by(BOOT_INFO_BYTES as usize);
         std::iter::once(preferred).chain(pages).find(|place| {
             let apart = |start: u64, bytes: u64| {
-                place.saturating_add(PLACE_BYTES) <= start || start.saturating_add(bytes) <= *place
+                place.saturating_add(BOOT_INFO_BYTES) <= start || start.saturating_add(bytes) <= *place
             };
             segments.iter().all(|s| apart(s.phys, s.mem_bytes))
-                && taken.is_none_or(|other| apart(other, PLACE_BYTES))
+                && taken.is_none_or(|other| apart(other, BOOT_INFO_BYTES))
         })
     };
     let full = || BootError::LowMemoryFull { name: name.into() };
     let info = free(layout::MULTIBOOT_INFO, None).ok_or_else(full)?;
     let cmdline = free(layout::CMDLINE, Some(info)).ok_or_else(full)?;
-    Ok(Places { info, cmdline })
+    Ok(BootInfoAddresses { info, cmdline })
 }
 
 /// Returns the command line with the program name first, which kernels skip.
@@ -106,14 +107,14 @@ pub(crate) fn is_grub_core(data: &[u8]) -> bool {
 
 /// A multiboot header found in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct MultibootHeader {
     /// Offset in the file.
     pub offset: usize,
     /// Multiboot header flags.
     pub flags: u32,
 }
 
-impl Header {
+impl MultibootHeader {
     /// Returns whether the address fields replace the ELF headers.
     pub fn has_addresses(&self) -> bool {
         self.flags & FLAG_ADDRESSES != 0
@@ -121,7 +122,7 @@ impl Header {
 }
 
 /// Finds the header: magic, flags and checksum with a sum of zero, aligned to four bytes.
-pub(crate) fn find_header(data: &[u8]) -> Option<Header> {
+pub(crate) fn find_header(data: &[u8]) -> Option<MultibootHeader> {
     let window = &data[..data.len().min(SEARCH_BYTES)];
     (0..window.len().saturating_sub(11))
         .step_by(4)
@@ -130,12 +131,12 @@ pub(crate) fn find_header(data: &[u8]) -> Option<Header> {
             let flags = u32_at(window, offset + 4)?;
             let checksum = u32_at(window, offset + 8)?;
             (magic == HEADER_MAGIC && magic.wrapping_add(flags).wrapping_add(checksum) == 0)
-                .then_some(Header { offset, flags })
+                .then_some(MultibootHeader { offset, flags })
         })
 }
 
 /// Rejects a header that requires unsupported features.
-pub(crate) fn check_flags(name: &str, header: &Header) -> Result<(), BootError> {
+pub(crate) fn check_flags(name: &str, header: &MultibootHeader) -> Result<(), BootError> {
     if header.flags & REQUIRED & !(FLAG_ALIGN | FLAG_MEMORY | FLAG_VIDEO) != 0 {
         return Err(BootError::MultibootFlags {
             name: name.into(),
@@ -149,8 +150,8 @@ pub(crate) fn check_flags(name: &str, header: &Header) -> Result<(), BootError> 
 pub(crate) fn address_fields<'a>(
     name: &str,
     data: &'a [u8],
-    header: &Header,
-) -> Result<(Segment<'a>, u32), ImageError> {
+    header: &MultibootHeader,
+) -> Result<(LoadSegment<'a>, u32), ImageError> {
     let field = |i: usize| {
         u32_at(data, header.offset + 12 + 4 * i).ok_or_else(|| {
             ImageError::truncated(
@@ -163,7 +164,7 @@ pub(crate) fn address_fields<'a>(
     };
     let (header_addr, load_addr, load_end, bss_end, entry) =
         (field(0)?, field(1)?, field(2)?, field(3)?, field(4)?);
-    let damaged = |field, place| ImageError::malformed(name, Damage::Multiboot { field, place });
+    let damaged = |field, place| ImageError::malformed(name, ImageDamage::Multiboot { field, place });
     let before = header_addr
         .checked_sub(load_addr)
         .ok_or_else(|| damaged("load address", "after its header"))?;
@@ -191,7 +192,7 @@ pub(crate) fn address_fields<'a>(
     if mem_bytes == 0 {
         return Err(ImageError::NoSegments { name: name.into() });
     }
-    let segment = Segment {
+    let segment = LoadSegment {
         index: 0,
         virt: u64::from(load_addr),
         phys: u64::from(load_addr),
@@ -209,7 +210,7 @@ pub(crate) fn address_fields<'a>(
 )]
 pub(crate) fn write_info(
     ram: &GuestRam,
-    places: Places,
+    places: BootInfoAddresses,
     cmdline: &str,
     module: Option<(&Range<u64>, &str)>,
 ) -> Result<(), BootError> {
@@ -232,8 +233,8 @@ pub(crate) fn write_info(
         mmap.extend_from_slice(&entry.start.to_le_bytes());
         mmap.extend_from_slice(&entry.len_bytes.to_le_bytes());
         let kind: u32 = match entry.kind {
-            RangeKind::Ram => 1,
-            RangeKind::Reserved => 2,
+            MemoryRangeType::Ram => 1,
+            MemoryRangeType::Reserved => 2,
         };
         mmap.extend_from_slice(&kind.to_le_bytes());
     }
@@ -288,13 +289,13 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_found_only_in_the_first_8_kib_and_with_its_checksum() {
+    fn multiboot_header_requires_first_8_kib_and_checksum() {
         let h = header(3, [0; 5]);
         let mut file = vec![0u8; 8192 - 12];
         file.extend_from_slice(&h);
         assert_eq!(
             find_header(&file),
-            Some(Header {
+            Some(MultibootHeader {
                 offset: 8192 - 12,
                 flags: 3
             })
@@ -307,22 +308,22 @@ mod tests {
     }
 
     #[test]
-    fn unknown_required_features_are_refused() {
+    fn multiboot_rejects_unknown_required_flags() {
         assert!(
             check_flags(
                 "k",
-                &Header {
+                &MultibootHeader {
                     offset: 0,
                     flags: 0x1_0007
                 }
             )
             .is_ok()
         );
-        assert!(check_flags("k", &Header { offset: 0, flags: 8 }).is_err());
+        assert!(check_flags("k", &MultibootHeader { offset: 0, flags: 8 }).is_err());
         assert!(
             check_flags(
                 "k",
-                &Header {
+                &MultibootHeader {
                     offset: 0,
                     flags: 1 << 17
                 }
@@ -346,7 +347,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn hostile_address_fields_never_panic(fields: [u32; 5], tail in 0usize..200) {
+        fn multiboot_address_fields_never_panic(fields: [u32; 5], tail in 0usize..200) {
             let mut file = header(0x1_0000, fields);
             file.resize(file.len() + tail, 0);
             let h = find_header(&file).unwrap();
@@ -356,8 +357,8 @@ mod tests {
         }
     }
 
-    fn segment(phys: u64, mem_bytes: u64) -> Segment<'static> {
-        Segment {
+    fn segment(phys: u64, mem_bytes: u64) -> LoadSegment<'static> {
+        LoadSegment {
             index: 0,
             virt: phys,
             phys,
@@ -369,8 +370,8 @@ mod tests {
 
     /// Boot information does not overlap a kernel below 1 MiB.
     #[test]
-    fn what_a_kernel_is_handed_lies_beside_it() {
-        let usual = Places {
+    fn boot_info_does_not_overlap_low_kernel() {
+        let usual = BootInfoAddresses {
             info: layout::MULTIBOOT_INFO,
             cmdline: layout::CMDLINE,
         };
@@ -386,20 +387,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn places_are_free_and_apart(parts in proptest::collection::vec((0u64..0x12_0000, 1u64..0x3_0000), 0..6)) {
+        fn boot_info_addresses_are_free_and_disjoint(parts in proptest::collection::vec((0u64..0x12_0000, 1u64..0x3_0000), 0..6)) {
             let segments: Vec<_> = parts.iter().map(|&(phys, len)| segment(phys, len)).collect();
-            if let Ok(Places { info, cmdline }) = places("k", &segments) {
-                prop_assert!(info.abs_diff(cmdline) >= PLACE_BYTES);
+            if let Ok(BootInfoAddresses { info, cmdline }) = places("k", &segments) {
+                prop_assert!(info.abs_diff(cmdline) >= BOOT_INFO_BYTES);
                 for place in [info, cmdline] {
-                    prop_assert!(place >= layout::LOW_KERNEL_START && place + PLACE_BYTES <= EBDA_START);
-                    prop_assert!(parts.iter().all(|&(p, len)| place + PLACE_BYTES <= p || p + len <= place));
+                    prop_assert!(place >= layout::LOW_KERNEL_START && place + BOOT_INFO_BYTES <= EBDA_START);
+                    prop_assert!(parts.iter().all(|&(p, len)| place + BOOT_INFO_BYTES <= p || p + len <= place));
                 }
             }
         }
     }
 
     #[test]
-    fn a_command_line_begins_with_the_programs_name() {
+    fn command_line_starts_with_program_name() {
         assert_eq!(command_line(Some("k.elf"), "a b=c"), "k.elf a b=c");
         assert_eq!(command_line(Some("k.elf"), ""), "k.elf");
         assert_eq!(command_line(Some("my kernel\u{e4}"), "a"), "my_kernel_ a");
@@ -407,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn the_information_structure_reads_back() {
+    fn multiboot_info_reads_back() {
         let ram = GuestRam::new(32 << 20).unwrap();
         let places = places("k", &[]).unwrap();
         write_info(&ram, places, "a b", Some((&(0x40_0000..0x40_0123), "file"))).unwrap();

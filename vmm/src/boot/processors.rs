@@ -49,16 +49,16 @@ pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     for vcpu in 0..cpus.max() {
         container.extend(processor(vcpu));
     }
-    let container = Raw(container);
+    let container = EncodedAml(container);
     let cpus = Device::new("CPUS".into(), vec![&container]);
-    let event = Raw(event_device());
+    let event = EncodedAml(event_device());
     bytes_of(&Scope::new("_SB_".into(), vec![&cpus, &event]))
 }
 
 /// AML that is already encoded.
-struct Raw(Vec<u8>);
+struct EncodedAml(Vec<u8>);
 
-impl Aml for Raw {
+impl Aml for EncodedAml {
     fn to_aml_bytes(&self, sink: &mut dyn acpi_tables::AmlSink) {
         sink.vec(&self.0);
     }
@@ -151,7 +151,7 @@ fn methods(cpus: VcpuNumbers) -> Vec<u8> {
         let is_it = Equal::new(&Arg(0), &vcpu);
         tell.extend(bytes_of(&If::new(&is_it, vec![&notify])));
     }
-    let tell = Raw(tell);
+    let tell = EncodedAml(tell);
     let tell = Method::new("TELL".into(), 2, true, vec![&tell]);
 
     let begin = Store::new(&Local(0), &ZERO);

@@ -10,7 +10,7 @@ use crate::memory::GuestRam;
 
 /// Initial execution state of the boot processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Entry {
+pub enum EntryState {
     /// 64-bit mode with paging; the first 4 GiB are identity-mapped.
     Long64 {
         /// Guest-physical entry point below 4 GiB.
@@ -56,10 +56,10 @@ const CODE_32: u64 = 0x00CF_9B00_0000_FFFF;
 const DATA: u64 = 0x00CF_9300_0000_FFFF;
 const TASK: u64 = 0x0000_8B00_0000_0067;
 
-fn gdt(entry: &Entry) -> [u64; 5] {
+fn gdt(entry: &EntryState) -> [u64; 5] {
     let code = match entry {
-        Entry::Long64 { .. } => CODE_64,
-        Entry::Protected32 { .. } => CODE_32,
+        EntryState::Long64 { .. } => CODE_64,
+        EntryState::Protected32 { .. } => CODE_32,
     };
     [0, 0, code, DATA, TASK]
 }
@@ -91,7 +91,7 @@ fn segment(descriptor: u64, selector: u16) -> kvm_segment {
 }
 
 /// Writes the descriptor table and, for 64-bit entry, the page tables.
-pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootError> {
+pub(crate) fn write_tables(ram: &GuestRam, entry: &EntryState) -> Result<(), BootError> {
     let put = |what: &'static str, address: u64, values: &[u64]| {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         ram.memory()
@@ -99,7 +99,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootErro
             .map_err(|e| BootError::memory(what, address, e))
     };
     put("the descriptor table", layout::GDT, &gdt(entry))?;
-    if let Entry::Long64 { .. } = entry {
+    if let EntryState::Long64 { .. } = entry {
         put("page tables", layout::PML4, &[layout::PDPT | PRESENT_WRITABLE])?;
         let directories: Vec<u64> = (0..4)
             .map(|i| (layout::PAGE_DIRECTORIES + i * 4096) | PRESENT_WRITABLE)
@@ -115,7 +115,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootErro
 
 /// Sets general, segment, control and FPU registers of the boot processor. Set its CPUID before.
 #[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
-pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootError> {
+pub(crate) fn configure_bsp(entry: &EntryState, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
     let table = gdt(entry);
     let mut sregs = vcpu.get_sregs().map_err(refused("segment registers"))?;
@@ -138,7 +138,7 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
         ..Default::default()
     };
     match *entry {
-        Entry::Long64 { rip, rsi, cr3 } => {
+        EntryState::Long64 { rip, rsi, cr3 } => {
             sregs.cr0 = CR0_PE | CR0_ET | CR0_NE | CR0_PG;
             sregs.cr3 = cr3;
             sregs.cr4 = CR4_PAE;
@@ -148,7 +148,7 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
             regs.rsp = layout::BOOT_STACK;
             regs.rbp = layout::BOOT_STACK;
         }
-        Entry::Protected32 { eip, eax, ebx } => {
+        EntryState::Protected32 { eip, eax, ebx } => {
             sregs.cr0 = CR0_PE | CR0_ET;
             sregs.cr3 = 0;
             sregs.cr4 = 0;
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn the_page_tables_identity_map_four_gib() {
         let ram = GuestRam::new(16 << 20).unwrap();
-        let entry = Entry::Long64 {
+        let entry = EntryState::Long64 {
             rip: 0x10_0000,
             rsi: layout::ZERO_PAGE,
             cr3: layout::PML4,

@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_appended_to_and_nothing_is_lost() {
+    fn file_console_appends_all_output() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         for part in ["one\n", "two\n"] {
@@ -259,7 +259,7 @@ mod tests {
 
     /// Writes to `/dev/full` fail as on a full disk.
     #[test]
-    fn a_full_disk_does_not_end_the_console() {
+    fn file_console_survives_full_disk() {
         let console = Console::open(&ConsoleTarget::File("/dev/full".into())).unwrap();
         let mut writer = console.writer();
         for _ in 0..100 {
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_opened_is_one_line_with_a_remedy() {
+    fn console_open_error_names_remedy() {
         let dir = tempfile::tempdir().unwrap();
         let plain = dir.path().join("plain");
         std::fs::write(&plain, "mine").unwrap();

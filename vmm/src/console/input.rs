@@ -16,7 +16,7 @@ const ESCAPE: u8 = 0x01;
 
 /// Meaning of a byte from the keyboard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Key {
+pub enum KeyAction {
     /// Input for the guest.
     Guest(u8),
     /// The key sequence Ctrl-A x, which ends the VM.
@@ -27,24 +27,24 @@ pub enum Key {
 
 /// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Escape {
+pub struct EscapeParser {
     pending: bool,
 }
 
-impl Escape {
+impl EscapeParser {
     /// Processes the next byte from the terminal.
-    pub fn feed(&mut self, byte: u8) -> Key {
+    pub fn feed(&mut self, byte: u8) -> KeyAction {
         if !std::mem::take(&mut self.pending) {
             if byte == ESCAPE {
                 self.pending = true;
-                return Key::Nothing;
+                return KeyAction::Nothing;
             }
-            return Key::Guest(byte);
+            return KeyAction::Guest(byte);
         }
         match byte {
-            b'x' | b'X' => Key::Quit,
-            ESCAPE => Key::Guest(ESCAPE),
-            _ => Key::Nothing,
+            b'x' | b'X' => KeyAction::Quit,
+            ESCAPE => KeyAction::Guest(ESCAPE),
+            _ => KeyAction::Nothing,
         }
     }
 }
@@ -55,7 +55,7 @@ pub struct ConsoleInput {
     guest: Arc<dyn GuestInput>,
     /// Written once when the operator types Ctrl-A x.
     quit: EventFd,
-    escape: Escape,
+    escape: EscapeParser,
     waiting: VecDeque<u8>,
     /// The source is in the epoll set.
     watching: bool,
@@ -77,7 +77,7 @@ impl ConsoleInput {
             source: StandardStream::of(fd),
             guest,
             quit,
-            escape: Escape::default(),
+            escape: EscapeParser::default(),
             waiting: VecDeque::new(),
             watching: false,
             always_ready: false,
@@ -127,13 +127,13 @@ impl ConsoleInput {
             Ok(n) => {
                 for byte in &bytes[..n] {
                     match self.escape.feed(*byte) {
-                        Key::Guest(byte) => self.waiting.push_back(byte),
-                        Key::Quit => {
+                        KeyAction::Guest(byte) => self.waiting.push_back(byte),
+                        KeyAction::Quit => {
                             if let Err(e) = self.quit.write(1) {
                                 log::warn!("cannot signal the end of the VM: {e}");
                             }
                         }
-                        Key::Nothing => {}
+                        KeyAction::Nothing => {}
                     }
                 }
             }
@@ -198,34 +198,34 @@ mod tests {
     use super::*;
     use crate::devices::Bus;
 
-    fn keys(bytes: &[u8]) -> Vec<Key> {
-        let mut escape = Escape::default();
+    fn keys(bytes: &[u8]) -> Vec<KeyAction> {
+        let mut escape = EscapeParser::default();
         bytes
             .iter()
             .map(|b| escape.feed(*b))
-            .filter(|k| *k != Key::Nothing)
+            .filter(|k| *k != KeyAction::Nothing)
             .collect()
     }
 
     #[test]
-    fn control_a_is_the_only_special_key() {
+    fn escape_parser_handles_only_control_a() {
         assert_eq!(
             keys(b"a\x03\x04"),
-            [Key::Guest(b'a'), Key::Guest(3), Key::Guest(4)]
+            [KeyAction::Guest(b'a'), KeyAction::Guest(3), KeyAction::Guest(4)]
         );
-        assert_eq!(keys(b"\x01x"), [Key::Quit]);
-        assert_eq!(keys(b"\x01\x01x"), [Key::Guest(1), Key::Guest(b'x')]);
-        assert_eq!(keys(b"\x01qz"), [Key::Guest(b'z')]);
+        assert_eq!(keys(b"\x01x"), [KeyAction::Quit]);
+        assert_eq!(keys(b"\x01\x01x"), [KeyAction::Guest(1), KeyAction::Guest(b'x')]);
+        assert_eq!(keys(b"\x01qz"), [KeyAction::Guest(b'z')]);
     }
 
-    struct Rig {
+    struct ConsoleInputTest {
         manager: EventManager<ConsoleInput>,
         bus: Bus,
         quit: EventFd,
         _source: OwnedFd,
     }
 
-    fn rig(source: OwnedFd) -> Rig {
+    fn rig(source: OwnedFd) -> ConsoleInputTest {
         let bus = Bus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
         let quit = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let input = ConsoleInput::on(
@@ -235,7 +235,7 @@ mod tests {
         );
         let mut manager = EventManager::new().unwrap();
         manager.add_subscriber(input);
-        Rig {
+        ConsoleInputTest {
             manager,
             bus,
             quit,
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    impl Rig {
+    impl ConsoleInputTest {
         /// Reads `n` bytes from the serial port like a polling guest.
         fn read_guest(&mut self, n: usize) -> Vec<u8> {
             let mut got = Vec::new();
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_fed_to_the_guest_and_its_end_is_quiet() {
+    fn pipe_input_reaches_guest_and_ends_quietly() {
         let (reader, mut writer) = io::pipe().unwrap();
         let mut rig = rig(reader.into());
         let text: Vec<u8> = (0..3000u32).map(|i| b'a' + (i % 26) as u8).collect();
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_quit_key_is_seen_although_the_guest_reads_nothing() {
+    fn quit_key_works_with_full_guest_input() {
         let (reader, mut writer) = io::pipe().unwrap();
         let mut rig = rig(reader.into());
         writer.write_all(&[b'y'; 2000]).unwrap();

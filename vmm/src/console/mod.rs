@@ -25,13 +25,13 @@ pub mod stream;
 pub mod target;
 mod terminal;
 
-use virtio_devices::console::port::Port;
+use virtio_devices::console::port::ConsolePort;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use backend::{Console, ConsoleError};
-pub use input::{ConsoleInput, Escape, Key};
+pub use input::{ConsoleInput, EscapeParser, KeyAction};
 pub use output::ConsoleOutput;
-pub use target::{ConsoleTarget, TargetError};
+pub use target::{ConsoleTarget, ConsoleTargetError};
 pub use terminal::{RawTerminal, restore_terminal, window_size};
 
 /// Size of the input buffer in bytes.
@@ -48,13 +48,13 @@ pub trait GuestInput: Send + Sync {
 }
 
 /// Input of the virtio console.
-impl GuestInput for Port {
+impl GuestInput for ConsolePort {
     fn send(&self, bytes: &[u8]) -> usize {
-        Port::send(self, bytes)
+        ConsolePort::send(self, bytes)
     }
 
     fn room(&self) -> &EventFd {
-        Port::room(self)
+        ConsolePort::room(self)
     }
 }
 

@@ -18,7 +18,7 @@ use crate::privileges;
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
 /// Time that a busy-waiting guest may block on a sink that accepts nothing.
-const PATIENCE: Duration = Duration::from_millis(100);
+const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 struct OutputState {
@@ -64,7 +64,7 @@ impl ConsoleOutput {
         let shared = Arc::new(Output::default());
         let theirs = Arc::clone(&shared);
         thread::Builder::new().name("console".into()).spawn(move || {
-            privileges::keep_no_capability();
+            privileges::drop_thread_capabilities();
             sandbox::enter(ThreadKind::Console);
             write_loop(&theirs, &mut sink);
         })?;
@@ -84,7 +84,7 @@ impl ConsoleOutput {
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
-            patience: Some(PATIENCE),
+            patience: Some(IMPATIENT_WRITER_TIMEOUT),
         })
     }
 
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn output_arrives_in_order_and_finish_waits_for_it() {
+    fn output_is_ordered_and_finish_flushes() {
         let sink = SharedBuffer::default();
         let output = ConsoleOutput::on(sink.clone()).unwrap();
         let mut writer = output.writer();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stalled_reader_cannot_keep_a_vcpu_after_stop() {
+    fn stop_unblocks_vcpu_with_stalled_reader() {
         let (reader, writer) = io::pipe().unwrap();
         let output = ConsoleOutput::on(writer).unwrap();
         let mut vcpu_side = output.writer();
@@ -238,7 +238,7 @@ mod tests {
     /// A reader that reads nothing costs a busy-waiting guest one timeout, not one for each byte.
     /// Buffered output still arrives when the reader resumes.
     #[test]
-    fn an_impatient_writer_waits_once_for_a_reader_that_reads_nothing() {
+    fn impatient_writer_times_out_once_for_stalled_reader() {
         let (mut reader, writer) = io::pipe().unwrap();
         let output = ConsoleOutput::on(writer).unwrap();
         let mut device = output.impatient_writer();
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_reader_does_not_stop_the_guest() {
+    fn closed_stdout_drops_guest_output() {
         let (reader, writer) = io::pipe().unwrap();
         drop(reader);
         let output = ConsoleOutput::on(writer).unwrap();

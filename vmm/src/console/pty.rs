@@ -79,7 +79,7 @@ mod tests {
 
     /// Bytes pass unchanged in both directions: no echo, no line editing, no carriage returns.
     #[test]
-    fn bytes_pass_as_they_are() {
+    fn raw_pty_passes_bytes_unchanged() {
         let mut pty = Pty::open().unwrap();
         let mut user = user_end(&pty);
         let all: Vec<u8> = (0..=255).collect();
@@ -102,7 +102,7 @@ mod tests {
 
     /// Output that nobody reads does not block the VMM.
     #[test]
-    fn a_terminal_that_nobody_reads_blocks_nobody() {
+    fn unread_pty_does_not_block() {
         let mut pty = Pty::open().unwrap();
         let mut written = 0;
         let full = loop {
@@ -117,7 +117,7 @@ mod tests {
 
     /// The terminal outlives each user, and child processes do not inherit its descriptors.
     #[test]
-    fn users_come_and_go_and_programs_inherit_nothing() {
+    fn pty_survives_users_and_is_close_on_exec() {
         let mut pty = Pty::open().unwrap();
         drop(user_end(&pty));
         let mut byte = [0];

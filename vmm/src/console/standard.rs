@@ -77,7 +77,7 @@ mod tests {
 
     /// Dropping the file must not close a stream that the parent process shares.
     #[test]
-    fn the_descriptor_stays_open() {
+    fn standard_stream_drop_keeps_descriptor_open() {
         let (mut read, write) = io::pipe().unwrap();
         for byte in *b"ab" {
             StandardStream::of(write.as_raw_fd()).write_all(&[byte]).unwrap();
@@ -90,7 +90,7 @@ mod tests {
 
     /// A nonblocking standard output loses nothing, because the writer waits for space.
     #[test]
-    fn a_full_stream_is_waited_for() {
+    fn nonblocking_stdout_waits_for_space() {
         let (mut read, write) = full_pipe();
         let writer = std::thread::spawn(move || {
             StandardStream::of(write.as_raw_fd())
@@ -105,7 +105,7 @@ mod tests {
 
     /// A wait ends at its time limit and when the reader closes the stream.
     #[test]
-    fn waits_end() {
+    fn poll_ends_at_timeout_and_hangup() {
         let (read, write) = full_pipe();
         wait_for_room(write.as_raw_fd(), Some(Duration::from_millis(1)));
         drop(read);

@@ -33,14 +33,14 @@ const MAX_WRITES: usize = 16;
 // ---------------------------------------------------------------- guest side
 
 #[derive(Default)]
-struct Waiting {
+struct BacklogState {
     bytes: VecDeque<u8>,
     lost_bytes: u64,
 }
 
 /// Output that waits for a client.
 pub(super) struct Backlog {
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<BacklogState>,
     /// Written when the backlog changes from empty to non-empty.
     wake: EventFd,
 }
@@ -53,7 +53,7 @@ impl Backlog {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, BacklogState> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -123,12 +123,12 @@ impl Drop for Listener {
 }
 
 /// The connected side of the console.
-enum Peer {
+enum ConsolePeer {
     Client(UnixStream),
     Pty(Pty),
 }
 
-impl Peer {
+impl ConsolePeer {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Client(stream) => stream.read(into),
@@ -155,7 +155,7 @@ impl Peer {
 pub struct StreamConsole {
     backlog: Arc<Backlog>,
     listener: Option<Listener>,
-    peer: Option<Peer>,
+    peer: Option<ConsolePeer>,
     guest: Option<Arc<dyn GuestInput>>,
     /// Output that is being written.
     chunk: VecDeque<u8>,
@@ -177,10 +177,10 @@ impl StreamConsole {
     }
 
     pub(super) fn on_pty(pty: Pty, backlog: Arc<Backlog>) -> Self {
-        Self::new(None, Some(Peer::Pty(pty)), backlog)
+        Self::new(None, Some(ConsolePeer::Pty(pty)), backlog)
     }
 
-    fn new(listener: Option<Listener>, peer: Option<Peer>, backlog: Arc<Backlog>) -> Self {
+    fn new(listener: Option<Listener>, peer: Option<ConsolePeer>, backlog: Arc<Backlog>) -> Self {
         Self {
             backlog,
             listener,
@@ -275,7 +275,7 @@ impl StreamConsole {
                     log::warn!("a console's client is refused: {e}");
                     return;
                 }
-                self.peer = Some(Peer::Client(stream));
+                self.peer = Some(ConsolePeer::Client(stream));
                 self.input_ended = false;
                 self.full = false;
             }
@@ -338,7 +338,7 @@ impl StreamConsole {
                     wait_for_room(peer.fd(), Some(left))
                 }
                 // Possibly nobody has opened the pseudo-terminal, so no output counts as lost.
-                Some(Peer::Client(_)) => return rest as u64,
+                Some(ConsolePeer::Client(_)) => return rest as u64,
                 _ => return 0,
             }
         }
@@ -422,7 +422,7 @@ mod tests {
         }
     }
 
-    struct Rig {
+    struct StreamConsoleTest {
         console: Console,
         device: Arc<Device>,
         manager: EventManager<Arc<Mutex<dyn MutEventSubscriber>>>,
@@ -430,7 +430,7 @@ mod tests {
         _dir: TempDir,
     }
 
-    fn rig(pty: bool) -> Rig {
+    fn rig(pty: bool) -> StreamConsoleTest {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("console");
         let target = if pty {
@@ -448,7 +448,7 @@ mod tests {
         let quit = EventFd::new(EFD_NONBLOCK).unwrap();
         manager.add_subscriber(console.subscriber(device.clone(), quit).unwrap());
         let path = console.place().split_once('=').unwrap().1.into();
-        Rig {
+        StreamConsoleTest {
             console,
             device,
             manager,
@@ -457,7 +457,7 @@ mod tests {
         }
     }
 
-    impl Rig {
+    impl StreamConsoleTest {
         fn client(&self) -> UnixStream {
             let client = UnixStream::connect(&self.path).unwrap();
             client.set_nonblocking(true).unwrap();
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn both_directions_of_a_socket_keep_their_order() {
+    fn socket_console_keeps_order_in_both_directions() {
         let mut rig = rig(false);
         let mut client = rig.client();
         rig.settle();
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_client_gets_the_newest_that_nobody_read() {
+    fn next_client_receives_newest_backlog() {
         let mut rig = rig(false);
         let all = numbers(100_000);
         for part in all.chunks(1000) {
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_reads_nothing_holds_nobody() {
+    fn stalled_client_does_not_block_guest() {
         let mut rig = rig(false);
         let mut client = rig.client();
         for part in numbers(2_000_000).chunks(4096) {
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_client_waits_for_the_end_of_the_first() {
+    fn second_client_waits_for_first_disconnect() {
         let mut rig = rig(false);
         let mut first = rig.client();
         rig.settle();
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_writes_no_more_still_reads() {
+    fn half_closed_client_still_receives_output() {
         let mut rig = rig(false);
         let mut client = rig.client();
         client.write_all(b"poweroff\n").unwrap();
@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn input_waits_for_room_in_the_device_and_the_client_for_ours() {
+    fn console_input_applies_back_pressure() {
         let mut rig = rig(false);
         *rig.device.left.lock().unwrap() = 10;
         let mut client = rig.client();
@@ -595,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_is_there_at_the_end_gets_all() {
+    fn finish_flushes_to_connected_client() {
         let rig = rig(false);
         let mut client = rig.client();
         let mut rig = rig;
@@ -615,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_of_a_killed_process_is_replaced() {
+    fn stale_socket_file_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
@@ -625,7 +625,7 @@ mod tests {
 
     /// In raw mode, guest output is not echoed as input.
     #[test]
-    fn a_pseudo_terminal_works_before_and_after_somebody_opens_it() {
+    fn pty_console_works_before_and_after_open() {
         let mut rig = rig(true);
         rig.write(b"login: \n");
         rig.settle();
@@ -647,7 +647,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pseudo_terminal_nobody_opens_holds_nobody_and_ends_at_once() {
+    fn unopened_pty_console_finishes_at_once() {
         let mut rig = rig(true);
         for part in numbers(300_000).chunks(4096) {
             rig.write(part);

@@ -25,7 +25,7 @@ pub enum ConsoleTarget {
 
 /// Error of parsing a console target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TargetError {
+pub enum ConsoleTargetError {
     /// The text has none of the accepted forms.
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
@@ -38,24 +38,24 @@ pub enum TargetError {
 }
 
 impl FromStr for ConsoleTarget {
-    type Err = TargetError;
+    type Err = ConsoleTargetError;
 
-    fn from_str(text: &str) -> Result<Self, TargetError> {
+    fn from_str(text: &str) -> Result<Self, ConsoleTargetError> {
         match text.split_once('=') {
             None => match text {
                 "tty" => Ok(Self::Tty),
                 "pty" => Ok(Self::Pty),
                 "none" => Ok(Self::None),
-                "file" => Err(TargetError::NoPath("file")),
-                "socket" => Err(TargetError::NoPath("socket")),
-                _ => Err(TargetError::Shape),
+                "file" => Err(ConsoleTargetError::NoPath("file")),
+                "socket" => Err(ConsoleTargetError::NoPath("socket")),
+                _ => Err(ConsoleTargetError::Shape),
             },
-            Some(("file", "")) => Err(TargetError::NoPath("file")),
-            Some(("socket", "")) => Err(TargetError::NoPath("socket")),
+            Some(("file", "")) => Err(ConsoleTargetError::NoPath("file")),
+            Some(("socket", "")) => Err(ConsoleTargetError::NoPath("socket")),
             Some(("file", path)) => Ok(Self::File(path.into())),
             Some(("socket", path)) if path.len() <= MAX_SOCKET_PATH => Ok(Self::Socket(path.into())),
-            Some(("socket", _)) => Err(TargetError::SocketPath),
-            Some(_) => Err(TargetError::Shape),
+            Some(("socket", _)) => Err(ConsoleTargetError::SocketPath),
+            Some(_) => Err(ConsoleTargetError::Shape),
         }
     }
 }
@@ -77,22 +77,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_form_is_understood_and_shown_as_it_is_written() {
+    fn console_target_round_trips() {
         for text in ["tty", "pty", "none", "file=/var/log/a=b", "socket=s"] {
             assert_eq!(text.parse::<ConsoleTarget>().unwrap().to_string(), text);
         }
     }
 
     #[test]
-    fn everything_else_is_one_line_that_says_what_is_allowed() {
+    fn console_target_rejects_other_forms() {
         for text in ["", "TTY", "stdio", "tty=1", "pipe=x", "=x"] {
-            assert_eq!(text.parse::<ConsoleTarget>(), Err(TargetError::Shape), "{text}");
+            assert_eq!(
+                text.parse::<ConsoleTarget>(),
+                Err(ConsoleTargetError::Shape),
+                "{text}"
+            );
         }
         for (text, word) in [("file", "file"), ("file=", "file"), ("socket=", "socket")] {
-            assert_eq!(text.parse::<ConsoleTarget>(), Err(TargetError::NoPath(word)));
+            assert_eq!(
+                text.parse::<ConsoleTarget>(),
+                Err(ConsoleTargetError::NoPath(word))
+            );
         }
         let long = format!("socket={}", "x".repeat(MAX_SOCKET_PATH + 1));
-        assert_eq!(long.parse::<ConsoleTarget>(), Err(TargetError::SocketPath));
+        assert_eq!(long.parse::<ConsoleTarget>(), Err(ConsoleTargetError::SocketPath));
         assert!(long[..long.len() - 1].parse::<ConsoleTarget>().is_ok());
     }
 }

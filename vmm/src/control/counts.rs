@@ -6,7 +6,7 @@ use crate::vcpu::stats::VcpuStats;
 use control_api::counts::{ContextCounts, VcpuCounts};
 
 /// Returns the run-loop statistics of `vcpu` and the size of its perf-core context.
-pub(super) fn told(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>) -> VcpuCounts {
+pub(super) fn vcpu_run_counts(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>) -> VcpuCounts {
     let kinds = [
         ("rdmsr", &stats.rdmsr),
         ("wrmsr", &stats.wrmsr),
@@ -52,12 +52,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_count_is_told_under_its_name() {
+    fn vcpu_counts_map_to_protocol_fields() {
         let stats = VcpuStats::default();
         stats.exits.add(9);
         stats.hlt.add(4);
         stats.pmi_fixed.add(3);
-        let counts = told(2, &stats, None);
+        let counts = vcpu_run_counts(2, &stats, None);
         assert_eq!((counts.vcpu, counts.exits, counts.pmi_vector), (2, 9, 3));
         assert_eq!((counts.kinds["halt"], counts.kinds["rdmsr"]), (4, 0));
         assert_eq!(counts.context, None);

@@ -4,17 +4,17 @@
 use std::sync::Arc;
 
 use crate::vcpu::exit_times::{ExitCount, ExitReason, ExitTable};
-use crate::vcpu::seat::Seat;
+use crate::vcpu::slot::VcpuSlot;
 use control_api::protocol::{ExitsOfReason, VcpuExits};
 
 /// Exit counts taken from the tables of all vCPUs at one moment, in slot order.
-pub(super) struct Taken(Vec<Vec<ExitCount>>);
+pub(super) struct ExitCountSnapshot(Vec<Vec<ExitCount>>);
 
-impl Taken {
-    /// Takes the exit counts of all vCPUs. Pass the result to every watch ([`ExitWatch::took`]),
+impl ExitCountSnapshot {
+    /// Takes the exit counts of all vCPUs. Pass the result to every watch ([`ExitWatch::record_longest`]),
     /// because taking resets the longest exits in the tables.
-    pub(super) fn out_of(seats: &[Arc<Seat>]) -> Self {
-        Self::out_of_tables(seats.iter().map(|seat| &**seat.exits()))
+    pub(super) fn out_of(slots: &[Arc<VcpuSlot>]) -> Self {
+        Self::out_of_tables(slots.iter().map(|slot| &**slot.exits()))
     }
 
     fn out_of_tables<'t>(tables: impl Iterator<Item = &'t ExitTable>) -> Self {
@@ -33,13 +33,13 @@ pub(super) struct ExitWatch {
 }
 
 impl ExitWatch {
-    /// Creates a watch. `taken` are the counts just taken from the tables of `seats`.
-    pub(super) fn begin(seats: &[Arc<Seat>], taken: &Taken) -> Self {
-        let tables = seats.iter().map(|seat| (seat.id().into(), seat.exits().clone()));
+    /// Creates a watch. `taken` are the counts just taken from the tables of `slots`.
+    pub(super) fn begin(slots: &[Arc<VcpuSlot>], taken: &ExitCountSnapshot) -> Self {
+        let tables = slots.iter().map(|slot| (slot.id().into(), slot.exits().clone()));
         Self::of_tables(tables.collect(), taken)
     }
 
-    fn of_tables(tables: Vec<(u32, Arc<ExitTable>)>, taken: &Taken) -> Self {
+    fn of_tables(tables: Vec<(u32, Arc<ExitTable>)>, taken: &ExitCountSnapshot) -> Self {
         for (_, table) in &tables {
             table.watch();
         }
@@ -51,7 +51,7 @@ impl ExitWatch {
     }
 
     /// Updates the longest exits.
-    pub(super) fn took(&mut self, taken: &Taken) {
+    pub(super) fn record_longest(&mut self, taken: &ExitCountSnapshot) {
         for (longest, cells) in self.longest_ns.iter_mut().zip(&taken.0) {
             for (longest, cell) in longest.iter_mut().zip(cells) {
                 *longest = cell.longest_ns.max(*longest);
@@ -61,8 +61,8 @@ impl ExitWatch {
 
     /// Returns the exits since the watch began, for vCPUs with at least one exit. Also updates the
     /// longest exits with `taken`.
-    pub(super) fn tell(&mut self, taken: &Taken) -> Vec<VcpuExits> {
-        self.took(taken);
+    pub(super) fn exits_since_start(&mut self, taken: &ExitCountSnapshot) -> Vec<VcpuExits> {
+        self.record_longest(taken);
         let mut told = Vec::new();
         let each = taken.0.iter().zip(&self.before).zip(&mut self.longest_ns);
         for ((vcpu, _), ((now, before), longest)) in self.tables.iter().zip(each) {
@@ -97,24 +97,24 @@ mod tests {
 
     /// Each client sees the exits since its watch began, regardless of other clients.
     #[test]
-    fn each_client_has_its_own_exits() {
+    fn exit_watches_are_independent() {
         let tables: Vec<_> = (0..2)
             .map(|vcpu| (vcpu, Arc::new(ExitTable::default())))
             .collect();
-        let take = || Taken::out_of_tables(tables.iter().map(|(_, table)| &**table));
+        let take = || ExitCountSnapshot::out_of_tables(tables.iter().map(|(_, table)| &**table));
         let exit = |took_ns| tables[1].1.exit_for_tests(ExitReason::Wrmsr, took_ns);
         let begin = || ExitWatch::of_tables(tables.clone(), &take());
         exit(1);
         let mut first = begin();
-        assert_eq!(first.tell(&take()), []);
+        assert_eq!(first.exits_since_start(&take()), []);
         exit(500);
         exit(100);
         let taken = take();
-        first.took(&taken);
+        first.record_longest(&taken);
         let mut second = begin();
         exit(50);
         let taken = take();
-        first.took(&taken);
+        first.record_longest(&taken);
         let one = |count, time_ns, max_ns| {
             let reason = "wrmsr".to_owned();
             let exits = vec![ExitsOfReason {
@@ -126,10 +126,10 @@ mod tests {
             }];
             vec![VcpuExits { vcpu: 1, exits }]
         };
-        assert_eq!(second.tell(&taken), one(1, 50, 50));
-        assert_eq!(first.tell(&take()), one(3, 650, 500));
+        assert_eq!(second.exits_since_start(&taken), one(1, 50, 50));
+        assert_eq!(first.exits_since_start(&take()), one(3, 650, 500));
         exit(7);
-        assert_eq!(first.tell(&take()), one(4, 657, 7));
+        assert_eq!(first.exits_since_start(&take()), one(4, 657, 7));
         drop(first);
         assert!(tables[1].1.is_watched());
         drop(second);

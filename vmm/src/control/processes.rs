@@ -15,7 +15,7 @@ use guest_profile::task::areas::Process;
 use vm_memory::GuestMemoryMmap;
 
 use super::session::fail;
-use crate::pmu::GuestProbe;
+use crate::pmu::GuestSamplingContext;
 
 /// Maximum number of guest memory reads per reply. A thousand mappings take a tenth of this limit,
 /// one MiB of untouched pages a fifth.
@@ -25,18 +25,18 @@ const TIME: Duration = Duration::from_millis(20);
 
 /// The processes of a guest.
 #[derive(Debug, Default)]
-pub struct Processes {
+pub struct GuestProcesses {
     /// The process of the last request, cached because clients request many parts of one process.
     last: Option<Process>,
 }
 
-impl Processes {
+impl GuestProcesses {
     /// Returns the executable mappings of process `pid`.
     ///
     /// # Errors
     /// Returns a [`Failure`] if the process does not exist or the guest kernel's data structures
     /// are unknown.
-    pub fn code(&mut self, probe: &GuestProbe, pid: u32) -> Result<ProcessCode, Failure> {
+    pub fn code(&mut self, probe: &GuestSamplingContext, pid: u32) -> Result<ProcessCode, Failure> {
         self.with(probe, pid, |reader, process, budget| {
             let mut code = ProcessCode::default();
             let all = reader.code(process.mm, budget, |reader, found, budget| {
@@ -73,7 +73,7 @@ impl Processes {
     /// Returns the errors of [`Self::code`], and a [`Failure`] if `bytes` exceeds the limit.
     pub fn memory(
         &mut self,
-        probe: &GuestProbe,
+        probe: &GuestSamplingContext,
         pid: u32,
         address: u64,
         bytes: u32,
@@ -101,7 +101,7 @@ impl Processes {
 
     fn with<T>(
         &mut self,
-        probe: &GuestProbe,
+        probe: &GuestSamplingContext,
         pid: u32,
         then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, Process, &mut Budget) -> T,
     ) -> Result<T, Failure> {

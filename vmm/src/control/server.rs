@@ -27,14 +27,14 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::counts;
 use super::exits::ExitWatch;
-use super::processes::Processes;
+use super::processes::GuestProcesses;
 use super::session::{EventSession, fail, role};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
-use crate::vcpu::roster::Roster;
-use crate::vcpu::seat::Seat;
+use crate::vcpu::registry::VcpuRegistry;
+use crate::vcpu::slot::VcpuSlot;
 use control_api::counts::VcpuCounts;
 use control_api::peer;
 use control_api::place::Socket;
@@ -43,7 +43,7 @@ use control_api::protocol::{
     SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
 use kernel_images::packed::PackedSymbols;
-use refused::Refused;
+use refused::ConnectionRefusal;
 
 /// Maximum number of open connections.
 const MAX_CONNECTIONS: usize = 32;
@@ -66,7 +66,7 @@ const LISTENER: u32 = u32::MAX;
 const LISTENERS: u32 = 2;
 
 /// The interface of a VM for control clients.
-pub struct Controlled {
+pub struct ControlledVm {
     /// Name of the VM.
     pub name: String,
     /// Name of the PMU model.
@@ -84,7 +84,7 @@ pub struct Controlled {
     /// The perf-core side of the VM.
     pub pmu: Arc<VmPmu>,
     /// Registry of the VM's vCPUs.
-    pub roster: Arc<Roster>,
+    pub registry: Arc<VcpuRegistry>,
     /// Devices of the VM.
     pub bus: Arc<Bus>,
     /// Text symbols of the guest kernel that was loaded last.
@@ -95,7 +95,7 @@ pub struct Controlled {
     pub looks: AtomicU64,
 }
 
-impl Controlled {
+impl ControlledVm {
     /// Returns a description of the VM for a client with this role.
     pub fn info(&self, role: ClientRole) -> VmInfo {
         VmInfo {
@@ -103,19 +103,19 @@ impl Controlled {
             version: env!("CARGO_PKG_VERSION").into(),
             name: self.name.clone(),
             pid: std::process::id(),
-            vcpus: self.roster.present().len(),
-            max_vcpus: self.roster.max().into(),
+            vcpus: self.registry.present().len(),
+            max_vcpus: self.registry.max().into(),
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
             console: self.console.clone(),
             virtio_console: self.virtio_console.clone(),
             state: match self.control.state() {
-                RunState::Resetting if self.control.is_to_pause() => VmState::Paused,
+                RunState::Resetting if self.control.is_pause_requested() => VmState::Paused,
                 RunState::Running | RunState::Resetting => VmState::Running,
                 RunState::Paused | RunState::Held => VmState::Paused,
                 RunState::Stopped => VmState::Stopped,
             },
-            threads: self.roster.taken().map(|seat| seat.thread()).collect(),
+            threads: self.registry.taken().map(|slot| slot.thread()).collect(),
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role,
@@ -125,15 +125,15 @@ impl Controlled {
     /// Makes the vCPUs process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
-        self.roster.kicker().kick();
+        self.registry.kicker().kick();
     }
 
     /// Requests the guest's counter configuration from every vCPU. Returns the generation number
     /// for [`Self::views`].
-    pub fn ask_views(&self) -> u64 {
+    pub fn request_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
-        for seat in self.roster.taken() {
-            seat.mailbox().ask_view(generation);
+        for slot in self.registry.taken() {
+            slot.request_queue().request_view(generation);
         }
         self.deliver();
         generation
@@ -143,12 +143,12 @@ impl Controlled {
     /// is still present has replied.
     pub fn views(&self, generation: u64) -> GuestViews {
         let asked = || {
-            self.roster
+            self.registry
                 .taken()
-                .filter(|seat| seat.mailbox().was_asked(generation))
+                .filter(|slot| slot.request_queue().is_view_requested(generation))
         };
         let vcpus: Vec<_> = asked()
-            .filter_map(|seat| seat.mailbox().view(generation))
+            .filter_map(|slot| slot.request_queue().view(generation))
             .collect();
         GuestViews {
             complete: vcpus.len() == asked().count(),
@@ -158,13 +158,13 @@ impl Controlled {
 
     /// Returns the run-loop statistics of all vCPUs. Statistics of an unplugged vCPU are kept.
     pub fn vcpu_counts(&self) -> Vec<VcpuCounts> {
-        let present = self.roster.present();
-        let known = |seat: &&Arc<Seat>| present.has(seat.id()) || seat.stats().exits.get() > 0;
-        let seats = self.roster.seats().iter().filter(known);
-        let counts = seats.map(|seat| {
-            let vcpu = u32::from(seat.id());
+        let present = self.registry.present();
+        let known = |slot: &&Arc<VcpuSlot>| present.has(slot.id()) || slot.stats().exits.get() > 0;
+        let slots = self.registry.slots().iter().filter(known);
+        let counts = slots.map(|slot| {
+            let vcpu = u32::from(slot.id());
             let context = self.pmu.core().vcpu_stats(VcpuId(vcpu));
-            counts::told(vcpu, seat.stats(), context)
+            counts::vcpu_run_counts(vcpu, slot.stats(), context)
         });
         counts.collect()
     }
@@ -172,15 +172,15 @@ impl Controlled {
     /// Returns the hot-plug state of the vCPUs.
     fn vcpu_plug(&self) -> VcpuPlug {
         let list = |vcpus: VcpuSet| vcpus.numbers().map(u32::from).collect();
-        let present = self.roster.present();
-        let state = self.roster.plug_state().unwrap_or_default();
+        let present = self.registry.present();
+        let state = self.registry.plug_state().unwrap_or_default();
         VcpuPlug {
             present: list(present),
-            max: self.roster.max().into(),
+            max: self.registry.max().into(),
             unnoticed: list(state.unnoticed),
             asked_for: list(state.asked_for),
             leaving: self
-                .roster
+                .registry
                 .plug()
                 .map_or_else(Vec::new, |_| list(present.without(state.shown))),
             refused: state
@@ -204,7 +204,7 @@ impl Controlled {
 
 /// Permissions of the clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum SocketAccess {
     /// Full access, for root and the VM's user.
     Operators,
     /// Read-only access, for every user who may write to the socket file.
@@ -214,7 +214,7 @@ pub enum Access {
 struct Connection {
     stream: UnixStream,
     uid: u32,
-    access: Access,
+    access: SocketAccess,
     greeted: bool,
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
@@ -230,13 +230,13 @@ struct Connection {
 
 /// Result of serving a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Fate {
+enum ConnectionFate {
     Stays,
     Ends,
 }
 
 /// Result of a request, with an optional file descriptor for the reply.
-enum Done {
+enum RequestOutcome {
     Value(Value),
     WithFd(Value, FdSource),
 }
@@ -260,33 +260,33 @@ impl FdSource {
 
 /// The control socket server of a VM.
 pub struct ControlServer {
-    vm: Arc<Controlled>,
-    sockets: Vec<(Access, Socket)>,
+    vm: Arc<ControlledVm>,
+    sockets: Vec<(SocketAccess, Socket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
     /// The listeners are removed from the loop, because the process has no free descriptors.
-    deaf: bool,
+    listeners_removed: bool,
     /// A reserve descriptor, closed to accept and refuse a connection when no other descriptor is
     /// free.
     spare: Option<EventFd>,
     /// The symbol text with its description, cached after the first request because it is long. The
     /// flag is `true` if the symbols are those of the running kernel.
     symbols: Option<(bool, Arc<PackedSymbols>, SymbolsInfo, File)>,
-    processes: Processes,
+    processes: GuestProcesses,
 }
 
 impl ControlServer {
     /// Creates a server for `vm`, with at most one socket per access class.
-    pub fn new(vm: Arc<Controlled>, sockets: Vec<(Access, Socket)>) -> Self {
+    pub fn new(vm: Arc<ControlledVm>, sockets: Vec<(SocketAccess, Socket)>) -> Self {
         Self {
             vm,
             sockets,
             connections: HashMap::new(),
             next: 0,
-            deaf: false,
+            listeners_removed: false,
             spare: spare(),
             symbols: None,
-            processes: Processes::default(),
+            processes: GuestProcesses::default(),
         }
     }
 
@@ -307,24 +307,24 @@ impl ControlServer {
             match socket.listener.accept() {
                 Ok((stream, _)) => {
                     if let Err((stream, refused)) = self.admit(stream, access, ops) {
-                        refused.tell(&stream);
+                        refused.send_to(&stream);
                         // Observers must not be able to flood the log.
                         let level = match access {
-                            Access::Operators => log::Level::Warn,
-                            Access::Observers => log::Level::Debug,
+                            SocketAccess::Operators => log::Level::Warn,
+                            SocketAccess::Observers => log::Level::Debug,
                         };
                         log::log!(level, "control socket: {}", error_line(&refused));
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
+                Err(e) if is_out_of_descriptors(&e) && self.spare.take().is_some() => {
                     // Closing the reserve descriptor makes room to accept the connection, which is
                     // then closed at once.
                     let came = socket.listener.accept();
-                    let why = Refused::NoDescriptor(e);
+                    let why = ConnectionRefusal::NoDescriptor(e);
                     if let Ok((stream, _)) = &came {
-                        why.tell(stream);
+                        why.send_to(stream);
                         log::warn!("control socket: {}", error_line(&why));
                     }
                     let came = came.map(drop);
@@ -338,7 +338,7 @@ impl ControlServer {
                 Err(e) => {
                     // The listener would remain readable and keep the loop busy.
                     log::warn!("control socket: accept: {e}; no new connections until one ends");
-                    self.deaf = true;
+                    self.listeners_removed = true;
                     for (_, listener) in self.listeners() {
                         let _ = ops.remove(Events::empty(listener));
                     }
@@ -352,9 +352,9 @@ impl ControlServer {
     fn admit(
         &mut self,
         stream: UnixStream,
-        access: Access,
+        access: SocketAccess,
         ops: &mut EventOps,
-    ) -> Result<(), (UnixStream, Refused)> {
+    ) -> Result<(), (UnixStream, ConnectionRefusal)> {
         match self.place(&stream, access, ops) {
             Ok((uid, id)) => {
                 self.connections.insert(id, Connection::new(stream, uid, access));
@@ -368,16 +368,16 @@ impl ControlServer {
     fn place(
         &mut self,
         stream: &UnixStream,
-        access: Access,
+        access: SocketAccess,
         ops: &mut EventOps,
-    ) -> Result<(u32, u32), Refused> {
+    ) -> Result<(u32, u32), ConnectionRefusal> {
         let uid = peer::peer_uid(stream)?;
-        if access == Access::Operators && uid != 0 && uid != peer::own_uid() {
-            return Err(Refused::NotOwner(uid));
+        if access == SocketAccess::Operators && uid != 0 && uid != peer::own_uid() {
+            return Err(ConnectionRefusal::NotOwner(uid));
         }
         let most = match access {
-            Access::Operators => MAX_CONNECTIONS,
-            Access::Observers => MAX_OBSERVERS,
+            SocketAccess::Operators => MAX_CONNECTIONS,
+            SocketAccess::Observers => MAX_OBSERVERS,
         };
         if self.of_access(access).count() >= most {
             // A connection without a hello is closed to make room.
@@ -386,13 +386,13 @@ impl ControlServer {
                 && let Some(connection) = self.connections.remove(&id)
             {
                 if !connection.ending {
-                    Refused::MadeRoom(most).tell(&connection.stream);
+                    ConnectionRefusal::MadeRoom(most).send_to(&connection.stream);
                 }
                 let _ = ops.remove(Events::empty(&connection.stream));
             }
         }
         if self.of_access(access).count() >= most {
-            return Err(Refused::Full(most));
+            return Err(ConnectionRefusal::Full(most));
         }
         stream.set_nonblocking(true)?;
         while self.next > LISTENER - LISTENERS || self.connections.contains_key(&self.next) {
@@ -405,7 +405,7 @@ impl ControlServer {
         Ok((uid, id))
     }
 
-    fn of_access(&self, access: Access) -> impl Iterator<Item = (&u32, &Connection)> {
+    fn of_access(&self, access: SocketAccess) -> impl Iterator<Item = (&u32, &Connection)> {
         self.connections.iter().filter(move |(_, c)| c.access == access)
     }
 
@@ -415,21 +415,22 @@ impl ControlServer {
         };
         if connection.ending {
             let gone = set.intersects(EventSet::HANG_UP | EventSet::ERROR);
-            if connection.flush() == Fate::Stays && !connection.outgoing.is_empty() && !gone {
+            if connection.flush() == ConnectionFate::Stays && !connection.outgoing.is_empty() && !gone {
                 self.connections.insert(id, connection);
             } else {
                 self.end(connection, ops);
             }
             return;
         }
-        let mut fate = Fate::Stays;
+        let mut fate = ConnectionFate::Stays;
         if set.contains(EventSet::OUT) {
             fate = connection.flush();
         }
-        if fate == Fate::Stays && set.intersects(EventSet::IN | EventSet::HANG_UP | EventSet::ERROR) {
+        if fate == ConnectionFate::Stays && set.intersects(EventSet::IN | EventSet::HANG_UP | EventSet::ERROR)
+        {
             fate = self.receive(&mut connection);
         }
-        if fate == Fate::Stays {
+        if fate == ConnectionFate::Stays {
             let waits = !connection.outgoing.is_empty();
             if waits != connection.waits_for_room {
                 connection.waits_for_room = waits;
@@ -437,16 +438,16 @@ impl ControlServer {
                 let wanted = if waits { EventSet::OUT } else { EventSet::IN };
                 if let Err(e) = ops.modify(Events::with_data(&connection.stream, id, wanted)) {
                     log::warn!("control socket: {e}");
-                    fate = Fate::Ends;
+                    fate = ConnectionFate::Ends;
                 }
             }
         }
         match fate {
-            Fate::Stays => {
+            ConnectionFate::Stays => {
                 self.connections.insert(id, connection);
             }
-            Fate::Ends => {
-                if connection.begin_to_end()
+            ConnectionFate::Ends => {
+                if connection.start_closing()
                     && ops
                         .modify(Events::with_data(&connection.stream, id, EventSet::OUT))
                         .is_ok()
@@ -462,7 +463,7 @@ impl ControlServer {
     fn end(&mut self, connection: Connection, ops: &mut EventOps) {
         let _ = ops.remove(Events::empty(&connection.stream));
         drop(connection);
-        if std::mem::take(&mut self.deaf) {
+        if std::mem::take(&mut self.listeners_removed) {
             self.listen(ops);
         }
     }
@@ -476,51 +477,51 @@ impl ControlServer {
         }
     }
 
-    fn receive(&mut self, connection: &mut Connection) -> Fate {
+    fn receive(&mut self, connection: &mut Connection) -> ConnectionFate {
         let mut chunk = [0; READ_CHUNK];
         match connection.stream.read(&mut chunk) {
-            Ok(0) => return Fate::Ends,
+            Ok(0) => return ConnectionFate::Ends,
             Ok(n) => connection.incoming.extend_from_slice(&chunk[..n]),
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
-            Err(_) => return Fate::Ends,
+            Err(_) => return ConnectionFate::Ends,
         }
         while let Some(end) = memchr::memchr(b'\n', &connection.incoming) {
             let rest = connection.incoming.split_off(end + 1);
             let line = std::mem::replace(&mut connection.incoming, rest);
-            if self.request(connection, &line[..end]) == Fate::Ends {
-                return Fate::Ends;
+            if self.request(connection, &line[..end]) == ConnectionFate::Ends {
+                return ConnectionFate::Ends;
             }
         }
         if connection.incoming.len() >= MAX_REQUEST {
             let message = format!("a request is longer than {MAX_REQUEST} bytes");
             connection.refuse(0, FailureKind::Protocol, message);
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         }
-        Fate::Stays
+        ConnectionFate::Stays
     }
 
-    fn request(&mut self, connection: &mut Connection, line: &[u8]) -> Fate {
-        if !connection.may_ask() {
+    fn request(&mut self, connection: &mut Connection, line: &[u8]) -> ConnectionFate {
+        if !connection.take_request_token() {
             let message = format!("more than {} requests a second", connection.rate());
             connection.refuse(0, FailureKind::Rate, message);
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         }
         let request: RequestLine = match serde_json::from_slice(line) {
             Ok(request) => request,
             Err(e) => {
                 connection.refuse(0, FailureKind::Protocol, format!("no request: {e}"));
-                return Fate::Ends;
+                return ConnectionFate::Ends;
             }
         };
         let first = matches!(request.call, Call::Hello { .. });
         if !connection.greeted && !first {
             let message = "the first request must be hello";
             connection.refuse(request.id, FailureKind::Protocol, message.into());
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         }
         match self.answer(connection, request.call) {
-            Ok(Done::Value(value)) => connection.reply(request.id, value),
-            Ok(Done::WithFd(value, fd)) => connection.reply_with(request.id, value, &fd),
+            Ok(RequestOutcome::Value(value)) => connection.reply(request.id, value),
+            Ok(RequestOutcome::WithFd(value, fd)) => connection.reply_with(request.id, value, &fd),
             Err(failure) => {
                 let fatal = failure.kind == FailureKind::Protocol;
                 let fate = connection.send(&ReplyLine {
@@ -528,7 +529,7 @@ impl ControlServer {
                     ok: None,
                     error: Some(failure),
                 });
-                if fatal { Fate::Ends } else { fate }
+                if fatal { ConnectionFate::Ends } else { fate }
             }
         }
     }
@@ -540,12 +541,12 @@ fn spare() -> Option<EventFd> {
 }
 
 /// Returns whether a call failed because the process or the host has no free descriptors.
-fn no_descriptors(e: &io::Error) -> bool {
+fn is_out_of_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 impl Connection {
-    fn new(stream: UnixStream, uid: u32, access: Access) -> Self {
+    fn new(stream: UnixStream, uid: u32, access: SocketAccess) -> Self {
         Self {
             stream,
             uid,
@@ -565,7 +566,7 @@ impl Connection {
     /// Starts closing the connection and closes its events. Returns whether the connection must
     /// stay open until the client has read the reason. A new client may replace it, like one
     /// without a hello.
-    fn begin_to_end(&mut self) -> bool {
+    fn start_closing(&mut self) -> bool {
         self.ending = true;
         self.events = None;
         self.exits = None;
@@ -576,22 +577,22 @@ impl Connection {
     /// Returns the sustained request rate per second.
     fn rate(&self) -> f64 {
         match self.access {
-            Access::Operators => REQUESTS_PER_SECOND,
-            Access::Observers => REQUESTS_OF_OBSERVERS,
+            SocketAccess::Operators => REQUESTS_PER_SECOND,
+            SocketAccess::Observers => REQUESTS_OF_OBSERVERS,
         }
     }
 
     /// Returns the role of the client.
     fn role(&self) -> ClientRole {
         match (self.access, role(self.uid)) {
-            (Access::Observers, _) => ClientRole::Observer,
-            (Access::Operators, Role::Operator) => ClientRole::Operator,
-            (Access::Operators, Role::Admin | Role::Guest) => ClientRole::Admin,
+            (SocketAccess::Observers, _) => ClientRole::Observer,
+            (SocketAccess::Operators, Role::Operator) => ClientRole::Operator,
+            (SocketAccess::Operators, Role::Admin | Role::Guest) => ClientRole::Admin,
         }
     }
 
     /// Consumes one request of the rate limit. Returns `false` if none is left.
-    fn may_ask(&mut self) -> bool {
+    fn take_request_token(&mut self) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.refilled).as_secs_f64();
         self.refilled = now;
@@ -616,7 +617,7 @@ impl Connection {
         let _ = self.send(&ReplyLine { id, ok: None, error });
     }
 
-    fn reply(&mut self, id: u64, ok: Value) -> Fate {
+    fn reply(&mut self, id: u64, ok: Value) -> ConnectionFate {
         self.send(&ReplyLine {
             id,
             ok: Some(ok),
@@ -624,38 +625,38 @@ impl Connection {
         })
     }
 
-    fn send(&mut self, reply: &ReplyLine) -> Fate {
+    fn send(&mut self, reply: &ReplyLine) -> ConnectionFate {
         if serde_json::to_writer(&mut self.outgoing, reply).is_err() {
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         }
         self.outgoing.push(b'\n');
         self.flush()
     }
 
-    fn flush(&mut self) -> Fate {
+    fn flush(&mut self) -> ConnectionFate {
         while !self.outgoing.is_empty() {
             match self.stream.write(&self.outgoing) {
-                Ok(0) => return Fate::Ends,
+                Ok(0) => return ConnectionFate::Ends,
                 Ok(n) => {
                     self.outgoing.drain(..n);
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Fate::Ends,
+                Err(_) => return ConnectionFate::Ends,
             }
         }
         if self.outgoing.len() > MAX_UNSENT {
-            Fate::Ends
+            ConnectionFate::Ends
         } else {
-            Fate::Stays
+            ConnectionFate::Stays
         }
     }
 
     /// Sends a reply with a file descriptor, which is attached to its first byte.
-    fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> Fate {
+    fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> ConnectionFate {
         if !self.outgoing.is_empty() {
             // A client that waits for a descriptor has read all previous replies.
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         }
         let reply = ReplyLine {
             id,
@@ -663,7 +664,7 @@ impl Connection {
             error: None,
         };
         let Ok(mut line) = serde_json::to_vec(&reply) else {
-            return Fate::Ends;
+            return ConnectionFate::Ends;
         };
         line.push(b'\n');
         match self.stream.send_with_fd(line.as_slice(), source.fd().as_raw_fd()) {
@@ -671,7 +672,7 @@ impl Connection {
                 self.outgoing.extend_from_slice(&line[sent.min(line.len())..]);
                 self.flush()
             }
-            Err(_) => Fate::Ends,
+            Err(_) => ConnectionFate::Ends,
         }
     }
 }
@@ -679,9 +680,9 @@ impl Connection {
 impl MutEventSubscriber for ControlServer {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         // Attach events before any client reads their counts.
-        for vcpu in self.vm.roster.take_came_back().numbers() {
+        for vcpu in self.vm.registry.take_restarted().numbers() {
             for events in self.connections.values_mut().filter_map(|c| c.events.as_mut()) {
-                events.vcpu_came(vcpu.into());
+                events.open_on_new_vcpu(vcpu.into());
             }
         }
         match events.data() {

@@ -8,13 +8,13 @@ use perf_core::attr::STACK_USER_MAX;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Scope, Session, VcpuReading,
-    error_line,
+    Attr, ControlScope, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session,
+    VcpuReading, error_line,
 };
 
 use crate::devices::cpu_plug::VcpuSet;
-use crate::pmu::{HostSampling, NoHostSamples, OperatorEvent, VmPmu};
-use crate::vcpu::roster::{self, Roster};
+use crate::pmu::{HostSampling, HostSamplingError, OperatorEvent, VmPmu};
+use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
     EventReading, Failure, FailureKind, HostRingInfo, Joined, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo,
@@ -46,9 +46,9 @@ pub struct EventSession {
     rings: BTreeMap<u32, Arc<Ring>>,
     session: Session,
     pmu: Arc<VmPmu>,
-    roster: Arc<Roster>,
+    registry: Arc<VcpuRegistry>,
     /// Events that are also opened on vCPUs that are plugged later.
-    followed: Vec<Followed>,
+    hotplug_events: Vec<HotplugEvents>,
     /// Number of data pages per ring. Set with the first ring.
     ring_pages: Option<u32>,
     /// vCPUs whose ring was created at hot-plug and not fetched yet.
@@ -61,7 +61,7 @@ pub struct EventSession {
 
 /// Events requested on each vCPU.
 #[derive(Clone, Debug)]
-struct Followed {
+struct HotplugEvents {
     groups: Vec<EventGroup>,
     sampling: Option<Sampling>,
 }
@@ -78,13 +78,13 @@ struct OpenEvent {
 
 /// Targets on which events are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum On<'v> {
+pub enum EventTargets<'v> {
     /// One event on every present vCPU.
-    Each,
+    EveryVcpu,
     /// One event on each of the listed vCPUs.
-    These(&'v [u32]),
+    Listed(&'v [u32]),
     /// The whole VM: one event per name, inherited by every vCPU that is plugged later.
-    Whole,
+    WholeVm,
 }
 
 /// Sampling of an event by the host kernel.
@@ -97,9 +97,9 @@ struct HostRing {
 
 /// Reason why the host kernel does not sample an event.
 #[derive(Debug, thiserror::Error)]
-enum NoHostRing {
+enum HostRingUnavailable {
     #[error(transparent)]
-    Sampling(#[from] NoHostSamples),
+    Sampling(#[from] HostSamplingError),
     /// The samples would reveal host data that the user may not see.
     #[error(transparent)]
     Denied(#[from] OpenError),
@@ -110,24 +110,24 @@ enum NoHostRing {
 #[error(
     "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
 )]
-struct MixedGroup;
+struct MixedGroupError;
 
 /// Reason why an event is not open: it is unsupported here, or it was refused.
-enum NotOpened {
+enum EventOpenError {
     Unsupported(String),
     Refused(Failure),
 }
 
 impl EventSession {
-    /// Creates a session for user `uid` with this role, on a VM with the vCPUs in `roster`.
-    pub fn new(pmu: Arc<VmPmu>, uid: u32, role: Role, roster: Arc<Roster>) -> Self {
+    /// Creates a session for user `uid` with this role, on a VM with the vCPUs in `registry`.
+    pub fn new(pmu: Arc<VmPmu>, uid: u32, role: Role, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
             events: Vec::new(),
             rings: BTreeMap::new(),
             pmu,
-            roster,
-            followed: Vec::new(),
+            registry,
+            hotplug_events: Vec::new(),
             ring_pages: None,
             made: BTreeSet::new(),
             enabled: false,
@@ -145,20 +145,20 @@ impl EventSession {
     pub fn open(
         &mut self,
         text: &str,
-        on: On<'_>,
+        on: EventTargets<'_>,
         sampling: Option<Sampling>,
     ) -> Result<Vec<Opened>, Failure> {
         let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let vcpus = match on {
-            On::Each => self.chosen(None)?,
-            On::These(vcpus) => self.chosen(Some(vcpus))?,
-            On::Whole => Vec::new(),
+            EventTargets::EveryVcpu => self.chosen(None)?,
+            EventTargets::Listed(vcpus) => self.chosen(Some(vcpus))?,
+            EventTargets::WholeVm => Vec::new(),
         };
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
         // An event of the whole VM occupies one event on each vCPU.
         let more = match on {
-            On::Whole => count * usize::from(self.roster.max()),
-            On::Each | On::These(_) => count * vcpus.len(),
+            EventTargets::WholeVm => count * usize::from(self.registry.max()),
+            EventTargets::EveryVcpu | EventTargets::Listed(_) => count * vcpus.len(),
         };
         if self.open_events() + more > MAX_EVENTS {
             return fail(
@@ -182,8 +182,8 @@ impl EventSession {
         }
         let before = self.events.len();
         let places: Vec<Option<u32>> = match on {
-            On::Whole => vec![None],
-            On::Each | On::These(_) => vcpus.into_iter().map(Some).collect(),
+            EventTargets::WholeVm => vec![None],
+            EventTargets::EveryVcpu | EventTargets::Listed(_) => vcpus.into_iter().map(Some).collect(),
         };
         let mut opened = Vec::with_capacity(count * places.len());
         for (nth, place) in places.into_iter().enumerate() {
@@ -202,8 +202,8 @@ impl EventSession {
                 }
             }
         }
-        if on == On::Each {
-            self.followed.push(Followed { groups, sampling });
+        if on == EventTargets::EveryVcpu {
+            self.hotplug_events.push(HotplugEvents { groups, sampling });
         }
         Ok(opened)
     }
@@ -211,7 +211,7 @@ impl EventSession {
     /// Returns the number of open events. An event of the whole VM counts once for each possible
     /// vCPU.
     fn open_events(&self) -> usize {
-        let whole = usize::from(self.roster.max());
+        let whole = usize::from(self.registry.max());
         let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { whole };
         self.events.iter().map(weight).sum()
     }
@@ -219,11 +219,11 @@ impl EventSession {
     /// Opens the events requested on each vCPU on a vCPU that has entered perf-core but is not
     /// visible to the guest yet. Creates its ring, and enables the events if the others are
     /// enabled.
-    pub fn vcpu_came(&mut self, vcpu: u32) {
+    pub fn open_on_new_vcpu(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
         }
-        if self.followed.is_empty() {
+        if self.hotplug_events.is_empty() {
             return;
         }
         let before = self.events.len();
@@ -247,14 +247,14 @@ impl EventSession {
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn follow(&mut self, vcpu: u32, opened: &mut Vec<Opened>) -> Result<(), Failure> {
         let before = self.events.len();
-        let followed = self.followed.clone();
-        let samples = followed.iter().any(|f| f.sampling.is_some());
+        let hotplug_events = self.hotplug_events.clone();
+        let samples = hotplug_events.iter().any(|f| f.sampling.is_some());
         if samples {
             // The ring of a previous vCPU with this number. A reader has its own mapping.
             self.rings.remove(&vcpu);
             self.made.remove(&vcpu);
         }
-        for Followed { groups, sampling } in &followed {
+        for HotplugEvents { groups, sampling } in &hotplug_events {
             let mut index = 0;
             for group in groups {
                 if is_whole(group).unwrap_or(false) {
@@ -282,7 +282,7 @@ impl EventSession {
             for event in &self.events[before..] {
                 event
                     .handle
-                    .enable(Scope::Event)
+                    .enable(ControlScope::Event)
                     .or_else(|e| fail(FailureKind::Internal, error_line(&e)))?;
                 if let Some(ring) = &event.ring
                     && let Err(e) = ring.sampling.sampler.set_enabled(true)
@@ -301,16 +301,16 @@ impl EventSession {
 
     fn chosen(&self, vcpus: Option<&[u32]>) -> Result<Vec<u32>, Failure> {
         let mut chosen = match vcpus {
-            None => self.roster.present().numbers().map(u32::from).collect(),
+            None => self.registry.present().numbers().map(u32::from).collect(),
             Some(list) => list.to_vec(),
         };
         chosen.sort_unstable();
         chosen.dedup();
-        let present = self.roster.present();
+        let present = self.registry.present();
         if let Some(no) = chosen.iter().find(|v| !has(present, **v)) {
             return fail(
                 FailureKind::Invalid,
-                format!("no vCPU {no}: the VM has {}", roster::named(present)),
+                format!("no vCPU {no}: the VM has {}", registry::named(present)),
             );
         }
         Ok(chosen)
@@ -328,7 +328,7 @@ impl EventSession {
         for (i, spec) in group.events.iter().enumerate() {
             let result = if i > 0 && leader.is_none() {
                 let why = "the leader of its group cannot be counted".to_owned();
-                Err(NotOpened::Unsupported(why))
+                Err(EventOpenError::Unsupported(why))
             } else {
                 self.open_one(spec, vcpu, sampling, leader)
             };
@@ -361,8 +361,8 @@ impl EventSession {
                     said.kind = event.attr.ty.0;
                     said.config = event.attr.config;
                 }
-                Err(NotOpened::Unsupported(why)) => said.unsupported = Some(why),
-                Err(NotOpened::Refused(failure)) => return Err(failure),
+                Err(EventOpenError::Unsupported(why)) => said.unsupported = Some(why),
+                Err(EventOpenError::Refused(failure)) => return Err(failure),
             }
             opened.push(said);
         }
@@ -375,15 +375,15 @@ impl EventSession {
         vcpu: Option<u32>,
         sampling: Option<Sampling>,
         leader: Option<usize>,
-    ) -> Result<(usize, OperatorEvent, Option<String>), NotOpened> {
+    ) -> Result<(usize, OperatorEvent, Option<String>), EventOpenError> {
         let mut event = self
             .pmu
             .operator_event(spec)
-            .map_err(|e| NotOpened::Unsupported(error_line(&e)))?;
+            .map_err(|e| EventOpenError::Unsupported(error_line(&e)))?;
         let (mut ring, mut no_ring) = (None, None);
         if let (Some(_), None) = (sampling, vcpu) {
             let why = "a count of the whole VM has no samples".to_owned();
-            return Err(NotOpened::Unsupported(why));
+            return Err(EventOpenError::Unsupported(why));
         }
         if let (Some(sampling), Some(vcpu)) = (sampling, vcpu) {
             sample_with(&mut event.attr, sampling, spec);
@@ -430,7 +430,7 @@ impl EventSession {
 
     /// Makes the host kernel sample the event that `attr` describes, if the kernel supports this
     /// and the user may.
-    fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, NoHostRing> {
+    fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, HostRingUnavailable> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
             let host = Attr {
@@ -462,7 +462,7 @@ impl EventSession {
     /// # Errors
     /// Returns a [`Failure`] if the event does not exist, it has no such ring, or no descriptor is
     /// free.
-    pub fn give_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), Failure> {
+    pub fn share_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), Failure> {
         let (_, ring) = self.ring_of(handle)?;
         let internal = |e: std::io::Error| Failure {
             kind: FailureKind::Internal,
@@ -482,7 +482,7 @@ impl EventSession {
     /// # Errors
     /// Returns a [`Failure`] if the event does not exist, it has no ring of the host kernel, or
     /// `every` is 0.
-    pub fn take_chains(&self, handle: u32, every: u32) -> Result<(), Failure> {
+    pub fn sample_in_vmm(&self, handle: u32, every: u32) -> Result<(), Failure> {
         let (event, ring) = self.ring_of(handle)?;
         if every == 0 {
             return fail(FailureKind::Invalid, "chains on every 0th sample");
@@ -512,7 +512,7 @@ impl EventSession {
     /// Reads all events.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn read(&self) -> Vec<EventReading> {
-        let present = self.roster.present();
+        let present = self.registry.present();
         let read = |(at, event): (usize, &OpenEvent)| {
             let reading = event.handle.read().ok()?;
             let estimate = event.handle.estimate().ok().flatten();
@@ -546,7 +546,7 @@ impl EventSession {
         self.events.clear();
         self.rings.clear();
         self.made.clear();
-        self.followed.clear();
+        self.hotplug_events.clear();
         self.joined.clear();
         self.ring_pages = None;
         self.enabled = false;
@@ -663,11 +663,11 @@ fn part(of: &VcpuReading) -> VcpuPart {
 }
 
 /// Returns whether the events of a group count for the whole VM.
-fn is_whole(group: &EventGroup) -> Result<bool, MixedGroup> {
+fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
     let mut whole = group.events.iter().map(EventSpec::is_of_vm);
     let first = whole.next().unwrap_or(false);
     if whole.any(|other| other != first) {
-        return Err(MixedGroup);
+        return Err(MixedGroupError);
     }
     Ok(first)
 }
@@ -706,20 +706,20 @@ fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
     }
 }
 
-fn not_opened(error: OpenError) -> NotOpened {
+fn not_opened(error: OpenError) -> EventOpenError {
     let message = error_line(&error);
     let kind = match &error {
         OpenError::NoDriver(_)
         | OpenError::NoSuchSoftwareEvent(_)
         | OpenError::Driver(PmuError::NoSuchEvent | PmuError::Unsupported(_)) => {
-            return NotOpened::Unsupported(message);
+            return EventOpenError::Unsupported(message);
         }
         OpenError::HostKernelDenied
         | OpenError::VmWideDenied
         | OpenError::NotOwner
         | OpenError::RawDenied => FailureKind::Denied,
         OpenError::FrequencyTooHigh { .. } => {
-            return NotOpened::Refused(Failure {
+            return EventOpenError::Refused(Failure {
                 kind: FailureKind::Limit,
                 message: format!("{message}; ask for less, or start the VM with a higher --sample-limit"),
             });
@@ -732,20 +732,20 @@ fn not_opened(error: OpenError) -> NotOpened {
             let message = format!(
                 "{what}: {source}: close some events, or start the VM with a larger limit (ulimit -n)"
             );
-            return NotOpened::Refused(Failure {
+            return EventOpenError::Refused(Failure {
                 kind: FailureKind::Limit,
                 message,
             });
         }
         OpenError::Driver(PmuError::Os { what, source }) => {
-            return NotOpened::Refused(Failure {
+            return EventOpenError::Refused(Failure {
                 kind: FailureKind::Internal,
                 message: format!("{what}: {source}"),
             });
         }
         _ => FailureKind::Invalid,
     };
-    NotOpened::Refused(Failure { kind, message })
+    EventOpenError::Refused(Failure { kind, message })
 }
 
 #[cfg(test)]
@@ -757,7 +757,7 @@ mod tests {
 
     /// If one event cannot share a ring, the ring is removed from all and can be requested again.
     #[test]
-    fn a_ring_that_one_event_cannot_share_is_taken_back() {
+    fn failed_shared_ring_is_detached() {
         let core = Core::builder()
             .driver(Arc::new(SimPmu::with_slots(4)))
             .build()

@@ -28,7 +28,7 @@ pub(super) struct AcpiPm {
 
 impl AcpiPm {
     /// Connects the SCI.
-    pub fn lead_to(&mut self, sci: SciLine) {
+    pub fn connect_sci(&mut self, sci: SciLine) {
         self.sci = Some(sci);
     }
 
@@ -38,27 +38,27 @@ impl AcpiPm {
             sci: self.sci.take(),
             ..Self::default()
         };
-        self.drive();
+        self.update_sci_level();
     }
 
     /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
     /// the press has no effect.
     pub fn press_power_button(&mut self) -> bool {
-        if !self.listens() {
+        if !self.is_power_button_enabled() {
             return false;
         }
         self.status |= PWRBTN;
-        self.drive();
+        self.update_sci_level();
         true
     }
 
     /// Returns whether the guest has enabled the power button event.
-    pub fn listens(&self) -> bool {
+    pub fn is_power_button_enabled(&self) -> bool {
         self.enable & PWRBTN != 0
     }
 
     /// Sets the SCI level from the enabled and pending events.
-    fn drive(&self) {
+    fn update_sci_level(&self) {
         if let Some(sci) = &self.sci {
             sci(self.status & self.enable & PWRBTN != 0);
         }
@@ -85,12 +85,12 @@ impl AcpiPm {
             // Writing a one clears the status bit.
             0 => {
                 self.status &= !merge(0);
-                self.drive();
+                self.update_sci_level();
                 BusOutcome::Continue
             }
             1 => {
                 self.enable = merge(self.enable);
-                self.drive();
+                self.update_sci_level();
                 BusOutcome::Continue
             }
             _ => self.write_control(merge(self.control)),
@@ -118,11 +118,11 @@ mod tests {
     /// A press asserts the SCI until the guest clears the status bit. A guest that has not enabled
     /// the event receives nothing, then or later.
     #[test]
-    fn the_power_button_interrupts_until_it_is_taken_note_of() {
+    fn power_button_asserts_sci_until_acknowledged() {
         let level = Arc::new(AtomicBool::new(false));
         let mut pm = AcpiPm::default();
         let line = level.clone();
-        pm.lead_to(Box::new(move |up| line.store(up, Ordering::SeqCst)));
+        pm.connect_sci(Box::new(move |up| line.store(up, Ordering::SeqCst)));
         let is_up = || level.load(Ordering::SeqCst);
 
         assert!(!pm.press_power_button() && !is_up());
@@ -141,27 +141,27 @@ mod tests {
 
         assert!(pm.press_power_button() && is_up());
         pm.reset();
-        assert!(!is_up() && !pm.listens() && pm.read_byte(1) == 0);
+        assert!(!is_up() && !pm.is_power_button_enabled() && pm.read_byte(1) == 0);
     }
 
     proptest::proptest! {
         /// The SCI level always equals status AND enable, only writing a one clears a status bit,
         /// and only the soft-off sleep type ends the machine.
         #[test]
-        fn the_level_follows_status_and_enable(
+        fn sci_level_follows_status_and_enable(
             steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),
         ) {
             let level = Arc::new(AtomicBool::new(false));
             let mut pm = AcpiPm::default();
             let line = level.clone();
-            pm.lead_to(Box::new(move |up| line.store(up, Ordering::SeqCst)));
+            pm.connect_sci(Box::new(move |up| line.store(up, Ordering::SeqCst)));
             // The bytes with the power button bit.
             let (mut status, mut enable) = (0u8, 0u8);
             for (offset, value) in steps {
                 let outcome = if offset == 6 {
-                    let listens = enable & 1 != 0;
-                    assert_eq!(pm.press_power_button(), listens);
-                    status |= u8::from(listens);
+                    let is_power_button_enabled = enable & 1 != 0;
+                    assert_eq!(pm.press_power_button(), is_power_button_enabled);
+                    status |= u8::from(is_power_button_enabled);
                     BusOutcome::Continue
                 } else {
                     pm.write_byte(offset, value)

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_right_around_leap_days_and_centuries() {
+    fn rtc_date_handles_leap_days_and_centuries() {
         let at = |s: u64| {
             let u = utc(s);
             (u.year, u.month, u.day, u.weekday)
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn time_reads_in_bcd_and_in_binary_on_demand() {
+    fn rtc_time_reads_in_bcd_or_binary() {
         let mut c = Cmos::new(16 << 20, 1);
         assert_eq!(c.read_at(0x00, 1_735_689_599), 0x59);
         assert_eq!(c.read_at(0x09, 1_735_689_599), 0x24);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_sizes_saturate_instead_of_wrapping() {
+    fn cmos_memory_sizes_saturate() {
         let word = |c: &Cmos, at: u8| u16::from_le_bytes([c.read_at(at, 0), c.read_at(at + 1, 0)]);
         let c = Cmos::new(64 << 20, 64);
         assert_eq!(word(&c, 0x17), 63 * 1024);
@@ -192,7 +192,7 @@ mod tests {
     /// Guest writes change memory only: they cannot move the clock, hide the battery, or leave an
     /// interrupt or update pending forever.
     #[test]
-    fn what_a_guest_writes_stays_in_memory_and_out_of_the_clock() {
+    fn cmos_writes_do_not_change_clock() {
         for value in [0u8, 0x55, 0xAA, 0xFF] {
             let mut c = Cmos::new(64 << 20, 2);
             let before: Vec<u8> = (0..128).map(|at| c.read_at(at, 951_782_400)).collect();
@@ -219,7 +219,7 @@ mod tests {
 
     /// Bit 7 of the index disables NMI on a PC.
     #[test]
-    fn the_index_has_seven_bits() {
+    fn cmos_index_ignores_bit_7() {
         let mut c = Cmos::new(64 << 20, 2);
         c.select(0x80 | 0x40);
         c.write(0x5A);

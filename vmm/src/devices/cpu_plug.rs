@@ -105,7 +105,7 @@ impl VcpuSet {
 
 /// Hot-plug state as the guest sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PlugState {
+pub struct CpuPlugState {
     /// Processors that are present for the guest.
     pub shown: VcpuSet,
     /// Inserted processors that the guest has not acknowledged yet.
@@ -116,7 +116,7 @@ pub struct PlugState {
     /// status.
     pub refused: Vec<(u8, u32)>,
     /// Number of ejections without a request.
-    pub own_ejections: u64,
+    pub unrequested_ejections: u64,
     /// Number of ignored ejections, of processor 0 or of an absent processor.
     pub ignored_ejections: u64,
 }
@@ -138,7 +138,7 @@ struct Registers {
     event: [u8; 4],
     status: [u8; 4],
     refused: Vec<(u8, u32)>,
-    own_ejections: u64,
+    unrequested_ejections: u64,
     ignored_ejections: u64,
 }
 
@@ -204,7 +204,7 @@ impl CpuPlug {
 
     /// Requests the ejection of exactly `vcpus` and withdraws all other requests. Processor 0 is
     /// ignored.
-    pub fn ask_for(&self, vcpus: VcpuSet) {
+    pub fn request_ejection(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
         let vcpus = vcpus.within(registers.shown).without(VcpuSet::of(0));
         registers.called = vcpus;
@@ -218,7 +218,7 @@ impl CpuPlug {
 
     /// Repeats the interrupt if changes are unacknowledged, because an edge before the guest's
     /// driver is loaded is lost.
-    pub fn remind(&self) {
+    pub fn repeat_interrupt(&self) {
         let registers = self.lock();
         let pending = !registers.come.with(registers.called).is_empty();
         drop(registers);
@@ -235,14 +235,14 @@ impl CpuPlug {
     }
 
     /// Returns the hot-plug state.
-    pub fn state(&self) -> PlugState {
+    pub fn state(&self) -> CpuPlugState {
         let registers = self.lock();
-        PlugState {
+        CpuPlugState {
             shown: registers.shown,
             unnoticed: registers.come,
             asked_for: registers.asked_for,
             refused: registers.refused.clone(),
-            own_ejections: registers.own_ejections,
+            unrequested_ejections: registers.unrequested_ejections,
             ignored_ejections: registers.ignored_ejections,
         }
     }
@@ -320,7 +320,7 @@ impl Registers {
             return false;
         }
         if one.within(self.asked_for).is_empty() {
-            self.own_ejections = self.own_ejections.saturating_add(1);
+            self.unrequested_ejections = self.unrequested_ejections.saturating_add(1);
         }
         self.shown = self.shown.without(one);
         self.come = self.come.without(one);
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_processor_comes_is_noticed_is_asked_for_and_goes() {
+    fn cpu_plug_handles_insert_and_eject() {
         let plug = CpuPlug::new(1, 3).unwrap();
         assert_eq!(
             [0, 1, 2, 3, 255].map(|v| state_of(&plug, v)),
@@ -393,14 +393,14 @@ mod tests {
         assert_eq!(plug.interrupt().read().unwrap(), 1);
         assert_eq!(state_of(&plug, 2), PRESENT | COME);
         assert_eq!(plug.state().unnoticed, set(&[2]));
-        plug.remind();
+        plug.repeat_interrupt();
         assert_eq!(plug.interrupt().read().unwrap(), 1);
         plug.write_byte(STATE, COME);
         assert_eq!((state_of(&plug, 2), plug.state().unnoticed), (PRESENT, set(&[])));
-        plug.remind();
+        plug.repeat_interrupt();
         assert!(plug.interrupt().read().is_err(), "there is nothing to look at");
 
-        plug.ask_for(set(&[2]));
+        plug.request_ejection(set(&[2]));
         assert_eq!(plug.interrupt().read().unwrap(), 1);
         assert_eq!(state_of(&plug, 2), PRESENT | ASKED_FOR);
         plug.write_byte(STATE, ASKED_FOR);
@@ -413,16 +413,16 @@ mod tests {
         assert_eq!(plug.take_ejected(), set(&[2]));
         assert_eq!(plug.take_ejected(), set(&[]));
         assert_eq!(
-            (plug.state().own_ejections, plug.state().ignored_ejections),
+            (plug.state().unrequested_ejections, plug.state().ignored_ejections),
             (0, 0)
         );
     }
 
     /// A refusal ends the request. Its status is reported until the next request.
     #[test]
-    fn a_guest_may_refuse() {
+    fn cpu_plug_reports_refusal_by_guest() {
         let plug = CpuPlug::new(3, 4).unwrap();
-        plug.ask_for(set(&[1, 2]));
+        plug.request_ejection(set(&[1, 2]));
         report(&plug, 2, EJECT_REQUEST, 0x82);
         let state = plug.state();
         assert_eq!((state.asked_for, state.refused), (set(&[1]), vec![(2, 0x82)]));
@@ -431,7 +431,7 @@ mod tests {
         report(&plug, 0, EJECT_REQUEST, 0x82);
         report(&plug, 63, DEVICE_CHECK, 1);
         assert_eq!(plug.state().refused.len(), 1);
-        plug.ask_for(set(&[2]));
+        plug.request_ejection(set(&[2]));
         let state = plug.state();
         assert_eq!((state.asked_for, state.refused), (set(&[2]), vec![]));
         plug.show(set(&[3]));
@@ -441,26 +441,26 @@ mod tests {
 
     /// A withdrawn request is no longer visible. An ejection by the guest is still accepted.
     #[test]
-    fn a_request_can_be_withdrawn() {
+    fn cpu_plug_withdraws_ejection_request() {
         let plug = CpuPlug::new(2, 3).unwrap();
-        plug.ask_for(set(&[0, 1, 2]));
+        plug.request_ejection(set(&[0, 1, 2]));
         assert_eq!(
             plug.state().asked_for,
             set(&[1]),
             "processor 0 stays, 2 is absent"
         );
-        plug.ask_for(set(&[]));
+        plug.request_ejection(set(&[]));
         assert_eq!((state_of(&plug, 1), plug.state().asked_for), (PRESENT, set(&[])));
         plug.write_byte(STATE, EJECT);
         assert_eq!(plug.take_ejected(), set(&[1]));
-        assert_eq!(plug.state().own_ejections, 1);
+        assert_eq!(plug.state().unrequested_ejections, 1);
     }
 
     proptest! {
         /// Whatever the guest writes, processor 0 stays present, absent processors stay absent, and
         /// only present processors are ejected, each at most once.
         #[test]
-        fn a_guest_can_only_give_up_what_it_has(
+        fn guest_ejects_only_present_processors(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)
         ) {
             let plug = CpuPlug::new(3, 5).unwrap();
@@ -474,7 +474,7 @@ mod tests {
             prop_assert_eq!(state.shown.with(ejected), VcpuSet::below(3));
             prop_assert!(state.shown.within(ejected).is_empty());
             prop_assert!(state.refused.len() <= 5);
-            prop_assert_eq!(u64::from(ejected.len()), state.own_ejections);
+            prop_assert_eq!(u64::from(ejected.len()), state.unrequested_ejections);
         }
     }
 }

@@ -101,7 +101,7 @@ mod tests {
         /// Accesses of any width read an item as one byte string from the selection on, followed by
         /// zeroes. The selector is write-only and the data port read-only.
         #[test]
-        fn an_item_is_one_string_whatever_the_accesses_are(
+        fn fw_cfg_item_is_independent_of_access_width(
             key in prop_oneof![0u16..8, Just(MAX_CPUS), Just(FILE_DIRECTORY), any::<u16>()],
             widths in prop::collection::vec(1usize..5, 1..12),
             written: [u8; 4],
@@ -131,7 +131,7 @@ mod tests {
 
     /// A one-byte write to the selector selects a low key.
     #[test]
-    fn a_key_may_be_written_as_a_byte() {
+    fn fw_cfg_selector_accepts_byte_write() {
         let mut device = device();
         for (key, n) in [(&[5u8][..], 3), (&[15, 0], 5), (&[5, 1], 0), (&[], b'Q')] {
             device.write(FW_CFG_SELECT, key);

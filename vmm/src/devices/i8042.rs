@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_probing_command_is_answered_at_once() {
+    fn i8042_answers_probe_commands_immediately() {
         let mut c = I8042::default();
         for (command, answer) in [(0x20, 0), (0xAA, 0x55), (0xAB, 0), (0xA9, 1)] {
             assert_eq!(c.read_status() & 1, 0);
@@ -104,7 +104,7 @@ mod tests {
     /// A command with a data byte consumes exactly one. A byte that no command expects goes to a
     /// port without a device, which responds with resend. Another command cancels the expectation.
     #[test]
-    fn a_data_byte_is_its_commands_alone() {
+    fn i8042_command_consumes_one_data_byte() {
         let mut c = I8042::default();
         for command in [AUX_LOOP, WRITE_AUX] {
             c.write_command(command);
@@ -130,7 +130,7 @@ mod tests {
     /// Only an output port write that clears the reset bit and the pulse command reset the machine.
     /// The same byte elsewhere does not.
     #[test]
-    fn the_reset_line_is_pulled_by_its_port_alone() {
+    fn i8042_resets_only_through_output_port() {
         for low in [0x00, 0x02, 0xDE, 0xFE] {
             for command in 0..=u8::MAX {
                 let mut c = I8042::default();

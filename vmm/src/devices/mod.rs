@@ -94,8 +94,8 @@ impl Bus {
     }
 
     /// Connects the system control interrupt.
-    pub fn lead_sci_to(&self, sci: SciLine) {
-        lock(&self.pm).lead_to(sci);
+    pub fn connect_sci_to(&self, sci: SciLine) {
+        lock(&self.pm).connect_sci(sci);
     }
 
     /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_home_reads_all_ones_in_every_width() {
+    fn unclaimed_port_reads_all_ones() {
         let bus = bus();
         for width in [1, 2, 4] {
             let mut data = vec![0; width];
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn the_four_ways_to_reset_reset() {
+    fn all_reset_ports_reset_machine() {
         assert_eq!(bus().io_out(0x92, &[0x03]), BusOutcome::Reset);
         assert_eq!(bus().io_out(0x64, &[0xFE]), BusOutcome::Reset);
         assert_eq!(bus().io_out(0xCF9, &[0x02]), BusOutcome::Continue);
@@ -397,7 +397,7 @@ mod tests {
 
     /// Code that enables address line 20 through port 0x92 waits until the bit reads as one.
     #[test]
-    fn address_line_20_is_on_and_its_port_keeps_the_other_bits() {
+    fn a20_is_enabled_and_control_a_keeps_other_bits() {
         let b = bus();
         assert_eq!(inb(&b, 0x92), 0x02);
         assert_eq!(b.io_out(0x92, &[0xC2]), BusOutcome::Continue);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn soft_off_needs_type_and_enable() {
+    fn soft_off_requires_sleep_type_and_enable() {
         let b = bus();
         assert_eq!(b.io_out(0x604, &[0x00, 0x00]), BusOutcome::Continue);
         assert_eq!(
@@ -438,7 +438,7 @@ mod tests {
     /// Without CPU hot-plug the registers are absent. With it, fw_cfg reports the present and
     /// maximum number of processors.
     #[test]
-    fn processors_that_come_and_go_have_registers_only_where_they_can() {
+    fn cpu_plug_registers_exist_only_with_hotplug() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);
         let b = Bus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
         for (vcpu, state) in [(0, 1), (1, 1), (2, 0), (5, 0)] {
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn a_string_access_repeats_the_port() {
+    fn string_io_repeats_port_access() {
         let out = crate::console::testing::SharedBuffer::default();
         let b = Bus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
         assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), BusOutcome::Continue);

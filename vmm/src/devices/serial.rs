@@ -43,7 +43,7 @@ pub struct SerialPort {
     irq: Arc<EventFd>,
     input_room: Arc<EventFd>,
     /// `true` while input waits for the port's lock to be released.
-    input_waits: AtomicBool,
+    input_is_waiting: AtomicBool,
 }
 
 impl SerialPort {
@@ -56,7 +56,7 @@ impl SerialPort {
             uart: Mutex::new(uart),
             irq,
             input_room,
-            input_waits: AtomicBool::new(false),
+            input_is_waiting: AtomicBool::new(false),
         })
     }
 
@@ -66,8 +66,8 @@ impl SerialPort {
         let out = std::mem::replace(uart.writer_mut(), Box::new(io::sink()));
         *uart = Serial::with_events(Irq(self.irq.clone()), InputRoom(self.input_room.clone()), out);
         drop(uart);
-        self.input_waits.store(true, Ordering::SeqCst);
-        self.let_input_in();
+        self.input_is_waiting.store(true, Ordering::SeqCst);
+        self.wake_waiting_input();
     }
 
     /// Returns the interrupt eventfd, to be registered with KVM.
@@ -84,21 +84,21 @@ impl SerialPort {
         attempt().or_else(|| {
             // Try again after setting the flag: the holder may have released the lock before it
             // could see the flag.
-            self.input_waits.store(true, Ordering::SeqCst);
+            self.input_is_waiting.store(true, Ordering::SeqCst);
             attempt()
         })
     }
 
     /// Wakes input that found the port locked. Call this after releasing the lock.
-    fn let_input_in(&self) {
-        if self.input_waits.swap(false, Ordering::SeqCst) {
+    fn wake_waiting_input(&self) {
+        if self.input_is_waiting.swap(false, Ordering::SeqCst) {
             let _ = self.input_room.write(1);
         }
     }
 
     pub(super) fn read(&self, offset: u8) -> u8 {
         let value = lock(&self.uart).read(offset);
-        self.let_input_in();
+        self.wake_waiting_input();
         value
     }
 
@@ -110,9 +110,9 @@ impl SerialPort {
         // Loopback mode accepts no input, and a write to the modem control register may have ended
         // it.
         if offset == MODEM_CONTROL {
-            self.input_waits.store(true, Ordering::SeqCst);
+            self.input_is_waiting.store(true, Ordering::SeqCst);
         }
-        self.let_input_in();
+        self.wake_waiting_input();
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn input_raises_the_interrupt_and_its_end_asks_for_more() {
+    fn serial_input_raises_irq_and_signals_room() {
         let port = port();
         port.write(1, 1); // received data interrupt on
         assert_eq!(port.send(b"ab"), 2);
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn more_input_than_fits_is_left_to_the_caller() {
+    fn serial_input_accepts_only_free_space() {
         let port = port();
         let taken = port.send(&[0x55; 1000]);
         assert!(taken > 0 && taken < 1000);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_port_is_new_and_takes_input() {
+    fn serial_reset_restores_initial_state() {
         let port = port();
         port.write(4, 0x10);
         port.write(1, 1);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_mode_takes_no_input() {
+    fn serial_loopback_rejects_input() {
         let port = port();
         port.write(4, 0x10);
         assert_eq!(port.send(b"x"), 0);

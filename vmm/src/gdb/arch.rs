@@ -6,9 +6,9 @@ use gdbstub_arch::x86::reg::X86_64CoreRegs;
 
 /// [`X86_64_SSE`] with one difference: a packet with too few registers is an error of the packet
 /// and does not end the session.
-pub enum X86 {}
+pub enum GdbX86 {}
 
-impl Arch for X86 {
+impl Arch for GdbX86 {
     type Usize = <X86_64_SSE as Arch>::Usize;
     type Registers = PacketRegisters;
     type RegId = <X86_64_SSE as Arch>::RegId;

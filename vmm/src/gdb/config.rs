@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_and_one_word_are_all_there_is() {
+    fn gdb_config_accepts_path_and_wait() {
         let parse = |text: &str| text.parse::<GdbConfig>();
         assert!(!parse("/run/g").unwrap().wait);
         assert!(parse("g,wait").is_ok_and(|config| config.wait && config.socket.as_os_str() == "g"));

@@ -5,18 +5,18 @@ use guest_profile::memory::{Budget, GuestRegs};
 use guest_profile::paging::{AddressSpace, Unsupported};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use crate::vcpu::debugger::{Planted, Registers};
+use crate::vcpu::debugger::{SoftwareBreakpoint, VcpuRegisters};
 
 const PAGE: u64 = 4096;
 /// Maximum number of guest memory reads per request. A packet has at most 4 KiB on two pages.
-const MOST_READS: u32 = 256;
+const MAX_READS: u32 = 256;
 /// Opcode of INT3.
 pub const INT3: u8 = 0xcc;
 
 /// Translates a linear address with the paging mode and tables of a vCPU with these registers.
 /// Returns `None` for an unmapped address, or in a paging mode that is not supported (32-bit
 /// paging).
-pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<u64> {
+pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u64) -> Option<u64> {
     let system = &registers.system;
     let regs = GuestRegs {
         cr0: system.cr0,
@@ -26,7 +26,7 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -
         ..GuestRegs::default()
     };
     match AddressSpace::of(memory, &regs) {
-        Ok(mut space) => space.physical(address, &mut Budget::new(MOST_READS, None)).ok(),
+        Ok(mut space) => space.physical(address, &mut Budget::new(MAX_READS, None)).ok(),
         Err(Unsupported::PagingOff) => Some(address),
         Err(Unsupported::Legacy | Unsupported::Pae) => None,
     }
@@ -36,7 +36,7 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -
 /// address. Ends at the first unmapped page.
 fn pieces<'m>(
     memory: &'m GuestMemoryMmap,
-    registers: &'m Registers,
+    registers: &'m VcpuRegisters,
     address: u64,
     length: usize,
 ) -> impl Iterator<Item = (std::ops::Range<usize>, u64)> + 'm {
@@ -58,8 +58,8 @@ fn pieces<'m>(
 /// Reads memory at `address` and returns the number of bytes read.
 pub fn read(
     memory: &GuestMemoryMmap,
-    registers: &Registers,
-    planted: &[Planted],
+    registers: &VcpuRegisters,
+    planted: &[SoftwareBreakpoint],
     address: u64,
     data: &mut [u8],
 ) -> usize {
@@ -83,8 +83,8 @@ pub fn read(
 /// are written.
 pub fn write(
     memory: &GuestMemoryMmap,
-    registers: &Registers,
-    planted: &mut [Planted],
+    registers: &VcpuRegisters,
+    planted: &mut [SoftwareBreakpoint],
     address: u64,
     data: &[u8],
 ) -> bool {
@@ -105,11 +105,15 @@ pub fn write(
 }
 
 /// Inserts an INT3 at a linear address. Returns `None` if there is no memory.
-pub fn plant(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<Planted> {
+pub fn insert_int3(
+    memory: &GuestMemoryMmap,
+    registers: &VcpuRegisters,
+    address: u64,
+) -> Option<SoftwareBreakpoint> {
     let physical = physical(memory, registers, address)?;
     let replaced = memory.read_obj(GuestAddress(physical)).ok()?;
     memory.write_obj(INT3, GuestAddress(physical)).ok()?;
-    Some(Planted {
+    Some(SoftwareBreakpoint {
         address,
         physical,
         replaced,
@@ -117,7 +121,7 @@ pub fn plant(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> O
 }
 
 /// Removes an INT3, unless the guest has overwritten it.
-pub fn uproot(memory: &GuestMemoryMmap, planted: &Planted) {
+pub fn remove_int3(memory: &GuestMemoryMmap, planted: &SoftwareBreakpoint) {
     let at = GuestAddress(planted.physical);
     if memory.read_obj::<u8>(at).is_ok_and(|byte| byte == INT3) {
         // The address was readable a moment ago.
@@ -134,7 +138,7 @@ mod tests {
     }
 
     /// Long mode, with virtual page 0x40_0000 at 0x5000 and the next at 0x3000.
-    fn paged(memory: &GuestMemoryMmap) -> Registers {
+    fn paged(memory: &GuestMemoryMmap) -> VcpuRegisters {
         let entries = [
             (0x1_0000, 0x1_1007u64),
             (0x1_1000, 0x1_2007),
@@ -145,7 +149,7 @@ mod tests {
         for (at, entry) in entries {
             memory.write_obj(entry, GuestAddress(at)).unwrap();
         }
-        let mut registers = Registers::default();
+        let mut registers = VcpuRegisters::default();
         registers.system.cr0 = 1 << 31;
         registers.system.cr3 = 0x1_0000;
         registers.system.cr4 = 1 << 5;
@@ -169,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_not_read_or_written() {
+    fn unmapped_memory_is_not_accessed() {
         let memory = memory();
         let registers = paged(&memory);
         let mut data = [0; 16];
@@ -181,10 +185,10 @@ mod tests {
         assert!(!write(&memory, &registers, &mut [], 0x40_1ff8, &data));
         for hole in [0, 0x60_0000, u64::MAX - 3, 0x8000_0000_0000_0000] {
             assert_eq!(read(&memory, &registers, &[], hole, &mut data), 0);
-            assert_eq!(plant(&memory, &registers, hole), None);
+            assert_eq!(insert_int3(&memory, &registers, hole), None);
         }
         // Without paging, linear addresses are physical and end with memory.
-        let off = Registers::default();
+        let off = VcpuRegisters::default();
         assert_eq!(read(&memory, &off, &[], 0xf_fff8, &mut data), 8);
         let mut pae = registers;
         pae.system.efer = 0;
@@ -194,11 +198,11 @@ mod tests {
     /// Reads hide the debugger's breakpoints, and a write over a breakpoint takes effect when the
     /// breakpoint is removed.
     #[test]
-    fn a_breakpoint_is_invisible_and_leaves_what_was_there() {
+    fn breakpoint_is_hidden_from_reads_and_removed() {
         let memory = memory();
         let registers = paged(&memory);
         assert!(write(&memory, &registers, &mut [], 0x40_0000, &[0x90, 0xf4]));
-        let mut planted = [plant(&memory, &registers, 0x40_0000).unwrap()];
+        let mut planted = [insert_int3(&memory, &registers, 0x40_0000).unwrap()];
         let byte = || memory.read_obj::<u8>(GuestAddress(0x5000)).unwrap();
         assert_eq!(byte(), INT3);
         let mut data = [0; 2];
@@ -206,10 +210,10 @@ mod tests {
         assert_eq!(data, [0x90, 0xf4]);
         assert!(write(&memory, &registers, &mut planted, 0x40_0000, &[0x50]));
         assert_eq!(byte(), INT3);
-        uproot(&memory, &planted[0]);
+        remove_int3(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
         // The guest has loaded other code there in the meantime.
-        uproot(&memory, &planted[0]);
+        remove_int3(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
     }
 }

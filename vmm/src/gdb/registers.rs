@@ -2,7 +2,7 @@
 
 use gdbstub_arch::x86::reg::{X86_64CoreRegs, X86SegmentRegs, X87FpuInternalRegs};
 
-use crate::vcpu::debugger::Registers;
+use crate::vcpu::debugger::VcpuRegisters;
 
 /// x87 tag of an empty register (SDM vol. 1 §8.1.7). For other registers gdb inspects the value
 /// itself.
@@ -15,8 +15,8 @@ const RFLAGS_ONE: u64 = 1 << 1;
     clippy::cast_possible_truncation,
     reason = "gdb has 32 bits for what x87 keeps of addresses, and for RFLAGS"
 )]
-pub fn to_gdb(registers: &Registers) -> X86_64CoreRegs {
-    let Registers { general, system, fpu } = registers;
+pub fn to_gdb(registers: &VcpuRegisters) -> X86_64CoreRegs {
+    let VcpuRegisters { general, system, fpu } = registers;
     let tag = (0..8).fold(0, |tag, n| {
         let empty = fpu.ftwx & 1 << n == 0;
         tag | if empty { EMPTY << (2 * n) } else { 0 }
@@ -69,11 +69,11 @@ pub fn to_gdb(registers: &Registers) -> X86_64CoreRegs {
 /// Copies gdb's registers to those of a vCPU. Returns `false` and changes nothing if a segment
 /// selector differs, because a selector alone determines neither base nor limit.
 #[expect(clippy::cast_possible_truncation, reason = "fields of 16 bits")]
-pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut Registers) -> bool {
+pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut VcpuRegisters) -> bool {
     if gdb.segments != to_gdb(registers).segments {
         return false;
     }
-    let Registers { general, fpu, .. } = registers;
+    let VcpuRegisters { general, fpu, .. } = registers;
     [
         general.rax,
         general.rbx,
@@ -122,8 +122,8 @@ fn joined(old: u64, segment: u32, offset: u32) -> u64 {
 mod tests {
     use super::*;
 
-    fn some() -> Registers {
-        let mut registers = Registers::default();
+    fn some() -> VcpuRegisters {
+        let mut registers = VcpuRegisters::default();
         registers.general.rax = 1;
         registers.general.r15 = 15;
         registers.general.rip = 0xffff_8000_0000_1234;
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_gdb_does_not_change_stays() {
+    fn unchanged_gdb_registers_round_trip() {
         let before = some();
         let mut after = before;
         assert!(from_gdb(&to_gdb(&before), &mut after));
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_gdb_changes_arrives_and_a_segment_is_refused() {
+    fn changed_gdb_registers_apply_except_segments() {
         let mut registers = some();
         let mut gdb = to_gdb(&registers);
         gdb.regs[1] = 7;

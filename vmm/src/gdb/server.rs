@@ -15,18 +15,18 @@ use perf_core::error_line;
 use sandbox::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::target::Machine;
+use super::target::GdbTarget;
 use crate::console::poll::wait_readable;
 use crate::console::stream::Listener;
 use crate::privileges;
 use crate::vcpu::control::{RunControl, StopReason};
-use crate::vcpu::debugger::{Debugger, HoldError};
+use crate::vcpu::debugger::{Debugger, VcpuStopError};
 use crate::vm::RunningVm;
 
 /// Timeout of a write to the client.
-const WRITE_PATIENCE: Duration = Duration::from_secs(5);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of the thread for reporting the end of the VM to the client.
-const END_PATIENCE: Duration = Duration::from_millis(500);
+const END_TIMEOUT: Duration = Duration::from_millis(500);
 /// Size of one read in bytes.
 const READ_BYTES: usize = 4096;
 
@@ -75,9 +75,9 @@ impl GdbSocket {
     /// Returns [`GdbError::Thread`] if the thread cannot be started.
     pub fn serve(self, vm: &RunningVm) -> Result<GdbServer, GdbError> {
         let control = vm.control().clone();
-        let machine = Machine::new(
+        let machine = GdbTarget::new(
             control.clone(),
-            vm.roster().clone(),
+            vm.registry().clone(),
             vm.ram().memory().clone(),
             vm.free_breakpoints(),
         );
@@ -87,7 +87,7 @@ impl GdbSocket {
         log::info!("gdb: target remote {}", self.path.display());
         let end = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(GdbError::Thread)?;
         let client = Arc::default();
-        let loop_ = Loop {
+        let loop_ = GdbServerLoop {
             machine,
             control,
             listener: self.listener,
@@ -95,7 +95,7 @@ impl GdbSocket {
             client: Arc::clone(&client),
         };
         let builder = thread::Builder::new().name("gdb".into());
-        let keep = privileges::keep_no_capability;
+        let keep = privileges::drop_thread_capabilities;
         let thread = sandbox::spawn_prepared(ThreadKind::Debugger, builder, keep, move || loop_.run())
             .map_err(GdbError::Thread)?;
         Ok(GdbServer {
@@ -126,7 +126,7 @@ impl Drop for GdbServer {
         let Some(thread) = self.thread.take() else { return };
         let _ = self.end.write(1);
         // Give the thread time to report the end to the client.
-        let end = std::time::Instant::now() + END_PATIENCE;
+        let end = std::time::Instant::now() + END_TIMEOUT;
         while !thread.is_finished() && std::time::Instant::now() < end {
             thread::sleep(Duration::from_millis(1));
         }
@@ -145,14 +145,14 @@ enum SessionError {
     #[error("the socket failed")]
     Socket(#[from] io::Error),
     #[error("the machine cannot be stopped")]
-    Hold(#[from] HoldError),
+    Hold(#[from] VcpuStopError),
     #[error("it does not speak gdb's protocol: {0}")]
     Protocol(String),
 }
 
 /// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Woken {
+enum WakeReason {
     /// The client has sent data or disconnected.
     Client,
     /// A vCPU has stopped the machine.
@@ -162,15 +162,15 @@ enum Woken {
 }
 
 /// State of the server thread.
-struct Loop {
-    machine: Machine,
+struct GdbServerLoop {
+    machine: GdbTarget,
     control: Arc<RunControl>,
     listener: Listener,
     end: EventFd,
     client: Current,
 }
 
-impl Loop {
+impl GdbServerLoop {
     fn run(mut self) {
         while let Some(stream) = self.next_client() {
             match self.session(stream) {
@@ -192,8 +192,8 @@ impl Loop {
         loop {
             let socket = &self.listener.socket;
             match wait(socket, None, &self.end, self.control.stopped_event()) {
-                Ok(Woken::Client) => {}
-                Ok(Woken::Stop | Woken::End) => return None,
+                Ok(WakeReason::Client) => {}
+                Ok(WakeReason::Stop | WakeReason::End) => return None,
                 Err(error) => {
                     log::error!("gdb: {}", error_line(&error));
                     return None;
@@ -209,7 +209,7 @@ impl Loop {
     /// Serves one client until it disconnects.
     fn session(&mut self, stream: UnixStream) -> Result<DisconnectReason, SessionError> {
         stream.set_nonblocking(false)?;
-        stream.set_write_timeout(Some(WRITE_PATIENCE))?;
+        stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let reader = stream.try_clone()?;
         *lock(&self.client) = Some(stream.try_clone()?);
         self.machine.attach()?;
@@ -245,7 +245,7 @@ impl Loop {
                     let stops = is_running.then(|| self.control.debugger()).flatten();
                     let stops = stops.map(Debugger::event);
                     match wait(&reader, stops, &self.end, self.control.stopped_event())? {
-                        Woken::Client => {
+                        WakeReason::Client => {
                             let count = (&reader).read(&mut bytes)?;
                             if count == 0 {
                                 return Ok(DisconnectReason::Disconnect);
@@ -253,13 +253,13 @@ impl Loop {
                             unread = 0..count;
                             Ok(waiting)
                         }
-                        Woken::Stop => match (waiting, self.machine.stop_reason()?) {
+                        WakeReason::Stop => match (waiting, self.machine.stop_reason()?) {
                             (GdbStubStateMachine::Running(running), reason) => {
                                 running.report_stop(&mut self.machine, reason)
                             }
                             (other, _) => Ok(other),
                         },
-                        Woken::End => match waiting {
+                        WakeReason::End => match waiting {
                             GdbStubStateMachine::Running(running) => {
                                 let end = MultiThreadStopReason::Exited(self.exit_code());
                                 running.report_stop(&mut self.machine, end)
@@ -291,15 +291,15 @@ fn wait(
     stops: Option<&EventFd>,
     end: &EventFd,
     stopped: &EventFd,
-) -> io::Result<Woken> {
+) -> io::Result<WakeReason> {
     // poll(2) ignores a negative descriptor.
     let stops = stops.map_or(-1, AsRawFd::as_raw_fd);
     let fds = [client.as_raw_fd(), stops, end.as_raw_fd(), stopped.as_raw_fd()];
     let [client, stops, ..] = wait_readable(fds)?;
     Ok(match (client, stops) {
-        (true, _) => Woken::Client,
-        (_, true) => Woken::Stop,
-        _ => Woken::End,
+        (true, _) => WakeReason::Client,
+        (_, true) => WakeReason::Stop,
+        _ => WakeReason::End,
     })
 }
 

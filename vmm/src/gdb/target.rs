@@ -18,31 +18,34 @@ use gdbstub::target::ext::thread_extra_info::{ThreadExtraInfo, ThreadExtraInfoOp
 use gdbstub::target::{Target, TargetError, TargetResult};
 use vm_memory::GuestMemoryMmap;
 
-use super::arch::{PacketRegisters, X86};
+use super::arch::{GdbX86, PacketRegisters};
 use super::{memory, registers};
 use crate::vcpu::control::RunControl;
-use crate::vcpu::debugger::{Access, Debugger, Go, HoldError, Point, Registers, Stop, Why};
-use crate::vcpu::roster::Roster;
+use crate::vcpu::debugger::{
+    BreakpointAccess, Debugger, HardwareBreakpoint, ResumeAction, Stop, StopCause, VcpuRegisters,
+    VcpuStopError,
+};
+use crate::vcpu::registry::VcpuRegistry;
 
 /// Timeout for stopping the vCPUs.
-const PATIENCE: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of inserted INT3s.
-const MOST_PLANTED: usize = 1024;
+const MAX_INT3S: usize = 1024;
 /// Error numbers for gdb: an invalid access, and an invalid argument.
 const EFAULT: u8 = 14;
 const EINVAL: u8 = 22;
 
 /// A machine under a debugger.
-pub struct Machine {
+pub struct GdbTarget {
     control: Arc<RunControl>,
-    roster: Arc<Roster>,
+    registry: Arc<VcpuRegistry>,
     memory: GuestMemoryMmap,
     /// Number of hardware breakpoints available to the debugger.
-    most_points: usize,
+    max_hardware_points: usize,
     /// The vCPU that stopped last. Breakpoints are inserted through its page tables.
     current: u8,
     /// Actions of the next resumption, by vCPU.
-    actions: Vec<(u8, Go)>,
+    actions: Vec<(u8, ResumeAction)>,
     /// vCPUs without an action stay stopped.
     locked: bool,
 }
@@ -55,19 +58,19 @@ fn vcpu(tid: Tid) -> Option<u8> {
     u8::try_from(tid.get() - 1).ok()
 }
 
-impl Machine {
+impl GdbTarget {
     /// Creates the target for a VM.
     pub fn new(
         control: Arc<RunControl>,
-        roster: Arc<Roster>,
+        registry: Arc<VcpuRegistry>,
         memory: GuestMemoryMmap,
-        most_points: usize,
+        max_hardware_points: usize,
     ) -> Self {
         Self {
             control,
-            roster,
+            registry,
             memory,
-            most_points,
+            max_hardware_points,
             current: 0,
             actions: Vec::new(),
             locked: false,
@@ -79,15 +82,15 @@ impl Machine {
     }
 
     fn present(&self) -> Vec<u8> {
-        self.roster.taken().map(|seat| seat.id()).collect()
+        self.registry.taken().map(|slot| slot.id()).collect()
     }
 
-    fn registers(&self, vcpu: u8) -> Option<Registers> {
+    fn registers(&self, vcpu: u8) -> Option<VcpuRegisters> {
         self.debugger()?.registers(vcpu)
     }
 
     /// Returns the registers of a stopped vCPU, or the error for gdb.
-    fn registers_of(&self, tid: Tid) -> TargetResult<Registers, Self> {
+    fn registers_of(&self, tid: Tid) -> TargetResult<VcpuRegisters, Self> {
         vcpu(tid)
             .and_then(|vcpu| self.registers(vcpu))
             .ok_or(TargetError::Errno(EINVAL))
@@ -96,8 +99,8 @@ impl Machine {
     /// Stops the machine for a new debugger.
     ///
     /// # Errors
-    /// Returns a [`HoldError`] if the vCPUs do not stop.
-    pub fn attach(&mut self) -> Result<(), HoldError> {
+    /// Returns a [`VcpuStopError`] if the vCPUs do not stop.
+    pub fn attach(&mut self) -> Result<(), VcpuStopError> {
         if let Some(debugger) = self.debugger() {
             debugger.attach(true);
         }
@@ -107,13 +110,13 @@ impl Machine {
     /// Stops the machine and collects the registers of all vCPUs.
     ///
     /// # Errors
-    /// Returns a [`HoldError`] if the vCPUs do not stop.
-    pub fn stop(&mut self) -> Result<(), HoldError> {
+    /// Returns a [`VcpuStopError`] if the vCPUs do not stop.
+    pub fn stop(&mut self) -> Result<(), VcpuStopError> {
         let Some(debugger) = self.debugger() else {
-            return Err(HoldError::Ended);
+            return Err(VcpuStopError::Ended);
         };
         debugger.hold(&*self.control);
-        debugger.collect(&*self.control, || self.present(), PATIENCE)?;
+        debugger.collect(&*self.control, || self.present(), STOP_TIMEOUT)?;
         let present = self.present();
         if !present.contains(&self.current) {
             self.current = present.first().copied().unwrap_or(0);
@@ -125,8 +128,8 @@ impl Machine {
     /// sent Ctrl-C.
     ///
     /// # Errors
-    /// Returns a [`HoldError`] if the vCPUs do not stop.
-    pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, HoldError> {
+    /// Returns a [`VcpuStopError`] if the vCPUs do not stop.
+    pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, VcpuStopError> {
         self.stop()?;
         let stop = self.debugger().and_then(Debugger::take_stop);
         let Some(Stop { vcpu, why }) = stop else {
@@ -138,21 +141,21 @@ impl Machine {
         self.current = vcpu;
         let tid = tid(vcpu);
         Ok(match why {
-            Why::Planted => MultiThreadStopReason::SwBreak(tid),
-            Why::Step => MultiThreadStopReason::SignalWithThread {
+            StopCause::SoftwareBreakpoint => MultiThreadStopReason::SwBreak(tid),
+            StopCause::Step => MultiThreadStopReason::SignalWithThread {
                 tid,
                 signal: Signal::SIGTRAP,
             },
-            Why::Point(point) => {
+            StopCause::HardwareBreakpoint(point) => {
                 let watch = |kind| MultiThreadStopReason::Watch {
                     tid,
                     kind,
                     addr: point.address,
                 };
                 match point.access {
-                    Access::Execute => MultiThreadStopReason::HwBreak(tid),
-                    Access::Write => watch(WatchKind::Write),
-                    Access::Any => watch(WatchKind::ReadWrite),
+                    BreakpointAccess::Execute => MultiThreadStopReason::HwBreak(tid),
+                    BreakpointAccess::Write => watch(WatchKind::Write),
+                    BreakpointAccess::Any => watch(WatchKind::ReadWrite),
                 }
             }
         })
@@ -164,38 +167,38 @@ impl Machine {
             return;
         };
         for planted in debugger.planted().drain(..) {
-            memory::uproot(&self.memory, &planted);
+            memory::remove_int3(&self.memory, &planted);
         }
-        debugger.clear_points();
+        debugger.clear_hardware_breakpoints();
         debugger.attach(false);
-        debugger.release(&*self.control, |_| Go::Run);
+        debugger.release(&*self.control, |_| ResumeAction::Run);
     }
 
-    fn set_action(&mut self, of: Tid, go: Go) {
+    fn set_action(&mut self, of: Tid, go: ResumeAction) {
         if let Some(vcpu) = vcpu(of) {
             self.actions.push((vcpu, go));
         }
     }
 
-    fn add_point(&mut self, point: Option<Point>) -> bool {
-        let most = self.most_points;
+    fn add_hardware_breakpoint(&mut self, point: Option<HardwareBreakpoint>) -> bool {
+        let most = self.max_hardware_points;
         match (self.debugger(), point) {
-            (Some(debugger), Some(point)) => debugger.add_point(point, most),
+            (Some(debugger), Some(point)) => debugger.add_hardware_breakpoint(point, most),
             _ => false,
         }
     }
 
-    fn remove_point(&mut self, point: Option<Point>) -> bool {
+    fn remove_hardware_breakpoint(&mut self, point: Option<HardwareBreakpoint>) -> bool {
         match (self.debugger(), point) {
-            (Some(debugger), Some(point)) => debugger.remove_point(point),
+            (Some(debugger), Some(point)) => debugger.remove_hardware_breakpoint(point),
             _ => false,
         }
     }
 }
 
-impl Target for Machine {
-    type Arch = X86;
-    type Error = HoldError;
+impl Target for GdbTarget {
+    type Arch = GdbX86;
+    type Error = VcpuStopError;
 
     fn base_ops(&mut self) -> BaseOps<'_, Self::Arch, Self::Error> {
         BaseOps::MultiThread(self)
@@ -206,7 +209,7 @@ impl Target for Machine {
     }
 }
 
-impl MultiThreadBase for Machine {
+impl MultiThreadBase for GdbTarget {
     fn read_registers(&mut self, regs: &mut PacketRegisters, tid: Tid) -> TargetResult<(), Self> {
         regs.all = registers::to_gdb(&self.registers_of(tid)?);
         Ok(())
@@ -249,7 +252,7 @@ impl MultiThreadBase for Machine {
         }
     }
 
-    fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), HoldError> {
+    fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), VcpuStopError> {
         // gdb selects the first thread of the list, so the vCPU that stopped last comes first.
         let present = self.present();
         let others = present.iter().filter(|vcpu| **vcpu != self.current);
@@ -267,8 +270,8 @@ impl MultiThreadBase for Machine {
     }
 }
 
-impl ThreadExtraInfo for Machine {
-    fn thread_extra_info(&self, tid: Tid, buffer: &mut [u8]) -> Result<usize, HoldError> {
+impl ThreadExtraInfo for GdbTarget {
+    fn thread_extra_info(&self, tid: Tid, buffer: &mut [u8]) -> Result<usize, VcpuStopError> {
         let text = vcpu(tid).map_or_else(String::new, |vcpu| format!("vCPU {vcpu}"));
         let count = text.len().min(buffer.len());
         buffer[..count].copy_from_slice(&text.as_bytes()[..count]);
@@ -276,9 +279,13 @@ impl ThreadExtraInfo for Machine {
     }
 }
 
-impl MultiThreadResume for Machine {
-    fn resume(&mut self) -> Result<(), HoldError> {
-        let rest = if self.locked { Go::Stay } else { Go::Run };
+impl MultiThreadResume for GdbTarget {
+    fn resume(&mut self) -> Result<(), VcpuStopError> {
+        let rest = if self.locked {
+            ResumeAction::Stay
+        } else {
+            ResumeAction::Run
+        };
         let action = |vcpu: u8| {
             let named = self.actions.iter().find(|(of, _)| *of == vcpu);
             named.map_or(rest, |(_, go)| *go)
@@ -289,15 +296,15 @@ impl MultiThreadResume for Machine {
         Ok(())
     }
 
-    fn clear_resume_actions(&mut self) -> Result<(), HoldError> {
+    fn clear_resume_actions(&mut self) -> Result<(), VcpuStopError> {
         self.actions.clear();
         self.locked = false;
         Ok(())
     }
 
     // A signal has no meaning for a machine.
-    fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), HoldError> {
-        self.set_action(tid, Go::Run);
+    fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), VcpuStopError> {
+        self.set_action(tid, ResumeAction::Run);
         Ok(())
     }
 
@@ -310,21 +317,21 @@ impl MultiThreadResume for Machine {
     }
 }
 
-impl MultiThreadSingleStep for Machine {
-    fn set_resume_action_step(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), HoldError> {
-        self.set_action(tid, Go::Step);
+impl MultiThreadSingleStep for GdbTarget {
+    fn set_resume_action_step(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), VcpuStopError> {
+        self.set_action(tid, ResumeAction::Step);
         Ok(())
     }
 }
 
-impl MultiThreadSchedulerLocking for Machine {
-    fn set_resume_action_scheduler_lock(&mut self) -> Result<(), HoldError> {
+impl MultiThreadSchedulerLocking for GdbTarget {
+    fn set_resume_action_scheduler_lock(&mut self) -> Result<(), VcpuStopError> {
         self.locked = true;
         Ok(())
     }
 }
 
-impl Breakpoints for Machine {
+impl Breakpoints for GdbTarget {
     fn support_sw_breakpoint(&mut self) -> Option<SwBreakpointOps<'_, Self>> {
         Some(self)
     }
@@ -338,7 +345,7 @@ impl Breakpoints for Machine {
     }
 }
 
-impl SwBreakpoint for Machine {
+impl SwBreakpoint for GdbTarget {
     fn add_sw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
         let (Some(registers), Some(debugger)) = (self.registers(self.current), self.control.debugger())
         else {
@@ -348,10 +355,10 @@ impl SwBreakpoint for Machine {
         if planted.iter().any(|other| other.address == address) {
             return Ok(true);
         }
-        if planted.len() >= MOST_PLANTED {
+        if planted.len() >= MAX_INT3S {
             return Ok(false);
         }
-        let new = memory::plant(&self.memory, &registers, address);
+        let new = memory::insert_int3(&self.memory, &registers, address);
         planted.extend(new);
         Ok(new.is_some())
     }
@@ -364,48 +371,48 @@ impl SwBreakpoint for Machine {
         let Some(at) = planted.iter().position(|other| other.address == address) else {
             return Ok(false);
         };
-        memory::uproot(&self.memory, &planted.remove(at));
+        memory::remove_int3(&self.memory, &planted.remove(at));
         Ok(true)
     }
 }
 
 /// Returns a hardware breakpoint for an instruction.
-fn execution(address: u64) -> Option<Point> {
-    Some(Point {
+fn execution(address: u64) -> Option<HardwareBreakpoint> {
+    Some(HardwareBreakpoint {
         address,
         length: 1,
-        access: Access::Execute,
+        access: BreakpointAccess::Execute,
     })
 }
 
 /// Returns a hardware breakpoint for data accesses. x86 has none for reads only.
-fn data(address: u64, length: u64, kind: WatchKind) -> Option<Point> {
+fn data(address: u64, length: u64, kind: WatchKind) -> Option<HardwareBreakpoint> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {
-        WatchKind::Write => Access::Write,
-        WatchKind::ReadWrite => Access::Any,
+        WatchKind::Write => BreakpointAccess::Write,
+        WatchKind::ReadWrite => BreakpointAccess::Any,
         WatchKind::Read => return None,
     };
-    fits.then_some(Point {
+    fits.then_some(HardwareBreakpoint {
         address,
         length: u8::try_from(length).ok()?,
         access,
     })
 }
 
-impl HwBreakpoint for Machine {
+impl HwBreakpoint for GdbTarget {
     fn add_hw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
-        Ok(self.add_point(execution(address)))
+        Ok(self.add_hardware_breakpoint(execution(address)))
     }
 
     fn remove_hw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
-        Ok(self.remove_point(execution(address)))
+        Ok(self.remove_hardware_breakpoint(execution(address)))
     }
 }
 
-impl HwWatchpoint for Machine {
+impl HwWatchpoint for GdbTarget {
     fn add_hw_watchpoint(&mut self, address: u64, length: u64, kind: WatchKind) -> TargetResult<bool, Self> {
-        Ok(self.add_point(data(address, length, kind)))
+        Ok(self.add_hardware_breakpoint(data(address, length, kind)))
     }
 
     fn remove_hw_watchpoint(
@@ -414,6 +421,6 @@ impl HwWatchpoint for Machine {
         length: u64,
         kind: WatchKind,
     ) -> TargetResult<bool, Self> {
-        Ok(self.remove_point(data(address, length, kind)))
+        Ok(self.remove_hardware_breakpoint(data(address, length, kind)))
     }
 }

@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress};
 use super::server::{GdbServer, GdbSocket};
 use crate::testing::{self, CODE};
 use crate::vcpu::control::{RunState, StopReason};
-use crate::vm::{DebuggerWanted, RunningVm};
+use crate::vm::{DebuggerConfig, RunningVm};
 
 /// Guest code `inc dword [0x200000]; jmp` to the start.
 const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
@@ -21,7 +21,7 @@ const COUNTER: u64 = 0x20_0000;
 const JUMP: u64 = CODE + 6;
 
 /// A VM with a counting guest and a debugger socket.
-struct Debugged {
+struct DebuggedVm {
     // Must be dropped before the VM.
     _server: GdbServer,
     path: PathBuf,
@@ -29,10 +29,10 @@ struct Debugged {
     vm: RunningVm,
 }
 
-impl Debugged {
+impl DebuggedVm {
     fn new() -> Option<Self> {
         let vm = testing::vm(&COUNTS, |config| {
-            config.debugger = Some(DebuggerWanted { wait: false });
+            config.debugger = Some(DebuggerConfig { wait: false });
         })?;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("gdb");
@@ -129,8 +129,8 @@ impl Gdb {
 /// A debugger finds the guest stopped in its code, with both vCPUs as threads. An invalid request
 /// returns an error and the session continues.
 #[test]
-fn a_debugger_finds_the_guest_where_it_is() {
-    let Some(vm) = Debugged::new() else { return };
+fn attach_stops_guest_and_lists_vcpus() {
+    let Some(vm) = DebuggedVm::new() else { return };
     vm.goes_on();
     let mut gdb = vm.attach();
     let counted = vm.counter();
@@ -165,8 +165,8 @@ fn a_debugger_finds_the_guest_where_it_is() {
 
 /// The guest continues with the memory and registers that the debugger has set.
 #[test]
-fn the_guest_goes_on_with_what_a_debugger_set() {
-    let Some(vm) = Debugged::new() else { return };
+fn guest_resumes_with_changed_registers() {
+    let Some(vm) = DebuggedVm::new() else { return };
     let mut gdb = vm.attach();
     assert_eq!(gdb.ask("Hg1"), "OK");
     assert_eq!(gdb.ask(&format!("M{COUNTER:x},4:feffff7f")), "OK");
@@ -190,8 +190,8 @@ fn the_guest_goes_on_with_what_a_debugger_set() {
 /// Hardware breakpoints stop the guest at their instruction. Their number is limited, and a removed
 /// one can be set again.
 #[test]
-fn breakpoints_stop_where_they_are_and_are_so_many() {
-    let Some(vm) = Debugged::new() else { return };
+fn hardware_breakpoints_stop_guest_and_are_limited() {
+    let Some(vm) = DebuggedVm::new() else { return };
     let mut gdb = vm.attach();
     let free = vm.vm.free_breakpoints() as u64;
     for n in 0..free {
@@ -217,11 +217,11 @@ fn breakpoints_stop_where_they_are_and_are_so_many() {
 /// Reads hide an INT3 in guest memory. It is removed on request, when the debugger detaches, and
 /// when its connection breaks. The guest continues each time.
 #[test]
-fn nothing_of_a_debugger_stays_in_the_guest() {
-    let Some(vm) = Debugged::new() else { return };
+fn detach_removes_breakpoints() {
+    let Some(vm) = DebuggedVm::new() else { return };
     // The guest does not execute this address.
     let place = CODE + 8;
-    let there = |vm: &Debugged| vm.vm.ram().memory().read_obj::<u8>(GuestAddress(place)).unwrap();
+    let there = |vm: &DebuggedVm| vm.vm.ram().memory().read_obj::<u8>(GuestAddress(place)).unwrap();
     let original = there(&vm);
     type Leave = fn(Gdb, u64);
     let ways: [Leave; 3] = [
@@ -249,8 +249,8 @@ fn nothing_of_a_debugger_stays_in_the_guest() {
 
 /// Ctrl-C stops a running guest. A kill command ends the VM like a stop by the operator.
 #[test]
-fn a_guest_that_runs_is_stopped_and_killed() {
-    let Some(vm) = Debugged::new() else { return };
+fn interrupt_stops_and_kill_ends_guest() {
+    let Some(vm) = DebuggedVm::new() else { return };
     let mut gdb = vm.attach();
     gdb.send("vCont;c");
     vm.goes_on();
@@ -270,8 +270,8 @@ fn a_guest_that_runs_is_stopped_and_killed() {
 /// After arbitrary packets and a disconnect, the guest continues with unmodified code, and the next
 /// debugger is served.
 #[test]
-fn no_packets_leave_anything_in_the_guest() {
-    let Some(vm) = Debugged::new() else { return };
+fn arbitrary_packets_leave_guest_unchanged() {
+    let Some(vm) = DebuggedVm::new() else { return };
     let address = prop_oneof![
         Just(CODE),
         Just(COUNTER),

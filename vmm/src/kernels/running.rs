@@ -13,26 +13,26 @@ use std::time::{Duration, Instant};
 use perf_core::{error_line, guest_log};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use super::uncounted::{self, Uncounted};
-use crate::boot::event_tables::Hidden;
-use crate::rdpmc::sites::Sites;
+use super::uncounted::{self, UncountableEvents};
+use crate::boot::event_tables::HiddenEvents;
+use crate::rdpmc::sites::RdpmcSites;
 use guest_profile::locate::{self, LocateError};
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestRegs};
-use kernel_images::rdpmc::{CodeBits, PatchedSite, RDPMC, TRAP, Text, TextRange, find};
+use kernel_images::rdpmc::{CodeBits, CodeBytes, RDPMC, RdpmcSite, TRAP, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
 
 /// Minimum interval between two searches, because each search copies the kernel.
-const SEARCH_AGAIN: Duration = Duration::from_secs(1);
+const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of log lines about searches per VM.
-const MOST_LINES: u32 = 64;
+const MAX_LOG_LINES: u32 = 64;
 /// Maximum number of byte pairs 0F 33 in a kernel's text that are examined. Debian's kernels have a
 /// few dozen; a malicious guest might supply many more.
-const MOST_PAIRS: usize = 1024;
+const MAX_PAIRS: usize = 1024;
 /// Maximum number of searches of a kernel at the address of the previous one. The first may occur
 /// before the kernel is completely loaded.
-const MOST_TRIES: u32 = 8;
+const MAX_TRIES: u32 = 8;
 /// Function of Linux whose RDPMC identifies a kernel that was already patched. Its code does not
 /// change while the kernel runs.
 const READ_PMC: &str = "native_read_pmc";
@@ -46,24 +46,24 @@ const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
 /// Detector and patcher of kernels that the guest starts.
 #[derive(Debug)]
-pub struct RunningKernels {
+pub struct RunningKernelPatcher {
     memory: GuestMemoryMmap,
-    sites: Arc<Sites>,
+    sites: Arc<RdpmcSites>,
     /// Text of the loaded kernel.
     loaded: Vec<TextRange>,
     /// Unpatched RDPMC raises #GP and is emulated at the #GP handler.
-    served_anyway: bool,
-    uncounted: Arc<Uncounted>,
+    emulated_anyway: bool,
+    uncounted: Arc<UncountableEvents>,
     /// LSTAR at the last search, with its physical address in `lstar_gpa`; 0 for the loaded kernel.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
     /// Guest-physical address of a replaced RDPMC of the running kernel; 0 if unknown.
     replaced: AtomicU64,
-    search: Mutex<Search>,
+    search: Mutex<SearchProgress>,
 }
 
 #[derive(Debug, Default)]
-struct Search {
+struct SearchProgress {
     last: Option<Instant>,
     said: u32,
     /// Number of unsuccessful searches of a kernel at the address of the previous one.
@@ -72,29 +72,29 @@ struct Search {
 
 /// Reason why a kernel was not searched.
 #[derive(Debug, thiserror::Error)]
-enum SearchError {
+enum PatchSearchError {
     #[error(transparent)]
     Locate(#[from] LocateError),
     #[error("its symbols do not say where its text is")]
     NoText,
-    #[error("its text has more than {MOST_PAIRS} byte pairs that could be one")]
+    #[error("its text has more than {MAX_PAIRS} byte pairs that could be one")]
     Pairs,
 }
 
 /// Changes that were made to a kernel.
-struct Found {
-    hidden: Vec<Hidden>,
-    rdpmc: Result<Vec<PatchedSite>, SearchError>,
+struct KernelChanges {
+    hidden: Vec<HiddenEvents>,
+    rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
 }
 
 /// Copy of a kernel's memory, with its symbols.
-struct Kernel {
+struct KernelCopy {
     start: u64,
     bytes: Vec<u8>,
     symbols: KernelSymbols,
 }
 
-impl Kernel {
+impl KernelCopy {
     /// Returns the address and bytes between two symbols.
     fn span(&self, from: &str, to: &str) -> Option<(u64, &[u8])> {
         let from = self.symbols.by_name(from)?.address;
@@ -104,12 +104,12 @@ impl Kernel {
     }
 
     /// Returns the code sections.
-    fn text(&self) -> Vec<Text<'_>> {
+    fn text(&self) -> Vec<CodeBytes<'_>> {
         [("_stext", "_etext"), ("_sinittext", "_einittext")]
             .iter()
             .filter_map(|(from, to)| self.span(from, to))
             // Physical addresses are translated later with the page tables.
-            .map(|(virt, bytes)| Text {
+            .map(|(virt, bytes)| CodeBytes {
                 virt,
                 phys: virt,
                 bytes,
@@ -125,26 +125,26 @@ impl Kernel {
     }
 }
 
-impl RunningKernels {
+impl RunningKernelPatcher {
     /// Creates the patcher of a VM whose first kernel has the text `loaded` with RDPMC already
     /// replaced at `patched`. `sites` are the replaced sites of the VM.
     pub fn new(
         memory: GuestMemoryMmap,
-        sites: Arc<Sites>,
+        sites: Arc<RdpmcSites>,
         loaded: Vec<TextRange>,
-        patched: &[PatchedSite],
-        served_anyway: bool,
-        uncounted: Arc<Uncounted>,
+        patched: &[RdpmcSite],
+        emulated_anyway: bool,
+        uncounted: Arc<UncountableEvents>,
     ) -> Self {
         Self {
             memory,
             sites,
             loaded,
-            served_anyway,
+            emulated_anyway,
             uncounted,
             lstar: AtomicU64::new(0),
             lstar_gpa: AtomicU64::new(0),
-            replaced: AtomicU64::new(witness(patched).unwrap_or(0)),
+            replaced: AtomicU64::new(witness_address(patched).unwrap_or(0)),
             search: Mutex::default(),
         }
     }
@@ -158,7 +158,7 @@ impl RunningKernels {
         let Some(gpa) = self.physical(regs, lstar) else {
             return false;
         };
-        if self.is_known(lstar, gpa) && self.is_as_it_was() {
+        if self.is_known(lstar, gpa) && self.is_unchanged() {
             return false;
         }
         // A vCPU never waits for the search of another vCPU.
@@ -166,27 +166,30 @@ impl RunningKernels {
             return false;
         };
         let same_place = self.is_known(lstar, gpa);
-        if same_place && self.is_as_it_was() || search.last.is_some_and(|last| last.elapsed() < SEARCH_AGAIN)
+        if same_place && self.is_unchanged()
+            || search
+                .last
+                .is_some_and(|last| last.elapsed() < MIN_SEARCH_INTERVAL)
         {
             return false;
         }
         let began = Instant::now();
-        let Found { hidden, rdpmc: found } = self.see_to(regs, lstar);
+        let KernelChanges { hidden, rdpmc: found } = self.patch_kernel(regs, lstar);
         search.last = Some(Instant::now());
         let sites = found.as_deref().unwrap_or_default();
-        if same_place && sites.is_empty() && search.tries < MOST_TRIES {
+        if same_place && sites.is_empty() && search.tries < MAX_TRIES {
             search.tries += 1;
             return true;
         }
         search.tries = 0;
         self.replaced
-            .store(witness(sites).unwrap_or(0), Ordering::Relaxed);
+            .store(witness_address(sites).unwrap_or(0), Ordering::Relaxed);
         self.lstar_gpa.store(gpa, Ordering::Relaxed);
         self.lstar.store(lstar, Ordering::Release);
-        if search.said < MOST_LINES {
+        if search.said < MAX_LOG_LINES {
             search.said += 1;
             self.say(&found, began.elapsed());
-            uncounted::tell_hidden(&hidden);
+            uncounted::log_hidden(&hidden);
         }
         true
     }
@@ -201,15 +204,15 @@ impl RunningKernels {
     }
 
     /// Returns `true` if the known RDPMC is still replaced.
-    fn is_as_it_was(&self) -> bool {
+    fn is_unchanged(&self) -> bool {
         match self.replaced.load(Ordering::Relaxed) {
             0 => true,
             gpa => self.memory.read_obj::<[u8; 2]>(GuestAddress(gpa)).ok() == Some(TRAP),
         }
     }
 
-    fn say(&self, found: &Result<Vec<PatchedSite>, SearchError>, took: Duration) {
-        let otherwise = if self.served_anyway {
+    fn say(&self, found: &Result<Vec<RdpmcSite>, PatchSearchError>, took: Duration) {
+        let otherwise = if self.emulated_anyway {
             "it is served at its handler of #GP"
         } else {
             "its counters read what nobody counted: boot it with --kernel instead"
@@ -251,16 +254,16 @@ impl RunningKernels {
     }
 
     /// Patches the kernel around `lstar`.
-    fn see_to(&self, regs: &GuestRegs, lstar: u64) -> Found {
+    fn patch_kernel(&self, regs: &GuestRegs, lstar: u64) -> KernelChanges {
         match locate::memory_around(&self.memory, regs, lstar) {
-            Ok((start, bytes)) => Found {
+            Ok((start, bytes)) => KernelChanges {
                 // The event tables are handled first, because they need no symbols.
                 hidden: self
                     .uncounted
                     .hide_running(&self.memory, start, &bytes, |linear| self.physical(regs, linear)),
                 rdpmc: self.patch(regs, start, bytes),
             },
-            Err(e) => Found {
+            Err(e) => KernelChanges {
                 hidden: Vec::new(),
                 rdpmc: Err(e.into()),
             },
@@ -268,22 +271,27 @@ impl RunningKernels {
     }
 
     /// Finds and replaces RDPMC in the kernel `bytes`, which begin at `start`.
-    fn patch(&self, regs: &GuestRegs, start: u64, bytes: Vec<u8>) -> Result<Vec<PatchedSite>, SearchError> {
+    fn patch(
+        &self,
+        regs: &GuestRegs,
+        start: u64,
+        bytes: Vec<u8>,
+    ) -> Result<Vec<RdpmcSite>, PatchSearchError> {
         let symbols = kallsyms::find(&bytes).map_err(LocateError::from)?;
-        let kernel = Kernel {
+        let kernel = KernelCopy {
             start,
             bytes,
             symbols,
         };
         let text = kernel.text();
         if text.is_empty() {
-            return Err(SearchError::NoText);
+            return Err(PatchSearchError::NoText);
         }
         let pairs = text
             .iter()
             .flat_map(|part| memchr::memmem::find_iter(part.bytes, &RDPMC));
-        if pairs.take(MOST_PAIRS + 1).count() > MOST_PAIRS {
-            return Err(SearchError::Pairs);
+        if pairs.take(MAX_PAIRS + 1).count() > MAX_PAIRS {
+            return Err(PatchSearchError::Pairs);
         }
         let mut sites = find(&text, &kernel.symbols, &kernel.boundaries(), CodeBits::Only64);
         for site in &mut sites {
@@ -300,7 +308,7 @@ impl RunningKernels {
     }
 
     /// Replaces one RDPMC. Its two bytes may be in different pages.
-    fn replace(&self, regs: &GuestRegs, site: &PatchedSite) -> bool {
+    fn replace(&self, regs: &GuestRegs, site: &RdpmcSite) -> bool {
         let last = site.virt + u64::from(site.length) - 1;
         let [Some(first), Some(second)] =
             [last - 1, last].map(|at| self.physical(regs, at).map(GuestAddress))
@@ -344,7 +352,7 @@ fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
 
 /// Returns the address whose content shows later whether a kernel with these sites is still
 /// running.
-fn witness(sites: &[PatchedSite]) -> Option<u64> {
+fn witness_address(sites: &[RdpmcSite]) -> Option<u64> {
     let site = sites
         .iter()
         .find(|site| site.symbol.as_ref().is_some_and(|(name, _)| name == READ_PMC))?;
@@ -355,11 +363,11 @@ fn witness(sites: &[PatchedSite]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rdpmc::sites::SitesOfVcpu;
+    use crate::rdpmc::sites::VcpuRdpmcSites;
     use crate::testing::kallsyms;
     use kvm_bindings::kvm_sregs;
     use perf_core::pmu::host::{HostCounters, HostProbe};
-    use vpmu::{Backability, BackingPolicy, Model, Vendor};
+    use vpmu::{BackingPolicy, CountableEvents, PmuModel, Vendor};
 
     const START: u64 = 0xffff_ffff_8100_0000;
     /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
@@ -404,22 +412,28 @@ mod tests {
     }
 
     /// Only cycles can be counted.
-    fn by_the_clock() -> Arc<Uncounted> {
+    fn by_the_clock() -> Arc<UncountableEvents> {
         let probe = HostProbe {
             hardware_pmu: false,
             counters: HostCounters::default(),
             generic: Vec::new(),
             ..HostProbe::run()
         };
-        let model = Model::off(Vendor::Amd);
+        let model = PmuModel::off(Vendor::Amd);
         let policy = BackingPolicy::Clock;
-        Arc::new(Uncounted::new(&model, policy, Backability::CLOCK, probe, true))
+        Arc::new(UncountableEvents::new(
+            &model,
+            policy,
+            CountableEvents::CLOCK,
+            probe,
+            true,
+        ))
     }
 
     struct Guest {
         memory: GuestMemoryMmap,
-        sites: Arc<Sites>,
-        running: RunningKernels,
+        sites: Arc<RdpmcSites>,
+        running: RunningKernelPatcher,
         regs: GuestRegs,
     }
 
@@ -427,7 +441,7 @@ mod tests {
         /// Creates a guest that runs the loaded kernel at [`FIRST`].
         fn new() -> Self {
             let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
-            let sites = Sites::new(&[]);
+            let sites = RdpmcSites::new(&[]);
             let loaded = vec![TextRange {
                 virt: START,
                 phys: FIRST,
@@ -440,7 +454,7 @@ mod tests {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &sregs);
             let guest = Self {
-                running: RunningKernels::new(
+                running: RunningKernelPatcher::new(
                     memory.clone(),
                     sites.clone(),
                     loaded,
@@ -487,7 +501,7 @@ mod tests {
         }
 
         fn knows(&self) -> bool {
-            let mut sites = SitesOfVcpu::new(self.sites.clone());
+            let mut sites = VcpuRdpmcSites::new(self.sites.clone());
             sites.in_kernel_half(READS + 2).is_some()
         }
     }
@@ -497,7 +511,7 @@ mod tests {
     /// The loader patches the first kernel. A kernel that the guest starts later has only its RDPMC
     /// replaced, in memory.
     #[test]
-    fn a_kernel_that_the_guest_starts_gets_its_rdpmc_replaced() {
+    fn started_kernel_has_rdpmc_replaced() {
         let guest = Guest::new();
         for phys in [FIRST, SECOND] {
             guest.load(phys, &kernel(|_| {}));
@@ -520,7 +534,7 @@ mod tests {
     /// Uncountable events are removed from the tables of a kernel that the guest starts, even if
     /// the kernel cannot be searched for RDPMC.
     #[test]
-    fn a_kernel_that_the_guest_starts_loses_what_nobody_counts() {
+    fn started_kernel_loses_uncountable_events() {
         const TABLE: u64 = 0x3000;
         const EVENTS: [u64; 10] = [0x76, 0xC0, 0xFF60, 0x964, 0xC2, 0xC3, 0, 0x287, 0x187, 0];
         const LEFT: [u64; 10] = [0x76, 0, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -558,7 +572,7 @@ mod tests {
 
     /// Both bytes are written atomically while the other bytes of the word may change.
     #[test]
-    fn two_bytes_of_a_word_are_replaced_and_no_other() {
+    fn replace_changes_only_two_bytes_of_word() {
         let guest = Guest::new();
         for offset in 0..WORD_BYTES - 1 {
             let at = GuestAddress(0x5000 + offset);
@@ -583,7 +597,7 @@ mod tests {
 
     /// A kernel at the address of the previous one also has its RDPMC replaced.
     #[test]
-    fn a_kernel_at_the_place_of_the_one_before_it_gets_its_rdpmc_replaced() {
+    fn kernel_at_previous_address_has_rdpmc_replaced() {
         let guest = Guest::new();
         guest.load(SECOND, &kernel(|_| {}));
         guest.runs(SECOND);
@@ -607,18 +621,18 @@ mod tests {
     /// A kernel at the address of the loaded kernel is also detected. Memory that never becomes a
     /// kernel is searched a bounded number of times.
     #[test]
-    fn the_loaded_kernel_may_be_followed_in_its_place() {
+    fn kernel_at_loaded_address_is_detected() {
         let mut guest = Guest::new();
-        let read = PatchedSite {
+        let read = RdpmcSite {
             virt: READS + 2,
             phys: FIRST + READS + 2 - START,
             length: 2,
             lead: 0,
-            beside_out: false,
+            next_to_port_write: false,
             symbol: Some((READ_PMC.to_owned(), 2)),
         };
         let loaded = guest.running.loaded.clone();
-        guest.running = RunningKernels::new(
+        guest.running = RunningKernelPatcher::new(
             guest.memory.clone(),
             guest.sites.clone(),
             loaded,
@@ -641,13 +655,13 @@ mod tests {
                 guest.look()
             })
             .count();
-        assert_eq!(searches, MOST_TRIES as usize + 1);
+        assert_eq!(searches, MAX_TRIES as usize + 1);
     }
 
     /// At most one kernel is searched per second, even if the guest changes kernels continuously.
     /// Others are searched later.
     #[test]
-    fn searches_are_far_between() {
+    fn kernel_searches_are_rate_limited() {
         let guest = Guest::new();
         for phys in [FIRST, SECOND] {
             guest.load(phys, &kernel(|_| {}));
@@ -665,10 +679,10 @@ mod tests {
     /// An unsearchable kernel is left unchanged and not searched repeatedly: memory without
     /// symbols, or text full of possible RDPMC bytes.
     #[test]
-    fn what_is_no_known_kernel_is_left_alone() {
+    fn unsearchable_kernel_is_not_modified() {
         let guest = Guest::new();
         let full = kernel(|text| {
-            for pair in text[0x2000..].chunks_exact_mut(2).take(MOST_PAIRS) {
+            for pair in text[0x2000..].chunks_exact_mut(2).take(MAX_PAIRS) {
                 pair.copy_from_slice(&RDPMC);
             }
         });

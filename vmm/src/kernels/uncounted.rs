@@ -6,34 +6,34 @@ use std::sync::Arc;
 use perf_core::guest_log;
 use perf_core::pmu::host::HostProbe;
 use vm_memory::GuestMemoryMmap;
-use vpmu::{Backability, BackingPolicy, EventFilter, Model, Vendor};
+use vpmu::{BackingPolicy, CountableEvents, EventFilter, PmuModel, Vendor};
 
-use crate::boot::event_tables::{self, EventTable, Hidden};
+use crate::boot::event_tables::{self, EventTable, HiddenEvents};
 use crate::kvm::cpuid;
-use crate::pmu::countable::Countable;
+use crate::pmu::countable::CountableKernelEvents;
 
 /// Filter for events in guest kernel tables that cannot be counted on this host.
 #[derive(Debug)]
-pub struct Uncounted {
+pub struct UncountableEvents {
     vendor: Vendor,
-    countable: Countable,
+    countable: CountableKernelEvents,
     hides: bool,
 }
 
-impl Uncounted {
+impl UncountableEvents {
     /// Creates the filter for guests with `model`. `probe` describes the perf events of the host.
     /// Without `hides` the tables are not modified.
     pub fn new(
-        model: &Model,
+        model: &PmuModel,
         policy: BackingPolicy,
-        backability: Backability,
+        backability: CountableEvents,
         probe: HostProbe,
         hides: bool,
     ) -> Self {
         let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
         Self {
             vendor: model.vendor(),
-            countable: Countable::new(model, host, policy, backability, probe),
+            countable: CountableKernelEvents::new(model, host, policy, backability, probe),
             hides,
         }
     }
@@ -48,7 +48,7 @@ impl Uncounted {
     }
 
     /// Removes uncountable events from `tables`, if enabled.
-    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<Hidden> {
+    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -66,7 +66,7 @@ impl Uncounted {
         start: u64,
         bytes: &[u8],
         physical: impl FnMut(u64) -> Option<u64>,
-    ) -> Vec<Hidden> {
+    ) -> Vec<HiddenEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -74,8 +74,8 @@ impl Uncounted {
     }
 
     /// Logs the events that the guest cannot count and the tables from which they were removed.
-    pub fn tell(&self, hidden: &[Hidden]) {
-        tell_hidden(hidden);
+    pub fn tell(&self, hidden: &[HiddenEvents]) {
+        log_hidden(hidden);
         let missing = self.countable.missing();
         if !missing.is_empty() {
             // CPUID reports unavailable events to an Intel guest, so no table is needed.
@@ -95,7 +95,7 @@ impl Uncounted {
 }
 
 /// Logs the events that were removed from each table.
-pub fn tell_hidden(hidden: &[Hidden]) {
+pub fn log_hidden(hidden: &[HiddenEvents]) {
     for table in hidden {
         guest_log!(
             Info,

@@ -18,7 +18,7 @@ use kvm_bindings::{
 };
 pub use kvm_ioctls::{ReadMsrExit, SyncReg, VcpuExit, WriteMsrExit};
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
 thread_local! {
@@ -31,7 +31,7 @@ thread_local! {
 ///
 /// Async-signal-safe: accesses one const-initialised thread-local without a destructor and one byte
 /// of shared memory.
-pub fn request_exit_of_this_thread() {
+pub fn request_exit_of_current_vcpu() {
     let page = PAGE.get();
     if !page.is_null() {
         write_immediate_exit(page, 1);
@@ -40,18 +40,18 @@ pub fn request_exit_of_this_thread() {
 
 /// Writes `value` to `immediate_exit` of `page`, the page of an [`ArmedVcpu`] of this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
-    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns. `Armed` is
-    // dropped before the descriptor and clears `PAGE`. Neither can leave this thread, because
-    // `Armed` holds a raw pointer and is therefore not `Send`. The write is volatile because the
-    // kernel reads the byte and a signal handler may write it.
+    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns.
+    // `ImmediateExitGuard` is dropped before the descriptor and clears `PAGE`. Neither can leave
+    // this thread, because `ImmediateExitGuard` holds a raw pointer and is therefore not `Send`.
+    // The write is volatile because the kernel reads the byte and a signal handler may write it.
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 
 /// Keeps `PAGE` set during its lifetime.
 #[derive(Debug)]
-struct Armed(*mut kvm_run);
+struct ImmediateExitGuard(*mut kvm_run);
 
-impl Drop for Armed {
+impl Drop for ImmediateExitGuard {
     fn drop(&mut self) {
         if PAGE.get() == self.0 {
             PAGE.set(ptr::null_mut());
@@ -63,24 +63,24 @@ impl Drop for Armed {
 /// two words of size and bytes (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
 const DATA_WITH_BYTES: u32 = 3;
 /// Maximum length of an x86 instruction, in bytes.
-const MOST_INSTRUCTION_BYTES: usize = 15;
+const MAX_INSTRUCTION_BYTES: usize = 15;
 
 /// A KVM_EXIT_INTERNAL_ERROR exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InternalExit {
+pub struct InternalErrorExit {
     /// The suberror (`KVM_INTERNAL_ERROR_*`).
     pub suberror: u32,
-    bytes: [u8; MOST_INSTRUCTION_BYTES],
+    bytes: [u8; MAX_INSTRUCTION_BYTES],
     count: usize,
 }
 
-impl InternalExit {
+impl InternalErrorExit {
     /// Creates an exit with the bytes of the instruction that KVM cannot emulate. Bytes after the
     /// first 15 are ignored.
     #[must_use]
     pub fn new(suberror: u32, bytes: &[u8]) -> Self {
-        let count = bytes.len().min(MOST_INSTRUCTION_BYTES);
-        let mut kept = [0; MOST_INSTRUCTION_BYTES];
+        let count = bytes.len().min(MAX_INSTRUCTION_BYTES);
+        let mut kept = [0; MAX_INSTRUCTION_BYTES];
         kept[..count].copy_from_slice(&bytes[..count]);
         Self {
             suberror,
@@ -100,7 +100,7 @@ impl InternalExit {
 #[derive(Debug)]
 pub struct Exit<'v> {
     /// The exit reason, or the error of KVM_RUN.
-    pub why: Result<VcpuExit<'v>, CallError>,
+    pub why: Result<VcpuExit<'v>, KvmIoctlError>,
     /// Size of one access in bytes at a port I/O exit. String instructions exit with several
     /// accesses in one buffer.
     pub io_width: usize,
@@ -115,7 +115,7 @@ pub struct Exit<'v> {
 pub struct ArmedVcpu {
     // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the
     // page.
-    armed: Armed,
+    armed: ImmediateExitGuard,
     fd: VcpuFd,
 }
 
@@ -124,7 +124,7 @@ impl ArmedVcpu {
     pub fn new(mut fd: VcpuFd) -> Self {
         let page: *mut kvm_run = fd.raw_mut().get_kvm_run();
         PAGE.set(page);
-        let armed = Armed(page);
+        let armed = ImmediateExitGuard(page);
         Self { armed, fd }
     }
 
@@ -153,7 +153,7 @@ impl ArmedVcpu {
     #[inline]
     pub fn run(&mut self) -> Exit<'_> {
         let page = self.armed.0;
-        let why = self.fd.raw_mut().run().map_err(CallError::of("KVM_RUN"));
+        let why = self.fd.raw_mut().run().map_err(KvmIoctlError::of("KVM_RUN"));
         // SAFETY: the mapping lives as long as `self.fd`, see `write_immediate_exit`. Every bit
         // pattern of the union is a valid `io`, which consists of integers. `why` borrows the data
         // of the exit and never this byte.
@@ -171,11 +171,11 @@ impl ArmedVcpu {
     ///
     /// # Errors
     /// Returns the error of KVM_RUN. A guest cannot cause one.
-    pub fn complete_exit(&mut self) -> Result<(), CallError> {
+    pub fn complete_exit(&mut self) -> Result<(), KvmIoctlError> {
         self.request_exit();
         match self.fd.raw_mut().run() {
             Err(e) if e.errno() == libc::EINTR => {}
-            Err(e) => return Err(CallError::of("KVM_RUN")(e)),
+            Err(e) => return Err(KvmIoctlError::of("KVM_RUN")(e)),
             Ok(exit) => log::debug!("unexpected exit while completing another: {exit:?}"),
         }
         Ok(())
@@ -193,20 +193,20 @@ impl ArmedVcpu {
     }
 
     /// Returns the details of the last exit, which must be KVM_EXIT_INTERNAL_ERROR.
-    pub fn internal_exit(&mut self) -> InternalExit {
+    pub fn internal_exit(&mut self) -> InternalErrorExit {
         // SAFETY: this union member consists of integers, so every bit pattern is valid.
         let failure = unsafe { self.fd.raw_mut().get_kvm_run().__bindgen_anon_1.emulation_failure };
         let with_bytes = failure.suberror == KVM_INTERNAL_ERROR_EMULATION
             && failure.ndata >= DATA_WITH_BYTES
             && failure.flags & u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES) != 0;
         if !with_bytes {
-            return InternalExit::new(failure.suberror, &[]);
+            return InternalErrorExit::new(failure.suberror, &[]);
         }
         // SAFETY: this union member consists of integers, and KVM's flag says that KVM has filled
         // it.
         let instruction = unsafe { failure.__bindgen_anon_1.__bindgen_anon_1 };
         let count = usize::from(instruction.insn_size).min(instruction.insn_bytes.len());
-        InternalExit::new(failure.suberror, &instruction.insn_bytes[..count])
+        InternalErrorExit::new(failure.suberror, &instruction.insn_bytes[..count])
     }
 
     /// Returns the registers that KVM stored at the last exit and loads at the next entry.
@@ -255,21 +255,21 @@ mod tests {
 
     /// A signal kicks only an armed vCPU, and a cleared request has no effect.
     #[test]
-    fn a_request_to_leave_reaches_the_armed_vcpu_only() {
+    fn exit_request_reaches_only_armed_vcpu() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
         let vm = VmFd::new(&kvm).unwrap();
-        request_exit_of_this_thread();
+        request_exit_of_current_vcpu();
         let mut first = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
-        request_exit_of_this_thread();
+        request_exit_of_current_vcpu();
         assert_eq!(immediate_exit(&mut first.fd), 1);
         first.clear_exit_request();
         assert_eq!(immediate_exit(&mut first.fd), 0);
         let mut second = ArmedVcpu::new(vm.create_vcpu(1).unwrap());
         let mut first = first.disarm();
-        request_exit_of_this_thread();
+        request_exit_of_current_vcpu();
         assert_eq!(immediate_exit(&mut first), 0);
         assert_eq!(
             immediate_exit(&mut second.fd),
@@ -278,7 +278,7 @@ mod tests {
         );
         let mut second = second.disarm();
         second.raw_mut().get_kvm_run().immediate_exit = 0;
-        request_exit_of_this_thread();
+        request_exit_of_current_vcpu();
         assert_eq!(immediate_exit(&mut second), 0);
     }
 }

@@ -3,13 +3,13 @@
 /// A failed KVM call: its name and its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed")]
-pub struct CallError {
+pub struct KvmIoctlError {
     call: &'static str,
     #[source]
     source: kvm_ioctls::Error,
 }
 
-impl CallError {
+impl KvmIoctlError {
     /// Returns a closure for `map_err` that adds the name of the failed call.
     #[inline]
     pub(super) fn of(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
@@ -41,8 +41,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_names_the_call_and_errno() {
-        let e = CallError::with_errno("KVM_SET_REGS", libc::EINVAL);
+    fn kvm_error_names_call_and_errno() {
+        let e = KvmIoctlError::with_errno("KVM_SET_REGS", libc::EINVAL);
         assert_eq!((e.call(), e.errno()), ("KVM_SET_REGS", libc::EINVAL));
         assert_eq!(
             error_line(&e),

@@ -5,21 +5,21 @@ use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
 };
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
 
 /// State of the two PICs, the I/O APIC and the PIT.
-pub struct Chips {
+pub struct IrqchipState {
     irq: Vec<kvm_irqchip>,
     pit: kvm_pit_state2,
 }
 
-impl Chips {
+impl IrqchipState {
     /// Reads the current state of the chips of `vm`.
     ///
     /// # Errors
-    /// Returns a [`CallError`] if KVM cannot read a chip.
-    pub fn of(vm: &VmFd) -> Result<Self, CallError> {
+    /// Returns a [`KvmIoctlError`] if KVM cannot read a chip.
+    pub fn of(vm: &VmFd) -> Result<Self, KvmIoctlError> {
         let irq = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
             .into_iter()
             .map(|chip_id| {
@@ -29,31 +29,33 @@ impl Chips {
                 };
                 vm.raw()
                     .get_irqchip(&mut chip)
-                    .map_err(CallError::of("KVM_GET_IRQCHIP"))
+                    .map_err(KvmIoctlError::of("KVM_GET_IRQCHIP"))
                     .map(|()| chip)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self {
             irq,
-            pit: vm.raw().get_pit2().map_err(CallError::of("KVM_GET_PIT2"))?,
+            pit: vm.raw().get_pit2().map_err(KvmIoctlError::of("KVM_GET_PIT2"))?,
         })
     }
 
     /// Restores the state. No vCPU may run meanwhile.
     ///
     /// # Errors
-    /// Returns a [`CallError`] if KVM refuses the state of a chip.
-    pub fn restore(&self, vm: &VmFd) -> Result<(), CallError> {
+    /// Returns a [`KvmIoctlError`] if KVM refuses the state of a chip.
+    pub fn restore(&self, vm: &VmFd) -> Result<(), KvmIoctlError> {
         let vm = vm.raw();
-        vm.set_pit2(&self.pit).map_err(CallError::of("KVM_SET_PIT2"))?;
+        vm.set_pit2(&self.pit)
+            .map_err(KvmIoctlError::of("KVM_SET_PIT2"))?;
         for chip in &self.irq {
-            vm.set_irqchip(chip).map_err(CallError::of("KVM_SET_IRQCHIP"))?;
+            vm.set_irqchip(chip)
+                .map_err(KvmIoctlError::of("KVM_SET_IRQCHIP"))?;
         }
         Ok(())
     }
 }
 
-impl std::fmt::Debug for Chips {
+impl std::fmt::Debug for IrqchipState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Chips").finish_non_exhaustive()
     }
@@ -68,20 +70,20 @@ mod tests {
 
     /// A reset restores a PIT and PICs that the guest has programmed.
     #[test]
-    fn chips_that_a_guest_programmed_are_as_new_after_a_reset() {
+    fn reset_restores_programmed_irqchips() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
         let vm = VmFd::new(&kvm).unwrap();
         assert_eq!(
-            Chips::of(&vm).unwrap_err().to_string(),
+            IrqchipState::of(&vm).unwrap_err().to_string(),
             "KVM_GET_IRQCHIP failed",
             "a VM without chips"
         );
         vm.add_irqchip().unwrap();
         vm.raw().create_pit2(kvm_pit_config::default()).unwrap();
-        let new = Chips::of(&vm).unwrap();
+        let new = IrqchipState::of(&vm).unwrap();
 
         let mut pit = vm.raw().get_pit2().unwrap();
         let count = pit.channels[2].count;

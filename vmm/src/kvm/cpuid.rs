@@ -7,7 +7,7 @@
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
-use vpmu::{Backability, CpuidRegs, HostPmu, Model, Vendor};
+use vpmu::{CountableEvents, CpuidRegs, HostPmu, PmuModel, Vendor};
 
 use super::signature::CpuSignature;
 
@@ -96,11 +96,11 @@ const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
 /// Properties of the guest's vCPUs that determine their CPUID table.
 #[derive(Clone, Copy, Debug)]
-pub struct GuestCpu<'a> {
+pub struct GuestCpuidConfig<'a> {
     /// The PMU model. May be the model without a PMU.
-    pub pmu: &'a Model,
+    pub pmu: &'a PmuModel,
     /// The events that the host can back for the PMU model.
-    pub backability: Backability,
+    pub backability: CountableEvents,
     /// Number of vCPUs.
     pub cpus: u8,
     /// Guest TSC frequency in kHz, reported by the leaves of an Intel processor.
@@ -118,7 +118,7 @@ pub struct GuestCpu<'a> {
     pub enters_handlers: bool,
 }
 
-/// Executes CPUID on the current processor. Suitable as the reader of [`Model::resolve`].
+/// Executes CPUID on the current processor. Suitable as the reader of [`PmuModel::resolve`].
 pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     let r = std::arch::x86_64::__cpuid_count(leaf, subleaf);
     CpuidRegs {
@@ -143,7 +143,7 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
 /// # Errors
 /// Returns [`CpuidError::TooMany`] if the PMU leaves exceed KVM's limit, or an error of the
 /// `--nested` and `--cpu-signature` options.
-pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId, CpuidError> {
+pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Result<CpuId, CpuidError> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
     let vendor = guest.pmu.vendor();
     let foreign = HostPmu::vendor(&mut read_host) != vendor;
@@ -153,7 +153,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
         hide_bus_lock_detection(&mut entries);
     }
     if guest.enters_handlers {
-        hide_other_entries(&mut entries);
+        hide_fred_and_shadow_stacks(&mut entries);
     }
     match guest.signature {
         None => {}
@@ -222,7 +222,7 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
 /// Hides FRED and shadow stacks. With FRED, the interrupt descriptor table does not locate
 /// handlers. With shadow stacks, setting registers to leave a handler would keep its frame on the
 /// shadow stack.
-fn hide_other_entries(entries: &mut [kvm_cpuid_entry2]) {
+fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match (entry.function, entry.index) {
             (7, 0) => entry.ecx &= !LEAF7_ECX_SHADOW_STACKS,
@@ -345,7 +345,7 @@ fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
     ))
 }
 
-fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
+fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpuidConfig<'_>, id: u8) {
     let cpus = u32::from(guest.cpus);
     let id = u32::from(id);
     // Number of APIC ID bits below the package ID: one core with one thread for each vCPU.
@@ -391,7 +391,7 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
 }
 
 /// Applies the PMU model to every leaf and adds the PMU leaves that the host lacks.
-fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &Model, backability: Backability) {
+fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &PmuModel, backability: CountableEvents) {
     for &leaf in model.required_leaves() {
         if !entries.iter().any(|e| e.function == leaf) {
             entries.push(kvm_cpuid_entry2 {
@@ -424,24 +424,24 @@ fn set_bit(word: &mut u32, bit: u32, on: bool) {
 mod tests {
     use super::*;
 
-    fn host_model() -> Model {
+    fn host_model() -> PmuModel {
         match HostPmu::vendor(&mut read_host) {
-            Vendor::Intel => Model::INTEL,
-            Vendor::Amd => Model::AMD,
+            Vendor::Intel => PmuModel::INTEL,
+            Vendor::Amd => PmuModel::AMD,
         }
     }
 
-    fn other_model() -> Model {
+    fn other_model() -> PmuModel {
         match HostPmu::vendor(&mut read_host) {
-            Vendor::Intel => Model::AMD,
-            Vendor::Amd => Model::INTEL,
+            Vendor::Intel => PmuModel::AMD,
+            Vendor::Amd => PmuModel::INTEL,
         }
     }
 
-    fn guest(pmu: &Model, nested: bool) -> GuestCpu<'_> {
-        GuestCpu {
+    fn guest(pmu: &PmuModel, nested: bool) -> GuestCpuidConfig<'_> {
+        GuestCpuidConfig {
             pmu,
-            backability: Backability::NONE,
+            backability: CountableEvents::NONE,
             cpus: 1,
             tsc_khz: 2_595_124,
             tsc_deadline: true,
@@ -471,7 +471,7 @@ mod tests {
 
     /// Nested virtualisation is shown only if the operator requested it.
     #[test]
-    fn virtualisation_is_shown_only_when_asked_for() {
+    fn nested_cpuid_requires_option() {
         let model = host_model();
         let shown = for_vcpu(&supported(true), guest(&model, true), 0).unwrap();
         assert!(has_virtualisation(shown.as_slice()));
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn transactions_can_be_hidden_and_nothing_else_changes() {
+    fn hide_transactions_clears_only_tsx() {
         let leaf7 = kvm_cpuid_entry2 {
             function: 7,
             ebx: u32::MAX,
@@ -504,14 +504,14 @@ mod tests {
     /// A guest that detects the other vendor would execute a hypercall instruction that the host
     /// lacks.
     #[test]
-    fn hypercalls_are_offered_only_by_the_vendor_that_has_their_instruction() {
+    fn hypercall_features_require_host_vendor() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
             function: KVM_FEATURES_LEAF,
             eax: !0,
             ..Default::default()
         }])
         .unwrap();
-        let features = |model: &Model| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].eax;
+        let features = |model: &PmuModel| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].eax;
         assert_eq!(features(&host_model()), !0);
         // Features without hypercalls remain, for example the clock and stolen time.
         assert_eq!(features(&other_model()), !0x3_2884);
@@ -519,7 +519,7 @@ mod tests {
 
     /// Linux reads stolen time in a loop that never ends if every instruction is a separate entry.
     #[test]
-    fn a_stepped_guest_is_shown_no_stolen_time() {
+    fn stepped_guest_has_no_steal_time() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
             function: KVM_FEATURES_LEAF,
             eax: !0,
@@ -527,7 +527,7 @@ mod tests {
         }])
         .unwrap();
         let model = host_model();
-        let stepped = GuestCpu {
+        let stepped = GuestCpuidConfig {
             stepped: true,
             ..guest(&model, false)
         };
@@ -537,13 +537,13 @@ mod tests {
     /// Checks the frequencies that Linux and perf derive from the two leaves, including Linux's
     /// 32-bit product.
     #[test]
-    fn an_intel_guest_is_told_the_frequency_of_its_tsc() {
+    fn intel_cpuid_reports_tsc_frequency() {
         for tsc_khz in [
             1_000_000, 2_595_124, 2_000_000, 2_100_003, 3_699_997, 4_294_000, 999_983, 800_001,
         ] {
-            let guest = GuestCpu {
+            let guest = GuestCpuidConfig {
                 tsc_khz,
-                ..guest(&Model::INTEL, false)
+                ..guest(&PmuModel::INTEL, false)
             };
             let table = for_vcpu(&supported(false), guest, 0).unwrap();
             let leaf = |n| *table.as_slice().iter().find(|e| e.function == n).unwrap();
@@ -557,13 +557,13 @@ mod tests {
             assert!(tsc.ecx.abs_diff(1_000_000_000) < 100_000, "{tsc:?}");
             assert!(leaf(FREQUENCY_LEAF).eax.abs_diff(tsc_khz / 1000) <= 1);
         }
-        let amd = for_vcpu(&supported(false), guest(&Model::AMD, false), 0).unwrap();
+        let amd = for_vcpu(&supported(false), guest(&PmuModel::AMD, false), 0).unwrap();
         assert!(amd.as_slice().iter().all(|e| e.function != TSC_LEAF));
     }
 
     proptest::proptest! {
         #[test]
-        fn any_frequency_can_be_told_and_leaves_the_timer_its_own(khz in 100_000u32..4_200_000_000) {
+        fn every_tsc_frequency_has_a_crystal_ratio(khz in 100_000u32..4_200_000_000) {
             match crystal(khz) {
                 Some((crystal, numerator, denominator)) => {
                     let product = crystal.checked_mul(numerator).unwrap();
@@ -578,10 +578,10 @@ mod tests {
 
     /// Guests select event tables and errata workarounds by the signature.
     #[test]
-    fn a_guest_sees_the_signature_that_was_asked_for() {
+    fn cpuid_has_requested_signature() {
         let (own, other) = (host_model(), other_model());
         let eax = |model, signature| {
-            let guest = GuestCpu {
+            let guest = GuestCpuidConfig {
                 signature,
                 ..guest(model, false)
             };
@@ -599,7 +599,7 @@ mod tests {
     /// RDPMC emulation at the #GP handler reads the interrupt descriptor table and leaves the
     /// handler by setting registers.
     #[test]
-    fn fred_and_shadow_stacks_are_hidden_where_we_enter_handlers() {
+    fn entering_handlers_hides_fred_and_shadow_stacks() {
         let leaf = |index, eax, ecx| kvm_cpuid_entry2 {
             function: 7,
             index,
@@ -610,7 +610,7 @@ mod tests {
         let all = CpuId::from_entries(&[leaf(0, 2, 1 << 7), leaf(1, 1 << 17 | 1 << 18, 0)]).unwrap();
         let model = host_model();
         for enters_handlers in [false, true] {
-            let guest = GuestCpu {
+            let guest = GuestCpuidConfig {
                 enters_handlers,
                 ..guest(&model, false)
             };
@@ -626,7 +626,7 @@ mod tests {
     /// KVM accepts the IA32_DEBUGCTL bit only on an Intel host. Linux sets it if CPUID reports the
     /// feature.
     #[test]
-    fn bus_lock_detection_is_shown_by_the_hosts_vendor_only() {
+    fn bus_lock_detection_requires_intel_host() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
             function: 7,
             ecx: 1 << 24,
@@ -634,12 +634,12 @@ mod tests {
         }])
         .unwrap();
         let shown =
-            |model: &Model| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].ecx >> 24 & 1;
+            |model: &PmuModel| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].ecx >> 24 & 1;
         assert_eq!((shown(&host_model()), shown(&other_model())), (1, 0));
     }
 
     #[test]
-    fn nested_is_refused_with_the_reason() {
+    fn nested_error_names_reason() {
         let error = for_vcpu(&supported(false), guest(&host_model(), true), 0).unwrap_err();
         assert!(matches!(error, CpuidError::NestedRefused), "{error}");
         let error = for_vcpu(&supported(true), guest(&other_model(), true), 0).unwrap_err();

@@ -9,10 +9,10 @@ use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event
 use vmm_sys_util::ioctl::ioctl_with_ptr;
 use vmm_sys_util::ioctl_iow_nr;
 use vpmu::events::UnitMask;
-use vpmu::filter::Action;
+use vpmu::filter::FilterAction;
 use vpmu::{EventFilter, Vendor};
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
 
 /// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which the kernel's user-space headers do not export.
@@ -23,7 +23,7 @@ const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
 
 /// Error of installing an event filter in KVM.
 #[derive(Debug, thiserror::Error)]
-pub enum KvmFilterError {
+pub enum KvmEventFilterError {
     /// KVM does not support event filters.
     #[error(
         "the event filter: this host's KVM has none for its own vPMU (KVM_CAP_PMU_EVENT_FILTER, Linux 5.3 and later); leave it out, or use --backing auto"
@@ -42,12 +42,12 @@ pub enum KvmFilterError {
     },
     /// KVM refused the filter.
     #[error("KVM_SET_PMU_EVENT_FILTER failed")]
-    Kvm(#[source] CallError),
+    Kvm(#[source] KvmIoctlError),
 }
 
 /// An event filter in the format of KVM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KvmFilter {
+pub struct KvmEventFilter {
     action: u32,
     fixed_counter_bitmap: u32,
     flags: u32,
@@ -65,12 +65,12 @@ fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
     exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
 }
 
-impl KvmFilter {
+impl KvmEventFilter {
     /// Translates `filter` for KVM. `takes_masks` is `true` if KVM accepts masked entries.
     ///
     /// # Errors
-    /// Returns [`KvmFilterError::TooLong`] if the translation exceeds KVM's limit.
-    pub fn new(filter: &EventFilter, vendor: Vendor, takes_masks: bool) -> Result<Self, KvmFilterError> {
+    /// Returns [`KvmEventFilterError::TooLong`] if the translation exceeds KVM's limit.
+    pub fn new(filter: &EventFilter, vendor: Vendor, takes_masks: bool) -> Result<Self, KvmEventFilterError> {
         // Event selects of Intel have eight bits. KVM refuses entries with more.
         let highest = match vendor {
             Vendor::Intel => 0xFF,
@@ -95,15 +95,15 @@ impl KvmFilter {
                 .collect()
         };
         if events.len() > MAX_EVENTS {
-            return Err(KvmFilterError::TooLong {
+            return Err(KvmEventFilterError::TooLong {
                 entries: events.len(),
                 written_out: !takes_masks && !plain,
             });
         }
         Ok(Self {
             action: match filter.action() {
-                Action::Allow => KVM_PMU_EVENT_ALLOW,
-                Action::Deny => KVM_PMU_EVENT_DENY,
+                FilterAction::Allow => KVM_PMU_EVENT_ALLOW,
+                FilterAction::Deny => KVM_PMU_EVENT_DENY,
             },
             fixed_counter_bitmap: filter.fixed_counters().into(),
             flags: if takes_masks && !plain {
@@ -119,8 +119,8 @@ impl KvmFilter {
     /// programmed.
     ///
     /// # Errors
-    /// Returns [`KvmFilterError::Kvm`] if KVM refuses the filter.
-    pub fn install(&self, vm: &VmFd) -> Result<(), KvmFilterError> {
+    /// Returns [`KvmEventFilterError::Kvm`] if KVM refuses the filter.
+    pub fn install(&self, vm: &VmFd) -> Result<(), KvmEventFilterError> {
         let structure = self.structure();
         // SAFETY: KVM reads a `kvm_pmu_event_filter` followed by the number of entries in its
         // header, which is the content of `structure`, and writes nothing. `vm` and `structure`
@@ -129,9 +129,9 @@ impl KvmFilter {
         if result == 0 {
             Ok(())
         } else {
-            Err(KvmFilterError::Kvm(CallError::of("KVM_SET_PMU_EVENT_FILTER")(
-                kvm_ioctls::Error::last(),
-            )))
+            Err(KvmEventFilterError::Kvm(KvmIoctlError::of(
+                "KVM_SET_PMU_EVENT_FILTER",
+            )(kvm_ioctls::Error::last())))
         }
     }
 
@@ -162,17 +162,17 @@ use request::KVM_SET_PMU_EVENT_FILTER;
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use vpmu::events::{EventSelect, Selection};
-    use vpmu::filter::{EntrySpec, FilterSpec};
+    use vpmu::events::{EventSelect, EventSelection};
+    use vpmu::filter::{FilterEntrySpec, FilterSpec};
 
     use super::*;
 
-    fn translated(toml: &str, vendor: Vendor, takes_masks: bool) -> KvmFilter {
-        KvmFilter::new(&EventFilter::from_toml(toml).unwrap(), vendor, takes_masks).unwrap()
+    fn translated(toml: &str, vendor: Vendor, takes_masks: bool) -> KvmEventFilter {
+        KvmEventFilter::new(&EventFilter::from_toml(toml).unwrap(), vendor, takes_masks).unwrap()
     }
 
     #[test]
-    fn entries_are_where_kvm_looks_for_them() {
+    fn filter_entries_match_kvm_layout() {
         let filter = translated(
             "action = \"allow\"\nfixed-counters = 5\nevents = [{ select = 0xABC, umask = 0x12 }]",
             Vendor::Amd,
@@ -180,7 +180,7 @@ mod tests {
         );
         assert_eq!(
             filter,
-            KvmFilter {
+            KvmEventFilter {
                 action: 0,
                 fixed_counter_bitmap: 5,
                 flags: 0,
@@ -199,11 +199,11 @@ mod tests {
     }
 
     #[test]
-    fn an_old_kvm_gets_every_unit_mask_and_says_when_that_is_too_much() {
+    fn masked_entries_expand_on_old_kvm() {
         let toml = "action = \"deny\"\nevents = [{ select = 0xD0, umask-mask = 0xFE, umask-match = 0x80 }]";
         assert_eq!(translated(toml, Vendor::Intel, false).events, [0x80D0, 0x81D0]);
         let two = "action = \"deny\"\nevents = [{ select = 1 }, { select = 2 }]";
-        let line = KvmFilter::new(&EventFilter::from_toml(two).unwrap(), Vendor::Amd, false)
+        let line = KvmEventFilter::new(&EventFilter::from_toml(two).unwrap(), Vendor::Amd, false)
             .unwrap_err()
             .to_string();
         assert!(
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn selects_that_intel_counters_cannot_ask_for_are_left_out() {
+    fn intel_filter_omits_wide_selects() {
         let toml = "action = \"deny\"\nevents = [{ select = 0xFFF }, { select = 0xC0, umask = 0 }]";
         for masks in [false, true] {
             assert_eq!(translated(toml, Vendor::Intel, masks).events.len(), 1);
@@ -223,10 +223,10 @@ mod tests {
 
     /// Evaluates a filter like the kernel (`is_gp_event_allowed` with its callees, and
     /// `is_fixed_event_allowed`).
-    fn kvm_allows(filter: &KvmFilter, selection: Selection) -> bool {
+    fn kvm_allows(filter: &KvmEventFilter, selection: EventSelection) -> bool {
         let listed = match selection {
-            Selection::Fixed(n) => filter.fixed_counter_bitmap >> n & 1 != 0,
-            Selection::General(select, umask) => {
+            EventSelection::Fixed(n) => filter.fixed_counter_bitmap >> n & 1 != 0,
+            EventSelection::General(select, umask) => {
                 let key = exact(select.0, 0);
                 let of = |exclude: bool| {
                     filter.events.iter().any(|event| {
@@ -245,14 +245,14 @@ mod tests {
         listed == (filter.action == KVM_PMU_EVENT_ALLOW)
     }
 
-    fn entry() -> impl Strategy<Value = EntrySpec> {
+    fn entry() -> impl Strategy<Value = FilterEntrySpec> {
         (
             prop_oneof![Just(0xC0u64), Just(0x2E), Just(0x120)],
             any::<u8>(),
             any::<u8>(),
             any::<bool>(),
         )
-            .prop_map(|(select, mask, matches, exclude)| EntrySpec {
+            .prop_map(|(select, mask, matches, exclude)| FilterEntrySpec {
                 select,
                 umask: None,
                 umask_mask: Some(mask.into()),
@@ -264,7 +264,7 @@ mod tests {
     proptest! {
         /// The kernel and the vPMU allow the same events.
         #[test]
-        fn the_translation_means_the_same(
+        fn translated_filter_allows_same_events(
             events in prop::collection::vec(entry(), 0..6),
             allow in any::<bool>(),
             fixed_counters in 0u64..16,
@@ -273,19 +273,19 @@ mod tests {
             select in prop_oneof![Just(0xC0u16), Just(0x2E), Just(0x120), Just(0x20)],
             umask in any::<u8>(),
         ) {
-            let action = if allow { Action::Allow } else { Action::Deny };
+            let action = if allow { FilterAction::Allow } else { FilterAction::Deny };
             let ours = EventFilter::new(&FilterSpec { action, fixed_counters, events }).unwrap();
             let vendor = if amd { Vendor::Amd } else { Vendor::Intel };
             let select = if amd { select } else { select & 0xFF };
-            let Ok(theirs) = KvmFilter::new(&ours, vendor, masks) else {
+            let Ok(theirs) = KvmEventFilter::new(&ours, vendor, masks) else {
                 // There are at most six masked entries, so only an expanded filter can be too long.
                 prop_assert!(!masks);
                 return Ok(());
             };
-            let general = Selection::General(EventSelect(select), UnitMask(umask));
+            let general = EventSelection::General(EventSelect(select), UnitMask(umask));
             prop_assert_eq!(ours.allows(general), kvm_allows(&theirs, general));
             for n in 0..4 {
-                prop_assert_eq!(ours.allows(Selection::Fixed(n)), kvm_allows(&theirs, Selection::Fixed(n)));
+                prop_assert_eq!(ours.allows(EventSelection::Fixed(n)), kvm_allows(&theirs, EventSelection::Fixed(n)));
             }
         }
     }

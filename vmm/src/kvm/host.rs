@@ -14,8 +14,8 @@ pub use kvm_ioctls::Kvm;
 use kvm_ioctls::{Cap, VcpuExit};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::call::CallError;
-use super::memslot::{MemorySlots, SlotError};
+use super::call::KvmIoctlError;
+use super::memslot::{MemorySlotError, MemorySlots};
 use super::vm_fd::VmFd;
 
 /// `out 0x10, al`, the last instruction of the probe code. No in-kernel device handles the port, so
@@ -44,10 +44,10 @@ pub enum HostError {
     ApiVersion(i32),
     /// A KVM call of a probe failed.
     #[error("probing KVM failed")]
-    Probe(#[from] CallError),
+    Probe(#[from] KvmIoctlError),
     /// KVM refused the memory of the probe.
     #[error("probing KVM failed")]
-    Slot(#[from] SlotError),
+    Slot(#[from] MemorySlotError),
     /// Allocating the memory of the probe failed.
     #[error("no memory to probe KVM with")]
     Memory,
@@ -62,7 +62,7 @@ pub enum HostError {
 /// The method by which KVM runs guest code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Flavour {
+pub enum KvmFlavour {
     /// Hardware virtualisation with Intel VT-x.
     Vmx,
     /// Hardware virtualisation with AMD-V.
@@ -71,7 +71,7 @@ pub enum Flavour {
     SoftwareOnly,
 }
 
-impl fmt::Display for Flavour {
+impl fmt::Display for KvmFlavour {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Vmx => "Intel VT-x",
@@ -99,9 +99,9 @@ pub fn open() -> Result<Kvm, HostError> {
 
 /// Properties of this host's KVM.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
-pub struct KvmFacts {
+pub struct KvmCapabilities {
     /// The method by which KVM runs guest code.
-    pub flavour: Flavour,
+    pub flavour: KvmFlavour,
     /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
     /// uses and that KVM's emulator does not support.
     pub runs_linux: bool,
@@ -125,13 +125,13 @@ pub struct KvmFacts {
 ///
 /// # Errors
 /// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
+pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, HostError> {
     let interprets_kernels = interprets_kernels(kvm)?;
-    Ok(KvmFacts {
+    Ok(KvmCapabilities {
         flavour: flavour(interprets_kernels),
         runs_linux: !interprets_kernels,
         traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
-        can_disable_own_pmu: own_pmu_can_be_disabled(kvm),
+        can_disable_own_pmu: kvm_vpmu_can_be_disabled(kvm),
         rdpmc_faults: rdpmc_faults(kvm)?,
         binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
         sync_regs: syncs_registers(kvm),
@@ -157,7 +157,7 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
 ///
 /// # Errors
 /// Returns the error of KVM.
-pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
+pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, KvmIoctlError> {
     let vm = VmFd::new(kvm)?;
     if kvm.check_extension(Cap::SplitIrqchip) {
         let mut cap = kvm_enable_cap {
@@ -167,7 +167,7 @@ pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
         cap.args[0] = IOAPIC_PINS;
         vm.raw()
             .enable_cap(&cap)
-            .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_SPLIT_IRQCHIP)"))?;
+            .map_err(KvmIoctlError::of("KVM_ENABLE_CAP(KVM_CAP_SPLIT_IRQCHIP)"))?;
     }
     Ok(vm)
 }
@@ -178,12 +178,12 @@ pub fn syncs_registers(kvm: &Kvm) -> bool {
 }
 
 /// Returns the maximum number of vCPUs of a VM.
-pub fn most_vcpus(kvm: &Kvm) -> usize {
+pub fn max_vcpu_count(kvm: &Kvm) -> usize {
     kvm.get_max_vcpus()
 }
 
 /// Returns whether KVM supports `KVM_PMU_CAP_DISABLE` (Linux 5.18 and later).
-pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
+pub fn kvm_vpmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE.cast_signed() != 0
 }
 
@@ -193,8 +193,8 @@ pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
 ///
 /// # Errors
 /// Returns the error of KVM.
-pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
-    if !own_pmu_can_be_disabled(kvm) {
+pub fn disable_kvm_vpmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, KvmIoctlError> {
+    if !kvm_vpmu_can_be_disabled(kvm) {
         return Ok(false);
     }
     let mut cap = kvm_enable_cap {
@@ -203,7 +203,7 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
     };
     cap.args[0] = u64::from(KVM_PMU_CAP_DISABLE);
     let done = vm.raw().enable_cap(&cap);
-    done.map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
+    done.map_err(KvmIoctlError::of("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
     Ok(true)
 }
 
@@ -214,21 +214,21 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
 /// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
     // RDPMC reads counter 0, because ECX is 0.
-    goes_on_behind(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
+    reaches_next_instruction(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
-fn flavour(interprets_kernels: bool) -> Flavour {
+fn flavour(interprets_kernels: bool) -> KvmFlavour {
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
     if interprets_kernels {
-        Flavour::SoftwareOnly
+        KvmFlavour::SoftwareOnly
     } else if module("kvm_amd") {
-        Flavour::Svm
+        KvmFlavour::Svm
     } else if module("kvm_intel") {
-        Flavour::Vmx
+        KvmFlavour::Vmx
     } else if std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD")) {
-        Flavour::Svm
+        KvmFlavour::Svm
     } else {
-        Flavour::Vmx
+        KvmFlavour::Vmx
     }
 }
 
@@ -247,18 +247,18 @@ pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
     if let Some(interprets) = *found {
         return Ok(interprets);
     }
-    let interprets = !goes_on_behind(kvm, [0xd9, 0xe8])?;
+    let interprets = !reaches_next_instruction(kvm, [0xd9, 0xe8])?;
     *found = Some(interprets);
     Ok(interprets)
 }
 
 /// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
 /// instruction is reached. A fault ends the probe.
-fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
+fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let vm = probe_vm(kvm)?;
-    disable_own_pmu(kvm, &vm)?;
+    disable_kvm_vpmu(kvm, &vm)?;
     // VT-x without unrestricted guest mode needs guest memory for a TSS. Other hosts ignore the
     // address.
     let _ = vm.raw().set_tss_address(0xfffb_d000);
@@ -287,17 +287,17 @@ mod tests {
 
     /// A probe distinguishes an instruction that completes from one that faults.
     #[test]
-    fn a_probe_can_say_either() {
+    fn probe_distinguishes_fault_from_completion() {
         let Ok(kvm) = open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        assert!(goes_on_behind(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
-        assert!(!goes_on_behind(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
+        assert!(reaches_next_instruction(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
+        assert!(!reaches_next_instruction(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
     }
 
     #[test]
-    fn a_kvm_that_interprets_kernels_runs_no_linux() {
+    fn interpreting_kvm_does_not_run_linux() {
         let Ok(kvm) = open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
@@ -305,6 +305,6 @@ mod tests {
         let facts = facts(&kvm).unwrap();
         let interprets = interprets_kernels(&kvm).unwrap();
         assert_eq!(facts.runs_linux, !interprets);
-        assert_eq!(facts.flavour == Flavour::SoftwareOnly, interprets);
+        assert_eq!(facts.flavour == KvmFlavour::SoftwareOnly, interprets);
     }
 }

@@ -11,7 +11,7 @@ use super::vm_fd::VmFd;
 /// KVM refused a memory slot.
 #[derive(Debug, thiserror::Error)]
 #[error("KVM refused memory slot {slot} at {guest_address:#x}")]
-pub struct SlotError {
+pub struct MemorySlotError {
     /// Number of the slot.
     pub slot: u32,
     /// Guest-physical start address.
@@ -34,8 +34,8 @@ impl MemorySlots {
     /// Registers each mapping of `memory` with a VM that has no slots yet, as slots 0 and up.
     ///
     /// # Errors
-    /// Returns a [`SlotError`] if KVM refuses a slot. No slot remains registered.
-    pub fn new(vm: Arc<VmFd>, memory: GuestMemoryMmap) -> Result<Self, SlotError> {
+    /// Returns a [`MemorySlotError`] if KVM refuses a slot. No slot remains registered.
+    pub fn new(vm: Arc<VmFd>, memory: GuestMemoryMmap) -> Result<Self, MemorySlotError> {
         let mut slots = Self {
             vm,
             memory,
@@ -53,10 +53,12 @@ impl MemorySlots {
             // SAFETY: the range is one whole mapping of `slots.memory`, which stays mapped until
             // `drop` has removed the slot from KVM. The mapping is shared memory without Rust
             // references: guest accesses race only with volatile accesses of vm-memory.
-            unsafe { slots.vm.raw().set_user_memory_region(slot_of_region) }.map_err(|source| SlotError {
-                slot,
-                guest_address,
-                source,
+            unsafe { slots.vm.raw().set_user_memory_region(slot_of_region) }.map_err(|source| {
+                MemorySlotError {
+                    slot,
+                    guest_address,
+                    source,
+                }
             })?;
             slots.starts.push(guest_address);
         }
@@ -110,7 +112,7 @@ mod tests {
     /// KVM never keeps the address of unmapped memory, in any drop order, and accepts new memory at
     /// the same guest address afterwards.
     #[test]
-    fn memory_stays_mapped_as_long_as_kvm_has_it() {
+    fn memory_outlives_its_slots() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;

@@ -2,7 +2,7 @@
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
 /// IA32_MISC_ENABLE (SDM vol. 4).
@@ -17,13 +17,13 @@ const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 ///
 /// # Errors
 /// Returns the error of KVM.
-pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, CallError> {
+pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, KvmIoctlError> {
     let entry = kvm_msr_entry {
         index: IA32_MISC_ENABLE,
         ..Default::default()
     };
     let Ok(mut msr) = Msrs::from_entries(&[entry]) else {
-        return Err(CallError::with_errno("making an MSR list", libc::ENOMEM));
+        return Err(KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM));
     };
     if vcpu.get_msrs(&mut msr)? != 1 {
         return Ok(false);

@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 use kvm_bindings::{KVM_CAP_X86_USER_SPACE_MSR, kvm_enable_cap};
 use kvm_ioctls::{Cap, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags};
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
 
 /// Maximum number of ranges of a filter (`KVM_MSR_FILTER_MAX_RANGES`, KVM API 4.97).
@@ -31,7 +31,7 @@ pub enum MsrFilterError {
     TooManyRanges(usize),
     /// A KVM call failed.
     #[error(transparent)]
-    Kvm(#[from] CallError),
+    Kvm(#[from] KvmIoctlError),
 }
 
 /// Makes every guest access to `ranges` exit to user space. KVM handles all other MSRs.
@@ -57,7 +57,7 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
     };
     cap.args[0] = u64::from(MsrExitReason::Filter.bits());
     vm.enable_cap(&cap)
-        .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_X86_USER_SPACE_MSR)"))?;
+        .map_err(KvmIoctlError::of("KVM_ENABLE_CAP(KVM_CAP_X86_USER_SPACE_MSR)"))?;
 
     let filter: Vec<MsrFilterRange<'_>> = spans
         .iter()
@@ -69,12 +69,12 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
         })
         .collect();
     let set = vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filter);
-    Ok(set.map_err(CallError::of("KVM_X86_SET_MSR_FILTER"))?)
+    Ok(set.map_err(KvmIoctlError::of("KVM_X86_SET_MSR_FILTER"))?)
 }
 
 /// Adjacent ranges merged into one filter range with a bit for each register.
 #[derive(Debug, PartialEq, Eq)]
-struct Span {
+struct FilterRange {
     base: u32,
     count: u32,
     /// Bitmap of allowed accesses. KVM handles register `base + n` if bit n is set; a clear bit
@@ -83,7 +83,7 @@ struct Span {
 }
 
 /// Covers `ranges` with as few spans as the bitmap size permits.
-fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<Span> {
+fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<FilterRange> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| !r.is_empty()).collect();
     sorted.sort_by_key(|r| *r.start());
     let mut groups: Vec<Vec<&RangeInclusive<u32>>> = Vec::new();
@@ -104,7 +104,7 @@ fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<Span> {
                 let bit = (msr - base) as usize;
                 allowed[bit / 8] &= !(1 << (bit % 8));
             }
-            Span { base, count, allowed }
+            FilterRange { base, count, allowed }
         })
         .collect()
 }
@@ -115,8 +115,8 @@ mod tests {
 
     /// The spans trap exactly the requested registers, and both vendors' PMUs fit KVM's limit.
     #[test]
-    fn spans_trap_exactly_what_is_asked() {
-        let ranges = vpmu::Model::INTEL.trapped_msrs();
+    fn filter_ranges_trap_exactly_requested_msrs() {
+        let ranges = vpmu::PmuModel::INTEL.trapped_msrs();
         let spans = spans(&ranges);
         assert!(spans.len() <= MAX_RANGES, "{} spans", spans.len());
         let trapped = |msr: u32| {

@@ -18,10 +18,11 @@ use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    Backability, CounterNumbers, CpuidRegs, Generation, HostPmu, Model, ModelError, ModelName, Vendor,
+    CountableEvents, CounterNumbers, CpuidRegs, Generation, HostPmu, ModelError, PmuModel, PmuModelName,
+    Vendor,
 };
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::cpuid::{self, CpuidError};
 use super::vcpu_fd::VcpuFd;
 
@@ -31,7 +32,7 @@ const FW_WRITE: u64 = 1 << 13;
 
 /// Reason why KVM's own vPMU is unavailable.
 #[derive(Clone, Debug, thiserror::Error)]
-pub enum NoOwnPmu {
+pub enum KvmVpmuUnavailable {
     /// KVM does not support `KVM_CAP_PMU_CAPABILITY`.
     #[error(
         "this host's KVM does not tell whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 and later); use --backing auto"
@@ -57,7 +58,7 @@ pub enum NoOwnPmu {
 
 /// Reason why KVM's own vPMU cannot provide the requested model.
 #[derive(Debug, thiserror::Error)]
-pub enum NotThisModel {
+pub enum KvmVpmuModelError {
     /// The requested model is of another vendor than the host CPU.
     #[error(
         "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use --pmu auto, or --backing auto, which can be both"
@@ -102,12 +103,12 @@ pub enum NotThisModel {
     },
     /// The requested model is invalid on any host.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    PmuModel(#[from] ModelError),
 }
 
 /// Capabilities of KVM's own vPMU.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct OwnPmu {
+pub struct KvmPmuOffer {
     /// `true` if the guest accesses hardware counters directly (mediated vPMU), `false` if host
     /// perf events back emulated registers.
     pub mediated: bool,
@@ -121,7 +122,7 @@ pub struct OwnPmu {
     pub pmu: HostPmu,
     /// Architectural events that the vPMU counts (Intel only).
     #[serde(skip)]
-    pub events: Backability,
+    pub events: CountableEvents,
 }
 
 fn in_words<S: serde::Serializer>(pmu: &HostPmu, to: S) -> Result<S::Ok, S::Error> {
@@ -139,7 +140,7 @@ fn words(pmu: &HostPmu) -> String {
     )
 }
 
-impl std::fmt::Display for OwnPmu {
+impl std::fmt::Display for KvmPmuOffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let how = if self.mediated { "mediated" } else { "emulated" };
         write!(f, "{how}, {}", words(&self.pmu))
@@ -149,31 +150,33 @@ impl std::fmt::Display for OwnPmu {
 /// Probes KVM's own vPMU.
 ///
 /// # Errors
-/// Returns the [`NoOwnPmu`] reason if the vPMU is unavailable.
-pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<OwnPmu, NoOwnPmu> {
+/// Returns the [`KvmVpmuUnavailable`] reason if the vPMU is unavailable.
+pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavailable> {
     if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
         return Err(match parameter("kvm", "enable_pmu") {
             Some(false) => match &host.no_slots_because {
-                Some(why) if !host.hardware_pmu && !host.mediated => NoOwnPmu::NoHostPmu(why.clone()),
-                _ => NoOwnPmu::SwitchedOff,
+                Some(why) if !host.hardware_pmu && !host.mediated => {
+                    KvmVpmuUnavailable::NoHostPmu(why.clone())
+                }
+                _ => KvmVpmuUnavailable::SwitchedOff,
             },
-            _ => NoOwnPmu::Untold,
+            _ => KvmVpmuUnavailable::Untold,
         });
     }
     let supported = cpuid::supported(kvm).map_err(|e| match e {
-        CpuidError::Supported(e) => NoOwnPmu::Cpuid(e),
-        _ => NoOwnPmu::NotInCpuid,
+        CpuidError::Supported(e) => KvmVpmuUnavailable::Cpuid(e),
+        _ => KvmVpmuUnavailable::NotInCpuid,
     })?;
-    let pmu = in_cpuid(&supported).ok_or(NoOwnPmu::NotInCpuid)?;
+    let pmu = in_cpuid(&supported).ok_or(KvmVpmuUnavailable::NotInCpuid)?;
     let has = |cap| kvm.check_extension_raw(u64::from(cap)) > 0;
-    Ok(OwnPmu {
+    Ok(KvmPmuOffer {
         mediated: ["kvm_intel", "kvm_amd", "kvm"]
             .iter()
             .any(|module| parameter(module, "enable_mediated_pmu") == Some(true)),
         masked_filter: has(KVM_CAP_PMU_EVENT_MASKED_EVENTS),
         filter: has(KVM_CAP_PMU_EVENT_FILTER),
         pmu,
-        events: Backability::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
+        events: CountableEvents::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
     })
 }
 
@@ -190,7 +193,7 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Returns a CPUID reader for [`Model::resolve`] that looks leaves up in a table. The index of an
+/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of an
 /// entry is significant only if the entry's flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
@@ -211,21 +214,21 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
     HostPmu::read(&mut |leaf, subleaf| read(leaf, subleaf))
 }
 
-impl OwnPmu {
+impl KvmPmuOffer {
     /// Resolves the requested PMU model. `host` selects what KVM provides, and `auto` the part of
     /// it that `auto` also selects with other backings.
     ///
     /// # Errors
-    /// Returns [`NotThisModel`] with the limit and a remedy in one line.
+    /// Returns [`KvmVpmuModelError`] with the limit and a remedy in one line.
     pub fn model(
         &self,
-        name: ModelName,
+        name: PmuModelName,
         counters: Option<CounterNumbers>,
         width: Option<u32>,
-    ) -> Result<Model, NotThisModel> {
+    ) -> Result<PmuModel, KvmVpmuModelError> {
         let offered = &self.pmu;
         let (generation, default, bits) = match (offered.generation, name) {
-            (Generation::Intel(version), ModelName::Auto) => (
+            (Generation::Intel(version), PmuModelName::Auto) => (
                 Generation::Intel(version.min(2)),
                 CounterNumbers {
                     general: offered.general.min(4),
@@ -233,9 +236,9 @@ impl OwnPmu {
                 },
                 Some(offered.width.min(48)),
             ),
-            (generation, ModelName::Auto | ModelName::Host) => {
+            (generation, PmuModelName::Auto | PmuModelName::Host) => {
                 let generation = match (generation, name) {
-                    (Generation::AmdV2, ModelName::Auto) => Generation::AmdCore,
+                    (Generation::AmdV2, PmuModelName::Auto) => Generation::AmdCore,
                     _ => generation,
                 };
                 let intel = matches!(generation, Generation::Intel(_));
@@ -252,33 +255,33 @@ impl OwnPmu {
                     intel.then_some(offered.width.min(48)),
                 )
             }
-            (_, ModelName::Off) => {
-                return Ok(Model::resolve(name, counters, width, &mut cpuid::read_host)?);
+            (_, PmuModelName::Off) => {
+                return Ok(PmuModel::resolve(name, counters, width, &mut cpuid::read_host)?);
             }
-            (_, ModelName::Generation(generation)) => {
-                let model = Model::new(generation, counters, width)?;
+            (_, PmuModelName::Generation(generation)) => {
+                let model = PmuModel::new(generation, counters, width)?;
                 self.can_be(&model)?;
                 return Ok(model);
             }
         };
-        if name == ModelName::Host && (counters.is_some() || width.is_some()) {
+        if name == PmuModelName::Host && (counters.is_some() || width.is_some()) {
             return Err(ModelError::NotAdjustable("host").into());
         }
         let numbers = counters.map_or(default, |asked| CounterNumbers {
             fixed: asked.fixed.or(default.fixed),
             ..asked
         });
-        let model = Model::new(generation, Some(numbers), width.or(bits))?;
+        let model = PmuModel::new(generation, Some(numbers), width.or(bits))?;
         self.can_be(&model)?;
         Ok(model)
     }
 
     /// Checks that KVM's vPMU can provide `model`.
-    fn can_be(&self, model: &Model) -> Result<(), NotThisModel> {
+    fn can_be(&self, model: &PmuModel) -> Result<(), KvmVpmuModelError> {
         let offered = &self.pmu;
         let (asked, host) = (model.generation(), offered.generation);
         if asked.vendor() != host.vendor() {
-            return Err(NotThisModel::Vendor {
+            return Err(KvmVpmuModelError::Vendor {
                 asked,
                 host: host.vendor(),
             });
@@ -290,25 +293,25 @@ impl OwnPmu {
             Generation::AmdV2 => 2,
         };
         if rank(asked) > rank(host) {
-            return Err(NotThisModel::Generation { asked, offered: host });
+            return Err(KvmVpmuModelError::Generation { asked, offered: host });
         }
         // The four counters of a K7 are the first four of any AMD PMU. The core extension has six.
         if model.general() > offered.general {
-            return Err(NotThisModel::Counters {
+            return Err(KvmVpmuModelError::Counters {
                 asked: model.general(),
                 kind: "general-purpose",
                 offered: offered.general,
             });
         }
         if u32::from(model.fixed_bitmap()) & !offered.fixed_bitmap != 0 {
-            return Err(NotThisModel::Counters {
+            return Err(KvmVpmuModelError::Counters {
                 asked: model.fixed_bitmap().count_ones(),
                 kind: "fixed",
                 offered: offered.fixed_bitmap.trailing_ones(),
             });
         }
         if model.width().bits() > offered.width {
-            return Err(NotThisModel::Width {
+            return Err(KvmVpmuModelError::Width {
                 asked: model.width().bits(),
                 offered: offered.width,
             });
@@ -323,7 +326,7 @@ impl OwnPmu {
 ///
 /// # Errors
 /// Returns the error of KVM.
-pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), CallError> {
+pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<(), KvmIoctlError> {
     if !matches!(model.generation(), Generation::Intel(2..)) {
         return Ok(());
     }
@@ -332,13 +335,14 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), C
         ..Default::default()
     };
     let one = |entry| {
-        Msrs::from_entries(&[entry]).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
+        Msrs::from_entries(&[entry])
+            .map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
     };
     let mut supported = one(entry)?;
     // KVM reports the register as a system-wide feature MSR. If it does not, it lacks the register.
     if kvm
         .get_msrs(&mut supported)
-        .map_err(CallError::of("KVM_GET_MSRS"))?
+        .map_err(KvmIoctlError::of("KVM_GET_MSRS"))?
         != 1
     {
         return Ok(());
@@ -351,8 +355,8 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), C
 mod tests {
     use super::*;
 
-    fn offers(generation: Generation, general: u32, fixed: u32, width: u32) -> OwnPmu {
-        OwnPmu {
+    fn offers(generation: Generation, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
+        KvmPmuOffer {
             mediated: false,
             masked_filter: true,
             filter: true,
@@ -362,16 +366,16 @@ mod tests {
                 fixed_bitmap: (1 << fixed) - 1,
                 width,
             },
-            events: Backability::NONE,
+            events: CountableEvents::NONE,
         }
     }
 
     fn asked(
-        own: &OwnPmu,
+        own: &KvmPmuOffer,
         name: &str,
         counters: Option<&str>,
         width: Option<u32>,
-    ) -> Result<String, NotThisModel> {
+    ) -> Result<String, KvmVpmuModelError> {
         let counters = counters.map(|text| text.parse().unwrap());
         own.model(name.parse().unwrap(), counters, width)
             .map(|model| model.to_string())
@@ -379,7 +383,7 @@ mod tests {
 
     /// A lookup returns the requested subleaf, independent of the order of table entries.
     #[test]
-    fn a_subleaf_is_not_another_one() {
+    fn cpuid_table_selects_requested_subleaf() {
         let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {
             function: 7,
             index,
@@ -398,11 +402,11 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_what_kvm_has_within_what_it_is_elsewhere() {
+    fn auto_model_is_limited_by_kvm_vpmu() {
         let intel = offers(Generation::Intel(2), 8, 3, 48);
         assert_eq!(
             asked(&intel, "auto", None, None).unwrap(),
-            Model::INTEL.to_string()
+            PmuModel::INTEL.to_string()
         );
         let small = offers(Generation::Intel(2), 2, 3, 40);
         assert_eq!(
@@ -417,7 +421,10 @@ mod tests {
             offers(Generation::AmdCore, 6, 0, 48),
             offers(Generation::AmdV2, 6, 0, 48),
         ] {
-            assert_eq!(asked(&amd, "auto", None, None).unwrap(), Model::AMD.to_string());
+            assert_eq!(
+                asked(&amd, "auto", None, None).unwrap(),
+                PmuModel::AMD.to_string()
+            );
         }
         let k7 = offers(Generation::AmdK7, 4, 0, 48);
         assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
@@ -431,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn what_kvm_cannot_be_is_refused_with_its_limit() {
+    fn unsupported_kvm_vpmu_model_is_rejected() {
         let intel = offers(Generation::Intel(2), 4, 3, 48);
         let amd = offers(Generation::AmdCore, 6, 0, 48);
         for (own, name, counters, width, words) in [
@@ -470,7 +477,7 @@ mod tests {
 
     /// KVM's CPUID entries have an index only for leaves with several subleaves.
     #[test]
-    fn what_is_offered_is_read_from_kvms_cpuid() {
+    fn kvm_vpmu_is_read_from_supported_cpuid() {
         let leaf = |function, eax, ebx, ecx, edx| kvm_bindings::kvm_cpuid_entry2 {
             function,
             eax,

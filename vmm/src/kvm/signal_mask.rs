@@ -76,7 +76,7 @@ mod tests {
 
     /// The kernel reads `len` and then `len` bytes directly after it.
     #[test]
-    fn the_set_lies_right_behind_its_length() {
+    fn signal_set_follows_its_length() {
         assert_eq!(offset_of!(KvmSignalMask, set), 4);
         assert_eq!(size_of::<KvmSignalMask>(), 4 + KERNEL_SIGSET_BYTES);
         assert_eq!(
@@ -89,7 +89,7 @@ mod tests {
     /// KVM accepts a mask, its replacement and its removal. Removing a mask that is not set is no
     /// error.
     #[test]
-    fn kvm_takes_masks_and_gives_them_up() {
+    fn signal_mask_can_be_set_and_cleared() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;

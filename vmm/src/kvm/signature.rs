@@ -15,7 +15,7 @@ pub enum CpuSignature {
 
 /// Error of parsing a CPU signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SignatureError {
+pub enum CpuSignatureError {
     /// The text has none of the accepted formats.
     #[error("must be host, FAMILY/MODEL/STEPPING as in 6/94/3, or CPUID's EAX in hexadecimal as in 0x506e3")]
     Shape,
@@ -43,10 +43,10 @@ impl CpuSignature {
     /// Encodes a signature from family, model and stepping.
     ///
     /// # Errors
-    /// Returns a [`SignatureError`] if a number does not fit.
-    pub fn of(family: u32, model: u32, stepping: u32) -> Result<Self, SignatureError> {
+    /// Returns a [`CpuSignatureError`] if a number does not fit.
+    pub fn of(family: u32, model: u32, stepping: u32) -> Result<Self, CpuSignatureError> {
         if !(1..=EXTENDED + 0xff).contains(&family) {
-            return Err(SignatureError::Family);
+            return Err(CpuSignatureError::Family);
         }
         let most = if family == 6 || family >= EXTENDED {
             0xff
@@ -54,10 +54,10 @@ impl CpuSignature {
             0xf
         };
         if model > most {
-            return Err(SignatureError::Model(most));
+            return Err(CpuSignatureError::Model(most));
         }
         if stepping > 0xf {
-            return Err(SignatureError::Stepping);
+            return Err(CpuSignatureError::Stepping);
         }
         let base = family.min(EXTENDED);
         Ok(Self::Eax(
@@ -67,33 +67,33 @@ impl CpuSignature {
 }
 
 impl FromStr for CpuSignature {
-    type Err = SignatureError;
+    type Err = CpuSignatureError;
 
-    fn from_str(text: &str) -> Result<Self, SignatureError> {
+    fn from_str(text: &str) -> Result<Self, CpuSignatureError> {
         if text == "host" {
             return Ok(Self::Host);
         }
         if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
             return match digits(hex, 16)? {
-                0 => Err(SignatureError::Shape),
-                eax if eax & RESERVED != 0 => Err(SignatureError::Reserved),
+                0 => Err(CpuSignatureError::Shape),
+                eax if eax & RESERVED != 0 => Err(CpuSignatureError::Reserved),
                 eax => Ok(Self::Eax(eax)),
             };
         }
         let mut parts = text.split('/').map(|part| digits(part, 10));
         match (parts.next(), parts.next(), parts.next(), parts.next()) {
             (Some(family), Some(model), Some(stepping), None) => Self::of(family?, model?, stepping?),
-            _ => Err(SignatureError::Shape),
+            _ => Err(CpuSignatureError::Shape),
         }
     }
 }
 
 /// Parses a number without sign or blanks.
-fn digits(text: &str, radix: u32) -> Result<u32, SignatureError> {
+fn digits(text: &str, radix: u32) -> Result<u32, CpuSignatureError> {
     if text.chars().all(|c| c.is_digit(radix)) {
-        u32::from_str_radix(text, radix).map_err(|_| SignatureError::Shape)
+        u32::from_str_radix(text, radix).map_err(|_| CpuSignatureError::Shape)
     } else {
-        Err(SignatureError::Shape)
+        Err(CpuSignatureError::Shape)
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
     /// Checks signatures against the numbers that Linux prints for the same processors ("family:
     /// 0x6, model: 0x5e, stepping: 0x3").
     #[test]
-    fn both_ways_to_write_a_signature_are_the_same_one() {
+    fn cpu_signature_formats_are_equivalent() {
         for (numbers, eax) in [
             ("6/94/3", 0x506e3),
             ("6/60/3", 0x306c3),
@@ -131,8 +131,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_signature_is_refused_with_the_limit() {
-        use SignatureError::*;
+    fn invalid_cpu_signature_is_rejected() {
+        use CpuSignatureError::*;
         for (text, error) in [
             ("", Shape),
             ("skylake", Shape),

@@ -15,7 +15,7 @@ mod request {
 }
 use request::KVM_GET_STATS_FD;
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::host::probe_vm;
 
 /// Creates a VM and a vCPU for probing and passes their statistics descriptors to `read`. The set
@@ -24,7 +24,7 @@ use super::host::probe_vm;
 /// # Errors
 /// Returns the error of a system call; `ENOTTY` on kernels before 5.14.
 pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::Result<T> {
-    let failed = |e: CallError| io::Error::from_raw_os_error(e.errno());
+    let failed = |e: KvmIoctlError| io::Error::from_raw_os_error(e.errno());
     let vm = probe_vm(kvm).map_err(failed)?;
     let vcpu = vm.create_vcpu(0).map_err(failed)?;
     // Keep the VM and the vCPU open while reading: before Linux 6.5 a statistics descriptor did not
@@ -58,7 +58,7 @@ mod tests {
     /// A VM and each of its vCPUs have separate statistics, which begin with the header. The
     /// descriptors are close-on-exec.
     #[test]
-    fn a_vm_and_its_vcpus_have_statistics_of_their_own() {
+    fn vm_and_vcpus_have_separate_statistics() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_that_is_not_kvms_has_none() {
+    fn stats_fd_rejects_other_descriptor() {
         let file = File::open("/dev/null").unwrap();
         assert_eq!(stats_fd(&file).unwrap_err().raw_os_error(), Some(libc::ENOTTY));
     }

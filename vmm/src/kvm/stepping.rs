@@ -39,15 +39,15 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
         control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
         ..Default::default()
     };
-    let kernel = stops_behind_first(kvm, 0, &step)?;
-    let user = stops_behind_first(kvm, 3, &step)?;
+    let kernel = stops_after_first(kvm, 0, &step)?;
+    let user = stops_after_first(kvm, 3, &step)?;
     step.control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_HW_BP;
     step.arch.debugreg[0] = CODE + 1;
     step.arch.debugreg[7] = 0x402;
     Ok(Stepping {
         kernel,
         user,
-        breakpoints: stops_behind_first(kvm, 0, &step)?,
+        breakpoints: stops_after_first(kvm, 0, &step)?,
         blocks_interrupts: blocks_interrupts(kvm),
     })
 }
@@ -60,7 +60,7 @@ pub fn blocks_interrupts(kvm: &Kvm) -> bool {
 
 /// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Returns whether the guest
 /// stops after the first instruction.
-fn stops_behind_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
+fn stops_after_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
     // OUT at CPL 3 faults. Without an interrupt table the fault ends the guest.
     let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
     let vcpu = &mut guest.vcpu;

@@ -7,7 +7,7 @@ use kvm_bindings::{
     kvm_vcpu_events,
 };
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 
 /// A vCPU file descriptor. [`ArmedVcpu`](super::armed::ArmedVcpu) takes ownership of it to run the
 /// vCPU.
@@ -24,8 +24,8 @@ macro_rules! calls {
                 /// # Errors
                 #[doc = concat!("[`CallError`] of ", $call, ".")]
                 #[inline]
-                pub fn $method(&self $(, $arg: $of)?) -> Result<$gives, CallError> {
-                    self.0.$method($($arg)?).map_err(CallError::of($call))
+                pub fn $method(&self $(, $arg: $of)?) -> Result<$gives, KvmIoctlError> {
+                    self.0.$method($($arg)?).map_err(KvmIoctlError::of($call))
                 }
             )*
         }
@@ -80,8 +80,8 @@ calls! {
 
 impl VcpuFd {
     /// Calls KVM_RUN for a probe, which needs no protection against lost signals.
-    pub(super) fn run(&mut self) -> Result<kvm_ioctls::VcpuExit<'_>, CallError> {
-        self.0.run().map_err(CallError::of("KVM_RUN"))
+    pub(super) fn run(&mut self) -> Result<kvm_ioctls::VcpuExit<'_>, KvmIoctlError> {
+        self.0.run().map_err(KvmIoctlError::of("KVM_RUN"))
     }
 
     pub(super) fn of(fd: kvm_ioctls::VcpuFd) -> Self {

@@ -7,7 +7,7 @@ use kvm_bindings::{KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm
 use kvm_ioctls::{Cap, Kvm};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
 /// A VM file descriptor.
@@ -18,24 +18,26 @@ impl VmFd {
     /// Creates a VM without devices, memory and vCPUs.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_CREATE_VM.
-    pub fn new(kvm: &Kvm) -> Result<Self, CallError> {
-        kvm.create_vm().map(Self).map_err(CallError::of("KVM_CREATE_VM"))
+    /// Returns the [`KvmIoctlError`] of KVM_CREATE_VM.
+    pub fn new(kvm: &Kvm) -> Result<Self, KvmIoctlError> {
+        kvm.create_vm()
+            .map(Self)
+            .map_err(KvmIoctlError::of("KVM_CREATE_VM"))
     }
 
     /// Creates the in-kernel interrupt controllers and timer. They need two guest-physical ranges
     /// that the guest does not use (KVM API 4.41 and 4.42). Call this before creating vCPUs.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of the failed ioctl.
+    /// Returns the [`KvmIoctlError`] of the failed ioctl.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-    pub fn add_chips(&self, identity_map: u64, tss: u64) -> Result<(), CallError> {
+    pub fn add_chips(&self, identity_map: u64, tss: u64) -> Result<(), KvmIoctlError> {
         self.0
             .set_identity_map_address(identity_map)
-            .map_err(CallError::of("KVM_SET_IDENTITY_MAP_ADDR"))?;
+            .map_err(KvmIoctlError::of("KVM_SET_IDENTITY_MAP_ADDR"))?;
         self.0
             .set_tss_address(tss as usize)
-            .map_err(CallError::of("KVM_SET_TSS_ADDR"))?;
+            .map_err(KvmIoctlError::of("KVM_SET_TSS_ADDR"))?;
         self.add_irqchip()?;
         let config = kvm_pit_config {
             flags: KVM_PIT_SPEAKER_DUMMY,
@@ -43,28 +45,28 @@ impl VmFd {
         };
         self.0
             .create_pit2(config)
-            .map_err(CallError::of("KVM_CREATE_PIT2"))
+            .map_err(KvmIoctlError::of("KVM_CREATE_PIT2"))
     }
 
     /// Creates the in-kernel interrupt controllers only.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_CREATE_IRQCHIP.
-    pub fn add_irqchip(&self) -> Result<(), CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_CREATE_IRQCHIP.
+    pub fn add_irqchip(&self) -> Result<(), KvmIoctlError> {
         self.0
             .create_irq_chip()
-            .map_err(CallError::of("KVM_CREATE_IRQCHIP"))
+            .map_err(KvmIoctlError::of("KVM_CREATE_IRQCHIP"))
     }
 
     /// Creates vCPU `id`.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_CREATE_VCPU.
-    pub fn create_vcpu(&self, id: u8) -> Result<VcpuFd, CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_CREATE_VCPU.
+    pub fn create_vcpu(&self, id: u8) -> Result<VcpuFd, KvmIoctlError> {
         self.0
             .create_vcpu(id.into())
             .map(VcpuFd::of)
-            .map_err(CallError::of("KVM_CREATE_VCPU"))
+            .map_err(KvmIoctlError::of("KVM_CREATE_VCPU"))
     }
 
     /// Limits how long a halted vCPU polls for a wake-up, in nanoseconds; 0 disables polling. By
@@ -72,8 +74,8 @@ impl VmFd {
     /// thread.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_ENABLE_CAP if KVM does not support the limit.
-    pub fn limit_halt_polling(&self, most_ns: u32) -> Result<(), CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_ENABLE_CAP if KVM does not support the limit.
+    pub fn limit_halt_polling(&self, most_ns: u32) -> Result<(), KvmIoctlError> {
         let mut cap = kvm_enable_cap {
             cap: KVM_CAP_HALT_POLL,
             ..Default::default()
@@ -81,7 +83,7 @@ impl VmFd {
         cap.args[0] = most_ns.into();
         self.0
             .enable_cap(&cap)
-            .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_HALT_POLL)"))
+            .map_err(KvmIoctlError::of("KVM_ENABLE_CAP(KVM_CAP_HALT_POLL)"))
     }
 
     /// Returns whether KVM emulates the TSC-deadline mode of the local APIC timer.
@@ -98,36 +100,36 @@ impl VmFd {
     /// interrupt.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_IRQFD.
-    pub fn connect_line(&self, trigger: &EventFd, line: u32) -> Result<(), CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_IRQFD.
+    pub fn connect_line(&self, trigger: &EventFd, line: u32) -> Result<(), KvmIoctlError> {
         self.0
             .register_irqfd(trigger, line)
-            .map_err(CallError::of("KVM_IRQFD"))
+            .map_err(KvmIoctlError::of("KVM_IRQFD"))
     }
 
     /// Sets the level of input `line` of the interrupt controllers.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_IRQ_LINE.
-    pub fn set_line(&self, line: u32, level: bool) -> Result<(), CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_IRQ_LINE.
+    pub fn set_line(&self, line: u32, level: bool) -> Result<(), KvmIoctlError> {
         self.0
             .set_irq_line(line, level)
-            .map_err(CallError::of("KVM_IRQ_LINE"))
+            .map_err(KvmIoctlError::of("KVM_IRQ_LINE"))
     }
 
     /// Sends a message-signalled interrupt. Returns `false` if no local APIC accepts it, because
     /// the destination does not exist or is disabled.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of KVM_SIGNAL_MSI.
-    pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, CallError> {
+    /// Returns the [`KvmIoctlError`] of KVM_SIGNAL_MSI.
+    pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, KvmIoctlError> {
         match self.0.signal_msi(msi) {
             // Number of local APICs that accepted the message.
             Ok(takers) => Ok(takers > 0),
             // KVM returns -1 (EPERM) if a search of all local APICs finds none with the destination
             // ID.
             Err(e) if e.errno() == libc::EPERM => Ok(false),
-            Err(e) => Err(CallError::of("KVM_SIGNAL_MSI")(e)),
+            Err(e) => Err(KvmIoctlError::of("KVM_SIGNAL_MSI")(e)),
         }
     }
 

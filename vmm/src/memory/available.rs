@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 /// Smallest v1 limit that means "unlimited" (`PAGE_COUNTER_MAX` pages, less a page or more).
 const NO_LIMIT: u64 = 1 << 62;
 /// Maximum depth of inspected control groups.
-const MOST_LEVELS: usize = 64;
+const MAX_CGROUP_DEPTH: usize = 64;
 
 /// A memory limit and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limit {
+pub struct HostMemoryLimit {
     /// The limit in bytes.
     pub bytes: u64,
     /// Directory of the control group, or `None` for a limit of the host.
     pub group: Option<PathBuf>,
 }
 
-impl std::fmt::Display for Limit {
+impl std::fmt::Display for HostMemoryLimit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mib = self.bytes >> 20;
         match &self.group {
@@ -31,15 +31,15 @@ impl std::fmt::Display for Limit {
 
 /// Memory limits of a process, and the memory that is left.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
+pub struct HostMemoryLimits {
     /// Lowest limit of any control group, swap included.
-    pub most: Option<Limit>,
+    pub most: Option<HostMemoryLimit>,
     /// Smallest amount of memory left on the host or in any control group.
-    pub left: Option<Limit>,
+    pub left: Option<HostMemoryLimit>,
 }
 
 /// Returns the current limits of this process.
-pub fn limits() -> Limits {
+pub fn limits() -> HostMemoryLimits {
     let proc = |name: &str| {
         let bytes = fs::read(Path::new("/proc").join(name)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -48,10 +48,10 @@ pub fn limits() -> Limits {
 }
 
 /// Computes the limits from the contents of these `/proc` files.
-fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
-    let mut limits = Limits::default();
+fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> HostMemoryLimits {
+    let mut limits = HostMemoryLimits::default();
     if let Some(bytes) = meminfo_bytes(meminfo, "MemAvailable:") {
-        limits.left = Some(Limit { bytes, group: None });
+        limits.left = Some(HostMemoryLimit { bytes, group: None });
     }
     for line in groups.lines() {
         // ID:CONTROLLERS:PATH, with no controllers for v2.
@@ -60,13 +60,13 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
             continue;
         };
         let version = if controllers.is_empty() {
-            Version::V2
+            CgroupVersion::V2
         } else if controllers.split(',').any(|name| name == "memory") {
-            Version::V1
+            CgroupVersion::V1
         } else {
             continue;
         };
-        let Some(Mount { root, point }) = mount_of(mountinfo, version, Path::new(path)) else {
+        let Some(CgroupMount { root, point }) = mount_of(mountinfo, version, Path::new(path)) else {
             continue;
         };
         let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
@@ -75,7 +75,7 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
         let own = if own.is_dir() { own } else { point.clone() };
         for group in own
             .ancestors()
-            .take(MOST_LEVELS)
+            .take(MAX_CGROUP_DEPTH)
             .take_while(|group| group.starts_with(&point))
         {
             limits.take_in(group, version.names());
@@ -87,13 +87,13 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> Limits {
 /// A version of the control group hierarchy: v2, or v1 with the memory controller. A host may have
 /// both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     V1,
     V2,
 }
 
-impl Version {
-    fn names(self) -> &'static Names {
+impl CgroupVersion {
+    fn names(self) -> &'static CgroupFileNames {
         match self {
             Self::V1 => &V1,
             Self::V2 => &V2,
@@ -111,7 +111,7 @@ impl Version {
 
 /// A mounted control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
-struct Mount {
+struct CgroupMount {
     /// The control group at the root of the mount.
     root: PathBuf,
     /// The mount point.
@@ -120,7 +120,7 @@ struct Mount {
 
 /// Returns the mount that shows `group`, or else any mount of the hierarchy, because a container's
 /// group may have another name on the host.
-fn mount_of(mountinfo: &str, version: Version, group: &Path) -> Option<Mount> {
+fn mount_of(mountinfo: &str, version: CgroupVersion, group: &Path) -> Option<CgroupMount> {
     // ID PARENT DEVICE ROOT POINT OPTIONS ... - FILESYSTEM SOURCE OPTIONS (proc_pid_mountinfo(5))
     let mounts = mountinfo.lines().filter_map(|line| {
         let (mount, filesystem) = line.split_once(" - ")?;
@@ -128,7 +128,7 @@ fn mount_of(mountinfo: &str, version: Version, group: &Path) -> Option<Mount> {
         let (kind, options) = (filesystem.next()?, filesystem.nth(1)?);
         let mut fields = mount.split(' ').skip(3);
         let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
-        version.is(kind, options).then_some(Mount { root, point })
+        version.is(kind, options).then_some(CgroupMount { root, point })
     });
     let mut other = None;
     for mount in mounts {
@@ -166,20 +166,20 @@ fn unescaped(text: &str) -> PathBuf {
 }
 
 /// File names of a control group.
-struct Names {
+struct CgroupFileNames {
     limit: &'static str,
     swap: &'static str,
     used: &'static str,
     inactive: &'static str,
 }
 
-const V2: Names = Names {
+const V2: CgroupFileNames = CgroupFileNames {
     limit: "memory.max",
     swap: "memory.swap.max",
     used: "memory.current",
     inactive: "inactive_file ",
 };
-const V1: Names = Names {
+const V1: CgroupFileNames = CgroupFileNames {
     limit: "memory.limit_in_bytes",
     // The v1 limit covers memory and swap together. The file may be missing.
     swap: "",
@@ -187,12 +187,12 @@ const V1: Names = Names {
     inactive: "total_inactive_file ",
 };
 
-impl Limits {
-    fn take_in(&mut self, group: &Path, names: &Names) {
+impl HostMemoryLimits {
+    fn take_in(&mut self, group: &Path, names: &CgroupFileNames) {
         let Some(limit) = number(&group.join(names.limit)).filter(|&bytes| bytes < NO_LIMIT) else {
             return;
         };
-        let of_group = |bytes| Limit {
+        let of_group = |bytes| HostMemoryLimit {
             bytes,
             group: Some(group.to_owned()),
         };
@@ -216,7 +216,7 @@ impl Limits {
     }
 }
 
-fn least(of: &mut Option<Limit>, other: Limit) {
+fn least(of: &mut Option<HostMemoryLimit>, other: HostMemoryLimit) {
     if of.as_ref().is_none_or(|limit| other.bytes < limit.bytes) {
         *of = Some(other);
     }
@@ -247,33 +247,35 @@ mod tests {
     }
 
     /// Returns mountinfo lines of control groups: version, root group and mount point.
-    fn mounts(all: &[(Version, &str, &Path)]) -> String {
+    fn mounts(all: &[(CgroupVersion, &str, &Path)]) -> String {
         let mut text = "22 1 0:21 / /proc rw,nosuid shared:12 - proc proc rw\n".to_owned();
         for (version, root, point) in all {
             let point = point.display().to_string();
             let point = point.replace('\\', "\\134").replace(' ', "\\040");
             text += &match version {
-                Version::V2 => {
+                CgroupVersion::V2 => {
                     format!("35 24 0:30 {root} {point} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n")
                 }
-                Version::V1 => format!("36 24 0:31 {root} {point} rw,nosuid - cgroup cgroup rw,memory\n"),
+                CgroupVersion::V1 => {
+                    format!("36 24 0:31 {root} {point} rw,nosuid - cgroup cgroup rw,memory\n")
+                }
             };
         }
         text
     }
 
     fn v2(at: &Path) -> String {
-        mounts(&[(Version::V2, "/", at)])
+        mounts(&[(CgroupVersion::V2, "/", at)])
     }
 
     #[test]
-    fn without_groups_the_host_is_the_limit() {
+    fn host_memory_limits_without_cgroups() {
         let dir = tempfile::tempdir().unwrap();
         let limits = limits_of(&v2(dir.path()), "0::/\n", MEMINFO);
         assert_eq!(limits.most, None);
         assert_eq!(
             limits.left,
-            Some(Limit {
+            Some(HostMemoryLimit {
                 bytes: 1 << 30,
                 group: None
             })
@@ -281,13 +283,13 @@ mod tests {
         assert_eq!(limits_of("", "0::/\n", MEMINFO), limits, "no control groups");
         assert_eq!(
             limits_of("1 2 - cgroup2\n - \n\\\\9 - cgroup", "nonsense\n0::", ""),
-            Limits::default()
+            HostMemoryLimits::default()
         );
     }
 
     /// The lowest limit of all levels applies, and page cache counts as available.
     #[test]
-    fn the_tightest_group_of_all_levels_counts() {
+    fn lowest_cgroup_limit_applies() {
         let dir = tempfile::tempdir().unwrap();
         let above = dir.path().join("vms");
         group(
@@ -305,7 +307,7 @@ mod tests {
         );
         let limits = limits_of(&v2(dir.path()), "0::/vms/one\n", MEMINFO);
         let of = |bytes| {
-            Some(Limit {
+            Some(HostMemoryLimit {
                 bytes,
                 group: Some(above.clone()),
             })
@@ -314,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_of_the_first_version_and_of_containers_are_found() {
+    fn cgroup_v1_and_container_limits_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let memory = dir.path().join("memory");
         group(
@@ -329,14 +331,14 @@ mod tests {
             &[("memory.limit_in_bytes", "9223372036854771712\n")],
         );
         for groups in ["5:cpu:/\n4:memory:/docker/abc\n", "4:memory,hugetlb:/none\n"] {
-            let limits = limits_of(&mounts(&[(Version::V1, "/", &memory)]), groups, MEMINFO);
+            let limits = limits_of(&mounts(&[(CgroupVersion::V1, "/", &memory)]), groups, MEMINFO);
             assert_eq!(limits.left.unwrap().bytes, 100_000_000, "{groups}");
         }
     }
 
     /// Hierarchies of v2 without and v1 with the memory controller, at different mount points.
     #[test]
-    fn the_hierarchy_that_has_memory_is_found_where_it_is() {
+    fn cgroup_hierarchy_with_memory_controller_is_selected() {
         let dir = tempfile::tempdir().unwrap();
         let (unified, memory) = (dir.path().join("unified"), dir.path().join("a b\\c"));
         group(&unified.join("vms"), &[("cgroup.procs", "")]);
@@ -347,7 +349,10 @@ mod tests {
                 ("memory.usage_in_bytes", "4857600\n"),
             ],
         );
-        let both = mounts(&[(Version::V2, "/", &unified), (Version::V1, "/", &memory)]);
+        let both = mounts(&[
+            (CgroupVersion::V2, "/", &unified),
+            (CgroupVersion::V1, "/", &memory),
+        ]);
         let limits = limits_of(&both, "4:memory:/vms\n1:name=systemd:/vms\n0::/vms\n", MEMINFO);
         let left = limits.left.unwrap();
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
@@ -355,7 +360,7 @@ mod tests {
 
     /// One mount shows only the groups below one group, another shows other groups.
     #[test]
-    fn the_mount_that_shows_the_group_is_taken() {
+    fn cgroup_mount_showing_group_is_selected() {
         let dir = tempfile::tempdir().unwrap();
         let (others, ours) = (dir.path().join("others"), dir.path().join("ours"));
         group(&others, &[("memory.max", "1000\n")]);
@@ -363,11 +368,14 @@ mod tests {
             &ours.join("one"),
             &[("memory.max", "104857600\n"), ("memory.current", "0\n")],
         );
-        let both = mounts(&[(Version::V2, "/else", &others), (Version::V2, "/vms", &ours)]);
+        let both = mounts(&[
+            (CgroupVersion::V2, "/else", &others),
+            (CgroupVersion::V2, "/vms", &ours),
+        ]);
         let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
         assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
         // Within its own namespace the group has another name.
-        let named = mounts(&[(Version::V2, "/vms", &ours.join("one"))]);
+        let named = mounts(&[(CgroupVersion::V2, "/vms", &ours.join("one"))]);
         let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
         assert_eq!(left.bytes, 100 << 20);
     }

@@ -30,7 +30,7 @@ const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 /// Allocation options of guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryKind {
+pub struct MemoryBackingConfig {
     /// Uses a memfd, which another process can map. Required by vhost-user back ends.
     pub shared: bool,
     /// Page size of the memory.
@@ -56,24 +56,24 @@ pub enum HugePages {
 #[error(
     "must be off, transparent (the kernel makes them as it can), or 2M (pages that the host has reserved)"
 )]
-pub struct NotHugePages;
+pub struct ParseHugePagesError;
 
 impl FromStr for HugePages {
-    type Err = NotHugePages;
+    type Err = ParseHugePagesError;
 
-    fn from_str(text: &str) -> Result<Self, NotHugePages> {
+    fn from_str(text: &str) -> Result<Self, ParseHugePagesError> {
         match text {
             "off" => Ok(HugePages::Off),
             "transparent" => Ok(HugePages::Transparent),
             "2M" | "2m" => Ok(HugePages::Reserved),
-            _ => Err(NotHugePages),
+            _ => Err(ParseHugePagesError),
         }
     }
 }
 
 /// Error of allocating guest memory in the requested way.
 #[derive(Debug, Error)]
-pub enum BackingError {
+pub enum MemoryBackingError {
     /// Transparent huge pages are disabled on the host.
     #[error(
         "--hugepages transparent: this host makes none ({TRANSPARENT} says {0}); allow them there, or leave --hugepages out"
@@ -109,19 +109,24 @@ pub enum BackingError {
 /// Maps `ranges` of guest-physical memory without allocating pages.
 ///
 /// # Errors
-/// Returns a [`BackingError`] if the host refuses a mapping or an option.
-pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMemoryMmap, BackingError> {
+/// Returns a [`MemoryBackingError`] if the host refuses a mapping or an option.
+pub fn map(
+    ranges: &[(GuestAddress, usize)],
+    kind: MemoryBackingConfig,
+) -> Result<GuestMemoryMmap, MemoryBackingError> {
     check(ranges, kind.huge_pages)?;
     let regions = ranges
         .iter()
         .map(|&(start, len)| map_one(start, len, kind).map(Arc::new))
         .collect::<Result<Vec<_>, _>>()?;
-    let memory = GuestMemoryMmap::from_arc_regions(regions).map_err(BackingError::Regions)?;
+    let memory = GuestMemoryMmap::from_arc_regions(regions).map_err(MemoryBackingError::Regions)?;
     for region in memory.iter() {
         // Guest memory is large and belongs to the guest, so core dumps exclude it.
-        advise(region, libc::MADV_DONTDUMP).map_err(|e| BackingError::Os("madvise(MADV_DONTDUMP)", e))?;
+        advise(region, libc::MADV_DONTDUMP)
+            .map_err(|e| MemoryBackingError::Os("madvise(MADV_DONTDUMP)", e))?;
         if kind.huge_pages == HugePages::Transparent {
-            advise(region, libc::MADV_HUGEPAGE).map_err(|e| BackingError::Os("madvise(MADV_HUGEPAGE)", e))?;
+            advise(region, libc::MADV_HUGEPAGE)
+                .map_err(|e| MemoryBackingError::Os("madvise(MADV_HUGEPAGE)", e))?;
         }
     }
     Ok(memory)
@@ -130,36 +135,38 @@ pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMe
 /// Zeroes all of `memory` and releases its pages to the host. No other thread may access it.
 ///
 /// # Errors
-/// Returns a [`BackingError`] if a system call fails.
-pub fn clear(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
+/// Returns a [`MemoryBackingError`] if a system call fails.
+pub fn clear(memory: &GuestMemoryMmap, kind: MemoryBackingConfig) -> Result<(), MemoryBackingError> {
     for region in memory.iter() {
         match region.file_offset() {
-            Some(at) => punch(at, region.len()).map_err(|e| BackingError::Os("fallocate", e))?,
+            Some(at) => punch(at, region.len()).map_err(|e| MemoryBackingError::Os("fallocate", e))?,
             None => advise(region, libc::MADV_DONTNEED)
-                .map_err(|e| BackingError::Os("madvise(MADV_DONTNEED)", e))?,
+                .map_err(|e| MemoryBackingError::Os("madvise(MADV_DONTNEED)", e))?,
         }
     }
     populate(memory, kind)
 }
 
-fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), BackingError> {
+fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), MemoryBackingError> {
     match huge_pages {
         HugePages::Off => Ok(()),
         HugePages::Transparent => {
             let says = fs::read_to_string(TRANSPARENT).unwrap_or_default();
             match transparent(&says) {
                 Some("always" | "madvise") => Ok(()),
-                other => Err(BackingError::NoTransparent(other.unwrap_or("nothing").to_owned())),
+                other => Err(MemoryBackingError::NoTransparent(
+                    other.unwrap_or("nothing").to_owned(),
+                )),
             }
         }
         HugePages::Reserved => {
             let all: u64 = ranges.iter().map(|&(_, len)| len as u64).sum();
             if !all.is_multiple_of(HUGE_PAGE_BYTES) {
-                return Err(BackingError::NotWhole(all));
+                return Err(MemoryBackingError::NotWhole(all));
             }
             let (needed, free) = (all / HUGE_PAGE_BYTES, free_huge_pages());
             if needed > free {
-                return Err(BackingError::TooFew { needed, free });
+                return Err(MemoryBackingError::TooFew { needed, free });
             }
             Ok(())
         }
@@ -178,16 +185,20 @@ fn free_huge_pages() -> u64 {
         .unwrap_or(0)
 }
 
-fn map_one(start: GuestAddress, len: usize, kind: MemoryKind) -> Result<GuestRegionMmap, BackingError> {
+fn map_one(
+    start: GuestAddress,
+    len: usize,
+    kind: MemoryBackingConfig,
+) -> Result<GuestRegionMmap, MemoryBackingError> {
     let region = at_a_boundary(|| map_anywhere(len, kind))?;
-    GuestRegionMmap::new(region, start).ok_or(BackingError::Map(MmapRegionError::InvalidOffsetLength))
+    GuestRegionMmap::new(region, start).ok_or(MemoryBackingError::Map(MmapRegionError::InvalidOffsetLength))
 }
 
-fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError> {
+fn map_anywhere(len: usize, kind: MemoryBackingConfig) -> Result<MmapRegion, MemoryBackingError> {
     let huge = kind.huge_pages == HugePages::Reserved;
     let mut builder = MmapRegionBuilder::new(len).with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
     builder = if kind.shared || huge {
-        let file = memfd(len as u64, huge).map_err(|e| BackingError::Os("memfd_create", e))?;
+        let file = memfd(len as u64, huge).map_err(|e| MemoryBackingError::Os("memfd_create", e))?;
         // Reserve huge pages with the mapping. Otherwise a guest that finds none left would kill
         // the process with SIGBUS.
         let reserve = if huge { 0 } else { libc::MAP_NORESERVE };
@@ -199,11 +210,13 @@ fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError
         builder.with_mmap_flags(libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_NORESERVE)
     };
     builder.build().map_err(|e| match e {
-        MmapRegionError::Mmap(e) if huge && e.raw_os_error() == Some(libc::ENOMEM) => BackingError::TooFew {
-            needed: len as u64 / HUGE_PAGE_BYTES,
-            free: free_huge_pages(),
-        },
-        other => BackingError::Map(other),
+        MmapRegionError::Mmap(e) if huge && e.raw_os_error() == Some(libc::ENOMEM) => {
+            MemoryBackingError::TooFew {
+                needed: len as u64 / HUGE_PAGE_BYTES,
+                free: free_huge_pages(),
+            }
+        }
+        other => MemoryBackingError::Map(other),
     })
 }
 
@@ -211,7 +224,9 @@ fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError
 /// Only then can KVM map a huge page of the host as a huge page of the guest. Kernels before Linux
 /// 6.7 do not align mappings, and later ones only some lengths. An unaligned mapping also works and
 /// is the fallback.
-fn at_a_boundary(map: impl Fn() -> Result<MmapRegion, BackingError>) -> Result<MmapRegion, BackingError> {
+fn at_a_boundary(
+    map: impl Fn() -> Result<MmapRegion, MemoryBackingError>,
+) -> Result<MmapRegion, MemoryBackingError> {
     let mut above = Vec::new();
     for _ in 0..MAPPING_TRIES {
         let region = map()?;
@@ -284,11 +299,11 @@ fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
 /// Preallocates all pages, if requested. Their contents are preserved.
 ///
 /// # Errors
-/// Returns [`BackingError::Populate`] if the host has too little memory.
-pub fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
+/// Returns [`MemoryBackingError::Populate`] if the host has too little memory.
+pub fn populate(memory: &GuestMemoryMmap, kind: MemoryBackingConfig) -> Result<(), MemoryBackingError> {
     if kind.prealloc {
         for region in memory.iter() {
-            advise(region, libc::MADV_POPULATE_WRITE).map_err(BackingError::Populate)?;
+            advise(region, libc::MADV_POPULATE_WRITE).map_err(MemoryBackingError::Populate)?;
         }
     }
     Ok(())
@@ -349,13 +364,13 @@ mod tests {
 
     /// `clear` zeroes the memory and releases its pages, except with preallocation.
     #[test]
-    fn cleared_memory_is_zero_and_given_back() {
+    fn clear_zeroes_memory_and_releases_pages() {
         for shared in [false, true] {
             for prealloc in [false, true] {
-                let kind = MemoryKind {
+                let kind = MemoryBackingConfig {
                     shared,
                     prealloc,
-                    ..MemoryKind::default()
+                    ..MemoryBackingConfig::default()
                 };
                 let memory = map(&RANGES, kind).unwrap();
                 let pages = (4 << 20 | 2 << 20) / 4096;
@@ -379,11 +394,11 @@ mod tests {
 
     /// No kernel aligns lengths that are not a multiple of the huge page size.
     #[test]
-    fn memory_begins_where_a_huge_page_can() {
+    fn memory_is_aligned_to_huge_pages() {
         for shared in [false, true] {
-            let kind = MemoryKind {
+            let kind = MemoryBackingConfig {
                 shared,
-                ..MemoryKind::default()
+                ..MemoryBackingConfig::default()
             };
             let kept: Vec<_> = [5 << 20, (64 << 20) + 4096, (3 << 20) - 4096]
                 .into_iter()
@@ -399,10 +414,10 @@ mod tests {
 
     /// Another process can map the memory and cannot truncate it.
     #[test]
-    fn shared_memory_is_in_files_of_a_fixed_size() {
-        let kind = MemoryKind {
+    fn shared_memory_uses_sealed_memfd() {
+        let kind = MemoryBackingConfig {
             shared: true,
-            ..MemoryKind::default()
+            ..MemoryBackingConfig::default()
         };
         let memory = map(&RANGES, kind).unwrap();
         for (region, (_, len)) in memory.iter().zip(RANGES) {
@@ -412,7 +427,7 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
         }
         assert!(
-            map(&RANGES, MemoryKind::default())
+            map(&RANGES, MemoryBackingConfig::default())
                 .unwrap()
                 .iter()
                 .all(|r| r.file_offset().is_none())
@@ -420,8 +435,8 @@ mod tests {
     }
 
     #[test]
-    fn guest_memory_is_not_in_core_files() {
-        let memory = map(&RANGES, MemoryKind::default()).unwrap();
+    fn guest_memory_is_excluded_from_core_dumps() {
+        let memory = map(&RANGES, MemoryBackingConfig::default()).unwrap();
         let at = memory.get_host_address(GuestAddress(0)).unwrap() as u64;
         let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
         let mut flags = smaps
@@ -438,10 +453,10 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_huge_pages_is_told_in_one_line() {
-        let kind = MemoryKind {
+    fn missing_huge_pages_error_is_one_line() {
+        let kind = MemoryBackingConfig {
             huge_pages: HugePages::Reserved,
-            ..MemoryKind::default()
+            ..MemoryBackingConfig::default()
         };
         let free = free_huge_pages();
         let ranges = [(
@@ -465,10 +480,10 @@ mod tests {
     }
 
     #[test]
-    fn kinds_of_huge_pages_are_read() {
+    fn huge_pages_option_parses() {
         assert_eq!("2M".parse(), Ok(HugePages::Reserved));
         assert_eq!("transparent".parse(), Ok(HugePages::Transparent));
-        assert_eq!("1G".parse::<HugePages>(), Err(NotHugePages));
+        assert_eq!("1G".parse::<HugePages>(), Err(ParseHugePagesError));
         assert_eq!(transparent("always [madvise] never\n"), Some("madvise"));
         assert_eq!(transparent(""), None);
     }

@@ -2,11 +2,11 @@
 //! VM.
 
 use crate::kvm::host::Kvm;
-use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
+use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
 use crate::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, Backability, BackingPolicy, ParavirtualEvent, Sources, Vendor};
+use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
 
 /// Error of a backing that this host does not support.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub enum BackingError {
     NoBlocking,
     /// KVM's own vPMU is unavailable.
     #[error("--backing kvm")]
-    NoOwn(#[source] NoOwnPmu),
+    NoOwn(#[source] KvmVpmuUnavailable),
     /// `--rdpmc hwbp` with KVM's own vPMU, which handles RDPMC itself.
     #[error("--rdpmc hwbp with --backing kvm: KVM answers RDPMC itself there; leave --rdpmc out")]
     OwnAnswers,
@@ -54,7 +54,7 @@ pub fn check_own(
     probe: &HostProbe,
     rdpmc: RdpmcMode,
     pmi_limit: Option<u32>,
-) -> Result<OwnPmu, BackingError> {
+) -> Result<KvmPmuOffer, BackingError> {
     if rdpmc == RdpmcMode::Hwbp {
         return Err(BackingError::OwnAnswers);
     }
@@ -99,7 +99,7 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
 /// # Errors
 /// Returns [`BackingError::NoHardware`] or [`BackingError::NoClock`], with the reason and a remedy.
 pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
-    let remedy = remedy_of_level(probe.paranoid);
+    let remedy = paranoid_remedy(probe.paranoid);
     let clock = || match probe.software_clock {
         true => Ok(()),
         false => Err(BackingError::NoClock(
@@ -126,7 +126,7 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
 /// Returns a remedy for levels of `kernel.perf_event_paranoid` above 2, which kernels with Debian's
 /// patch support. Such a level permits counting only with `CAP_SYS_ADMIN`, which no process of a VM
 /// retains.
-fn remedy_of_level(paranoid: Option<i32>) -> &'static str {
+fn paranoid_remedy(paranoid: Option<i32>) -> &'static str {
     match paranoid {
         Some(3..) => {
             "; above 2 CAP_PERFMON does not suffice, nor does root: run sysctl kernel.perf_event_paranoid=2"
@@ -142,7 +142,7 @@ pub fn sources(
     probe: &HostProbe,
     host: Vendor,
     statistic: impl FnMut(&'static str) -> Option<u64>,
-) -> Sources {
+) -> EventSources {
     sources_of(
         policy,
         probe.hardware_pmu.then_some(host),
@@ -156,14 +156,14 @@ pub fn sources(
 pub(super) fn sources_of(
     policy: BackingPolicy,
     hardware: Option<Vendor>,
-    opens: Backability,
+    opens: CountableEvents,
     mut statistic: impl FnMut(&'static str) -> Option<u64>,
-) -> Sources {
-    Sources::new(policy, hardware, |event| statistic(statistic_of(event)?)).opening(opens)
+) -> EventSources {
+    EventSources::new(policy, hardware, |event| statistic(statistic_of(event)?)).opening(opens)
 }
 
 /// Returns the architectural events that the host's kernel opens as generic events.
-pub(super) fn opened(probe: &HostProbe) -> Backability {
+pub(super) fn opened(probe: &HostProbe) -> CountableEvents {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
         probe.hardware_pmu && generic.is_some_and(|generic| generic.opens)
@@ -184,7 +184,7 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
 
 /// Returns the architectural events of a `model` vendor's PMU that can be counted under `policy` on
 /// this host, whose processor vendor is `host`.
-pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> Backability {
+pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> CountableEvents {
     sources(policy, probe, host, |_| None).backability(model)
 }
 
@@ -211,11 +211,11 @@ mod tests {
 
     /// A host without a PMU still counts cycles, and rejects unsupported backings with the reason.
     #[test]
-    fn a_host_without_a_pmu_counts_by_the_clock_only() {
+    fn host_without_pmu_counts_only_by_clock() {
         let probe = no_pmu();
         assert_eq!(
             backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
-            Backability::CLOCK
+            CountableEvents::CLOCK
         );
         assert!(check_policy(BackingPolicy::Auto, &probe).is_ok());
         let line = check_policy(BackingPolicy::Hardware, &probe)
@@ -230,7 +230,7 @@ mod tests {
     /// AMD's generic cache events do not count Intel's last-level cache events, so CPUID must
     /// report those as unavailable.
     #[test]
-    fn another_vendors_cache_events_are_not_the_guests() {
+    fn cache_events_of_other_vendor_are_not_backable() {
         let opens = |name: &str| GenericEvent {
             name: name.into(),
             config: 0,
@@ -268,7 +268,7 @@ mod tests {
 
     /// Without software clock events the VM fails to start, instead of reading zeros in the guest.
     #[test]
-    fn refused_clock_events_are_an_error_with_a_remedy() {
+    fn denied_clock_events_report_remedy() {
         let probe = HostProbe {
             software_clock: false,
             paranoid: Some(4),

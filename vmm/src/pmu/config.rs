@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::{CoreConfig, SharePolicy};
-use vpmu::{BackingPolicy, EventFilter, Model};
+use vpmu::{BackingPolicy, EventFilter, PmuModel};
 
 use crate::kvm::stepping::Stepping;
 
@@ -13,7 +13,7 @@ use crate::kvm::stepping::Stepping;
 #[derive(Clone, Debug)]
 pub struct PmuConfig {
     /// PMU model presented to the guest.
-    pub model: Model,
+    pub model: PmuModel,
     /// Backing of the guest's counters.
     pub policy: BackingPolicy,
     /// Events that may be counted.
@@ -51,7 +51,7 @@ pub struct OperatorLimits {
 
 impl PmuConfig {
     /// Returns `true` if the guest uses KVM's own vPMU.
-    pub fn is_kvms(&self) -> bool {
+    pub fn uses_kvm_vpmu(&self) -> bool {
         self.policy == BackingPolicy::Kvm
     }
 

@@ -4,14 +4,15 @@ use perf_core::pmu::host::{self, HostProbe};
 use std::sync::Arc;
 
 use vpmu::{
-    ArchEvent, Backability, BackingPolicy, EventFilter, EventRequest, Model, Selection, Sources, Vendor,
+    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventRequest, EventSelection, EventSources,
+    PmuModel, Vendor,
 };
 
 use super::backing;
-use crate::boot::event_tables::TableEvent;
+use crate::boot::event_tables::KernelTableEvent;
 
 /// Generic events of a plain `perf stat`, for which a missing one is reported.
-const ASKED_FIRST: [ArchEvent; 7] = [
+const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
     ArchEvent::Instructions,
@@ -31,23 +32,23 @@ const REFERENCE: u8 = 2;
 
 /// Events that one policy can count on one host for one model.
 #[derive(Debug)]
-pub struct Countable {
+pub struct CountableKernelEvents {
     vendor: Vendor,
     /// The model is from Intel and has the fixed counter for reference cycles.
     reference_counter: bool,
-    sources: Sources,
-    backability: Backability,
+    sources: EventSources,
+    backability: CountableEvents,
     filter: Arc<EventFilter>,
     probe: HostProbe,
 }
 
-impl Countable {
+impl CountableKernelEvents {
     /// Creates the set for `model`. `host` is the processor vendor of the host.
     pub fn new(
-        model: &Model,
+        model: &PmuModel,
         host: Vendor,
         policy: BackingPolicy,
-        backability: Backability,
+        backability: CountableEvents,
         probe: HostProbe,
     ) -> Self {
         let vendor = model.vendor();
@@ -70,12 +71,13 @@ impl Countable {
 
     /// Returns `true` if `event` can be counted. `config` is its event number in the guest's
     /// kernel.
-    pub fn can_count(&self, event: TableEvent, config: u64) -> bool {
+    pub fn can_count(&self, event: KernelTableEvent, config: u64) -> bool {
         // CPUID reports unavailable events to an Intel guest, except for reference cycles. Linux
         // uses a pseudo event number for them that only the fixed counter supports
         // (intel_pmu_event_map).
-        if let (Vendor::Intel, TableEvent::Hardware(number)) = (self.vendor, event) {
-            let has_reference = self.reference_counter && self.filter.allows(Selection::Fixed(REFERENCE));
+        if let (Vendor::Intel, KernelTableEvent::Hardware(number)) = (self.vendor, event) {
+            let has_reference =
+                self.reference_counter && self.filter.allows(EventSelection::Fixed(REFERENCE));
             return number != REF_CPU_CYCLES || has_reference;
         }
         let request = EventRequest::from_raw_config(self.vendor, config);
@@ -83,26 +85,26 @@ impl Countable {
             return false;
         }
         let mut ways = self.sources.of_request(&request);
-        ways.any(|way| way.known || self.host_knows(event))
+        ways.any(|way| way.known || self.host_supports(event))
     }
 
     /// Returns `true` if the host's kernel supports the event. A host that is itself a guest
     /// accepts any raw event number even if its virtual PMU does not count it, but its tables of
     /// generic events are reliable.
-    fn host_knows(&self, event: TableEvent) -> bool {
+    fn host_supports(&self, event: KernelTableEvent) -> bool {
         match event {
-            TableEvent::Hardware(config) => {
+            KernelTableEvent::Hardware(config) => {
                 let mut generic = self.probe.generic.iter();
                 generic.any(|g| g.config == config && g.opens)
             }
-            TableEvent::Cache(config) => host::cache_event_opens(config),
+            KernelTableEvent::Cache(config) => host::cache_event_opens(config),
         }
     }
 
     /// Returns the names of the events of a plain `perf stat` that cannot be counted. AMD has no
     /// reference cycles before Zen 4.
     pub fn missing(&self) -> Vec<&'static str> {
-        let asked = ASKED_FIRST.into_iter();
+        let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
         asked
             .filter(|event| !self.backability.has(*event))
@@ -137,23 +139,24 @@ mod tests {
         }
     }
 
-    fn amd() -> Model {
-        Model::off(Vendor::Amd)
+    fn amd() -> PmuModel {
+        PmuModel::off(Vendor::Amd)
     }
 
-    fn check(policy: BackingPolicy, probe: &HostProbe, event: TableEvent, config: u64) -> bool {
+    fn check(policy: BackingPolicy, probe: &HostProbe, event: KernelTableEvent, config: u64) -> bool {
         let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
-        Countable::new(&amd(), Vendor::Amd, policy, backability, probe.clone()).can_count(event, config)
+        CountableKernelEvents::new(&amd(), Vendor::Amd, policy, backability, probe.clone())
+            .can_count(event, config)
     }
 
-    const CYCLES: (TableEvent, u64) = (TableEvent::Hardware(0), 0x76);
-    const INSTRUCTIONS: (TableEvent, u64) = (TableEvent::Hardware(1), 0xC0);
-    const STALLED: (TableEvent, u64) = (TableEvent::Hardware(7), 0x287);
-    const BRANCH_LOADS: (TableEvent, u64) = (TableEvent::Cache(5), 0xC2);
-    const L1_LOADS: (TableEvent, u64) = (TableEvent::Cache(0), 0x40);
+    const CYCLES: (KernelTableEvent, u64) = (KernelTableEvent::Hardware(0), 0x76);
+    const INSTRUCTIONS: (KernelTableEvent, u64) = (KernelTableEvent::Hardware(1), 0xC0);
+    const STALLED: (KernelTableEvent, u64) = (KernelTableEvent::Hardware(7), 0x287);
+    const BRANCH_LOADS: (KernelTableEvent, u64) = (KernelTableEvent::Cache(5), 0xC2);
+    const L1_LOADS: (KernelTableEvent, u64) = (KernelTableEvent::Cache(0), 0x40);
 
     #[test]
-    fn each_backing_counts_what_it_says() {
+    fn backings_count_documented_events() {
         let none = probe(&[]);
         for (policy, counted) in [
             (BackingPolicy::Auto, [true, false, false, false, false]),
@@ -170,14 +173,14 @@ mod tests {
     /// With a host PMU, the host's kernel decides, also for events that it would accept as raw
     /// numbers.
     #[test]
-    fn with_hardware_the_host_has_to_know_the_event() {
+    fn hardware_event_requires_host_support() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("stalled-cycles-frontend", 7)]);
         for (event, expected) in [
             (CYCLES, true),
             (INSTRUCTIONS, true),
             (STALLED, true),
             (BRANCH_LOADS, false),
-            ((TableEvent::Hardware(8), 0x187), false),
+            ((KernelTableEvent::Hardware(8), 0x187), false),
         ] {
             assert_eq!(
                 check(BackingPolicy::Auto, &some, event.0, event.1),
@@ -185,24 +188,25 @@ mod tests {
                 "{event:?}"
             );
         }
-        let foreign = Countable::new(
-            &Model::off(Vendor::Intel),
+        let foreign = CountableKernelEvents::new(
+            &PmuModel::off(Vendor::Intel),
             Vendor::Amd,
             BackingPolicy::Auto,
-            Backability::CLOCK,
+            CountableEvents::CLOCK,
             some,
         );
-        assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
+        assert!(!foreign.can_count(KernelTableEvent::Cache(0), 0x81D0));
     }
 
     /// AMD's CPUID does not report individual events, so the kernel's tables must.
     #[test]
-    fn what_the_filter_denies_is_counted_by_nobody() {
+    fn filtered_event_is_not_countable() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
-        let cache_misses = (TableEvent::Hardware(3), 0x964);
+        let cache_misses = (KernelTableEvent::Hardware(3), 0x964);
         let policy = BackingPolicy::Auto;
         let countable = |filter| {
-            let all = Countable::new(&amd(), Vendor::Amd, policy, Backability::ALL, some.clone());
+            let all =
+                CountableKernelEvents::new(&amd(), Vendor::Amd, policy, CountableEvents::ALL, some.clone());
             all.within(Arc::new(filter))
         };
         let open = countable(EventFilter::allow_all());
@@ -216,7 +220,7 @@ mod tests {
     /// Without the third fixed counter, no counter supports Linux's event number for reference
     /// cycles.
     #[test]
-    fn reference_cycles_want_their_fixed_counter() {
+    fn reference_cycles_require_fixed_counter() {
         let none = probe(&[]);
         for (generation, fixed, counted) in [
             (Generation::Intel(1), None, false),
@@ -227,11 +231,12 @@ mod tests {
                 general: 4,
                 fixed: Some(fixed),
             });
-            let model = Model::new(generation, numbers, None).unwrap();
+            let model = PmuModel::new(generation, numbers, None).unwrap();
             let policy = BackingPolicy::Clock;
             let backability = crate::pmu::backing::backability(policy, &none, Vendor::Intel, Vendor::Intel);
-            let countable = Countable::new(&model, Vendor::Intel, policy, backability, none.clone());
-            let of = |number, config| countable.can_count(TableEvent::Hardware(number), config);
+            let countable =
+                CountableKernelEvents::new(&model, Vendor::Intel, policy, backability, none.clone());
+            let of = |number, config| countable.can_count(KernelTableEvent::Hardware(number), config);
             assert_eq!(of(REF_CPU_CYCLES, 0x300), counted, "{generation:?} {fixed:?}");
             assert!(of(1, 0xC0), "CPUID says that there are no instructions");
         }
@@ -239,7 +244,7 @@ mod tests {
 
     /// Condition under which an event remains in the table.
     #[derive(Clone, Copy, Debug, PartialEq)]
-    enum By {
+    enum Requirement {
         /// The event has its own clock, so any backing suffices.
         Clock,
         /// Every instruction is observed.
@@ -255,24 +260,24 @@ mod tests {
     /// For each model and backing, on a host without a PMU and on one with cycles and instructions,
     /// an event remains in the table if and only if it can be counted.
     #[test]
-    fn each_model_keeps_with_each_backing_what_somebody_counts() {
-        use By::{Clock, Cpuid, Host, Reference, Steps};
+    fn model_tables_keep_countable_events() {
+        use Requirement::{Clock, Cpuid, Host, Reference, Steps};
         let amd = [
             (CYCLES, Clock),
             (INSTRUCTIONS, Steps),
-            ((TableEvent::Hardware(4), 0xC2), Steps),
-            ((TableEvent::Hardware(5), 0xC3), Host),
+            ((KernelTableEvent::Hardware(4), 0xC2), Steps),
+            ((KernelTableEvent::Hardware(5), 0xC3), Host),
             (STALLED, Host),
             (BRANCH_LOADS, Steps),
             (L1_LOADS, Host),
         ];
         let intel = [
-            ((TableEvent::Hardware(0), 0x3C), Cpuid),
-            ((TableEvent::Hardware(1), 0xC0), Cpuid),
-            ((TableEvent::Hardware(9), 0x300), Reference),
-            ((TableEvent::Cache(0), 0x81D0), Steps),
-            ((TableEvent::Cache(1 << 16), 0x151), Host),
-            ((TableEvent::Cache(5), 0xC4), Steps),
+            ((KernelTableEvent::Hardware(0), 0x3C), Cpuid),
+            ((KernelTableEvent::Hardware(1), 0xC0), Cpuid),
+            ((KernelTableEvent::Hardware(9), 0x300), Reference),
+            ((KernelTableEvent::Cache(0), 0x81D0), Steps),
+            ((KernelTableEvent::Cache(1 << 16), 0x151), Host),
+            ((KernelTableEvent::Cache(5), 0xC4), Steps),
         ];
         let models: [(Generation, &[_]); 8] = [
             (Generation::Intel(1), &intel),
@@ -293,18 +298,18 @@ mod tests {
         ];
         let hosts = [probe(&[]), probe(&[("cycles", 0), ("instructions", 1)])];
         for (generation, events) in models {
-            let model = Model::new(generation, None, None).unwrap();
+            let model = PmuModel::new(generation, None, None).unwrap();
             let vendor = model.vendor();
             for (host, policy) in hosts
                 .iter()
                 .flat_map(|host| policies.map(|policy| (host, policy)))
             {
                 let backability = crate::pmu::backing::backability(policy, host, vendor, vendor);
-                let countable = Countable::new(&model, vendor, policy, backability, host.clone());
+                let countable = CountableKernelEvents::new(&model, vendor, policy, backability, host.clone());
                 let uses_host =
                     host.hardware_pmu && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
                 for ((event, config), by) in events.iter().copied() {
-                    let known = matches!(event, TableEvent::Hardware(0 | 1));
+                    let known = matches!(event, KernelTableEvent::Hardware(0 | 1));
                     let expected = match by {
                         Cpuid => true,
                         Reference => model.fixed_bitmap() & REFERENCE_COUNTER != 0,
@@ -326,13 +331,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_plain_perf_stat_lacks_has_perfs_names() {
+    fn missing_events_use_perf_names() {
         let none = probe(&[]);
-        let clock = Countable::new(
+        let clock = CountableKernelEvents::new(
             &amd(),
             Vendor::Amd,
             BackingPolicy::Clock,
-            Backability::CLOCK,
+            CountableEvents::CLOCK,
             none,
         );
         assert_eq!(

@@ -16,7 +16,7 @@ use perf_core::error_line;
 use perf_core::pmu::host::{
     Counted, DirectOpener, EventOpener, OpenRequest, OverflowSignal, counting_is_denied_to, set_event_opener,
 };
-use sandbox::{BrokerError, Confinement, Counting, PerfBroker, WorkersError};
+use sandbox::{PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, ServiceStartError};
 
 use super::remote_open::{RemoteOpen, current_tid};
 use crate::privileges;
@@ -25,7 +25,7 @@ use crate::privileges;
 #[derive(Debug)]
 pub struct VmEventOpener {
     broker: PerfBroker,
-    counting: Counting,
+    counting: PerfEventAccess,
     /// Signal that makes a thread handle a request of another thread.
     kick_signal: i32,
     /// The end of the broker has been logged.
@@ -37,31 +37,31 @@ impl VmEventOpener {
     /// `remote_open::open_in_handler`. The calling thread must be the only thread of the process.
     ///
     /// # Errors
-    /// Returns the [`WorkersError`] if the broker cannot be started.
+    /// Returns the [`ServiceStartError`] if the broker cannot be started.
     pub fn start(
-        confinement: Confinement,
+        confinement: ProcessConfinement,
         overflow_signal: i32,
         kick_signal: i32,
-    ) -> Result<Self, WorkersError> {
-        let give_up = privileges::give_up_all_but_counting;
+    ) -> Result<Self, ServiceStartError> {
+        let give_up = privileges::drop_privileges_except_perfmon;
         let mut opener = Self {
             broker: PerfBroker::start(confinement, overflow_signal, give_up)?,
-            counting: Counting::Broker,
+            counting: PerfEventAccess::Broker,
             kick_signal,
             end_logged: AtomicBool::new(false),
         };
         // Asks the kernel whether the broker can open events on this process once it is not
         // dumpable.
         let broker_is_denied = privileges::while_not_dumpable(|| counting_is_denied_to(&opener));
-        if broker_is_denied && !privileges::counting_takes_a_capability() {
-            opener.counting = Counting::OwnThread;
+        if broker_is_denied && !privileges::counting_needs_capability() {
+            opener.counting = PerfEventAccess::OwnThread;
         }
         Ok(opener)
     }
 
     /// Returns the method by which events are opened.
     #[must_use]
-    pub fn counting(&self) -> Counting {
+    pub fn counting(&self) -> PerfEventAccess {
         self.counting
     }
 
@@ -81,10 +81,10 @@ impl VmEventOpener {
     }
 
     /// Converts a broker error to the error of the system call. Logs the end of the broker once.
-    fn refused(&self, error: BrokerError) -> io::Error {
+    fn refused(&self, error: PerfBrokerError) -> io::Error {
         match error {
-            BrokerError::Refused(source) => source,
-            BrokerError::Gone(source) => {
+            PerfBrokerError::Refused(source) => source,
+            PerfBrokerError::Gone(source) => {
                 if !self.end_logged.swap(true, Ordering::Relaxed) {
                     log::error!(
                         "the process that opens perf events (perf-broker) has ended: {}: events that are open go \
@@ -126,7 +126,7 @@ impl EventOpener for VmEventOpener {
             // A VM never counts a host CPU as a whole.
             Counted::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
         };
-        if self.counting == Counting::OwnThread {
+        if self.counting == PerfEventAccess::OwnThread {
             return self.open_in_own_process(request, tid);
         }
         let receiver = request

@@ -5,9 +5,9 @@
 //! the user chose the numbers, competing counters are reported in one line.
 
 use perf_core::pmu::host::{HostCounters, HostProbe};
-use vpmu::{ArchEvent, BackingPolicy, Model};
+use vpmu::{ArchEvent, BackingPolicy, PmuModel};
 
-use crate::kvm::own_pmu::OwnPmu;
+use crate::kvm::own_pmu::KvmPmuOffer;
 
 /// Generic events of Intel's fixed counters, indexed by counter number.
 const FIXED: [ArchEvent; 3] = [
@@ -18,9 +18,9 @@ const FIXED: [ArchEvent; 3] = [
 
 /// Result of fitting a PMU model to the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fitted {
+pub struct FittedModel {
     /// Model presented to the guest.
-    pub model: Model,
+    pub model: PmuModel,
     /// One-line description of the guest counters that compete for host counters; `None` if the
     /// host has a counter for each.
     pub competition: Option<String>,
@@ -29,12 +29,12 @@ pub struct Fitted {
 /// Fits `model` to the host. With `asked`, the user chose the counter numbers, which are not
 /// changed. `own` describes KVM's own vPMU, if used ([`BackingPolicy::Kvm`]).
 pub fn fit(
-    model: Model,
+    model: PmuModel,
     asked: bool,
     policy: BackingPolicy,
-    own: Option<&OwnPmu>,
+    own: Option<&KvmPmuOffer>,
     probe: &HostProbe,
-) -> Fitted {
+) -> FittedModel {
     let by_host_events = match policy {
         BackingPolicy::Auto | BackingPolicy::Hardware => true,
         // An emulated KVM vPMU opens the same pinned events as Perfvisor; a mediated one owns the
@@ -43,12 +43,12 @@ pub fn fit(
         BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
     };
     if model.is_off() || !by_host_events || !probe.hardware_pmu {
-        return Fitted {
+        return FittedModel {
             model,
             competition: None,
         };
     }
-    let holds = |model: &Model| {
+    let holds = |model: &PmuModel| {
         probe
             .counters
             .hold(model.general() as usize, &fixed_events(model, probe))
@@ -56,7 +56,7 @@ pub fn fit(
     let lowered = model.lowered(holds);
     let given = if asked { model } else { lowered };
     let competition = (!holds(&given)).then(|| competition(&given, &lowered, holds(&lowered), probe));
-    Fitted {
+    FittedModel {
         model: given,
         competition,
     }
@@ -64,7 +64,7 @@ pub fn fit(
 
 /// Returns the generic events that the model's fixed counters need from the host's PMU. Events that
 /// the host does not count are excluded.
-fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
+fn fixed_events(model: &PmuModel, probe: &HostProbe) -> Vec<u64> {
     let counted = |config: u64| probe.generic.iter().any(|e| e.config == config && e.opens);
     FIXED
         .iter()
@@ -74,7 +74,7 @@ fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
         .collect()
 }
 
-fn competition(model: &Model, lowered: &Model, enough: bool, probe: &HostProbe) -> String {
+fn competition(model: &PmuModel, lowered: &PmuModel, enough: bool, probe: &HostProbe) -> String {
     let counters = &probe.counters;
     // A fixed counter competes if the host has no free fixed counter for its event.
     let fixed: Vec<&str> = fixed_events(model, probe)
@@ -130,7 +130,7 @@ pub fn fixed(counters: &HostCounters) -> String {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
-    use vpmu::{Backability, CounterNumbers, Generation, HostPmu};
+    use vpmu::{CountableEvents, CounterNumbers, Generation, HostPmu};
 
     /// Returns a host with `general` free counters and fixed counters for these events, each free
     /// or taken.
@@ -170,9 +170,9 @@ mod tests {
     const INTEL: [(&str, bool); 3] = [("instructions", true), ("cycles", true), ("ref-cycles", true)];
     const WATCHED: [(&str, bool); 3] = [("instructions", true), ("cycles", false), ("ref-cycles", true)];
 
-    fn model(name: Generation, numbers: Option<&str>) -> Model {
+    fn model(name: Generation, numbers: Option<&str>) -> PmuModel {
         let numbers = numbers.map(|text| text.parse::<CounterNumbers>().unwrap());
-        Model::new(name, numbers, None).unwrap()
+        PmuModel::new(name, numbers, None).unwrap()
     }
 
     fn default_on(generation: Generation, host: &HostProbe) -> (u32, u32) {
@@ -183,7 +183,7 @@ mod tests {
 
     /// The default model has no counter that the host cannot back while all others count.
     #[test]
-    fn a_default_model_fits_the_host() {
+    fn default_model_fits_host_counters() {
         assert_eq!(default_on(Generation::Intel(2), &host(4, &INTEL)), (4, 3));
         assert_eq!(default_on(Generation::Intel(2), &host(4, &WATCHED)), (3, 3));
         assert_eq!(default_on(Generation::Intel(2), &host(6, &[])), (3, 3));
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_the_host_has_is_said_in_one_line_with_the_remedy() {
+    fn counter_competition_reports_remedy() {
         let asked = model(Generation::AmdV2, Some("15"));
         let fitted = fit(asked, true, BackingPolicy::Auto, None, &host(6, &[]));
         assert_eq!(fitted.model, asked, "the user's choice stays");
@@ -222,7 +222,7 @@ mod tests {
 
     /// AMD models have at least four counters, so even a default model may report competition.
     #[test]
-    fn a_model_that_cannot_be_small_enough_says_so() {
+    fn minimal_model_reports_competition() {
         let fitted = fit(
             model(Generation::AmdCore, None),
             false,
@@ -237,7 +237,7 @@ mod tests {
 
     /// Backings that do not use the host's PMU do not limit the number of counters.
     #[test]
-    fn other_backings_have_as_many_counters_as_they_like() {
+    fn software_backings_do_not_limit_counters() {
         let asked = model(Generation::AmdV2, Some("15"));
         for policy in [BackingPolicy::Clock, BackingPolicy::Exact, BackingPolicy::None] {
             assert_eq!(fit(asked, true, policy, None, &host(6, &[])).competition, None);
@@ -252,8 +252,8 @@ mod tests {
 
     /// KVM's emulated vPMU competes for host counters as Perfvisor does; a mediated one does not.
     #[test]
-    fn kvms_own_vpmu_competes_as_far_as_it_is_emulated() {
-        let own = |mediated| OwnPmu {
+    fn emulated_kvm_vpmu_competes_for_counters() {
+        let own = |mediated| KvmPmuOffer {
             mediated,
             masked_filter: true,
             filter: true,
@@ -263,10 +263,10 @@ mod tests {
                 fixed_bitmap: 0,
                 width: 48,
             },
-            events: Backability::NONE,
+            events: CountableEvents::NONE,
         };
         let watched = host(5, &[]);
-        let on = |asked, numbers, own: &OwnPmu| {
+        let on = |asked, numbers, own: &KvmPmuOffer| {
             let model = model(Generation::AmdCore, numbers);
             fit(model, asked, BackingPolicy::Kvm, Some(own), &watched)
         };

@@ -11,28 +11,30 @@ use std::time::{Duration, Instant};
 use guest_profile::locate::Anchors;
 use guest_profile::search::{self, AskError, FoundKernel};
 use guest_profile::{GuestPhys, GuestRegs};
-use sandbox::{BeginError, Confinement, Ended, Limits, Workers, WorkersError};
+use sandbox::{
+    ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerStartError,
+};
 
 use crate::privileges;
 
 /// Resource limits of one search. A distribution kernel needs 150 MiB and half a second, and thirty
 /// times as long on a fully emulated host.
-const LIMITS: Limits = Limits {
+const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 512 << 20,
     cpu_seconds: 120,
 };
 /// Time limit of one search, sufficient on a loaded host.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Reader of the guest kernels of one VM.
 #[derive(Debug)]
 pub struct KernelReader {
-    workers: Workers,
+    workers: WorkerKeeper,
 }
 
 /// Error of reading a kernel.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub enum KernelReadError {
     /// The worker reported an error or sent an invalid response.
     #[error(transparent)]
     Ask(#[from] AskError),
@@ -40,7 +42,7 @@ pub enum ReadError {
     #[error(
         "the guest's kernel could not be read: the process that reads it has failed: {0}; it is tried again when somebody asks"
     )]
-    Ended(Ended),
+    WorkerExit(WorkerExit),
     /// No worker process could be started.
     #[error("the guest's kernel cannot be read: no process for that")]
     NoWorker(#[source] io::Error),
@@ -53,11 +55,11 @@ pub enum ReadError {
     NoKeeper(#[source] io::Error),
 }
 
-impl From<BeginError> for ReadError {
-    fn from(e: BeginError) -> Self {
+impl From<WorkerStartError> for KernelReadError {
+    fn from(e: WorkerStartError) -> Self {
         match e {
-            BeginError::NoKeeper(e) => Self::NoKeeper(e),
-            BeginError::Refused(e) => Self::NoWorker(e),
+            WorkerStartError::NoKeeper(e) => Self::NoKeeper(e),
+            WorkerStartError::Refused(e) => Self::NoWorker(e),
         }
     }
 }
@@ -67,31 +69,31 @@ impl KernelReader {
     /// process.
     ///
     /// # Errors
-    /// Returns [`WorkersError`] if the process cannot be started.
-    pub fn start(confinement: Confinement) -> Result<Self, WorkersError> {
+    /// Returns [`ServiceStartError`] if the process cannot be started.
+    pub fn start(confinement: ProcessConfinement) -> Result<Self, ServiceStartError> {
         Self::within(confinement, LIMITS)
     }
 
-    fn within(confinement: Confinement, limits: Limits) -> Result<Self, WorkersError> {
-        let workers = Workers::start(confinement, limits, privileges::give_up_all, work)?;
+    fn within(confinement: ProcessConfinement, limits: WorkerLimits) -> Result<Self, ServiceStartError> {
+        let workers = WorkerKeeper::start(confinement, limits, privileges::drop_all_privileges, work)?;
         Ok(Self { workers })
     }
 
     /// Reads from `memory` the kernel to which `regs` and `anchors` refer.
     ///
     /// # Errors
-    /// Returns [`ReadError`]. Except for [`ReadError::NoKeeper`], a later attempt may succeed.
+    /// Returns [`KernelReadError`]. Except for [`KernelReadError::NoKeeper`], a later attempt may succeed.
     pub fn read<M: GuestPhys + ?Sized>(
         &self,
         memory: &M,
         regs: &GuestRegs,
         anchors: &Anchors,
-    ) -> Result<FoundKernel, ReadError> {
+    ) -> Result<FoundKernel, KernelReadError> {
         let mut worker = self.workers.begin()?;
-        let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + PATIENCE);
-        let ended = worker.end().map_err(ReadError::NoKeeper)?;
+        let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);
+        let ended = worker.end().map_err(KernelReadError::NoKeeper)?;
         match found {
-            Err(AskError::Lost(_)) => Err(ReadError::Ended(ended)),
+            Err(AskError::Lost(_)) => Err(KernelReadError::WorkerExit(ended)),
             found => Ok(found?),
         }
     }

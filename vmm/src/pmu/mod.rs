@@ -30,24 +30,25 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
-use perf_core::{Core, Overflowed, VcpuContext, error_line};
+use perf_core::{Core, OverflowReport, VcpuContext, error_line};
 use smallvec::SmallVec;
-use vpmu::exact::{Counts, Step};
+use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::{
-    Backability, CounterIndex, Cpl, EventFilter, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
-    PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vendor, Vpmu,
+    CountableEvents, CounterIndex, Cpl, EventFilter, EventSources, MsrAddress, MsrReadOutcome,
+    MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex, SteppedLevels,
+    Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
-use crate::kvm::event_filter::KvmFilterError;
+use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
 pub use config::{OperatorLimits, PmuConfig};
-pub use operator::{HostSampling, NoHostSamples, NotCountable, OperatorEvent};
-pub use own::OwnVmPmu;
-pub use regs::{GuestProbe, SampleMemory, Synced, VcpuRegs};
+pub use operator::{HostSampling, HostSamplingError, OperatorEvent, OperatorEventError};
+pub use own::KvmVpmu;
+pub use regs::{ExitRegisters, GuestSamplingContext, SampleCache, VcpuSampleRegs};
 
 /// Error of setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
@@ -79,12 +80,12 @@ pub struct VmPmu {
     /// Vendor of the host's PMU, if usable.
     hardware: Option<Vendor>,
     /// Generic events that the host's kernel opens.
-    opens: Backability,
+    opens: CountableEvents,
     started: Instant,
     /// Guest memory and kernel information for samples.
-    probe: GuestProbe,
+    probe: GuestSamplingContext,
     /// KVM's own vPMU, if the guest uses it.
-    own: Option<OwnVmPmu>,
+    own: Option<KvmVpmu>,
 }
 
 impl VmPmu {
@@ -96,7 +97,7 @@ impl VmPmu {
         probe: &HostProbe,
         vm_stats: Option<OwnedFd>,
         interprets_kernel: bool,
-        guest: GuestProbe,
+        guest: GuestSamplingContext,
     ) -> Self {
         let core = Core::new(config.core_config());
         let signal = Some(overflow_signal());
@@ -131,7 +132,7 @@ impl VmPmu {
 
     /// Sets KVM's own vPMU as the PMU of the guest.
     #[must_use]
-    pub fn with_own(mut self, own: OwnVmPmu) -> Self {
+    pub fn with_own(mut self, own: KvmVpmu) -> Self {
         self.own = Some(own);
         self
     }
@@ -150,8 +151,8 @@ impl VmPmu {
     /// filters events, and this has no effect.
     ///
     /// # Errors
-    /// Returns [`KvmFilterError`], with the previous filter unchanged.
-    pub fn set_kvms_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
+    /// Returns [`KvmEventFilterError`], with the previous filter unchanged.
+    pub fn set_kvm_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
         self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
     }
 
@@ -161,13 +162,13 @@ impl VmPmu {
     }
 
     /// Returns the count sources for the guest, for operators and for CPUID.
-    fn sources(&self) -> Sources {
+    fn sources(&self) -> EventSources {
         let statistic = |name| self.kvm.config(name);
         backing::sources_of(self.config.policy, self.hardware, self.opens, statistic)
     }
 
     /// Returns the guest memory and kernel information for samples.
-    pub fn probe(&self) -> &GuestProbe {
+    pub fn probe(&self) -> &GuestSamplingContext {
         &self.probe
     }
 
@@ -212,7 +213,7 @@ impl VmPmu {
             changed: false,
             fed_uncounted_ns: 0,
             fed_overflow: false,
-            samples: SampleMemory::default(),
+            samples: SampleCache::default(),
         }
     }
 
@@ -231,7 +232,7 @@ fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
 
 /// Parts of a vCPU's PMU that belong to the thread running it.
 #[derive(Debug)]
-struct Attached {
+struct AttachedThread {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
@@ -242,7 +243,7 @@ struct Attached {
 
 /// Result of handling overflow signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Serviced {
+pub struct OverflowSummary {
     /// Number of guest counters that overflowed.
     pub overflows: u32,
     /// Segment and control registers were read.
@@ -259,7 +260,7 @@ pub struct VcpuPmu {
     vpmu: Vpmu,
     /// Events that the guest may count.
     filter: Arc<EventFilter>,
-    attached: Option<Attached>,
+    attached: Option<AttachedThread>,
     /// A register was written since the last reconcile.
     changed: bool,
     /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
@@ -267,7 +268,7 @@ pub struct VcpuPmu {
     /// A count fed by the VMM has reached an armed overflow.
     fed_overflow: bool,
     /// State that samples keep for the next sample.
-    samples: SampleMemory,
+    samples: SampleCache,
 }
 
 impl VcpuPmu {
@@ -299,7 +300,7 @@ impl VcpuPmu {
         }
         let events = PerfCoreEvents::new(vm.core.clone(), vcpu, sources);
         context.sched_in();
-        self.attached = Some(Attached {
+        self.attached = Some(AttachedThread {
             context,
             clock,
             events,
@@ -321,7 +322,7 @@ impl VcpuPmu {
             self.vpmu.detach(&mut attached.events);
         }
         let mut fresh = self.vm.vcpu(self.id, self.tsc_khz);
-        fresh.vpmu.said_before(&self.vpmu);
+        fresh.vpmu.inherit_warnings(&self.vpmu);
         fresh.attached = self.attached.take();
         *self = fresh;
     }
@@ -385,43 +386,43 @@ impl VcpuPmu {
     }
 
     /// Handles RDMSR.
-    pub fn read_msr(&mut self, msr: u32) -> MsrRead {
+    pub fn read_msr(&mut self, msr: u32) -> MsrReadOutcome {
         self.count_msr_exit();
         match &mut self.attached {
             Some(attached) => self.vpmu.read_msr(MsrAddress(msr), &mut attached.events),
-            None => MsrRead::InjectGp,
+            None => MsrReadOutcome::InjectGp,
         }
     }
 
     /// Handles WRMSR.
-    pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWrite {
+    pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWriteOutcome {
         // Counts up to this point belong to the previous register values, so they are fed before
         // the write.
         self.count_msr_exit();
         self.changed = true;
         match &mut self.attached {
             Some(attached) => self.vpmu.write_msr(MsrAddress(msr), value, &mut attached.events),
-            None => MsrWrite::InjectGp,
+            None => MsrWriteOutcome::InjectGp,
         }
     }
 
     /// Handles RDPMC at privilege level `cpl`, with the value of CR4.PCE.
-    pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> MsrRead {
+    pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> MsrReadOutcome {
         self.feed_steal();
         self.feed_uncounted();
         match &mut self.attached {
             Some(attached) => self
                 .vpmu
                 .rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut attached.events),
-            None => MsrRead::InjectGp,
+            None => MsrReadOutcome::InjectGp,
         }
     }
 
     /// Counts an exiting instruction that completes at the next entry. Must be called after
     /// [`VcpuPmu::reconcile`]. `cpl` is evaluated only if a counter filters by privilege level.
     #[inline]
-    pub fn retired_outside(&mut self, cpl: impl FnOnce() -> u8) {
-        let (wanted, level) = self.vpmu.wants_retired_outside();
+    pub fn count_emulated_instruction(&mut self, cpl: impl FnOnce() -> u8) {
+        let (wanted, level) = self.vpmu.needs_emulated_instructions();
         if !wanted {
             return;
         }
@@ -429,7 +430,8 @@ impl VcpuPmu {
             return;
         };
         let cpl = if level { cpl() } else { 0 };
-        self.vpmu.retired_outside(Cpl(cpl), &mut attached.events);
+        self.vpmu
+            .count_emulated_instruction(Cpl(cpl), &mut attached.events);
         self.vpmu.reconcile(&mut attached.events);
     }
 
@@ -444,27 +446,27 @@ impl VcpuPmu {
     }
 
     /// Returns how much may be fed at CPL 0 before an overflow.
-    pub fn room_at_cpl0(&self) -> Counts {
+    pub fn room_at_cpl0(&self) -> RetiredCounts {
         let fed = self.attached.as_ref().map(|attached| &attached.fed);
-        fed.map_or_else(Counts::default, |fed| Counts::room(fed, 0))
+        fed.map_or_else(RetiredCounts::default, |fed| RetiredCounts::remaining(fed, 0))
     }
 
     /// Feeds the events of a step. A resulting overflow must be handled before the next
     /// instruction; see [`VcpuPmu::take_fed_overflow`].
-    pub fn feed_step(&mut self, step: &Step) {
+    pub fn feed_step(&mut self, step: &StepOutcome) {
         if let Some(attached) = &self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
         }
     }
 
     /// Handles overflow signals and takes the due samples.
-    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: Synced) -> Serviced {
+    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> OverflowSummary {
         let Some(attached) = self.attached.as_mut() else {
-            return Serviced::default();
+            return OverflowSummary::default();
         };
         attached.clock.after_signal();
         let began = self.samples.begin();
-        let mut regs = VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, synced);
+        let mut regs = VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, synced);
         if attached.clock.tick_is_due() {
             let halted = fd
                 .get_mp_state()
@@ -474,7 +476,7 @@ impl VcpuPmu {
         let mut counters: SmallVec<[CounterIndex; vpmu::MAX_COUNTERS]> = SmallVec::new();
         attached
             .context
-            .service_overflows(&mut regs, &mut |overflowed: Overflowed| {
+            .service_overflows(&mut regs, &mut |overflowed: OverflowReport| {
                 if let Some(counter) = PerfCoreEvents::counter_of(overflowed.cookie) {
                     // Each counter is reported at most once, so the vector never spills to the
                     // heap.
@@ -487,7 +489,7 @@ impl VcpuPmu {
             overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
         }
         self.samples.held(began);
-        Serviced {
+        OverflowSummary {
             overflows,
             used_system,
         }
@@ -543,7 +545,7 @@ impl VcpuPmu {
 
     /// Returns `true` if the VMM delivers the guest's PMIs.
     pub fn has_pmis(&self) -> bool {
-        self.vm.is_for_guest() && !self.is_kvms()
+        self.vm.is_for_guest() && !self.uses_kvm_vpmu()
     }
 
     /// Returns the time in which at least one enabled counter was not counted, in nanoseconds, and
@@ -555,7 +557,7 @@ impl VcpuPmu {
         }
         let attached = self.attached.as_mut()?;
         let ns = self.vpmu.uncounted_ns(&mut attached.events);
-        Some((ns, self.vpmu.places_lost()))
+        Some((ns, self.vpmu.slot_losses()))
     }
 
     /// Returns and clears whether overflows must be handled although no signal arrived.
@@ -591,15 +593,15 @@ impl VcpuPmu {
     }
 
     /// Returns whether the due PMI may be delivered now or is delayed by the rate limit.
-    pub fn pmi_ready(&mut self) -> PmiReady {
+    pub fn pmi_ready(&mut self) -> PmiReadiness {
         let now_ns = self.vm.now_ns();
         self.vpmu.pmi_ready(now_ns)
     }
 
     /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is withdrawn
     /// because the guest has cleared its cause.
-    pub fn pmi_must_wait(&mut self) -> bool {
-        self.vpmu.pmi_must_wait()
+    pub fn defer_pmi(&mut self) -> bool {
+        self.vpmu.defer_pmi()
     }
 
     /// Returns the numbers of delivered, throttled and withdrawn PMIs.
@@ -626,19 +628,19 @@ impl VcpuPmu {
     }
 
     /// Returns `true` if the guest uses KVM's own vPMU, whose registers are not trapped.
-    pub fn is_kvms(&self) -> bool {
+    pub fn uses_kvm_vpmu(&self) -> bool {
         self.vm.own.is_some()
     }
 
-    /// Starts a search for the guest's kernel. Call only after [`GuestProbe::begin_search`] has
+    /// Starts a search for the guest's kernel. Call only after [`GuestSamplingContext::begin_search`] has
     /// returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
-        VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, Synced::default()).find_kernel();
+        VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }
 
     /// Returns the guest's programmed counters for operators.
     pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounter> {
-        if self.is_kvms() {
+        if self.uses_kvm_vpmu() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
                 |e| {
                     log::warn!("vcpu{}: KVM_GET_MSRS: {e}", self.id);
@@ -665,7 +667,7 @@ mod tests {
     use perf_core::SharePolicy;
     use vm_memory::{GuestAddress, GuestMemoryMmap};
     use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
-    use vpmu::{BackingPolicy, Model};
+    use vpmu::{BackingPolicy, PmuModel};
 
     use super::*;
     use crate::kvm::stepping::Stepping;
@@ -680,7 +682,7 @@ mod tests {
     fn pmu() -> VcpuPmu {
         let name = "intel-v2".parse().unwrap();
         let config = PmuConfig {
-            model: Model::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
+            model: PmuModel::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
             policy: BackingPolicy::Auto,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
@@ -698,7 +700,7 @@ mod tests {
             &HostProbe::run(),
             None,
             false,
-            GuestProbe::new(memory, None),
+            GuestSamplingContext::new(memory, None),
         );
         let mut pmu = Arc::new(vm).vcpu(0, 1_000_000);
         pmu.attach_to_current_thread().unwrap();
@@ -706,14 +708,14 @@ mod tests {
     }
 
     fn write(pmu: &mut VcpuPmu, msr: u32, value: u64) {
-        assert_eq!(pmu.write_msr(msr, value), MsrWrite::Done);
+        assert_eq!(pmu.write_msr(msr, value), MsrWriteOutcome::Done);
     }
 
     /// Reads counter 0 with RDPMC at CPL 0.
     fn read(pmu: &mut VcpuPmu) -> Option<u64> {
         match pmu.rdpmc_at(0, 0, true) {
-            MsrRead::Value(value) => Some(value),
-            MsrRead::InjectGp => None,
+            MsrReadOutcome::Value(value) => Some(value),
+            MsrReadOutcome::InjectGp => None,
         }
     }
 
@@ -725,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_and_writes_of_pmu_registers_are_both_msr_exits() {
+    fn pmu_register_accesses_count_as_msr_exits() {
         let mut pmu = pmu();
         program(&mut pmu, ParavirtualEvent::MsrExits);
         assert_eq!(read(&mut pmu), Some(0));
@@ -735,8 +737,11 @@ mod tests {
         }
         assert_eq!(read(&mut pmu), Some(5));
         // The RDMSR exit itself is counted, even if the RDMSR faults.
-        assert_eq!(pmu.read_msr(IA32_PMC0), MsrRead::Value(6));
-        assert_eq!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63), MsrWrite::InjectGp);
+        assert_eq!(pmu.read_msr(IA32_PMC0), MsrReadOutcome::Value(6));
+        assert_eq!(
+            pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63),
+            MsrWriteOutcome::InjectGp
+        );
         assert_eq!(read(&mut pmu), Some(7));
         pmu.detach();
     }
@@ -744,7 +749,7 @@ mod tests {
     /// A guest with an uncountable event reads its uncounted time: at least the time between two of
     /// its reads, at most the time around them, and zero while the counter is disabled.
     #[test]
-    fn a_guest_reads_how_long_its_counters_were_not_counted() {
+    fn guest_reads_uncounted_time() {
         let mut pmu = pmu();
         let raw = 0xd1 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 22;
         program(&mut pmu, ParavirtualEvent::UncountedNs);
@@ -779,7 +784,7 @@ mod tests {
     /// A counter of stolen time advances while the thread waits for a busy CPU, and stops when the
     /// guest selects another event.
     #[test]
-    fn a_guest_that_programs_stolen_time_by_wrmsr_has_it_counted() {
+    fn stolen_time_is_counted_after_wrmsr() {
         let mut pmu = pmu();
         assert!(pmu.attached.as_mut().unwrap().steal.advance().is_none());
         program(&mut pmu, ParavirtualEvent::StealNs);

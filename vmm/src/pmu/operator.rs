@@ -5,7 +5,7 @@ use perf_core::EventType;
 use perf_core::pmu::clock::ClockPmu;
 use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS};
 use perf_core::pmu::{PmuError, VcpuId};
-use vpmu::{ArchEvent, Backing, ParavirtualEvent, Way};
+use vpmu::{ArchEvent, Backing, EventSource, ParavirtualEvent};
 
 use super::VmPmu;
 use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
@@ -38,7 +38,7 @@ pub struct HostSampling {
 
 /// Reason why the host's kernel cannot sample an event.
 #[derive(Debug, thiserror::Error)]
-pub enum NoHostSamples {
+pub enum HostSamplingError {
     /// The vCPU has no thread yet.
     #[error("vCPU {0} does not run yet")]
     NotRunning(u32),
@@ -58,7 +58,7 @@ pub enum NoHostSamples {
 
 /// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotCountable {
+pub enum OperatorEventError {
     /// Modifier `h` without `G`.
     #[error("events count the guest; for the host's side use perf on the VMM's threads")]
     HostOnly,
@@ -97,15 +97,15 @@ impl VmPmu {
     /// clock event may be increased, see [`HostSampling::period`].
     ///
     /// # Errors
-    /// Returns [`NoHostSamples`] with the reason.
-    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, NoHostSamples> {
+    /// Returns [`HostSamplingError`] with the reason.
+    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, HostSamplingError> {
         let clock = self
             .clock
             .clock_of(vcpu)
-            .ok_or(NoHostSamples::NotRunning(vcpu.0))?;
+            .ok_or(HostSamplingError::NotRunning(vcpu.0))?;
         if attr.ty == EventType::CLOCK {
             if attr.exclude_user || attr.exclude_kernel {
-                return Err(NoHostSamples::OneLevel);
+                return Err(HostSamplingError::OneLevel);
             }
             let khz = u128::from(clock.tsc_khz().max(1));
             let shortest = u128::from(MIN_CLOCK_PERIOD_NS) * khz / 1_000_000;
@@ -123,7 +123,7 @@ impl VmPmu {
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
             if self.hardware.is_none() {
-                return Err(NoHostSamples::NoPmu);
+                return Err(HostSamplingError::NoPmu);
             }
             return Ok(HostSampling {
                 sampler: GuestSampler::hardware(clock.tid(), attr)?,
@@ -132,26 +132,26 @@ impl VmPmu {
                 interpreted: false,
             });
         }
-        Err(NoHostSamples::OtherDriver)
+        Err(HostSamplingError::OtherDriver)
     }
 
     /// Translates `spec` to an event that can be counted on this host.
     ///
     /// # Errors
-    /// Returns [`NotCountable`] with the reason.
-    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, NotCountable> {
+    /// Returns [`OperatorEventError`] with the reason.
+    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, OperatorEventError> {
         let m = &spec.modifiers;
         if m.host && !m.guest {
-            return Err(NotCountable::HostOnly);
+            return Err(OperatorEventError::HostOnly);
         }
         if m.precise > 0 || m.precise_max {
-            return Err(NotCountable::Precise);
+            return Err(OperatorEventError::Precise);
         }
         let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
             EventKind::Hardware(event) => {
                 let way = self.generic(*event).ok_or_else(|| match self.hardware {
-                    Some(_) => NotCountable::NotOnHost(spec.name.clone()),
-                    None => NotCountable::NoPmu,
+                    Some(_) => OperatorEventError::NotOnHost(spec.name.clone()),
+                    None => OperatorEventError::NoPmu,
                 })?;
                 (way.ty, way.config, 0, 0, way.backing.name(), false)
             }
@@ -164,7 +164,7 @@ impl VmPmu {
                 config2,
             } if self.hardware.is_some() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
             EventKind::Cache(_) | EventKind::Raw { .. } => {
-                return Err(NotCountable::NoPmu);
+                return Err(OperatorEventError::NoPmu);
             }
             EventKind::Software(event) => {
                 let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
@@ -174,13 +174,13 @@ impl VmPmu {
                 let config = self
                     .kvm
                     .config(name)
-                    .ok_or_else(|| NotCountable::NoStatistic(name.clone()))?;
+                    .ok_or_else(|| OperatorEventError::NoStatistic(name.clone()))?;
                 (EventType::KVM, config, 0, 0, "kvm-stat", false)
             }
             EventKind::Paravirtual(name) => {
                 let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
                 let way = event.and_then(|event| self.sources().paravirtual_for_operator(event));
-                let way = way.ok_or_else(|| NotCountable::NoParavirtual((*name).to_owned()))?;
+                let way = way.ok_or_else(|| OperatorEventError::NoParavirtual((*name).to_owned()))?;
                 let backing = match way.ty {
                     EventType::FED => "vmm",
                     _ => way.backing.name(),
@@ -213,7 +213,7 @@ impl VmPmu {
     }
 
     /// Returns the source that counts one of perf's generic events.
-    fn generic(&self, event: HardwareEvent) -> Option<Way> {
+    fn generic(&self, event: HardwareEvent) -> Option<EventSource> {
         let number = event as u64;
         match ArchEvent::ALL
             .into_iter()
@@ -221,7 +221,7 @@ impl VmPmu {
         {
             Some(arch) => self.sources().for_operator(arch),
             // Other perf event numbers have a processor-specific meaning.
-            None => self.hardware.map(|_| Way {
+            None => self.hardware.map(|_| EventSource {
                 backing: Backing::Hardware,
                 ty: EventType::HARDWARE,
                 config: number,
@@ -241,11 +241,11 @@ mod tests {
     use perf_core::pmu::clock::VcpuClock;
     use perf_core::pmu::host::{GenericEvent, HostProbe};
     use vm_memory::{GuestAddress, GuestMemoryMmap};
-    use vpmu::{BackingPolicy, EventFilter, Model};
+    use vpmu::{BackingPolicy, EventFilter, PmuModel};
 
     use super::*;
     use crate::kvm::stepping::Stepping;
-    use crate::pmu::{GuestProbe, OperatorLimits, PmuConfig};
+    use crate::pmu::{GuestSamplingContext, OperatorLimits, PmuConfig};
 
     /// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
     /// `None`.
@@ -259,7 +259,7 @@ mod tests {
             *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
         }
         let config = PmuConfig {
-            model: Model::INTEL,
+            model: PmuModel::INTEL,
             policy: BackingPolicy::None,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
@@ -277,11 +277,11 @@ mod tests {
             &probe,
             None,
             interprets_kernel,
-            GuestProbe::new(memory, None),
+            GuestSamplingContext::new(memory, None),
         )
     }
 
-    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, NotCountable> {
+    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, OperatorEventError> {
         let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
         vm.operator_event(&groups[0].events[0])
     }
@@ -289,7 +289,7 @@ mod tests {
     /// An operator can count everything that the host supports, independent of the guest's PMU, and
     /// receives the name of the backing.
     #[test]
-    fn without_a_pmu_the_clock_and_the_kernel_count() {
+    fn operator_events_without_pmu_use_clock_and_software() {
         let vm = vm(None, false);
         for (text, backing, nanoseconds) in [
             ("cycles", "clock", false),
@@ -308,19 +308,19 @@ mod tests {
             assert!(event.attr.disabled && !event.estimate, "{text}");
         }
         for (text, why) in [
-            ("instructions", NotCountable::NoPmu),
-            ("stalled-cycles-frontend", NotCountable::NoPmu),
-            ("r1a8", NotCountable::NoPmu),
-            ("L1-dcache-load-misses", NotCountable::NoPmu),
-            ("kvm:exits", NotCountable::NoStatistic("exits".into())),
-            ("vm-exits", NotCountable::NoParavirtual("vm-exits".into())),
+            ("instructions", OperatorEventError::NoPmu),
+            ("stalled-cycles-frontend", OperatorEventError::NoPmu),
+            ("r1a8", OperatorEventError::NoPmu),
+            ("L1-dcache-load-misses", OperatorEventError::NoPmu),
+            ("kvm:exits", OperatorEventError::NoStatistic("exits".into())),
+            ("vm-exits", OperatorEventError::NoParavirtual("vm-exits".into())),
         ] {
             assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
         }
     }
 
     #[test]
-    fn with_a_pmu_what_the_host_does_not_open_is_named() {
+    fn operator_event_not_on_host_is_named() {
         let vm = vm(Some(&["cycles", "instructions"]), false);
         for (text, ty, config) in [
             ("cycles", EventType::HARDWARE, 0),
@@ -334,24 +334,24 @@ mod tests {
         }
         assert_eq!(
             event(&vm, "branch-misses").unwrap_err(),
-            NotCountable::NotOnHost("branch-misses".into())
+            OperatorEventError::NotOnHost("branch-misses".into())
         );
     }
 
     /// An event of the guest never counts the host.
     #[test]
-    fn modifiers_choose_levels_and_never_the_host() {
+    fn modifiers_select_levels_and_exclude_host() {
         let vm = vm(None, false);
         let user = event(&vm, "cycles:uD").unwrap();
         assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
         assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
         assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
-        assert_eq!(event(&vm, "cycles:H").unwrap_err(), NotCountable::HostOnly);
-        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), NotCountable::Precise);
+        assert_eq!(event(&vm, "cycles:H").unwrap_err(), OperatorEventError::HostOnly);
+        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), OperatorEventError::Precise);
     }
 
     #[test]
-    fn a_frequency_of_the_clock_is_the_period_it_means() {
+    fn clock_frequency_becomes_period() {
         let vm = vm(None, false);
         let at_1000_hz = || {
             let mut attr = event(&vm, "cycles").unwrap().attr;
@@ -377,12 +377,12 @@ mod tests {
 
     /// Host samples state whether they show the guest's kernel, which only the VM can determine.
     #[test]
-    fn samples_of_the_host_say_whether_the_guests_kernel_shows() {
+    fn host_samples_report_interpreted_kernel() {
         for interprets in [false, true] {
             let vm = vm(None, interprets);
             let clock = event(&vm, "cycles").unwrap().attr;
             let refused = |attr: &Attr| vm.host_sampling(VcpuId(0), attr).unwrap_err();
-            assert!(matches!(refused(&clock), NoHostSamples::NotRunning(0)));
+            assert!(matches!(refused(&clock), HostSamplingError::NotRunning(0)));
             vm.clock
                 .add_vcpu(VcpuId(0), Arc::new(VcpuClock::for_current_thread(2_000_000)));
             let of = |ty, exclude_user| Attr {
@@ -393,15 +393,15 @@ mod tests {
             };
             assert!(matches!(
                 refused(&of(EventType::CLOCK, true)),
-                NoHostSamples::OneLevel
+                HostSamplingError::OneLevel
             ));
             assert!(matches!(
                 refused(&of(EventType::HARDWARE, false)),
-                NoHostSamples::NoPmu
+                HostSamplingError::NoPmu
             ));
             assert!(matches!(
                 refused(&of(EventType::KVM, false)),
-                NoHostSamples::OtherDriver
+                HostSamplingError::OtherDriver
             ));
             match vm.host_sampling(VcpuId(0), &of(EventType::CLOCK, false)) {
                 Ok(sampling) => {

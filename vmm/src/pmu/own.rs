@@ -7,38 +7,38 @@ use std::sync::Arc;
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use vpmu::{
-    Backing, CounterEvents, CounterIndex, CounterTimes, Enabled, EventFilter, EventRequest, Loss, Model,
-    MsrAddress, Vpmu,
+    Backing, CounterEvents, CounterIndex, CounterTimes, EnableOutcome, EventFilter, EventLoss, EventRequest,
+    MsrAddress, PmuModel, Vpmu,
 };
 
 use super::shown;
-use crate::kvm::call::CallError;
-use crate::kvm::event_filter::{KvmFilter, KvmFilterError};
-use crate::kvm::own_pmu::OwnPmu;
+use crate::kvm::call::KvmIoctlError;
+use crate::kvm::event_filter::{KvmEventFilter, KvmEventFilterError};
+use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use control_api::protocol::GuestCounter;
 
 /// KVM's own vPMU of a VM.
 #[derive(Debug)]
-pub struct OwnVmPmu {
+pub struct KvmVpmu {
     vm: Arc<VmFd>,
-    offered: OwnPmu,
+    offered: KvmPmuOffer,
 }
 
-impl OwnVmPmu {
+impl KvmVpmu {
     /// Creates the vPMU of `vm` with the properties that KVM offers.
-    pub fn new(vm: Arc<VmFd>, offered: OwnPmu) -> Self {
+    pub fn new(vm: Arc<VmFd>, offered: KvmPmuOffer) -> Self {
         Self { vm, offered }
     }
 
     /// Sets the events that the guest may count.
     ///
     /// # Errors
-    /// Returns [`KvmFilterError`] if KVM does not support the filter. The previous filter stays in
+    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter stays in
     /// effect.
-    pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
-        let translated = KvmFilter::new(
+    pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
+        let translated = KvmEventFilter::new(
             filter,
             self.offered.pmu.generation.vendor(),
             self.offered.masked_filter,
@@ -47,7 +47,7 @@ impl OwnVmPmu {
             return if *filter == EventFilter::allow_all() {
                 Ok(())
             } else {
-                Err(KvmFilterError::Unsupported)
+                Err(KvmEventFilterError::Unsupported)
             };
         }
         translated.install(&self.vm)
@@ -59,7 +59,7 @@ impl OwnVmPmu {
 ///
 /// # Errors
 /// Returns the error of the KVM call, or `EIO` if KVM lacks a register of the model.
-pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<Vpmu, CallError> {
+pub fn registers(fd: &VcpuFd, model: PmuModel, filter: Arc<EventFilter>) -> Result<Vpmu, KvmIoctlError> {
     let wanted = model.state_msrs();
     let entries: Vec<_> = wanted
         .iter()
@@ -69,19 +69,23 @@ pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<
         })
         .collect();
     let mut msrs = Msrs::from_entries(&entries)
-        .map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))?;
+        .map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))?;
     if fd.get_msrs(&mut msrs)? != wanted.len() {
-        return Err(CallError::with_errno("KVM_GET_MSRS", libc::EIO));
+        return Err(KvmIoctlError::with_errno("KVM_GET_MSRS", libc::EIO));
     }
     let values = msrs.as_slice().iter().map(|e| (MsrAddress(e.index), e.data));
     Ok(mirror(model, filter, values))
 }
 
-fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (MsrAddress, u64)>) -> Vpmu {
+fn mirror(
+    model: PmuModel,
+    filter: Arc<EventFilter>,
+    values: impl Iterator<Item = (MsrAddress, u64)>,
+) -> Vpmu {
     let mut vpmu = Vpmu::new(model);
     vpmu.set_filter(filter);
     for (msr, value) in values {
-        vpmu.take_over(msr, value);
+        vpmu.load_register(msr, value);
     }
     vpmu
 }
@@ -89,7 +93,7 @@ fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (
 /// Returns the counters for operators. Values that KVM does not report are absent: counts separate
 /// from the register values, times, and overflows.
 pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
-    let views = mirror.counters_view(&mut KvmCounts);
+    let views = mirror.counters_view(&mut KvmCounterEvents);
     let counters = views.iter().map(shown::guest_counter);
     counters
         .map(|counter| GuestCounter {
@@ -110,15 +114,15 @@ pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
 /// Counter events of a register file whose counters are maintained by KVM. All operations are
 /// no-ops.
 #[derive(Debug)]
-pub struct KvmCounts;
+pub struct KvmCounterEvents;
 
-impl CounterEvents for KvmCounts {
+impl CounterEvents for KvmCounterEvents {
     fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> Backing {
         Backing::Kvm
     }
 
-    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (Enabled, u64) {
-        (Enabled::Counting(Backing::Kvm), 0)
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
+        (EnableOutcome::Counting(Backing::Kvm), 0)
     }
 
     fn disable(&mut self, _: CounterIndex) -> u64 {
@@ -143,7 +147,7 @@ impl CounterEvents for KvmCounts {
         false
     }
 
-    fn lost(&mut self, _: CounterIndex) -> Option<Loss> {
+    fn lost(&mut self, _: CounterIndex) -> Option<EventLoss> {
         None
     }
 
@@ -164,7 +168,7 @@ mod tests {
 
     use super::*;
 
-    fn with(model: Model, registers: &[(u32, u64)]) -> Vpmu {
+    fn with(model: PmuModel, registers: &[(u32, u64)]) -> Vpmu {
         let values = model.state_msrs().into_iter().map(|msr| {
             let found = registers.iter().find(|(index, _)| *index == msr.0);
             (msr, found.map_or(0, |(_, value)| *value))
@@ -174,10 +178,10 @@ mod tests {
 
     /// The view contains KVM's values and no others.
     #[test]
-    fn a_view_has_kvms_values_and_no_invented_ones() {
+    fn view_contains_only_kvm_values() {
         // Cycles at both levels, enabled, on counter 1.
         let mut amd = with(
-            Model::AMD,
+            PmuModel::AMD,
             &[(PERF_CTL0 + 2, 0x0053_0076), (PERF_CTR0 + 2, 0xFFFF_0000_1234)],
         );
         let counters = view(&mut amd);
@@ -199,7 +203,7 @@ mod tests {
         );
 
         let mut intel = with(
-            Model::INTEL,
+            PmuModel::INTEL,
             &[
                 (IA32_PERFEVTSEL0, 0x0053_003C),
                 (IA32_FIXED_CTR_CTRL, 0x30),
@@ -213,15 +217,15 @@ mod tests {
 
     /// Registers read from KVM can be loaded into an emulated PMU.
     #[test]
-    fn the_registers_are_saved_as_those_of_any_pmu() {
-        for model in [Model::AMD, Model::INTEL] {
-            let selector = model.state_msrs()[if model == Model::AMD { 0 } else { 6 }];
+    fn kvm_registers_load_into_emulated_pmu() {
+        for model in [PmuModel::AMD, PmuModel::INTEL] {
+            let selector = model.state_msrs()[if model == PmuModel::AMD { 0 } else { 6 }];
             let mut from = with(model, &[(selector.0, 0x0053_00C0)]);
-            let saved = from.save(&mut KvmCounts);
+            let saved = from.save(&mut KvmCounterEvents);
             let mut to = Vpmu::new(model);
-            to.restore(&saved, &mut KvmCounts).unwrap();
-            let read = to.read_msr(selector, &mut KvmCounts);
-            assert_eq!(read, vpmu::MsrRead::Value(0x0053_00C0), "{model}");
+            to.restore(&saved, &mut KvmCounterEvents).unwrap();
+            let read = to.read_msr(selector, &mut KvmCounterEvents);
+            assert_eq!(read, vpmu::MsrReadOutcome::Value(0x0053_00C0), "{model}");
         }
     }
 }

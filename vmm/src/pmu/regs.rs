@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
-use super::kernel_reader::{KernelReader, ReadError};
+use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::{KernelInfo, KernelState};
@@ -35,7 +35,7 @@ const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
 const IA32_LSTAR: u32 = 0xC000_0082;
 /// Minimum interval between two searches for the guest's kernel, because each search copies the
 /// kernel.
-const SEARCH_AGAIN: Duration = Duration::from_secs(1);
+const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of guest memory reads per code request: up to seventeen pages with five-level
 /// page tables.
 const CODE_READS: u32 = 1024;
@@ -46,12 +46,12 @@ const TASK_READS: u32 = 64;
 
 /// Guest memory and guest kernel information for samples.
 #[derive(Clone, Debug)]
-pub struct GuestProbe {
+pub struct GuestSamplingContext {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<FoundKernel>>,
     /// Reader of the kernel's tables.
     reader: Option<Arc<KernelReader>>,
-    search: Arc<Mutex<Search>>,
+    search: Arc<Mutex<KernelSearch>>,
     listeners: Arc<Listeners>,
     /// The guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
@@ -59,7 +59,7 @@ pub struct GuestProbe {
 
 /// State of the search for the guest's kernel.
 #[derive(Debug, Default)]
-enum Search {
+enum KernelSearch {
     #[default]
     NotYet,
     Looking,
@@ -69,7 +69,7 @@ enum Search {
     Over(String),
 }
 
-impl GuestProbe {
+impl GuestSamplingContext {
     /// Creates the probe of a guest whose kernel is unknown. Without a `reader` the kernel stays
     /// unknown.
     pub fn new(memory: GuestMemoryMmap, reader: Option<Arc<KernelReader>>) -> Self {
@@ -131,8 +131,8 @@ impl GuestProbe {
     /// Discards the kernel information, because another guest is started.
     pub fn forget(&self) {
         let mut search = self.search();
-        if !matches!(*search, Search::Over(_)) {
-            *search = Search::NotYet;
+        if !matches!(*search, KernelSearch::Over(_)) {
+            *search = KernelSearch::NotYet;
         }
         self.kernel.store(None);
     }
@@ -143,12 +143,12 @@ impl GuestProbe {
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
-            Search::NotYet => true,
-            Search::Failed(_, at) => at.elapsed() >= SEARCH_AGAIN,
-            Search::Looking | Search::Found(_) | Search::Over(_) => false,
+            KernelSearch::NotYet => true,
+            KernelSearch::Failed(_, at) => at.elapsed() >= MIN_SEARCH_INTERVAL,
+            KernelSearch::Looking | KernelSearch::Found(_) | KernelSearch::Over(_) => false,
         };
         if begin {
-            *search = Search::Looking;
+            *search = KernelSearch::Looking;
         }
         begin
     }
@@ -156,10 +156,10 @@ impl GuestProbe {
     /// Returns the state of the search.
     pub fn kernel_info(&self) -> KernelInfo {
         let (state, detail) = match &*self.search() {
-            Search::NotYet => (KernelState::Unknown, String::new()),
-            Search::Looking => (KernelState::Looking, String::new()),
-            Search::Found(what) => (KernelState::Found, what.clone()),
-            Search::Failed(why, _) | Search::Over(why) => (KernelState::NotFound, why.clone()),
+            KernelSearch::NotYet => (KernelState::Unknown, String::new()),
+            KernelSearch::Looking => (KernelState::Looking, String::new()),
+            KernelSearch::Found(what) => (KernelState::Found, what.clone()),
+            KernelSearch::Failed(why, _) | KernelSearch::Over(why) => (KernelState::NotFound, why.clone()),
         };
         KernelInfo { state, detail }
     }
@@ -172,23 +172,23 @@ impl GuestProbe {
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
             probe.look(|memory| {
                 sandbox::fault_point(ThreadKind::Profiler);
-                let (regs, anchors) = regs.as_ref().ok_or(SearchError::NoRegisters)?;
-                let reader = probe.reader.as_ref().ok_or(SearchError::NoReader)?;
+                let (regs, anchors) = regs.as_ref().ok_or(KernelSearchError::NoRegisters)?;
+                let reader = probe.reader.as_ref().ok_or(KernelSearchError::NoReader)?;
                 Ok(reader.read(memory, regs, anchors)?)
             });
         });
         if let Err(e) = spawned {
-            self.end_search(Err(SearchError::NoThread(e)));
+            self.end_search(Err(KernelSearchError::NoThread(e)));
         }
     }
 
     /// Runs the search `read`. A panic is treated as a failed search, which may be repeated later.
-    fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, SearchError>) {
+    fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, KernelSearchError>) {
         let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
-        self.end_search(found.unwrap_or(Err(SearchError::Panicked)));
+        self.end_search(found.unwrap_or(Err(KernelSearchError::Panicked)));
     }
 
-    fn end_search(&self, found: Result<FoundKernel, SearchError>) {
+    fn end_search(&self, found: Result<FoundKernel, KernelSearchError>) {
         let result = match found {
             Ok(kernel) => {
                 if let Err(why) = &kernel.tasks {
@@ -197,36 +197,36 @@ impl GuestProbe {
                 let what = kernel.describe();
                 guest_log!(Info, "guest kernel: {what}");
                 self.kernel.store(Some(Arc::new(kernel)));
-                Search::Found(what)
+                KernelSearch::Found(what)
             }
             Err(e) => {
                 let line = error_line(&e);
                 match e {
-                    SearchError::Reader(ReadError::NoKeeper(_)) => {
+                    KernelSearchError::Reader(KernelReadError::NoKeeper(_)) => {
                         log::warn!("{line}");
-                        Search::Over(line)
+                        KernelSearch::Over(line)
                     }
-                    SearchError::Reader(ReadError::Ended(_)) => {
+                    KernelSearchError::Reader(KernelReadError::WorkerExit(_)) => {
                         guest_log!(Warn, "{line}");
-                        Search::Failed(line, Instant::now())
+                        KernelSearch::Failed(line, Instant::now())
                     }
-                    _ => Search::Failed(line, Instant::now()),
+                    _ => KernelSearch::Failed(line, Instant::now()),
                 }
             }
         };
         *self.search() = result;
     }
 
-    fn search(&self) -> MutexGuard<'_, Search> {
+    fn search(&self) -> MutexGuard<'_, KernelSearch> {
         self.search.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Reason why the guest's kernel is unknown.
 #[derive(Debug, thiserror::Error)]
-enum SearchError {
+enum KernelSearchError {
     #[error(transparent)]
-    Reader(#[from] ReadError),
+    Reader(#[from] KernelReadError),
     #[error("this VM has no process that reads it")]
     NoReader,
     #[error("KVM does not give the vCPU's registers")]
@@ -242,7 +242,7 @@ const MAX_USER_FRAMES: usize = 32;
 
 /// State that a vCPU keeps between samples.
 #[derive(Debug)]
-pub struct SampleMemory {
+pub struct SampleCache {
     /// Per-CPU base address of the guest kernel on this vCPU, if known. Constant while the kernel
     /// runs.
     per_cpu_base: Option<u64>,
@@ -263,14 +263,14 @@ pub struct SampleMemory {
 }
 
 /// Interval, in samples, at which the cost of a sample is measured after the first 64.
-const MEASURED: u32 = 4;
+const MEASURE_INTERVAL: u32 = 4;
 
-impl SampleMemory {
+impl SampleCache {
     /// Starts handling overflows. Returns the current time if the cost is to be measured; not
     /// always, because reading the clock has a cost itself.
     #[inline]
     pub fn begin(&mut self) -> Option<Instant> {
-        (self.samples < 64 || self.samples.is_multiple_of(MEASURED)).then(Instant::now)
+        (self.samples < 64 || self.samples.is_multiple_of(MEASURE_INTERVAL)).then(Instant::now)
     }
 
     /// Ends handling overflows. Records the cost if a sample was taken and `began` is set.
@@ -285,7 +285,7 @@ impl SampleMemory {
     }
 }
 
-impl Default for SampleMemory {
+impl Default for SampleCache {
     fn default() -> Self {
         Self {
             per_cpu_base: None,
@@ -302,13 +302,13 @@ impl Default for SampleMemory {
 
 /// Registers that were copied at the last exit (`KVM_CAP_SYNC_REGS`) and are still valid.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Synced {
+pub struct ExitRegisters {
     regs: GuestRegs,
     general: bool,
     system: bool,
 }
 
-impl Synced {
+impl ExitRegisters {
     /// Sets the general-purpose registers.
     #[inline]
     pub fn set_general(&mut self, regs: &kvm_regs) {
@@ -326,12 +326,12 @@ impl Synced {
 
 /// Registers of a vCPU outside guest mode, read on its own thread.
 #[derive(Debug)]
-pub struct VcpuRegs<'a> {
+pub struct VcpuSampleRegs<'a> {
     fd: &'a VcpuFd,
-    guest: &'a GuestProbe,
-    memory: &'a mut SampleMemory,
+    guest: &'a GuestSamplingContext,
+    memory: &'a mut SampleCache,
     /// Registers read so far.
-    known: Synced,
+    known: ExitRegisters,
     /// The guest's kernel, after first use.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
     /// Segment and control registers were read.
@@ -346,11 +346,16 @@ pub struct VcpuRegs<'a> {
     raw_len: Option<usize>,
 }
 
-impl<'a> VcpuRegs<'a> {
+impl<'a> VcpuSampleRegs<'a> {
     /// Creates the register source of a sample. `memory` belongs to the vCPU. Registers in `known`
     /// are not read from KVM.
     #[inline]
-    pub fn new(fd: &'a VcpuFd, guest: &'a GuestProbe, memory: &'a mut SampleMemory, known: Synced) -> Self {
+    pub fn new(
+        fd: &'a VcpuFd,
+        guest: &'a GuestSamplingContext,
+        memory: &'a mut SampleCache,
+        known: ExitRegisters,
+    ) -> Self {
         Self {
             fd,
             guest,
@@ -396,14 +401,14 @@ impl<'a> VcpuRegs<'a> {
     }
 
     /// Reads the registers needed for stack walks. Returns `None` if a KVM call fails.
-    fn for_walk(&mut self) -> Option<&GuestRegs> {
+    fn walk_regs(&mut self) -> Option<&GuestRegs> {
         self.general()?;
         self.system()
     }
 
     /// Reads the registers needed for stack walks and the inactive GS base.
-    fn with_kernel_gs(&mut self) -> Option<&GuestRegs> {
-        self.for_walk()?;
+    fn regs_with_kernel_gs(&mut self) -> Option<&GuestRegs> {
+        self.walk_regs()?;
         self.known.regs.kernel_gs_base = self.msr(IA32_KERNEL_GS_BASE);
         Some(&self.known.regs)
     }
@@ -411,7 +416,7 @@ impl<'a> VcpuRegs<'a> {
     /// Starts the search for the guest's kernel at the current registers.
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
-        let regs = self.with_kernel_gs().map(|regs| {
+        let regs = self.regs_with_kernel_gs().map(|regs| {
             let anchors = Anchors {
                 lstar,
                 idt_base: regs.idt_base,
@@ -443,9 +448,9 @@ impl<'a> VcpuRegs<'a> {
         kernel.as_ref()?.tasks.as_ref().ok()?;
         let base = match self.memory.per_cpu_base {
             Some(base) => base,
-            None => self.with_kernel_gs()?.kernel_per_cpu_base()?,
+            None => self.regs_with_kernel_gs()?.kernel_per_cpu_base()?,
         };
-        self.for_walk()?;
+        self.walk_regs()?;
         let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
         let memory = &mut *self.memory;
         memory.per_cpu_base = Some(base);
@@ -474,7 +479,7 @@ impl<'a> VcpuRegs<'a> {
     }
 }
 
-impl SampleRegs for VcpuRegs<'_> {
+impl SampleRegs for VcpuSampleRegs<'_> {
     fn mode(&mut self) -> CpuMode {
         match self.cpl() {
             Some(3) => CpuMode::GuestUser,
@@ -487,7 +492,7 @@ impl SampleRegs for VcpuRegs<'_> {
     }
 
     fn callchain(&mut self, out: &mut [u64]) -> usize {
-        if self.for_walk().is_none() {
+        if self.walk_regs().is_none() {
             return 0;
         }
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
@@ -536,7 +541,7 @@ impl SampleRegs for VcpuRegs<'_> {
     }
 }
 
-impl VcpuRegs<'_> {
+impl VcpuSampleRegs<'_> {
     /// Reads the user registers and the top of the user stack. Returns the length of the stack and
     /// the ABI of the registers, which is 0 if no user program is running.
     fn read_user(&mut self, stack_bytes: u32) -> (usize, u64) {
@@ -598,7 +603,7 @@ mod tests {
 
     /// Code is read across physically separate pages and ends at the first unmapped page.
     #[test]
-    fn code_is_read_up_to_the_first_hole() {
+    fn code_read_ends_at_unmapped_page() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let entries = [
             (0x1_0000, 0x1_1007u64),
@@ -612,7 +617,7 @@ mod tests {
         }
         memory.write_slice(&[0x90, 0xc3], GuestAddress(0x5ffe)).unwrap();
         memory.write_slice(&[0xcc], GuestAddress(0x3000)).unwrap();
-        let probe = GuestProbe::new(memory, None);
+        let probe = GuestSamplingContext::new(memory, None);
         assert_eq!(probe.code(0x1_0000, 0x40_0ffe, 3), [0x90, 0xc3, 0xcc]);
         assert_eq!(probe.code(0x1_0000, 0x40_0ffe, u32::MAX).len(), 2 + 4096);
         for hole in [0, 0x60_0000, u64::MAX, 0x8000_0000_0000_0000] {
@@ -623,9 +628,9 @@ mod tests {
 
     /// A panic in a search counts as a failure, and the next search starts again.
     #[test]
-    fn a_search_that_panics_has_failed_and_the_next_one_is_new() {
+    fn panicking_search_fails_and_is_retried() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let probe = GuestProbe::new(memory, None);
+        let probe = GuestSamplingContext::new(memory, None);
         assert!(probe.begin_search());
         assert!(!probe.begin_search(), "one at a time");
         assert_eq!(probe.kernel_info().state, KernelState::Looking);
@@ -634,21 +639,21 @@ mod tests {
         assert_eq!(info.state, KernelState::NotFound);
         assert!(info.detail.contains("fault of Perfvisor's"), "{}", info.detail);
         assert!(probe.kernel().is_none());
-        std::thread::sleep(SEARCH_AGAIN);
+        std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(probe.begin_search(), "it is looked for again");
-        probe.look(|_| Err(SearchError::NoRegisters));
+        probe.look(|_| Err(KernelSearchError::NoRegisters));
         assert_eq!(probe.kernel_info().state, KernelState::NotFound);
     }
 
     /// A permanent failure is reported once and not retried, not even for the next guest of the VM.
     #[test]
-    fn a_search_without_a_keeper_is_the_last_one() {
+    fn search_without_keeper_is_not_retried() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let probe = GuestProbe::new(memory, None);
+        let probe = GuestSamplingContext::new(memory, None);
         assert!(probe.begin_search());
         let gone = std::io::ErrorKind::BrokenPipe;
-        probe.look(|_| Err(ReadError::NoKeeper(gone.into()).into()));
-        let told = |probe: &GuestProbe| {
+        probe.look(|_| Err(KernelReadError::NoKeeper(gone.into()).into()));
+        let told = |probe: &GuestSamplingContext| {
             let info = probe.kernel_info();
             assert_eq!(info.state, KernelState::NotFound);
             assert!(
@@ -658,7 +663,7 @@ mod tests {
             );
         };
         told(&probe);
-        std::thread::sleep(SEARCH_AGAIN);
+        std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(!probe.begin_search());
         probe.forget();
         assert!(!probe.begin_search());
@@ -667,8 +672,8 @@ mod tests {
 
     /// The cost is recorded only for measured samples.
     #[test]
-    fn the_first_samples_are_measured_and_then_now_and_then() {
-        let mut memory = SampleMemory::default();
+    fn sample_cost_is_measured_periodically() {
+        let mut memory = SampleCache::default();
         let mut measured = Vec::new();
         for n in 0..200 {
             let began = memory.begin();

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::host::{DirectOpener, EventOpener, OpenRequest};
 
 /// Maximum time for a thread to open an event for another thread.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between signals to the thread. Repeating detects a thread that has ended before it
 /// handled the request.
-const AGAIN: Duration = Duration::from_millis(50);
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between checks for the result.
-const LOOK: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// State without a request.
 const IDLE: u64 = 0;
@@ -40,7 +40,7 @@ static STATE: AtomicU64 = AtomicU64::new(IDLE);
 /// The request, valid while the state is posted or taken.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
 /// Serializes requests.
-static TURN: Mutex<()> = Mutex::new(());
+static REQUEST_LOCK: Mutex<()> = Mutex::new(());
 
 /// Returns the kernel thread ID of the calling thread.
 pub(super) fn current_tid() -> i32 {
@@ -61,7 +61,7 @@ impl RemoteOpen<'_> {
     /// Returns the error of `perf_event_open(2)`, `ESRCH` if the thread does not exist, or
     /// `TimedOut` if the thread does not run.
     pub(super) fn run(request: &OpenRequest<'_>, tid: i32, signal: i32) -> io::Result<OwnedFd> {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = REQUEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let mut remote = RemoteOpen {
             request,
             result: None,
@@ -79,7 +79,7 @@ impl RemoteOpen<'_> {
         }
         // A handler that has taken the request completes after one more system call.
         while STATE.load(Ordering::Acquire) != state(tid, DONE) {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         STATE.store(IDLE, Ordering::Relaxed);
         let missing = || Err(io::Error::from_raw_os_error(libc::ESRCH));
@@ -90,18 +90,18 @@ impl RemoteOpen<'_> {
 /// Signals thread `tid` until it has opened the event.
 fn signal_until_done(tid: i32, signal: i32) -> io::Result<()> {
     let pid = std::process::id();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while Instant::now() < until {
         // SAFETY: the call has only integer arguments.
         if unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, signal) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        let again = Instant::now() + AGAIN;
+        let again = Instant::now() + SIGNAL_INTERVAL;
         while Instant::now() < again {
             if STATE.load(Ordering::Acquire) == state(tid, DONE) {
                 return Ok(());
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
     Err(io::ErrorKind::TimedOut.into())

@@ -6,11 +6,11 @@
 //! kernel must run at its link address.
 
 use crate::kvm::stepping::{BREAKPOINTS, Stepping};
-use kernel_images::rdpmc::PatchedSite;
+use kernel_images::rdpmc::RdpmcSite;
 
 /// Error of emulating RDPMC with hardware breakpoints.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub enum HwbpError {
+pub enum HardwareBreakpointError {
     /// The kernel has more RDPMC instructions than there are breakpoints.
     #[error(
         "--rdpmc hwbp: the guest has {found} RDPMC instructions ({places}), but a processor has {BREAKPOINTS} breakpoints; \
@@ -30,15 +30,15 @@ pub enum HwbpError {
 /// Returns the addresses at which breakpoints must be set.
 ///
 /// # Errors
-/// Returns [`HwbpError::NotHere`] if breakpoints do not work on this host, and
-/// [`HwbpError::TooMany`] if there are more sites than breakpoints.
-pub fn addresses(sites: &[PatchedSite], host: Stepping) -> Result<Vec<u64>, HwbpError> {
+/// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and
+/// [`HardwareBreakpointError::TooMany`] if there are more sites than breakpoints.
+pub fn addresses(sites: &[RdpmcSite], host: Stepping) -> Result<Vec<u64>, HardwareBreakpointError> {
     if !host.breakpoints {
-        return Err(HwbpError::NotHere);
+        return Err(HardwareBreakpointError::NotHere);
     }
     if sites.len() > BREAKPOINTS {
-        let places: Vec<_> = sites.iter().map(PatchedSite::place).take(8).collect();
-        return Err(HwbpError::TooMany {
+        let places: Vec<_> = sites.iter().map(RdpmcSite::place).take(8).collect();
+        return Err(HardwareBreakpointError::TooMany {
             found: sites.len(),
             places: places.join(", "),
         });
@@ -50,14 +50,14 @@ pub fn addresses(sites: &[PatchedSite], host: Stepping) -> Result<Vec<u64>, Hwbp
 mod tests {
     use super::*;
 
-    fn sites(n: u64) -> Vec<PatchedSite> {
+    fn sites(n: u64) -> Vec<RdpmcSite> {
         (0..n)
-            .map(|i| PatchedSite {
+            .map(|i| RdpmcSite {
                 virt: 0xffff_ffff_8100_0000 + 16 * i,
                 phys: 0x100_0000 + 16 * i,
                 length: 2,
                 lead: 0,
-                beside_out: false,
+                next_to_port_write: false,
                 symbol: None,
             })
             .collect()
@@ -65,7 +65,7 @@ mod tests {
 
     /// Four sites are supported; a fifth is rejected with the number of sites and a remedy.
     #[test]
-    fn more_sites_than_breakpoints_are_refused() {
+    fn hwbp_rejects_more_sites_than_breakpoints() {
         let host = Stepping {
             breakpoints: true,
             ..Stepping::default()
@@ -80,7 +80,10 @@ mod tests {
 
     /// A host whose KVM ignores breakpoints is rejected, because each RDPMC would fault.
     #[test]
-    fn a_host_whose_breakpoints_do_not_fire_is_refused() {
-        assert_eq!(addresses(&sites(1), Stepping::default()), Err(HwbpError::NotHere));
+    fn hwbp_rejects_host_without_breakpoints() {
+        assert_eq!(
+            addresses(&sites(1), Stepping::default()),
+            Err(HardwareBreakpointError::NotHere)
+        );
     }
 }

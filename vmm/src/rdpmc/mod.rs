@@ -20,7 +20,7 @@ pub mod sites;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::memory::GuestRam;
-use kernel_images::rdpmc::{PatchedSite, RDPMC, TRAP};
+use kernel_images::rdpmc::{RDPMC, RdpmcSite, TRAP};
 
 /// Method of emulating RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ impl std::str::FromStr for RdpmcMode {
 
 /// Error of replacing an RDPMC.
 #[derive(Debug, thiserror::Error)]
-pub enum PatchError {
+pub enum RdpmcPatchError {
     /// The address is outside guest memory.
     #[error("cannot write the RDPMC trap into guest memory at {address:#x}")]
     Memory {
@@ -79,16 +79,16 @@ pub enum PatchError {
 /// Replaces the RDPMC at `site` in guest memory.
 ///
 /// # Errors
-/// Returns [`PatchError::Memory`] if the memory is not accessible, and [`PatchError::Other`] if it
+/// Returns [`RdpmcPatchError::Memory`] if the memory is not accessible, and [`RdpmcPatchError::Other`] if it
 /// does not contain RDPMC.
-pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
+pub fn patch(ram: &GuestRam, site: &RdpmcSite) -> Result<(), RdpmcPatchError> {
     let at = GuestAddress(site.opcode());
     let address = site.opcode();
-    let failed = |source| PatchError::Memory { address, source };
+    let failed = |source| RdpmcPatchError::Memory { address, source };
     let mut found = [0u8; 2];
     ram.memory().read_slice(&mut found, at).map_err(failed)?;
     if found != RDPMC {
-        return Err(PatchError::Other { address, found });
+        return Err(RdpmcPatchError::Other { address, found });
     }
     ram.memory().write_slice(&TRAP, at).map_err(failed)
 }
@@ -98,14 +98,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_real_rdpmc_is_overwritten() {
+    fn patch_rejects_other_instruction() {
         let ram = GuestRam::new(16 << 20).unwrap();
-        let site = PatchedSite {
+        let site = RdpmcSite {
             virt: 0xFFFF_FFFF_8100_0000,
             phys: 0x0F_FFFF,
             length: 3,
             lead: 0,
-            beside_out: false,
+            next_to_port_write: false,
             symbol: None,
         };
         assert!(patch(&ram, &site).is_err());

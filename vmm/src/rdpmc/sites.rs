@@ -7,26 +7,26 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernel_images::rdpmc::PatchedSite;
+use kernel_images::rdpmc::RdpmcSite;
 
 /// Maximum number of sites. A kernel has one to four, and sites of previous kernels are retained
 /// when the guest starts another kernel.
-const MOST_SITES: usize = 4096;
+const MAX_SITES: usize = 4096;
 const UPPER_HALF: u64 = 1 << 63;
 
 /// A replaced RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Site {
+struct ReplacedRdpmc {
     virt: u64,
     phys: u64,
     length: u8,
     lead: u8,
-    beside_out: bool,
+    next_to_port_write: bool,
 }
 
 /// Replaced RDPMC to which a port write belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hit {
+pub struct RdpmcHit {
     /// Address of the instruction, derived from the RIP of the exit.
     pub start: u64,
     /// Length of the instruction, in bytes.
@@ -35,7 +35,7 @@ pub struct Hit {
     pub ambiguous: bool,
 }
 
-impl Hit {
+impl RdpmcHit {
     /// Returns the address of the next instruction.
     pub fn behind(self) -> u64 {
         self.start.wrapping_add(self.length.into())
@@ -44,30 +44,30 @@ impl Hit {
 
 /// Replaced RDPMC instructions of a VM.
 #[derive(Debug, Default)]
-pub struct Sites {
+pub struct RdpmcSites {
     version: AtomicU32,
-    list: Mutex<Arc<[Site]>>,
+    list: Mutex<Arc<[ReplacedRdpmc]>>,
 }
 
-impl Sites {
+impl RdpmcSites {
     /// Creates the list with the sites of the loaded kernel.
-    pub fn new(sites: &[PatchedSite]) -> Arc<Self> {
+    pub fn new(sites: &[RdpmcSite]) -> Arc<Self> {
         let all = Self::default();
         all.add(sites);
         Arc::new(all)
     }
 
     /// Adds the sites of another kernel.
-    pub fn add(&self, sites: &[PatchedSite]) {
+    pub fn add(&self, sites: &[RdpmcSite]) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = sites
             .iter()
-            .map(|site| Site {
+            .map(|site| ReplacedRdpmc {
                 virt: site.virt,
                 phys: site.phys,
                 length: site.length,
                 lead: site.lead,
-                beside_out: site.beside_out,
+                next_to_port_write: site.next_to_port_write,
             })
             .collect();
         let new = all.len();
@@ -80,23 +80,23 @@ impl Sites {
                     .iter()
                     .any(|other| (other.virt, other.phys) == (site.virt, site.phys))
         });
-        all.truncate(MOST_SITES);
+        all.truncate(MAX_SITES);
         *list = all.into();
         self.version.fetch_add(1, Ordering::Release);
     }
 }
 
-/// Per-vCPU copy of [`Sites`], read without a lock.
+/// Per-vCPU copy of [`RdpmcSites`], read without a lock.
 #[derive(Debug)]
-pub struct SitesOfVcpu {
-    shared: Arc<Sites>,
+pub struct VcpuRdpmcSites {
+    shared: Arc<RdpmcSites>,
     version: u32,
-    list: Arc<[Site]>,
+    list: Arc<[ReplacedRdpmc]>,
 }
 
-impl SitesOfVcpu {
+impl VcpuRdpmcSites {
     /// Creates a copy that follows changes of `shared`.
-    pub fn new(shared: Arc<Sites>) -> Self {
+    pub fn new(shared: Arc<RdpmcSites>) -> Self {
         Self {
             shared,
             // No list has version 0: the first version is 1.
@@ -105,7 +105,7 @@ impl SitesOfVcpu {
         }
     }
 
-    fn list(&mut self) -> &[Site] {
+    fn list(&mut self) -> &[ReplacedRdpmc] {
         let version = self.shared.version.load(Ordering::Acquire);
         if version != self.version {
             self.version = version;
@@ -126,7 +126,7 @@ impl SitesOfVcpu {
 
     /// Returns the site in a Linux kernel to which a port write with the vCPU at `rip` belongs,
     /// identified by its linear address.
-    pub fn in_kernel_half(&mut self, rip: u64) -> Option<Hit> {
+    pub fn in_kernel_half(&mut self, rip: u64) -> Option<RdpmcHit> {
         if rip & UPPER_HALF == 0 {
             return None;
         }
@@ -142,7 +142,7 @@ impl SitesOfVcpu {
         rip: u64,
         long: bool,
         mut physical: impl FnMut(u64) -> Option<u64>,
-    ) -> Option<Hit> {
+    ) -> Option<RdpmcHit> {
         let here = physical(0)?;
         self.list().iter().find_map(|site| {
             let (phys, length) = site.place(long);
@@ -153,10 +153,10 @@ impl SitesOfVcpu {
             } else {
                 return None;
             };
-            Some(Hit {
+            Some(RdpmcHit {
                 start: rip.wrapping_sub(past),
                 length,
-                ambiguous: site.beside_out,
+                ambiguous: site.next_to_port_write,
             })
         })
     }
@@ -171,7 +171,7 @@ impl SitesOfVcpu {
     }
 }
 
-impl Site {
+impl ReplacedRdpmc {
     /// Returns the physical address and length of the instruction.
     fn place(&self, long: bool) -> (u64, u8) {
         if long {
@@ -183,12 +183,12 @@ impl Site {
 
     /// Returns the site if the vCPU is at its beginning or end; `past` is the offset from the
     /// beginning.
-    fn hit(&self, rip: u64, past: u64) -> Option<Hit> {
+    fn hit(&self, rip: u64, past: u64) -> Option<RdpmcHit> {
         let length = u64::from(self.length);
-        (past == 0 || past == length).then(|| Hit {
+        (past == 0 || past == length).then(|| RdpmcHit {
             start: rip.wrapping_sub(past),
             length: self.length,
-            ambiguous: self.beside_out,
+            ambiguous: self.next_to_port_write,
         })
     }
 }
@@ -197,13 +197,13 @@ impl Site {
 mod tests {
     use super::*;
 
-    fn site(virt: u64, phys: u64, length: u8) -> PatchedSite {
-        PatchedSite {
+    fn site(virt: u64, phys: u64, length: u8) -> RdpmcSite {
+        RdpmcSite {
             virt,
             phys,
             length,
             lead: 0,
-            beside_out: false,
+            next_to_port_write: false,
             symbol: None,
         }
     }
@@ -212,23 +212,23 @@ mod tests {
 
     /// Only the address of the site or of the next instruction matches.
     #[test]
-    fn only_the_place_itself_counts() {
-        let mut sites = SitesOfVcpu::new(Sites::new(&[site(VIRT, 0x100_0100, 3)]));
+    fn site_matches_only_its_own_address() {
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(VIRT, 0x100_0100, 3)]));
         for past in 0..8u64 {
             let hit = sites.in_kernel_half(VIRT + past);
             assert_eq!(hit.is_some(), past == 0 || past == 3, "{past}");
             assert!(hit.is_none_or(|hit| hit.start == VIRT && hit.behind() == VIRT + 3));
         }
         assert_eq!(sites.in_kernel_half(VIRT - 1), None);
-        let mut none = SitesOfVcpu::new(Sites::new(&[]));
+        let mut none = VcpuRdpmcSites::new(RdpmcSites::new(&[]));
         assert_eq!(none.in_kernel_half(VIRT), None);
         assert_eq!(none.in_memory(VIRT, true, Some), None);
     }
 
     /// In the lower half, a site is identified by its physical memory.
     #[test]
-    fn the_lower_half_is_known_by_its_memory() {
-        let mut sites = SitesOfVcpu::new(Sites::new(&[site(0x40_0100, 0x40_0100, 2)]));
+    fn lower_half_site_is_matched_by_physical_address() {
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(0x40_0100, 0x40_0100, 2)]));
         assert_eq!(sites.in_kernel_half(0x40_0100), None);
         // The same memory mapped at another address.
         let rip = 0x7f00_0000_0100u64;
@@ -247,10 +247,10 @@ mod tests {
     /// INC and DEC of 32-bit code are prefixes in 64-bit code, so the mode determines the beginning
     /// of the instruction.
     #[test]
-    fn prefixes_of_one_mode_only_are_either() {
+    fn rex_prefix_belongs_to_site_in_64bit_mode() {
         let mut rex = site(0x40_0101, 0x40_0101, 2);
         rex.lead = 1;
-        let mut sites = SitesOfVcpu::new(Sites::new(&[rex]));
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[rex]));
         let mut hit = |rip: u64, long| {
             let found = sites.in_memory(rip, long, |back| Some(rip - back));
             found.map(|hit| (hit.start, hit.length))
@@ -271,9 +271,9 @@ mod tests {
 
     /// The sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
     #[test]
-    fn later_kernels_are_added() {
-        let shared = Sites::new(&[site(VIRT, 0x100_0100, 2)]);
-        let mut sites = SitesOfVcpu::new(shared.clone());
+    fn sites_of_later_kernel_are_visible_and_bounded() {
+        let shared = RdpmcSites::new(&[site(VIRT, 0x100_0100, 2)]);
+        let mut sites = VcpuRdpmcSites::new(shared.clone());
         assert!(sites.in_kernel_half(VIRT).is_some());
         assert_eq!(sites.in_kernel_half(VIRT + 0x1000), None);
         for _ in 0..2 {
@@ -287,7 +287,7 @@ mod tests {
                 .collect();
             shared.add(&many);
         }
-        assert_eq!(sites.list().len(), MOST_SITES);
+        assert_eq!(sites.list().len(), MAX_SITES);
         assert!(sites.in_kernel_half(VIRT + 16 * 9999).is_some());
     }
 }

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use thiserror::Error;
 
 /// Maximum number of host CPUs in a `cpu_set_t`.
-const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
+const MAX_CPUS: usize = libc::CPU_SETSIZE as usize;
 
 /// Host CPUs to which vCPUs are pinned, parsed from a list such as `0=2,1=3`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub enum PinError {
     Syntax,
     /// The same vCPU occurs twice.
     #[error("vCPU {0} is there twice")]
-    Twice(u8),
+    DuplicateVcpu(u8),
     /// The VM has no vCPU with this number.
     #[error("--pin: there is no vCPU {vcpu}; this VM has 0 to {last}")]
     NoVcpu {
@@ -58,7 +58,7 @@ impl FromStr for Pinning {
                 return Err(PinError::Syntax);
             };
             if pins.iter().any(|&(other, _)| other == vcpu) {
-                return Err(PinError::Twice(vcpu));
+                return Err(PinError::DuplicateVcpu(vcpu));
             }
             pins.push((vcpu, cpu));
         }
@@ -109,7 +109,7 @@ fn allowed() -> io::Result<Vec<usize>> {
         set.assume_init()
     };
     // SAFETY: `cpu` is below the size of the set.
-    Ok((0..MOST_CPUS)
+    Ok((0..MAX_CPUS)
         .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
         .collect())
 }
@@ -119,8 +119,8 @@ fn allowed() -> io::Result<Vec<usize>> {
 /// # Errors
 /// Returns the error of `sched_setaffinity(2)`, for instance if the CPU was taken offline after
 /// [`Pinning::check`].
-pub fn stay_on(cpu: usize) -> io::Result<()> {
-    if cpu >= MOST_CPUS {
+pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
+    if cpu >= MAX_CPUS {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     // SAFETY: an all-zero `cpu_set_t` is a valid value, `cpu` is below its size, and the call reads
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pins_are_read_and_mistakes_named() {
+    fn pinning_parses_and_rejects_invalid_lists() {
         let pins: Pinning = "0=2,1=3".parse().unwrap();
         assert_eq!((pins.of(0), pins.of(1), pins.of(2)), (Some(2), Some(3), None));
         for wrong in ["", "0", "0=", "=1", "0=1,", "256=1", "a=b", "0=-1"] {
@@ -175,7 +175,10 @@ mod tests {
                 "{wrong}"
             );
         }
-        assert!(matches!("1=0,1=1".parse::<Pinning>(), Err(PinError::Twice(1))));
+        assert!(matches!(
+            "1=0,1=1".parse::<Pinning>(),
+            Err(PinError::DuplicateVcpu(1))
+        ));
         assert_eq!(Ranges(&[0, 1, 2, 5, 7, 8]).to_string(), "0-2,5,7-8");
     }
 
@@ -196,15 +199,15 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_stays_where_it_is_put() {
+    fn pin_current_thread_sets_affinity() {
         let here = allowed().unwrap();
         let last = *here.last().unwrap();
         std::thread::spawn(move || {
-            stay_on(last).unwrap();
+            pin_current_thread(last).unwrap();
             assert_eq!(allowed().unwrap(), [last]);
         })
         .join()
         .unwrap();
-        assert!(stay_on(MOST_CPUS).is_err());
+        assert!(pin_current_thread(MAX_CPUS).is_err());
     }
 }

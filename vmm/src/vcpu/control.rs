@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::debugger::{Debugger, RunSwitch};
+use super::debugger::{Debugger, RunStateControl};
 use crate::devices::cpu_plug::VcpuSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -31,7 +31,7 @@ pub enum StopReason {
 }
 
 impl StopReason {
-    /// Returns `true` if the VM restarts after this reason under [`OnReset::Restart`]. A processor
+    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. A processor
     /// shutdown counts, because it resets a PC.
     fn is_reset(self) -> bool {
         matches!(self, StopReason::Reset | StopReason::TripleFault)
@@ -40,7 +40,7 @@ impl StopReason {
 
 /// Action after a reset of the machine by its guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnReset {
+pub enum ResetPolicy {
     /// End the VM.
     #[default]
     Exit,
@@ -48,19 +48,19 @@ pub enum OnReset {
     Restart,
 }
 
-/// Error of parsing an [`OnReset`].
+/// Error of parsing an [`ResetPolicy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be exit (the VM ends) or restart (the guest boots again)")]
-pub struct NotOnReset;
+pub struct ParseResetPolicyError;
 
-impl std::str::FromStr for OnReset {
-    type Err = NotOnReset;
+impl std::str::FromStr for ResetPolicy {
+    type Err = ParseResetPolicyError;
 
-    fn from_str(text: &str) -> Result<Self, NotOnReset> {
+    fn from_str(text: &str) -> Result<Self, ParseResetPolicyError> {
         match text {
-            "exit" => Ok(OnReset::Exit),
-            "restart" => Ok(OnReset::Restart),
-            _ => Err(NotOnReset),
+            "exit" => Ok(ResetPolicy::Exit),
+            "restart" => Ok(ResetPolicy::Restart),
+            _ => Err(ParseResetPolicyError),
         }
     }
 }
@@ -75,7 +75,7 @@ pub enum RunState {
     Paused = 1,
     /// vCPU threads terminate.
     Stopped = 2,
-    /// vCPUs exit the guest and wait until the machine is reset; see `meeting.rs`.
+    /// vCPUs exit the guest and wait until the machine is reset; see `reset_barrier.rs`.
     Resetting = 3,
     /// vCPUs wait outside the guest for a debugger, except those that the debugger resumes
     /// individually; see `debugger.rs`.
@@ -88,8 +88,8 @@ pub struct RunControl {
     state: AtomicU8,
     /// Number of vCPU threads blocked in [`RunControl::wait_until_not_paused`].
     parked: AtomicUsize,
-    on_reset: OnReset,
-    ends: Mutex<Ends>,
+    on_reset: ResetPolicy,
+    ends: Mutex<RunControlState>,
     changed: Condvar,
     stopped: EventFd,
     /// Signals the main loop to advance a reset.
@@ -100,18 +100,18 @@ pub struct RunControl {
 
 /// Run-control state protected by the lock.
 #[derive(Debug, Default)]
-pub(super) struct Ends {
+pub(super) struct RunControlState {
     reason: Option<StopReason>,
     /// An operator requested a pause.
     paused: bool,
     /// A debugger stopped the VM.
     held: bool,
-    pub(super) meeting: Meeting,
+    pub(super) reset_barrier: ResetBarrier,
 }
 
-/// Progress of the vCPUs through a reset; see `meeting.rs`.
+/// Progress of the vCPUs through a reset; see `reset_barrier.rs`.
 #[derive(Debug, Default)]
-pub(super) struct Meeting {
+pub(super) struct ResetBarrier {
     /// vCPUs that wait outside the guest.
     pub(super) arrived: VcpuSet,
     /// vCPUs that take part in the restart and are not restored yet.
@@ -125,7 +125,7 @@ impl RunControl {
     ///
     /// # Errors
     /// Returns the error of `eventfd(2)`.
-    pub fn new(on_reset: OnReset) -> io::Result<Self> {
+    pub fn new(on_reset: ResetPolicy) -> io::Result<Self> {
         Ok(Self {
             state: AtomicU8::new(RunState::Running as u8),
             parked: AtomicUsize::new(0),
@@ -172,9 +172,9 @@ impl RunControl {
     }
 
     /// Handles an end requested by the guest: resets the machine if `reason` is a reset and
-    /// [`OnReset::Restart`] is set, otherwise ends the VM.
-    pub fn guest_ends(&self, reason: StopReason) {
-        if self.on_reset == OnReset::Exit || !reason.is_reset() {
+    /// [`ResetPolicy::Restart`] is set, otherwise ends the VM.
+    pub fn handle_guest_stop(&self, reason: StopReason) {
+        if self.on_reset == ResetPolicy::Exit || !reason.is_reset() {
             return self.stop(reason);
         }
         let ends = self.lock();
@@ -184,11 +184,11 @@ impl RunControl {
         }
         drop(ends);
         self.changed.notify_all();
-        self.look_at_reset();
+        self.signal_reset();
     }
 
     /// Wakes the main loop to advance a reset.
-    pub(super) fn look_at_reset(&self) {
+    pub(super) fn signal_reset(&self) {
         if let Err(e) = self.reset.write(1) {
             log::error!("cannot announce a reset: {e}");
         }
@@ -201,7 +201,7 @@ impl RunControl {
 
     /// Returns `true` if the VM restarts when its guest resets it.
     pub fn restarts(&self) -> bool {
-        self.on_reset == OnReset::Restart
+        self.on_reset == ResetPolicy::Restart
     }
 
     /// Pauses or resumes the VM. Returns `false` if the VM has ended. During a reset the pause
@@ -212,7 +212,7 @@ impl RunControl {
         match self.state() {
             RunState::Stopped => return false,
             RunState::Resetting => return true,
-            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
+            RunState::Running | RunState::Paused | RunState::Held => self.apply_requested_state(&ends),
         }
         drop(ends);
         self.changed.notify_all();
@@ -220,13 +220,13 @@ impl RunControl {
     }
 
     /// Returns `true` if an operator requested a pause.
-    pub fn is_to_pause(&self) -> bool {
+    pub fn is_pause_requested(&self) -> bool {
         self.lock().paused
     }
 
     /// Sets the state to paused, held or running. An operator's pause has priority over a
     /// debugger's stop.
-    pub(super) fn set_as_wanted(&self, ends: &Ends) {
+    pub(super) fn apply_requested_state(&self, ends: &RunControlState) {
         self.set(if ends.paused {
             RunState::Paused
         } else if ends.held {
@@ -241,12 +241,12 @@ impl RunControl {
     }
 
     /// Blocks until the run state changes.
-    pub(super) fn wait<'a>(&self, ends: MutexGuard<'a, Ends>) -> MutexGuard<'a, Ends> {
+    pub(super) fn wait<'a>(&self, ends: MutexGuard<'a, RunControlState>) -> MutexGuard<'a, RunControlState> {
         self.changed.wait(ends).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wakes all threads that wait for a state change.
-    pub(super) fn tell(&self) {
+    pub(super) fn wake_waiters(&self) {
         self.changed.notify_all();
     }
 
@@ -283,19 +283,19 @@ impl RunControl {
         &self.stopped
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Ends> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, RunControlState> {
         self.ends.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl RunSwitch for RunControl {
+impl RunStateControl for RunControl {
     /// Stops or resumes the VM for a debugger. An operator's pause has priority.
     fn set_held(&self, held: bool) {
         let mut ends = self.lock();
         ends.held = held;
         match self.state() {
             RunState::Stopped | RunState::Resetting => {}
-            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
+            RunState::Running | RunState::Paused | RunState::Held => self.apply_requested_state(&ends),
         }
         drop(ends);
         self.changed.notify_all();
@@ -317,7 +317,7 @@ mod tests {
     /// Only the first stop reason is reported, and a stopped VM cannot be resumed.
     #[test]
     fn first_stop_reason_wins_and_is_final() {
-        let control = RunControl::new(OnReset::Exit).unwrap();
+        let control = RunControl::new(ResetPolicy::Exit).unwrap();
         assert!(control.set_paused(true));
         control.stop(StopReason::Reset);
         control.stop(StopReason::PowerOff);
@@ -329,26 +329,29 @@ mod tests {
 
     /// A reset ends a VM unless it restarts on reset; any other reason always ends it.
     #[test]
-    fn only_resets_are_survived_and_only_if_asked() {
-        let exits = RunControl::new(OnReset::Exit).unwrap();
-        exits.guest_ends(StopReason::Reset);
+    fn only_reset_restarts_vm_if_enabled() {
+        let exits = RunControl::new(ResetPolicy::Exit).unwrap();
+        exits.handle_guest_stop(StopReason::Reset);
         assert_eq!(exits.reason(), Some(StopReason::Reset));
-        let restarts = RunControl::new(OnReset::Restart).unwrap();
-        restarts.guest_ends(StopReason::TripleFault);
+        let restarts = RunControl::new(ResetPolicy::Restart).unwrap();
+        restarts.handle_guest_stop(StopReason::TripleFault);
         assert_eq!((restarts.reason(), restarts.state()), (None, RunState::Resetting));
         assert!(restarts.set_paused(true));
         assert_eq!(restarts.state(), RunState::Resetting, "the pause comes after it");
-        restarts.guest_ends(StopReason::PowerOff);
+        restarts.handle_guest_stop(StopReason::PowerOff);
         assert_eq!(restarts.reason(), Some(StopReason::PowerOff));
-        restarts.guest_ends(StopReason::Reset);
+        restarts.handle_guest_stop(StopReason::Reset);
         assert_eq!(restarts.state(), RunState::Stopped);
     }
 
     /// A request wakes a parked thread without ending the pause.
     #[test]
-    fn mail_wakes_a_parked_thread() {
+    fn request_wakes_parked_thread() {
         use std::sync::atomic::AtomicBool;
-        let shared = std::sync::Arc::new((RunControl::new(OnReset::Exit).unwrap(), AtomicBool::new(false)));
+        let shared = std::sync::Arc::new((
+            RunControl::new(ResetPolicy::Exit).unwrap(),
+            AtomicBool::new(false),
+        ));
         shared.0.set_paused(true);
         let waiter = std::thread::spawn({
             let shared = shared.clone();
@@ -365,8 +368,8 @@ mod tests {
 
     /// The VM stays stopped until both the operator's pause and the debugger's stop have ended.
     #[test]
-    fn a_pause_and_a_debugger_do_not_undo_each_other() {
-        let control = RunControl::new(OnReset::Restart).unwrap();
+    fn pause_and_debugger_stop_are_independent() {
+        let control = RunControl::new(ResetPolicy::Restart).unwrap();
         control.set_held(true);
         assert_eq!(control.state(), RunState::Held);
         control.set_paused(true);
@@ -376,7 +379,7 @@ mod tests {
         control.set_held(true);
         control.set_paused(false);
         assert_eq!(control.state(), RunState::Held);
-        control.guest_ends(StopReason::Reset);
+        control.handle_guest_stop(StopReason::Reset);
         control.set_held(false);
         assert_eq!(control.state(), RunState::Resetting);
         control.stop(StopReason::Operator);
@@ -386,7 +389,7 @@ mod tests {
 
     #[test]
     fn stop_releases_paused_threads() {
-        let control = std::sync::Arc::new(RunControl::new(OnReset::Exit).unwrap());
+        let control = std::sync::Arc::new(RunControl::new(ResetPolicy::Exit).unwrap());
         control.set_paused(true);
         let waiter = std::thread::spawn({
             let control = control.clone();

@@ -3,7 +3,7 @@
 //! For a guest whose PMU can freeze counters, the whole register is trapped. Writes to bits outside
 //! the PMU are forwarded to KVM, and reads return the bits that KVM retained.
 
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
 use vpmu::registers::{DEBUGCTL_PMU, IA32_DEBUGCTL};
@@ -61,7 +61,7 @@ impl DebugControl {
     ///
     /// # Errors
     /// Returns the error of the KVM call. A guest cannot cause one.
-    pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), CallError> {
+    pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), KvmIoctlError> {
         let value = value & self.processor;
         if value == self.kept {
             return Ok(());
@@ -109,7 +109,7 @@ mod tests {
 
     /// A write to a bit that CPUID does not enumerate raises #GP, as on a processor without it.
     #[test]
-    fn bits_are_taken_that_cpuid_announces() {
+    fn debugctl_accepts_only_bits_in_cpuid() {
         let plain = with(0, 0);
         for bit in 0..64 {
             let expected = match bit {
@@ -125,7 +125,7 @@ mod tests {
 
     /// A guest cannot start branch recording on the host processor.
     #[test]
-    fn branch_records_are_never_asked_of_kvm() {
+    fn debugctl_never_forwards_lbr_to_kvm() {
         assert_eq!(with(!0, !0).processor & LBR, 0);
     }
 }

@@ -5,12 +5,12 @@ use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 
 use super::control::StopReason;
-use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
+use super::debugger::{ChangedRegisters, Debugger, ResumeAction, Stop, StopCause, VcpuRegisters};
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
-use super::running::{Next, Running, Turn};
-use super::step::debug::Want;
-use crate::kvm::call::CallError;
+use super::running::{ExitAction, LoopAction, Running};
+use super::step::debug::DebugRequest;
+use crate::kvm::call::KvmIoctlError;
 
 impl Running {
     /// Returns the debugger if one is attached.
@@ -19,17 +19,17 @@ impl Running {
     }
 
     /// Returns `true` if a debugger that holds the machine lets this vCPU run.
-    pub(super) fn is_let_go(&self) -> bool {
+    pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
-            .is_none_or(|debugger| debugger.go(self.id) != Go::Stay)
+            .is_none_or(|debugger| debugger.go(self.id) != ResumeAction::Stay)
     }
 
     /// Returns `true` if a debugger requested this vCPU's registers.
-    pub(super) fn is_asked_for_registers(&self) -> bool {
+    pub(super) fn are_registers_requested(&self) -> bool {
         self.control
             .debugger()
-            .is_some_and(|debugger| debugger.is_asked(self.id))
+            .is_some_and(|debugger| debugger.are_registers_requested_from(self.id))
     }
 
     /// Returns `true` if KVM must still complete the last exit. Until then, the registers may
@@ -39,16 +39,16 @@ impl Running {
     }
 
     /// Completes the last exit in KVM without executing guest code.
-    pub(super) fn complete_open_exit(&mut self) -> Result<Turn, VcpuFailure> {
+    pub(super) fn complete_open_exit(&mut self) -> Result<LoopAction, VcpuFailure> {
         self.fd.request_exit();
         let next = self.enter();
         self.serve(next)
     }
 
     /// Publishes the registers to the debugger that requested them.
-    pub(super) fn show_registers(&mut self) -> Result<(), VcpuFailure> {
-        self.take_registers_from_debugger()?;
-        let registers = Registers {
+    pub(super) fn publish_registers(&mut self) -> Result<(), VcpuFailure> {
+        self.apply_debugger_registers()?;
+        let registers = VcpuRegisters {
             general: self.fd.get_regs().map_err(VcpuFailure::Debug)?,
             system: self.fd.get_sregs().map_err(VcpuFailure::Debug)?,
             fpu: self.fd.get_fpu().map_err(VcpuFailure::Debug)?,
@@ -60,38 +60,39 @@ impl Running {
     }
 
     /// Applies the debugger's register changes.
-    pub(super) fn take_registers_from_debugger(&mut self) -> Result<(), VcpuFailure> {
+    pub(super) fn apply_debugger_registers(&mut self) -> Result<(), VcpuFailure> {
         let debugger = self.control.debugger();
         let Some((registers, changed)) = debugger.and_then(|debugger| debugger.take_changes(self.id)) else {
             return Ok(());
         };
         self.registers.forget();
         self.fd.set_regs(&registers.general).map_err(VcpuFailure::Debug)?;
-        if changed == Changed::Fpu {
+        if changed == ChangedRegisters::Fpu {
             self.fd.set_fpu(&registers.fpu).map_err(VcpuFailure::Debug)?;
         }
         Ok(())
     }
 
     /// Updates the debugger's breakpoints and returns the debug state for the next entry.
-    pub(super) fn wanted_by_debugger(&mut self) -> Want {
+    pub(super) fn debugger_request(&mut self) -> DebugRequest {
         let Some(debugger) = self.control.debugger() else {
-            return Want::default();
+            return DebugRequest::default();
         };
-        if let Some((version, points)) = debugger.news(self.debugger_version) {
+        if let Some((version, points)) = debugger.hardware_breakpoints_since(self.debugger_version) {
             self.debugger_version = version;
-            self.debug.set_points(debugger.is_attached().then_some(points));
+            self.debug
+                .set_debugger_breakpoints(debugger.is_attached().then_some(points));
         }
-        let step = debugger.is_attached() && debugger.go(self.id) == Go::Step;
-        Want {
+        let step = debugger.is_attached() && debugger.go(self.id) == ResumeAction::Step;
+        DebugRequest {
             step,
             block_interrupts: step && debugger.blocks_interrupts(),
-            ..Want::default()
+            ..DebugRequest::default()
         }
     }
 
     /// Stops the machine and returns `true` if the debug exit belongs to the debugger.
-    pub(super) fn stops_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
+    pub(super) fn stop_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
         let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
         match self.attached().and_then(why) {
@@ -105,8 +106,8 @@ impl Running {
 
     /// Handles an instruction that KVM's emulator does not support. Some emulators lack INT3, so a
     /// debugger's INT3 is still reported as a breakpoint.
-    pub(super) fn emulation_failed(&mut self) -> Result<Turn, VcpuFailure> {
-        let planted = |debugger: &Debugger| -> Result<bool, CallError> {
+    pub(super) fn handle_emulation_failure(&mut self) -> Result<LoopAction, VcpuFailure> {
+        let planted = |debugger: &Debugger| -> Result<bool, KvmIoctlError> {
             let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
             Ok(debugger.is_planted(address))
         };
@@ -115,8 +116,8 @@ impl Running {
             .map_or(Ok(false), planted)
             .map_err(VcpuFailure::Debug)?
         {
-            self.stop_all(Why::Planted);
-            return Ok(Turn::Again);
+            self.stop_all(StopCause::SoftwareBreakpoint);
+            return Ok(LoopAction::Repeat);
         }
         let error = InternalError::of(&mut self.fd).map_err(VcpuFailure::Debug)?;
         if error.is_at_reset_vector() {
@@ -125,12 +126,12 @@ impl Running {
                 "vcpu{}: the guest sent it an INIT; without firmware at the reset vector, this resets the machine",
                 self.id
             );
-            return Ok(Turn::Stop(StopReason::Reset));
+            return Ok(LoopAction::Stop(StopReason::Reset));
         }
         Err(VcpuFailure::Internal(error))
     }
 
-    fn stop_all(&self, why: Why) {
+    fn stop_all(&self, why: StopCause) {
         if let Some(debugger) = self.control.debugger() {
             let vcpu = self.id;
             debugger.stopped(&*self.control, Stop { vcpu, why });
@@ -138,15 +139,15 @@ impl Running {
     }
 
     /// Handles the result of an exit and returns the next loop action.
-    pub(super) fn serve(&mut self, next: Next) -> Result<Turn, VcpuFailure> {
+    pub(super) fn serve(&mut self, next: ExitAction) -> Result<LoopAction, VcpuFailure> {
         match next {
-            Next::Continue => Ok(Turn::Again),
-            Next::TrapPort(byte) => self.trap_port_exit(byte),
-            Next::Debug(stop) => self.debug_exit(&stop),
-            Next::DebugControl(value) => self.debug_control_exit(value),
-            Next::EmulationFailed => self.emulation_failed(),
-            Next::Stop(reason) => Ok(Turn::Stop(reason)),
-            Next::Fail(failure) => Err(failure),
+            ExitAction::Continue => Ok(LoopAction::Repeat),
+            ExitAction::TrapPort(byte) => self.trap_port_exit(byte),
+            ExitAction::Debug(stop) => self.debug_exit(&stop),
+            ExitAction::DebugControl(value) => self.debug_control_exit(value),
+            ExitAction::EmulationFailed => self.handle_emulation_failure(),
+            ExitAction::Stop(reason) => Ok(LoopAction::Stop(reason)),
+            ExitAction::Fail(failure) => Err(failure),
         }
     }
 }

@@ -25,11 +25,11 @@ const BREAKPOINT: u32 = 3;
 /// DR6.BS: a single step (SDM vol. 3 §19.2.3).
 const DR6_STEP: u64 = 1 << 14;
 /// Interval between checks for vCPUs that have ended while their registers are awaited.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Register state of a vCPU that a debugger can access.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Registers {
+pub struct VcpuRegisters {
     /// General-purpose registers.
     pub general: kvm_regs,
     /// Segment and control registers.
@@ -41,7 +41,7 @@ pub struct Registers {
 /// Action of a vCPU when the debugger resumes the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Go {
+pub enum ResumeAction {
     /// Run freely.
     Run = 0,
     /// Execute one instruction, then stop.
@@ -52,7 +52,7 @@ pub enum Go {
 
 /// Type of access that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum BreakpointAccess {
     /// Instruction execution.
     Execute = 0,
     /// Data write.
@@ -63,18 +63,18 @@ pub enum Access {
 
 /// A hardware breakpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Point {
+pub struct HardwareBreakpoint {
     /// Linear address, a multiple of `length`.
     pub address: u64,
     /// Length in bytes: 1, 2, 4 or 8.
     pub length: u8,
     /// Type of access that triggers the breakpoint.
-    pub access: Access,
+    pub access: BreakpointAccess,
 }
 
 /// A software breakpoint: an INT3 in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Planted {
+pub struct SoftwareBreakpoint {
     /// Linear address, in the address space through which the INT3 was written.
     pub address: u64,
     /// Guest-physical address.
@@ -85,11 +85,11 @@ pub struct Planted {
 
 /// Reason why a vCPU stopped the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum StopCause {
     /// An INT3 of the debugger.
-    Planted,
+    SoftwareBreakpoint,
     /// A hardware breakpoint.
-    Point(Point),
+    HardwareBreakpoint(HardwareBreakpoint),
     /// A completed single step.
     Step,
 }
@@ -100,12 +100,12 @@ pub struct Stop {
     /// vCPU that stopped.
     pub vcpu: u8,
     /// Reason for the stop.
-    pub why: Why,
+    pub why: StopCause,
 }
 
 /// Error of stopping the machine for a debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum HoldError {
+pub enum VcpuStopError {
     /// The VM has ended.
     #[error("the VM has ended")]
     Ended,
@@ -115,7 +115,7 @@ pub enum HoldError {
 }
 
 /// Interface with which a debugger changes the run state of a machine.
-pub trait RunSwitch {
+pub trait RunStateControl {
     /// Stops the machine for a debugger, or resumes it.
     fn set_held(&self, held: bool);
 
@@ -128,28 +128,28 @@ pub trait RunSwitch {
 
 /// Debugger state of one vCPU.
 #[derive(Debug)]
-struct Cell {
-    /// A [`Go`] value.
+struct VcpuDebugState {
+    /// A [`ResumeAction`] value.
     go: AtomicU8,
     /// The debugger requested the registers.
     asked: AtomicBool,
-    view: Mutex<View>,
+    view: Mutex<RegisterExchange>,
 }
 
 /// Register state exchanged between the debugger and a held vCPU.
 #[derive(Debug, Default)]
-struct View {
+struct RegisterExchange {
     /// Register state that the vCPU published, including the debugger's changes.
-    shown: Option<Registers>,
+    shown: Option<VcpuRegisters>,
     /// Register sets that the debugger changed, if any.
-    changed: Option<Changed>,
+    changed: Option<ChangedRegisters>,
     /// Changes that the vCPU thread applies before it resumes.
-    changes: Option<(Registers, Changed)>,
+    changes: Option<(VcpuRegisters, ChangedRegisters)>,
 }
 
 /// Register sets that a debugger changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Changed {
+pub(super) enum ChangedRegisters {
     /// General-purpose registers only.
     General,
     /// General-purpose, x87 and SSE registers. The FPU state is written only if changed, because
@@ -160,14 +160,14 @@ pub(super) enum Changed {
 /// Debugger interface of a machine.
 #[derive(Debug)]
 pub struct Debugger {
-    cells: Vec<Cell>,
+    cells: Vec<VcpuDebugState>,
     /// KVM blocks interrupts during a step.
     blocks_interrupts: bool,
     attached: AtomicBool,
     /// Incremented on each change of `points` or `attached`.
     version: AtomicU64,
-    points: Mutex<Vec<Point>>,
-    planted: Mutex<Vec<Planted>>,
+    points: Mutex<Vec<HardwareBreakpoint>>,
+    planted: Mutex<Vec<SoftwareBreakpoint>>,
     stop: Mutex<Option<Stop>>,
     /// Becomes readable when a vCPU has stopped the machine.
     event: EventFd,
@@ -187,8 +187,8 @@ impl Debugger {
     /// # Errors
     /// Returns the error of `eventfd(2)`.
     pub fn new(vcpus: u8, blocks_interrupts: bool) -> std::io::Result<Self> {
-        let cell = |_| Cell {
-            go: AtomicU8::new(Go::Run as u8),
+        let cell = |_| VcpuDebugState {
+            go: AtomicU8::new(ResumeAction::Run as u8),
             asked: AtomicBool::new(false),
             view: Mutex::default(),
         };
@@ -218,10 +218,9 @@ impl Debugger {
         }
     }
 
-    fn cell(&self, vcpu: u8) -> Option<&Cell> {
+    fn cell(&self, vcpu: u8) -> Option<&VcpuDebugState> {
         self.cells.get(usize::from(vcpu))
     }
-
 
     /// Records that a debugger has attached or detached.
     pub fn attach(&self, attached: bool) {
@@ -242,23 +241,23 @@ impl Debugger {
     }
 
     /// Stops all vCPUs.
-    pub fn hold(&self, switch: &dyn RunSwitch) {
+    pub fn hold(&self, switch: &dyn RunStateControl) {
         for cell in &self.cells {
-            cell.go.store(Go::Stay as u8, Ordering::SeqCst);
+            cell.go.store(ResumeAction::Stay as u8, Ordering::SeqCst);
         }
         switch.set_held(true);
         self.kick();
     }
 
     /// Resumes the vCPUs, each with the action that `go` returns for it.
-    pub fn release(&self, switch: &dyn RunSwitch, go: impl Fn(u8) -> Go) {
+    pub fn release(&self, switch: &dyn RunStateControl, go: impl Fn(u8) -> ResumeAction) {
         lock(&self.stop).take();
         let _ = self.event.read();
         let mut any_stays = false;
         for (vcpu, cell) in (0..).zip(&self.cells) {
             let go = go(vcpu);
-            any_stays |= go == Go::Stay;
-            if go != Go::Stay {
+            any_stays |= go == ResumeAction::Stay;
+            if go != ResumeAction::Stay {
                 let mut view = lock(&cell.view);
                 let (shown, changed) = (view.shown.take(), view.changed.take());
                 view.changes = shown.zip(changed).or(view.changes.take());
@@ -272,14 +271,14 @@ impl Debugger {
     /// Waits until all held vCPUs that `present` lists have published their registers.
     ///
     /// # Errors
-    /// Returns [`HoldError::Ended`] if the VM ends, and [`HoldError::Slow`] if a vCPU does not
+    /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does not
     /// respond within `patience`.
     pub fn collect(
         &self,
-        switch: &dyn RunSwitch,
+        switch: &dyn RunStateControl,
         present: impl Fn() -> Vec<u8>,
         patience: Duration,
-    ) -> Result<(), HoldError> {
+    ) -> Result<(), VcpuStopError> {
         let end = std::time::Instant::now() + patience;
         for cell in &self.cells {
             // A vCPU that has published its registers has not run since.
@@ -298,42 +297,42 @@ impl Debugger {
                 return Ok(());
             };
             if switch.has_ended() {
-                return Err(HoldError::Ended);
+                return Err(VcpuStopError::Ended);
             }
             if std::time::Instant::now() >= end {
-                return Err(HoldError::Slow(missing));
+                return Err(VcpuStopError::Slow(missing));
             }
             showing = self
                 .shown
-                .wait_timeout(showing, LOOK_AGAIN)
+                .wait_timeout(showing, CHECK_INTERVAL)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
     }
 
     /// Returns the published registers of a vCPU, or `None` if the vCPU is not held.
-    pub fn registers(&self, vcpu: u8) -> Option<Registers> {
+    pub fn registers(&self, vcpu: u8) -> Option<VcpuRegisters> {
         lock(&self.cell(vcpu)?.view).shown
     }
 
     /// Changes the registers of a vCPU. Returns `false` if the vCPU is not held.
-    pub fn set_registers(&self, vcpu: u8, registers: &Registers) -> bool {
+    pub fn set_registers(&self, vcpu: u8, registers: &VcpuRegisters) -> bool {
         let Some(cell) = self.cell(vcpu) else { return false };
         let mut view = lock(&cell.view);
         let Some(shown) = view.shown.replace(*registers) else {
             view.shown = None;
             return false;
         };
-        if shown.fpu != registers.fpu || view.changed == Some(Changed::Fpu) {
-            view.changed = Some(Changed::Fpu);
+        if shown.fpu != registers.fpu || view.changed == Some(ChangedRegisters::Fpu) {
+            view.changed = Some(ChangedRegisters::Fpu);
         } else {
-            view.changed = Some(Changed::General);
+            view.changed = Some(ChangedRegisters::General);
         }
         true
     }
 
     /// Adds a hardware breakpoint. Returns `false` if `most` breakpoints are already set.
-    pub fn add_point(&self, point: Point, most: usize) -> bool {
+    pub fn add_hardware_breakpoint(&self, point: HardwareBreakpoint, most: usize) -> bool {
         let mut points = lock(&self.points);
         if points.len() >= most.min(BREAKPOINTS) {
             return false;
@@ -344,7 +343,7 @@ impl Debugger {
     }
 
     /// Removes a hardware breakpoint. Returns `false` if the breakpoint is not set.
-    pub fn remove_point(&self, point: Point) -> bool {
+    pub fn remove_hardware_breakpoint(&self, point: HardwareBreakpoint) -> bool {
         let mut points = lock(&self.points);
         let Some(at) = points.iter().position(|other| *other == point) else {
             return false;
@@ -355,16 +354,15 @@ impl Debugger {
     }
 
     /// Removes all hardware breakpoints.
-    pub fn clear_points(&self) {
+    pub fn clear_hardware_breakpoints(&self) {
         lock(&self.points).clear();
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Locks and returns the list of INT3s in guest memory.
-    pub fn planted(&self) -> MutexGuard<'_, Vec<Planted>> {
+    pub fn planted(&self) -> MutexGuard<'_, Vec<SoftwareBreakpoint>> {
         lock(&self.planted)
     }
-
 
     /// Returns `true` if a debugger is attached. Costs one relaxed load.
     #[inline]
@@ -373,23 +371,23 @@ impl Debugger {
     }
 
     /// Returns the action of a vCPU.
-    pub(super) fn go(&self, vcpu: u8) -> Go {
+    pub(super) fn go(&self, vcpu: u8) -> ResumeAction {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
-            Some(1) => Go::Step,
-            Some(2) => Go::Stay,
-            _ => Go::Run,
+            Some(1) => ResumeAction::Step,
+            Some(2) => ResumeAction::Stay,
+            _ => ResumeAction::Run,
         }
     }
 
     /// Returns `true` if the debugger requested the registers of this vCPU.
-    pub(super) fn is_asked(&self, vcpu: u8) -> bool {
+    pub(super) fn are_registers_requested_from(&self, vcpu: u8) -> bool {
         self.cell(vcpu)
             .is_some_and(|cell| cell.asked.load(Ordering::SeqCst))
     }
 
     /// Publishes the registers of a vCPU. The caller must have applied [`Debugger::take_changes`]
     /// before reading them.
-    pub(super) fn show(&self, vcpu: u8, registers: Registers) {
+    pub(super) fn show(&self, vcpu: u8, registers: VcpuRegisters) {
         let Some(cell) = self.cell(vcpu) else { return };
         cell.asked.store(false, Ordering::SeqCst);
         lock(&cell.view).shown = Some(registers);
@@ -398,12 +396,12 @@ impl Debugger {
     }
 
     /// Takes the debugger's register changes, to be applied before the vCPU resumes.
-    pub(super) fn take_changes(&self, vcpu: u8) -> Option<(Registers, Changed)> {
+    pub(super) fn take_changes(&self, vcpu: u8) -> Option<(VcpuRegisters, ChangedRegisters)> {
         lock(&self.cell(vcpu)?.view).changes.take()
     }
 
     /// Returns the hardware breakpoints and their version if the version differs from `known`.
-    pub(super) fn news(&self, known: u64) -> Option<(u64, Vec<Point>)> {
+    pub(super) fn hardware_breakpoints_since(&self, known: u64) -> Option<(u64, Vec<HardwareBreakpoint>)> {
         let version = self.version.load(Ordering::SeqCst);
         (version != known).then(|| (version, lock(&self.points).clone()))
     }
@@ -422,21 +420,21 @@ impl Debugger {
 
     /// Returns the debugger's reason for a debug exit, or `None` if the exit belongs to the guest.
     /// The debugger's hardware breakpoints occupy the debug registers from DR`first` on.
-    pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<Why> {
+    pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<StopCause> {
         if stop.exception == BREAKPOINT {
-            return self.is_planted(stop.pc).then_some(Why::Planted);
+            return self.is_planted(stop.pc).then_some(StopCause::SoftwareBreakpoint);
         }
         let hit = |n: usize| stop.dr6 & 1 << n != 0;
         let points = lock(&self.points);
         let numbered = (first..BREAKPOINTS).zip(points.iter());
         if let Some((_, point)) = numbered.into_iter().find(|(n, _)| hit(*n)) {
-            return Some(Why::Point(*point));
+            return Some(StopCause::HardwareBreakpoint(*point));
         }
-        (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == Go::Step).then_some(Why::Step)
+        (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(StopCause::Step)
     }
 
     /// Stops the machine on behalf of a vCPU.
-    pub(super) fn stopped(&self, switch: &dyn RunSwitch, stop: Stop) {
+    pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: Stop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
         let _ = self.event.write(1);
@@ -445,20 +443,20 @@ impl Debugger {
 
 #[cfg(test)]
 mod tests {
-    use super::super::control::{OnReset, RunControl, RunState};
+    use super::super::control::{ResetPolicy, RunControl, RunState};
     use super::*;
 
     const NOW: Duration = Duration::ZERO;
 
     fn machine() -> RunControl {
         let debugger = Debugger::new(2, false).unwrap();
-        RunControl::new(OnReset::Exit)
+        RunControl::new(ResetPolicy::Exit)
             .unwrap()
             .with_debugger(Some(debugger))
     }
 
-    fn at(rip: u64) -> Registers {
-        let mut registers = Registers::default();
+    fn at(rip: u64) -> VcpuRegisters {
+        let mut registers = VcpuRegisters::default();
         registers.general.rip = rip;
         registers
     }
@@ -466,39 +464,48 @@ mod tests {
     /// Register changes of a vCPU that remains stopped are kept while others run, and applied
     /// exactly once.
     #[test]
-    fn changes_wait_until_their_vcpu_goes_on() {
+    fn register_changes_are_applied_on_resume() {
         let control = machine();
         let debugger = control.debugger().unwrap();
         debugger.hold(&control);
         assert_eq!(
             debugger.collect(&control, || vec![0, 1], NOW),
-            Err(HoldError::Slow(0)),
+            Err(VcpuStopError::Slow(0)),
             "nobody has answered"
         );
         debugger.show(0, at(1));
         debugger.show(1, at(2));
         debugger.collect(&control, || vec![0, 1], NOW).unwrap();
         assert!(debugger.set_registers(1, &at(3)));
-        debugger.release(&control, |vcpu| if vcpu == 0 { Go::Step } else { Go::Stay });
-        assert_eq!((control.state(), debugger.go(0)), (RunState::Held, Go::Step));
+        debugger.release(&control, |vcpu| {
+            if vcpu == 0 {
+                ResumeAction::Step
+            } else {
+                ResumeAction::Stay
+            }
+        });
+        assert_eq!(
+            (control.state(), debugger.go(0)),
+            (RunState::Held, ResumeAction::Step)
+        );
         assert_eq!((debugger.take_changes(0), debugger.take_changes(1)), (None, None));
         assert!(!debugger.set_registers(0, &at(9)), "it runs");
         debugger.hold(&control);
         assert_eq!(
             debugger.collect(&control, || vec![0, 1], NOW),
-            Err(HoldError::Slow(0))
+            Err(VcpuStopError::Slow(0))
         );
-        assert!(!debugger.is_asked(1), "it has not run since");
+        assert!(!debugger.are_registers_requested_from(1), "it has not run since");
         assert_eq!(debugger.registers(1), Some(at(3)));
-        debugger.release(&control, |_| Go::Run);
+        debugger.release(&control, |_| ResumeAction::Run);
         assert_eq!(control.state(), RunState::Running);
-        assert_eq!(debugger.take_changes(1), Some((at(3), Changed::General)));
+        assert_eq!(debugger.take_changes(1), Some((at(3), ChangedRegisters::General)));
         assert_eq!(debugger.take_changes(1), None);
     }
 
     /// Debug exits that the guest caused are not attributed to the debugger.
     #[test]
-    fn only_the_debuggers_own_stops_are_its() {
+    fn guest_debug_exits_are_not_debugger_stops() {
         let control = machine();
         let debugger = control.debugger().unwrap();
         let stop = |exception, pc, dr6| kvm_debug_exit_arch {
@@ -507,23 +514,26 @@ mod tests {
             dr6,
             ..Default::default()
         };
-        let point = Point {
+        let point = HardwareBreakpoint {
             address: 0x10,
             length: 1,
-            access: Access::Execute,
+            access: BreakpointAccess::Execute,
         };
-        assert!(debugger.add_point(point, 1) && !debugger.add_point(point, 1));
-        debugger.planted().push(Planted {
+        assert!(debugger.add_hardware_breakpoint(point, 1) && !debugger.add_hardware_breakpoint(point, 1));
+        debugger.planted().push(SoftwareBreakpoint {
             address: 0x20,
             physical: 0x20,
             replaced: 0x90,
         });
-        assert_eq!(debugger.why(0, 0, &stop(3, 0x20, 0)), Some(Why::Planted));
+        assert_eq!(
+            debugger.why(0, 0, &stop(3, 0x20, 0)),
+            Some(StopCause::SoftwareBreakpoint)
+        );
         assert_eq!(debugger.why(0, 0, &stop(3, 0x21, 0)), None);
         // The first two debug registers hold breakpoints of another user.
         assert_eq!(
             debugger.why(0, 2, &stop(1, 0x10, 1 << 2)),
-            Some(Why::Point(point))
+            Some(StopCause::HardwareBreakpoint(point))
         );
         assert_eq!(debugger.why(0, 2, &stop(1, 0x10, 1 << 0)), None);
         assert_eq!(
@@ -532,28 +542,31 @@ mod tests {
             "nobody asked for it"
         );
         debugger.hold(&control);
-        debugger.release(&control, |_| Go::Step);
-        assert_eq!(debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)), Some(Why::Step));
+        debugger.release(&control, |_| ResumeAction::Step);
+        assert_eq!(
+            debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)),
+            Some(StopCause::Step)
+        );
         // Only the first stop is reported.
         debugger.stopped(
             &control,
             Stop {
                 vcpu: 1,
-                why: Why::Step,
+                why: StopCause::Step,
             },
         );
         debugger.stopped(
             &control,
             Stop {
                 vcpu: 0,
-                why: Why::Planted,
+                why: StopCause::SoftwareBreakpoint,
             },
         );
         assert_eq!(
             debugger.take_stop(),
             Some(Stop {
                 vcpu: 1,
-                why: Why::Step
+                why: StopCause::Step
             })
         );
         assert_eq!(debugger.take_stop(), None);

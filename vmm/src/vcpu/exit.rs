@@ -1,20 +1,20 @@
 //! Handling of vCPU exits.
 //!
 //! [`Running::enter`] enters the guest and handles most exits while the exit data is borrowed from
-//! the `kvm_run` page ([`Served`]). For an exit that needs the vCPU itself, the run loop receives
-//! the action to take ([`Next`]).
+//! the `kvm_run` page ([`ExitHandler`]). For an exit that needs the vCPU itself, the run loop receives
+//! the action to take ([`ExitAction`]).
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::{error_line, guest_log};
 use vpmu::registers::IA32_DEBUGCTL;
-use vpmu::{MsrRead, MsrWrite, ParavirtualEvent};
+use vpmu::{MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent};
 
 use super::control::StopReason;
 use super::debugctl::DebugControl;
 use super::failure::VcpuFailure;
 use super::kick;
-use super::rdpmc::Rdpmc;
-use super::running::{Completed, Next, Running, Turn};
+use super::rdpmc::RdpmcEmulator;
+use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
 use crate::devices::{Bus, BusOutcome};
@@ -34,24 +34,24 @@ const DR6_BREAKPOINTS: u64 = 0xf;
 
 /// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded because it lends
 /// the exit data.
-struct Served<'v> {
+struct ExitHandler<'v> {
     pmu: Option<&'v mut VcpuPmu>,
     debug_control: Option<&'v DebugControl>,
-    rdpmc: Option<&'v mut Rdpmc>,
+    rdpmc: Option<&'v mut RdpmcEmulator>,
     stepper: Option<&'v mut Stepper>,
     bus: &'v Bus,
     stats: &'v VcpuStats,
-    completed: &'v mut Completed,
+    completed: &'v mut ExitCompletion,
 }
 
-impl Served<'_> {
+impl ExitHandler<'_> {
     /// Returns `true` if a write to [`TRAP_PORT`] may be an RDPMC trap or the end of a step.
     fn has_trap_port(&self) -> bool {
         self.rdpmc.is_some() || self.stepper.is_some()
     }
 
     /// Handles RDMSR of a trapped register.
-    fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> Next {
+    fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> ExitAction {
         self.stats.rdmsr.inc();
         let others = match self.debug_control {
             Some(control) if msr.index == IA32_DEBUGCTL => control.read(),
@@ -59,23 +59,23 @@ impl Served<'_> {
         };
         let read = match &mut self.pmu {
             Some(pmu) => pmu.read_msr(msr.index),
-            None => MsrRead::InjectGp,
+            None => MsrReadOutcome::InjectGp,
         };
         match read {
-            MsrRead::Value(value) => {
-                *self.completed = Completed::AtCpl0;
+            MsrReadOutcome::Value(value) => {
+                *self.completed = ExitCompletion::AtCpl0;
                 *msr.data = value | others;
             }
-            MsrRead::InjectGp => {
+            MsrReadOutcome::InjectGp => {
                 self.stats.gp_injected.inc();
                 *msr.error = 1;
             }
         }
-        Next::Continue
+        ExitAction::Continue
     }
 
     /// Handles WRMSR of a trapped register.
-    fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> Next {
+    fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> ExitAction {
         self.stats.wrmsr.inc();
         if let Some(stepper) = &mut self.stepper {
             stepper.registers_changed();
@@ -87,52 +87,52 @@ impl Served<'_> {
         let pmu_part = control.map_or(Some(msr.data), |control| control.pmu_part(msr.data));
         let written = match (&mut self.pmu, pmu_part) {
             (Some(pmu), Some(part)) => pmu.write_msr(msr.index, part),
-            _ => MsrWrite::InjectGp,
+            _ => MsrWriteOutcome::InjectGp,
         };
         match written {
-            MsrWrite::Done if control.is_some() => Next::DebugControl(msr.data),
-            MsrWrite::Done => {
-                *self.completed = Completed::AtCpl0;
-                Next::Continue
+            MsrWriteOutcome::Done if control.is_some() => ExitAction::DebugControl(msr.data),
+            MsrWriteOutcome::Done => {
+                *self.completed = ExitCompletion::AtCpl0;
+                ExitAction::Continue
             }
-            MsrWrite::InjectGp => {
+            MsrWriteOutcome::InjectGp => {
                 self.stats.gp_injected.inc();
                 *msr.error = 1;
-                Next::Continue
+                ExitAction::Continue
             }
         }
     }
 
-    fn port_write(&mut self, port: u16, io_width: usize, data: &[u8]) -> Next {
+    fn port_write(&mut self, port: u16, io_width: usize, data: &[u8]) -> ExitAction {
         self.stats.io_out.inc();
         self.device_access(ParavirtualEvent::IoExits);
-        stop_of(self.bus.io_out_string(port, io_width, data)).map_or(Next::Continue, Next::Stop)
+        stop_of(self.bus.io_out_string(port, io_width, data)).map_or(ExitAction::Continue, ExitAction::Stop)
     }
 
-    fn port_read(&mut self, port: u16, io_width: usize, data: &mut [u8]) -> Next {
+    fn port_read(&mut self, port: u16, io_width: usize, data: &mut [u8]) -> ExitAction {
         self.stats.io_in.inc();
         self.device_access(ParavirtualEvent::IoExits);
         self.bus.io_in_string(port, io_width, data);
-        Next::Continue
+        ExitAction::Continue
     }
 
-    fn memory_read(&mut self, address: u64, data: &mut [u8]) -> Next {
+    fn memory_read(&mut self, address: u64, data: &mut [u8]) -> ExitAction {
         self.stats.mmio.inc();
         self.device_access(ParavirtualEvent::MmioExits);
         self.bus.mmio_read(address, data);
-        Next::Continue
+        ExitAction::Continue
     }
 
-    fn memory_write(&mut self, address: u64, data: &[u8]) -> Next {
+    fn memory_write(&mut self, address: u64, data: &[u8]) -> ExitAction {
         self.stats.mmio.inc();
         self.device_access(ParavirtualEvent::MmioExits);
         self.bus.mmio_write(address, data);
-        Next::Continue
+        ExitAction::Continue
     }
 
     /// Counts a device access as a paravirtual event of the guest.
     fn device_access(&mut self, event: ParavirtualEvent) {
-        *self.completed = Completed::AtAnyCpl;
+        *self.completed = ExitCompletion::AtAnyCpl;
         if let Some(pmu) = &mut self.pmu {
             pmu.count_event(event);
         }
@@ -141,8 +141,8 @@ impl Served<'_> {
 
 impl Running {
     /// Performs steps 5 and 6 of the run loop: KVM_RUN and the exit.
-    pub(super) fn enter(&mut self) -> Next {
-        self.exit_clock.goes_on();
+    pub(super) fn enter(&mut self) -> ExitAction {
+        self.exit_clock.end_exit();
         if let Some(pmu) = &self.pmu {
             pmu.guest_enter();
         }
@@ -162,9 +162,9 @@ impl Running {
         if !by_signal {
             self.last_read.forget();
         }
-        let stats = self.seat.stats();
+        let stats = self.slot.stats();
         stats.exits.inc();
-        let mut served = Served {
+        let mut served = ExitHandler {
             pmu: self.pmu.as_mut(),
             debug_control: self.debug_control.as_ref(),
             rdpmc: self.rdpmc.as_mut(),
@@ -176,93 +176,93 @@ impl Running {
         match why {
             Ok(VcpuExit::X86Rdmsr(msr)) => served.read_msr(msr),
             Ok(VcpuExit::X86Wrmsr(msr)) => served.write_msr(msr),
-            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.has_trap_port() => Next::TrapPort(byte),
+            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.has_trap_port() => ExitAction::TrapPort(byte),
             Ok(VcpuExit::IoOut(port, data)) => served.port_write(port, io_width, data),
             Ok(VcpuExit::IoIn(port, data)) => served.port_read(port, io_width, data),
             Ok(VcpuExit::MmioRead(address, data)) => served.memory_read(address, data),
             Ok(VcpuExit::MmioWrite(address, data)) => served.memory_write(address, data),
             Ok(VcpuExit::Debug(stop)) => {
                 stats.debug.inc();
-                Next::Debug(stop)
+                ExitAction::Debug(stop)
             }
-            Ok(VcpuExit::Intr) => Next::Continue,
+            Ok(VcpuExit::Intr) => ExitAction::Continue,
             Ok(VcpuExit::Hlt) => {
                 stats.hlt.inc();
-                Next::Continue
+                ExitAction::Continue
             }
             Ok(VcpuExit::Shutdown) => {
                 self.report_triple_fault();
-                Next::Stop(StopReason::TripleFault)
+                ExitAction::Stop(StopReason::TripleFault)
             }
-            Ok(VcpuExit::InternalError) => Next::EmulationFailed,
-            Ok(VcpuExit::SystemEvent(kind, _)) => Next::Stop(system_event(kind)),
-            Ok(exit) => Next::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
+            Ok(VcpuExit::InternalError) => ExitAction::EmulationFailed,
+            Ok(VcpuExit::SystemEvent(kind, _)) => ExitAction::Stop(system_event(kind)),
+            Ok(exit) => ExitAction::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
             Err(e) if e.errno() == libc::EINTR => {
-                if !kick::overflow_waits() {
+                if !kick::is_overflow_pending() {
                     stats.interrupted.inc();
                 }
-                Next::Continue
+                ExitAction::Continue
             }
-            Err(e) if e.errno() == libc::EAGAIN => Next::Continue,
-            Err(e) => Next::Fail(VcpuFailure::Run(e)),
+            Err(e) if e.errno() == libc::EAGAIN => ExitAction::Continue,
+            Err(e) => ExitAction::Fail(VcpuFailure::Run(e)),
         }
     }
 
     /// Handles a write to the trap port: a breakpoint of the stepper, a replaced RDPMC, or the
     /// guest's own write.
-    pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<Turn, VcpuFailure> {
+    pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<LoopAction, VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?
         {
             pmu.feed_step(&step);
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         }
         self.trap_port(byte).map_err(VcpuFailure::Read)
     }
 
     /// Handles a debug exit after a breakpoint or single step.
-    pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<Turn, VcpuFailure> {
+    pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<LoopAction, VcpuFailure> {
         if stop.exception != BREAKPOINT && stop.dr6 & DR6_BREAKPOINTS != 0 && self.debug.is_site(stop.pc) {
-            return self.rdpmc_at_breakpoint().map_err(VcpuFailure::Debug);
+            return self.handle_rdpmc_breakpoint().map_err(VcpuFailure::Debug);
         }
-        if self.stops_for_debugger(stop) {
-            return Ok(Turn::Again);
+        if self.stop_for_debugger(stop) {
+            return Ok(LoopAction::Repeat);
         }
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.stopped(&mut self.fd, stop)?
         {
             pmu.feed_step(&step);
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         }
         // The exit belongs to the guest: INT3, trap flag, or a breakpoint that the guest set.
-        step::debug::give_back(&self.fd, stop).map_err(VcpuFailure::Debug)?;
-        Ok(Turn::Again)
+        step::debug::inject_guest_exception(&self.fd, stop).map_err(VcpuFailure::Debug)?;
+        Ok(LoopAction::Repeat)
     }
 
     /// Forwards the bits of an IA32_DEBUGCTL write that do not belong to the PMU.
-    pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<Turn, VcpuFailure> {
+    pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<LoopAction, VcpuFailure> {
         if let Some(control) = &mut self.debug_control {
             control
                 .write(&self.fd, value)
                 .map_err(VcpuFailure::DebugControl)?;
         }
-        self.completed = Completed::AtCpl0;
-        Ok(Turn::Again)
+        self.completed = ExitCompletion::AtCpl0;
+        Ok(LoopAction::Repeat)
     }
 
     /// Handles the guest's own one-byte write to the RDPMC trap port.
-    pub(super) fn own_port_write(&mut self, byte: u8) -> Turn {
-        self.seat.stats().io_out.inc();
-        self.completed = Completed::AtAnyCpl;
+    pub(super) fn forward_port_write(&mut self, byte: u8) -> LoopAction {
+        self.slot.stats().io_out.inc();
+        self.completed = ExitCompletion::AtAnyCpl;
         if let Some(pmu) = &mut self.pmu {
             pmu.count_event(ParavirtualEvent::IoExits);
         }
-        stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(Turn::Again, Turn::Stop)
+        stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(LoopAction::Repeat, LoopAction::Stop)
     }
 
     /// Logs a triple fault of the guest and the last known register state.
     fn report_triple_fault(&self) {
-        if !self.seat.may_tell_shutdown() {
+        if !self.slot.should_log_triple_fault() {
             return;
         }
         let place = match (self.fd.get_regs(), self.fd.get_sregs()) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::kick;
 use crate::kvm::armed::VcpuExit;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use kernel_images::rdpmc::TRAP_PORT;
 
 /// Defines the exit reasons: variant and name in the control protocol.
@@ -66,11 +66,11 @@ reasons! {
 }
 
 impl ExitReason {
-    /// Returns the reason of an exit with this result. After a signal, [`kick::overflow_waits`]
+    /// Returns the reason of an exit with this result. After a signal, [`kick::is_overflow_pending`]
     /// must reflect a pending overflow signal.
-    fn of(why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) -> Self {
+    fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
         let signal = || {
-            if kick::overflow_waits() {
+            if kick::is_overflow_pending() {
                 Self::Overflow
             } else {
                 Self::Kick
@@ -108,7 +108,7 @@ pub struct ExitCount {
 }
 
 #[derive(Debug, Default)]
-struct Cell {
+struct ExitCell {
     count: AtomicU64,
     timed: AtomicU64,
     time_ns: AtomicU64,
@@ -119,14 +119,14 @@ struct Cell {
 #[derive(Debug)]
 pub struct ExitTable {
     watchers: AtomicU32,
-    cells: Vec<Cell>,
+    cells: Vec<ExitCell>,
 }
 
 impl Default for ExitTable {
     fn default() -> Self {
         Self {
             watchers: AtomicU32::new(0),
-            cells: ExitReason::ALL.iter().map(|_| Cell::default()).collect(),
+            cells: ExitReason::ALL.iter().map(|_| ExitCell::default()).collect(),
         }
     }
 }
@@ -151,7 +151,7 @@ impl ExitTable {
     /// Returns the counts so far, in the order of [`ExitReason::ALL`]. The longest duration covers
     /// only the time since the previous call.
     pub fn take(&self) -> Vec<ExitCount> {
-        let taken = |cell: &Cell| {
+        let taken = |cell: &ExitCell| {
             // Timed exits are read first, so that each of them is included in the total read
             // afterwards.
             let timed = cell.timed.load(Ordering::Acquire);
@@ -209,7 +209,7 @@ impl ExitClock {
 
     /// Records the return of KVM_RUN.
     #[inline]
-    pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) {
+    pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) {
         if self.table.is_watched() {
             let now = Instant::now();
             let reason = ExitReason::of(why, has_pmu);
@@ -220,7 +220,7 @@ impl ExitClock {
 
     /// Records the next call of KVM_RUN, which ends the exit.
     #[inline]
-    pub(super) fn goes_on(&mut self) {
+    pub(super) fn end_exit(&mut self) {
         if let Some((reason, since)) = self.open.take() {
             self.table.served(reason, since.elapsed());
         }
@@ -236,7 +236,7 @@ impl ExitClock {
 mod tests {
     use super::*;
 
-    type Why<'a> = Result<VcpuExit<'a>, CallError>;
+    type Why<'a> = Result<VcpuExit<'a>, KvmIoctlError>;
 
     fn count(table: &ExitTable, reason: ExitReason) -> ExitCount {
         table.take()[reason as usize]
@@ -249,14 +249,14 @@ mod tests {
         let mut clock = ExitClock::new(table.clone());
         let read: Why<'_> = Ok(VcpuExit::MmioRead(0, &mut []));
         clock.left(&read, true);
-        clock.goes_on();
+        clock.end_exit();
         assert_eq!(count(&table, ExitReason::MmioRead), ExitCount::default());
         table.watch();
         clock.left(&read, true);
         let open = count(&table, ExitReason::MmioRead);
         assert_eq!((open.count, open.timed), (1, 0));
         std::thread::sleep(Duration::from_millis(2));
-        clock.goes_on();
+        clock.end_exit();
         let served = count(&table, ExitReason::MmioRead);
         assert_eq!((served.count, served.timed), (1, 1));
         assert!(served.time_ns >= 2_000_000 && served.longest_ns == served.time_ns);
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(count(&table, ExitReason::MmioRead).longest_ns, 0);
         clock.left(&read, true);
         clock.forget();
-        clock.goes_on();
+        clock.end_exit();
         let paused = count(&table, ExitReason::MmioRead);
         assert_eq!((paused.count, paused.timed), (2, 1));
         table.unwatch();
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn exits_are_told_apart() {
+    fn exit_reasons_are_distinguished() {
         let of = |why: Why<'_>, has_pmu| ExitReason::of(&why, has_pmu);
         assert_eq!(of(Ok(VcpuExit::IoOut(TRAP_PORT, &[0])), true), ExitReason::Rdpmc);
         assert_eq!(
@@ -286,7 +286,7 @@ mod tests {
         );
         assert_eq!(of(Ok(VcpuExit::IoIn(1, &mut [])), true), ExitReason::PortRead);
         assert_eq!(of(Ok(VcpuExit::Shutdown), true), ExitReason::Other);
-        let error = |number| Err(CallError::with_errno("KVM_RUN", number));
+        let error = |number| Err(KvmIoctlError::with_errno("KVM_RUN", number));
         assert_eq!(of(error(libc::EINTR), true), ExitReason::Kick);
         assert_eq!(of(error(libc::EAGAIN), true), ExitReason::Other);
         let names: std::collections::BTreeSet<_> = ExitReason::ALL.iter().map(|r| r.name()).collect();

@@ -6,7 +6,7 @@ use super::internal_error::InternalError;
 use super::pmi;
 use super::step::StepError;
 use crate::boot::BootError;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::pmu::PmuSetupError;
 
 /// Error of creating or starting a vCPU.
@@ -25,7 +25,7 @@ pub enum VcpuError {
 
 /// Error of initializing a vCPU on its thread.
 #[derive(Debug, thiserror::Error)]
-pub enum BeginError {
+pub enum VcpuStartError {
     /// The vCPU could not be attached to the perf core.
     #[error(transparent)]
     Pmu(#[from] PmuSetupError),
@@ -38,7 +38,7 @@ pub enum BeginError {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RestartError {
     #[error(transparent)]
-    State(#[from] CallError),
+    State(#[from] KvmIoctlError),
     #[error(transparent)]
     Boot(#[from] BootError),
     #[error(transparent)]
@@ -53,15 +53,15 @@ pub(super) enum VcpuFailure {
     #[error(transparent)]
     Step(#[from] StepError),
     #[error("serving a breakpoint failed")]
-    Debug(#[source] CallError),
+    Debug(#[source] KvmIoctlError),
     #[error("serving RDPMC failed")]
-    Read(#[source] CallError),
+    Read(#[source] KvmIoctlError),
     #[error("looking which kernel the guest runs failed")]
-    Gate(#[source] CallError),
+    Gate(#[source] KvmIoctlError),
     #[error("writing IA32_DEBUGCTL failed")]
-    DebugControl(#[source] CallError),
+    DebugControl(#[source] KvmIoctlError),
     #[error(transparent)]
-    Run(CallError),
+    Run(KvmIoctlError),
     #[error("{0}")]
     Internal(InternalError),
     #[error("nothing serves the exit {0}")]

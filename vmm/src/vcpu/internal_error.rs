@@ -8,8 +8,8 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
 };
 
-use crate::kvm::armed::{ArmedVcpu, InternalExit};
-use crate::kvm::call::CallError;
+use crate::kvm::armed::{ArmedVcpu, InternalErrorExit};
+use crate::kvm::call::KvmIoctlError;
 
 /// Linear address of the first instruction after INIT or reset (SDM vol. 3 §9.1.4).
 const RESET_VECTOR: u64 = 0xffff_fff0;
@@ -19,7 +19,7 @@ const CR0_PE: u64 = 1 << 0;
 /// An internal error of KVM and the vCPU state at that point.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InternalError {
-    exit: InternalExit,
+    exit: InternalErrorExit,
     rip: u64,
     /// Code size: 16, 32 or 64 bits.
     bits: u32,
@@ -34,7 +34,7 @@ impl InternalError {
     ///
     /// # Errors
     /// Returns the error of the KVM call that reads registers.
-    pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, CallError> {
+    pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, KvmIoctlError> {
         let sregs = vcpu.get_sregs()?;
         let bits = match (sregs.cs.l, sregs.cs.db) {
             (0, 0) => 16,
@@ -102,7 +102,7 @@ mod tests {
 
     fn error(suberror: u32, bytes: &[u8]) -> InternalError {
         InternalError {
-            exit: InternalExit::new(suberror, bytes),
+            exit: InternalErrorExit::new(suberror, bytes),
             rip: 0x10_0000,
             bits: 64,
             cpl: 0,
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_instruction_is_named_and_what_follows_it_is_not() {
+    fn internal_error_names_only_the_instruction() {
         let said = error(1, &[0x48, 0x0f, 0xc7, 0x08, 0xeb, 0xfe]).to_string();
         assert_eq!(
             said,
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn only_real_mode_code_at_the_reset_vector_is_at_the_reset_vector() {
+    fn reset_vector_requires_real_mode() {
         let at = |linear, real_mode| InternalError {
             linear,
             real_mode,
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_without_an_instruction_and_bytes_that_are_none_are_said_as_they_are() {
+    fn internal_error_without_instruction_is_described() {
         let said = error(4, &[]).to_string();
         assert!(said.contains("error 4 (an exit of the processor") && said.ends_with("at which instruction"));
         let said = error(99, &[0x06, 0x06]).to_string();

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_void, siginfo_t};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
-use crate::kvm::armed::request_exit_of_this_thread;
+use crate::kvm::armed::request_exit_of_current_vcpu;
 use crate::kvm::signal_mask;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;
@@ -40,13 +40,13 @@ pub fn kick_signal() -> c_int {
 }
 
 extern "C" fn on_kick(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
-    request_exit_of_this_thread();
+    request_exit_of_current_vcpu();
     open_in_handler();
 }
 
 extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     OVERFLOW.with(|flag| flag.store(true, Ordering::Relaxed));
-    request_exit_of_this_thread();
+    request_exit_of_current_vcpu();
 }
 
 /// Installs both signal handlers for the process.
@@ -136,9 +136,9 @@ impl Drop for KickTimer {
 }
 
 /// Maximum number of exits between two overflow signals at which the signals become held.
-const FEW_EXITS: u32 = 8;
+const MAX_EXITS_TO_HOLD: u32 = 8;
 /// Number of exits without an overflow signal after which the signals are handled again.
-const MANY_EXITS: u32 = 32;
+const MAX_EXITS_WHILE_HELD: u32 = 32;
 
 /// Delivery mode of the overflow signals of one vCPU.
 ///
@@ -187,9 +187,9 @@ impl OverflowSignals {
     /// [`take_overflow`]. Makes two system calls when the mode changes, otherwise none.
     pub fn before_entry(&mut self, vcpu: &VcpuFd, signalled: bool) {
         let hold = if signalled {
-            self.held || self.exits <= FEW_EXITS
+            self.held || self.exits <= MAX_EXITS_TO_HOLD
         } else {
-            self.held && self.exits <= MANY_EXITS
+            self.held && self.exits <= MAX_EXITS_WHILE_HELD
         };
         if signalled {
             self.exits = 0;
@@ -212,7 +212,7 @@ impl OverflowSignals {
     }
 
     /// Restores the initial mode, for a vCPU that moves to another thread.
-    pub fn handle_again(&mut self, vcpu: &VcpuFd) {
+    pub fn restore_handled_mode(&mut self, vcpu: &VcpuFd) {
         if self.held
             && let Err(e) = handle_signals(vcpu)
         {
@@ -273,7 +273,7 @@ fn check(result: c_int) -> io::Result<()> {
 }
 
 /// Returns `true` if an overflow signal is pending for [`take_overflow`].
-pub fn overflow_waits() -> bool {
+pub fn is_overflow_pending() -> bool {
     OVERFLOW.with(|flag| flag.load(Ordering::Relaxed))
 }
 
@@ -311,7 +311,7 @@ mod tests {
     /// The earliest of several requested kicks determines the expiry, independent of the order of
     /// the requests.
     #[test]
-    fn a_later_request_does_not_put_off_an_earlier_kick() {
+    fn later_kick_request_does_not_delay_earlier() {
         let timer = KickTimer::for_current_thread().unwrap();
         assert_eq!(left(&timer), Duration::ZERO);
         timer.kick_in(Duration::from_secs(7200));
@@ -328,7 +328,7 @@ mod tests {
 
     /// A repeated request for the same expiry makes no system call and leaves the timer unchanged.
     #[test]
-    fn who_asks_again_for_the_same_moment_changes_nothing() {
+    fn repeated_kick_request_keeps_timer() {
         let timer = KickTimer::for_current_thread().unwrap();
         let hour = Duration::from_secs(3600);
         timer.kick_in(hour);

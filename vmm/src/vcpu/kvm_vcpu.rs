@@ -4,30 +4,30 @@ use std::fmt;
 
 use kvm_bindings::CpuId;
 
-use crate::kvm::call::CallError;
-use crate::kvm::first_state::FirstState;
+use crate::kvm::call::KvmIoctlError;
+use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::vcpu_fd::VcpuFd;
 
 /// A configured KVM vCPU.
 pub struct KvmVcpu {
     fd: VcpuFd,
-    kept: Kept,
+    kept: KvmVcpuParts,
 }
 
 /// Properties of a KVM vCPU other than its file descriptor.
-pub(super) struct Kept {
+pub(super) struct KvmVcpuParts {
     id: u8,
     tsc_khz: u32,
     cpuid: CpuId,
     /// Initial state of the vCPU; `None` if the vCPU is never removed.
-    first: Option<Box<FirstState>>,
+    first: Option<Box<InitialVcpuState>>,
 }
 
 impl KvmVcpu {
     /// Creates vCPU `id` with the given CPUID. `first` is its current state if the vCPU may be
     /// removed and added again.
-    pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<FirstState>) -> Self {
-        let kept = Kept {
+    pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<InitialVcpuState>) -> Self {
+        let kept = KvmVcpuParts {
             id,
             tsc_khz,
             cpuid,
@@ -36,11 +36,11 @@ impl KvmVcpu {
         Self { fd, kept }
     }
 
-    pub(super) fn into_parts(self) -> (VcpuFd, Kept) {
+    pub(super) fn into_parts(self) -> (VcpuFd, KvmVcpuParts) {
         (self.fd, self.kept)
     }
 
-    pub(super) fn from_parts(fd: VcpuFd, kept: Kept) -> Self {
+    pub(super) fn from_parts(fd: VcpuFd, kept: KvmVcpuParts) -> Self {
         Self { fd, kept }
     }
 
@@ -67,8 +67,8 @@ impl KvmVcpu {
     /// Restores the initial state.
     ///
     /// # Errors
-    /// Returns the [`CallError`] of the failed KVM call.
-    pub fn restore(&self) -> Result<(), CallError> {
+    /// Returns the [`KvmIoctlError`] of the failed KVM call.
+    pub fn restore(&self) -> Result<(), KvmIoctlError> {
         self.kept
             .first
             .as_ref()

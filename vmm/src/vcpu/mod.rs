@@ -16,61 +16,61 @@ mod debugged;
 pub mod debugger;
 mod exit;
 pub mod exit_times;
+pub mod factory;
 pub mod failure;
 pub mod gate;
 mod internal_error;
 pub mod kick;
 pub mod kicker;
 pub mod kvm_vcpu;
-pub mod mailbox;
-pub mod maker;
-mod meeting;
 pub mod pmi;
 mod rdpmc;
 mod rdpmc_exit;
 mod registers;
-pub mod roster;
+pub mod registry;
+pub mod request_queue;
+mod reset_barrier;
 pub mod running;
-pub mod seat;
+pub mod slot;
 pub mod stats;
 pub mod step;
 mod thread;
 
 use std::time::{Duration, Instant};
 
-use vpmu::PmiReady;
+use vpmu::PmiReadiness;
 
 use control::{RunState, StopReason};
 use control_api::protocol::VcpuView;
-use failure::{BeginError, RestartError, VcpuFailure};
-use maker::VcpuMaker;
-use meeting::Waited;
-use pmi::Delivery;
-use running::{Begins, Completed, Running, Turn};
-use step::Prepared;
+use factory::VcpuFactory;
+use failure::{RestartError, VcpuFailure, VcpuStartError};
+use pmi::PmiDelivery;
+use reset_barrier::ResetWait;
+use running::{ExitCompletion, LoopAction, Running, StartNotifier};
+use step::StepAction;
 
 /// Result of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ran {
+enum LoopExit {
     /// The thread must end.
-    ToItsEnd,
+    ThreadEnd,
     /// The machine was reset, so the vCPU must be rebuilt.
-    UntilRestart,
+    MachineReset,
 }
 
 /// Action before entering the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Entry {
+enum EntryAction {
     /// Enter the guest.
     Enter,
     /// Restart the loop, because an instruction was emulated.
-    Again,
+    Repeat,
 }
 
 impl Running {
     /// Attaches the vCPU to the perf core on this thread and creates its kick timer.
-    fn begin(&mut self) -> Result<kick::KickTimer, BeginError> {
-        let timer = kick::KickTimer::for_current_thread().map_err(BeginError::Timer)?;
+    fn begin(&mut self) -> Result<kick::KickTimer, VcpuStartError> {
+        let timer = kick::KickTimer::for_current_thread().map_err(VcpuStartError::Timer)?;
         if let Some(pmu) = &mut self.pmu
             && !pmu.is_attached()
         {
@@ -81,22 +81,22 @@ impl Running {
 
     /// Runs the vCPU until the VM ends, the vCPU is removed, or the machine is reset. Reports
     /// success through `begins`, or returns an error if initialization failed.
-    fn run(&mut self, begins: &mut Option<Begins>) -> Result<Ran, BeginError> {
+    fn run(&mut self, begins: &mut Option<StartNotifier>) -> Result<LoopExit, VcpuStartError> {
         let timer = self.begin()?;
         if let Some(begins) = begins.take() {
             begins.done(self.id);
         }
-        self.seat.stats().go_on();
+        self.slot.stats().rebase();
         loop {
             match self.turn(&timer) {
-                Ok(Turn::Again) => {}
-                Ok(Turn::Leave) => break,
-                Ok(Turn::Reset) => {
+                Ok(LoopAction::Repeat) => {}
+                Ok(LoopAction::Leave) => break,
+                Ok(LoopAction::Reset) => {
                     if self.wait_for_restart() {
-                        return Ok(Ran::UntilRestart);
+                        return Ok(LoopExit::MachineReset);
                     }
                 }
-                Ok(Turn::Stop(reason)) => self.control.guest_ends(reason),
+                Ok(LoopAction::Stop(reason)) => self.control.handle_guest_stop(reason),
                 Err(failure) => {
                     self.report(&failure);
                     self.control.stop(StopReason::Failed);
@@ -104,14 +104,14 @@ impl Running {
                 }
             }
         }
-        if self.seat.is_to_leave() {
+        if self.slot.is_stop_requested() {
             self.settle();
         }
         self.stop_counting();
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
-        Ok(Ran::ToItsEnd)
+        Ok(LoopExit::ThreadEnd)
     }
 
     /// Schedules out the vCPU's events and handles the overflows that have occurred so far.
@@ -126,7 +126,7 @@ impl Running {
         pmu.take_fed_overflow();
         let synced = self.registers.synced(&mut self.fd);
         let done = pmu.service_overflows(&self.fd, synced);
-        self.seat.stats().overflows.add(u64::from(done.overflows));
+        self.slot.stats().overflows.add(u64::from(done.overflows));
     }
 
     /// Waits outside the guest, with its counters closed, until the machine is reset. Returns
@@ -138,16 +138,16 @@ impl Running {
         }
         self.stop_counting();
         loop {
-            let seat = &self.seat;
-            let mail = || seat.mailbox().has_mail() || seat.is_to_leave();
+            let slot = &self.slot;
+            let mail = || slot.request_queue().has_requests() || slot.is_stop_requested();
             match self.control.wait_for_restart(self.id, mail) {
-                Waited::Restart => return true,
-                Waited::Mail if self.seat.is_to_leave() => {
-                    self.control.leaves_meeting(self.id);
+                ResetWait::Restart => return true,
+                ResetWait::RequestPending if self.slot.is_stop_requested() => {
+                    self.control.leave_reset_barrier(self.id);
                     break;
                 }
-                Waited::Mail => self.read_mail(),
-                Waited::Over => break,
+                ResetWait::RequestPending => self.handle_requests(),
+                ResetWait::Over => break,
             }
         }
         if let Some(pmu) = &mut self.pmu {
@@ -158,13 +158,13 @@ impl Running {
 
     /// Rebuilds the vCPU in its initial state, on the same thread and still attached to the perf
     /// core. Waits for the other vCPUs.
-    fn made_anew(mut self, maker: &VcpuMaker) -> Result<Self, RestartError> {
-        let (pmu, seat, control) = (self.pmu.take(), self.seat.clone(), self.control.clone());
+    fn rebuild(mut self, factory: &VcpuFactory) -> Result<Self, RestartError> {
+        let (pmu, slot, control) = (self.pmu.take(), self.slot.clone(), self.control.clone());
         let kvm = self.into_kvm();
-        maker.restore(&kvm)?;
-        let vcpu = maker.make_with(kvm, &seat, pmu).map_err(|(_, e)| e)?;
+        factory.restore(&kvm)?;
+        let vcpu = factory.make_with(kvm, &slot, pmu).map_err(|(_, e)| e)?;
         let mut fresh = Running::new(vcpu);
-        control.is_restored(fresh.id);
+        control.mark_restored_and_wait(fresh.id);
         if let Some(pmu) = &mut fresh.pmu {
             pmu.resume();
         }
@@ -172,29 +172,29 @@ impl Running {
     }
 
     /// Executes one iteration of the run loop.
-    fn turn(&mut self, timer: &kick::KickTimer) -> Result<Turn, VcpuFailure> {
+    fn turn(&mut self, timer: &kick::KickTimer) -> Result<LoopAction, VcpuFailure> {
         self.fd.clear_exit_request();
-        if self.seat.mailbox().has_mail() {
-            self.read_mail();
+        if self.slot.request_queue().has_requests() {
+            self.handle_requests();
         }
-        if self.seat.is_to_leave() {
-            return Ok(Turn::Leave);
+        if self.slot.is_stop_requested() {
+            return Ok(LoopAction::Leave);
         }
         match self.control.state() {
             RunState::Running => {}
-            RunState::Held if self.is_let_go() => {}
+            RunState::Held if self.may_run() => {}
             RunState::Paused | RunState::Held => {
-                if self.is_asked_for_registers() && self.has_open_exit() {
+                if self.are_registers_requested() && self.has_open_exit() {
                     return self.complete_open_exit();
                 }
                 self.pause()?;
-                return Ok(Turn::Again);
+                return Ok(LoopAction::Repeat);
             }
-            RunState::Stopped => return Ok(Turn::Leave),
-            RunState::Resetting => return Ok(Turn::Reset),
+            RunState::Stopped => return Ok(LoopAction::Leave),
+            RunState::Resetting => return Ok(LoopAction::Reset),
         }
-        if self.before_entry(timer)? == Entry::Again {
-            return Ok(Turn::Again);
+        if self.before_entry(timer)? == EntryAction::Repeat {
+            return Ok(LoopAction::Repeat);
         }
         if let Some(f) = self.on_first_entry.take() {
             f();
@@ -209,7 +209,7 @@ impl Running {
         self.stop_counting();
         self.exit_clock.forget();
         let waited = self.wait_in_pause();
-        self.tell_of_pause();
+        self.notify_guest_of_pause();
         if let Some(pmu) = &mut self.pmu {
             pmu.resume();
         }
@@ -219,34 +219,34 @@ impl Running {
     fn wait_in_pause(&mut self) -> Result<(), VcpuFailure> {
         loop {
             match self.control.state() {
-                _ if self.seat.is_to_leave() => return Ok(()),
-                RunState::Held if self.is_let_go() => break,
+                _ if self.slot.is_stop_requested() => return Ok(()),
+                RunState::Held if self.may_run() => break,
                 RunState::Paused | RunState::Held => {}
                 RunState::Running | RunState::Stopped | RunState::Resetting => break,
             }
-            if self.is_asked_for_registers() {
+            if self.are_registers_requested() {
                 if self.has_open_exit() {
                     return Ok(());
                 }
-                self.show_registers()?;
+                self.publish_registers()?;
             }
-            let (seat, control) = (&self.seat, &self.control);
+            let (slot, control) = (&self.slot, &self.control);
             control.wait_until_not_paused(|| {
-                seat.mailbox().has_mail()
-                    || seat.is_to_leave()
-                    || self.is_asked_for_registers()
-                    || control.state() == RunState::Held && self.is_let_go()
+                slot.request_queue().has_requests()
+                    || slot.is_stop_requested()
+                    || self.are_registers_requested()
+                    || control.state() == RunState::Held && self.may_run()
             });
-            if self.seat.mailbox().has_mail() {
-                self.read_mail();
+            if self.slot.request_queue().has_requests() {
+                self.handle_requests();
             }
         }
-        self.take_registers_from_debugger()
+        self.apply_debugger_registers()
     }
 
     /// Notifies a guest with a paravirtual clock of the pause, so that its watchdogs do not report
     /// a lockup.
-    fn tell_of_pause(&self) {
+    fn notify_guest_of_pause(&self) {
         match self.fd.kvmclock_ctrl() {
             // EINVAL means that the guest does not use the clock of this vCPU.
             Ok(()) => {}
@@ -264,12 +264,12 @@ impl Running {
             Ok(exit) => log::debug!("vcpu{}: it leaves with {exit:?}", self.id),
             Err(e) => log::debug!("vcpu{}: it leaves with KVM_RUN: {e}", self.id),
         }
-        self.overflow_signals.handle_again(&self.fd);
+        self.overflow_signals.restore_handled_mode(&self.fd);
     }
 
     /// Handles pending requests to this thread.
-    fn read_mail(&mut self) {
-        let mail = self.seat.mailbox().take();
+    fn handle_requests(&mut self) {
+        let mail = self.slot.request_queue().take();
         let Some(pmu) = &mut self.pmu else { return };
         if let Some(filter) = mail.filter {
             pmu.set_filter(filter);
@@ -279,7 +279,7 @@ impl Running {
         }
         if let Some(generation) = mail.view {
             let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
-            let stats = self.seat.stats();
+            let stats = self.slot.stats();
             let view = VcpuView {
                 vcpu: self.id.into(),
                 uncounted_ns,
@@ -289,12 +289,12 @@ impl Running {
                     .then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
             };
-            self.seat.mailbox().answer(generation, view);
+            self.slot.request_queue().answer(generation, view);
         }
     }
 
     /// Performs steps 2 to 4 of the run loop.
-    fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<Entry, VcpuFailure> {
+    fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<EntryAction, VcpuFailure> {
         let Some(pmu) = &mut self.pmu else {
             return self.prepare_entry();
         };
@@ -304,31 +304,34 @@ impl Running {
             pmu.feed_step(&step);
         }
         self.serve_pmu(timer)?;
-        self.look_at_kernel().map_err(VcpuFailure::Gate)?;
+        self.check_guest_kernel().map_err(VcpuFailure::Gate)?;
         self.prepare_entry()
     }
 
     /// Programs the debug state for the next entry.
-    fn prepare_entry(&mut self) -> Result<Entry, VcpuFailure> {
+    fn prepare_entry(&mut self) -> Result<EntryAction, VcpuFailure> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
             // Breakpoints of RDPMC and of a debugger. KVM is called only if they changed.
-            let want = self.wanted_by_debugger();
+            let want = self.debugger_request();
             self.debug.apply(&self.fd, want).map_err(VcpuFailure::Debug)?;
-            return Ok(Entry::Enter);
+            return Ok(EntryAction::Enter);
         };
         let levels = pmu.stepped_levels();
         let prepared = stepper.prepare(&mut self.fd, &mut self.debug, levels, &|| pmu.room_at_cpl0())?;
         let tally = stepper.tally();
-        self.seat.stats().steps.set(tally.steps);
-        self.seat.stats().runs.set(tally.runs);
-        self.seat.stats().in_runs.set(tally.in_runs);
-        self.seat.stats().steps_lost.set(tally.lost);
-        self.seat.stats().unstepped.set(tally.unstepped);
+        self.slot.stats().steps.set(tally.steps);
+        self.slot.stats().runs.set(tally.runs);
+        self.slot
+            .stats()
+            .instructions_in_runs
+            .set(tally.instructions_in_runs);
+        self.slot.stats().steps_lost.set(tally.lost);
+        self.slot.stats().unstepped.set(tally.unstepped);
         match prepared {
-            Prepared::Enter => Ok(Entry::Enter),
-            Prepared::Executed(step) => {
+            StepAction::Enter => Ok(EntryAction::Enter),
+            StepAction::Executed(step) => {
                 pmu.feed_step(&step);
-                Ok(Entry::Again)
+                Ok(EntryAction::Repeat)
             }
         }
     }
@@ -338,23 +341,23 @@ impl Running {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
         self.overflow_signals.before_entry(&self.fd, signalled);
-        self.seat.stats().overflow_signals.add(signalled.into());
-        let mut wants_system = self.registers.keeps_system();
+        self.slot.stats().overflow_signals.add(signalled.into());
+        let mut wants_system = self.registers.needs_system_sync();
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
             let done = pmu.service_overflows(&self.fd, synced);
-            self.seat.stats().overflows.add(u64::from(done.overflows));
+            self.slot.stats().overflows.add(u64::from(done.overflows));
             // An early timer signal needs no handling; the sample follows with the next signal.
             wants_system |= done.used_system;
         }
-        self.registers.want_system(&mut self.fd, wants_system);
+        self.registers.set_system_sync(&mut self.fd, wants_system);
         pmu.reconcile();
         match std::mem::take(&mut self.completed) {
-            Completed::None => {}
-            Completed::AtCpl0 => pmu.retired_outside(|| 0),
-            Completed::AtAnyCpl => {
+            ExitCompletion::None => {}
+            ExitCompletion::AtCpl0 => pmu.count_emulated_instruction(|| 0),
+            ExitCompletion::AtAnyCpl => {
                 let fd = &self.fd;
-                pmu.retired_outside(|| fd.get_sregs().map_or(0, |sregs| sregs.ss.dpl));
+                pmu.count_emulated_instruction(|| fd.get_sregs().map_or(0, |sregs| sregs.ss.dpl));
             }
         }
         if let Some(wait) = pmu.retry_in() {
@@ -362,7 +365,7 @@ impl Running {
         }
         if !pmu.pmi_pending() {
             if std::mem::take(&mut self.pmi_waits) {
-                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.recheck.over();
             }
             return Ok(());
@@ -374,14 +377,14 @@ impl Running {
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         match pmu.pmi_ready() {
-            PmiReady::No => {
-                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+            PmiReadiness::No => {
+                self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.pmi_waits = false;
                 return Ok(());
             }
-            PmiReady::Now => {}
-            PmiReady::NotBefore { time_ns } => {
-                self.seat.stats().pmi_throttled.set(pmu.pmi_counts().throttled);
+            PmiReadiness::Now => {}
+            PmiReadiness::NotBefore { time_ns } => {
+                self.slot.stats().pmi_throttled.set(pmu.pmi_counts().throttled);
                 self.pmi_waits = true;
                 self.recheck.over();
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
@@ -391,12 +394,12 @@ impl Running {
         let Some(open) = self.lvtpc.look(&mut self.fd)? else {
             // Unmasking LVTPC causes no exit, so LVTPC is rechecked at every exit and periodically
             // by a timer.
-            self.pmi_waits = pmu.pmi_must_wait();
+            self.pmi_waits = pmu.defer_pmi();
             if self.pmi_waits {
-                self.seat.stats().pmi_masked_waits.inc();
+                self.slot.stats().pmi_masked_waits.inc();
                 timer.kick_in(self.recheck.waits(Instant::now()));
             } else {
-                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.recheck.over();
             }
             return Ok(());
@@ -408,13 +411,13 @@ impl Running {
             return Ok(());
         }
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
-            Delivery::Nmi => {
+            PmiDelivery::Nmi => {
                 let reads = self.sent_nmi.now();
-                self.registers.want_nmi_state(&mut self.fd, reads);
-                self.seat.stats().pmi_nmi.inc();
+                self.registers.set_nmi_sync(&mut self.fd, reads);
+                self.slot.stats().pmi_nmi.inc();
             }
-            Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),
-            Delivery::Dropped => self.seat.stats().pmi_dropped.inc(),
+            PmiDelivery::Fixed => self.slot.stats().pmi_fixed.inc(),
+            PmiDelivery::Dropped => self.slot.stats().pmi_dropped.inc(),
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.pmi_delivered();
@@ -461,7 +464,7 @@ mod tests {
         fn start() -> Option<Self> {
             let vm = testing::halted_vm()?;
             // Returns after the vCPUs have attached to the perf core.
-            let _ = testing::controlled(&vm);
+            let _ = testing::control_target(&vm);
             let core = vm.pmu().core();
             let pmu = Arc::new(SimPmu::with_slots(1));
             core.register(pmu.clone());

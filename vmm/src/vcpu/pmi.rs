@@ -10,14 +10,14 @@
 //! between the read and the write is lost without any indication, and a guest that loses an
 //! inter-processor interrupt hangs. In xAPIC mode the mask bit that an Intel processor sets on
 //! delivery is therefore not written, and a guest that reads LVTPC does not see the bit. Its effect
-//! is emulated; see `Handled`.
+//! is emulated; see `PmiInService`.
 
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
 
 use crate::kvm::armed::ArmedVcpu;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 
@@ -36,7 +36,7 @@ const XAPIC_ISR: usize = 0x100;
 /// Offset of the first interrupt request register in the xAPIC register page.
 const XAPIC_IRR: usize = 0x200;
 /// xAPIC broadcast destination.
-const XAPIC_EVERYONE: u8 = 0xff;
+const XAPIC_BROADCAST: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
 /// Mask bit of an LVT entry.
@@ -46,7 +46,7 @@ const MSI_ADDRESS: u32 = 0xfee0_0000;
 
 /// Result of delivering a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delivery {
+pub enum PmiDelivery {
     /// An NMI was queued.
     Nmi,
     /// A fixed interrupt was sent.
@@ -59,7 +59,7 @@ pub enum Delivery {
 /// Error of a KVM call that reads LVTPC or sends the PMI. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("delivering a PMI failed")]
-pub struct PmiError(#[from] CallError);
+pub struct PmiError(#[from] KvmIoctlError);
 
 /// A PMI that was delivered through an Intel LVTPC in xAPIC mode and is still handled by the guest.
 ///
@@ -73,7 +73,7 @@ pub struct PmiError(#[from] CallError);
 /// PMI, and a handler that unmasks early and then handles a second overflow does not receive an NMI
 /// for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Handled {
+enum PmiInService {
     /// Delivered as an NMI.
     Nmi,
     /// Delivered as this vector.
@@ -95,7 +95,7 @@ fn vector_is_handled(vector: u8, page: &kvm_lapic_state) -> bool {
 
 /// Value of an unmasked LVTPC entry.
 #[derive(Clone, Copy, Debug)]
-pub struct Open {
+pub struct UnmaskedLvtpc {
     lvtpc: u32,
     x2apic: bool,
     apic_id: u8,
@@ -110,7 +110,7 @@ pub struct Lvtpc {
     /// Vector Table), `false` for AMD.
     mask_on_delivery: bool,
     /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
-    handled: Option<Handled>,
+    handled: Option<PmiInService>,
     msr: Msrs,
 }
 
@@ -125,7 +125,7 @@ impl Lvtpc {
             ..Default::default()
         };
         let msr = Msrs::from_entries(&[entry])
-            .map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))?;
+            .map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))?;
         Ok(Self {
             vcpu_id,
             mask_on_delivery,
@@ -139,7 +139,7 @@ impl Lvtpc {
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
-    pub fn look(&mut self, vcpu: &mut ArmedVcpu) -> Result<Option<Open>, PmiError> {
+    pub fn look(&mut self, vcpu: &mut ArmedVcpu) -> Result<Option<UnmaskedLvtpc>, PmiError> {
         let apic_base = vcpu.apic_base();
         if apic_base & APIC_BASE_EN == 0 {
             // Without an enabled local APIC there is no LVTPC (SDM vol. 3 §11.4.3).
@@ -147,7 +147,7 @@ impl Lvtpc {
         }
         let open = if apic_base & APIC_BASE_EXTD != 0 {
             self.handled = None;
-            Open {
+            UnmaskedLvtpc {
                 lvtpc: self.read_x2apic(vcpu)?,
                 x2apic: true,
                 apic_id: self.vcpu_id,
@@ -155,17 +155,17 @@ impl Lvtpc {
         } else {
             // A waiting PMI is checked at every entry, so this check costs one KVM call until the
             // handler has ended.
-            if self.handled == Some(Handled::Nmi) && nmi_is_handled(vcpu)? {
+            if self.handled == Some(PmiInService::Nmi) && nmi_is_handled(vcpu)? {
                 return Ok(None);
             }
             let page = vcpu.get_lapic()?;
-            if let Some(Handled::Vector(vector)) = self.handled
+            if let Some(PmiInService::Vector(vector)) = self.handled
                 && vector_is_handled(vector, &page)
             {
                 return Ok(None);
             }
             self.handled = None;
-            Open {
+            UnmaskedLvtpc {
                 lvtpc: register(&page, XAPIC_LVTPC),
                 x2apic: false,
                 apic_id: (register(&page, XAPIC_ID) >> 24) as u8,
@@ -179,20 +179,25 @@ impl Lvtpc {
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
-    pub fn deliver(&mut self, open: Open, vm: &VmFd, vcpu: &VcpuFd) -> Result<Delivery, PmiError> {
+    pub fn deliver(
+        &mut self,
+        open: UnmaskedLvtpc,
+        vm: &VmFd,
+        vcpu: &VcpuFd,
+    ) -> Result<PmiDelivery, PmiError> {
         let [vector, ..] = open.lvtpc.to_le_bytes();
         let delivery = match open.lvtpc >> 8 & 7 {
             0b100 => {
                 vcpu.nmi()?;
-                self.handled = Some(Handled::Nmi);
-                Delivery::Nmi
+                self.handled = Some(PmiInService::Nmi);
+                PmiDelivery::Nmi
             }
             // Vectors below 16 are illegal (SDM vol. 3 §11.5.2).
-            0b000 if vector >= 16 && (open.x2apic || open.apic_id != XAPIC_EVERYONE) => {
-                self.handled = Some(Handled::Vector(vector));
+            0b000 if vector >= 16 && (open.x2apic || open.apic_id != XAPIC_BROADCAST) => {
+                self.handled = Some(PmiInService::Vector(vector));
                 send(vm, open.apic_id, vector)?
             }
-            _ => Delivery::Dropped,
+            _ => PmiDelivery::Dropped,
         };
         if !self.mask_on_delivery || open.x2apic {
             self.handled = None;
@@ -207,7 +212,7 @@ impl Lvtpc {
     fn read_x2apic(&mut self, vcpu: &VcpuFd) -> Result<u32, PmiError> {
         match (vcpu.get_msrs(&mut self.msr)?, self.msr.as_slice().first()) {
             (1, Some(entry)) => Ok(entry.data as u32),
-            _ => Err(CallError::with_errno("KVM_GET_MSRS(0x834)", libc::EINVAL).into()),
+            _ => Err(KvmIoctlError::with_errno("KVM_GET_MSRS(0x834)", libc::EINVAL).into()),
         }
     }
 
@@ -217,7 +222,7 @@ impl Lvtpc {
         }
         match vcpu.set_msrs(&self.msr)? {
             1 => Ok(()),
-            _ => Err(CallError::with_errno("KVM_SET_MSRS(0x834)", libc::EINVAL).into()),
+            _ => Err(KvmIoctlError::with_errno("KVM_SET_MSRS(0x834)", libc::EINVAL).into()),
         }
     }
 }
@@ -225,16 +230,16 @@ impl Lvtpc {
 /// Sends a fixed interrupt to the local APIC with this physical ID. KVM has no call that targets
 /// only the vCPU's own local APIC, so if the guest assigned the same ID twice, both receive the
 /// interrupt.
-fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
+fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<PmiDelivery, PmiError> {
     let msi = kvm_msi {
         address_lo: MSI_ADDRESS | u32::from(apic_id) << 12,
         data: u32::from(vector),
         ..Default::default()
     };
     Ok(if vm.signal_msi(msi)? {
-        Delivery::Fixed
+        PmiDelivery::Fixed
     } else {
-        Delivery::Dropped
+        PmiDelivery::Dropped
     })
 }
 
@@ -250,24 +255,24 @@ fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
 /// Back-off for rechecking a masked LVTPC, because a guest unmasks it without an exit. The interval
 /// is short at first, when the end of a handler is likely, and doubles while the mask persists.
 #[derive(Debug, Default)]
-pub struct Recheck {
+pub struct LvtpcBackoff {
     /// Time of the next check, and the interval before it.
     set: Option<(Instant, Duration)>,
 }
 
-impl Recheck {
+impl LvtpcBackoff {
     /// Interval after the first entry with a waiting PMI.
-    const SOONEST: Duration = Duration::from_millis(1);
+    const MIN_INTERVAL: Duration = Duration::from_millis(1);
     /// Maximum interval between two checks.
-    const LATEST: Duration = Duration::from_millis(64);
+    const MAX_INTERVAL: Duration = Duration::from_millis(64);
 
     /// Returns the delay until the next check, at an entry with a waiting PMI. Must be called at
     /// every entry, because the timer is shared and may have fired for another requester.
     pub fn waits(&mut self, now: Instant) -> Duration {
         let interval = match self.set {
             Some((until, _)) if now < until => return until - now,
-            Some((_, interval)) => (interval * 2).min(Self::LATEST),
-            None => Self::SOONEST,
+            Some((_, interval)) => (interval * 2).min(Self::MAX_INTERVAL),
+            None => Self::MIN_INTERVAL,
         };
         self.set = Some((now + interval, interval));
         interval
@@ -285,8 +290,8 @@ mod tests {
 
     /// A guest that masks LVTPC permanently does not cause an exit every millisecond.
     #[test]
-    fn a_mask_that_stays_is_looked_at_ever_more_seldom() {
-        let mut recheck = Recheck::default();
+    fn masked_lvtpc_check_backs_off() {
+        let mut recheck = LvtpcBackoff::default();
         let start = Instant::now();
         let (mut rings, mut now) = (0, start);
         while now < start + Duration::from_secs(10) {
@@ -295,14 +300,17 @@ mod tests {
         }
         assert!((150..=175).contains(&rings), "{rings} in 10 s");
         recheck.over();
-        assert_eq!(recheck.waits(start), Recheck::SOONEST);
-        assert_eq!(recheck.waits(start + Recheck::SOONEST), 2 * Recheck::SOONEST);
+        assert_eq!(recheck.waits(start), LvtpcBackoff::MIN_INTERVAL);
+        assert_eq!(
+            recheck.waits(start + LvtpcBackoff::MIN_INTERVAL),
+            2 * LvtpcBackoff::MIN_INTERVAL
+        );
     }
 
     /// Exits for other reasons do not postpone the next check.
     #[test]
-    fn an_exit_before_the_look_asks_for_it_again() {
-        let mut recheck = Recheck::default();
+    fn exit_does_not_postpone_lvtpc_check() {
+        let mut recheck = LvtpcBackoff::default();
         let start = Instant::now();
         let us = Duration::from_micros;
         assert_eq!(recheck.waits(start), us(1000));
@@ -315,7 +323,7 @@ mod tests {
 
     /// The bit of a vector is read from the register that contains it.
     #[test]
-    fn an_interrupt_is_handled_while_it_is_requested_or_in_service() {
+    fn vector_is_handled_while_in_irr_or_isr() {
         let kvm = crate::kvm::host::open().unwrap();
         let vm = VmFd::new(&kvm).unwrap();
         vm.add_irqchip().unwrap();
@@ -337,13 +345,13 @@ mod tests {
     /// While an NMI is handled, the local APIC registers are not read. This vCPU has no local APIC,
     /// so reading them would fail.
     #[test]
-    fn a_pmi_behind_an_nmi_takes_one_call_an_entry() {
+    fn pmi_after_nmi_takes_one_call_per_entry() {
         let kvm = crate::kvm::host::open().unwrap();
         let vm = VmFd::new(&kvm).unwrap();
         let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
         vcpu.set_apic_base(u64::from(MSI_ADDRESS) | APIC_BASE_EN);
         let mut lvtpc = Lvtpc::new(0, true).unwrap();
-        lvtpc.handled = Some(Handled::Nmi);
+        lvtpc.handled = Some(PmiInService::Nmi);
         vcpu.nmi().unwrap();
         assert!(lvtpc.look(&mut vcpu).unwrap().is_none());
         lvtpc.handled = None;

@@ -7,29 +7,29 @@ use std::time::{Duration, Instant};
 use kvm_bindings::kvm_regs;
 use vm_memory::GuestMemoryMmap;
 
-use super::gate::Gate;
-use super::step::state::{Linear, State};
-use crate::kernels::running::RunningKernels;
-use crate::kvm::call::CallError;
+use super::gate::GpHandlerGate;
+use super::step::state::{LinearMemory, VcpuState};
+use crate::kernels::running::RunningKernelPatcher;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use crate::rdpmc::sites::{Hit, SitesOfVcpu};
+use crate::rdpmc::sites::{RdpmcHit, VcpuRdpmcSites};
 
 /// Maximum number of consecutive PMIs for which an RDPMC is executed again. The limit guarantees
 /// progress of a guest whose counters overflow continuously.
-pub(super) const MOST_READS_AGAIN: u32 = 16;
+pub(super) const MAX_REPEATED_READS: u32 = 16;
 /// Minimum interval between checks of the guest kernel during PMU register writes, used after a
 /// kernel change. A check takes three KVM calls.
-const SOONEST_LOOK: Duration = Duration::from_millis(1);
+const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Maximum interval between checks of the guest kernel, reached after many checks without a change.
-const LATEST_LOOK: Duration = Duration::from_millis(64);
+const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(64);
 /// Maximum number of PMU register writes between two checks, independent of time.
-const MOST_WRITES: u32 = 1024;
+const MAX_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
 /// An emulated RDPMC.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Read {
+pub(super) struct EmulatedRdpmc {
     /// Address of the RDPMC.
     pub(super) at: u64,
     /// Address of the next instruction.
@@ -39,22 +39,22 @@ pub(super) struct Read {
 
 /// The most recent RDPMC of the guest.
 #[derive(Debug, Default)]
-pub(super) struct LastRead {
+pub(super) struct LastRdpmc {
     /// Most recent RDPMC; `None` after the guest may have executed another instruction.
-    pub(super) read: Option<Read>,
+    pub(super) read: Option<EmulatedRdpmc>,
     /// Number of consecutive PMIs that caused the RDPMC to be executed again.
     pub(super) again: u32,
     /// The next RDPMC is a repetition of this one.
     redone: bool,
 }
 
-impl LastRead {
+impl LastRdpmc {
     pub(super) fn now(&mut self, at: u64, behind: u64) {
         if !std::mem::take(&mut self.redone) {
             // The guest has made progress since the previous RDPMC.
             self.again = 0;
         }
-        self.read = Some(Read {
+        self.read = Some(EmulatedRdpmc {
             at,
             behind,
             when: Instant::now(),
@@ -64,8 +64,8 @@ impl LastRead {
     /// Returns `true` if the RDPMC may be executed again after a PMI, because the guest has not
     /// progressed. Otherwise the guest progresses first and the PMI is delivered before its next
     /// RDPMC.
-    pub(super) fn may_be_done_again(&mut self, in_a_row: u32) -> bool {
-        self.redone = in_a_row < MOST_READS_AGAIN;
+    pub(super) fn may_repeat(&mut self, in_a_row: u32) -> bool {
+        self.redone = in_a_row < MAX_REPEATED_READS;
         self.again = in_a_row + u32::from(self.redone);
         self.redone
     }
@@ -78,44 +78,44 @@ impl LastRead {
 }
 
 /// RDPMC emulation of one vCPU.
-pub struct Rdpmc {
+pub struct RdpmcEmulator {
     pub(super) memory: GuestMemoryMmap,
     /// The kernel is Linux, so addresses in the upper half belong to the kernel.
     linux: bool,
     /// RDPMC instructions replaced by traps or breakpoints.
-    pub(super) sites: SitesOfVcpu,
+    pub(super) sites: VcpuRdpmcSites,
     /// #GP handler interception for RDPMC that was not replaced.
-    pub(super) gate: Option<Gate>,
+    pub(super) gate: Option<GpHandlerGate>,
     /// Patches RDPMC in kernels that the guest starts itself.
-    pub(super) running: Option<Arc<RunningKernels>>,
-    pub(super) looks: Looks,
+    pub(super) running: Option<Arc<RunningKernelPatcher>>,
+    pub(super) looks: KernelCheckBackoff,
 }
 
-impl Rdpmc {
+impl RdpmcEmulator {
     /// Creates the RDPMC emulation of a vCPU that has not run yet. `linux` states that the kernel
     /// is Linux, so addresses in the upper half belong to the kernel.
-    pub fn new(memory: GuestMemoryMmap, linux: bool, sites: SitesOfVcpu) -> Self {
+    pub fn new(memory: GuestMemoryMmap, linux: bool, sites: VcpuRdpmcSites) -> Self {
         Self {
             memory,
             linux,
             sites,
             gate: None,
             running: None,
-            looks: Looks::default(),
+            looks: KernelCheckBackoff::default(),
         }
     }
 
     /// Intercepts the guest's #GP handler to emulate RDPMC that was not replaced. Cannot be
     /// combined with stepping, which has its own traps on that handler.
     #[must_use]
-    pub fn with_gate(mut self, gate: Gate) -> Self {
+    pub fn with_gate(mut self, gate: GpHandlerGate) -> Self {
         self.gate = Some(gate);
         self
     }
 
     /// Replaces RDPMC in kernels that the guest starts itself.
     #[must_use]
-    pub fn with_running(mut self, running: Arc<RunningKernels>) -> Self {
+    pub fn with_running(mut self, running: Arc<RunningKernelPatcher>) -> Self {
         self.running = Some(running);
         self
     }
@@ -125,20 +125,20 @@ impl Rdpmc {
         &mut self,
         regs: &kvm_regs,
         fd: &VcpuFd,
-    ) -> Result<Option<(Hit, Level)>, CallError> {
+    ) -> Result<Option<(RdpmcHit, PrivilegeState)>, KvmIoctlError> {
         if self.linux
             && let Some(hit) = self.sites.in_kernel_half(regs.rip)
         {
-            return Ok(Some((hit, Level::KERNEL)));
+            return Ok(Some((hit, PrivilegeState::KERNEL)));
         }
         if self.sites.is_empty() {
             return Ok(None);
         }
-        let state = State {
+        let state = VcpuState {
             regs: *regs,
             sregs: fd.get_sregs()?,
         };
-        let mut memory = Linear::new(&self.memory, &state);
+        let mut memory = LinearMemory::new(&self.memory, &state);
         let linear = |back: u64| {
             let rip = state.regs.rip.wrapping_sub(back);
             if state.is_64bit() {
@@ -150,7 +150,7 @@ impl Rdpmc {
         let hit = self
             .sites
             .in_memory(regs.rip, state.is_64bit(), |back| memory.physical(linear(back)));
-        Ok(hit.map(|hit| (hit, Level::of(&state))))
+        Ok(hit.map(|hit| (hit, PrivilegeState::of(&state))))
     }
 
     /// Records a PMU register write, which precedes the reading of a counter.
@@ -158,22 +158,22 @@ impl Rdpmc {
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
             self.looks.wrote();
-            self.looks.due |= self.gate.as_ref().is_some_and(Gate::has_changed);
+            self.looks.due |= self.gate.as_ref().is_some_and(GpHandlerGate::has_changed);
         }
     }
 }
 
 /// Privilege state that determines whether RDPMC is permitted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Level {
+pub(super) struct PrivilegeState {
     pub(super) cpl: u8,
     pub(super) pce: bool,
 }
 
-impl Level {
+impl PrivilegeState {
     const KERNEL: Self = Self { cpl: 0, pce: true };
 
-    pub(super) fn of(state: &State) -> Self {
+    pub(super) fn of(state: &VcpuState) -> Self {
         let cpl = state.cpl();
         Self {
             cpl,
@@ -184,7 +184,7 @@ impl Level {
 
 /// Back-off for checking the guest's kernel while it does not change.
 #[derive(Debug, Default)]
-pub(super) struct Looks {
+pub(super) struct KernelCheckBackoff {
     /// Number of PMU register writes since the kernel last changed.
     writes: u32,
     /// Number of PMU register writes since the last check.
@@ -194,7 +194,7 @@ pub(super) struct Looks {
     pub(super) due: bool,
 }
 
-impl Looks {
+impl KernelCheckBackoff {
     #[inline]
     fn wrote(&mut self) {
         self.wrote_at(Instant::now());
@@ -204,7 +204,7 @@ impl Looks {
         self.writes = self.writes.saturating_add(1);
         self.unseen = self.unseen.saturating_add(1);
         self.due |= self.writes.is_power_of_two()
-            || self.unseen >= MOST_WRITES
+            || self.unseen >= MAX_WRITES
             || self
                 .last
                 .is_none_or(|(last, pause)| now.saturating_duration_since(last) >= pause);
@@ -218,8 +218,8 @@ impl Looks {
         self.due = false;
         self.unseen = 0;
         let pause = match self.last {
-            Some((_, pause)) if !changed => (pause * 2).min(LATEST_LOOK),
-            _ => SOONEST_LOOK,
+            Some((_, pause)) if !changed => (pause * 2).min(MAX_CHECK_INTERVAL),
+            _ => MIN_CHECK_INTERVAL,
         };
         self.last = Some((now, pause));
         if changed {
@@ -230,14 +230,14 @@ impl Looks {
 
 /// NMI that was sent for a PMI and may still be pending.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SentNmi {
+pub(super) struct PendingNmi {
     /// An NMI was sent since the last check.
     sent: bool,
     /// Number of consecutive NMIs for which an RDPMC was executed again.
     in_a_row: u32,
 }
 
-impl SentNmi {
+impl PendingNmi {
     /// Records a sent NMI. Returns `true` if the guest has executed an RDPMC since the previous
     /// one.
     pub(super) fn now(&mut self) -> bool {
@@ -248,12 +248,12 @@ impl SentNmi {
     /// no check for a pending NMI is needed. Each NMI is checked once, up to a limit.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
-        (sent && in_a_row < MOST_READS_AGAIN).then_some(in_a_row)
+        (sent && in_a_row < MAX_REPEATED_READS).then_some(in_a_row)
     }
 
     /// Records that the NMI is still pending, so the RDPMC is executed again after it, following
     /// `before` repetitions.
-    pub(super) fn had_read_again(&mut self, before: u32) {
+    pub(super) fn record_repetition(&mut self, before: u32) {
         self.in_a_row = before + 1;
     }
 }
@@ -265,13 +265,13 @@ mod tests {
     /// A guest that only reads counters, with an overflow at each exit, makes progress and still
     /// receives its PMIs.
     #[test]
-    fn reads_and_pmis_both_get_on_where_every_exit_is_a_read() {
-        let mut last = LastRead::default();
+    fn continuous_rdpmc_and_pmis_make_progress() {
+        let mut last = LastRdpmc::default();
         let (mut done, mut pmis) = (0, 0);
         for _ in 0..1000 {
             last.now(0x1000, 0x1002);
             let in_a_row = std::mem::take(&mut last.again);
-            if last.may_be_done_again(in_a_row) {
+            if last.may_repeat(in_a_row) {
                 pmis += 1;
                 last.forget();
             } else {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     /// Returns the number of checks for a guest that writes a register every 100 µs for `time`.
-    fn looks_in(looks: &mut Looks, from: Instant, time: Duration) -> u32 {
+    fn looks_in(looks: &mut KernelCheckBackoff, from: Instant, time: Duration) -> u32 {
         let (mut now, mut n) = (from, 0);
         while now < from + time {
             now += Duration::from_micros(100);
@@ -297,8 +297,8 @@ mod tests {
 
     /// A profiled guest writes registers continuously without changing its kernel.
     #[test]
-    fn a_kernel_that_stays_is_looked_at_ever_more_seldom() {
-        let mut looks = Looks::default();
+    fn unchanged_kernel_check_backs_off() {
+        let mut looks = KernelCheckBackoff::default();
         let start = Instant::now();
         let second = Duration::from_secs(1);
         // Checks occur at the powers of two, and then sixteen times a second.
@@ -310,13 +310,13 @@ mod tests {
 
     /// A relocated IDT is found even at a very high rate of writes.
     #[test]
-    fn so_many_writes_have_the_kernel_looked_at() {
-        let mut looks = Looks::default();
+    fn kernel_is_checked_after_max_writes() {
+        let mut looks = KernelCheckBackoff::default();
         let start = Instant::now();
         looks_in(&mut looks, start, Duration::from_secs(5));
         let now = start + Duration::from_secs(5);
         looks.looked_at(now, false);
-        let written = (1..=MOST_WRITES).find(|_| {
+        let written = (1..=MAX_WRITES).find(|_| {
             looks.wrote_at(now);
             looks.due
         });
@@ -325,29 +325,29 @@ mod tests {
 
     /// The back-off restarts after a kernel change, because the handler may change again.
     #[test]
-    fn another_kernel_is_looked_at_soon_again() {
-        let mut looks = Looks::default();
+    fn kernel_change_resets_back_off() {
+        let mut looks = KernelCheckBackoff::default();
         let start = Instant::now();
         looks_in(&mut looks, start, Duration::from_secs(5));
         let now = start + Duration::from_secs(6);
         looks.wrote_at(now);
         assert!(looks.due);
         looks.looked_at(now, true);
-        assert_eq!(looks.last, Some((now, SOONEST_LOOK)));
+        assert_eq!(looks.last, Some((now, MIN_CHECK_INTERVAL)));
         looks.wrote_at(now);
         assert!(looks.due, "the first write");
     }
 
     /// PMIs that are separated by completed reads are not consecutive.
     #[test]
-    fn each_pmi_comes_before_a_read_where_they_are_far_apart() {
-        let mut last = LastRead::default();
-        for _ in 0..4 * MOST_READS_AGAIN {
+    fn separated_pmis_each_repeat_rdpmc() {
+        let mut last = LastRdpmc::default();
+        for _ in 0..4 * MAX_REPEATED_READS {
             for _ in 0..3 {
                 last.now(0x1000, 0x1002);
             }
             let in_a_row = std::mem::take(&mut last.again);
-            assert!(last.may_be_done_again(in_a_row));
+            assert!(last.may_repeat(in_a_row));
             last.forget();
             last.now(0x1000, 0x1002);
         }
@@ -355,32 +355,32 @@ mod tests {
 
     /// While the guest makes no progress, the wait does not end with the next check.
     #[test]
-    fn a_read_that_is_let_go_is_not_done_again_before_the_guest_has_gone_on() {
-        let mut last = LastRead::default();
+    fn rdpmc_is_not_repeated_before_progress() {
+        let mut last = LastRdpmc::default();
         last.now(0x1000, 0x1002);
-        assert!(!last.may_be_done_again(MOST_READS_AGAIN));
+        assert!(!last.may_repeat(MAX_REPEATED_READS));
         for _ in 0..3 {
             let in_a_row = std::mem::take(&mut last.again);
-            assert!(!last.may_be_done_again(in_a_row));
+            assert!(!last.may_repeat(in_a_row));
         }
         last.now(0x1000, 0x1002);
         let in_a_row = std::mem::take(&mut last.again);
-        assert!(last.may_be_done_again(in_a_row));
+        assert!(last.may_repeat(in_a_row));
     }
 
     /// Each NMI is checked once, and a guest with a continuous stream of NMIs makes progress.
     #[test]
-    fn an_nmi_is_looked_for_once_and_not_for_ever() {
-        let mut nmi = SentNmi::default();
+    fn pending_nmi_is_checked_once() {
+        let mut nmi = PendingNmi::default();
         assert_eq!(nmi.take_unseen(), None, "none was sent");
         assert!(nmi.now());
         assert!(!nmi.now(), "no RDPMC came between");
         assert_eq!(nmi.take_unseen(), Some(0));
         assert_eq!(nmi.take_unseen(), None, "it was looked for");
-        for before in 0..MOST_READS_AGAIN {
+        for before in 0..MAX_REPEATED_READS {
             nmi.now();
             assert_eq!(nmi.take_unseen(), Some(before));
-            nmi.had_read_again(before);
+            nmi.record_repetition(before);
         }
         nmi.now();
         assert_eq!(nmi.take_unseen(), None, "the guest goes on");

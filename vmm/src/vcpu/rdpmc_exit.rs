@@ -5,25 +5,25 @@ use std::time::Duration;
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
 use perf_core::guest_log;
-use vpmu::MsrRead;
+use vpmu::MsrReadOutcome;
 use vpmu::exact::GuestMemory;
 
 use super::control::StopReason;
-use super::gate::{Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
-use super::rdpmc::{CR4_PCE, Level, Read};
-use super::running::{Completed, Running, Turn};
-use super::step::state::{Linear, State};
-use crate::kvm::call::CallError;
+use super::gate::{HandlerCheck, HandlerStop, RFLAGS_TF, TrapState, rdpmc_length};
+use super::rdpmc::{CR4_PCE, EmulatedRdpmc, PrivilegeState};
+use super::running::{ExitCompletion, LoopAction, Running};
+use super::step::state::{LinearMemory, VcpuState};
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use crate::rdpmc::sites::Hit;
+use crate::rdpmc::sites::RdpmcHit;
 use guest_profile::GuestRegs;
-use kernel_images::rdpmc::{LONGEST, is_out};
+use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, is_out};
 
 /// Time in which a guest is expected to have processed the value of an RDPMC: about a dozen
 /// instructions plus the entry into the guest.
-const READ_SETTLES: Duration = Duration::from_micros(50);
+const READ_SETTLE_TIME: Duration = Duration::from_micros(50);
 /// Delay of a PMI that must wait until the guest progresses past an RDPMC.
-const ONE_READ: Duration = Duration::from_millis(1);
+const PMI_DELAY: Duration = Duration::from_millis(1);
 /// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
 /// RFLAGS.RF: suppresses a breakpoint at the next instruction (SDM vol. 3 §2.3).
@@ -37,22 +37,22 @@ impl Running {
     ///
     /// # Errors
     /// Returns the error of the KVM call. A guest cannot cause one.
-    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Turn, CallError> {
+    pub(super) fn trap_port(&mut self, byte: u8) -> Result<LoopAction, KvmIoctlError> {
         let regs = self.registers.general(&mut self.fd)?;
         let planted = self
             .rdpmc
             .as_ref()
             .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
         match planted {
-            Some(Planted::Here(at)) => {
+            Some(TrapState::Installed(at)) => {
                 self.registers.forget();
                 self.fd.complete_exit()?;
                 return self.at_gate(at);
             }
-            Some(Planted::Gone(at)) if !self.is_out(&[at, regs.rip])? => {
+            Some(TrapState::Removed(at)) if !self.is_out(&[at, regs.rip])? => {
                 self.fd.complete_exit()?;
                 self.go_to(at)?;
-                return Ok(Turn::Again);
+                return Ok(LoopAction::Repeat);
             }
             _ => {}
         }
@@ -64,26 +64,26 @@ impl Running {
         // must not consume the exit.
         let site = site.map(|(hit, level)| {
             let ambiguous = hit.ambiguous && self.stepper.is_none();
-            (Hit { ambiguous, ..hit }, level)
+            (RdpmcHit { ambiguous, ..hit }, level)
         });
         if let Some((hit, level)) = site
             && (!hit.ambiguous || self.is_of(hit, regs.rip)?)
         {
             self.answer(hit, level, regs)?;
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         }
-        Ok(self.own_port_write(byte))
+        Ok(self.forward_port_write(byte))
     }
 
     /// Returns `true` if the guest itself has an OUT instruction at one of these addresses.
-    fn is_out(&self, rips: &[u64]) -> Result<bool, CallError> {
+    fn is_out(&self, rips: &[u64]) -> Result<bool, KvmIoctlError> {
         let Some(rdpmc) = &self.rdpmc else {
             return Ok(false);
         };
-        let state = State::read(&self.fd)?;
-        let mut memory = Linear::new(&rdpmc.memory, &state);
+        let state = VcpuState::read(&self.fd)?;
+        let mut memory = LinearMemory::new(&rdpmc.memory, &state);
         Ok(rips.iter().any(|&rip| {
-            let mut code = [0; LONGEST];
+            let mut code = [0; MAX_INSTRUCTION_BYTES];
             let readable = memory.read(rip, &mut code);
             is_out(&code[..readable], 64)
         }))
@@ -91,7 +91,7 @@ impl Running {
 
     /// Returns `true` if a port write with the vCPU at `rip` belongs to the instruction at `hit`
     /// and not to an adjacent one. Completes the exit in KVM.
-    fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, CallError> {
+    fn is_of(&mut self, hit: RdpmcHit, rip: u64) -> Result<bool, KvmIoctlError> {
         self.registers.forget();
         self.fd.complete_exit()?;
         let now = self.fd.get_regs()?.rip;
@@ -101,20 +101,25 @@ impl Running {
     /// Emulates the RDPMC that the trap replaces: ECX selects the counter, EDX:EAX receive the
     /// count.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), CallError> {
-        if self.nmi_comes_first()? {
+    fn answer(
+        &mut self,
+        hit: RdpmcHit,
+        level: PrivilegeState,
+        mut regs: kvm_regs,
+    ) -> Result<(), KvmIoctlError> {
+        if self.is_nmi_pending()? {
             self.fd.complete_exit()?;
             return self.go_to(hit.start);
         }
-        self.seat.stats().rdpmc.inc();
+        self.slot.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        let MsrRead::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
-            self.seat.stats().gp_injected.inc();
+        let MsrReadOutcome::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+            self.slot.stats().gp_injected.inc();
             self.fd.complete_exit()?;
             self.go_to(hit.start)?;
             return self.raise_general_protection();
         };
-        self.completed = Completed::AtAnyCpl;
+        self.completed = ExitCompletion::AtAnyCpl;
         self.last_read.now(hit.start, hit.behind());
         regs.rax = value & 0xffff_ffff;
         regs.rdx = value >> 32;
@@ -127,7 +132,7 @@ impl Running {
     }
 
     /// Sets RIP, so that the vCPU resumes at `rip`.
-    fn go_to(&mut self, rip: u64) -> Result<(), CallError> {
+    fn go_to(&mut self, rip: u64) -> Result<(), KvmIoctlError> {
         self.registers.forget();
         let mut regs = self.fd.get_regs()?;
         regs.rip = rip;
@@ -136,18 +141,18 @@ impl Running {
 
     /// Rechecks the guest's kernel and its #GP handler if a check is due after a PMU register
     /// write.
-    pub(super) fn look_at_kernel(&mut self) -> Result<(), CallError> {
+    pub(super) fn check_guest_kernel(&mut self) -> Result<(), KvmIoctlError> {
         let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
         };
-        let state = State::read(&self.fd)?;
+        let state = VcpuState::read(&self.fd)?;
         let mut changed = false;
         if let Some(gate) = &mut rdpmc.gate
-            && let Looked::Changed(breakpoint) = gate.look(&state)
+            && let HandlerCheck::Changed(breakpoint) = gate.look(&state)
         {
             changed = true;
             if let Some(breakpoint) = breakpoint {
-                self.debug.set_last_site(breakpoint);
+                self.debug.replace_last_site(breakpoint);
             }
         }
         if let Some(running) = &rdpmc.running
@@ -164,30 +169,30 @@ impl Running {
 
     /// Handles a stop at the beginning `at` of the guest's #GP handler: emulates RDPMC, or
     /// continues the handler after any other fault.
-    fn at_gate(&mut self, at: u64) -> Result<Turn, CallError> {
-        let nmi_comes_first = self.nmi_comes_first()?;
+    fn at_gate(&mut self, at: u64) -> Result<LoopAction, KvmIoctlError> {
+        let is_nmi_pending = self.is_nmi_pending()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
         let Some(gate) = &rdpmc.gate else {
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
-        self.seat.stats().gp_looked_at.inc();
+        self.slot.stats().gp_intercepted.inc();
         self.registers.forget();
-        let mut state = State::read(&self.fd)?;
-        if let Stopped::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
-            if nmi_comes_first {
+        let mut state = VcpuState::read(&self.fd)?;
+        if let HandlerStop::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
+            if is_nmi_pending {
                 read.execute_again(&mut state);
                 if read.cpl != 0 {
                     self.fd.set_sregs(&state.sregs)?;
                 }
                 self.fd.set_regs(&state.regs)?;
-                return Ok(Turn::Again);
+                return Ok(LoopAction::Repeat);
             }
             let pce = state.sregs.cr4 & CR4_PCE != 0;
-            if let MsrRead::Value(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
-                self.seat.stats().rdpmc.inc();
-                self.completed = Completed::AtAnyCpl;
+            if let MsrReadOutcome::Value(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
+                self.slot.stats().rdpmc.inc();
+                self.completed = ExitCompletion::AtAnyCpl;
                 read.give(value, &mut state);
                 if read.cpl != 0 {
                     self.fd.set_sregs(&state.sregs)?;
@@ -199,9 +204,9 @@ impl Running {
                     let (at, behind) = read.place();
                     self.last_read.now(at, behind);
                 }
-                return Ok(Turn::Again);
+                return Ok(LoopAction::Repeat);
             }
-            self.seat.stats().gp_injected.inc();
+            self.slot.stats().gp_injected.inc();
         }
         if gate.enter_handler(at, &mut state).is_none() {
             guest_log!(
@@ -210,53 +215,53 @@ impl Running {
                 self.id,
                 state.regs.rsp
             );
-            return Ok(Turn::Stop(StopReason::TripleFault));
+            return Ok(LoopAction::Stop(StopReason::TripleFault));
         }
         self.fd.set_regs(&state.regs)?;
-        Ok(Turn::Again)
+        Ok(LoopAction::Repeat)
     }
 
     /// Emulates the RDPMC at which a hardware breakpoint stopped.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, CallError> {
+    pub(super) fn handle_rdpmc_breakpoint(&mut self) -> Result<LoopAction, KvmIoctlError> {
         let regs = self.fd.get_regs()?;
         let gate = self.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
         if gate.is_some_and(|gate| gate.breaks_at(regs.rip)) {
             return self.at_gate(regs.rip);
         }
         // The breakpoint triggers again after the NMI.
-        if self.nmi_comes_first()? {
-            return Ok(Turn::Again);
+        if self.is_nmi_pending()? {
+            return Ok(LoopAction::Repeat);
         }
         let Some(rdpmc) = &mut self.rdpmc else {
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
         self.registers.forget();
-        let mut state = State {
+        let mut state = VcpuState {
             regs,
             sregs: self.fd.get_sregs()?,
         };
         // The breakpoint is set at a linear address, which may meanwhile contain another
         // instruction.
-        let mut code = [0; LONGEST];
-        let readable = Linear::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
+        let mut code = [0; MAX_INSTRUCTION_BYTES];
+        let readable = LinearMemory::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
         let Some(length) = rdpmc_length(&code[..readable], &state.sregs.cs) else {
             state.regs.rflags |= RFLAGS_RF;
             self.fd.set_regs(&state.regs)?;
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
-        self.seat.stats().rdpmc.inc();
+        self.slot.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else {
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
-        let level = Level::of(&state);
+        let level = PrivilegeState::of(&state);
         let regs = &mut state.regs;
-        let MsrRead::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
-            self.seat.stats().gp_injected.inc();
+        let MsrReadOutcome::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+            self.slot.stats().gp_injected.inc();
             self.raise_general_protection()?;
-            return Ok(Turn::Again);
+            return Ok(LoopAction::Repeat);
         };
-        self.completed = Completed::AtAnyCpl;
+        self.completed = ExitCompletion::AtAnyCpl;
         let behind = regs.rip.wrapping_add(length.into());
         let at = regs.rip;
         (regs.rax, regs.rdx, regs.rip) = (value & 0xffff_ffff, value >> 32, behind);
@@ -266,22 +271,22 @@ impl Running {
         } else {
             self.last_read.now(at, behind);
         }
-        Ok(Turn::Again)
+        Ok(LoopAction::Repeat)
     }
 
-    fn raise_general_protection(&self) -> Result<(), CallError> {
+    fn raise_general_protection(&self) -> Result<(), KvmIoctlError> {
         self.raise(13, Some(0))
     }
 
     /// Injects #DB after an instruction that was emulated for a single-stepping guest.
-    fn raise_single_step(&self) -> Result<(), CallError> {
+    fn raise_single_step(&self) -> Result<(), KvmIoctlError> {
         let mut debug = self.fd.get_debug_regs()?;
         debug.dr6 |= DR6_BS;
         self.fd.set_debug_regs(&debug)?;
         self.raise(1, None)
     }
 
-    fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), CallError> {
+    fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), KvmIoctlError> {
         let mut events = self.fd.get_vcpu_events()?;
         // Clearing the flag preserves NMIs that are sent concurrently.
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
@@ -298,7 +303,7 @@ impl Running {
     /// the entry of an interrupt. The NMI would be delivered directly after the RDPMC, so the RDPMC
     /// is executed again after the NMI; see [`Self::interrupt_before_read`]. This happens once per
     /// NMI and up to a limit, so that the guest makes progress.
-    fn nmi_comes_first(&mut self) -> Result<bool, CallError> {
+    fn is_nmi_pending(&mut self) -> Result<bool, KvmIoctlError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);
         };
@@ -306,10 +311,10 @@ impl Running {
             return Ok(false);
         }
         let nmi = self.registers.nmi_state(&mut self.fd)?;
-        self.registers.want_nmi_state(&mut self.fd, false);
+        self.registers.set_nmi_sync(&mut self.fd, false);
         let waits = nmi.masked == 0 && nmi.pending | nmi.injected != 0;
         if waits {
-            self.sent_nmi.had_read_again(in_a_row);
+            self.sent_nmi.record_repetition(in_a_row);
         }
         Ok(waits)
     }
@@ -324,9 +329,9 @@ impl Running {
     /// wrong by 2^48. On hardware the window between RDPMC and the exchange is a few nanoseconds.
     /// With a trapped RDPMC, overflows are detected at its exit and timers fire on the way back, so
     /// PMIs would regularly be delivered in this window.
-    pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, CallError> {
+    pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, KvmIoctlError> {
         let in_a_row = std::mem::take(&mut self.last_read.again);
-        let Some(Read { at, behind, when }) = self.last_read.read else {
+        let Some(EmulatedRdpmc { at, behind, when }) = self.last_read.read else {
             return Ok(None);
         };
         // During stepping, overflows are detected before the instruction. In an NMI handler, a
@@ -337,11 +342,11 @@ impl Running {
         let mut regs = self.fd.get_regs()?;
         if regs.rip != at && regs.rip != behind {
             // The guest has progressed, but may still hold the value in a register.
-            return Ok((when.elapsed() < READ_SETTLES).then_some(READ_SETTLES));
+            return Ok((when.elapsed() < READ_SETTLE_TIME).then_some(READ_SETTLE_TIME));
         }
-        if !self.last_read.may_be_done_again(in_a_row) {
+        if !self.last_read.may_repeat(in_a_row) {
             // The counters overflow again each time the guest reaches this RDPMC.
-            return Ok(Some(ONE_READ));
+            return Ok(Some(PMI_DELAY));
         }
         self.registers.forget();
         if regs.rip == at {
@@ -354,7 +359,7 @@ impl Running {
             regs.rip = at;
             // Some KVM versions advance RIP past the OUT before user space provides the result.
             // Pending register writes must not override the new RIP.
-            self.registers.take_back_general(&mut self.fd);
+            self.registers.cancel_set_general(&mut self.fd);
             self.fd.set_regs(&regs)?;
         }
         self.last_read.forget();

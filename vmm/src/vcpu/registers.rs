@@ -5,12 +5,12 @@ use kvm_bindings::{kvm_regs, kvm_vcpu_events__bindgen_ty_3 as NmiState};
 
 use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::armed::SyncReg;
-use crate::kvm::call::CallError;
-use crate::pmu::Synced;
+use crate::kvm::call::KvmIoctlError;
+use crate::pmu::ExitRegisters;
 
 /// Register sets that KVM copies at each exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Set {
+enum RegisterSet {
     #[default]
     Nothing,
     /// General-purpose registers.
@@ -23,9 +23,9 @@ enum Set {
 #[derive(Debug, Default)]
 pub(super) struct RegisterCache {
     /// Register sets that KVM copies at each exit.
-    comes: Set,
+    comes: RegisterSet,
     /// Register sets that were copied at the last exit and are still valid.
-    fresh: Set,
+    fresh: RegisterSet,
     /// The last exit was caused only by a signal.
     for_signal: bool,
     /// KVM copies the pending events at each exit.
@@ -44,7 +44,11 @@ impl RegisterCache {
             fd.sync_at_exit(SyncReg::Register, true);
         }
         Self {
-            comes: if general { Set::General } else { Set::Nothing },
+            comes: if general {
+                RegisterSet::General
+            } else {
+                RegisterSet::Nothing
+            },
             ..Self::default()
         }
     }
@@ -60,17 +64,17 @@ impl RegisterCache {
     /// Invalidates the copied registers, which no longer match or are about to change.
     #[inline]
     pub(super) fn forget(&mut self) {
-        self.fresh = Set::Nothing;
+        self.fresh = RegisterSet::Nothing;
         self.events_fresh = false;
     }
 
     /// Returns the copied registers that are still valid, for use in samples.
-    pub(super) fn synced(&self, fd: &mut ArmedVcpu) -> Synced {
-        let mut synced = Synced::default();
-        if self.fresh != Set::Nothing {
+    pub(super) fn synced(&self, fd: &mut ArmedVcpu) -> ExitRegisters {
+        let mut synced = ExitRegisters::default();
+        if self.fresh != RegisterSet::Nothing {
             synced.set_general(&fd.sync_regs_mut().regs);
         }
-        if self.fresh == Set::All {
+        if self.fresh == RegisterSet::All {
             synced.set_system(&fd.sync_regs_mut().sregs);
         }
         synced
@@ -79,21 +83,21 @@ impl RegisterCache {
     /// Returns `true` if segment and control registers should continue to be copied: the last
     /// sample used them, and a signal caused the last exit. Other exits must not pay for the copy.
     #[inline]
-    pub(super) fn keeps_system(&self) -> bool {
-        self.comes == Set::All && self.for_signal
+    pub(super) fn needs_system_sync(&self) -> bool {
+        self.comes == RegisterSet::All && self.for_signal
     }
 
     /// Enables or disables copying of segment and control registers. Has no effect if no registers
     /// are copied.
     #[inline]
-    pub(super) fn want_system(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+    pub(super) fn set_system_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         match (self.comes, wanted) {
-            (Set::General, true) => {
-                self.comes = Set::All;
+            (RegisterSet::General, true) => {
+                self.comes = RegisterSet::All;
                 fd.sync_at_exit(SyncReg::SystemRegister, true);
             }
-            (Set::All, false) => {
-                self.comes = Set::General;
+            (RegisterSet::All, false) => {
+                self.comes = RegisterSet::General;
                 fd.sync_at_exit(SyncReg::SystemRegister, false);
             }
             _ => {}
@@ -102,8 +106,8 @@ impl RegisterCache {
 
     /// Enables or disables copying of the NMI state. Has no effect if no registers are copied.
     #[inline]
-    pub(super) fn want_nmi_state(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
-        let wanted = wanted && self.comes != Set::Nothing;
+    pub(super) fn set_nmi_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+        let wanted = wanted && self.comes != RegisterSet::Nothing;
         if self.events_come != wanted {
             self.events_come = wanted;
             fd.sync_at_exit(SyncReg::VcpuEvents, wanted);
@@ -114,7 +118,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns the error of the KVM call.
-    pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, CallError> {
+    pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, KvmIoctlError> {
         if self.events_fresh {
             return Ok(fd.sync_regs_mut().events.nmi);
         }
@@ -125,10 +129,10 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns the error of the KVM call.
-    pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, CallError> {
+    pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, KvmIoctlError> {
         match self.fresh {
-            Set::Nothing => fd.get_regs(),
-            Set::General | Set::All => Ok(fd.sync_regs_mut().regs),
+            RegisterSet::Nothing => fd.get_regs(),
+            RegisterSet::General | RegisterSet::All => Ok(fd.sync_regs_mut().regs),
         }
     }
 
@@ -137,10 +141,10 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns the error of the KVM call.
-    pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), CallError> {
+    pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), KvmIoctlError> {
         match self.comes {
-            Set::Nothing => fd.set_regs(regs),
-            Set::General | Set::All => {
+            RegisterSet::Nothing => fd.set_regs(regs),
+            RegisterSet::General | RegisterSet::All => {
                 fd.sync_regs_mut().regs = *regs;
                 fd.sync_at_entry(SyncReg::Register, true);
                 Ok(())
@@ -149,7 +153,7 @@ impl RegisterCache {
     }
 
     /// Cancels a [`RegisterCache::set_general`] that no KVM_RUN has consumed yet.
-    pub(super) fn take_back_general(&self, fd: &mut ArmedVcpu) {
+    pub(super) fn cancel_set_general(&self, fd: &mut ArmedVcpu) {
         fd.sync_at_entry(SyncReg::Register, false);
     }
 }
@@ -161,7 +165,7 @@ mod tests {
     /// Registers are reported as valid only if they were copied at the last exit and not changed
     /// since.
     #[test]
-    fn only_what_came_with_the_last_exit_is_fresh() {
+    fn register_cache_is_valid_only_after_exit() {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
@@ -170,30 +174,33 @@ mod tests {
         let mut fd = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
         let mut nothing = RegisterCache::new(&mut fd, false);
         nothing.after_run(true);
-        nothing.want_system(&mut fd, true);
+        nothing.set_system_sync(&mut fd, true);
         nothing.after_run(true);
-        assert_eq!(nothing.fresh, Set::Nothing, "none come here");
+        assert_eq!(nothing.fresh, RegisterSet::Nothing, "none come here");
         let mut cache = RegisterCache::new(&mut fd, true);
-        assert_eq!(cache.fresh, Set::Nothing, "there was no exit yet");
+        assert_eq!(cache.fresh, RegisterSet::Nothing, "there was no exit yet");
         cache.after_run(false);
-        assert_eq!(cache.fresh, Set::General);
-        cache.want_system(&mut fd, true);
-        assert_eq!(cache.fresh, Set::General, "they come with the next exit");
-        assert!(!cache.keeps_system(), "the last exit was not for a sample");
+        assert_eq!(cache.fresh, RegisterSet::General);
+        cache.set_system_sync(&mut fd, true);
+        assert_eq!(cache.fresh, RegisterSet::General, "they come with the next exit");
+        assert!(!cache.needs_system_sync(), "the last exit was not for a sample");
         cache.after_run(true);
-        assert_eq!((cache.fresh, cache.keeps_system()), (Set::All, true));
+        assert_eq!((cache.fresh, cache.needs_system_sync()), (RegisterSet::All, true));
         cache.forget();
-        assert_eq!(cache.fresh, Set::Nothing);
-        cache.want_nmi_state(&mut fd, true);
+        assert_eq!(cache.fresh, RegisterSet::Nothing);
+        cache.set_nmi_sync(&mut fd, true);
         assert!(!cache.events_fresh, "it comes with the next exit");
         cache.after_run(true);
         assert!(cache.events_fresh);
         cache.forget();
         assert!(!cache.events_fresh);
-        nothing.want_nmi_state(&mut fd, true);
+        nothing.set_nmi_sync(&mut fd, true);
         assert!(!nothing.events_come, "nothing comes there");
-        cache.want_system(&mut fd, false);
+        cache.set_system_sync(&mut fd, false);
         cache.after_run(true);
-        assert_eq!((cache.fresh, cache.keeps_system()), (Set::General, false));
+        assert_eq!(
+            (cache.fresh, cache.needs_system_sync()),
+            (RegisterSet::General, false)
+        );
     }
 }

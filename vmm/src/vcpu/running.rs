@@ -12,13 +12,13 @@ use kvm_bindings::kvm_debug_exit_arch;
 use super::control::{RunControl, StopReason};
 use super::debugctl::DebugControl;
 use super::exit_times::ExitClock;
-use super::failure::{BeginError, VcpuFailure};
+use super::failure::{VcpuFailure, VcpuStartError};
 use super::kick;
-use super::kvm_vcpu::{Kept, KvmVcpu};
-use super::pmi::{Lvtpc, Recheck};
-use super::rdpmc::{LastRead, Rdpmc, SentNmi};
+use super::kvm_vcpu::{KvmVcpu, KvmVcpuParts};
+use super::pmi::{Lvtpc, LvtpcBackoff};
+use super::rdpmc::{LastRdpmc, PendingNmi, RdpmcEmulator};
 use super::registers::RegisterCache;
-use super::seat::Seat;
+use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
 use crate::devices::Bus;
@@ -29,9 +29,9 @@ use crate::pmu::VcpuPmu;
 
 /// Result of one iteration of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum LoopAction {
     /// Continue the loop.
-    Again,
+    Repeat,
     /// End the thread, because the VM has ended or the vCPU is removed.
     Leave,
     /// The guest has reset the machine.
@@ -43,7 +43,7 @@ pub(super) enum Turn {
 /// Completion of an exiting instruction that finishes at the next entry without having retired in
 /// guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Completed {
+pub(super) enum ExitCompletion {
     #[default]
     None,
     AtCpl0,
@@ -51,7 +51,7 @@ pub(super) enum Completed {
 }
 
 /// Action of the run loop after an exit.
-pub(super) enum Next {
+pub(super) enum ExitAction {
     /// Reenter the guest.
     Continue,
     /// Handle a byte written to the RDPMC trap port.
@@ -70,15 +70,15 @@ pub(super) enum Next {
 
 /// Receiver of the result of attaching a vCPU to the perf core.
 #[derive(Debug)]
-pub enum Begins {
+pub enum StartNotifier {
     /// The vCPU starts with the VM, and the VM ends if the vCPU fails. Nothing is sent; dropping
     /// the sender signals completion.
     WithVm(Sender<Infallible>),
     /// The vCPU is added to a running VM, which continues if the vCPU fails.
-    Later(SyncSender<Result<(), BeginError>>),
+    Later(SyncSender<Result<(), VcpuStartError>>),
 }
 
-impl Begins {
+impl StartNotifier {
     /// Reports that the vCPU has been attached.
     pub(super) fn done(self, vcpu: u8) {
         if let Self::Later(began) = self
@@ -94,16 +94,16 @@ impl Begins {
 pub struct Vcpu {
     pub(super) fd: VcpuFd,
     /// Remaining parts of the KVM vCPU, parked together with the file descriptor.
-    pub(super) kept: Kept,
+    pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<Bus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
-    pub(super) seat: Arc<Seat>,
+    pub(super) slot: Arc<VcpuSlot>,
     pub(super) control: Arc<RunControl>,
     pub(super) debug: GuestDebug,
     pub(super) debug_control: Option<DebugControl>,
-    pub(super) rdpmc: Option<Rdpmc>,
+    pub(super) rdpmc: Option<RdpmcEmulator>,
     pub(super) stepper: Option<Stepper>,
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     /// Host CPU to which the thread is pinned.
@@ -118,7 +118,7 @@ impl Vcpu {
         vm: Arc<VmFd>,
         bus: Arc<Bus>,
         pmu: Option<VcpuPmu>,
-        seat: Arc<Seat>,
+        slot: Arc<VcpuSlot>,
         control: Arc<RunControl>,
     ) -> Self {
         let (fd, kept) = kvm.into_parts();
@@ -129,7 +129,7 @@ impl Vcpu {
             bus,
             pmu,
             lvtpc,
-            seat,
+            slot,
             control,
             debug: GuestDebug::default(),
             debug_control: None,
@@ -141,7 +141,7 @@ impl Vcpu {
     }
 
     /// Pins the vCPU thread to a host CPU.
-    pub fn stay_on(&mut self, cpu: Option<usize>) {
+    pub fn pin_to_host_cpu(&mut self, cpu: Option<usize>) {
         self.pin = cpu;
     }
 
@@ -151,22 +151,22 @@ impl Vcpu {
     }
 
     /// Enables single-stepping for the exact backing.
-    pub fn step_with(&mut self, stepper: Stepper) {
+    pub fn set_stepper(&mut self, stepper: Stepper) {
         self.stepper = Some(stepper);
     }
 
     /// Forwards the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU to KVM.
-    pub fn keep_debug_control(&mut self, debug_control: DebugControl) {
+    pub fn set_debug_control(&mut self, debug_control: DebugControl) {
         self.debug_control = Some(debug_control);
     }
 
     /// Emulates RDPMC at these linear addresses with hardware breakpoints.
-    pub fn stop_at_rdpmc(&mut self, addresses: &[u64]) {
+    pub fn set_rdpmc_breakpoints(&mut self, addresses: &[u64]) {
         self.debug.set_sites(addresses);
     }
 
     /// Enables RDPMC emulation.
-    pub fn serve_rdpmc(&mut self, rdpmc: Rdpmc) {
+    pub fn set_rdpmc_emulator(&mut self, rdpmc: RdpmcEmulator) {
         self.rdpmc = Some(rdpmc);
     }
 
@@ -179,30 +179,30 @@ impl Vcpu {
 pub(super) struct Running {
     pub(super) id: u8,
     pub(super) fd: ArmedVcpu,
-    pub(super) kept: Kept,
+    pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<Bus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     /// Back-off for rechecking LVTPC while a PMI is masked.
-    pub(super) recheck: Recheck,
+    pub(super) recheck: LvtpcBackoff,
     /// A PMI was pending at the last entry, masked or delayed by the rate limit.
     pub(super) pmi_waits: bool,
     /// Requests to this thread and its statistics.
-    pub(super) seat: Arc<Seat>,
+    pub(super) slot: Arc<VcpuSlot>,
     pub(super) control: Arc<RunControl>,
     pub(super) debug: GuestDebug,
     /// IA32_DEBUGCTL without the PMU's bits, if trapped.
     pub(super) debug_control: Option<DebugControl>,
     /// RDPMC emulation; `None` if RDPMC is not emulated.
-    pub(super) rdpmc: Option<Rdpmc>,
+    pub(super) rdpmc: Option<RdpmcEmulator>,
     /// Single-stepping for the exact backing.
     pub(super) stepper: Option<Stepper>,
-    pub(super) last_read: LastRead,
-    pub(super) sent_nmi: SentNmi,
+    pub(super) last_read: LastRdpmc,
+    pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
     /// Effect of the exiting instruction on the guest's counters.
-    pub(super) completed: Completed,
+    pub(super) completed: ExitCompletion,
     /// KVM has not completed the last exit.
     pub(super) exit_is_open: bool,
     /// Version of the debugger's breakpoints in `debug`.
@@ -221,9 +221,9 @@ impl Running {
         // The stepper reads and writes registers between two entries. Synchronized registers would
         // override its changes.
         let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.syncs_registers();
-        let exit_clock = ExitClock::new(vcpu.seat.exits().clone());
+        let exit_clock = ExitClock::new(vcpu.slot.exits().clone());
         Self {
-            id: vcpu.seat.id(),
+            id: vcpu.slot.id(),
             registers: RegisterCache::new(&mut fd, syncs),
             fd,
             kept: vcpu.kept,
@@ -231,17 +231,17 @@ impl Running {
             bus: vcpu.bus,
             pmu: vcpu.pmu,
             lvtpc: vcpu.lvtpc,
-            recheck: Recheck::default(),
+            recheck: LvtpcBackoff::default(),
             pmi_waits: false,
-            seat: vcpu.seat,
+            slot: vcpu.slot,
             control: vcpu.control,
             debug: vcpu.debug,
             debug_control: vcpu.debug_control,
             rdpmc: vcpu.rdpmc,
             stepper: vcpu.stepper,
-            last_read: LastRead::default(),
-            sent_nmi: SentNmi::default(),
-            completed: Completed::None,
+            last_read: LastRdpmc::default(),
+            sent_nmi: PendingNmi::default(),
+            completed: ExitCompletion::None,
             exit_is_open: false,
             debugger_version: 0,
             overflow_signals: kick::OverflowSignals::default(),

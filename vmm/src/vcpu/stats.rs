@@ -9,7 +9,7 @@ macro_rules! counters {
         /// Statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
         #[derive(Debug, Default)]
         pub struct VcpuStats {
-            $($(#[$doc])* pub $field: Counter,)+
+            $($(#[$doc])* pub $field: Statistic,)+
         }
 
         impl VcpuStats {
@@ -20,7 +20,7 @@ macro_rules! counters {
 
             /// Rebases the values when a vCPU thread starts, so that they accumulate over all
             /// threads of the vCPU.
-            pub fn go_on(&self) {
+            pub fn rebase(&self) {
                 $(self.$field.before.store(self.$field.get(), Ordering::Relaxed);)+
             }
         }
@@ -37,7 +37,7 @@ counters! {
     /// RDPMC instructions emulated at the trap port.
     rdpmc: "counter reads (RDPMC trap)",
     /// Stops at the guest's #GP handler, where RDPMC that was not replaced is emulated.
-    gp_looked_at: "#GP looked at for RDPMC",
+    gp_intercepted: "#GP looked at for RDPMC",
     /// PMU accesses that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
     /// Overflows of guest counters.
@@ -72,7 +72,7 @@ counters! {
     /// Straight-line runs of instructions executed with one stop each, for the exact backing.
     runs: "straight runs",
     /// Instructions retired in straight-line runs.
-    in_runs: "instructions in straight runs",
+    instructions_in_runs: "instructions in straight runs",
     /// Steps and runs with unknown outcome, for which nothing was counted.
     steps_lost: "single steps that lost track",
     /// Sections of user code that could not be stepped.
@@ -83,26 +83,26 @@ counters! {
 
 /// A statistic with a single writer.
 #[derive(Debug, Default)]
-pub struct Counter {
+pub struct Statistic {
     count: AtomicU64,
     /// Value when the vCPU thread started.
     before: AtomicU64,
 }
 
-impl Counter {
+impl Statistic {
     /// Adds one. Only the vCPU thread may call this, because a plain load and store replace a
     /// locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }
 
-    /// Adds `n`; see [`Counter::inc`] for the restriction.
+    /// Adds `n`; see [`Statistic::inc`] for the restriction.
     pub fn add(&self, n: u64) {
         let sum = self.count.load(Ordering::Relaxed).wrapping_add(n);
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Sets the increase since the vCPU thread started to `n`; see [`Counter::inc`] for the
+    /// Sets the increase since the vCPU thread started to `n`; see [`Statistic::inc`] for the
     /// restriction.
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);
@@ -161,12 +161,12 @@ mod tests {
 
     /// A statistic set from a PMU that is rebuilt with each vCPU thread never decreases.
     #[test]
-    fn a_vcpu_that_comes_again_counts_on() {
+    fn statistics_accumulate_over_vcpu_threads() {
         let stats = VcpuStats::default();
-        stats.go_on();
+        stats.rebase();
         stats.steps.set(5);
         stats.exits.add(2);
-        stats.go_on();
+        stats.rebase();
         stats.steps.set(0);
         assert_eq!((stats.steps.get(), stats.exits.get()), (5, 2));
         stats.steps.set(3);

@@ -8,11 +8,11 @@ use perf_core::pmu::sched::WaitTime;
 use sandbox::ThreadKind;
 
 use super::control::StopReason;
-use super::failure::{BeginError, VcpuError};
+use super::factory::VcpuFactory;
+use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::VcpuThread;
-use super::maker::VcpuMaker;
-use super::running::{Begins, Running, Vcpu};
-use super::{Ran, affinity};
+use super::running::{Running, StartNotifier, Vcpu};
+use super::{LoopExit, affinity};
 
 impl Vcpu {
     /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it parks the KVM vCPU
@@ -21,14 +21,18 @@ impl Vcpu {
     ///
     /// # Errors
     /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. The KVM vCPU is then parked.
-    pub fn spawn(self, makers: Arc<ArcSwap<VcpuMaker>>, begins: Begins) -> Result<VcpuThread, VcpuError> {
-        let (id, pin, seat) = (self.seat.id(), self.pin, self.seat.clone());
+    pub fn spawn(
+        self,
+        makers: Arc<ArcSwap<VcpuFactory>>,
+        begins: StartNotifier,
+    ) -> Result<VcpuThread, VcpuError> {
+        let (id, pin, slot) = (self.slot.id(), self.pin, self.slot.clone());
         // Shared, so that the vCPU can be recovered if the thread cannot be spawned.
         let here = Arc::new(Mutex::new(Some(self)));
         let there = here.clone();
         let prepare = move || {
             if let Some(cpu) = pin
-                && let Err(e) = affinity::stay_on(cpu)
+                && let Err(e) = affinity::pin_current_thread(cpu)
             {
                 log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
             }
@@ -39,9 +43,9 @@ impl Vcpu {
         let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
         let spawned = sandbox::spawn_prepared(ThreadKind::Vcpu, builder, prepare, move || {
             let Some(vcpu) = take(&there) else { return };
-            vcpu.seat.begins_on(affinity::thread_id());
+            vcpu.slot.set_thread_id(affinity::thread_id());
             let vcpu = Running::new(vcpu);
-            let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
+            let (control, slot) = (vcpu.control.clone(), vcpu.slot.clone());
             // A panic is a bug of the VMM. It must end the VM, so that the other vCPUs do not
             // continue without this one.
             let mut begins = Some(begins);
@@ -51,14 +55,14 @@ impl Vcpu {
                 return;
             };
             if let Some(vcpu) = vcpu {
-                seat.park(vcpu.into_kvm());
-                control.has_left();
+                slot.park(vcpu.into_kvm());
+                control.notify_thread_ended();
             }
             match (ran, begins) {
                 (Ok(()), _) => {}
                 // The seat is free before the receiver sees the error.
-                (Err(why), Some(Begins::Later(began))) => drop(began.send(Err(why))),
-                (Err(why), Some(Begins::WithVm(_)) | None) => {
+                (Err(why), Some(StartNotifier::Later(began))) => drop(began.send(Err(why))),
+                (Err(why), Some(StartNotifier::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
                     control.stop(StopReason::Failed);
                 }
@@ -68,7 +72,7 @@ impl Vcpu {
             Ok(handle) => Ok(VcpuThread::new(id, handle)),
             Err(e) => {
                 if let Some(vcpu) = take(&here) {
-                    seat.park(vcpu.into_kvm());
+                    slot.park(vcpu.into_kvm());
                 }
                 Err(VcpuError::Spawn(id, e))
             }
@@ -80,18 +84,18 @@ impl Vcpu {
 /// restart.
 fn run(
     mut vcpu: Running,
-    makers: &ArcSwap<VcpuMaker>,
-    begins: &mut Option<Begins>,
-) -> (Option<Running>, Result<(), BeginError>) {
+    makers: &ArcSwap<VcpuFactory>,
+    begins: &mut Option<StartNotifier>,
+) -> (Option<Running>, Result<(), VcpuStartError>) {
     sandbox::fault_point(ThreadKind::Vcpu);
     loop {
         match vcpu.run(begins) {
-            Ok(Ran::UntilRestart) => {}
-            Ok(Ran::ToItsEnd) => return (Some(vcpu), Ok(())),
+            Ok(LoopExit::MachineReset) => {}
+            Ok(LoopExit::ThreadEnd) => return (Some(vcpu), Ok(())),
             Err(why) => return (Some(vcpu), Err(why)),
         }
         let (id, control) = (vcpu.id, vcpu.control.clone());
-        vcpu = match vcpu.made_anew(&makers.load_full()) {
+        vcpu = match vcpu.rebuild(&makers.load_full()) {
             Ok(fresh) => fresh,
             Err(why) => {
                 log::error!("vcpu{id}: it does not start again: {}", error_line(&why));

@@ -9,7 +9,7 @@ use std::thread::{Builder, JoinHandle};
 
 use super::error::VmError;
 use crate::boot::layout;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::host::{self, HostError, Kvm};
 use crate::kvm::vm_fd::VmFd;
 
@@ -18,7 +18,7 @@ const STACK: usize = 256 << 10;
 
 /// Pending creation of a VM and pending probe of KVM. Dropping it joins the threads.
 #[derive(Debug)]
-pub struct Begun {
+pub struct PendingKvmSetup {
     vm: Option<JoinHandle<Result<VmFd, MakeError>>>,
     probe: Option<JoinHandle<()>>,
 }
@@ -29,7 +29,7 @@ enum MakeError {
     #[error(transparent)]
     Host(#[from] HostError),
     #[error(transparent)]
-    Call(#[from] CallError),
+    Call(#[from] KvmIoctlError),
 }
 
 impl From<MakeError> for VmError {
@@ -41,7 +41,7 @@ impl From<MakeError> for VmError {
     }
 }
 
-impl Begun {
+impl PendingKvmSetup {
     /// Starts the threads, which inherit the caller's signal mask.
     #[must_use]
     pub fn now() -> Self {
@@ -63,7 +63,7 @@ impl Begun {
     }
 }
 
-impl Drop for Begun {
+impl Drop for PendingKvmSetup {
     fn drop(&mut self) {
         if let Some(vm) = self.vm.take() {
             let _ = vm.join();
@@ -94,12 +94,12 @@ mod tests {
     /// A caller that needs the probe's result while the probe runs waits for it. The VM is returned
     /// once, with its interrupt controllers.
     #[test]
-    fn who_asks_while_it_is_probed_gets_the_answer() {
+    fn concurrent_probe_shares_result() {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let mut begun = Begun::now();
+        let mut begun = PendingKvmSetup::now();
         let vm = begun.take_vm(&kvm).unwrap();
         vm.create_vcpu(0).unwrap();
         let again = vm.add_irqchip().unwrap_err();

@@ -4,18 +4,18 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use vpmu::{Backability, BackingPolicy};
+use vpmu::{BackingPolicy, CountableEvents};
 
 use crate::boot::{BootProtocol, KernelSource};
-use crate::kvm::own_pmu::OwnPmu;
+use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::signature::CpuSignature;
-use crate::memory::MemoryKind;
+use crate::memory::MemoryBackingConfig;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;
 use crate::pmu::kernel_reader::KernelReader;
 use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
-use crate::vcpu::control::OnReset;
+use crate::vcpu::control::ResetPolicy;
 
 /// Configuration of a VM.
 #[derive(Clone, Debug)]
@@ -33,26 +33,26 @@ pub struct VmConfig {
     /// RAM size in bytes.
     pub memory_bytes: u64,
     /// Allocation options of guest memory.
-    pub memory_kind: MemoryKind,
+    pub memory_kind: MemoryBackingConfig,
     /// Configuration of the PMU.
     pub pmu: PmuConfig,
     /// Events that the PMU's backing can count.
-    pub backability: Backability,
+    pub backability: CountableEvents,
     /// KVM's own vPMU, if the guest uses it.
-    pub own_pmu: Option<OwnPmu>,
+    pub own_pmu: Option<KvmPmuOffer>,
     /// Handling of RDPMC in the kernel's text.
     pub rdpmc: RdpmcMode,
     /// `true` to hide uncountable events from perf in the guest by editing the tables of its
     /// kernel.
     pub hide_uncounted: bool,
     /// Debugger support, or `None` if no debugger may connect.
-    pub debugger: Option<DebuggerWanted>,
+    pub debugger: Option<DebuggerConfig>,
     /// vCPUs pinned to host CPUs.
     pub pins: Pinning,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
     /// Action on a reset of the machine by its guest.
-    pub on_reset: OnReset,
+    pub on_reset: ResetPolicy,
     /// Polling of halted vCPUs.
     pub halt_polling: HaltPolling,
     /// `true` if the guest can end the VM through the debug-exit port.
@@ -78,23 +78,23 @@ pub enum HaltPolling {
 }
 
 /// Maximum value of [`HaltPolling::AtMost`], in nanoseconds.
-const MOST_POLLING_NS: u32 = 1_000_000;
+const MAX_POLLING_NS: u32 = 1_000_000;
 
 /// Error of parsing [`HaltPolling`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be auto, host, or nanoseconds from 0 to {MOST_POLLING_NS}")]
-pub struct NotHaltPolling;
+#[error("must be auto, host, or nanoseconds from 0 to {MAX_POLLING_NS}")]
+pub struct ParseHaltPollingError;
 
 impl FromStr for HaltPolling {
-    type Err = NotHaltPolling;
+    type Err = ParseHaltPollingError;
 
-    fn from_str(text: &str) -> Result<Self, NotHaltPolling> {
+    fn from_str(text: &str) -> Result<Self, ParseHaltPollingError> {
         match text {
             "auto" => Ok(Self::Auto),
             "host" => Ok(Self::Host),
             _ => {
-                let ns = text.parse().ok().filter(|ns| *ns <= MOST_POLLING_NS);
-                ns.map(Self::AtMost).ok_or(NotHaltPolling)
+                let ns = text.parse().ok().filter(|ns| *ns <= MAX_POLLING_NS);
+                ns.map(Self::AtMost).ok_or(ParseHaltPollingError)
             }
         }
     }
@@ -102,7 +102,7 @@ impl FromStr for HaltPolling {
 
 impl HaltPolling {
     /// Returns the limit to set in KVM in nanoseconds, or `None` to keep KVM's default.
-    pub(super) fn most_ns(self, policy: BackingPolicy) -> Option<u32> {
+    pub(super) fn limit_ns(self, policy: BackingPolicy) -> Option<u32> {
         match self {
             Self::AtMost(ns) => Some(ns),
             Self::Host => None,
@@ -115,7 +115,7 @@ impl HaltPolling {
 
 /// Debugger support of a VM.
 #[derive(Clone, Copy, Debug)]
-pub struct DebuggerWanted {
+pub struct DebuggerConfig {
     /// `true` if no vCPU runs before a debugger connects.
     pub wait: bool,
 }
@@ -126,7 +126,7 @@ mod tests {
 
     /// The clock backing counts polling as guest cycles, so polling is off there unless requested.
     #[test]
-    fn a_halted_vcpu_polls_where_the_clock_does_not_count_or_the_user_says_so() {
+    fn halt_polling_is_off_with_clock_backing() {
         for (text, policy, told) in [
             ("auto", BackingPolicy::Auto, Some(0)),
             ("auto", BackingPolicy::Clock, Some(0)),
@@ -137,10 +137,14 @@ mod tests {
             ("200000", BackingPolicy::Auto, Some(200_000)),
         ] {
             let polling: HaltPolling = text.parse().unwrap();
-            assert_eq!(polling.most_ns(policy), told, "{text} {policy:?}");
+            assert_eq!(polling.limit_ns(policy), told, "{text} {policy:?}");
         }
         for wrong in ["", "on", "-1", "1000001", "1ms"] {
-            assert_eq!(wrong.parse::<HaltPolling>(), Err(NotHaltPolling), "{wrong}");
+            assert_eq!(
+                wrong.parse::<HaltPolling>(),
+                Err(ParseHaltPollingError),
+                "{wrong}"
+            );
         }
     }
 }

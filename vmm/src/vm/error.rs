@@ -5,15 +5,15 @@ use std::io;
 use virtio_devices::transport::bus::BusError;
 
 use crate::boot::BootError;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::CpuidError;
-use crate::kvm::event_filter::KvmFilterError;
+use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::host::HostError;
 use crate::kvm::msr_filter::MsrFilterError;
 use crate::memory::MemoryError;
-use crate::rdpmc::hwbp::HwbpError;
+use crate::rdpmc::hwbp::HardwareBreakpointError;
 use crate::vcpu::affinity::PinError;
-use crate::vcpu::roster::RosterError;
+use crate::vcpu::registry::VcpuRegistryError;
 
 /// Error of creating a VM.
 #[derive(Debug, thiserror::Error)]
@@ -35,10 +35,10 @@ pub enum VmError {
     MsrFilter(#[from] MsrFilterError),
     /// RDPMC cannot be emulated with breakpoints.
     #[error(transparent)]
-    Hwbp(#[from] HwbpError),
+    Hwbp(#[from] HardwareBreakpointError),
     /// KVM's own vPMU does not support the event filter.
     #[error(transparent)]
-    Filter(#[from] KvmFilterError),
+    Filter(#[from] KvmEventFilterError),
     /// Events that count guests use the host's PMU, which KVM's mediated vPMU needs exclusively.
     #[error(
         "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (perf on \
@@ -47,7 +47,7 @@ pub enum VmError {
     PmuTaken,
     /// A vCPU cannot be created.
     #[error(transparent)]
-    Vcpu(#[from] RosterError),
+    Vcpu(#[from] VcpuRegistryError),
     /// More vCPUs than this host's KVM supports.
     #[error("{asked} vCPUs: this host's KVM takes at most {limit} vCPUs in a VM")]
     TooManyVcpus {
@@ -58,7 +58,7 @@ pub enum VmError {
     },
     /// A KVM call failed.
     #[error(transparent)]
-    Kvm(#[from] CallError),
+    Kvm(#[from] KvmIoctlError),
     /// The kernel file was replaced by one that needs a different machine.
     #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
     OtherKernel,

@@ -6,45 +6,45 @@ use std::sync::Arc;
 use kvm_bindings::CpuId;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
-use virtio_devices::device::{LastResort, VirtioDevice};
+use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
-use virtio_devices::transport::machine::Machine;
-use vpmu::{BackingPolicy, Generation, Model};
+use virtio_devices::transport::machine::PciBackend;
+use vpmu::{BackingPolicy, Generation, PmuModel};
 
-use super::begun::Begun;
+use super::begun::PendingKvmSetup;
 use super::config::VmConfig;
 use super::error::VmError;
-use crate::boot::{self, BootError, BootRequest, KernelKind, Loaded, layout};
+use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
-use crate::kernels::running::RunningKernels;
-use crate::kernels::uncounted::Uncounted;
-use crate::kvm::cpuid::{self, GuestCpu};
-use crate::kvm::first_state::FirstState;
+use crate::kernels::running::RunningKernelPatcher;
+use crate::kernels::uncounted::UncountableEvents;
+use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::host::Kvm;
-use crate::kvm::host::{self, Flavour, HostError};
+use crate::kvm::host::{self, HostError, KvmFlavour};
+use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self};
-use crate::kvm::pci_machine::KvmMachine;
+use crate::kvm::pci_backend::KvmPciBackend;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
-use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
+use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
-use crate::rdpmc::hwbp::{self, HwbpError};
-use crate::rdpmc::sites::Sites;
-use crate::vcpu::control::{OnReset, RunControl, StopReason};
+use crate::rdpmc::hwbp::{self, HardwareBreakpointError};
+use crate::rdpmc::sites::RdpmcSites;
+use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::debugger::Debugger;
+use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
 use crate::vcpu::kvm_vcpu::KvmVcpu;
-use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 
 /// Environment variable that makes the exact backing step every instruction instead of entering
 /// straight-line runs at once, to compare the two.
 const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
 
 /// Settings derived from a VM configuration.
-pub(super) struct Plan<'a> {
+pub(super) struct VmPlan<'a> {
     pub(super) config: &'a VmConfig,
     /// The guest has a PMU.
     pub(super) has_pmu: bool,
@@ -59,15 +59,15 @@ pub(super) struct Plan<'a> {
 /// Inputs for configuring KVM's vCPUs.
 pub(super) struct VcpuParts<'a> {
     pub(super) supported: CpuId,
-    pub(super) model: Model,
+    pub(super) model: PmuModel,
     pub(super) gate: bool,
     pub(super) pmu: &'a VmPmu,
-    pub(super) loaded: &'a Loaded,
+    pub(super) loaded: &'a LoadedGuest,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> VmPlan<'a> {
     pub(super) fn new(kvm: &'a Kvm, config: &'a VmConfig) -> Result<Self, VmError> {
-        let limit = host::most_vcpus(kvm);
+        let limit = host::max_vcpu_count(kvm);
         if usize::from(config.cpus.max()) > limit {
             return Err(VmError::TooManyVcpus {
                 asked: config.cpus.max(),
@@ -94,30 +94,30 @@ impl<'a> Plan<'a> {
         clippy::too_many_arguments,
         reason = "all of the machine's parts come together here"
     )]
-    pub(super) fn vcpu_maker(
+    pub(super) fn vcpu_factory(
         &self,
         fd: &Arc<VmFd>,
-        model: Model,
+        model: PmuModel,
         gate: bool,
-        loaded: &Loaded,
+        loaded: &LoadedGuest,
         ram: &GuestRam,
         bus: &Arc<Bus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
-        uncounted: &Arc<Uncounted>,
-    ) -> Result<VcpuMaker, VmError> {
+        uncounted: &Arc<UncountableEvents>,
+    ) -> Result<VcpuFactory, VmError> {
         let breakpoints = self.breakpoints(loaded)?;
         let gate = gate && breakpoints.len() < BREAKPOINTS;
-        Ok(VcpuMaker {
+        Ok(VcpuFactory {
             vm: fd.clone(),
             bus: bus.clone(),
             pmu: pmu.clone(),
             control: control.clone(),
             memory: ram.memory().clone(),
             breakpoints,
-            keeps_debug_control: model.intel_version() >= 2,
+            traps_debug_control: model.intel_version() >= 2,
             rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
-            stepper: self.stepped.then(|| StepperParts {
+            stepper: self.stepped.then(|| StepperConfig {
                 vendor: model.vendor(),
                 host: self.config.pmu.stepping,
                 alone: self.config.cpus.max() == 1,
@@ -158,7 +158,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Returns the RDPMC addresses that are emulated with hardware breakpoints.
-    pub(super) fn breakpoints(&self, loaded: &Loaded) -> Result<Vec<u64>, HwbpError> {
+    pub(super) fn breakpoints(&self, loaded: &LoadedGuest) -> Result<Vec<u64>, HardwareBreakpointError> {
         if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
             hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
         } else {
@@ -171,8 +171,8 @@ impl<'a> Plan<'a> {
     pub(super) fn check_kernel(
         &self,
         kvm: &Kvm,
-        uncounted: &Uncounted,
-        loaded: &Loaded,
+        uncounted: &UncountableEvents,
+        loaded: &LoadedGuest,
         ram: &GuestRam,
     ) -> Result<(), VmError> {
         if !needs_full_kvm(&loaded.kind) {
@@ -180,7 +180,7 @@ impl<'a> Plan<'a> {
         }
         if host::interprets_kernels(kvm)? {
             return Err(BootError::NeedsFullKvm {
-                flavour: Flavour::SoftwareOnly.to_string(),
+                flavour: KvmFlavour::SoftwareOnly.to_string(),
             }
             .into());
         }
@@ -191,9 +191,9 @@ impl<'a> Plan<'a> {
     }
 
     /// Returns the VM with its in-kernel devices.
-    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut Begun) -> Result<Arc<VmFd>, VmError> {
+    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut PendingKvmSetup) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(begun.take_vm(kvm)?);
-        if self.config.own_pmu.is_none() && !host::disable_own_pmu(kvm, &fd)? {
+        if self.config.own_pmu.is_none() && !host::disable_kvm_vpmu(kvm, &fd)? {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
         }
         Ok(fd)
@@ -203,7 +203,7 @@ impl<'a> Plan<'a> {
     pub(super) fn make_pmu(
         &self,
         kvm: &Kvm,
-        model: Model,
+        model: PmuModel,
         probe: &HostProbe,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
@@ -217,10 +217,10 @@ impl<'a> Plan<'a> {
             probe,
             statistics(&**fd),
             host::interprets_kernels(kvm)?,
-            GuestProbe::new(ram.memory().clone(), self.config.kernel_reader.clone()),
+            GuestSamplingContext::new(ram.memory().clone(), self.config.kernel_reader.clone()),
         );
         let pmu = match self.config.own_pmu {
-            Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
+            Some(offered) => pmu.with_own(KvmVpmu::new(fd.clone(), offered)),
             None => pmu,
         };
         if self.config.own_pmu.is_none() {
@@ -232,9 +232,9 @@ impl<'a> Plan<'a> {
                 installed => installed?,
             }
         }
-        pmu.set_kvms_filter(&self.config.pmu.filter)?;
-        if let Some(most_ns) = self.config.halt_polling.most_ns(self.config.pmu.policy) {
-            limit_halt_polling(fd, most_ns);
+        pmu.set_kvm_filter(&self.config.pmu.filter)?;
+        if let Some(limit_ns) = self.config.halt_polling.limit_ns(self.config.pmu.policy) {
+            limit_halt_polling(fd, limit_ns);
         }
         Ok(Arc::new(pmu))
     }
@@ -249,7 +249,7 @@ impl<'a> Plan<'a> {
         };
         fd.connect_line(bus.serial_irq(), ports::COM1_IRQ)?;
         let vm = fd.clone();
-        bus.lead_sci_to(Box::new(move |level| {
+        bus.connect_sci_to(Box::new(move |level| {
             if let Err(e) = vm.set_line(boot::SCI_IRQ.into(), level) {
                 log::error!("{}", error_line(&e));
             }
@@ -273,15 +273,21 @@ impl<'a> Plan<'a> {
             return Ok(bus);
         }
         let control = control.clone();
-        let last_resort = LastResort::new(Arc::new(move || control.stop(StopReason::Failed)));
-        let machine: Arc<dyn Machine> = Arc::new(KvmMachine::new(fd.clone(), last_resort));
+        let fatal_error_callback =
+            FatalErrorCallback::new(Arc::new(move || control.stop(StopReason::Failed)));
+        let machine: Arc<dyn PciBackend> = Arc::new(KvmPciBackend::new(fd.clone(), fatal_error_callback));
         let pci = PciBus::new(devices, ram.memory(), layout::PCI_WINDOW, &machine)?;
         Ok(bus.with_pci(pci))
     }
 
     /// Returns whether RDPMC that was not replaced is emulated at the guest's #GP handler. This
     /// needs a free breakpoint. For kernels other than Linux it must be requested by the user.
-    pub(super) fn has_gate(&self, kvm: &Kvm, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
+    pub(super) fn has_gate(
+        &self,
+        kvm: &Kvm,
+        loaded: &LoadedGuest,
+        breakpoints: usize,
+    ) -> Result<bool, VmError> {
         let asked = match self.config.rdpmc {
             RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
             RdpmcMode::Trap | RdpmcMode::Hwbp => true,
@@ -306,7 +312,7 @@ impl<'a> Plan<'a> {
             _ => e.into(),
         })?;
         let tsc_khz = vcpu.get_tsc_khz()?;
-        let cpu = GuestCpu {
+        let cpu = GuestCpuidConfig {
             pmu: &parts.model,
             backability: config.backability,
             cpus: config.cpus.max(),
@@ -331,9 +337,9 @@ impl<'a> Plan<'a> {
         if let Some(stats) = statistics(&vcpu) {
             parts.pmu.add_statistics(id, stats);
         }
-        let restarts = config.on_reset == OnReset::Restart;
+        let restarts = config.on_reset == ResetPolicy::Restart;
         let first = if restarts || config.cpus.can_change() && id > 0 {
-            Some(FirstState::of(kvm, &vcpu)?)
+            Some(InitialVcpuState::of(kvm, &vcpu)?)
         } else {
             None
         };
@@ -341,10 +347,10 @@ impl<'a> Plan<'a> {
     }
 
     /// Returns the events to hide from the guest's kernels.
-    pub(super) fn uncounted(&self, probe: &HostProbe) -> Uncounted {
+    pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
-        let uncounted = Uncounted::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides);
+        let uncounted = UncountableEvents::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides);
         if pmu.hides_denied {
             uncounted.within(pmu.filter.clone())
         } else {
@@ -355,19 +361,19 @@ impl<'a> Plan<'a> {
     /// Returns the parts of RDPMC emulation, or `None` if KVM handles RDPMC.
     pub(super) fn rdpmc_parts(
         &self,
-        loaded: &Loaded,
+        loaded: &LoadedGuest,
         ram: &GuestRam,
         gate: bool,
-        uncounted: &Arc<Uncounted>,
-    ) -> Option<RdpmcParts> {
+        uncounted: &Arc<UncountableEvents>,
+    ) -> Option<RdpmcConfig> {
         if !self.traps || self.config.rdpmc == RdpmcMode::Off {
             return None;
         }
         let linux = needs_full_kvm(&loaded.kind);
         let planted = self.replaces.then(Arc::default);
-        let sites = Sites::new(if self.replaces { &loaded.rdpmc_sites } else { &[] });
+        let sites = RdpmcSites::new(if self.replaces { &loaded.rdpmc_sites } else { &[] });
         let running = (self.replaces && linux).then(|| {
-            Arc::new(RunningKernels::new(
+            Arc::new(RunningKernelPatcher::new(
                 ram.memory().clone(),
                 sites.clone(),
                 loaded.text.clone(),
@@ -376,7 +382,7 @@ impl<'a> Plan<'a> {
                 uncounted.clone(),
             ))
         });
-        Some(RdpmcParts {
+        Some(RdpmcConfig {
             linux,
             sites,
             gate: gate.then(|| (planted, loaded.symbols.clone())),
@@ -387,7 +393,7 @@ impl<'a> Plan<'a> {
 
 /// Returns whether a kernel of this kind needs a KVM that runs CPL 0 natively. Linux does, because
 /// it uses instructions that KVM's emulator lacks.
-pub(super) fn needs_full_kvm(kind: &KernelKind) -> bool {
+pub(super) fn needs_full_kvm(kind: &KernelFormat) -> bool {
     kind.is_linux()
 }
 
@@ -402,7 +408,7 @@ pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::
 /// Returns whether RDPMC outside the kernel's text faults, so that it can be emulated. Otherwise
 /// user programs read counters that do not count. This is a property of the host; `check` and `run
 /// -v` report it.
-pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
+pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelFormat) -> Result<bool, HostError> {
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
         log::info!(
@@ -414,8 +420,8 @@ pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostErr
 }
 
 /// Limits halt polling in KVM, which would otherwise count as guest cycles.
-fn limit_halt_polling(vm: &VmFd, most_ns: u32) {
-    if let Err(e) = vm.limit_halt_polling(most_ns) {
+fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
+    if let Err(e) = vm.limit_halt_polling(limit_ns) {
         log::info!(
             "{}; cycles of an idle guest may include halt polling",
             error_line(&e)

@@ -2,8 +2,8 @@
 //! initial state in the same process, with the same servers. Events and rings of operators are
 //! kept; the guest's counters are reset.
 //!
-//! KVM cannot reset a VM. The initial state of its parts is saved and written back (`Chips`,
-//! `FirstState`), as for a vCPU that is plugged in again.
+//! KVM cannot reset a VM. The initial state of its parts is saved and written back (`IrqchipState`,
+//! `InitialVcpuState`), as for a vCPU that is plugged in again.
 
 use std::sync::Arc;
 
@@ -11,47 +11,47 @@ use arc_swap::ArcSwap;
 use kernel_images::packed::PackedSymbols;
 use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
-use vpmu::Model;
+use vpmu::PmuModel;
 
 use super::config::VmConfig;
 use super::error::VmError;
-use super::plan::{Plan, needs_full_kvm};
+use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
 use crate::devices::Bus;
-use crate::kernels::uncounted::Uncounted;
-use crate::kvm::chips::Chips;
+use crate::kernels::uncounted::UncountableEvents;
+use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, StopReason};
-use crate::vcpu::maker::VcpuMaker;
-use crate::vcpu::roster::Roster;
+use crate::vcpu::factory::VcpuFactory;
+use crate::vcpu::registry::VcpuRegistry;
 
 /// Maximum number of logged restarts. A guest may reset in a loop.
-const MOST_LINES: u64 = 16;
+const MAX_LOGGED_RESTARTS: u64 = 16;
 
 /// Inputs for rebuilding a machine.
-pub(super) struct Again {
+pub(super) struct RestartContext {
     pub config: VmConfig,
-    pub uncounted: Arc<Uncounted>,
-    pub model: Model,
+    pub uncounted: Arc<UncountableEvents>,
+    pub model: PmuModel,
     /// RDPMC that was not replaced may be emulated at the guest's #GP handler.
     pub gate: bool,
     /// The kernel needs a KVM that can run Linux.
     pub needs_full_kvm: bool,
     pub fd: Arc<VmFd>,
-    pub chips: Chips,
+    pub chips: IrqchipState,
 }
 
 /// Restarts the machine after each reset by its guest. The main loop calls it when
 /// [`Restarter::event`] is readable.
 pub struct Restarter {
-    pub(super) again: Again,
+    pub(super) again: RestartContext,
     pub(super) ram: GuestRam,
     pub(super) bus: Arc<Bus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) control: Arc<RunControl>,
-    pub(super) roster: Arc<Roster>,
+    pub(super) registry: Arc<VcpuRegistry>,
     pub(super) symbols: Arc<ArcSwap<PackedSymbols>>,
     pub(super) restarts: u64,
 }
@@ -68,18 +68,18 @@ impl Restarter {
         // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
         let (again, restarts) = (&self.again, &mut self.restarts);
-        let made = self.roster.restart(again.config.cpus.present(), || {
-            let maker = again.make(&self.ram, &self.bus, &self.pmu, &self.control, &self.symbols)?;
+        let made = self.registry.restart(again.config.cpus.present(), || {
+            let factory = again.make(&self.ram, &self.bus, &self.pmu, &self.control, &self.symbols)?;
             *restarts += 1;
-            if *restarts <= MOST_LINES {
-                let last = if *restarts == MOST_LINES {
+            if *restarts <= MAX_LOGGED_RESTARTS {
+                let last = if *restarts == MAX_LOGGED_RESTARTS {
                     "; no more of this is said"
                 } else {
                     ""
                 };
                 log::info!("the guest reset the machine, which starts again ({restarts}){last}");
             }
-            Ok::<_, VmError>(maker)
+            Ok::<_, VmError>(factory)
         });
         if let Err(e) = made {
             log::error!("the VM cannot start again: {}", error_line(&e));
@@ -88,7 +88,7 @@ impl Restarter {
     }
 }
 
-impl Again {
+impl RestartContext {
     /// Resets the machine except for its vCPUs, and returns the factory that rebuilds them.
     fn make(
         &self,
@@ -97,8 +97,8 @@ impl Again {
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         symbols: &ArcSwap<PackedSymbols>,
-    ) -> Result<VcpuMaker, VmError> {
-        let plan = Plan::of(&self.config);
+    ) -> Result<VcpuFactory, VmError> {
+        let plan = VmPlan::of(&self.config);
         bus.reset();
         ram.clear()?;
         let loaded = boot::load(ram, &plan.boot_request(bus.pci().is_some()))?;
@@ -111,7 +111,7 @@ impl Again {
         self.chips.restore(&self.fd)?;
         pmu.probe().forget();
         symbols.store(loaded.symbols.clone());
-        plan.vcpu_maker(
+        plan.vcpu_factory(
             &self.fd,
             self.model,
             self.gate,

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::common::kernels::{
-    self, EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY, Seg,
+    self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
 };
 use crate::common::skip;
 use kernel_images::rdpmc;
-use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, Loaded, layout};
+use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
 use perfvisor_vmm::kvm::vm_fd::VmFd;
@@ -17,9 +17,9 @@ use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::memory::GuestRam;
 
 #[derive(Clone, Default)]
-struct Captured(Arc<Mutex<Vec<u8>>>);
+struct CapturedConsole(Arc<Mutex<Vec<u8>>>);
 
-impl Write for Captured {
+impl Write for CapturedConsole {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().extend_from_slice(bytes);
         Ok(bytes.len())
@@ -31,8 +31,8 @@ impl Write for Captured {
 }
 
 /// Result of running a guest.
-struct Run {
-    loaded: Loaded,
+struct BootResult {
+    loaded: LoadedGuest,
     outcome: BusOutcome,
     console: String,
     /// Value of ECX at each RDPMC trap.
@@ -42,11 +42,16 @@ struct Run {
 /// Counter value returned for RDPMC.
 const COUNTER: u64 = 0x10;
 
-fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
+fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<BootResult> {
     run_by(BootProtocol::Auto, kernel, initrd, cmdline)
 }
 
-fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
+fn run_by(
+    protocol: BootProtocol,
+    kernel: PathBuf,
+    initrd: Option<&Path>,
+    cmdline: &str,
+) -> Option<BootResult> {
     let Ok(kvm) = host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
@@ -66,7 +71,7 @@ fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdlin
     let vm = Arc::new(VmFd::new(&kvm).unwrap());
     vm.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS).unwrap();
     let _slots = ram.register(&vm).unwrap();
-    let console = Captured::default();
+    let console = CapturedConsole::default();
     let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.connect_line(bus.serial_irq(), ports::COM1_IRQ).unwrap();
     let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
@@ -99,7 +104,7 @@ fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdlin
         };
         if outcome != BusOutcome::Continue {
             let console = String::from_utf8(console.0.lock().unwrap().clone()).unwrap();
-            return Some(Run {
+            return Some(BootResult {
                 loaded,
                 outcome,
                 console,
@@ -111,12 +116,12 @@ fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdlin
 }
 
 #[test]
-fn a_multiboot_elf32_kernel_gets_its_command_line_and_its_rdpmc_traps() {
+fn multiboot_elf32_gets_command_line_and_rdpmc_trap() {
     let dir = tempfile::tempdir().unwrap();
     let mut bytes = MULTIBOOT_CODE.to_vec();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes.extend(kernels::multiboot_header(3, None));
-    let segment = Seg {
+    let segment = ElfSegment {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: 0x2000,
@@ -133,7 +138,7 @@ fn a_multiboot_elf32_kernel_gets_its_command_line_and_its_rdpmc_traps() {
 }
 
 #[test]
-fn a_flat_multiboot_image_starts_by_its_address_fields() {
+fn flat_multiboot_image_uses_address_fields() {
     let dir = tempfile::tempdir().unwrap();
     let load = 0x20_0000;
     let mut bytes = vec![0u8; 32];
@@ -149,7 +154,7 @@ fn a_flat_multiboot_image_starts_by_its_address_fields() {
 
 /// The image occupies the conventional memory in which other kernels receive their boot data.
 #[test]
-fn a_multiboot_image_below_1_mib_starts_with_its_command_line_beside_it() {
+fn multiboot_image_below_1_mib_starts() {
     let dir = tempfile::tempdir().unwrap();
     let load = 0x1000u32;
     let mut bytes = vec![0u8; 32];
@@ -167,12 +172,12 @@ fn a_multiboot_image_below_1_mib_starts_with_its_command_line_beside_it() {
 }
 
 #[test]
-fn a_multiboot_elf64_kernel_starts_in_32_bit_mode_too() {
+fn multiboot_elf64_starts_in_32_bit_mode() {
     let dir = tempfile::tempdir().unwrap();
     let mut bytes = MULTIBOOT_CODE.to_vec();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes.extend(kernels::multiboot_header(0, None));
-    let segment = Seg {
+    let segment = ElfSegment {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: bytes.len() as u64,
@@ -185,9 +190,9 @@ fn a_multiboot_elf64_kernel_starts_in_32_bit_mode_too() {
 }
 
 #[test]
-fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
+fn vmlinux_and_bzimage_use_linux_boot_protocol() {
     let dir = tempfile::tempdir().unwrap();
-    let segment = Seg {
+    let segment = ElfSegment {
         phys: 0x100_0000,
         bytes: LINUX_CODE,
         mem_bytes: 0x4000,
@@ -210,10 +215,10 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
 /// 32-bit and 64-bit kernels. The PVH entry point differs from the ELF entry point, which reports
 /// another exit status.
 #[test]
-fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
+fn other_kernel_starts_at_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();
     let initrd = kernels::file(dir.path(), "initrd", &[0x21; 5000]);
-    let segment = || Seg {
+    let segment = || ElfSegment {
         phys: 0x10_0000,
         bytes: PVH_CODE,
         mem_bytes: 0x4000,
@@ -240,13 +245,13 @@ fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
 
 /// A Linux kernel with both entry points uses the Linux boot protocol unless PVH is requested.
 #[test]
-fn linux_takes_the_pvh_entry_only_when_asked() {
+fn linux_uses_pvh_entry_only_on_request() {
     let dir = tempfile::tempdir().unwrap();
     // The Linux entry point, followed by the PVH entry point.
     let mut code = LINUX_CODE.to_vec();
     code.resize(0x100, 0x90);
     code.extend_from_slice(PVH_CODE);
-    let segment = Seg {
+    let segment = ElfSegment {
         phys: 0x100_0000,
         bytes: &code,
         mem_bytes: 0x4000,
@@ -266,7 +271,7 @@ fn linux_takes_the_pvh_entry_only_when_asked() {
                 return;
             };
             assert!(run.loaded.kind.is_linux(), "{}", run.loaded.kind);
-            let by_pvh = matches!(run.loaded.entry, boot::Entry::Protected32 { .. });
+            let by_pvh = matches!(run.loaded.entry, boot::EntryState::Protected32 { .. });
             assert_eq!(by_pvh, protocol == BootProtocol::Pvh);
             assert_eq!(
                 (run.console.as_str(), run.outcome),

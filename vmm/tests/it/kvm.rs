@@ -164,7 +164,7 @@ impl Guest {
 
 /// Each port access causes an exit with its port, its width and exactly its data.
 #[test]
-fn a_port_access_has_its_width_and_its_bytes() {
+fn port_exit_reports_width_and_data() {
     let code = [
         0xB8, 0x44, 0x33, 0x22, 0x11, // mov eax, 0x11223344
         0xE6, 0x10, // out 0x10, al
@@ -195,7 +195,7 @@ fn a_port_access_has_its_width_and_its_bytes() {
 /// A string instruction may be reported as one exit with several accesses. The access width
 /// separates them.
 #[test]
-fn a_string_of_port_writes_can_be_taken_apart() {
+fn string_port_write_is_split_by_width() {
     let code = [
         0xFC, // cld
         0xBE, 0x00, 0x00, 0x20, 0x00, // mov esi, DATA
@@ -225,7 +225,7 @@ fn a_string_of_port_writes_can_be_taken_apart() {
 
 /// A port read changes exactly the bytes that it reads.
 #[test]
-fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
+fn port_read_changes_only_its_bytes() {
     let code = [
         0xB8, 0xDD, 0xCC, 0xBB, 0xAA, // mov eax, 0xAABBCCDD
         0xE4, 0x30, // in al, 0x30
@@ -253,7 +253,7 @@ fn a_read_of_a_port_changes_as_many_bytes_as_it_reads() {
 /// An access above the end of RAM or in the MMIO hole exits with its address and data; an access to
 /// RAM does not exit.
 #[test]
-fn ram_ends_where_it_was_said_to_end() {
+fn access_beyond_ram_is_mmio() {
     let mut code = vec![0xB8, 0x44, 0x33, 0x22, 0x11]; // mov eax, 0x11223344
     for address in [
         DATA as u32,
@@ -287,7 +287,7 @@ fn ram_ends_where_it_was_said_to_end() {
 
 /// Clearing memory is visible to the guest, which keeps using the same host memory.
 #[test]
-fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
+fn cleared_memory_is_zero_for_guest() {
     let code = [
         0xB8, 0x44, 0x33, 0x22, 0x11, // mov eax, 0x11223344
         0xA3, 0x00, 0x00, 0x20, 0x00, // mov [DATA], eax
@@ -310,7 +310,7 @@ fn memory_that_was_cleared_is_clear_for_the_guest_as_well() {
 /// An exit request before the entry ends KVM_RUN before the first instruction, and the guest can
 /// continue afterwards.
 #[test]
-fn a_request_to_leave_comes_before_the_first_instruction() {
+fn exit_request_precedes_first_instruction() {
     let Some(mut guest) = Guest::new(&[0xB0, 0x07, 0xE6, 0x10, HLT]) else {
         return;
     };
@@ -359,7 +359,7 @@ fn completing_an_exit_stops_between_two_instructions() {
 /// An access to a filtered MSR exits with its index and value, and the guest reads the host's
 /// answer. KVM handles adjacent MSRs.
 #[test]
-fn a_filtered_register_is_the_hosts() {
+fn filtered_msr_exits_to_host() {
     let code = [
         0xB9, 0xC1, 0x00, 0x00, 0x00, // mov ecx, 0xC1
         0x0F, 0x32, // rdmsr
@@ -394,7 +394,7 @@ fn a_filtered_register_is_the_hosts() {
 
 /// A rejected MSR access faults at the instruction. This guest has no handler, so it shuts down.
 #[test]
-fn a_refused_register_is_a_fault() {
+fn rejected_msr_access_faults() {
     for access in [[0x0F, 0x32], [0x0F, 0x30]] {
         let code = [&[0xB9, 0xC2, 0x00, 0x00, 0x00][..], &access, &[0xE6, 0x10, HLT]].concat();
         let filter = |vm: &VmFd| msr_filter::install(vm, &[0xC1..=0xC4]).unwrap();
@@ -417,7 +417,7 @@ fn a_refused_register_is_a_fault() {
 
 /// An empty list filters nothing, and both ends of a range are filtered.
 #[test]
-fn a_range_of_registers_has_both_its_ends() {
+fn msr_filter_range_is_inclusive() {
     let read = |msr: u32| {
         let mut code = vec![0xB9];
         code.extend(msr.to_le_bytes());
@@ -449,7 +449,7 @@ fn a_range_of_registers_has_both_its_ends() {
 
 /// Too many ranges are rejected with a specific error before KVM is called.
 #[test]
-fn more_ranges_than_kvm_takes_are_refused() {
+fn msr_filter_rejects_too_many_ranges() {
     let Ok(kvm) = host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return;
@@ -467,7 +467,7 @@ fn more_ranges_than_kvm_takes_are_refused() {
 /// A fault without a handler ends the guest by a shutdown or an emulation failure. KVM_RUN itself
 /// does not fail.
 #[test]
-fn a_guest_that_faults_without_handlers_ends() {
+fn fault_without_handler_ends_guest() {
     for fault in [&[0x0F, 0x0B][..], &[0xCC], &[0xCD, 0x80]] {
         let code = [fault, &[0xE6, 0x10, HLT]].concat();
         let Some(mut guest) = Guest::new(&code) else {
@@ -483,7 +483,7 @@ fn a_guest_that_faults_without_handlers_ends() {
 
 /// Executing code outside memory causes an internal error with at most 15 instruction bytes.
 #[test]
-fn code_where_no_memory_is_ends_with_an_internal_error() {
+fn code_outside_memory_is_internal_error() {
     let Some(mut guest) = Guest::new(&[0xE9, 0xFB, 0xFF, 0xEF, 0x00]) else {
         return;
     };
@@ -508,7 +508,7 @@ fn code_where_no_memory_is_ends_with_an_internal_error() {
 /// Registers synchronized at an exit equal those read with KVM calls, and registers synchronized at
 /// an entry are loaded.
 #[test]
-fn registers_come_with_exits_and_go_with_entries() {
+fn registers_synchronize_at_exit_and_entry() {
     let code = [0xB8, 0x05, 0x00, 0x00, 0x00, 0xE6, 0x10, 0xE7, 0x11, HLT];
     let Some(mut guest) = Guest::new(&code) else {
         return;
@@ -542,7 +542,7 @@ fn registers_come_with_exits_and_go_with_entries() {
 
 /// KVM calls in an invalid order fail immediately with the name of the call and its errno.
 #[test]
-fn a_call_that_fails_names_itself_and_its_errno() {
+fn failed_kvm_call_reports_name_and_errno() {
     let Ok(kvm) = host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return;
@@ -579,7 +579,7 @@ fn a_call_that_fails_names_itself_and_its_errno() {
 
 /// A rejected state is reported with the name of the call and leaves the vCPU unchanged.
 #[test]
-fn state_that_kvm_refuses_changes_nothing() {
+fn rejected_state_leaves_vcpu_unchanged() {
     let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
         return;
     };
@@ -623,7 +623,7 @@ fn state_that_kvm_refuses_changes_nothing() {
 /// An MSR list is processed up to the first unknown MSR, and the number of processed entries is
 /// returned.
 #[test]
-fn a_list_of_registers_ends_at_the_first_that_is_not_there() {
+fn msr_list_ends_at_unknown_msr() {
     const STAR: u32 = 0xC000_0081;
     const LSTAR: u32 = 0xC000_0082;
     const NONE: u32 = 0x0BAD_0BAD;
@@ -653,7 +653,7 @@ fn a_list_of_registers_ends_at_the_first_that_is_not_there() {
 
 /// An interrupt line accepts one eventfd. A line that KVM does not have is rejected.
 #[test]
-fn a_line_takes_an_eventfd_once() {
+fn irq_line_accepts_one_eventfd() {
     let Ok(kvm) = host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return;
@@ -673,7 +673,7 @@ fn a_line_takes_an_eventfd_once() {
 
 /// An MSI to a missing or disabled local APIC is reported as not delivered.
 #[test]
-fn a_message_that_reaches_nobody_is_told() {
+fn undelivered_msi_is_reported() {
     let Some(guest) = Guest::with(&[HLT], |vm| vm.add_irqchip().unwrap()) else {
         return;
     };
@@ -696,7 +696,7 @@ fn a_message_that_reaches_nobody_is_told() {
 /// A queued NMI stays pending until it is delivered. Without a handler, the NMI shuts the guest
 /// down.
 #[test]
-fn an_nmi_waits_until_it_is_delivered() {
+fn queued_nmi_stays_pending_until_delivered() {
     let code = [0xE6, 0x10, 0x90, 0x90, HLT];
     let Some(mut guest) = Guest::with(&code, |vm| vm.add_irqchip().unwrap()) else {
         return;
@@ -711,7 +711,7 @@ proptest! {
 
     /// Registers set by the host are returned by KVM and visible to the guest.
     #[test]
-    fn registers_are_what_they_were_set_to(
+    fn registers_read_back_as_set(
         values: [u64; 14],
         flags in prop::sample::select(vec![0u64, 1, 1 << 6, 1 << 7, 1 << 10, 1 << 11]),
     ) {

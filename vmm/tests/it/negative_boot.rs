@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::kernels::{self, EM_386, EM_X86_64, LINUX_CODE, Seg};
+use crate::common::kernels::{self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE};
 use perfvisor_vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::numbers::VcpuNumbers;
@@ -55,7 +55,7 @@ fn linux(phys: u64, mem_bytes: u64) -> Vec<u8> {
     kernels::elf64(
         EM_X86_64,
         phys,
-        &[Seg {
+        &[ElfSegment {
             phys,
             bytes: LINUX_CODE,
             mem_bytes,
@@ -68,7 +68,7 @@ fn good_kernel(dir: &Path) -> PathBuf {
 }
 
 #[test]
-fn files_that_cannot_be_read_are_named() {
+fn unreadable_boot_file_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("missing");
     let text = line(attempt(&missing, None, "", 1).unwrap_err());
@@ -91,7 +91,7 @@ fn files_that_cannot_be_read_are_named() {
 }
 
 #[test]
-fn files_that_are_no_kernel_are_told_what_they_are() {
+fn non_kernel_file_is_identified() {
     for (bytes, word) in [
         (&b"#!/bin/sh\n"[..], "script"),
         (b"\x1f\x8b\x08\0\0\0\0\0", "gzip"),
@@ -107,7 +107,7 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
     let arm = kernels::elf64(
         183,
         0x10_0000,
-        &[Seg {
+        &[ElfSegment {
             phys: 0x10_0000,
             bytes: &[0; 16],
             mem_bytes: 16,
@@ -117,7 +117,7 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
     let plain32 = kernels::elf32(
         EM_386,
         0x10_0000,
-        &[Seg {
+        &[ElfSegment {
             phys: 0x10_0000,
             bytes: &[0; 16],
             mem_bytes: 16,
@@ -127,7 +127,7 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
 }
 
 #[test]
-fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
+fn segment_outside_ram_reports_limit_and_remedy() {
     for (phys, mem_bytes, limit, remedy) in [
         (RAM_BYTES, 0x1000, "0x2000000", "--memory"),
         (0x10_0000, RAM_BYTES, "0x2000000", "--memory"),
@@ -149,7 +149,7 @@ fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
 /// A multiboot image in conventional memory is accepted only if it does not overlap memory that the
 /// machine uses.
 #[test]
-fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
+fn low_multiboot_image_is_rejected_on_overlap() {
     let image = |load: u32, bytes: u32| {
         let mut image = kernels::multiboot_header(0x1_0003, Some([load, load, 0, load + bytes, load]));
         image.resize(bytes as usize, 0x90);
@@ -178,7 +178,7 @@ fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
 
 /// Valid multiboot or bzImage files that require a BIOS are identified and rejected.
 #[test]
-fn programs_for_a_bios_are_told_what_they_are() {
+fn bios_program_is_identified() {
     let mut memtest = kernels::bzimage(&linux(0x10_0000, 0x1000));
     memtest[0x248..0x250].fill(0);
     let text = kernel_error(&memtest);
@@ -201,7 +201,7 @@ fn programs_for_a_bios_are_told_what_they_are() {
 }
 
 #[test]
-fn truncated_and_inconsistent_images_are_refused() {
+fn truncated_image_is_rejected() {
     let good = linux(0x10_0000, 0x1000);
     assert!(kernel_error(&good[..20]).contains("truncated"));
     assert!(kernel_error(&good[..80]).contains("program header table"));
@@ -232,7 +232,7 @@ fn truncated_and_inconsistent_images_are_refused() {
 }
 
 #[test]
-fn a_payload_that_unpacks_without_end_is_cut_off() {
+fn payload_decompression_is_bounded() {
     use std::io::Write;
     // Zeroes compress by a factor of a thousand, so a small file must not exhaust the host's
     // memory.
@@ -245,7 +245,7 @@ fn a_payload_that_unpacks_without_end_is_cut_off() {
 }
 
 #[test]
-fn an_initrd_that_does_not_fit_names_the_room() {
+fn oversized_initrd_reports_available_memory() {
     let dir = tempfile::tempdir().unwrap();
     let good = good_kernel(dir.path());
     let big = dir.path().join("big");
@@ -274,7 +274,7 @@ fn an_initrd_that_does_not_fit_names_the_room() {
 }
 
 #[test]
-fn command_lines_and_vcpu_counts_have_limits() {
+fn command_line_and_vcpu_count_are_limited() {
     let dir = tempfile::tempdir().unwrap();
     let good = good_kernel(dir.path());
     attempt(&good, None, &"x".repeat(2047), 1).unwrap();
@@ -295,7 +295,7 @@ fn command_lines_and_vcpu_counts_have_limits() {
 }
 
 #[test]
-fn multiboot_headers_that_make_no_sense_are_refused() {
+fn invalid_multiboot_header_is_rejected() {
     let flat = |flags, fields| {
         let mut f = kernels::multiboot_header(flags, Some(fields));
         f.resize(256, 0x90);
@@ -340,10 +340,10 @@ proptest! {
 }
 
 #[test]
-fn a_pvh_entry_that_is_missing_or_outside_is_refused() {
+fn invalid_pvh_entry_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let image = |notes: &[u8]| {
-        let segment = Seg {
+        let segment = ElfSegment {
             phys: 0x10_0000,
             bytes: kernels::PVH_CODE,
             mem_bytes: 0x1000,

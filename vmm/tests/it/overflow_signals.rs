@@ -115,7 +115,7 @@ fn raise(signal: i32) {
 
 /// A signal between the check and the entry is not lost: the guest executes nothing.
 #[test]
-fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
+fn handled_signal_after_check_ends_kvm_run() {
     let Some(mut guest) = LoopingVcpu::new() else {
         return;
     };
@@ -127,7 +127,7 @@ fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
 }
 
 #[test]
-fn a_held_signal_ends_kvm_run_and_is_announced_once() {
+fn held_signal_ends_kvm_run_once() {
     let Some(mut guest) = LoopingVcpu::new() else {
         return;
     };
@@ -146,7 +146,7 @@ fn a_held_signal_ends_kvm_run_and_is_announced_once() {
 
 /// A kick ends KVM_RUN while overflow signals are held, and is not mistaken for an overflow.
 #[test]
-fn kicks_come_through_while_overflow_signals_are_held() {
+fn kick_ends_kvm_run_while_overflow_is_held() {
     let Some(mut guest) = LoopingVcpu::new() else {
         return;
     };
@@ -160,7 +160,7 @@ fn kicks_come_through_while_overflow_signals_are_held() {
 
 /// A signal that is pending at the switch to handled mode is neither lost nor delayed.
 #[test]
-fn after_many_exits_without_one_they_are_handled_again() {
+fn overflow_signals_return_to_handled_mode() {
     let Some(mut guest) = LoopingVcpu::new() else {
         return;
     };

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use crate::common::skip;
 use kernel_images::rdpmc;
 use kernel_images::symbols::KernelSymbols;
-use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelKind, KernelSource, Loaded};
+use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
 use perfvisor_vmm::memory::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -43,7 +43,7 @@ fn kernel() -> Option<PathBuf> {
     found
 }
 
-fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, Loaded) {
+fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, LoadedGuest) {
     let ram = GuestRam::new(256 << 20).unwrap();
     let kernel = KernelSource::File(path.into());
     let request = BootRequest {
@@ -60,12 +60,12 @@ fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, Loaded) {
 }
 
 #[test]
-fn exactly_the_real_rdpmc_instructions_are_replaced() {
+fn only_real_rdpmc_instructions_are_replaced() {
     let Some(path) = kernel() else { return };
     let (plain_ram, plain) = load(&path, false);
     let (ram, loaded) = load(&path, true);
     assert!(
-        matches!(loaded.kind, KernelKind::BzImage { .. }),
+        matches!(loaded.kind, KernelFormat::BzImage { .. }),
         "{:?}",
         loaded.kind
     );
@@ -109,7 +109,7 @@ fn exactly_the_real_rdpmc_instructions_are_replaced() {
 }
 
 #[test]
-fn the_stripped_kernel_s_own_symbols_are_read() {
+fn symbols_of_stripped_kernel_are_found() {
     let Some(path) = kernel() else { return };
     let (_, loaded) = load(&path, false);
     let symbols = loaded.symbols.unpack();
@@ -154,11 +154,11 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
             bytes
         })
         .collect();
-    let text: Vec<rdpmc::Text<'_>> = loaded
+    let text: Vec<rdpmc::CodeBytes<'_>> = loaded
         .text
         .iter()
         .zip(&text)
-        .map(|(t, bytes)| rdpmc::Text {
+        .map(|(t, bytes)| rdpmc::CodeBytes {
             virt: t.virt,
             phys: t.phys,
             bytes,

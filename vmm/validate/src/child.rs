@@ -27,13 +27,13 @@ const MAX_LAST_LINES: usize = 12;
 /// Maximum length of each kept console line in characters.
 const MAX_SHOWN: usize = 200;
 /// Timeout for the control socket to appear.
-const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout for the vCPUs to report their counters.
-const VIEW_PATIENCE: Duration = Duration::from_secs(10);
+const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of checking for Ctrl-C.
-const LOOK: Duration = Duration::from_millis(100);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout for the VM to end after its guest has ended.
-const END_PATIENCE: Duration = Duration::from_secs(20);
+const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Error of measuring with a VM.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +45,7 @@ pub enum ChildError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The VM ended unexpectedly.
-    #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), shown(.console))]
+    #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
     Ended {
         /// Exit status, or -1 after a signal.
         status: i32,
@@ -77,7 +77,7 @@ fn told(messages: &[String]) -> String {
         .unwrap_or_default()
 }
 
-fn shown(console: &[String]) -> String {
+fn console_excerpt(console: &[String]) -> String {
     if console.is_empty() {
         return String::new();
     }
@@ -171,7 +171,7 @@ impl ChildVm {
                 return Err(ChildError::Interrupted);
             }
             let left = until.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left.min(LOOK)) {
+            match self.lines.recv_timeout(left.min(SIGNAL_CHECK_INTERVAL)) {
                 Ok(line) => {
                     log::trace!("{}: {line}", self.name);
                     if self.last_lines.len() == MAX_LAST_LINES {
@@ -182,7 +182,7 @@ impl ChildVm {
                         return Ok(found);
                     }
                 }
-                Err(RecvTimeoutError::Timeout) if left > LOOK => {}
+                Err(RecvTimeoutError::Timeout) if left > SIGNAL_CHECK_INTERVAL => {}
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(ChildError::Silent(limit.as_secs(), what.to_owned()));
                 }
@@ -193,7 +193,7 @@ impl ChildVm {
 
     /// Returns the error for a VM whose console is closed.
     fn ended(&mut self, doing: &str) -> ChildError {
-        let status = self.wait(END_PATIENCE).unwrap_or(-1);
+        let status = self.wait(END_TIMEOUT).unwrap_or(-1);
         // Ctrl-C also ends the VM, possibly before this process handles the signal.
         if (self.signals)() {
             return ChildError::Interrupted;
@@ -255,7 +255,7 @@ impl ChildVm {
     /// # Errors
     /// Returns [`ChildError::Client`] if the connection fails.
     pub fn connect(&mut self) -> Result<Client, ChildError> {
-        let until = Instant::now() + SOCKET_PATIENCE;
+        let until = Instant::now() + SOCKET_TIMEOUT;
         loop {
             match Client::connect(Some(&self.name)) {
                 Err(ClientError::NoSuchVm { .. }) if Instant::now() < until => {
@@ -290,7 +290,7 @@ impl ChildVm {
     /// # Errors
     /// Returns a [`ChildError`] if the request fails or is not complete in time.
     pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
-        let until = Instant::now() + VIEW_PATIENCE;
+        let until = Instant::now() + VIEW_TIMEOUT;
         let client = self.client()?;
         let asked: Generation = client.call(request::GuestView)?;
         loop {
@@ -303,7 +303,7 @@ impl ChildVm {
             }
             if Instant::now() > until {
                 let what = "its vCPUs were asked for their counters".to_owned();
-                return Err(ChildError::Silent(VIEW_PATIENCE.as_secs(), what));
+                return Err(ChildError::Silent(VIEW_TIMEOUT.as_secs(), what));
             }
             thread::sleep(Duration::from_millis(1));
         }

@@ -23,9 +23,9 @@ use control_api::protocol::{EventReading, Failure, Opened, RingInfo, Sampling, V
 use control_api::request;
 
 /// Timeout for the guest to start.
-const START_PATIENCE: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Timeout of a measurement. Single-stepped code and nested guests are slow.
-const PATIENCE: Duration = Duration::from_secs(300);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 /// Number of data pages of a ring for the operator's samples.
 const RING_PAGES: u32 = 64;
 
@@ -51,7 +51,7 @@ pub struct Hello {
 
 /// A measurement for the guest.
 #[derive(Clone, Debug, Default)]
-pub struct Job {
+pub struct MeasurementJob {
     /// Kind of work that the guest does.
     pub work: &'static str,
     /// Amount of work.
@@ -68,7 +68,7 @@ pub struct Job {
     pub cpus: u32,
 }
 
-impl Job {
+impl MeasurementJob {
     /// Creates a job that does `n` of `work` at CPL 0 without counters.
     pub fn new(work: &'static str, n: u64) -> Self {
         Self {
@@ -133,7 +133,7 @@ pub struct CpuResult {
 
 #[derive(Debug, Deserialize)]
 #[serde(tag = "at", rename_all = "lowercase")]
-enum Said {
+enum GuestReply {
     Hello(Hello),
     #[serde(skip)]
     Ready,
@@ -149,7 +149,7 @@ enum Said {
 
 /// An operator's events during a measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct Operator<'a> {
+pub struct OperatorEvents<'a> {
     /// Event list in perf's syntax.
     pub events: &'a str,
     /// Sampling period, or `None` to count.
@@ -158,7 +158,7 @@ pub struct Operator<'a> {
 
 /// The operator's results of a measurement.
 #[derive(Debug)]
-pub struct OperatorSaw {
+pub struct OperatorResults {
     /// The open events, or the reason for the refusal.
     pub opened: Result<Vec<Opened>, Failure>,
     /// Counts of the events.
@@ -169,7 +169,7 @@ pub struct OperatorSaw {
     pub lost: u64,
 }
 
-impl OperatorSaw {
+impl OperatorResults {
     /// Returns the reading of event `index` of the list on vCPU `vcpu`.
     pub fn reading(&self, index: u32, vcpu: u32) -> Option<&EventReading> {
         let opened = self.opened.as_ref().ok()?;
@@ -183,7 +183,7 @@ impl OperatorSaw {
 
 /// All results of a measurement.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct Measurement {
     /// The guest's results, by CPU.
     pub cpus: Vec<CpuResult>,
     /// The host's view of the counters before the measurement.
@@ -195,10 +195,10 @@ pub struct Outcome {
     /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
     /// The operator's results.
-    pub operator: Option<OperatorSaw>,
+    pub operator: Option<OperatorResults>,
 }
 
-impl Outcome {
+impl Measurement {
     /// Returns the host's view of a counter (`gp0`, `fixed1`) of CPU `cpu` after the measurement.
     pub fn host(&self, cpu: usize, counter: &str) -> Option<&control_api::protocol::GuestCounter> {
         find(&self.after, cpu, counter)
@@ -241,13 +241,13 @@ impl MeasuringGuest {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();
-        Self::greeted(ChildVm::start(&all, signals)?)
+        Self::wait_for_greeting(ChildVm::start(&all, signals)?)
     }
 
     /// Waits for the guest's greeting in a VM that was just started.
-    fn greeted(mut vm: ChildVm) -> Result<Self, ChildError> {
-        let hello = vm.wait_for(START_PATIENCE, "it was started", |line| match parse(line) {
-            Some(Said::Hello(hello)) => Some(hello),
+    fn wait_for_greeting(mut vm: ChildVm) -> Result<Self, ChildError> {
+        let hello = vm.wait_for(START_TIMEOUT, "it was started", |line| match parse(line) {
+            Some(GuestReply::Hello(hello)) => Some(hello),
             _ => None,
         })?;
         let pace = HashMap::new();
@@ -259,9 +259,9 @@ impl MeasuringGuest {
         })
     }
 
-    fn step(&mut self, what: &str) -> Result<Said, ChildError> {
-        self.vm.wait_for(PATIENCE, what, |line| {
-            parse(line).filter(|said| !matches!(said, Said::Other))
+    fn step(&mut self, what: &str) -> Result<GuestReply, ChildError> {
+        self.vm.wait_for(COMMAND_TIMEOUT, what, |line| {
+            parse(line).filter(|said| !matches!(said, GuestReply::Other))
         })
     }
 
@@ -269,23 +269,27 @@ impl MeasuringGuest {
     ///
     /// # Errors
     /// Returns a [`ChildError`] if the VM ends, does not respond, or sends an unexpected reply.
-    pub fn measure(&mut self, job: &Job, operator: Option<Operator<'_>>) -> Result<Outcome, ChildError> {
+    pub fn measure(
+        &mut self,
+        job: &MeasurementJob,
+        operator: Option<OperatorEvents<'_>>,
+    ) -> Result<Measurement, ChildError> {
         let line = job.line();
-        let wrong = |said: &Said| Err(ChildError::Answer(format!("{said:?} to \"{line}\"")));
+        let wrong = |said: &GuestReply| Err(ChildError::Answer(format!("{said:?} to \"{line}\"")));
         self.vm.type_line(&line)?;
         match self.step(&line)? {
-            Said::Ready => {}
+            GuestReply::Ready => {}
             said => return wrong(&said),
         }
         let before = self.vm.views()?;
         let mut watch = match operator {
-            Some(operator) => Some(Watch::open(&mut self.vm, operator)?),
+            Some(operator) => Some(OpenOperatorEvents::open(&mut self.vm, operator)?),
             None => None,
         };
         let start = self.vm.facts()?;
         self.vm.type_line("")?;
         match self.step(&line)? {
-            Said::Done => {}
+            GuestReply::Done => {}
             said => return wrong(&said),
         }
         let end = self.vm.facts()?;
@@ -296,7 +300,7 @@ impl MeasuringGuest {
         let after = self.vm.views()?;
         self.vm.type_line("")?;
         match self.step(&line)? {
-            Said::Result { cpus } if cpus.len() == job.cpus.max(1) as usize => Ok(Outcome {
+            GuestReply::Result { cpus } if cpus.len() == job.cpus.max(1) as usize => Ok(Measurement {
                 cpus,
                 before,
                 after,
@@ -321,22 +325,22 @@ impl MeasuringGuest {
     }
 }
 
-fn parse(line: &str) -> Option<Said> {
+fn parse(line: &str) -> Option<GuestReply> {
     match line {
-        "ready" => Some(Said::Ready),
-        "done" => Some(Said::Done),
+        "ready" => Some(GuestReply::Ready),
+        "done" => Some(GuestReply::Done),
         line => serde_json::from_str(line).ok(),
     }
 }
 
 /// The operator's open events.
-pub(super) struct Watch {
+pub(super) struct OpenOperatorEvents {
     opened: Result<Vec<Opened>, Failure>,
     ring: Option<(RingReader, RingInfo)>,
 }
 
-impl Watch {
-    pub(super) fn open(vm: &mut ChildVm, operator: Operator<'_>) -> Result<Self, ChildError> {
+impl OpenOperatorEvents {
+    pub(super) fn open(vm: &mut ChildVm, operator: OperatorEvents<'_>) -> Result<Self, ChildError> {
         let client = vm.client()?;
         let opened: Result<Vec<Opened>, _> = client.call(request::Open {
             events: operator.events.to_owned(),
@@ -378,9 +382,9 @@ impl Watch {
         })
     }
 
-    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorSaw, ChildError> {
+    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorResults, ChildError> {
         let client = vm.client()?;
-        let mut saw = OperatorSaw {
+        let mut saw = OperatorResults {
             opened: self.opened.clone(),
             readings: Vec::new(),
             samples: Vec::new(),

@@ -36,7 +36,7 @@ pub struct LinuxFiles {
 
 /// Properties of the host's KVM for the report.
 #[derive(Clone, Debug, Serialize)]
-pub struct KvmSeen {
+pub struct KvmSummary {
     /// All known properties, in JSON.
     #[serde(flatten)]
     pub facts: serde_json::Value,
@@ -49,7 +49,7 @@ pub struct KvmSeen {
 #[derive(Debug)]
 pub struct Host {
     /// Properties of KVM.
-    pub kvm: KvmSeen,
+    pub kvm: KvmSummary,
     /// Description of the guests' PMU on this host.
     pub guest_pmu: String,
     /// Description of the slots of the host's PMU.

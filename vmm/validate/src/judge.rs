@@ -75,7 +75,7 @@ impl std::fmt::Display for Verdict {
 
 /// An expected value and its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Expected {
+pub struct Expectation {
     /// The expected value.
     pub value: u64,
     /// Permitted deviation.
@@ -88,9 +88,9 @@ pub struct Evidence {
     /// Count in the guest, or `None` if the guest did not count.
     pub guest: Option<u64>,
     /// Count on the host, and the permitted deviation of the guest from it.
-    pub host: Option<Expected>,
+    pub host: Option<Expectation>,
     /// Independently known value, if there is one.
-    pub expected: Option<Expected>,
+    pub expected: Option<Expectation>,
 }
 
 /// Returns the verdict and, for a failure, the reason.
@@ -155,11 +155,11 @@ mod tests {
     fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> Evidence {
         Evidence {
             guest: Some(guest),
-            host: Some(Expected {
+            host: Some(Expectation {
                 value: host,
                 tolerance: Tolerance::Exact,
             }),
-            expected: Some(Expected {
+            expected: Some(Expectation {
                 value: expected,
                 tolerance,
             }),
@@ -203,7 +203,7 @@ mod tests {
 
     /// An event that moves cannot be reported as not supported.
     #[test]
-    fn an_event_that_moves_is_not_unsupported() {
+    fn moving_event_is_not_unsupported() {
         assert_eq!(
             judge_unbacked(Some(0), Some("none"), "no PMU").0,
             Verdict::NotSupported

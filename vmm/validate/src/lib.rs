@@ -42,8 +42,8 @@ pub mod report;
 use std::time::Instant;
 
 use child::ChildError;
-pub use host::{Host, KvmSeen, LinuxFiles, Options, Stop};
-use report::{GuestKind, Report, Row, Rows, Summary};
+pub use host::{Host, KvmSummary, LinuxFiles, Options, Stop};
+use report::{GuestKind, Report, ReportRow, ReportRows, ReportSummary};
 
 /// Runs all measurements and passes each final row to `on_row`.
 ///
@@ -53,7 +53,7 @@ pub fn run(
     options: &Options,
     host: &Host,
     stop: &Stop,
-    on_row: &mut dyn FnMut(&Row),
+    on_row: &mut dyn FnMut(&ReportRow),
 ) -> Result<Report, ChildError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
@@ -61,7 +61,7 @@ pub fn run(
         host,
         signals: stop,
     };
-    let mut rows = Rows::new(on_row);
+    let mut rows = ReportRows::new(on_row);
     builtin.rows(&mut rows)?;
     let mut summary = summary(host);
     if let Some(files) = &options.linux {
@@ -80,14 +80,14 @@ pub fn run(
     Ok(Report::new(rows.into_vec(), summary))
 }
 
-fn summary(host: &Host) -> Summary {
+fn summary(host: &Host) -> ReportSummary {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
     let field = |name: &str| {
         let line = cpuinfo.lines().find(|line| line.starts_with(name))?;
         Some(line.split_once(':')?.1.trim().to_owned())
     };
-    Summary {
+    ReportSummary {
         perfvisor: env!("CARGO_PKG_VERSION").into(),
         host_kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         host_cpu: field("model name").unwrap_or_else(|| "unknown processor".into()),
@@ -101,6 +101,6 @@ fn summary(host: &Host) -> Summary {
         },
         perf_event_paranoid: host.probe.paranoid,
         pmu: host.guest_pmu.clone(),
-        ..Summary::default()
+        ..ReportSummary::default()
     }
 }

@@ -11,19 +11,19 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::child::{ChildError, ChildVm};
-use super::guest::{Operator, OperatorSaw, Watch};
-use super::judge::Expected;
+use super::guest::{OpenOperatorEvents, OperatorEvents, OperatorResults};
+use super::judge::Expectation;
 use super::procfs::ThreadFacts;
-use super::report::{Rows, Summary};
+use super::report::{ReportRows, ReportSummary};
 use crate::host::Stop;
 use crate::host::{Host, LinuxFiles, Options};
 use crate::judge::whole;
 use control_api::protocol::VcpuView;
 
 /// Timeout for the guest's first line.
-const START_PATIENCE: Duration = Duration::from_secs(180);
+const START_TIMEOUT: Duration = Duration::from_secs(180);
 /// Timeout of a command.
-const PATIENCE: Duration = Duration::from_secs(120);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of output lines kept per command.
 const MAX_OUTPUT_LINES: usize = 10_000;
 /// Initial value of a counter that Linux uses for counting only: half the range of a 48-bit counter
@@ -59,7 +59,7 @@ struct LinuxGuest {
 
 /// Result of a command.
 #[derive(Debug, Default)]
-struct Done {
+struct CommandResult {
     text: String,
     status: i32,
     /// Measurements at the gate, if the command has one.
@@ -74,12 +74,16 @@ struct Gate {
     before: Vec<VcpuView>,
     after: Vec<VcpuView>,
     facts: Vec<ThreadFacts>,
-    operator: Option<OperatorSaw>,
+    operator: Option<OperatorResults>,
 }
 
 impl Linux<'_> {
     /// Runs all measurements.
-    pub(super) fn rows(&self, rows: &mut Rows<'_>, summary: &mut Summary) -> Result<(), ChildError> {
+    pub(super) fn rows(
+        &self,
+        rows: &mut ReportRows<'_>,
+        summary: &mut ReportSummary,
+    ) -> Result<(), ChildError> {
         let backing = if self.options.own_pmu {
             "kvm"
         } else if self.host.no_hardware.is_none() {
@@ -138,7 +142,7 @@ impl Linux<'_> {
         ]
         .map(str::to_owned);
         let mut vm = ChildVm::start(&arguments, self.signals)?;
-        let ready = vm.wait_for(START_PATIENCE, "it was booted", |line| {
+        let ready = vm.wait_for(START_TIMEOUT, "it was booted", |line| {
             if line.contains("@@pv validate ready") {
                 Some(true)
             } else {
@@ -162,25 +166,34 @@ impl Linux<'_> {
 impl LinuxGuest {
     /// Runs a shell command. At its gate, if it has one, the operator's events are enabled and
     /// disabled.
-    fn run(&mut self, name: &str, command: &str, operator: Option<Operator<'_>>) -> Result<Done, ChildError> {
+    fn run(
+        &mut self,
+        name: &str,
+        command: &str,
+        operator: Option<OperatorEvents<'_>>,
+    ) -> Result<CommandResult, ChildError> {
         self.vm.type_line(&format!("{name} {command}"))?;
         let begin = format!("@@pv begin {name}");
         let end = format!("@@pv end {name} ");
         let what = format!("it ran \"{command}\"");
-        let mut done = Done::default();
+        let mut done = CommandResult::default();
         let mut lines = 0;
-        let mut open: Option<(Vec<VcpuView>, Vec<ThreadFacts>, Option<Watch>)> = None;
+        let mut open: Option<(Vec<VcpuView>, Vec<ThreadFacts>, Option<OpenOperatorEvents>)> = None;
         self.vm
-            .wait_for(PATIENCE, &what, |line| line.contains(&begin).then_some(()))?;
+            .wait_for(COMMAND_TIMEOUT, &what, |line| line.contains(&begin).then_some(()))?;
         loop {
-            let line = self.vm.wait_for(PATIENCE, &what, |line| Some(line.to_owned()))?;
+            let line = self
+                .vm
+                .wait_for(COMMAND_TIMEOUT, &what, |line| Some(line.to_owned()))?;
             if let Some(at) = line.find(&end) {
                 done.text.push_str(&line[..at]);
                 done.status = line[at + end.len()..].trim().parse().unwrap_or(-1);
                 return Ok(done);
             } else if line.contains("@@pv gate begin") {
                 let before = self.vm.views()?;
-                let watch = operator.map(|o| Watch::open(&mut self.vm, o)).transpose()?;
+                let watch = operator
+                    .map(|o| OpenOperatorEvents::open(&mut self.vm, o))
+                    .transpose()?;
                 open = Some((before, self.vm.facts()?, watch));
                 self.vm.type_line("")?;
             } else if let Some((_, words)) = line.split_once("@@pv gate end ") {
@@ -233,8 +246,8 @@ impl Gate {
     }
 
     /// Returns the same count as an exact expectation.
-    fn host_exactly(&self, cpu: usize) -> Option<Expected> {
-        self.host(cpu).map(|value| Expected {
+    fn host_exactly(&self, cpu: usize) -> Option<Expectation> {
+        self.host(cpu).map(|value| Expectation {
             value,
             tolerance: super::judge::Tolerance::Exact,
         })

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::judge::{Evidence, Tolerance, Verdict, judge};
-use crate::host::KvmSeen;
+use crate::host::KvmSummary;
 use control_api::events::format::thousands;
 
 /// Basis of a count that does not depend on time.
@@ -14,9 +14,9 @@ pub const KNOWN: &str = "counted by hand";
 
 /// A measurement, or an event that cannot be measured on this host.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub struct ReportRow {
     /// Kind of check.
-    pub check: Check,
+    pub check: CheckKind,
     /// Name of the event.
     pub event: String,
     /// Backing of the event: hardware, clock, exact or paravirtual.
@@ -53,7 +53,7 @@ pub struct Row {
 /// Kind of check; each kind is a section of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Check {
+pub enum CheckKind {
     /// Counting with enough counters.
     Counting,
     /// Multiplexing of more events than counters.
@@ -74,10 +74,10 @@ pub enum GuestKind {
     Linux,
 }
 
-impl Row {
+impl ReportRow {
     /// Creates a row without values, which fails until it is judged.
     pub fn new(
-        check: Check,
+        check: CheckKind,
         event: impl Into<String>,
         backing: &'static str,
         workload: impl Into<String>,
@@ -170,15 +170,15 @@ impl Row {
 }
 
 /// The rows measured so far. Each one is shown when it is added.
-pub struct Rows<'a> {
-    rows: Vec<Row>,
+pub struct ReportRows<'a> {
+    rows: Vec<ReportRow>,
     guest_kind: GuestKind,
-    on_row: &'a mut dyn FnMut(&Row),
+    on_row: &'a mut dyn FnMut(&ReportRow),
 }
 
-impl<'a> Rows<'a> {
+impl<'a> ReportRows<'a> {
     /// Creates an empty list. `on_row` is called with each added row.
-    pub fn new(on_row: &'a mut dyn FnMut(&Row)) -> Self {
+    pub fn new(on_row: &'a mut dyn FnMut(&ReportRow)) -> Self {
         Self {
             rows: Vec::new(),
             guest_kind: GuestKind::BuiltIn,
@@ -192,8 +192,8 @@ impl<'a> Rows<'a> {
     }
 
     /// Adds a final row.
-    pub fn push(&mut self, row: Row) {
-        let row = Row {
+    pub fn push(&mut self, row: ReportRow) {
+        let row = ReportRow {
             guest_kind: self.guest_kind,
             ..row
         };
@@ -202,19 +202,19 @@ impl<'a> Rows<'a> {
     }
 
     /// Adds final rows.
-    pub fn extend(&mut self, rows: impl IntoIterator<Item = Row>) {
+    pub fn extend(&mut self, rows: impl IntoIterator<Item = ReportRow>) {
         rows.into_iter().for_each(|row| self.push(row));
     }
 
     /// Returns all rows.
-    pub fn into_vec(self) -> Vec<Row> {
+    pub fn into_vec(self) -> Vec<ReportRow> {
         self.rows
     }
 }
 
 /// Description of the host and the guests. Contains what a bug report needs and no sensitive data.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Summary {
+pub struct ReportSummary {
     /// Version of Perfvisor.
     pub perfvisor: String,
     /// Kernel release of the host.
@@ -226,7 +226,7 @@ pub struct Summary {
     /// `true` if the host is a virtual machine.
     pub host_is_virtual: bool,
     /// Properties of KVM.
-    pub kvm: Option<KvmSeen>,
+    pub kvm: Option<KvmSummary>,
     /// Number of host counters available to a vCPU, or the reason why there are none.
     pub host_pmu: String,
     /// Value of `perf_event_paranoid`.
@@ -251,7 +251,7 @@ pub struct Report {
     /// Version of the report format.
     pub format: u32,
     /// The measured rows.
-    pub rows: Vec<Row>,
+    pub rows: Vec<ReportRow>,
     /// Number of passed rows.
     pub passed: usize,
     /// Number of failed rows.
@@ -259,12 +259,12 @@ pub struct Report {
     /// Number of rows that are not supported on this host.
     pub not_supported: usize,
     /// Description of the host and the guests.
-    pub summary: Summary,
+    pub summary: ReportSummary,
 }
 
 impl Report {
     /// Creates a report of these rows.
-    pub fn new(rows: Vec<Row>, summary: Summary) -> Self {
+    pub fn new(rows: Vec<ReportRow>, summary: ReportSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {
             format: 1,
@@ -344,14 +344,14 @@ impl Report {
 #[derive(Default)]
 pub struct ReportText {
     /// Section of the last row.
-    section: Option<(GuestKind, Check)>,
+    section: Option<(GuestKind, CheckKind)>,
     /// Number of each footnote.
     notes: BTreeMap<String, usize>,
 }
 
 impl ReportText {
     /// Returns the line of a row, preceded by the section header for the first row of a section.
-    pub fn row(&mut self, row: &Row) -> String {
+    pub fn row(&mut self, row: &ReportRow) -> String {
         let mut out = String::new();
         let section = (row.guest_kind, row.check);
         if self.section != Some(section) {
@@ -412,16 +412,16 @@ impl ReportText {
 }
 
 /// Writes a section header.
-fn head(out: &mut String, guest: GuestKind, check: Check) {
+fn head(out: &mut String, guest: GuestKind, check: CheckKind) {
     let guest = match guest {
         GuestKind::BuiltIn => "built-in guest",
         GuestKind::Linux => "Linux guest",
     };
     let check = match check {
-        Check::Counting => "counting",
-        Check::Multiplexing => "more events than counters",
-        Check::Contention => "an operator counts at the same time",
-        Check::Sampling => "sampling",
+        CheckKind::Counting => "counting",
+        CheckKind::Multiplexing => "more events than counters",
+        CheckKind::Contention => "an operator counts at the same time",
+        CheckKind::Sampling => "sampling",
     };
     let _ = writeln!(
         out,
@@ -443,27 +443,27 @@ fn ordinal(n: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::Expected;
+    use crate::judge::Expectation;
 
     /// Only time-dependent rows are measured again, and the table and the JSON show the number of
     /// tries.
     #[test]
-    fn only_time_is_measured_again_and_that_is_said() {
+    fn retried_rows_show_their_tries() {
         assert!(!row(5, 6).is_off_in_time());
         let timed = |guest, host: Option<u64>, basis| {
-            let exactly = |value| Expected {
+            let exactly = |value| Expectation {
                 value,
                 tolerance: Tolerance::Exact,
             };
             let seen = Evidence {
                 guest: Some(guest),
                 host: host.map(exactly),
-                expected: Some(Expected {
+                expected: Some(Expectation {
                     value: 100,
                     tolerance: Tolerance::Percent(5.0),
                 }),
             };
-            Row::new(Check::Counting, "cycles", "clock", "busy").judged(&seen, basis)
+            ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
         };
         assert!(timed(80, Some(80), "CPU time").is_off_in_time());
         assert!(!timed(99, Some(99), "CPU time").is_off_in_time(), "it is right");
@@ -472,11 +472,11 @@ mod tests {
             "guest and host differ"
         );
         assert!(!timed(80, None, KNOWN).is_off_in_time());
-        let again = Row {
+        let again = ReportRow {
             tries: 2,
             ..timed(99, None, "CPU time")
         };
-        let report = Report::new(vec![again], Summary::default());
+        let report = Report::new(vec![again], ReportSummary::default());
         assert!(report.text().contains("PASS (2nd try)"), "{}", report.text());
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(
@@ -485,24 +485,24 @@ mod tests {
         );
     }
 
-    fn row(guest: u64, expected: u64) -> Row {
+    fn row(guest: u64, expected: u64) -> ReportRow {
         let seen = Evidence {
             guest: Some(guest),
             host: None,
-            expected: Some(Expected {
+            expected: Some(Expectation {
                 value: expected,
                 tolerance: Tolerance::Exact,
             }),
         };
-        Row::new(Check::Counting, "instructions", "exact", "busy").judged(&seen, "known")
+        ReportRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 
     /// One wrong count fails the whole report.
     #[test]
     fn one_failure_fails_the_report() {
-        let good = Report::new(vec![row(5, 5), row(7, 7)], Summary::default());
+        let good = Report::new(vec![row(5, 5), row(7, 7)], ReportSummary::default());
         assert!(good.is_good() && good.text().contains("2 passed, 0 failed"));
-        let bad = Report::new(vec![row(5, 5), row(7, 8)], Summary::default());
+        let bad = Report::new(vec![row(5, 5), row(7, 8)], ReportSummary::default());
         assert!(!bad.is_good());
         assert!(bad.text().contains("FAIL [1]") && bad.text().contains("[1] off the expectation"));
         let json: serde_json::Value = serde_json::to_value(&bad).unwrap();
@@ -513,10 +513,10 @@ mod tests {
 
     /// A report without measurements is a failure.
     #[test]
-    fn nothing_measured_is_no_success() {
-        assert!(!Report::new(vec![], Summary::default()).is_good());
-        let only = Row::new(Check::Counting, "cycles", "hardware", "-").unsupported("no PMU");
-        assert!(!Report::new(vec![only], Summary::default()).is_good());
+    fn empty_report_fails() {
+        assert!(!Report::new(vec![], ReportSummary::default()).is_good());
+        let only = ReportRow::new(CheckKind::Counting, "cycles", "hardware", "-").unsupported("no PMU");
+        assert!(!Report::new(vec![only], ReportSummary::default()).is_good());
     }
 
     /// The row-by-row output equals the complete report, and each row appears at once.
@@ -525,25 +525,25 @@ mod tests {
         let mut text = ReportText::default();
         let mut shown = String::new();
         let mut lines = Vec::new();
-        let mut on_row = |row: &Row| {
+        let mut on_row = |row: &ReportRow| {
             shown.push_str(&text.row(row));
             lines.push(shown.lines().count());
         };
-        let mut rows = Rows::new(&mut on_row);
+        let mut rows = ReportRows::new(&mut on_row);
         rows.push(row(5, 5));
         rows.extend([
             row(7, 7),
-            Row {
-                check: Check::Sampling,
+            ReportRow {
+                check: CheckKind::Sampling,
                 ..row(8, 9)
             },
         ]);
         rows.set_guest(GuestKind::Linux);
-        rows.push(Row {
-            check: Check::Sampling,
+        rows.push(ReportRow {
+            check: CheckKind::Sampling,
             ..row(1, 1)
         });
-        let report = Report::new(rows.into_vec(), Summary::default());
+        let report = Report::new(rows.into_vec(), ReportSummary::default());
         // Two header lines before the first row of each section, and a blank line between sections.
         assert_eq!(lines, [3, 4, 8, 12]);
         shown.push_str(&text.end(&report));
@@ -555,8 +555,8 @@ mod tests {
     fn reasons_are_footnotes_said_once() {
         let why = "no PMU";
         let rows = ["cycles", "branches"]
-            .map(|event| Row::new(Check::Counting, event, "hardware", "-").unsupported(why));
-        let text = Report::new(rows.to_vec(), Summary::default()).text();
+            .map(|event| ReportRow::new(CheckKind::Counting, event, "hardware", "-").unsupported(why));
+        let text = Report::new(rows.to_vec(), ReportSummary::default()).text();
         assert_eq!(text.matches("not supported here [1]").count(), 2, "{text}");
         assert_eq!(text.matches("[1] no PMU").count(), 1, "{text}");
     }

@@ -1,4 +1,4 @@
-//! What a virtio device is to its transport.
+//! The interface between a virtio device and its transport.
 
 use std::fmt;
 use std::io;
@@ -10,61 +10,66 @@ use virtio_queue::Queue;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Why a device could not start to serve its driver. The transport sets DEVICE_NEEDS_RESET, and says it.
+/// The reason why a device could not be activated. The transport logs the error and sets
+/// DEVICE_NEEDS_RESET.
 #[derive(Debug, Error)]
 pub enum ActivateError {
-    /// The host refused what the device's thread needs.
+    /// The host denied a resource that the device's thread needs.
     #[error("{what} failed")]
     Host {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// What the host said.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
-    /// The driver set the device up in a way the device cannot serve.
+    /// The driver configured the device in an unsupported way.
     #[error("the driver asks for what this device has not: {0}")]
     Driver(&'static str),
 }
 
-/// Raises one interrupt of the device: a vector of MSI-X that the guest has given to a queue or to changes of
-/// the configuration. Where the guest gave none, nothing is raised.
+/// An interrupt of the device: the MSI-X vector that the guest assigned to a queue or to
+/// configuration changes. Without a vector, raising the interrupt has no effect.
 #[derive(Clone, Debug, Default)]
-pub struct Interrupt(Option<Arc<EventFd>>);
+pub struct DeviceInterrupt(Option<Arc<EventFd>>);
 
-impl Interrupt {
-    /// An interrupt raised by writing to `vector`, which the machine leads to KVM.
+impl DeviceInterrupt {
+    /// Creates an interrupt that is raised by writing to `vector`. The machine attaches the eventfd
+    /// to KVM.
     pub fn new(vector: Option<Arc<EventFd>>) -> Self {
         Self(vector)
     }
 
-    /// Raises it. More than one before the guest takes it are one.
+    /// Raises the interrupt. Multiple calls are coalesced until the guest handles it.
     pub fn raise(&self) {
         if let Some(vector) = &self.0 {
-            // It fails when the counter is full: then an interrupt is pending already.
+            // The write fails only if the counter is full, in which case an interrupt is already
+            // pending.
             let _ = vector.write(1);
         }
     }
 
-    /// The descriptor to raise it by, for back ends in the kernel or in another process.
+    /// Returns the eventfd that raises the interrupt, for backends in the kernel or in another
+    /// process.
     pub fn eventfd(&self) -> Option<&Arc<EventFd>> {
         self.0.as_ref()
     }
 }
 
-/// Tells the driver that the device's configuration has changed (virtio 1.2, 2.5), or that the device is to
-/// be reset (2.1.2).
+/// Notifies the driver of a configuration change (virtio 1.2, 2.5) or of the need for a device
+/// reset (2.1.2).
 #[derive(Clone, Debug, Default)]
-pub struct ConfigChange {
+pub struct ConfigChangeNotifier {
     generation: Arc<AtomicU8>,
     broken: Arc<AtomicBool>,
-    interrupt: Interrupt,
+    interrupt: DeviceInterrupt,
 }
 
-impl ConfigChange {
-    /// Of a transport whose driver reads `generation` around each look at the configuration, and finds
-    /// DEVICE_NEEDS_RESET in the status while `broken` is set.
-    pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: Interrupt) -> Self {
+impl ConfigChangeNotifier {
+    /// Creates a notifier that increments `generation` on each change and sets `broken` for
+    /// DEVICE_NEEDS_RESET. The driver reads the generation before and after each configuration
+    /// read.
+    pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: DeviceInterrupt) -> Self {
         Self {
             generation,
             broken,
@@ -72,31 +77,33 @@ impl ConfigChange {
         }
     }
 
-    /// The device cannot go on before the driver has reset it: sets DEVICE_NEEDS_RESET, and tells.
+    /// Sets DEVICE_NEEDS_RESET and notifies the driver. The device is unusable until the driver
+    /// resets it.
     pub fn needs_reset(&self) {
         self.broken.store(true, Ordering::Release);
         self.tell();
     }
 
-    /// To be called after the configuration has changed.
+    /// Increments the configuration generation and raises the configuration-change interrupt. Call
+    /// this after the configuration has changed.
     pub fn tell(&self) {
         self.generation.fetch_add(1, Ordering::Release);
         self.interrupt.raise();
     }
 }
 
-/// Ends the machine, for a device's thread that ends although nobody has stopped it: a guest that waits for a
-/// device for ever helps nobody.
+/// A callback that terminates the machine if a device thread ends unexpectedly. The guest would
+/// otherwise wait forever for the device.
 #[derive(Clone, Default)]
-pub struct LastResort(Option<Arc<dyn Fn() + Send + Sync>>);
+pub struct FatalErrorCallback(Option<Arc<dyn Fn() + Send + Sync>>);
 
-impl LastResort {
-    /// `end` is called by threads of devices, and must not wait for them.
+impl FatalErrorCallback {
+    /// Creates the callback. Device threads call `end`, which must not wait for them.
     pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
         Self(Some(end))
     }
 
-    /// Ends the machine.
+    /// Terminates the machine.
     pub fn take(&self) {
         if let Some(end) = &self.0 {
             end();
@@ -104,72 +111,73 @@ impl LastResort {
     }
 }
 
-impl fmt::Debug for LastResort {
+impl fmt::Debug for FatalErrorCallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LastResort").finish_non_exhaustive()
     }
 }
 
-/// A queue that the driver has set up and enabled.
+/// A queue that the driver has configured and enabled.
 #[derive(Debug)]
 pub struct ActiveQueue {
-    /// The queue, ready and checked (`Queue::is_valid`).
+    /// The queue, validated with `Queue::is_valid`.
     pub queue: Queue,
-    /// Signalled when the driver has put buffers in.
+    /// Eventfd that is signalled when the driver adds buffers.
     pub kick: Arc<EventFd>,
-    /// To be raised when buffers were used and the driver wants to know
-    /// (`QueueT::needs_notification`).
-    pub interrupt: Interrupt,
+    /// The interrupt to raise after buffers are used, subject to `QueueT::needs_notification`.
+    pub interrupt: DeviceInterrupt,
 }
 
-/// What a device gets when its driver is ready.
+/// Resources that a device receives when its driver sets DRIVER_OK.
 #[derive(Debug)]
 pub struct Activation {
-    /// The guest's memory. Everything in it may change at any time.
+    /// Guest memory. The guest may modify its contents at any time.
     pub memory: GuestMemoryMmap,
-    /// Feature bits that the driver has accepted, all of them offered.
+    /// Feature bits that the driver accepted, a subset of the offered ones.
     pub features: u64,
-    /// One for each of [`VirtioDevice::queue_max_sizes`]; `None`: the driver left it disabled.
+    /// One element per entry of [`VirtioDevice::queue_max_sizes`], `None` for a queue that the
+    /// driver left disabled.
     pub queues: Vec<Option<ActiveQueue>>,
-    /// To tell of a new configuration.
-    pub config_change: ConfigChange,
-    /// For [`crate::worker::Worker::spawn`].
-    pub last_resort: LastResort,
+    /// Notifier for configuration changes.
+    pub config_change: ConfigChangeNotifier,
+    /// Callback for [`crate::worker::DeviceWorker::spawn`].
+    pub fatal_error_callback: FatalErrorCallback,
 }
 
-/// A virtio device behind a transport, which calls it with the device's lock held.
+/// A virtio device. The transport calls all methods with the device's lock held.
 pub trait VirtioDevice: Send {
-    /// The device's number (virtio 1.2, section 5): `virtio_bindings::virtio_ids`.
+    /// Returns the virtio device ID (virtio 1.2, section 5; `virtio_bindings::virtio_ids`).
     fn id(&self) -> u32;
 
-    /// Name for messages and threads, such as `disk0`; at most 15 bytes.
+    /// Returns the name for messages and threads, such as `disk0`, of at most 15 bytes.
     fn name(&self) -> &str;
 
-    /// Feature bits of the device. The transport adds those of the transport and of queues
-    /// (VERSION_1, EVENT_IDX, INDIRECT_DESC).
+    /// Returns the feature bits of the device. The transport adds its own bits and those of the
+    /// queues (VERSION_1, EVENT_IDX, INDIRECT_DESC).
     fn features(&self) -> u64;
 
-    /// The most entries of each queue, powers of two.
+    /// Returns the maximum size of each queue, a power of two.
     fn queue_max_sizes(&self) -> &[u16];
 
-    /// Reads the device's configuration. What lies behind its end reads 0.
+    /// Reads the device configuration. Bytes beyond its end read as 0.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
-    /// Writes the device's configuration, where it can be written.
+    /// Writes the device configuration, if it is writable.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// The driver is ready (DRIVER_OK): the device starts its thread and returns.
+    /// Activates the device after the driver has set DRIVER_OK: starts the device's thread and
+    /// returns.
     ///
     /// # Errors
-    /// [`ActivateError`]; nothing of the device runs then.
+    /// Returns an [`ActivateError`], in which case no part of the device is running.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
-    /// The driver resets the device, or the machine ends: the device's thread is stopped before this returns,
-    /// and the device can be activated again.
+    /// Resets the device at the driver's request or at machine shutdown. The device's thread has
+    /// ended when this returns, and the device can be activated again.
     fn reset(&mut self);
 }
 
-/// Fills `data` from the configuration space `config` at `offset`; zeros behind its end.
+/// Copies configuration bytes from `config` at `offset` to `data`. Bytes beyond the end read as 0.
 pub fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
     data.fill(0);
     let rest = usize::try_from(offset)
@@ -185,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_read_of_the_configuration_ends_where_it_ends() {
+    fn config_read_beyond_end_is_zero() {
         let mut data = [0xff; 4];
         read_config_bytes(&[1, 2, 3], 1, &mut data);
         assert_eq!(data, [2, 3, 0, 0]);
@@ -197,12 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_told_with_a_new_generation() {
+    fn config_change_increments_generation() {
         let vector = Arc::new(EventFd::new(0).unwrap());
         let generation = Arc::new(AtomicU8::new(255));
         let broken = Arc::new(AtomicBool::new(false));
-        let interrupt = Interrupt::new(Some(vector.clone()));
-        let change = ConfigChange::new(generation.clone(), broken.clone(), interrupt);
+        let interrupt = DeviceInterrupt::new(Some(vector.clone()));
+        let change = ConfigChangeNotifier::new(generation.clone(), broken.clone(), interrupt);
         change.tell();
         assert_eq!(generation.load(Ordering::Acquire), 0);
         assert_eq!(vector.read().unwrap(), 1);

@@ -1,25 +1,27 @@
-//! Virtio devices: disks, network, sockets and the like, as a driver in the guest sees them (virtio 1.2).
+//! Virtio devices (virtio 1.2): console, disk, network, vsock, entropy and shared directories.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
-//! | [`console`] | a console: Linux's hvc0 |
-//! | [`disk`] | a disk: an image file or a block device |
-//! | [`net`] | a network device on a tap device |
-//! | [`vsock`] | sockets between the guest and programs of the host |
-//! | [`transport`] | virtio over PCI: how a driver finds a device, sets it up and is interrupted |
-//! | [`serve`] | serving a queue: each chain once, one interrupt for all |
-//! | [`rng`] | entropy |
-//! | [`share`] | a directory of the host, served by virtiofsd |
+//! | [`device`] | the interface between a device and its transport |
+//! | [`console`] | console device (hvc0 in a Linux guest) |
+//! | [`disk`] | block device backed by an image file or a host block device |
+//! | [`net`] | network device backed by a tap device |
+//! | [`vsock`] | sockets between the guest and host programs |
+//! | [`transport`] | virtio over PCI: discovery, configuration and interrupts |
+//! | [`serve`] | processing of a queue's descriptor chains, with interrupt coalescing |
+//! | [`rng`] | entropy device |
+//! | [`share`] | host directory shared through virtiofsd |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
-//! A device starts nothing before its driver is ready. From then on a thread of its own serves its queues: it
-//! waits for the queues' kicks and for what it is the back end of, and never runs on a vCPU's thread.
-//! Everything in a queue comes from the guest: bound each walk, length and allocation, and let a bad
-//! request fail alone.
+//! A device starts no thread before its driver sets DRIVER_OK. From then on a dedicated thread
+//! serves its queues: it waits for queue notifications and backend events, and no device code runs
+//! on a vCPU thread in the data path. All queue contents are guest-controlled. Every walk, length
+//! and allocation must be bounded, and a malformed request must fail without affecting other
+//! requests.
 //!
-//! **Dependencies.** No KVM: eventfds stand for kicks and interrupts, and the machine joins them to KVM's
-//! ioeventfd and irqfd. Start with [`device::VirtioDevice`].
+//! **Dependencies.** This crate does not use KVM. Eventfds represent notifications and interrupts,
+//! and the machine attaches them to KVM as ioeventfds and irqfds. Start with
+//! [`device::VirtioDevice`].
 #![cfg_attr(
     not(test),
     warn(
@@ -29,7 +31,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// A library prints nothing: what there is to say goes to the log or to the caller.
+// A library must not print. Messages go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod console;

@@ -1,4 +1,4 @@
-//! Entropy for the guest (virtio 1.2, 5.4): random bytes of the host's kernel.
+//! Entropy device (virtio 1.2, 5.4), backed by the host kernel's random number generator.
 
 use std::fs::File;
 use std::io;
@@ -10,29 +10,29 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 
-use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, VirtioDevice};
-use crate::serve::{Chain, serve_queue, tell_of_driver};
-use crate::worker::Worker;
+use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice};
+use crate::serve::{GuestDescriptorChain, log_driver_error, serve_queue};
+use crate::worker::DeviceWorker;
 
-/// Where the bytes come from: never blocks once the host has started.
+/// Source of the random bytes. Reads never block once the host has booted.
 const SOURCE: &str = "/dev/urandom";
-/// Entries of the queue. Linux uses one at a time.
+/// Queue size. Linux uses one entry at a time.
 const QUEUE_SIZE: u16 = 16;
-/// The most bytes for one chain; a driver gets the rest by asking again (5.4.6.1).
-pub const MOST_BYTES: usize = 4096;
+/// Maximum number of bytes written per chain. A driver requests more with further chains (5.4.6.1).
+pub const MAX_CHAIN_BYTES: usize = 4096;
 
-/// The device.
+/// A virtio entropy device.
 #[derive(Debug)]
-pub struct Rng {
+pub struct EntropyDevice {
     source: File,
-    worker: Option<Worker>,
+    worker: Option<DeviceWorker>,
 }
 
-impl Rng {
-    /// Of this host's entropy.
+impl EntropyDevice {
+    /// Creates an entropy device that reads the host's `/dev/urandom`.
     ///
     /// # Errors
-    /// /dev/urandom cannot be opened.
+    /// Returns an error if `/dev/urandom` cannot be opened.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             source: File::open(SOURCE)?,
@@ -41,7 +41,7 @@ impl Rng {
     }
 }
 
-impl VirtioDevice for Rng {
+impl VirtioDevice for EntropyDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_RNG
     }
@@ -69,14 +69,19 @@ impl VirtioDevice for Rng {
             return Err(ActivateError::Driver("entropy without its queue"));
         };
         let host = |what| move |source| ActivateError::Host { what, source };
-        let server = Server {
+        let server = EntropyHandler {
             source: self.source.try_clone().map_err(host("dup"))?,
             queue,
             memory: activation.memory,
             config_change: activation.config_change,
             broken: false,
         };
-        let worker = Worker::spawn(ThreadKind::Device, self.name(), server, activation.last_resort);
+        let worker = DeviceWorker::spawn(
+            ThreadKind::Device,
+            self.name(),
+            server,
+            activation.fatal_error_callback,
+        );
         self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }
@@ -86,31 +91,30 @@ impl VirtioDevice for Rng {
     }
 }
 
-/// What runs on the device's thread.
-struct Server {
+struct EntropyHandler {
     source: File,
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
-    config_change: ConfigChange,
+    config_change: ConfigChangeNotifier,
     broken: bool,
 }
 
-impl Server {
+impl EntropyHandler {
     fn serve(&mut self) {
         let (memory, source) = (&self.memory, &mut self.source);
         let served = serve_queue(&mut self.queue, memory, |chain| fill(source, memory, chain));
         if let Err(error) = served {
-            tell_of_driver("rng0", "it stops until it is reset", &error);
+            log_driver_error("rng0", "it stops until it is reset", &error);
             self.broken = true;
             self.config_change.needs_reset();
         }
     }
 }
 
-/// Fills a chain's buffers; how many bytes it was.
-#[expect(clippy::cast_possible_truncation, reason = "at most MOST_BYTES")]
-pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
-    let mut left = MOST_BYTES;
+/// Fills the buffers of a chain with random bytes and returns the number of bytes written.
+#[expect(clippy::cast_possible_truncation, reason = "at most MAX_CHAIN_BYTES")]
+pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> u32 {
+    let mut left = MAX_CHAIN_BYTES;
     for buffer in chain.writable() {
         let count = left.min(buffer.len() as usize);
         match memory.read_volatile_from(buffer.addr(), source, count) {
@@ -119,17 +123,17 @@ pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u3
                 left -= read;
                 break;
             }
-            // Not RAM: the guest's own affair.
+            // The buffer is outside guest RAM, which is a driver error.
             Err(_) => break,
         }
         if left == 0 {
             break;
         }
     }
-    (MOST_BYTES - left) as u32
+    (MAX_CHAIN_BYTES - left) as u32
 }
 
-impl MutEventSubscriber for Server {
+impl MutEventSubscriber for EntropyHandler {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         let _ = self.queue.kick.read();
         if !self.broken {
@@ -153,13 +157,13 @@ mod tests {
     use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activation, memory};
 
     #[test]
-    fn a_broken_ring_asks_for_a_reset() {
+    fn broken_ring_requests_reset() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // No descriptor of this queue.
+        // The head index is outside the descriptor table.
         driver.offer(16);
         let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
-        let mut rng = Rng::new().unwrap();
+        let mut rng = EntropyDevice::new().unwrap();
         rng.activate(activation).unwrap();
         driver.active.kick.write(1).unwrap();
         seen.changed.read().unwrap();
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_filled_with_bytes_that_differ() {
+    fn buffers_are_filled_with_random_bytes() {
         let memory = memory();
         let chain = [
             Descriptor::new(BUFFERS, 32, 3, 1),
@@ -196,19 +200,19 @@ mod tests {
     }
 
     #[test]
-    fn hostile_chains_get_at_most_the_bound() {
+    fn hostile_chains_are_filled_within_limit() {
         let memory = memory();
-        // A loop, a buffer as long as it can be, one outside of RAM, one that is not to be written.
+        // A descriptor loop, an oversized buffer, a buffer outside RAM and a read-only buffer.
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 3, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, u32::MAX, 2, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(u64::MAX - 8, 100, 2, 0)]), 0);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 0, 0)]), 0);
     }
 
-    /// Loops, tables of 65,535 pieces and in each other, and what is no memory: each is used with what it may
-    /// have, and the good chain behind them is filled.
+    /// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside
+    /// RAM) are returned as used, and the valid chain after them is filled.
     #[test]
-    fn a_driver_of_hostile_chains_stops_nobody() {
+    fn hostile_chains_do_not_block_entropy() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 64);
         driver.offer_hostile(2);
@@ -225,10 +229,10 @@ mod tests {
             "{used:?}"
         );
         assert!(
-            used.iter().all(|(_, bytes)| *bytes as usize <= MOST_BYTES),
+            used.iter().all(|(_, bytes)| *bytes as usize <= MAX_CHAIN_BYTES),
             "{used:?}"
         );
-        // Nothing is written for the other side, or where there is no memory.
+        // Nothing is written to read-only buffers or to addresses outside RAM.
         assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
         assert_eq!(used.last(), Some(&(13, 256)));
     }

@@ -1,4 +1,5 @@
-//! Serving a queue: every chain in it once, and one interrupt for all that were served in a short time.
+//! Queue processing: handles each available descriptor chain once and coalesces interrupts for
+//! chains that complete within a short time.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -9,103 +10,110 @@ use vm_memory::GuestMemoryMmap;
 
 use crate::device::ActiveQueue;
 
-/// A chain of descriptors in the guest's memory, which may change at any time.
-pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
+/// A descriptor chain in guest memory. The guest may modify the memory at any time.
+pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
-/// The driver broke the rules of queues: nothing more can be had from this one until the device is reset.
+/// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
+/// reset.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// Its rings make no sense.
+    /// The rings are invalid.
     #[error("the driver's queue cannot be worked with")]
     Rings(#[from] virtio_queue::Error),
-    /// It offers a chain that the queue cannot have.
+    /// The head index of a chain is not below the queue size.
     #[error("the driver offers descriptor {head} of a queue of {size}")]
     Head {
-        /// The chain's first descriptor.
+        /// Index of the first descriptor of the chain.
         head: u16,
-        /// The queue's size.
+        /// Queue size, in entries.
         size: u16,
     },
 }
 
-/// Logs how a driver broke its queues, within the limit of [`mod@perf_core::guest_log`].
-pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
+/// Logs a virtqueue violation by the driver, subject to the rate limit of
+/// [`mod@perf_core::guest_log`].
+pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
-/// How long chains are served one after the other; one that has begun is finished.
-const LONGEST_ROUND: Duration = Duration::from_millis(50);
+/// Maximum time that one round may start new chains. A chain in progress is always finished.
+const MAX_ROUND: Duration = Duration::from_millis(50);
 
-/// How long the driver may be left without an interrupt for what was served, while the rest is. Where a chain
-/// takes a few microseconds, an interrupt for each would cost more than the chain; where it takes longer,
-/// whoever waits for it does not wait for all others too.
-const LONGEST_SILENCE: Duration = Duration::from_micros(50);
+/// Maximum time between the completion of a chain and the driver's interrupt while further chains
+/// are processed. An interrupt for each chain would cost more than the chain itself where a chain
+/// takes a few microseconds. Slow chains are signalled individually.
+const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
-/// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver
-/// is interrupted at the end, and before it if that takes longer than `LONGEST_SILENCE`, if it wants to be.
+/// Processes the available chains of a queue. `serve` handles one chain and returns the number of
+/// bytes that it wrote. The driver is interrupted at the end and at least every `MAX_INTERRUPT_DELAY`,
+/// unless it suppresses notifications.
 ///
-/// It ends after one round of the queue, or after `LONGEST_ROUND`, even if the driver goes on to fill it;
-/// then the queue has kicked itself, and the caller's loop comes back after it has looked at its other
-/// descriptors: it may be asked to stop.
+/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver
+/// keeps adding chains. In that case the queue's kick eventfd is signalled again, so that the
+/// caller's event loop can check its other descriptors, including the stop event, before it
+/// continues.
 ///
 /// # Errors
-/// [`QueueError`]; the driver knows of all chains that were served before.
+/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
+/// the error have been signalled.
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
-    serve: impl FnMut(Chain<'_>) -> u32,
+    serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     serve_queue_while(active, memory, || true, serve)
 }
 
-/// As [`serve_queue`], as long as the device has a use for chains: `wants` is asked before each. Those it has
-/// no use for stay in the queue. The driver's kicks may be off afterwards, until the next call.
+/// Processes chains like [`serve_queue`] while `wants` returns `true`, which is checked before each
+/// chain. The remaining chains stay in the queue. The driver's notifications may stay disabled
+/// until the next call.
 ///
 /// # Errors
-/// [`QueueError`]; the driver knows of all chains that were served before.
+/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
+/// the error have been signalled.
 pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
-    serve: impl FnMut(Chain<'_>) -> u32,
+    serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
 ) -> Result<(), QueueError> {
-    serve_by(active, memory, wants, serve, Instant::now)
+    serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
-/// Where a call of [`serve_queue_while`] is.
-struct Progress {
-    /// Chains that it may still begin.
+/// State of one call of [`serve_queue_while`].
+struct RoundProgress {
+    /// Number of chains that may still be started.
     left: u16,
-    /// When it begins no more.
+    /// Deadline for starting a chain.
     end: Instant,
-    /// When the driver was last told, or had nothing to be told.
-    told: Instant,
-    /// Something was served since.
-    untold: bool,
+    /// Time of the last interrupt, or the last time that no completed chain was unsignalled.
+    signalled: Instant,
+    /// `true` if chains have completed since the last interrupt.
+    unsignalled: bool,
 }
 
-/// [`serve_queue_while`] by the clock `now`.
-fn serve_by(
+/// Implements [`serve_queue_while`] with the clock `now`.
+fn serve_with_clock(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
-    mut serve: impl FnMut(Chain<'_>) -> u32,
+    mut serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
     mut now: impl FnMut() -> Instant,
 ) -> Result<(), QueueError> {
     let start = now();
-    let mut progress = Progress {
+    let mut progress = RoundProgress {
         left: active.queue.size(),
-        end: start + LONGEST_ROUND,
-        told: start,
-        untold: false,
+        end: start + MAX_ROUND,
+        signalled: start,
+        unsignalled: false,
     };
     let outcome = loop {
         active.queue.disable_notification(memory)?;
         match serve_round(active, memory, &mut progress, &wants, &mut serve, &mut now) {
-            // It comes back when it has a use for more.
+            // The handler accepts no more chains for now and resumes the queue later.
             Ok(()) if !wants() => break Ok(()),
             Ok(()) if progress.left == 0 || now() >= progress.end => {
-                // A full counter is a kick too.
+                // A full counter is a pending notification too.
                 let _ = active.kick.write(1);
                 break Ok(());
             }
@@ -116,13 +124,13 @@ fn serve_by(
             break Ok(());
         }
     };
-    if progress.untold {
+    if progress.unsignalled {
         tell(active, memory)?;
     }
     outcome
 }
 
-/// Interrupts the driver if it wants to be.
+/// Interrupts the driver unless it suppresses notifications.
 fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
     if active.queue.needs_notification(memory)? {
         active.interrupt.raise();
@@ -130,13 +138,13 @@ fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueE
     Ok(())
 }
 
-/// Serves the chains that are there, as many as may be begun.
+/// Processes the chains that are currently available, within the limits of `progress`.
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
-    progress: &mut Progress,
+    progress: &mut RoundProgress,
     wants: &impl Fn() -> bool,
-    serve: &mut impl FnMut(Chain<'_>) -> u32,
+    serve: &mut impl FnMut(GuestDescriptorChain<'_>) -> u32,
     now: &mut impl FnMut() -> Instant,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
@@ -152,9 +160,9 @@ fn serve_round(
         active.queue.add_used(memory, head, written)?;
         progress.left -= 1;
         let at = now();
-        progress.untold = at.duration_since(progress.told) < LONGEST_SILENCE;
-        if !progress.untold {
-            progress.told = at;
+        progress.unsignalled = at.duration_since(progress.signalled) < MAX_INTERRUPT_DELAY;
+        if !progress.unsignalled {
+            progress.signalled = at;
             tell(active, memory)?;
         }
         if at >= progress.end {
@@ -166,7 +174,7 @@ fn serve_round(
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! A queue as a driver makes it, in memory of its own.
+    //! A mock driver with a virtqueue in its own guest memory.
 
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU8};
@@ -179,14 +187,15 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::{Activation, ConfigChange, Interrupt, LastResort};
+    use crate::device::{Activation, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
 
-    /// Bytes of guest memory; the queue lies at its beginning.
+    /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
-    /// First address that the queue does not use.
+    /// First address after the queue.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
-    /// How many chains [`Driver::offer_hostile`] offers, and the address of its last one's buffer.
+    /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last one's
+    /// buffer.
     pub(crate) const HOSTILE: u16 = 14;
     pub(crate) const GOOD: u64 = BUFFERS + 0x4000;
 
@@ -194,36 +203,36 @@ pub(crate) mod testing {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
 
-    /// What a driver sees of a device beside its queues.
-    pub(crate) struct Seen {
-        /// The interrupt for changes, whose reader waits.
+    /// The driver-visible state of a device other than its queues.
+    pub(crate) struct DriverView {
+        /// Configuration-change interrupt.
         pub changed: Arc<EventFd>,
-        /// DEVICE_NEEDS_RESET.
+        /// The DEVICE_NEEDS_RESET status bit.
         pub needs_reset: Arc<AtomicBool>,
     }
 
-    /// What a device gets when a driver with these queues is ready.
+    /// Returns the [`Activation`] of a device whose driver has set up these queues.
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
-    ) -> (Activation, Seen) {
-        let seen = Seen {
+    ) -> (Activation, DriverView) {
+        let seen = DriverView {
             changed: Arc::new(EventFd::new(0).unwrap()),
             needs_reset: Arc::default(),
         };
-        let interrupt = Interrupt::new(Some(seen.changed.clone()));
+        let interrupt = DeviceInterrupt::new(Some(seen.changed.clone()));
         let generation = Arc::new(AtomicU8::new(0));
         let activation = Activation {
             memory: memory.clone(),
             features: 0,
             queues,
-            config_change: ConfigChange::new(generation, seen.needs_reset.clone(), interrupt),
-            last_resort: LastResort::default(),
+            config_change: ConfigChangeNotifier::new(generation, seen.needs_reset.clone(), interrupt),
+            fatal_error_callback: FatalErrorCallback::default(),
         };
         (activation, seen)
     }
 
-    /// The driver's side of a queue, and the device's.
+    /// Both ends of a virtqueue.
     pub(crate) struct Driver<'m> {
         pub mock: MockSplitQueue<'m, GuestMemoryMmap>,
         pub active: ActiveQueue,
@@ -233,7 +242,7 @@ pub(crate) mod testing {
     }
 
     impl<'m> Driver<'m> {
-        /// The device's side, for a device that takes it.
+        /// Returns the device end of the queue.
         pub(crate) fn active(&self) -> ActiveQueue {
             ActiveQueue {
                 queue: self.mock.create_queue().unwrap(),
@@ -246,7 +255,7 @@ pub(crate) mod testing {
             Self::at(memory, size, 0x1000)
         }
 
-        /// With its rings from address `start` on.
+        /// Creates a queue whose rings begin at address `start`.
         pub(crate) fn at(memory: &'m GuestMemoryMmap, size: u16, start: u64) -> Self {
             let mock = MockSplitQueue::create(memory, GuestAddress(start), size);
             let queue: Queue = mock.create_queue().unwrap();
@@ -254,7 +263,7 @@ pub(crate) mod testing {
             let active = ActiveQueue {
                 queue,
                 kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-                interrupt: Interrupt::new(Some(vector.clone())),
+                interrupt: DeviceInterrupt::new(Some(vector.clone())),
             };
             Self {
                 mock,
@@ -265,7 +274,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Writes descriptors, the first at `head`.
+        /// Writes consecutive descriptors, the first one at index `head`.
         pub(crate) fn write(&self, head: u16, descriptors: &[Descriptor]) {
             for (at, descriptor) in (head..).zip(descriptors) {
                 let table = self.mock.desc_table();
@@ -273,7 +282,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Offers the chain at `head`.
+        /// Adds the chain at `head` to the available ring.
         pub(crate) fn offer(&mut self, head: u16) {
             let avail = self.mock.avail();
             let size = self.active.queue.size();
@@ -286,10 +295,10 @@ pub(crate) mod testing {
             avail.idx().store(self.offered.to_le());
         }
 
-        /// Offers chains as no driver makes them, from head 0 on, and a good one of 256 bytes at [`GOOD`]
-        /// behind them: [`HOSTILE`] chains in all. `direction` is WRITE for buffers of the device. The queue
-        /// has 32 entries or more: in the crate's mock the used ring begins halfway through the available
-        /// one.
+        /// Adds [`HOSTILE`] chains from head 0 on: malformed ones, followed by a valid one of 256
+        /// bytes at [`GOOD`]. `direction` is WRITE for device-writable buffers. The queue must have
+        /// at least 32 entries because the used ring of the mock begins halfway through the
+        /// available ring.
         pub(crate) fn offer_hostile(&mut self, direction: u16) {
             const NEXT: u16 = 1;
             const WRITE: u16 = 2;
@@ -305,20 +314,21 @@ pub(crate) mod testing {
             let at = GuestAddress(outer);
             self.memory.write_obj(RawDescriptor::from(inner), at).unwrap();
             let chains = [
-                // Round and round.
+                // A descriptor loop.
                 Descriptor::new(BUFFERS, 64, direction | NEXT, 0),
-                // Out of memory, at its end and at that of the address space.
+                // Buffers that cross the end of memory, begin at it, or reach the end of the
+                // address space.
                 Descriptor::new(MEMORY_BYTES as u64 - 8, 64, direction, 0),
                 Descriptor::new(u64::MAX - 8, 64, direction, 0),
-                // Longer than memory, and with nothing in it.
+                // A buffer larger than memory, and an empty one.
                 Descriptor::new(BUFFERS, u32::MAX, direction, 0),
                 Descriptor::new(BUFFERS, 0, direction, 0),
-                // For the other side.
+                // A buffer of the opposite direction.
                 Descriptor::new(BUFFERS, 64, direction ^ WRITE, 0),
-                // On behind the table.
+                // A next index outside the descriptor table.
                 Descriptor::new(BUFFERS, 0, direction | NEXT, 999),
-                // A table of 65,535 pieces, each of which leads to the next; a table in a table; tables that
-                // are too long, of a piece and a bit, of nothing, and out of memory.
+                // An indirect table of 65,535 chained descriptors, a nested table, and tables that
+                // are too long, not a multiple of the descriptor size, empty, or outside memory.
                 Descriptor::new(long, 65_535 * 16, INDIRECT, 0),
                 Descriptor::new(outer, 16, INDIRECT, 0),
                 Descriptor::new(long, 65_536 * 16, INDIRECT, 0),
@@ -334,7 +344,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// What was used so far: heads and bytes written.
+        /// Returns the used ring entries so far: head index and bytes written.
         pub(crate) fn used(&self) -> Vec<(u32, u32)> {
             let used = self.mock.used();
             (0..usize::from(u16::from_le(used.idx().load())))
@@ -355,14 +365,13 @@ mod tests {
     use super::testing::{BUFFERS, Driver, memory};
     use super::*;
 
-    /// Whoever waits for a chain waits for that one: a flush behind a long write told of neither before both
-    /// were done.
+    /// A completed flush is signalled without waiting for a long write that precedes it.
     #[test]
-    fn quick_chains_are_one_interrupt_and_slow_ones_are_told_at_once() {
+    fn fast_chains_are_coalesced_and_slow_ones_are_not() {
         for (step, interrupts) in [
             (Duration::ZERO, 1),
-            (LONGEST_SILENCE / 2, 3),
-            (LONGEST_SILENCE, 5),
+            (MAX_INTERRUPT_DELAY / 2, 3),
+            (MAX_INTERRUPT_DELAY, 5),
         ] {
             let memory = memory();
             let mut driver = Driver::new(&memory, 16);
@@ -371,7 +380,7 @@ mod tests {
                 driver.offer(head);
             }
             let (mut written, mut clock) = (10, Instant::now());
-            let serve = |chain: Chain<'_>| {
+            let serve = |chain: GuestDescriptorChain<'_>| {
                 assert_eq!(chain.count(), 1);
                 written += 1;
                 written
@@ -380,7 +389,7 @@ mod tests {
                 clock += step;
                 clock
             };
-            serve_by(&mut driver.active, &memory, || true, serve, now).unwrap();
+            serve_with_clock(&mut driver.active, &memory, || true, serve, now).unwrap();
             assert_eq!(driver.used(), [(0, 11), (1, 12), (2, 13), (3, 14), (4, 15)]);
             assert_eq!(driver.vector.read().unwrap(), interrupts, "{step:?}");
             assert!(driver.active.kick.read().is_err());
@@ -388,40 +397,40 @@ mod tests {
     }
 
     #[test]
-    fn nothing_served_is_nothing_told() {
+    fn empty_queue_raises_no_interrupt() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // Nothing to do, nothing to tell.
+        // An empty queue causes no interrupt.
         serve_queue(&mut driver.active, &memory, |_| panic!("there is no chain")).unwrap();
         assert!(driver.vector.read().is_err());
     }
 
-    /// [`serve_queue`] by a clock that stands: on a machine that does other work its time could be over
-    /// between two chains.
-    fn in_no_time(
+    /// Runs [`serve_queue`] with a stopped clock, because the round could otherwise time out
+    /// between two chains on a busy host.
+    fn serve_with_stopped_clock(
         active: &mut ActiveQueue,
         memory: &GuestMemoryMmap,
-        serve: impl FnMut(Chain<'_>) -> u32,
+        serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
     ) -> Result<(), QueueError> {
         let start = Instant::now();
-        serve_by(active, memory, || true, serve, || start)
+        serve_with_clock(active, memory, || true, serve, || start)
     }
 
     #[test]
-    fn a_full_queue_ends_the_round_and_kicks_itself() {
+    fn full_queue_ends_round_and_kicks_again() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
         for head in 0..4 {
             driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
             driver.offer(head);
         }
-        in_no_time(&mut driver.active, &memory, |_| 0).unwrap();
+        serve_with_stopped_clock(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
-    /// Whoever waits for the thread to stop waits for the chain that is served, not for all that are there.
+    /// Stopping the worker waits for the chain in progress only, not for the whole queue.
     #[test]
-    fn a_long_round_ends_before_the_queue_does_and_is_gone_on_with() {
+    fn long_round_is_interrupted_and_continued() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
         for head in 0..5 {
@@ -431,30 +440,30 @@ mod tests {
         let mut served = 0;
         serve_queue(&mut driver.active, &memory, |_| {
             served += 1;
-            std::thread::sleep(LONGEST_ROUND);
+            std::thread::sleep(MAX_ROUND);
             0
         })
         .unwrap();
         assert_eq!((served, driver.used().len()), (1, 1));
         assert_eq!(driver.active.kick.read().unwrap(), 1, "the rest comes next");
         assert_eq!(driver.vector.read().unwrap(), 1, "and the first is told");
-        in_no_time(&mut driver.active, &memory, |_| 0).unwrap();
+        serve_with_stopped_clock(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.used().len(), 5);
     }
 
     #[test]
-    fn rings_that_make_no_sense_are_an_error_and_what_was_served_is_told() {
+    fn invalid_ring_is_an_error_after_signalling() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
         driver.write(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         driver.offer(0);
         driver.offer(4);
-        let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
+        let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");
         assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
-        // More chains than the queue has entries.
+        // The available index exceeds the queue size.
         driver.mock.avail().idx().store(100u16.to_le());
-        let error = in_no_time(&mut driver.active, &memory, |_| 8).unwrap_err();
+        let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Rings(_)), "{error}");
     }
 }

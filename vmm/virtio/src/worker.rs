@@ -1,4 +1,4 @@
-//! The thread of a device.
+//! Device worker threads.
 
 use std::any::Any;
 use std::io;
@@ -14,37 +14,37 @@ use sandbox::ThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::device::LastResort;
+use crate::device::FatalErrorCallback;
 
-/// A thread that serves a device's queues until it is stopped or dropped.
+/// A thread that serves a device's queues until the worker is stopped or dropped.
 #[derive(Debug)]
-pub struct Worker {
+pub struct DeviceWorker {
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A thread's stack. Handlers need a few pages; stacks of 2 MiB, the usual ones, are backed by a huge page
-/// each where the host makes them by itself.
+/// Stack size of a worker thread, in bytes. Handlers need a few pages. The default of 2 MiB would
+/// be backed by one huge page per thread on hosts with transparent huge pages enabled.
 const STACK_BYTES: usize = 256 << 10;
 
-/// The CPUs of the host that devices' threads may use. A driver gets ready on a vCPU's thread, which may be
-/// kept on one CPU; what it starts would stay there with it.
+/// Host CPUs that worker threads may use. A driver activates its device on a vCPU thread, which may
+/// be pinned to one CPU, and new threads inherit the affinity of their creator.
 static CPUS: OnceLock<CpuSet> = OnceLock::new();
 
-/// Takes the CPUs that the calling thread may use for those of the threads of devices. The first call counts.
-pub fn take_cpus() {
+/// Records the CPU affinity of the calling thread as the affinity of worker threads. Only the first
+/// call has an effect.
+pub fn record_worker_cpus() {
     if let Ok(cpus) = sched_getaffinity(Pid::from_raw(0)) {
         CPUS.get_or_init(|| cpus);
     }
 }
 
-/// Ends the loop of the thread.
-struct Stop {
+struct StopEvent {
     fd: EventFd,
     came: bool,
 }
 
-impl MutEventSubscriber for Stop {
+impl MutEventSubscriber for StopEvent {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         self.came = true;
     }
@@ -61,36 +61,42 @@ impl MutEventSubscriber for Stop {
     }
 }
 
-/// What runs on the thread: the end, or the device.
-enum Part<H> {
-    Stop(Stop),
+/// Event subscriber of the worker thread: the stop event or the device handler.
+enum WorkerSubscriber<H> {
+    StopEvent(StopEvent),
     Device(H),
 }
 
-impl<H: MutEventSubscriber> MutEventSubscriber for Part<H> {
+impl<H: MutEventSubscriber> MutEventSubscriber for WorkerSubscriber<H> {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match self {
-            Part::Stop(stop) => stop.process(events, ops),
-            Part::Device(device) => device.process(events, ops),
+            WorkerSubscriber::StopEvent(stop) => stop.process(events, ops),
+            WorkerSubscriber::Device(device) => device.process(events, ops),
         }
     }
 
     fn init(&mut self, ops: &mut EventOps) {
         match self {
-            Part::Stop(stop) => stop.init(ops),
-            Part::Device(device) => device.init(ops),
+            WorkerSubscriber::StopEvent(stop) => stop.init(ops),
+            WorkerSubscriber::Device(device) => device.init(ops),
         }
     }
 }
 
-impl Worker {
-    /// Starts a thread `name` (at most 15 bytes) of this kind that calls `handler` for the descriptors it
-    /// adds to its event loop: `init` adds them, `process` is called for each that is ready. If the thread
-    /// ends before it is stopped, that is said in one line, and `last_resort` is taken.
+impl DeviceWorker {
+    /// Starts a thread named `name` (at most 15 bytes) of kind `kind` that runs an event loop for
+    /// `handler`. `init` registers the handler's descriptors, and `process` is called for each
+    /// ready one. If the thread ends before it is stopped, the worker logs one line and triggers
+    /// `fatal_error_callback`.
     ///
     /// # Errors
-    /// The host has no descriptor or no thread left.
-    pub fn spawn<H>(kind: ThreadKind, name: &str, handler: H, last_resort: LastResort) -> io::Result<Self>
+    /// Returns an error if the host has run out of file descriptors or threads.
+    pub fn spawn<H>(
+        kind: ThreadKind,
+        name: &str,
+        handler: H,
+        fatal_error_callback: FatalErrorCallback,
+    ) -> io::Result<Self>
     where
         H: MutEventSubscriber + Send + 'static,
     {
@@ -100,15 +106,15 @@ impl Worker {
         let builder = std::thread::Builder::new()
             .name(name.to_owned())
             .stack_size(STACK_BYTES);
-        let thread = sandbox::spawn_prepared(kind, builder, leave_the_vcpu, move || {
-            // A panic here would be a bug of ours.
+        let thread = sandbox::spawn_prepared(kind, builder, reset_affinity, move || {
+            // A panic here is a bug in the device.
             let why = match catch_unwind(AssertUnwindSafe(|| serve(fd, handler))) {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => error_line(&error),
-                Err(panic) => format!("it panicked: {}", message(&*panic)),
+                Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
             };
             log::error!("the thread of {device} has ended, and the VM ends with it: {why}");
-            last_resort.take();
+            fatal_error_callback.take();
         })?;
         Ok(Self {
             stop,
@@ -116,12 +122,12 @@ impl Worker {
         })
     }
 
-    /// Stops the thread and waits until it has ended; what it was serving is finished first.
+    /// Stops the thread and waits until it has ended. A request in progress is completed first.
     pub fn stop(&mut self) {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        // Only a full counter fails, and then the thread is being stopped.
+        // The write fails only if the counter is full, in which case a stop is already pending.
         let _ = self.stop.write(1);
         if thread.join().is_err() {
             log::error!("a device's thread panicked");
@@ -129,14 +135,14 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for DeviceWorker {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-/// Lets the calling thread run on any CPU of the process.
-fn leave_the_vcpu() {
+/// Sets the CPU affinity of the calling thread to the CPUs of the process.
+fn reset_affinity() {
     if let Some(cpus) = CPUS.get()
         && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
     {
@@ -148,21 +154,20 @@ fn leave_the_vcpu() {
     }
 }
 
-/// What a panic said, in one line.
-fn message(panic: &(dyn Any + Send)) -> String {
+/// Formats the payload of a panic as one line.
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     let said = panic.downcast_ref::<&str>().copied();
     let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     said.unwrap_or("nothing").replace('\n', " ")
 }
 
-/// The thread.
 fn serve<H: MutEventSubscriber>(fd: EventFd, handler: H) -> Result<(), event_manager::Error> {
-    let mut manager: EventManager<Part<H>> = EventManager::new()?;
-    let stop = manager.add_subscriber(Part::Stop(Stop { fd, came: false }));
-    manager.add_subscriber(Part::Device(handler));
+    let mut manager: EventManager<WorkerSubscriber<H>> = EventManager::new()?;
+    let stop = manager.add_subscriber(WorkerSubscriber::StopEvent(StopEvent { fd, came: false }));
+    manager.add_subscriber(WorkerSubscriber::Device(handler));
     loop {
         manager.run()?;
-        if let Part::Stop(Stop { came: true, .. }) = manager.subscriber_mut(stop)? {
+        if let WorkerSubscriber::StopEvent(StopEvent { came: true, .. }) = manager.subscriber_mut(stop)? {
             return Ok(());
         }
     }
@@ -175,9 +180,9 @@ mod tests {
 
     use super::*;
 
-    /// A thread that was started by one that is kept on a CPU is not.
+    /// A worker started by a pinned thread may use all CPUs of the process.
     #[test]
-    fn a_worker_may_use_the_cpus_of_the_process() {
+    fn worker_uses_cpus_of_process() {
         struct Looks(std::sync::mpsc::Sender<CpuSet>);
         impl MutEventSubscriber for Looks {
             fn process(&mut self, _: Events, _: &mut EventOps) {}
@@ -186,7 +191,7 @@ mod tests {
             }
         }
         let all = sched_getaffinity(Pid::from_raw(0)).unwrap();
-        take_cpus();
+        record_worker_cpus();
         let first = (0..CpuSet::count())
             .find(|cpu| all.is_set(*cpu).unwrap())
             .unwrap();
@@ -195,8 +200,13 @@ mod tests {
             one.set(first).unwrap();
             sched_setaffinity(Pid::from_raw(0), &one).unwrap();
             let (sender, receiver) = std::sync::mpsc::channel();
-            let _worker =
-                Worker::spawn(ThreadKind::Device, "looks", Looks(sender), LastResort::default()).unwrap();
+            let _worker = DeviceWorker::spawn(
+                ThreadKind::Device,
+                "looks",
+                Looks(sender),
+                FatalErrorCallback::default(),
+            )
+            .unwrap();
             receiver.recv().unwrap()
         });
         assert_eq!(seen.join().unwrap(), all);
@@ -220,11 +230,11 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_serves_kicks_until_it_is_stopped() {
+    fn worker_handles_kicks_until_stopped() {
         let kick = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
         let done = EventFd::new(0).unwrap();
         let kicks = Arc::new(AtomicU64::new(0));
-        let mut worker = Worker::spawn(
+        let mut worker = DeviceWorker::spawn(
             ThreadKind::Device,
             "counts",
             Counts {
@@ -232,7 +242,7 @@ mod tests {
                 done: done.try_clone().unwrap(),
                 kicks: kicks.clone(),
             },
-            LastResort::default(),
+            FatalErrorCallback::default(),
         )
         .unwrap();
         kick.write(3).unwrap();
@@ -244,9 +254,9 @@ mod tests {
         assert_eq!((kicks.load(Ordering::Relaxed), kick.read().unwrap()), (3, 1));
     }
 
-    /// What a guest of a device without a thread would do is wait.
+    /// A guest would otherwise wait forever for a device without a thread.
     #[test]
-    fn a_thread_that_panics_ends_the_machine_and_one_that_is_stopped_does_not() {
+    fn worker_panic_terminates_machine() {
         struct Panics(Arc<EventFd>);
         impl MutEventSubscriber for Panics {
             fn process(&mut self, _: Events, _: &mut EventOps) {
@@ -260,9 +270,14 @@ mod tests {
         for panics in [false, true] {
             let (sender, receiver) = std::sync::mpsc::channel();
             let end = move || sender.send(()).unwrap();
-            let last_resort = LastResort::new(Arc::new(end));
-            let mut worker =
-                Worker::spawn(ThreadKind::Device, "panics", Panics(kick.clone()), last_resort).unwrap();
+            let fatal_error_callback = FatalErrorCallback::new(Arc::new(end));
+            let mut worker = DeviceWorker::spawn(
+                ThreadKind::Device,
+                "panics",
+                Panics(kick.clone()),
+                fatal_error_callback,
+            )
+            .unwrap();
             if panics {
                 kick.write(1).unwrap();
                 receiver.recv().unwrap();
@@ -271,6 +286,6 @@ mod tests {
             assert!(receiver.try_recv().is_err(), "once, or never");
         }
         let said = catch_unwind(|| panic!("as a test\nwants {}", "it")).unwrap_err();
-        assert_eq!(message(&*said), "as a test wants it");
+        assert_eq!(panic_message(&*said), "as a test wants it");
     }
 }

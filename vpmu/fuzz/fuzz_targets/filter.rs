@@ -1,17 +1,22 @@
+<<<<<<< HEAD
 //! Fuzzes the event filter parser: each input is rejected with a one-line error or yields a usable
 //! filter.
+=======
+//! Fuzzes the event filter parser. Text must be rejected with a one-line error or result in a
+//! usable filter.
+>>>>>>> 84b1550992e147be686d6d1bbe4ec3f61188cb7a
 #![no_main]
 
-use vpmu::{EventFilter, EventSelect, Selection, UnitMask};
+use vpmu::{EventFilter, EventSelect, EventSelection, UnitMask};
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     match EventFilter::from_toml(text) {
         Ok(filter) => {
             for select in 0..=0xFFF {
-                filter.allows(Selection::General(EventSelect(select), UnitMask(select as u8)));
+                filter.allows(EventSelection::General(EventSelect(select), UnitMask(select as u8)));
             }
             for n in 0..4 {
-                filter.allows(Selection::Fixed(n));
+                filter.allows(EventSelection::Fixed(n));
             }
         }
         Err(error) => assert!(!error.to_string().contains('\n')),

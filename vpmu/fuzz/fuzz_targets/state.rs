@@ -1,15 +1,15 @@
-//! Fuzzes the restoring of saved PMU states: each input is rejected or serializes back to the same
-//! bytes.
+//! Fuzzes the parser of a saved PMU state. Input must be rejected or result in a state that is
+//! saved as the same bytes.
 #![no_main]
 
 use vpmu::sim::SimEvents;
-use vpmu::{Generation, Model, Vpmu};
+use vpmu::{Generation, PmuModel, Vpmu};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let v2 = Model::new(Generation::AmdV2, None, None).expect("the default numbers fit");
-    let v5 = Model::new(Generation::Intel(5), None, None).expect("the default numbers fit");
+    let v2 = PmuModel::new(Generation::AmdV2, None, None).expect("the default numbers fit");
+    let v5 = PmuModel::new(Generation::Intel(5), None, None).expect("the default numbers fit");
     let mut events = SimEvents::default();
-    for model in [Model::INTEL, Model::AMD, v2, v5] {
+    for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
         // A fuzzer cannot guess checksums.
         let mut framed = bytes.to_vec();

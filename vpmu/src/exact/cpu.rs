@@ -106,7 +106,7 @@ pub fn gate_in_table(
 
 /// Class of the next instruction, for a VMM that must prepare to single-step it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ahead {
+pub enum InstructionClass {
     /// Ordinary instruction: the step stops after it.
     Plain,
     /// Instruction with an interrupt shadow: the step may only stop after the following instruction

@@ -4,10 +4,10 @@ use iced_x86::{
     ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
 };
 
-use super::cpu::{Ahead, CodeSize, CpuState, GuestMemory};
+use super::cpu::{CodeSize, CpuState, GuestMemory, InstructionClass};
 
 /// Maximum instruction length, in bytes.
-const LONGEST: usize = 15;
+const MAX_INSTRUCTION_BYTES: usize = 15;
 
 const CF: u64 = 1;
 const PF: u64 = 1 << 2;
@@ -17,43 +17,43 @@ const OF: u64 = 1 << 11;
 
 /// Address of the next instruction, as far as it can be predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Leads {
+pub(super) enum NextAddress {
     /// Known address, with `true` for a taken branch.
     To(u64, bool),
     /// Unpredictable address.
-    Anywhere,
+    Unpredictable,
 }
 
 pub(super) fn decode(cpu: &CpuState, rip: u64, memory: &mut dyn GuestMemory) -> Option<Instruction> {
-    let mut bytes = [0; LONGEST];
+    let mut bytes = [0; MAX_INSTRUCTION_BYTES];
     let read = memory
         .read(rip.wrapping_add(cpu.segment_bases[1]), &mut bytes)
-        .min(LONGEST);
+        .min(MAX_INSTRUCTION_BYTES);
     let mut decoder = Decoder::with_ip(cpu.size.bits(), &bytes[..read], rip, DecoderOptions::NONE);
     let instruction = decoder.decode();
     (!instruction.is_invalid()).then_some(instruction)
 }
 
 /// Classifies an instruction for a VMM that is about to single-step it.
-pub(super) fn ahead(instruction: &Instruction) -> Ahead {
+pub(super) fn classify(instruction: &Instruction) -> InstructionClass {
     match instruction.mnemonic() {
         Mnemonic::Mov | Mnemonic::Pop
             if instruction.op0_kind() == OpKind::Register && instruction.op0_register() == Register::SS =>
         {
-            Ahead::Shadow
+            InstructionClass::Shadow
         }
         // KVM's software emulator does not stop after these instructions.
-        Mnemonic::Lfence | Mnemonic::Mfence | Mnemonic::Sfence | Mnemonic::Swapgs => Ahead::Shadow,
-        Mnemonic::Syscall | Mnemonic::Sysenter => Ahead::SystemCall,
-        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => Ahead::InterruptReturn,
-        Mnemonic::Hlt => Ahead::Halt,
+        Mnemonic::Lfence | Mnemonic::Mfence | Mnemonic::Sfence | Mnemonic::Swapgs => InstructionClass::Shadow,
+        Mnemonic::Syscall | Mnemonic::Sysenter => InstructionClass::SystemCall,
+        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => InstructionClass::InterruptReturn,
+        Mnemonic::Hlt => InstructionClass::Halt,
         Mnemonic::Popf
         | Mnemonic::Popfd
         | Mnemonic::Popfq
         | Mnemonic::Pushf
         | Mnemonic::Pushfd
-        | Mnemonic::Pushfq => Ahead::Flags,
-        _ => software_interrupt(instruction).map_or(Ahead::Plain, Ahead::Interrupt),
+        | Mnemonic::Pushfq => InstructionClass::Flags,
+        _ => software_interrupt(instruction).map_or(InstructionClass::Plain, InstructionClass::Interrupt),
     }
 }
 
@@ -116,14 +116,20 @@ fn loop_counter(instruction: &Instruction) -> Register {
 }
 
 /// Predicts the address of the next instruction if this one completes, starting from `cpu`.
-pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Leads {
+pub(super) fn next_address(
+    instruction: &Instruction,
+    cpu: &CpuState,
+    memory: &mut dyn GuestMemory,
+) -> NextAddress {
     let next = instruction.next_ip();
-    let known = |target: Option<u64>| target.map_or(Leads::Anywhere, |target| Leads::To(target, true));
+    let known = |target: Option<u64>| {
+        target.map_or(NextAddress::Unpredictable, |target| NextAddress::To(target, true))
+    };
     match instruction.flow_control() {
-        FlowControl::Next => Leads::To(next, false),
+        FlowControl::Next => NextAddress::To(next, false),
         FlowControl::ConditionalBranch => {
             let taken = is_taken(instruction, cpu);
-            Leads::To(
+            NextAddress::To(
                 if taken {
                     instruction.near_branch_target()
                 } else {
@@ -135,15 +141,15 @@ pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn 
         FlowControl::UnconditionalBranch | FlowControl::Call if is_near(instruction) => {
             match instruction.op0_kind() {
                 OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
-                    Leads::To(instruction.near_branch_target(), true)
+                    NextAddress::To(instruction.near_branch_target(), true)
                 }
                 // The decoder classifies VMCALL and similar instructions as calls, but execution
                 // continues at the next instruction.
-                _ => Leads::To(next, false),
+                _ => NextAddress::To(next, false),
             }
         }
         FlowControl::IndirectBranch | FlowControl::IndirectCall if is_near(instruction) => {
-            known(operand(instruction, cpu, memory))
+            known(indirect_target(instruction, cpu, memory))
         }
         FlowControl::Return => match instruction.mnemonic() {
             Mnemonic::Ret => {
@@ -152,21 +158,21 @@ pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn 
                     iced_x86::Code::Retnd | iced_x86::Code::Retnd_imm16 => 4,
                     _ => 8,
                 };
-                known(on_stack(cpu, bytes, memory))
+                known(return_address(cpu, bytes, memory))
             }
-            Mnemonic::Iretq => known(on_stack(cpu, 8, memory)),
-            Mnemonic::Iretd => known(on_stack(cpu, 4, memory)),
-            Mnemonic::Iret => known(on_stack(cpu, 2, memory)),
+            Mnemonic::Iretq => known(return_address(cpu, 8, memory)),
+            Mnemonic::Iretd => known(return_address(cpu, 4, memory)),
+            Mnemonic::Iret => known(return_address(cpu, 2, memory)),
             Mnemonic::Sysretq => known(Some(cpu.gpr[1])),
             Mnemonic::Sysret => known(Some(cpu.gpr[1] & 0xFFFF_FFFF)),
-            _ => Leads::Anywhere,
+            _ => NextAddress::Unpredictable,
         },
-        _ => Leads::Anywhere,
+        _ => NextAddress::Unpredictable,
     }
 }
 
 /// Returns the target of an indirect branch.
-fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
+fn indirect_target(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
     if instruction.op0_kind() == OpKind::Register {
         return register(cpu, instruction.op0_register());
     }
@@ -176,7 +182,7 @@ fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemo
 }
 
 /// Returns the return address on the stack for a return that pops `bytes`.
-fn on_stack(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
+fn return_address(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
     // Mixed 16-bit code and 32-bit stacks (or the reverse) only occur in rare compatibility code.
     let mask = match cpu.size {
         CodeSize::Bits16 => 0xFFFF,

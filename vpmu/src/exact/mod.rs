@@ -35,7 +35,7 @@
 //! [`crate::PerfCoreEvents::needs_stepping`] returns `true`, enable single-stepping and, unless
 //! [`StepMeter::in_step`] returns `true`, call [`StepMeter::begin`]. Otherwise disable
 //! single-stepping and call [`StepMeter::abandon`]. On a debug exit, call [`StepMeter::end`] and
-//! [`Step::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them and
+//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them and
 //! re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
 //! begins after the write took effect, and the instruction counts when it completes.
 //!
@@ -43,7 +43,7 @@
 //! to a guest that saves its flags. [`StepMeter::begin`] reports such an instruction, so that the
 //! VMM can set a breakpoint where the step would otherwise be lost. If the vCPU stops at or after
 //! the first instruction of a handler, the meter recognizes the handler from the guest's interrupt
-//! descriptor table. A later stop is reported as [`Step::lost`].
+//! descriptor table. A later stop is reported as [`StepOutcome::lost`].
 
 mod cpu;
 mod flow;
@@ -56,17 +56,20 @@ use crate::events::ArchEvent;
 use crate::fed;
 use crate::names::Vendor;
 
-pub use cpu::{Ahead, CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
-pub use run::{LONGEST_RUN, MOST_RUN_BYTES, StraightRun};
+pub use cpu::{CodeSize, CpuState, GateFormat, GuestMemory, InstructionClass, gate_in_table};
+pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};
 
-use flow::{Leads, ahead, decode, element_count, is_branch, is_near, is_repeated, leads, software_interrupt};
+use flow::{
+    NextAddress, classify, decode, element_count, is_branch, is_near, is_repeated, next_address,
+    software_interrupt,
+};
 
 /// Maximum number of consecutive shadow instructions in one step.
-const MOST_SHADOWS: usize = 16;
+const MAX_SHADOWS: usize = 16;
 
 /// Retired counts of one privilege level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct RetiredCounts {
     /// Instructions retired.
     pub instructions: u32,
     /// Branches retired.
@@ -81,7 +84,7 @@ pub struct Counts {
     pub stores: u32,
 }
 
-impl Counts {
+impl RetiredCounts {
     /// Returns the count for an event, or `None` if the exact backing does not count the event.
     pub const fn of(&self, event: ArchEvent) -> Option<u32> {
         match event {
@@ -99,7 +102,7 @@ impl Counts {
 
     /// Returns the remaining counts until the armed overflows of `counts` at privilege level `cpl`:
     /// 0 if an overflow is already due, [`u32::MAX`] if no overflow is armed.
-    pub fn room(counts: &FedCounts, cpl: u8) -> Self {
+    pub fn remaining(counts: &FedCounts, cpl: u8) -> Self {
         let [
             instructions,
             branches,
@@ -142,11 +145,11 @@ impl Counts {
 
 /// Result of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Step {
+pub struct StepOutcome {
     /// Retired counts at CPL 1 to 3.
-    pub user: Counts,
+    pub user: RetiredCounts,
     /// Retired counts at CPL 0.
-    pub kernel: Counts,
+    pub kernel: RetiredCounts,
     /// Set if an interrupt, NMI or exception was delivered during the step.
     pub event: bool,
     /// Set if the step could not be analyzed because the code was unreadable or the vCPU stopped at
@@ -154,13 +157,13 @@ pub struct Step {
     pub lost: bool,
 }
 
-impl Step {
+impl StepOutcome {
     /// Adds the retired counts to the vCPU's fed counts. Returns whether an armed overflow has
     /// occurred.
     pub fn feed(&self, counts: &FedCounts) -> bool {
         let mut overflow = false;
         for (level, cpl) in [(&self.user, 3), (&self.kernel, 0)] {
-            if *level == Counts::default() {
+            if *level == RetiredCounts::default() {
                 continue;
             }
             for (selector, event) in fed::EXACT.into_iter().enumerate() {
@@ -173,7 +176,7 @@ impl Step {
         overflow
     }
 
-    fn at(&mut self, cpl: u8) -> &mut Counts {
+    fn at(&mut self, cpl: u8) -> &mut RetiredCounts {
         if cpl == 0 {
             &mut self.kernel
         } else {
@@ -192,11 +195,11 @@ struct Accesses {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Pending {
+struct PendingStep {
     before: CpuState,
     /// `None` if the instruction bytes could not be read.
     instruction: Option<Instruction>,
-    leads: Leads,
+    next_address: NextAddress,
     /// Set for a repeated string instruction that started before this step.
     iterated: bool,
 }
@@ -205,7 +208,7 @@ struct Pending {
 pub struct StepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
-    pending: Option<Pending>,
+    pending: Option<PendingStep>,
     /// Address and privilege level of a repeated string instruction that a step left unfinished.
     unfinished: Option<(u64, u8)>,
 }
@@ -238,9 +241,9 @@ impl StepMeter {
     /// Returns the address that follows the current instruction if it completes, or `None` if the
     /// address is unknown.
     pub fn known_target(&self) -> Option<u64> {
-        match self.pending?.leads {
-            Leads::To(target, _) => Some(target),
-            Leads::Anywhere => None,
+        match self.pending?.next_address {
+            NextAddress::To(target, _) => Some(target),
+            NextAddress::Unpredictable => None,
         }
     }
 
@@ -256,31 +259,33 @@ impl StepMeter {
     }
 
     /// Begins a step from the state `cpu`.
-    pub fn begin(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Ahead {
+    pub fn begin(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> InstructionClass {
         let instruction = decode(cpu, cpu.rip, memory);
         let iterated = self.unfinished == Some((cpu.rip, cpu.cpl));
-        let leads = instruction
+        let next_address = instruction
             .as_ref()
-            .map_or(Leads::Anywhere, |i| leads(i, cpu, memory));
-        self.pending = Some(Pending {
+            .map_or(NextAddress::Unpredictable, |i| next_address(i, cpu, memory));
+        self.pending = Some(PendingStep {
             before: *cpu,
             instruction,
-            leads,
+            next_address,
             iterated,
         });
-        instruction.as_ref().map_or(Ahead::Unreadable, ahead)
+        instruction
+            .as_ref()
+            .map_or(InstructionClass::Unreadable, classify)
     }
 
     /// Ends a step with the vCPU at `cpu`. Returns no counts if no step was in progress.
-    pub fn end(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Step {
-        let mut step = Step::default();
+    pub fn end(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> StepOutcome {
+        let mut step = StepOutcome::default();
         let Some(pending) = self.pending.take() else {
             return step;
         };
         let before = &pending.before;
         let Some(instruction) = pending.instruction else {
             // An unreadable instruction cannot execute, so it faulted.
-            self.entered(cpu, memory, &mut step);
+            self.enter_handler(cpu, memory, &mut step);
             return step;
         };
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
@@ -290,23 +295,25 @@ impl StepMeter {
             }
             return step;
         }
-        let taken = match pending.leads {
-            Leads::To(target, taken) if target == cpu.rip => Some(taken),
-            Leads::To(next, _) if ahead(&instruction) == Ahead::Shadow => {
+        let taken = match pending.next_address {
+            NextAddress::To(target, taken) if target == cpu.rip => Some(taken),
+            NextAddress::To(next, _) if classify(&instruction) == InstructionClass::Shadow => {
                 // The step also executed the instruction in the shadow.
-                if self.shadowed(&pending, next, cpu, memory, &mut step) {
+                if self.retire_shadow(&pending, next, cpu, memory, &mut step) {
                     return step;
                 }
                 None
             }
             // HLT at CPL 0 cannot fault. If RIP has moved, the vCPU halted and was woken.
-            Leads::To(..) if instruction.mnemonic() == Mnemonic::Hlt && before.cpl == 0 => {
+            NextAddress::To(..) if instruction.mnemonic() == Mnemonic::Hlt && before.cpl == 0 => {
                 self.retire(&instruction, before, false, false, &mut step);
-                self.entered(cpu, memory, &mut step);
+                self.enter_handler(cpu, memory, &mut step);
                 return step;
             }
-            Leads::To(..) => None,
-            Leads::Anywhere => self.arrived(&instruction, cpu, memory, &mut step).then_some(true),
+            NextAddress::To(..) => None,
+            NextAddress::Unpredictable => self
+                .resolve_unpredictable(&instruction, cpu, memory, &mut step)
+                .then_some(true),
         };
         match taken {
             Some(taken) => {
@@ -326,7 +333,7 @@ impl StepMeter {
                 {
                     self.unfinished = Some((before.rip, before.cpl));
                 }
-                self.entered(cpu, memory, &mut step);
+                self.enter_handler(cpu, memory, &mut step);
             }
         }
         step
@@ -339,11 +346,11 @@ impl StepMeter {
         before: &CpuState,
         taken: bool,
         iterated: bool,
-        step: &mut Step,
+        step: &mut StepOutcome,
     ) {
-        let mut counts = Counts {
+        let mut counts = RetiredCounts {
             instructions: 1,
-            ..Counts::default()
+            ..RetiredCounts::default()
         };
         if is_branch(instruction) {
             counts.branches = 1;
@@ -379,13 +386,13 @@ impl StepMeter {
 
     /// Checks whether a step over an instruction with a shadow also executed its successor at
     /// `next`, and further successors if those have a shadow too, and counts these instructions.
-    fn shadowed(
+    fn retire_shadow(
         &mut self,
-        pending: &Pending,
+        pending: &PendingStep,
         next: u64,
         cpu: &CpuState,
         memory: &mut dyn GuestMemory,
-        step: &mut Step,
+        step: &mut StepOutcome,
     ) -> bool {
         let Some(mut last) = pending.instruction else {
             return false;
@@ -393,7 +400,7 @@ impl StepMeter {
         // Discarded unless the prediction ends at the vCPU's address.
         let mut passed = *step;
         let (mut at, mut next) = (pending.before, next);
-        for _ in 0..MOST_SHADOWS {
+        for _ in 0..MAX_SHADOWS {
             self.retire(&last, &at, false, false, &mut passed);
             if last.mnemonic() == Mnemonic::Pop {
                 at.gpr[4] = at.gpr[4].wrapping_add(i64::from(last.stack_pointer_increment()).cast_unsigned());
@@ -402,13 +409,13 @@ impl StepMeter {
             let Some(successor) = decode(&at, next, memory) else {
                 return false;
             };
-            match leads(&successor, &at, memory) {
-                Leads::To(target, taken) if target == cpu.rip => {
+            match next_address(&successor, &at, memory) {
+                NextAddress::To(target, taken) if target == cpu.rip => {
                     self.retire(&successor, &at, taken, false, &mut passed);
                     *step = passed;
                     return true;
                 }
-                Leads::To(behind, _) if ahead(&successor) == Ahead::Shadow => {
+                NextAddress::To(behind, _) if classify(&successor) == InstructionClass::Shadow => {
                     (last, next) = (successor, behind);
                 }
                 _ => return false,
@@ -420,12 +427,12 @@ impl StepMeter {
     /// Handles a step over an instruction with an unpredictable target. The instruction did not
     /// complete if the vCPU is in the handler of an exception that the instruction can raise. Also
     /// counts the handler's first instruction if the handler executed it.
-    fn arrived(
+    fn resolve_unpredictable(
         &mut self,
         instruction: &Instruction,
         cpu: &CpuState,
         memory: &mut dyn GuestMemory,
-        step: &mut Step,
+        step: &mut StepOutcome,
     ) -> bool {
         if let Some(vector) = software_interrupt(instruction)
             && let Some(handler) = memory.gate(vector)
@@ -449,13 +456,13 @@ impl StepMeter {
 
     /// Handles an interrupt, NMI or exception that diverted the vCPU. The vCPU is before or after
     /// the first instruction of the handler.
-    fn entered(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory, step: &mut Step) {
+    fn enter_handler(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory, step: &mut StepOutcome) {
         step.event = true;
         if self.vendor == Vendor::Amd {
-            step.at(cpu.cpl).add(Counts {
+            step.at(cpu.cpl).add(RetiredCounts {
                 branches: 1,
                 taken_branches: 1,
-                ..Counts::default()
+                ..RetiredCounts::default()
             });
         }
         if (0..=255).any(|vector| memory.gate(vector) == Some(cpu.rip)) {

@@ -10,16 +10,16 @@
 use iced_x86::{CpuidFeature, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 use super::cpu::CodeSize;
-use super::{Counts, StepMeter};
+use super::{RetiredCounts, StepMeter};
 
 /// Maximum number of instructions in a run.
-pub const LONGEST_RUN: usize = 64;
+pub const MAX_RUN_INSTRUCTIONS: usize = 64;
 /// Number of code bytes that are sufficient to analyze a run.
-pub const MOST_RUN_BYTES: usize = 256;
+pub const MAX_RUN_BYTES: usize = 256;
 
 /// State after an instruction of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Passed {
+struct RunPosition {
     /// Offset from the start of the run, in bytes.
     end: u16,
     /// Number of loads and stores up to here.
@@ -32,7 +32,7 @@ struct Passed {
 pub struct StraightRun {
     /// Code bytes, including the instruction that ends the run.
     code: Box<[u8]>,
-    passed: Box<[Passed]>,
+    passed: Box<[RunPosition]>,
     uses_stack: bool,
 }
 
@@ -58,12 +58,12 @@ impl StraightRun {
         self.uses_stack
     }
 
-    /// Returns the number of leading instructions whose counts do not exceed `room`.
-    pub fn within(&self, room: &Counts) -> usize {
-        let fits = |passed: &Passed| {
-            u32::from(passed.loads) <= room.loads && u32::from(passed.stores) <= room.stores
+    /// Returns the number of leading instructions whose counts do not exceed `remaining`.
+    pub fn within(&self, remaining: &RetiredCounts) -> usize {
+        let fits = |passed: &RunPosition| {
+            u32::from(passed.loads) <= remaining.loads && u32::from(passed.stores) <= remaining.stores
         };
-        let instructions = usize::try_from(room.instructions).unwrap_or(usize::MAX);
+        let instructions = usize::try_from(remaining.instructions).unwrap_or(usize::MAX);
         self.passed.partition_point(fits).min(instructions)
     }
 
@@ -87,43 +87,43 @@ impl StraightRun {
     }
 
     /// Returns the counts that the first `n` instructions retire.
-    pub fn counts(&self, n: usize) -> Counts {
+    pub fn counts(&self, n: usize) -> RetiredCounts {
         let n = n.min(self.passed.len());
         let Some(last) = n.checked_sub(1) else {
-            return Counts::default();
+            return RetiredCounts::default();
         };
-        let Passed { loads, stores, .. } = self.passed[last];
-        Counts {
-            // Not more than `LONGEST_RUN`.
+        let RunPosition { loads, stores, .. } = self.passed[last];
+        RetiredCounts {
+            // Not more than `MAX_RUN_INSTRUCTIONS`.
             instructions: u32::try_from(n).unwrap_or(u32::MAX),
             loads: loads.into(),
             stores: stores.into(),
-            ..Counts::default()
+            ..RetiredCounts::default()
         }
     }
 }
 
 impl StepMeter {
-    /// Decodes the straight-line run at the start of 64-bit `code`, limited to [`LONGEST_RUN`]
-    /// instructions and [`MOST_RUN_BYTES`] bytes.
+    /// Decodes the straight-line run at the start of 64-bit `code`, limited to [`MAX_RUN_INSTRUCTIONS`]
+    /// instructions and [`MAX_RUN_BYTES`] bytes.
     pub fn straight_run(&mut self, code: &[u8]) -> StraightRun {
-        let code = &code[..code.len().min(MOST_RUN_BYTES)];
+        let code = &code[..code.len().min(MAX_RUN_BYTES)];
         let mut decoder = Decoder::new(CodeSize::Bits64.bits(), code, DecoderOptions::NONE);
-        let mut passed: Vec<Passed> = Vec::with_capacity(LONGEST_RUN);
+        let mut passed: Vec<RunPosition> = Vec::with_capacity(MAX_RUN_INSTRUCTIONS);
         let (mut loads, mut stores, mut uses_stack) = (0, 0, false);
         let mut looked_at = 0;
         while decoder.can_decode() {
             let instruction = decoder.decode();
             looked_at = decoder.position();
-            if passed.len() == LONGEST_RUN || !is_straight(&instruction) {
+            if passed.len() == MAX_RUN_INSTRUCTIONS || !is_straight(&instruction) {
                 break;
             }
             let accesses = self.accesses(&instruction);
             loads += u8::from(accesses.loads);
             stores += u8::from(accesses.stores);
             uses_stack |= accesses.stack;
-            passed.push(Passed {
-                // Not more than `MOST_RUN_BYTES`.
+            passed.push(RunPosition {
+                // Not more than `MAX_RUN_BYTES`.
                 end: u16::try_from(looked_at).unwrap_or(u16::MAX),
                 loads,
                 stores,
@@ -153,12 +153,12 @@ fn is_straight(instruction: &Instruction) -> bool {
         // segment registers.
         && registers().all(Register::is_gpr)
         && (instruction.mnemonic() == Mnemonic::Endbr64
-            || instruction.cpuid_features().iter().all(|feature| is_everywhere(*feature)))
+            || instruction.cpuid_features().iter().all(|feature| is_baseline_feature(*feature)))
 }
 
 /// Returns whether every 64-bit processor supports the feature, so that the instruction cannot
 /// raise #UD.
-fn is_everywhere(feature: CpuidFeature) -> bool {
+fn is_baseline_feature(feature: CpuidFeature) -> bool {
     use CpuidFeature::*;
     matches!(
         feature,

@@ -56,11 +56,11 @@ fn at(rip: u64, cpl: u8) -> CpuState {
 }
 
 /// Steps `code` at CPL 0 and stops at `to`.
-fn step(code: &[u8], to: u64) -> Step {
+fn step(code: &[u8], to: u64) -> StepOutcome {
     step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
 }
 
-fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -> Step {
+fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -> StepOutcome {
     let mut memory = Memory::new(code);
     meter.begin(&from, &mut memory);
     assert!(meter.in_step());
@@ -69,10 +69,10 @@ fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -
     step
 }
 
-fn kernel(instructions: u32) -> Counts {
-    Counts {
+fn kernel(instructions: u32) -> RetiredCounts {
+    RetiredCounts {
         instructions,
-        ..Counts::default()
+        ..RetiredCounts::default()
     }
 }
 
@@ -85,12 +85,12 @@ const MOV_SS_EAX_NOP: &[u8] = &[0x8E, 0xD0, 0x90];
 const REP_MOVSB: &[u8] = &[0xF3, 0xA4];
 
 #[test]
-fn an_instruction_that_completes_counts_once() {
+fn completed_instruction_counts_once() {
     assert_eq!(
         step(NOP, CODE + 1),
-        Step {
+        StepOutcome {
             kernel: kernel(1),
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     let user = step_from(
@@ -101,123 +101,123 @@ fn an_instruction_that_completes_counts_once() {
     );
     assert_eq!(
         user,
-        Step {
+        StepOutcome {
             user: kernel(1),
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
+fn faulting_instruction_does_not_count_but_handler_does() {
     // The vCPU stops at the handler's first instruction or after it.
     assert_eq!(
         step(RDMSR, GP_HANDLER),
-        Step {
+        StepOutcome {
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     let behind = step(RDMSR, GP_HANDLER + 1);
     assert_eq!(
         behind.kernel,
-        Counts {
+        RetiredCounts {
             instructions: 1,
             stores: 1,
-            ..Counts::default()
+            ..RetiredCounts::default()
         }
     );
     assert!(behind.event && !behind.lost);
     // UD2 never completes, even if no gate indicates the exception.
     assert_eq!(
         step(UD2, 0x9000),
-        Step {
+        StepOutcome {
             event: true,
             lost: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn an_interrupt_before_the_instruction_leaves_it_for_later() {
+fn interrupted_instruction_counts_after_handler() {
     let mut meter = StepMeter::new(Vendor::Intel);
     let interrupted = step_from(&mut meter, NOP, at(CODE, 3), at(NMI_HANDLER + 3, 0));
     assert_eq!(
         interrupted,
-        Step {
+        StepOutcome {
             kernel: kernel(1),
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     // The handler has returned.
     let later = step_from(&mut meter, NOP, at(CODE, 3), at(CODE + 1, 3));
     assert_eq!(
         later,
-        Step {
+        StepOutcome {
             user: kernel(1),
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn a_handler_that_begins_with_a_jump_is_recognised_behind_it() {
+fn handler_starting_with_jump_is_recognized() {
     let behind = step(NOP, DEVICE_HANDLER + 0x12);
-    let jump = Counts {
+    let jump = RetiredCounts {
         instructions: 1,
         branches: 1,
         taken_branches: 1,
-        ..Counts::default()
+        ..RetiredCounts::default()
     };
     assert_eq!(
         behind,
-        Step {
+        StepOutcome {
             kernel: jump,
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn on_amd_an_interrupt_is_a_taken_branch() {
+fn interrupt_is_a_taken_branch_on_amd() {
     let interrupted = step_from(
         &mut StepMeter::new(Vendor::Amd),
         NOP,
         at(CODE, 3),
         at(NMI_HANDLER, 0),
     );
-    let branch = Counts {
+    let branch = RetiredCounts {
         branches: 1,
         taken_branches: 1,
-        ..Counts::default()
+        ..RetiredCounts::default()
     };
     assert_eq!(
         interrupted,
-        Step {
+        StepOutcome {
             kernel: branch,
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn a_shadow_hides_one_stop() {
+fn shadow_instruction_is_stepped_with_successor() {
     assert_eq!(step(MOV_SS_EAX_NOP, CODE + 3).kernel.instructions, 2);
     assert_eq!(step(MOV_SS_EAX_NOP, CODE + 2).kernel.instructions, 1);
     let mut meter = StepMeter::new(Vendor::Intel);
     assert_eq!(
         meter.begin(&at(CODE, 0), &mut Memory::new(MOV_SS_EAX_NOP)),
-        Ahead::Shadow
+        InstructionClass::Shadow
     );
 }
 
 /// Fences and SWAPGS have a shadow if KVM emulates them, and several in a row may share one stop.
 #[test]
-fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
+fn fences_count_with_and_without_shadow() {
     for fence in [
         [0x0F, 0xAE, 0xE8],
         [0x0F, 0xAE, 0xF0],
@@ -240,16 +240,16 @@ fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
 }
 
 #[test]
-fn hlt_counts_when_it_halts_and_not_when_it_faults() {
+fn hlt_counts_only_if_it_halts() {
     assert_eq!(step(HLT, CODE + 1).kernel.instructions, 1);
     // An interrupt wakes the vCPU, and the handler's first instruction has executed.
     let woken = step(HLT, NMI_HANDLER + 3);
     assert_eq!(
         woken,
-        Step {
+        StepOutcome {
             kernel: kernel(2),
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     let denied = step_from(
@@ -260,15 +260,15 @@ fn hlt_counts_when_it_halts_and_not_when_it_faults() {
     );
     assert_eq!(
         denied,
-        Step {
+        StepOutcome {
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn ways_into_the_kernel_count_where_they_began() {
+fn system_calls_count_at_calling_level() {
     let call = step_from(
         &mut StepMeter::new(Vendor::Intel),
         SYSCALL,
@@ -277,13 +277,13 @@ fn ways_into_the_kernel_count_where_they_began() {
     );
     assert_eq!(
         call.user,
-        Counts {
+        RetiredCounts {
             instructions: 1,
             branches: 1,
-            ..Counts::default()
+            ..RetiredCounts::default()
         }
     );
-    assert_eq!(call.kernel, Counts::default());
+    assert_eq!(call.kernel, RetiredCounts::default());
     let int = step_from(
         &mut StepMeter::new(Vendor::Amd),
         &[0xCD, 0x02],
@@ -304,15 +304,15 @@ fn ways_into_the_kernel_count_where_they_began() {
     );
     assert_eq!(
         denied,
-        Step {
+        StepOutcome {
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
 }
 
 #[test]
-fn iret_leads_where_the_stack_says_or_faults() {
+fn iret_returns_to_stack_address_or_faults() {
     let iretq = &[0x48, 0xCF];
     let mut stack = [0; 40];
     stack[..8].copy_from_slice(&0x7777u64.to_le_bytes());
@@ -322,13 +322,13 @@ fn iret_leads_where_the_stack_says_or_faults() {
         let mut memory = Memory::new(iretq);
         memory.0.push((0x8000, stack.to_vec()));
         let mut meter = StepMeter::new(Vendor::Intel);
-        assert_eq!(meter.begin(&from, &mut memory), Ahead::InterruptReturn);
+        assert_eq!(meter.begin(&from, &mut memory), InstructionClass::InterruptReturn);
         assert_eq!(meter.end(&at(to, 3), &mut memory).kernel.instructions, counted);
     }
 }
 
 #[test]
-fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
+fn repeated_instruction_counts_once_despite_interrupts() {
     let count = |rip, rcx| {
         let mut state = at(rip, 0);
         state.gpr[1] = rcx;
@@ -336,13 +336,13 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
     };
     let mut meter = StepMeter::new(Vendor::Intel);
     let mut step = |from, to| step_from(&mut meter, REP_MOVSB, from, to);
-    assert_eq!(step(count(CODE, 3), count(CODE, 2)), Step::default());
+    assert_eq!(step(count(CODE, 3), count(CODE, 2)), StepOutcome::default());
     let interrupted = step(count(CODE, 2), count(NMI_HANDLER, 1));
     assert_eq!(
         interrupted,
-        Step {
+        StepOutcome {
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     assert_eq!(
@@ -351,15 +351,15 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
     );
     // The vCPU resumes with one iteration left, which leaves RIP at the instruction. The last step
     // only finds RCX at 0.
-    assert_eq!(step(count(CODE, 1), count(CODE, 0)), Step::default());
+    assert_eq!(step(count(CODE, 1), count(CODE, 0)), StepOutcome::default());
     let end = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(
         end.kernel,
-        Counts {
+        RetiredCounts {
             instructions: 1,
             loads: 1,
             stores: 1,
-            ..Counts::default()
+            ..RetiredCounts::default()
         }
     );
     // A repeated instruction with a zero count.
@@ -368,13 +368,13 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
 }
 
 #[test]
-fn what_cannot_be_explained_is_said_and_not_counted() {
+fn unexplained_step_is_lost_and_not_counted() {
     assert_eq!(
         step(NOP, 0x5555),
-        Step {
+        StepOutcome {
             event: true,
             lost: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     // Unreadable code faults.
@@ -382,27 +382,27 @@ fn what_cannot_be_explained_is_said_and_not_counted() {
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
     assert_eq!(
         unreadable,
-        Step {
+        StepOutcome {
             event: true,
-            ..Step::default()
+            ..StepOutcome::default()
         }
     );
     // RIP does not change.
-    assert_eq!(step(NOP, CODE), Step::default());
+    assert_eq!(step(NOP, CODE), StepOutcome::default());
 }
 
 /// An instruction on a page that is not present faults. After the handler has mapped the page, the
 /// instruction is read again, completes, and counts.
 #[test]
-fn an_instruction_that_could_not_be_read_counts_when_it_is_begun_again() {
+fn unreadable_instruction_counts_after_page_is_mapped() {
     let mut meter = StepMeter::new(Vendor::Intel);
     assert_eq!(
         meter.begin(&at(CODE, 3), &mut Memory(Vec::new())),
-        Ahead::Unreadable
+        InstructionClass::Unreadable
     );
     assert_eq!(meter.next_ip(), None);
     let mut memory = Memory::new(&[0xEB, 0x0E]);
-    assert_eq!(meter.begin(&at(CODE, 3), &mut memory), Ahead::Plain);
+    assert_eq!(meter.begin(&at(CODE, 3), &mut memory), InstructionClass::Plain);
     assert_eq!(meter.next_ip(), Some(CODE + 2));
     let step = meter.end(&at(CODE + 0x10, 3), &mut memory);
     assert_eq!((step.user.instructions, step.user.taken_branches), (1, 1));
@@ -410,20 +410,20 @@ fn an_instruction_that_could_not_be_read_counts_when_it_is_begun_again() {
 }
 
 #[test]
-fn a_step_that_was_not_begun_or_was_abandoned_counts_nothing() {
+fn abandoned_step_counts_nothing() {
     let mut meter = StepMeter::new(Vendor::Intel);
     let mut memory = Memory::new(NOP);
-    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), Step::default());
+    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), StepOutcome::default());
     meter.begin(&at(CODE, 0), &mut memory);
     meter.abandon();
-    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), Step::default());
+    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), StepOutcome::default());
 }
 
 #[test]
-fn what_was_retired_is_fed_at_its_level() {
+fn retired_counts_are_fed_at_their_level() {
     let counts = FedCounts::new(fed::SELECTORS);
-    let step = Step {
-        user: Counts {
+    let step = StepOutcome {
+        user: RetiredCounts {
             instructions: 2,
             branches: 1,
             taken_branches: 0,
@@ -432,7 +432,7 @@ fn what_was_retired_is_fed_at_its_level() {
             stores: 2,
         },
         kernel: kernel(1),
-        ..Step::default()
+        ..StepOutcome::default()
     };
     assert!(!step.feed(&counts));
     for (event, total) in [

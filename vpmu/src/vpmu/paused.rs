@@ -14,8 +14,8 @@
 //! overflow occurs, when the counter is reprogrammed, or when another counter needs a slot.
 
 use super::Vpmu;
+use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, counters_in};
-use crate::source::CounterEvents;
 
 /// Number of passes after which a pause ends. Linux causes about ten exits per task switch with
 /// four events, and two more for each additional event.
@@ -23,17 +23,17 @@ const PASSES: u32 = 64;
 /// Divisor of the tolerated early overflow. Counts during a pause make the armed overflow early,
 /// which costs a kick. Re-arming costs a system call, so early overflows are tolerated up to this
 /// fraction of the armed period.
-const EARLY_PART: u64 = 8;
+const MAX_EARLY_DIVISOR: u64 = 8;
 
 impl Vpmu {
     /// Pauses and resumes, in one operation each, those of `counters` that need no other change.
     /// Returns the remaining counters.
-    pub(super) fn toggle(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
-        let plain = counters & !self.stale & !self.lost.concerned();
+    pub(super) fn pause_and_resume(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
+        let plain = counters & !self.stale & !self.lost.affected();
         let running = plain & self.running;
         let off = running & !self.enabled(running);
         if off != 0 {
-            self.halt(off, events);
+            self.pause(off, events);
         }
         // A stopped counter may have overflowed, which may have frozen the others.
         let on = self.enabled(plain & self.paused.counters & !off);
@@ -55,9 +55,9 @@ impl Vpmu {
 
     /// Folds and pauses running counters whose event has not changed, because the guest is likely
     /// to restart them soon.
-    pub(super) fn halt(&mut self, counters: u64, events: &mut dyn CounterEvents) {
+    pub(super) fn pause(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.running &= !counters;
-        self.misses_exits &= !counters;
+        self.misses_emulated &= !counters;
         // All pauses end together. Otherwise new pauses could extend old ones indefinitely.
         if self.paused.counters == 0 {
             self.paused.passes_left = PASSES;
@@ -66,18 +66,18 @@ impl Vpmu {
         events.pause(counters, &mut |counter, count| self.fold_to(counter, count));
     }
 
-    /// Pauses a counter as [`Self::halt`] does, or stops it if its event has changed or a fallback
+    /// Pauses a counter as [`Self::pause`] does, or stops it if its event has changed or a fallback
     /// backing counts for it.
-    pub(super) fn halt_or_stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
-        if (self.stale | self.lost.concerned()) & counter.mask() != 0 {
+    pub(super) fn pause_or_stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+        if (self.stale | self.lost.affected()) & counter.mask() != 0 {
             self.stop(counter, events);
         } else {
-            self.halt(counter.mask(), events);
+            self.pause(counter.mask(), events);
         }
     }
 
     /// Returns whether the counter is paused and remains disabled, so that a pass can skip it.
-    pub(super) fn rests(&self, counter: CounterIndex) -> bool {
+    pub(super) fn stays_paused(&self, counter: CounterIndex) -> bool {
         self.paused.counters & counter.mask() != 0 && !self.is_enabled(counter)
     }
 
@@ -93,17 +93,17 @@ impl Vpmu {
     fn go_on(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counters;
         self.running |= counters;
-        let stopped = events.go_on(counters, &mut |counter, count| self.goes_on(counter, count));
+        let stopped = events.go_on(counters, &mut |counter, count| self.on_resume(counter, count));
         for counter in counters_in(stopped) {
             self.running &= !counter.mask();
-            self.misses_exits &= !counter.mask();
-            self.stay_stopped(counter, events);
+            self.misses_emulated &= !counter.mask();
+            self.stop_paused(counter, events);
         }
     }
 
     /// Handles the resumption of a counter whose event count is `count`. Returns the period for
     /// arming the event if it was stopped.
-    fn goes_on(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
+    fn on_resume(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         let until_overflow = self
@@ -114,11 +114,11 @@ impl Vpmu {
         held.left_out += count.saturating_sub(held.base);
         held.base = count;
         let programmed = held.programmed?;
-        if super::misses_exits(programmed) {
-            self.misses_exits |= mask;
+        if super::misses_emulated(programmed) {
+            self.misses_emulated |= mask;
         }
         if programmed.1.counts_through_pauses() {
-            if held.left_out > held.armed / EARLY_PART {
+            if held.left_out > held.armed / MAX_EARLY_DIVISOR {
                 self.rearm |= mask;
             }
             return None;
@@ -132,12 +132,12 @@ impl Vpmu {
     #[inline]
     pub(super) fn end_pause(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.paused.counters & counter.mask() != 0 {
-            self.stay_stopped(counter, events);
+            self.stop_paused(counter, events);
         }
     }
 
     #[cold]
-    fn stay_stopped(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+    fn stop_paused(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counter.mask();
         self.rearm &= !counter.mask();
         self.counters[counter.slot()].base = events.disable(counter);
@@ -146,16 +146,16 @@ impl Vpmu {
     /// Stops the events of paused counters that do not resume now, to free their slots for another
     /// counter.
     #[inline]
-    pub(super) fn make_room(&mut self, events: &mut dyn CounterEvents) {
+    pub(super) fn free_slots(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters != 0 {
-            self.give_back(events);
+            self.stop_unneeded(events);
         }
     }
 
     #[cold]
-    fn give_back(&mut self, events: &mut dyn CounterEvents) {
+    fn stop_unneeded(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.paused.counters) {
-            if !matches!(self.wanted(counter), super::Wanted::Same) {
+            if !matches!(self.target_event(counter), super::TargetEvent::Same) {
                 self.end_pause(counter, events);
             }
         }
@@ -163,7 +163,7 @@ impl Vpmu {
 
     /// Accounts for one pass and ends the pause after [`PASSES`] passes.
     #[inline]
-    pub(super) fn passed(&mut self, events: &mut dyn CounterEvents) {
+    pub(super) fn count_pass(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters == 0 {
             return;
         }

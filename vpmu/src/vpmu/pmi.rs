@@ -2,12 +2,12 @@
 //! overflow.
 
 use super::Vpmu;
+use crate::counter_events::CounterEvents;
 use crate::index::counters_in;
-use crate::source::CounterEvents;
 
 /// Delivery status of the PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PmiReady {
+pub enum PmiReadiness {
     /// No PMI is due.
     No,
     /// A PMI is due. Deliver it as soon as LVTPC allows, then call [`Vpmu::pmi_delivered`].
@@ -42,17 +42,17 @@ impl Vpmu {
     ///
     /// Overflows before the delivery are coalesced into one PMI, as they are into one NMI on a
     /// physical processor. A PMI that the rate limit delays waits as described in
-    /// [`Self::pmi_must_wait`].
-    pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReady {
+    /// [`Self::defer_pmi`].
+    pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReadiness {
         if !self.pmi_due {
-            return PmiReady::No;
+            return PmiReadiness::No;
         }
         let time_ns = self.pmi_limit.next_ns();
         if time_ns <= now_ns {
-            return PmiReady::Now;
+            return PmiReadiness::Now;
         }
-        if !self.pmi_must_wait() {
-            return PmiReady::No;
+        if !self.defer_pmi() {
+            return PmiReadiness::No;
         }
         if !self.pmi_held {
             self.pmi_held = true;
@@ -70,7 +70,7 @@ impl Vpmu {
                 );
             }
         }
-        PmiReady::NotBefore { time_ns }
+        PmiReadiness::NotBefore { time_ns }
     }
 
     /// Records that the due PMI cannot be delivered because LVTPC is masked or the local APIC is
@@ -84,15 +84,15 @@ impl Vpmu {
     /// counter is served when its bit of the global status is cleared or, on models without a
     /// global status, when the counter is written, because handlers there examine the top bit of
     /// the counter value. Stopping a counter does not serve it.
-    pub fn pmi_must_wait(&mut self) -> bool {
-        self.pmi_waits = self.pmi_due;
+    pub fn defer_pmi(&mut self) -> bool {
+        self.pmi_deferred = self.pmi_due;
         self.withdraw_if_served();
         self.pmi_due
     }
 
     /// Marks the overflows of these counters as served by the guest.
     pub(super) fn served(&mut self, counters: u64, events: &mut dyn CounterEvents) {
-        if self.pmi_waits {
+        if self.pmi_deferred {
             // Other counters may also have overflowed, and this does not serve them.
             self.fold_all(events);
         }
@@ -104,7 +104,7 @@ impl Vpmu {
     /// even if the guest has cleared the status meanwhile, because a physical processor would have
     /// delivered it earlier.
     fn withdraw_if_served(&mut self) {
-        if self.pmi_waits && self.pmi_sources == 0 {
+        if self.pmi_deferred && self.pmi_sources == 0 {
             self.pmi_counts.withdrawn += 1;
             self.forget_pmi();
         }
@@ -113,7 +113,7 @@ impl Vpmu {
     pub(super) fn forget_pmi(&mut self) {
         self.pmi_due = false;
         self.pmi_sources = 0;
-        self.pmi_waits = false;
+        self.pmi_deferred = false;
         self.pmi_held = false;
     }
 

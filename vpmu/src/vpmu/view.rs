@@ -1,9 +1,9 @@
 //! Snapshot of the counters for the operator.
 
 use super::Vpmu;
+use crate::counter_events::{CounterEvents, CounterTimes};
 use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, counters_in};
-use crate::source::{CounterEvents, CounterTimes};
 
 /// State of one counter, for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]

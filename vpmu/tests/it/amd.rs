@@ -8,7 +8,7 @@ use crate::common::Guest;
 const ENABLED: u64 = 0x43_0076; // cycles at every level
 
 #[test]
-fn each_generation_has_its_addresses_and_the_first_four_counters_have_two() {
+fn amd_generations_have_their_registers() {
     for (name, counters, core, v2) in [
         ("amd-k7", 4, false, false),
         ("amd", 6, true, false),
@@ -52,7 +52,7 @@ fn each_generation_has_its_addresses_and_the_first_four_counters_have_two() {
 }
 
 #[test]
-fn reserved_bits_are_dropped_without_a_fault() {
+fn amd_reserved_bits_are_ignored() {
     let mut guest = Guest::of("amd-v2", None);
     guest.write(PERF_CTL0, u64::MAX);
     assert_eq!(guest.read(PERF_CTL0), !0xFFFF_FFF0_0028_0000);
@@ -83,7 +83,7 @@ fn the_global_status_ignores_writes_and_has_registers_to_set_and_clear_it() {
 }
 
 #[test]
-fn the_global_control_lets_all_counters_count_at_reset_and_gates_them_in_version_two() {
+fn amd_global_control_enables_counters_at_reset() {
     let mut guest = Guest::of("amd-v2", Some("15"));
     assert_eq!(guest.read(PERF_CNTR_GLOBAL_CTL), 0x7FFF);
     guest.write(PERF_CTL0 + 28, ENABLED);
@@ -101,14 +101,14 @@ fn the_event_select_has_twelve_bits() {
     let request = guest.events.request(counter).unwrap();
     assert_eq!(
         request.selection,
-        Selection::General(EventSelect(0xFFF), UnitMask(1))
+        EventSelection::General(EventSelect(0xFFF), UnitMask(1))
     );
     assert_eq!(request.event, GuestEvent::Paravirtual(ParavirtualEvent::VmExits));
 }
 
 #[test]
 fn with_the_pmu_off_the_k7_registers_read_zero_and_drop_writes() {
-    let mut guest = Guest::new(Model::off(Vendor::Amd));
+    let mut guest = Guest::new(PmuModel::off(Vendor::Amd));
     for msr in 0xC001_0000..=0xC001_0007 {
         guest.write(msr, u64::MAX);
         assert_eq!(guest.read(msr), 0);
@@ -117,16 +117,16 @@ fn with_the_pmu_off_the_k7_registers_read_zero_and_drop_writes() {
 }
 
 #[test]
-fn debug_control_is_left_to_the_hypervisor() {
+fn amd_debug_control_is_not_emulated() {
     assert!(
-        !Model::AMD
+        !PmuModel::AMD
             .trapped_msrs()
             .into_iter()
             .flatten()
             .any(|msr| msr == IA32_DEBUGCTL)
     );
     assert!(
-        Model::INTEL
+        PmuModel::INTEL
             .trapped_msrs()
             .into_iter()
             .flatten()

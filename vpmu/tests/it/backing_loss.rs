@@ -50,11 +50,11 @@ impl Guest {
 }
 
 #[test]
-fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
+fn lost_counter_resumes_and_gap_is_accounted() {
     let mut guest = counting();
     guest.run(5 * MS);
-    assert_eq!((guest.uncounted_ns(), guest.vpmu.places_lost()), (0, 0));
-    guest.events.set_places(Some(1));
+    assert_eq!((guest.uncounted_ns(), guest.vpmu.slot_losses()), (0, 0));
+    guest.events.set_slots(Some(1));
     // The loss is detected at an exit 3 ms later and accounted from its actual time.
     guest.run(3 * MS);
     assert_eq!(guest.uncounted_ns(), 3 * MS);
@@ -71,7 +71,7 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
         (lost.times.time_enabled_ns, lost.times.time_running_ns),
         (105 * MS, 5 * MS)
     );
-    guest.events.set_places(None);
+    guest.events.set_slots(None);
     // The maximum delay between retries is 256 ms.
     guest.run_with_exits(300 * MS, MS);
     let back = guest.view(1);
@@ -81,21 +81,21 @@ fn a_lost_counter_goes_on_by_itself_and_its_gap_is_known() {
         405 * MS,
         "counted or known not to be"
     );
-    assert_eq!(guest.vpmu.places_lost(), 1);
+    assert_eq!(guest.vpmu.slot_losses(), 1);
 }
 
 /// An event that was refused starts from its own count when it gets a slot, regardless of the count
 /// of the previous event.
 #[test]
-fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
+fn counter_reprogrammed_without_slot_counts_from_zero() {
     let mut guest = counting();
     guest.run(50 * MS);
-    guest.events.set_places(Some(0));
+    guest.events.set_slots(Some(0));
     guest.run(1);
     guest.write(IA32_PERFEVTSEL0, CYCLES);
     guest.run(1);
     assert!(!guest.view(0).counting);
-    guest.events.set_places(None);
+    guest.events.set_slots(None);
     guest.run_with_exits(300 * MS, MS);
     let value = guest.view(0).value;
     guest.run(7 * MS);
@@ -107,10 +107,10 @@ fn a_counter_programmed_anew_without_a_place_loses_nothing_once_it_has_one() {
 
 /// Retry times depend only on the clock. A vCPU that does not exit is kicked for each retry.
 #[test]
-fn tries_are_far_between_and_a_kick_is_asked_for_each() {
+fn retries_back_off_and_request_a_kick() {
     let mut guest = counting();
-    guest.events.lack = Lack::Refused(libc::EMFILE);
-    guest.events.set_places(Some(1));
+    guest.events.lack = UnavailableReason::Refused(libc::EMFILE);
+    guest.events.set_slots(Some(1));
     guest.run(1);
     let mut tries = 0;
     let mut ran_ns = 0;
@@ -125,7 +125,7 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
         (tries, ran_ns) = (tries + 1, ran_ns + wait_ns);
     }
     assert!((20..40).contains(&tries), "{tries} tries in 5 s");
-    guest.events.set_places(None);
+    guest.events.set_slots(None);
     let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
     guest.run(wait_ns);
     assert_eq!(guest.vpmu.retry_in_ns(&mut guest.events), None);
@@ -135,11 +135,11 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
 /// A guest without a slot that restarts or reprograms its counter on each exit does not cause a
 /// host request on each exit.
 #[test]
-fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
+fn frequent_reprogramming_is_rate_limited() {
     for reprograms in [false, true] {
         let mut guest = counting();
         guest.run(MS);
-        guest.events.set_places(Some(0));
+        guest.events.set_slots(Some(0));
         guest.run(1);
         let mut tries = 0;
         for n in 0..10_000u64 {
@@ -160,21 +160,21 @@ fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
         );
         assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
         // The counter soon gets a slot again.
-        guest.events.set_places(None);
+        guest.events.set_slots(None);
         guest.run(MS);
         assert!(guest.view(0).counting);
     }
 }
 
 #[test]
-fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
+fn cycles_fall_back_to_clock_and_return() {
     let mut guest = counting();
     guest.events.clock = true;
     let counter = CounterIndex::from_bit(1).unwrap();
     guest.run(10 * MS);
     let mut ran = 10 * MS;
     for round in 0..3 {
-        guest.events.set_places(Some(1));
+        guest.events.set_slots(Some(1));
         guest.notice();
         let before = guest.read(IA32_PMC0 + 1);
         guest.run_with_exits(20 * MS, MS);
@@ -186,7 +186,7 @@ fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
             (Some(Backing::Clock), true, true)
         );
         assert_eq!(guest.read(IA32_PMC0 + 1), before + 20 * MS);
-        guest.events.set_places(None);
+        guest.events.set_slots(None);
         guest.run_with_exits(300 * MS, MS);
         ran += 300 * MS;
         let view = guest.view(1);
@@ -201,13 +201,13 @@ fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
 
 /// A sampled counter overflows after the same number of counts when a fallback backing takes over.
 #[test]
-fn a_period_goes_on_over_a_fallback() {
+fn sampling_period_continues_over_fallback() {
     let mut guest = Guest::of("intel", Some("4+3"));
     guest.events.clock = true;
     guest.write(IA32_PERFEVTSEL0, 0x53_003C);
     guest.write(IA32_A_PMC0, (1 << 48) - 100);
     guest.run(60);
-    guest.events.set_places(Some(0));
+    guest.events.set_slots(Some(0));
     guest.notice();
     guest.run(39);
     assert!(!guest.vpmu.pmi_pending());
@@ -217,7 +217,7 @@ fn a_period_goes_on_over_a_fallback() {
 }
 
 #[test]
-fn events_that_nobody_counts_and_events_that_are_filtered_are_uncounted() {
+fn unsupported_and_filtered_events_are_uncounted() {
     let mut guest = counting();
     guest.events.backing_of = |request| match request.event {
         GuestEvent::Raw => Backing::None,
@@ -277,7 +277,7 @@ impl Pmu for Hardware {
 const VCPU: VcpuId = VcpuId(0);
 
 /// PMU of a vCPU on perf-core, with a host PMU whose slots can be revoked.
-struct OnCore {
+struct PerfCoreGuest {
     core: Core,
     clock: Arc<ManualClock>,
     pmu: SimPmu,
@@ -287,7 +287,7 @@ struct OnCore {
     events: PerfCoreEvents,
 }
 
-impl OnCore {
+impl PerfCoreGuest {
     fn new(slots: usize, policy: BackingPolicy) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = Core::new(CoreConfig {
@@ -305,11 +305,11 @@ impl OnCore {
         core.register(Arc::new(fed));
         let context = core.add_vcpu(VCPU, guest_clock.tid()).unwrap();
         context.sched_in();
-        let sources = Sources::new(policy, Some(Vendor::Intel), |_| None);
+        let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);
         let events = PerfCoreEvents::new(core.clone(), VCPU, sources);
         let name = "intel".parse().unwrap();
         let counters = Some("4+3".parse().unwrap());
-        let model = Model::resolve(name, counters, None, &mut |_, _| CpuidRegs::default()).unwrap();
+        let model = PmuModel::resolve(name, counters, None, &mut |_, _| CpuidRegs::default()).unwrap();
         let mut rig = Self {
             core,
             clock,
@@ -328,14 +328,14 @@ impl OnCore {
 
     fn write(&mut self, msr: u32, value: u64) {
         let written = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
-        assert_eq!(written, MsrWrite::Done);
+        assert_eq!(written, MsrWriteOutcome::Done);
         self.vpmu.reconcile(&mut self.events);
     }
 
     fn read(&mut self, n: u32) -> u64 {
         match self.vpmu.read_msr(MsrAddress(IA32_PMC0 + n), &mut self.events) {
-            MsrRead::Value(value) => value,
-            MsrRead::InjectGp => panic!("counter {n} is not there"),
+            MsrReadOutcome::Value(value) => value,
+            MsrReadOutcome::InjectGp => panic!("counter {n} is not there"),
         }
     }
 
@@ -357,8 +357,8 @@ impl OnCore {
 }
 
 #[test]
-fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
-    let mut rig = OnCore::new(2, BackingPolicy::Hardware);
+fn revoked_slot_is_reported_and_regained() {
+    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
     rig.run(40);
     rig.pmu.take_slots(2);
     rig.run(100);
@@ -379,14 +379,14 @@ fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
     rig.run(300);
     assert!(rig.view(0).counting && rig.view(1).counting);
     assert!(rig.read(0) > 60 * MS, "{}", rig.read(0));
-    assert!(!rig.core.has_unseen_errors());
+    assert!(!rig.core.has_unhandled_errors());
 }
 
 /// An operator event that takes all slots also takes those of the guest's running counters. After
 /// the events are closed, the guest counts again without any action.
 #[test]
-fn slots_that_the_operator_takes_and_gives_back() {
-    let mut rig = OnCore::new(2, BackingPolicy::Hardware);
+fn operator_event_revokes_and_returns_slots() {
+    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
     rig.run(10);
     rig.core.set_share(SharePolicy::OperatorFirst);
     let admin = rig.core.session(0, perf_core::Role::Admin);
@@ -414,8 +414,8 @@ fn slots_that_the_operator_takes_and_gives_back() {
 
 /// A pause of the vCPU is neither counted nor uncounted time.
 #[test]
-fn a_paused_vcpu_is_not_uncounted() {
-    let mut rig = OnCore::new(1, BackingPolicy::Hardware);
+fn vcpu_pause_is_not_uncounted_time() {
+    let mut rig = PerfCoreGuest::new(1, BackingPolicy::Hardware);
     rig.run(30);
     let before = rig.vpmu.uncounted_ns(&mut rig.events);
     assert_eq!(before, 30 * MS, "two counters on one slot");
@@ -427,8 +427,8 @@ fn a_paused_vcpu_is_not_uncounted() {
 }
 
 #[test]
-fn through_perf_core_cycles_fall_back_to_the_clock() {
-    let mut rig = OnCore::new(2, BackingPolicy::Auto);
+fn perf_core_cycles_fall_back_to_clock() {
+    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Auto);
     rig.run(30);
     rig.pmu.take_slots(2);
     rig.run(100);

@@ -13,7 +13,7 @@ fn docs(file: &str) -> PathBuf {
 /// Regenerate the files after a change of the events with `UPDATE_DOCS=1 cargo test -p vpmu --test
 /// it documentation::`.
 #[test]
-fn the_event_files_for_perf_are_up_to_date() {
+fn perf_event_files_are_up_to_date() {
     for (vendor, name) in [(Vendor::Intel, "intel"), (Vendor::Amd, "amd")] {
         for (ending, text) in [
             ("events", events::perf_event_list(vendor)),
@@ -34,7 +34,7 @@ fn the_event_files_for_perf_are_up_to_date() {
 }
 
 #[test]
-fn every_example_of_a_filter_is_one() {
+fn documented_filter_examples_are_valid() {
     let text = std::fs::read_to_string(docs("reference/event-filter.md")).unwrap();
     let mut examples = Vec::new();
     let mut block = String::new();

@@ -169,13 +169,13 @@ impl Machine {
         let events = PerfCoreEvents::new(
             core,
             VcpuId(0),
-            Sources::new(BackingPolicy::Exact, None, |_| None),
+            EventSources::new(BackingPolicy::Exact, None, |_| None),
         );
         Some(Self {
             vcpu,
             _vm: vm,
             memory,
-            vpmu: Vpmu::new(Model::INTEL),
+            vpmu: Vpmu::new(PmuModel::INTEL),
             events,
             meter: StepMeter::new(Vendor::Intel),
             fed,
@@ -241,7 +241,10 @@ impl Machine {
                 VcpuExit::X86Wrmsr(exit) => {
                     let (msr, value) = (MsrAddress(exit.index), exit.data);
                     *exit.error = 0;
-                    assert_eq!(self.vpmu.write_msr(msr, value, &mut self.events), MsrWrite::Done);
+                    assert_eq!(
+                        self.vpmu.write_msr(msr, value, &mut self.events),
+                        MsrWriteOutcome::Done
+                    );
                 }
                 VcpuExit::Debug(_) => {
                     let state = self.state();
@@ -259,8 +262,8 @@ impl Machine {
                         "the guest never came to where the NMI was to be sent"
                     );
                     return match self.vpmu.read_msr(MsrAddress(IA32_PMC0), &mut self.events) {
-                        MsrRead::Value(value) => value,
-                        MsrRead::InjectGp => panic!("counter 0 is missing"),
+                        MsrReadOutcome::Value(value) => value,
+                        MsrReadOutcome::InjectGp => panic!("counter 0 is missing"),
                     };
                 }
                 other => panic!("unexpected exit {other:?}"),
@@ -296,7 +299,7 @@ fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
 const LOOP: &[u8] = &[0xB9, 50, 0, 0x49, 0x75, 0xFD];
 
 #[test]
-fn an_empty_block_counts_the_enabling_wrmsr_and_not_the_disabling_one() {
+fn empty_block_counts_only_enabling_wrmsr() {
     expect(&[], None, INSTRUCTIONS, AROUND);
 }
 
@@ -310,7 +313,7 @@ fn a_loop_counts_its_instructions_and_branches() {
 }
 
 #[test]
-fn a_repeated_string_instruction_counts_once() {
+fn string_instruction_counts_once() {
     // mov cx, 17; mov si, 0x3000; mov di, 0x3100; rep movsb; rep stosb with cx = 0
     let block = [0xB9, 17, 0, 0xBE, 0, 0x30, 0xBF, 0, 0x31, 0xF3, 0xA4, 0xF3, 0xAA];
     expect(&block, None, INSTRUCTIONS, AROUND + 5);
@@ -319,7 +322,7 @@ fn a_repeated_string_instruction_counts_once() {
 }
 
 #[test]
-fn a_shadow_of_mov_ss_hides_no_instruction() {
+fn mov_ss_shadow_hides_no_instruction() {
     // mov ax, ss; mov ss, ax; nop; nop
     expect(
         &[0x8C, 0xD0, 0x8E, 0xD0, 0x90, 0x90],
@@ -330,13 +333,13 @@ fn a_shadow_of_mov_ss_hides_no_instruction() {
 }
 
 #[test]
-fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
+fn faulting_instruction_does_not_count_but_handler_does() {
     // nop; ud2; nop
     expect(&[0x90, 0x0F, 0x0B, 0x90], None, INSTRUCTIONS, AROUND + 2 + 5);
 }
 
 #[test]
-fn an_nmi_adds_its_handler_and_nothing_else() {
+fn nmi_adds_only_its_handler() {
     // The block starts after three MOV of six bytes each and the WRMSR. The NMI is injected between
     // the NOPs.
     let block_at = CODE + 3 * 6 + 2;

@@ -179,7 +179,7 @@ impl Child {
     }
 
     /// Single-steps a function from its first instruction to its return.
-    fn measure(&self, function: u64, vendor: Vendor) -> Counts {
+    fn measure(&self, function: u64, vendor: Vendor) -> RetiredCounts {
         let mut memory = Memory(&self.memory);
         while self.state().rip != function {
             assert!(self.step(), "the child never came to the function");
@@ -190,13 +190,13 @@ impl Child {
             u64::from_le_bytes(bytes)
         };
         let mut meter = StepMeter::new(vendor);
-        let mut total = Counts::default();
+        let mut total = RetiredCounts::default();
         while self.state().rip != back {
             meter.begin(&self.state(), &mut memory);
             assert!(self.step(), "the child ended in the function");
             let step = meter.end(&self.state(), &mut memory);
             assert!(!step.event && !step.lost, "{:#x?}: {step:?}", self.state());
-            assert_eq!(step.kernel, Counts::default());
+            assert_eq!(step.kernel, RetiredCounts::default());
             total.add(step.user);
         }
         total
@@ -215,7 +215,7 @@ impl GuestMemory for Memory<'_> {
     }
 }
 
-fn measure(function: unsafe extern "C" fn()) -> Counts {
+fn measure(function: unsafe extern "C" fn()) -> RetiredCounts {
     let child = Child::start(|| {
         // SAFETY: the code blocks follow the C calling convention and only write to the red zone of
         // their stack.
@@ -226,7 +226,7 @@ fn measure(function: unsafe extern "C" fn()) -> Counts {
 
 #[test]
 fn straight_code() {
-    let expected = Counts {
+    let expected = RetiredCounts {
         instructions: 32,
         branches: 1,
         taken_branches: 1,
@@ -239,7 +239,7 @@ fn straight_code() {
 
 #[test]
 fn a_loop() {
-    let expected = Counts {
+    let expected = RetiredCounts {
         instructions: 202,
         branches: 101,
         taken_branches: 100,
@@ -252,7 +252,7 @@ fn a_loop() {
 
 #[test]
 fn calls_and_jumps_direct_and_indirect() {
-    let expected = Counts {
+    let expected = RetiredCounts {
         instructions: 11,
         branches: 8,
         taken_branches: 7,
@@ -266,7 +266,7 @@ fn calls_and_jumps_direct_and_indirect() {
 #[test]
 fn repeated_string_instructions_count_once() {
     // Instructions: 3 + 1 + 1 + 1 + 3 + 1. The MOVS loads and stores, and the RET loads.
-    let expected = Counts {
+    let expected = RetiredCounts {
         instructions: 10,
         branches: 4,
         taken_branches: 3,
@@ -278,8 +278,8 @@ fn repeated_string_instructions_count_once() {
 }
 
 #[test]
-fn loads_and_stores_are_instructions_that_touch_memory() {
-    let expected = Counts {
+fn loads_and_stores_count_instructions() {
+    let expected = RetiredCounts {
         instructions: 14,
         branches: 1,
         taken_branches: 1,
@@ -291,7 +291,7 @@ fn loads_and_stores_are_instructions_that_touch_memory() {
 }
 
 #[test]
-fn whether_a_branch_is_taken_is_known_even_when_both_ways_lead_to_the_same_place() {
+fn taken_branch_is_detected_for_identical_targets() {
     let counts = measure(exact_conditions);
     assert_eq!((counts.instructions, counts.branches), (20, 18));
     assert_eq!(counts.conditional_branches, 17, "all but the RET, taken or not");
@@ -300,7 +300,7 @@ fn whether_a_branch_is_taken_is_known_even_when_both_ways_lead_to_the_same_place
 }
 
 #[test]
-fn the_same_code_gives_the_same_counts_every_time() {
+fn exact_counts_are_reproducible() {
     let first = measure(exact_calls);
     for _ in 0..20 {
         assert_eq!(measure(exact_calls), first);
@@ -309,7 +309,7 @@ fn the_same_code_gives_the_same_counts_every_time() {
 
 /// The meter explains every step of a real program, from start-up to exit.
 #[test]
-fn no_step_of_a_real_program_is_unexplained() {
+fn every_step_of_a_program_is_explained() {
     let child = Child::start(|| {
         let program = c"/bin/true".as_ptr();
         let arguments = [program, std::ptr::null()];

@@ -7,7 +7,7 @@ use crate::common::skip;
 
 /// A minimal VMM of less than 300 lines has a PMU that counts cycles and interrupts the guest.
 #[test]
-fn a_tiny_vmm_has_a_pmu_that_works() {
+fn tiny_vmm_runs() {
     if !std::path::Path::new("/dev/kvm").exists() {
         return skip::skipped("no /dev/kvm here", false);
     }

@@ -13,7 +13,7 @@ fn versions() -> impl Iterator<Item = (u32, Guest)> {
 }
 
 #[test]
-fn registers_appear_with_the_version_that_brought_them() {
+fn intel_registers_match_version() {
     for (version, mut guest) in versions() {
         for (msr, since) in [
             (IA32_PMC0, 1),
@@ -39,7 +39,7 @@ fn registers_appear_with_the_version_that_brought_them() {
 }
 
 #[test]
-fn counters_that_do_not_exist_fault_on_both_accesses() {
+fn missing_counters_fault() {
     let mut guest = Guest::of("intel-v2", Some("2+1"));
     for msr in [
         IA32_PMC0 + 2,
@@ -59,7 +59,7 @@ fn counters_that_do_not_exist_fault_on_both_accesses() {
 
 #[test]
 fn with_the_pmu_off_the_two_p6_counters_read_zero_and_drop_writes() {
-    let mut guest = Guest::new(Model::off(Vendor::Intel));
+    let mut guest = Guest::new(PmuModel::off(Vendor::Intel));
     for msr in [0xC1, 0xC2] {
         guest.write(msr, 5);
         assert_eq!(guest.read(msr), 0);
@@ -68,7 +68,7 @@ fn with_the_pmu_off_the_two_p6_counters_read_zero_and_drop_writes() {
 }
 
 #[test]
-fn global_control_has_a_one_for_each_general_counter_at_reset() {
+fn global_control_enables_general_counters_at_reset() {
     let mut guest = Guest::of("intel-v3", Some("5+2"));
     assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0x1F);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_0001);
@@ -103,7 +103,7 @@ fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
 }
 
 #[test]
-fn each_reserved_bit_faults_and_each_other_one_is_kept() {
+fn intel_reserved_bits_fault() {
     for (version, mut guest) in versions() {
         // SDM vol. 4, 390H and 391H: the uncore bit requires version 3; LBR_FRZ, CTR_FRZ and ASCI
         // require version 4.
@@ -162,7 +162,7 @@ fn each_reserved_bit_faults_and_each_other_one_is_kept() {
 }
 
 #[test]
-fn rdpmc_knows_two_forms_and_needs_cr4_pce_outside_cpl_0() {
+fn rdpmc_requires_cr4_pce_outside_cpl0() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_A_PMC0 + 2, 77);
     guest.write(IA32_FIXED_CTR0 + 1, 88);
@@ -177,12 +177,16 @@ fn rdpmc_knows_two_forms_and_needs_cr4_pce_outside_cpl_0() {
         (1, false, false),
     ] {
         let outcome = guest.vpmu.rdpmc(RdpmcIndex(2), Cpl(cpl), pce, &mut guest.events);
-        assert_eq!(outcome == MsrRead::Value(77), allowed, "CPL {cpl}, CR4.PCE {pce}");
+        assert_eq!(
+            outcome == MsrReadOutcome::Value(77),
+            allowed,
+            "CPL {cpl}, CR4.PCE {pce}"
+        );
     }
 }
 
 #[test]
-fn a_counter_counts_when_its_own_control_and_the_global_one_say_so() {
+fn counter_requires_own_and_global_enable() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, ENABLED);
     guest.write(IA32_FIXED_CTR_CTRL, 0x3);
@@ -205,7 +209,7 @@ fn a_counter_counts_when_its_own_control_and_the_global_one_say_so() {
 }
 
 #[test]
-fn version_one_has_no_global_control_and_needs_none() {
+fn version_one_counts_without_global_control() {
     let mut guest = Guest::of("intel-v1", None);
     guest.write(IA32_PERFEVTSEL0 + 1, ENABLED);
     guest.run(9);
@@ -213,7 +217,7 @@ fn version_one_has_no_global_control_and_needs_none() {
 }
 
 #[test]
-fn in_use_tells_which_controls_are_set() {
+fn in_use_reflects_controls() {
     let mut guest = Guest::of("intel-v4", None);
     assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 0);
     guest.write(IA32_PERFEVTSEL0 + 1, 0x3C);
@@ -225,7 +229,7 @@ fn in_use_tells_which_controls_are_set() {
 }
 
 #[test]
-fn status_bits_are_set_and_cleared_by_their_registers_and_software_makes_no_pmi() {
+fn status_set_by_software_raises_no_pmi() {
     let mut guest = Guest::of("intel-v4", None);
     guest.write(IA32_PERF_GLOBAL_STATUS_SET, 1 << 32 | 0b101);
     assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 32 | 0b101);
@@ -243,7 +247,7 @@ fn status_bits_are_set_and_cleared_by_their_registers_and_software_makes_no_pmi(
 
 /// Versions 2 and 3 clear the control register. From version 4 a status bit freezes the counters.
 #[test]
-fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
+fn freeze_on_pmi_stops_all_counters() {
     for (version, mut guest) in versions().skip(1) {
         guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
         guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
@@ -272,7 +276,7 @@ fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
 /// The host may report an overflow late. A control write by the guest in between takes effect after
 /// the freeze.
 #[test]
-fn a_control_write_that_overtakes_a_late_overflow_is_not_undone_by_its_freeze() {
+fn late_freeze_does_not_undo_control_write() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
     guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
@@ -287,7 +291,7 @@ fn a_control_write_that_overtakes_a_late_overflow_is_not_undone_by_its_freeze() 
 
 #[test]
 fn narrow_counters_wrap_at_their_width() {
-    let model = Model::new(Generation::Intel(2), None, Some(36)).unwrap();
+    let model = PmuModel::new(Generation::Intel(2), None, Some(36)).unwrap();
     let mut guest = Guest::new(model);
     guest.write(IA32_PMC0, -3i64 as u64);
     assert_eq!(guest.read(IA32_PMC0), (1 << 36) - 3);
@@ -318,7 +322,7 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
         },
         _ => CpuidRegs::default(),
     };
-    let mut guest = Guest::new(Model::host(&mut host).unwrap());
+    let mut guest = Guest::new(PmuModel::host(&mut host).unwrap());
     for n in 0..4 {
         assert_eq!(guest.try_read(IA32_FIXED_CTR0 + n).is_some(), n % 2 == 1);
         assert_eq!(guest.rdpmc(1 << 30 | n).is_some(), n % 2 == 1);
@@ -330,7 +334,7 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
 /// MSRs that the models lack must trap and fault, because a hypervisor may otherwise return zero
 /// for them: all branch records, the debug store, the version 6 registers and AMD registers.
 #[test]
-fn registers_no_model_has_are_trapped_and_fault() {
+fn unimplemented_registers_trap_and_fault() {
     let absent = [
         0x40,
         0x60,
@@ -396,8 +400,11 @@ fn registers_no_model_has_are_trapped_and_fault() {
 /// SDM vol. 3, "Intel TSX and Performance Monitoring": every selector has IN_TX and only that of
 /// counter 2 has IN_TXCP, both only if the processor supports transactions.
 #[test]
-fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
-    for (model, in_tx) in [(Model::INTEL, false), (Model::INTEL.with_transactions(), true)] {
+fn transaction_bits_require_transactions() {
+    for (model, in_tx) in [
+        (PmuModel::INTEL, false),
+        (PmuModel::INTEL.with_transactions(), true),
+    ] {
         let mut guest = Guest::new(model);
         for n in 0..4 {
             assert_eq!(
@@ -420,19 +427,19 @@ fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
             let saved = guest.vpmu.save(&mut guest.events);
             assert!(Vpmu::new(model).restore(&saved, &mut guest.events).is_ok());
             assert!(
-                Vpmu::new(Model::INTEL)
+                Vpmu::new(PmuModel::INTEL)
                     .restore(&saved, &mut guest.events)
                     .is_err()
             );
         }
     }
-    assert_eq!(Model::AMD.with_transactions(), Model::AMD);
+    assert_eq!(PmuModel::AMD.with_transactions(), PmuModel::AMD);
 }
 
 /// Fixed counter 2 counts at the TSC frequency, while 3CH/01H uses a model-specific clock. KVM also
 /// distinguishes them.
 #[test]
-fn event_3c_01_is_not_what_fixed_counter_2_counts() {
+fn event_3c_01_differs_from_fixed_counter_2() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, 0x43_013C);
     guest.write(IA32_FIXED_CTR_CTRL, 0x300);
@@ -451,14 +458,14 @@ fn event_3c_01_is_not_what_fixed_counter_2_counts() {
     let all_but_bus = ArchEvent::ALL
         .into_iter()
         .filter(|&event| event != ArchEvent::BusCycles);
-    Model::INTEL.adjust_cpuid(0xA, 0, &mut leaf, all_but_bus.collect());
+    PmuModel::INTEL.adjust_cpuid(0xA, 0, &mut leaf, all_but_bus.collect());
     assert_eq!(leaf.ebx, 1 << 2);
 }
 
 /// CPUID can only report the event of fixed counter 3 as unavailable by omitting the counter.
 #[test]
-fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
-    let four = Model::new(
+fn fixed_counter_3_requires_countable_slots() {
+    let four = PmuModel::new(
         Generation::Intel(5),
         Some(CounterNumbers {
             general: 8,
@@ -468,21 +475,22 @@ fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
     )
     .unwrap();
     assert_eq!(
-        four.without_uncountable_slots(Backability::EXACT).fixed_bitmap(),
+        four.without_uncountable_slots(CountableEvents::EXACT)
+            .fixed_bitmap(),
         0b111
     );
-    let slots = Backability::NONE.with(ArchEvent::TopdownSlots);
+    let slots = CountableEvents::NONE.with(ArchEvent::TopdownSlots);
     assert_eq!(four.without_uncountable_slots(slots), four);
     let mut leaf = CpuidRegs::default();
-    four.without_uncountable_slots(Backability::CLOCK)
-        .adjust_cpuid(0xA, 0, &mut leaf, Backability::CLOCK);
+    four.without_uncountable_slots(CountableEvents::CLOCK)
+        .adjust_cpuid(0xA, 0, &mut leaf, CountableEvents::CLOCK);
     assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }
 
 /// OUT, RDMSR and similar instructions exit before they retire. Instruction counters must include
 /// them, except at the other privilege level. Branch counters must not.
 #[test]
-fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
+fn emulated_instructions_count() {
     let mut guest = Guest::of("intel", None);
     for (n, selector) in [0x43_00C0u64, 0x41_00C0, 0x42_00C0, 0x43_00C4]
         .into_iter()
@@ -493,9 +501,9 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
     guest.write(IA32_FIXED_CTR_CTRL, 0x033);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_000F);
     guest.run(100);
-    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
-    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
-    guest.vpmu.retired_outside(Cpl(3), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(3), &mut guest.events);
     let general: Vec<u64> = (0..4).map(|n| guest.read(IA32_PMC0 + n)).collect();
     assert_eq!(general, [103, 101, 102, 100]);
     assert_eq!(
@@ -511,8 +519,8 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
             _ => |_| Backing::None,
         };
         guest.write(PERF_CTL0, 0x43_00C0);
-        assert_eq!(guest.vpmu.wants_retired_outside(), (false, false));
-        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        assert_eq!(guest.vpmu.needs_emulated_instructions(), (false, false));
+        guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
         assert_eq!(guest.read(PERF_CTR0), 0, "{backing:?}");
     }
 }
@@ -520,14 +528,14 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
 /// The enabling WRMSR retires after counting has started, and the disabling WRMSR after counting
 /// has stopped.
 #[test]
-fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
+fn only_enabling_wrmsr_counts() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, 0x43_00C0);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
-    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
     for control in [1, 0] {
         guest.write(IA32_PERF_GLOBAL_CTRL, control);
-        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
         guest.run(10);
     }
     assert_eq!(guest.read(IA32_PMC0), 11);
@@ -536,12 +544,12 @@ fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
 /// An instruction that exits can overflow the counter, and also shortens the armed period of the
 /// host event.
 #[test]
-fn an_overflow_outside_guest_mode_is_an_overflow() {
+fn emulated_instruction_can_overflow_counter() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     guest.write(IA32_A_PMC0, (1 << 48) - 3);
     guest.run(1);
-    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
     guest.vpmu.reconcile(&mut guest.events);
     assert!(!guest.vpmu.pmi_pending());
     guest.run(1);
@@ -552,20 +560,20 @@ fn an_overflow_outside_guest_mode_is_an_overflow() {
     );
     guest.vpmu.pmi_delivered(0);
     guest.write(IA32_A_PMC0, (1 << 48) - 1);
-    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
     assert!(guest.vpmu.pmi_pending());
     assert_eq!(guest.read(IA32_PMC0), 0);
 }
 
 /// Far from an overflow the host event is re-armed occasionally, not on each exit.
 #[test]
-fn exits_far_from_an_overflow_arm_nothing() {
+fn exits_far_from_overflow_do_not_rearm() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     guest.write(IA32_A_PMC0, (1 << 48) - 100_000);
     let before = guest.events.calls;
     for _ in 0..1000 {
-        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
         guest.vpmu.reconcile(&mut guest.events);
     }
     assert!(

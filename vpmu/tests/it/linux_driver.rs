@@ -6,7 +6,7 @@ use vpmu::*;
 use crate::common::Guest;
 
 /// Runs the guest until a PMI is due and returns the number of ticks run.
-fn run_to_pmi(guest: &mut Guest, at_most: u64) -> u64 {
+fn run_until_pmi(guest: &mut Guest, at_most: u64) -> u64 {
     let mut ran = 0;
     while ran < at_most && !guest.vpmu.pmi_pending() {
         ran += guest.events.run(at_most - ran);
@@ -16,8 +16,8 @@ fn run_to_pmi(guest: &mut Guest, at_most: u64) -> u64 {
 }
 
 #[test]
-fn the_intel_driver_finds_its_pmu_and_samples_with_it() {
-    let mut guest = Guest::new(Model::INTEL);
+fn linux_intel_driver_probes_and_samples() {
+    let mut guest = Guest::new(PmuModel::INTEL);
     assert_eq!(guest.read(0x345), 1 << 13);
     for msr in 0x186..=0x189 {
         assert_eq!(guest.read(msr), 0);
@@ -35,8 +35,8 @@ fn the_intel_driver_finds_its_pmu_and_samples_with_it() {
     guest.write(IA32_FIXED_CTR_CTRL, 0xB0);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0x7_0000_000F);
     for sample in 0..100 {
-        assert_eq!(run_to_pmi(&mut guest, 10 * PERIOD), PERIOD, "sample {sample}");
-        assert_eq!(guest.vpmu.pmi_ready(sample * 1_000_000), PmiReady::Now);
+        assert_eq!(run_until_pmi(&mut guest, 10 * PERIOD), PERIOD, "sample {sample}");
+        assert_eq!(guest.vpmu.pmi_ready(sample * 1_000_000), PmiReadiness::Now);
         guest.vpmu.pmi_delivered(sample * 1_000_000);
         guest.write(IA32_PERF_GLOBAL_CTRL, 0);
         assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 33);
@@ -56,9 +56,9 @@ fn the_intel_driver_finds_its_pmu_and_samples_with_it() {
 }
 
 #[test]
-fn the_amd_drivers_find_their_pmu_and_sample_with_it() {
-    let v2 = Model::new(Generation::AmdV2, None, None).unwrap();
-    for model in [Model::AMD, v2] {
+fn linux_amd_drivers_probe_and_sample() {
+    let v2 = PmuModel::new(Generation::AmdV2, None, None).unwrap();
+    for model in [PmuModel::AMD, v2] {
         let mut guest = Guest::new(model);
         for n in 0..6 {
             assert_eq!(guest.read(PERF_CTL0 + 2 * n), 0);
@@ -73,7 +73,7 @@ fn the_amd_drivers_find_their_pmu_and_sample_with_it() {
         // cycles, period 500, counter 2.
         guest.write(PERF_CTR0 + 4, (1 << 48) - 500);
         guest.write(PERF_CTL0 + 4, 0x53_0076);
-        assert_eq!(run_to_pmi(&mut guest, 1_000_000), 500);
+        assert_eq!(run_until_pmi(&mut guest, 1_000_000), 500);
         guest.vpmu.pmi_delivered(0);
         assert_eq!(guest.read(PERF_CTR0 + 4), 0);
         if model == v2 {
@@ -89,8 +89,8 @@ fn the_amd_drivers_find_their_pmu_and_sample_with_it() {
 }
 
 #[test]
-fn disabling_and_enabling_opens_nothing_and_a_pass_with_no_change_does_nothing() {
-    let mut guest = Guest::new(Model::INTEL);
+fn reenabling_opens_no_events() {
+    let mut guest = Guest::new(PmuModel::INTEL);
     guest.write(IA32_PERFEVTSEL0, 0x43_003C);
     guest.events.calls = 0;
     guest.vpmu.reconcile(&mut guest.events);

@@ -17,7 +17,7 @@ const MASK: u64 = (1 << BITS) - 1;
 
 /// `hw_perf_event` of a sampling event.
 #[derive(Clone, Copy, Debug)]
-struct Event {
+struct SamplingEvent {
     period: i64,
     left: i64,
     previous: u64,
@@ -28,7 +28,7 @@ struct Event {
 
 struct Linux {
     guest: Guest,
-    events: [Event; 2],
+    events: [SamplingEvent; 2],
     /// Number of ticks that the guest runs at each point.
     turns: Vec<u64>,
     turn: usize,
@@ -38,7 +38,7 @@ struct Linux {
 
 impl Linux {
     fn new(periods: [i64; 2], turns: Vec<u64>) -> Self {
-        let event = |period| Event {
+        let event = |period| SamplingEvent {
             period,
             left: 0,
             previous: 0,
@@ -149,7 +149,7 @@ proptest! {
     /// periods that expire before the restart completes nor with two counters that overflow in each
     /// other's handler.
     #[test]
-    fn no_count_jumps_when_pmis_come_before_the_read(
+    fn linux_count_is_stable_with_pmi_before_read(
         periods in [2i64..2_000, 2i64..2_000],
         turns in prop::collection::vec(1u64..3_000, 1..40),
     ) {
@@ -162,7 +162,7 @@ proptest! {
 /// A PMI after the RDPMC makes the same code jump by 2^48: a short period restarts at its initial
 /// value, so the compare-and-exchange succeeds. The VMM's delivery order prevents this.
 #[test]
-fn a_pmi_behind_the_read_makes_a_count_jump() {
+fn linux_count_jumps_with_pmi_after_read() {
     let mut turns = vec![10; 1000];
     turns[..3].copy_from_slice(&[250, 1, 1]);
     let worst = Linux::new([100, 1 << 40], turns).read_often(true);

@@ -8,7 +8,7 @@ use crate::common::Guest;
 
 /// Returns a guest with four running instruction counters that interrupt on overflow.
 fn four_counters() -> Guest {
-    let mut guest = Guest::new(Model::INTEL);
+    let mut guest = Guest::new(PmuModel::INTEL);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     for n in 0..4 {
         guest.write(IA32_A_PMC0 + n, (1 << 48) - 1_000_000);
@@ -22,7 +22,7 @@ fn counter(n: u32) -> CounterIndex {
 }
 
 #[test]
-fn a_switch_between_tasks_reads_all_events_twice_and_arms_those_that_were_written() {
+fn task_switch_rearms_only_written_counters() {
     let mut guest = four_counters();
     guest.run(100);
     for written in [0, 1, 4] {
@@ -39,7 +39,7 @@ fn a_switch_between_tasks_reads_all_events_twice_and_arms_those_that_were_writte
 }
 
 #[test]
-fn what_is_counted_in_a_pause_is_left_out() {
+fn counts_during_pause_are_ignored() {
     let mut guest = four_counters();
     guest.run(100);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
@@ -62,8 +62,8 @@ fn what_is_counted_in_a_pause_is_left_out() {
 }
 
 #[test]
-fn one_selectors_enable_bit_pauses_too() {
-    let mut guest = Guest::new(Model::AMD);
+fn selector_enable_bit_pauses_counter() {
+    let mut guest = Guest::new(PmuModel::AMD);
     guest.write(PERF_CTL0, 0x53_00C0);
     guest.run(10);
     let enables = guest.events.enables;
@@ -92,7 +92,7 @@ fn one_selectors_enable_bit_pauses_too() {
 
 /// Repeated pauses of other counters do not extend the pause of a stopped counter.
 #[test]
-fn a_counter_that_stays_stopped_gives_its_place_back_while_another_pauses_often() {
+fn stopped_counter_frees_slot_despite_other_pauses() {
     let mut guest = four_counters();
     guest.write(IA32_PERF_GLOBAL_CTRL, 2);
     assert!(guest.events.is_running(counter(0)));
@@ -105,7 +105,7 @@ fn a_counter_that_stays_stopped_gives_its_place_back_while_another_pauses_often(
 }
 
 #[test]
-fn a_counter_that_stays_stopped_gives_its_place_back() {
+fn stopped_counter_frees_slot() {
     let mut guest = four_counters();
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     assert!(guest.events.is_running(counter(0)));
@@ -120,7 +120,7 @@ fn a_counter_that_stays_stopped_gives_its_place_back() {
 }
 
 #[test]
-fn an_overflow_in_a_pause_is_none_and_ends_it() {
+fn overflow_during_pause_ends_pause() {
     let mut guest = four_counters();
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     guest.run(1_000_000);
@@ -135,9 +135,9 @@ fn an_overflow_in_a_pause_is_none_and_ends_it() {
 }
 
 #[test]
-fn a_paused_counter_makes_room_for_another() {
-    let mut guest = Guest::new(Model::INTEL);
-    guest.events.set_places(Some(1));
+fn paused_counter_frees_slot_for_another() {
+    let mut guest = Guest::new(PmuModel::INTEL);
+    guest.events.set_slots(Some(1));
     guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     guest.write(IA32_PERF_GLOBAL_CTRL, 1);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
@@ -149,20 +149,20 @@ fn a_paused_counter_makes_room_for_another() {
 }
 
 #[test]
-fn an_event_that_is_lost_in_a_pause_is_started_anew() {
+fn event_lost_during_pause_is_restarted() {
     let mut guest = four_counters();
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
-    guest.events.set_places(Some(0));
+    guest.events.set_slots(Some(0));
     guest.vpmu.reconcile(&mut guest.events);
     assert!(!guest.vpmu.has_uncounted(), "nobody wants it now");
-    guest.events.set_places(None);
+    guest.events.set_slots(None);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     guest.run(7);
     assert_eq!(guest.read(IA32_PMC0), (1 << 48) - 1_000_000 + 7);
 }
 
 #[test]
-fn what_costs_more_than_a_call_while_it_counts_is_stopped_at_once() {
+fn exact_events_stop_immediately() {
     let mut guest = four_counters();
     guest.events.backing_of = |request| match request.event {
         GuestEvent::Architectural(ArchEvent::Instructions) => Backing::Hardware,

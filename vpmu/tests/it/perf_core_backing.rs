@@ -39,7 +39,7 @@ impl SampleRegs for NoRegs {
 }
 
 impl Machine {
-    fn new(model: Model, policy: BackingPolicy) -> Self {
+    fn new(model: PmuModel, policy: BackingPolicy) -> Self {
         let core = Core::new(CoreConfig::default());
         let fed = Arc::new(FedCounts::new(fed::SELECTORS));
         let fed_pmu = FedPmu::new();
@@ -52,7 +52,7 @@ impl Machine {
         core.register(Arc::new(clock_pmu));
         let context = core.add_vcpu(VCPU, clock.tid()).unwrap();
         context.sched_in();
-        let events = PerfCoreEvents::new(core, VCPU, Sources::new(policy, None, |_| None));
+        let events = PerfCoreEvents::new(core, VCPU, EventSources::new(policy, None, |_| None));
         Self {
             vpmu: Vpmu::new(model),
             events,
@@ -65,15 +65,15 @@ impl Machine {
     fn write(&mut self, msr: u32, value: u64) {
         assert_eq!(
             self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events),
-            MsrWrite::Done
+            MsrWriteOutcome::Done
         );
         self.vpmu.reconcile(&mut self.events);
     }
 
     fn read(&mut self, msr: u32) -> u64 {
         match self.vpmu.read_msr(MsrAddress(msr), &mut self.events) {
-            MsrRead::Value(value) => value,
-            MsrRead::InjectGp => panic!("RDMSR {msr:#x} faults"),
+            MsrReadOutcome::Value(value) => value,
+            MsrReadOutcome::InjectGp => panic!("RDMSR {msr:#x} faults"),
         }
     }
 
@@ -108,8 +108,8 @@ impl Machine {
 }
 
 #[test]
-fn exact_counts_follow_the_levels_of_the_selector_and_stop_with_it() {
-    let mut m = Machine::new(Model::INTEL, BackingPolicy::Exact);
+fn exact_counts_respect_privilege_levels() {
+    let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     m.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
     m.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
     m.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // both, as cycles
@@ -131,9 +131,9 @@ fn exact_counts_follow_the_levels_of_the_selector_and_stop_with_it() {
 }
 
 #[test]
-fn each_overflow_of_a_fed_event_is_noticed_at_its_count_and_gives_one_pmi() {
-    for model in [Model::INTEL, Model::AMD] {
-        let (select, counter) = if model == Model::INTEL {
+fn fed_event_overflow_raises_one_pmi() {
+    for model in [PmuModel::INTEL, PmuModel::AMD] {
+        let (select, counter) = if model == PmuModel::INTEL {
             (IA32_PERFEVTSEL0, IA32_A_PMC0)
         } else {
             (PERF_CTL0, PERF_CTR0)
@@ -156,7 +156,7 @@ fn each_overflow_of_a_fed_event_is_noticed_at_its_count_and_gives_one_pmi() {
 
 #[test]
 fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
-    let mut m = Machine::new(Model::AMD, BackingPolicy::Auto);
+    let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
     m.write(PERF_CTL0, 0x43_0076);
     // Other load on the host may take the CPU away for a whole run.
     let (start, mut counted) = (Instant::now(), 0);
@@ -184,9 +184,9 @@ fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
 }
 
 #[test]
-fn what_nothing_can_count_stands_still() {
+fn unsupported_event_does_not_count() {
     for policy in [BackingPolicy::None, BackingPolicy::Hardware, BackingPolicy::Clock] {
-        let mut m = Machine::new(Model::INTEL, policy);
+        let mut m = Machine::new(PmuModel::INTEL, policy);
         m.write(IA32_PERFEVTSEL0, 0x43_00C0);
         m.retire(0, 50);
         m.run_for(Duration::from_millis(1));
@@ -202,7 +202,7 @@ fn paravirtual_events_count_with_every_policy() {
         BackingPolicy::Exact,
         BackingPolicy::Auto,
     ] {
-        let mut m = Machine::new(Model::INTEL, policy);
+        let mut m = Machine::new(PmuModel::INTEL, policy);
         m.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
         m.write(IA32_PERFEVTSEL0 + 1, 0x43_0AFF); // MSR exits
         let before = m.read(IA32_PMC0);
@@ -218,8 +218,8 @@ fn paravirtual_events_count_with_every_policy() {
 }
 
 #[test]
-fn a_guest_that_rotates_its_events_over_a_counter_keeps_few_and_opens_no_more() {
-    let mut m = Machine::new(Model::INTEL, BackingPolicy::Exact);
+fn rotated_events_are_reused() {
+    let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     let selectors = [0x43_00C0, 0x41_00C0, 0x43_00C4, 0x42_81D0];
     for selector in selectors {
         m.write(IA32_PERFEVTSEL0, selector);
@@ -241,13 +241,13 @@ fn a_guest_that_rotates_its_events_over_a_counter_keeps_few_and_opens_no_more() 
 }
 
 #[test]
-fn moved_counters_go_on_where_they_were() {
-    let mut here = Machine::new(Model::INTEL, BackingPolicy::Exact);
+fn restored_counters_resume() {
+    let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     here.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
     let bytes = here.vpmu.save(&mut here.events);
-    let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     there.vpmu.restore(&bytes, &mut there.events).unwrap();
     there.vpmu.reconcile(&mut there.events);
     there.retire(0, 5);
@@ -258,15 +258,15 @@ fn moved_counters_go_on_where_they_were() {
 }
 
 #[test]
-fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
-    let mut here = Machine::new(Model::INTEL, BackingPolicy::Exact);
+fn vcpu_thread_change_keeps_counts_and_overflows() {
+    let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     here.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
     // The next thread has its own context and events.
     here.vpmu.detach(&mut here.events);
     assert_eq!(here.context.stats().events, 0);
-    let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     there.vpmu = here.vpmu;
     there.vpmu.reconcile(&mut there.events);
     there.retire(0, 5);
@@ -278,7 +278,7 @@ fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
 
 /// Guest operation on four instruction counters.
 #[derive(Clone, Debug)]
-enum Access {
+enum CounterAccess {
     Global(u64),
     Select(u32, u64),
     Set(u32, u64),
@@ -287,7 +287,7 @@ enum Access {
     Run(u64),
 }
 
-fn accesses() -> impl Strategy<Value = Vec<Access>> {
+fn accesses() -> impl Strategy<Value = Vec<CounterAccess>> {
     // Disabled, one or both privilege levels, with and without an interrupt, and another event.
     let selector = prop_oneof![
         3 => Just(0x53_00C0u64),
@@ -299,13 +299,13 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
     ];
     let near = (1u64..40).prop_map(|left| (1 << 48) - left);
     let one = prop_oneof![
-        4 => (0u64..16).prop_map(Access::Global),
-        3 => (0u32..4, selector).prop_map(|(n, value)| Access::Select(n, value)),
-        3 => (0u32..4, near).prop_map(|(n, value)| Access::Set(n, value)),
-        2 => (0u32..4).prop_map(Access::Read),
-        1 => (0u64..16).prop_map(Access::ClearStatus),
-        6 => (0u64..30).prop_map(Access::Run),
-        1 => (60u64..80).prop_map(Access::Run),
+        4 => (0u64..16).prop_map(CounterAccess::Global),
+        3 => (0u32..4, selector).prop_map(|(n, value)| CounterAccess::Select(n, value)),
+        3 => (0u32..4, near).prop_map(|(n, value)| CounterAccess::Set(n, value)),
+        2 => (0u32..4).prop_map(CounterAccess::Read),
+        1 => (0u64..16).prop_map(CounterAccess::ClearStatus),
+        6 => (0u64..30).prop_map(CounterAccess::Run),
+        1 => (60u64..80).prop_map(CounterAccess::Run),
     ];
     proptest::collection::vec(one, 0..200)
 }
@@ -314,24 +314,24 @@ proptest! {
     /// The guest observes no difference between events that stop for a pause (fed) and events that
     /// keep counting (host).
     #[test]
-    fn events_that_stop_for_a_pause_and_events_that_count_on_show_the_same(accesses in accesses(), freeze in any::<bool>()) {
-        let mut fed = Machine::new(Model::INTEL, BackingPolicy::Exact);
-        let mut host = Guest::new(Model::INTEL);
+    fn pausing_backings_are_indistinguishable(accesses in accesses(), freeze in any::<bool>()) {
+        let mut fed = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+        let mut host = Guest::new(PmuModel::INTEL);
         if freeze {
             fed.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
             host.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
         }
         for access in accesses {
             let (msr, value) = match access {
-                Access::Global(value) => (IA32_PERF_GLOBAL_CTRL, value),
-                Access::Select(n, value) => (IA32_PERFEVTSEL0 + n, value),
-                Access::Set(n, value) => (IA32_A_PMC0 + n, value),
-                Access::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
-                Access::Read(n) => {
+                CounterAccess::Global(value) => (IA32_PERF_GLOBAL_CTRL, value),
+                CounterAccess::Select(n, value) => (IA32_PERFEVTSEL0 + n, value),
+                CounterAccess::Set(n, value) => (IA32_A_PMC0 + n, value),
+                CounterAccess::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
+                CounterAccess::Read(n) => {
                     prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
                     continue;
                 }
-                Access::Run(n) => {
+                CounterAccess::Run(n) => {
                     // Each iteration retires an instruction and a branch.
                     for _ in 0..n {
                         fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);

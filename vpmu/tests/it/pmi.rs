@@ -21,7 +21,7 @@ fn sampling(period: u64) -> Guest {
 /// A physical processor would have delivered the PMI on the overflow, before the guest cleared
 /// anything.
 #[test]
-fn a_pmi_that_need_not_wait_is_due_whatever_the_guest_clears() {
+fn deliverable_pmi_stays_due_after_clear() {
     let mut guest = sampling(10);
     guest.run(10);
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
@@ -34,14 +34,14 @@ fn a_pmi_that_need_not_wait_is_due_whatever_the_guest_clears() {
 
 /// Returns a guest with two sampling counters, as used by Linux, in the PMI handler of the first
 /// one: delivery has masked LVTPC.
-fn two_sampling_and_in_the_handler() -> Guest {
+fn guest_in_pmi_handler() -> Guest {
     let mut guest = Guest::of("intel", None);
     for n in 0..2 {
         guest.write(IA32_PERFEVTSEL0 + n, INTERRUPTING);
         guest.write(IA32_A_PMC0 + n, (1 << 48) - 10 * u64::from(n + 1));
     }
     guest.run(10);
-    assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now);
+    assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::Now);
     guest.vpmu.pmi_delivered(0);
     guest
 }
@@ -49,18 +49,18 @@ fn two_sampling_and_in_the_handler() -> Guest {
 /// Linux since Haswell unmasks LVTPC after it has served all overflows. A later NMI is reported as
 /// "unknown reason".
 #[test]
-fn an_overflow_that_the_handler_serves_while_lvtpc_is_masked_gives_no_second_pmi() {
-    let mut guest = two_sampling_and_in_the_handler();
+fn overflow_served_while_masked_raises_no_pmi() {
+    let mut guest = guest_in_pmi_handler();
     // The second counter overflows before the handler stops the counters.
     guest.run(10);
     assert!(guest.vpmu.pmi_pending());
-    assert!(guest.vpmu.pmi_must_wait(), "its status bit is set");
+    assert!(guest.vpmu.defer_pmi(), "its status bit is set");
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 3);
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 3);
     assert!(!guest.vpmu.pmi_pending());
     guest.write(IA32_PERF_GLOBAL_CTRL, 3);
-    assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::No);
+    assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::No);
     assert_eq!(
         guest.vpmu.pmi_counts(),
         PmiCounts {
@@ -72,50 +72,50 @@ fn an_overflow_that_the_handler_serves_while_lvtpc_is_masked_gives_no_second_pmi
 }
 
 #[test]
-fn an_overflow_whose_status_bit_is_left_comes_when_lvtpc_is_unmasked() {
-    let mut guest = two_sampling_and_in_the_handler();
+fn unserved_overflow_is_delivered_after_unmask() {
+    let mut guest = guest_in_pmi_handler();
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.run(10);
-    assert!(guest.vpmu.pmi_must_wait());
+    assert!(guest.vpmu.defer_pmi());
     // Only the status bit of the second counter matters.
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     guest.write(IA32_PERFEVTSEL0 + 1, 0);
     guest.write(IA32_A_PMC0 + 1, 0);
-    assert!(guest.vpmu.pmi_must_wait());
-    assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now);
+    assert!(guest.vpmu.defer_pmi());
+    assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::Now);
 }
 
 #[test]
-fn an_overflow_found_by_the_write_that_clears_it_gives_no_pmi_behind_a_mask() {
-    let mut guest = two_sampling_and_in_the_handler();
+fn overflow_cleared_on_detection_raises_no_pmi() {
+    let mut guest = guest_in_pmi_handler();
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.events.run_through(10);
     // The overflow has not been detected yet.
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
     assert!(guest.vpmu.pmi_pending(), "without a mask it would be delivered");
-    assert!(!guest.vpmu.pmi_must_wait());
+    assert!(!guest.vpmu.defer_pmi());
     assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1);
     guest.notice();
     assert!(!guest.vpmu.pmi_pending());
 }
 
 #[test]
-fn a_served_counter_that_overflows_again_asks_again() {
-    let mut guest = two_sampling_and_in_the_handler();
+fn served_counter_can_request_pmi_again() {
+    let mut guest = guest_in_pmi_handler();
     guest.run(10);
-    assert!(guest.vpmu.pmi_must_wait());
+    assert!(guest.vpmu.defer_pmi());
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 3);
     assert!(!guest.vpmu.pmi_pending());
     guest.write(IA32_A_PMC0, (1 << 48) - 5);
     guest.run(5);
-    assert!(guest.vpmu.pmi_must_wait());
-    assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now);
+    assert!(guest.vpmu.defer_pmi());
+    assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::Now);
 }
 
 /// A PMI that the rate limit delays follows the same rule.
 #[test]
-fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
+fn throttled_pmi_is_withdrawn_when_served() {
     let mut guest = sampling(1);
     guest.vpmu.set_pmi_limit(1);
     let hold = |guest: &mut Guest| {
@@ -123,21 +123,21 @@ fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
             guest.write(IA32_A_PMC0, (1 << 48) - 1);
             guest.run(1);
             match guest.vpmu.pmi_ready(0) {
-                PmiReady::Now => guest.vpmu.pmi_delivered(0),
-                PmiReady::NotBefore { time_ns } => return time_ns,
-                PmiReady::No => panic!("an overflow was lost"),
+                PmiReadiness::Now => guest.vpmu.pmi_delivered(0),
+                PmiReadiness::NotBefore { time_ns } => return time_ns,
+                PmiReadiness::No => panic!("an overflow was lost"),
             }
         }
         panic!("nothing was held back");
     };
     let until = hold(&mut guest);
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
-    assert_eq!(guest.vpmu.pmi_ready(until), PmiReady::No);
+    assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::No);
     assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1);
     let until = hold(&mut guest);
     assert_eq!(
         guest.vpmu.pmi_ready(until),
-        PmiReady::Now,
+        PmiReadiness::Now,
         "not served, and not lost"
     );
 }
@@ -145,7 +145,7 @@ fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
 /// Without a global status, Linux checks the top bit of each sampling counter and writes the
 /// counters that overflowed.
 #[test]
-fn without_a_global_status_a_counter_is_served_by_writing_it() {
+fn counter_write_serves_overflow_without_global_status() {
     for (model, selector, counter, stride) in [
         ("amd-k7", PERF_LEGACY_CTL0, PERF_LEGACY_CTR0, 1),
         ("amd", PERF_CTL0, PERF_CTR0, 2),
@@ -159,37 +159,34 @@ fn without_a_global_status_a_counter_is_served_by_writing_it() {
         start(&mut guest, 0);
         start(&mut guest, 1);
         guest.run(10);
-        assert!(guest.vpmu.pmi_must_wait(), "{model}");
+        assert!(guest.vpmu.defer_pmi(), "{model}");
         // Stopping a counter does not serve it: the handler would find both counters past their
         // overflow.
         guest.write(selector, 0);
         guest.write(selector + stride, ENABLED);
         start(&mut guest, 0);
-        assert!(
-            guest.vpmu.pmi_must_wait(),
-            "{model}: the other is still to be served"
-        );
+        assert!(guest.vpmu.defer_pmi(), "{model}: the other is still to be served");
         start(&mut guest, 1);
         assert!(!guest.vpmu.pmi_pending(), "{model}");
         assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1, "{model}");
         guest.run(10);
-        assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now, "{model}");
+        assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::Now, "{model}");
         // A PMI that does not have to wait is delivered even if the counter was written.
         start(&mut guest, 0);
-        assert_eq!(guest.vpmu.pmi_ready(0), PmiReady::Now, "{model}");
+        assert_eq!(guest.vpmu.pmi_ready(0), PmiReadiness::Now, "{model}");
     }
 }
 
 /// Serving one counter must not hide an undetected overflow of another.
 #[test]
-fn a_pmi_that_waits_is_kept_for_an_overflow_nobody_noticed_yet() {
+fn deferred_pmi_is_kept_for_undetected_overflow() {
     let mut guest = Guest::of("amd", None);
     for n in 0..2 {
         guest.write(PERF_CTL0 + 2 * n, INTERRUPTING);
         guest.write(PERF_CTR0 + 2 * n, -10i64 as u64 - u64::from(n) * 10);
     }
     guest.run(10);
-    assert!(guest.vpmu.pmi_must_wait());
+    assert!(guest.vpmu.defer_pmi());
     guest.events.run_through(10);
     guest.write(PERF_CTR0, -1000i64 as u64);
     assert!(guest.vpmu.pmi_pending());
@@ -200,13 +197,13 @@ fn a_pmi_that_waits_is_kept_for_an_overflow_nobody_noticed_yet() {
 /// The saved state does not include the sources of the PMI, so every possible source must be
 /// served.
 #[test]
-fn a_pmi_that_travels_is_withdrawn_only_when_all_that_can_have_asked_are_served() {
-    let mut guest = two_sampling_and_in_the_handler();
+fn restored_pmi_is_withdrawn_after_all_served() {
+    let mut guest = guest_in_pmi_handler();
     guest.run(10);
     let saved = guest.vpmu.save(&mut guest.events);
     let mut there = Guest::of("intel", None);
     there.vpmu.restore(&saved, &mut there.events).unwrap();
-    assert!(there.vpmu.pmi_must_wait());
+    assert!(there.vpmu.defer_pmi());
     there.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
     assert!(there.vpmu.pmi_pending());
     there.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
@@ -214,7 +211,7 @@ fn a_pmi_that_travels_is_withdrawn_only_when_all_that_can_have_asked_are_served(
 }
 
 #[test]
-fn counters_that_overflow_together_share_one_pmi_and_show_all_their_bits() {
+fn simultaneous_overflows_share_one_pmi() {
     let mut guest = Guest::of("intel", Some("8+4"));
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     for n in 0..8 {
@@ -236,7 +233,7 @@ fn counters_that_overflow_together_share_one_pmi_and_show_all_their_bits() {
 }
 
 #[test]
-fn without_the_interrupt_bit_there_is_status_and_no_pmi() {
+fn overflow_without_interrupt_bit_sets_only_status() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, ENABLED);
     guest.write(IA32_A_PMC0, (1 << 48) - 10);
@@ -249,7 +246,7 @@ fn without_the_interrupt_bit_there_is_status_and_no_pmi() {
 }
 
 #[test]
-fn a_counter_rewritten_while_it_runs_overflows_at_its_new_distance() {
+fn rewritten_running_counter_overflows_at_new_value() {
     let mut guest = sampling(1_000);
     guest.run(999);
     guest.write(IA32_A_PMC0, (1 << 48) - 50);
@@ -261,7 +258,7 @@ fn a_counter_rewritten_while_it_runs_overflows_at_its_new_distance() {
 }
 
 #[test]
-fn a_read_that_comes_before_the_notification_sees_the_overflow_and_it_counts_once() {
+fn read_before_notification_accounts_overflow_once() {
     let mut guest = sampling(10);
     guest.events.run_through(25);
     assert_eq!(guest.read(IA32_PMC0), 15);
@@ -275,7 +272,7 @@ fn a_read_that_comes_before_the_notification_sees_the_overflow_and_it_counts_onc
 }
 
 #[test]
-fn an_early_or_uncalled_for_notification_does_nothing_and_the_overflow_still_comes() {
+fn early_notification_is_ignored() {
     let mut guest = sampling(10);
     guest.events.run(4);
     for slot in 0..MAX_COUNTERS {
@@ -289,13 +286,13 @@ fn an_early_or_uncalled_for_notification_does_nothing_and_the_overflow_still_com
 }
 
 #[test]
-fn intel_masks_lvtpc_with_the_delivery_and_amd_does_not() {
-    assert!(Vpmu::new(Model::INTEL).delivery_masks_lvtpc());
-    assert!(!Vpmu::new(Model::AMD).delivery_masks_lvtpc());
+fn only_intel_delivery_masks_lvtpc() {
+    assert!(Vpmu::new(PmuModel::INTEL).delivery_masks_lvtpc());
+    assert!(!Vpmu::new(PmuModel::AMD).delivery_masks_lvtpc());
 }
 
 #[test]
-fn a_guest_with_period_one_gets_no_more_pmis_than_the_limit_and_loses_none() {
+fn pmi_rate_limit_loses_no_overflows() {
     const LIMIT: u32 = 1_000;
     let mut guest = sampling(1);
     guest.vpmu.set_pmi_limit(LIMIT);
@@ -304,15 +301,15 @@ fn a_guest_with_period_one_gets_no_more_pmis_than_the_limit_and_loses_none() {
     for _ in 0..3_000 {
         guest.run(1);
         match guest.vpmu.pmi_ready(now_ns) {
-            PmiReady::No => panic!("the overflow was lost"),
-            PmiReady::Now => {}
-            PmiReady::NotBefore { time_ns } => {
+            PmiReadiness::No => panic!("the overflow was lost"),
+            PmiReadiness::Now => {}
+            PmiReadiness::NotBefore { time_ns } => {
                 held += 1;
                 assert!(guest.vpmu.pmi_pending());
                 // Repeated queries count as throttled only once.
-                assert_ne!(guest.vpmu.pmi_ready(now_ns), PmiReady::Now);
+                assert_ne!(guest.vpmu.pmi_ready(now_ns), PmiReadiness::Now);
                 now_ns = time_ns;
-                assert_eq!(guest.vpmu.pmi_ready(now_ns), PmiReady::Now);
+                assert_eq!(guest.vpmu.pmi_ready(now_ns), PmiReadiness::Now);
             }
         }
         guest.vpmu.pmi_delivered(now_ns);
@@ -336,7 +333,7 @@ fn a_guest_with_period_one_gets_no_more_pmis_than_the_limit_and_loses_none() {
 }
 
 #[test]
-fn a_filter_stops_counters_that_are_already_running_and_lets_them_go_on_later() {
+fn filter_applies_to_running_counters() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, ENABLED);
     guest.write(IA32_FIXED_CTR_CTRL, 0x30);
@@ -361,7 +358,7 @@ fn a_filter_stops_counters_that_are_already_running_and_lets_them_go_on_later() 
 }
 
 #[test]
-fn the_operator_sees_what_the_guest_programmed() {
+fn counters_view_shows_programmed_events() {
     let mut guest = sampling(10);
     guest.run(25);
     let view = guest.vpmu.counters_view(&mut guest.events);

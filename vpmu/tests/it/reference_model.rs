@@ -9,7 +9,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1024, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_stream_of_operations_gives_what_the_manuals_say(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
+    fn pmu_matches_reference_model(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
         testing::stream::run::<SimEvents>(&bytes);
     }
 }

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use vpmu::*;
 
 use crate::testing::reference::{UNCOUNTABLE_SELECT, select_of};
-use crate::testing::stream::{Host, run};
+use crate::testing::stream::{TestEvents, run};
 
 const VCPU: VcpuId = VcpuId(0);
 
@@ -105,14 +105,14 @@ impl SampleRegs for NoRegs {
     }
 }
 
-impl Host for Machine {
+impl TestEvents for Machine {
     fn new(vendor: Vendor) -> Self {
         let core = Core::new(CoreConfig::default());
         let driver = Arc::new(TickPmu::default());
         core.register(driver.clone());
         let context = core.add_vcpu(VCPU, 0).unwrap();
         context.sched_in();
-        let sources = Sources::new(BackingPolicy::Hardware, Some(vendor), |_| Some(0));
+        let sources = EventSources::new(BackingPolicy::Hardware, Some(vendor), |_| Some(0));
         Self {
             driver,
             context,
@@ -166,7 +166,7 @@ impl CounterEvents for Machine {
         self.events.program(counter, request)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
         self.events.enable(counter, overflow_in)
     }
 
@@ -194,7 +194,7 @@ impl CounterEvents for Machine {
         self.events.may_have_lost()
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
         self.events.lost(counter)
     }
 
@@ -211,14 +211,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
     #[test]
-    fn perf_core_changes_nothing_that_a_guest_can_see(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
+    fn pmu_on_perf_core_matches_reference_model(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
         run::<Machine>(&bytes);
     }
 }
 
 /// A VMM may move the parts of a vCPU to its thread.
 #[test]
-fn the_parts_of_a_vcpu_can_go_to_its_thread() {
+fn vcpu_parts_are_send() {
     fn sendable<T: Send>() {}
     sendable::<Vpmu>();
     sendable::<PerfCoreEvents>();

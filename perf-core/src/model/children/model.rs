@@ -7,10 +7,10 @@ use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use super::{Children, Member};
+use super::{Children, FamilyMember};
 use crate::model::slices::EstimateSum;
-use crate::model::totals::{Folded, Totals};
-use crate::time::Times;
+use crate::model::totals::{ExitedTotals, Totals};
+use crate::time::TimeTotals;
 
 /// A child whose vCPU counts on another thread.
 #[derive(Clone)]
@@ -19,12 +19,12 @@ struct Child {
     count: Arc<AtomicU64>,
 }
 
-impl Member for Child {
+impl FamilyMember for Child {
     fn totals(&self) -> Totals {
         let n = self.count.load(Relaxed);
         Totals {
             count: n,
-            times: Times {
+            times: TimeTotals {
                 enabled_ns: n,
                 running_ns: n,
             },
@@ -38,7 +38,7 @@ impl Member for Child {
 
 #[derive(Default)]
 struct Parent {
-    folded: Folded,
+    folded: ExitedTotals,
 }
 
 type Family = Arc<(Mutex<Children<Child>>, Parent)>;
@@ -81,7 +81,7 @@ fn work_and_exit(family: &Family, child: &Child, work: u64) {
 }
 
 #[test]
-fn p14_a_reader_sees_every_count_once_while_children_exit() {
+fn p14_child_exit_counts_exactly_once() {
     loom::model(|| {
         let (family, members) = family(2);
         let vcpus: Vec<_> = members
@@ -103,7 +103,7 @@ fn p14_a_reader_sees_every_count_once_while_children_exit() {
 }
 
 #[test]
-fn a_close_and_an_exit_do_not_both_take_a_child() {
+fn close_and_exit_remove_child_once() {
     loom::model(|| {
         let (family, members) = family(1);
         let closer = {

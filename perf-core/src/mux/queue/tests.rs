@@ -7,10 +7,10 @@ fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
     let mut on = Vec::new();
     queue.fill(|key| {
         if on.len() == slots {
-            return Turn::NoRoom;
+            return SlotOffer::NoRoom;
         }
         on.push(usize::from(key));
-        Turn::Taken
+        SlotOffer::Taken
     });
     on
 }
@@ -40,7 +40,7 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
 /// groups, about a quarter of the slices of each group is read in the middle, if slices have a
 /// middle.
 #[test]
-fn all_groups_are_looked_into_equally_often() {
+fn mid_slice_reads_are_distributed_evenly() {
     for groups in 3..20 {
         let mut queue = queue(MuxPolicy::Rotate, groups);
         let mut looks = vec![0usize; groups];
@@ -49,7 +49,7 @@ fn all_groups_are_looked_into_equally_often() {
         for _ in 0..400 * groups {
             now = queue.next_turn_ns().unwrap().max(now);
             if queue.turn(now).is_some()
-                && let Some(key) = queue.amid()
+                && let Some(key) = queue.mid_slice()
             {
                 looks[usize::from(key)] += 1;
             }
@@ -64,7 +64,7 @@ fn all_groups_are_looked_into_equally_often() {
     fill(&mut alone, 1);
     for now in (1_000..1_000_000).step_by(1_000) {
         if alone.turn(now).is_some() {
-            assert_eq!(alone.amid(), None, "a slice of one turn has no middle");
+            assert_eq!(alone.mid_slice(), None, "a slice of one turn has no middle");
         }
         fill(&mut alone, 1);
     }
@@ -72,23 +72,23 @@ fn all_groups_are_looked_into_equally_often() {
 
 /// A detected pattern remains valid for some rotations and then expires.
 #[test]
-fn a_rhythm_that_is_seen_no_more_is_forgotten() {
+fn aliasing_expires() {
     let mut queue = queue(MuxPolicy::Rotate, 5);
     fill(&mut queue, 2);
-    assert!(!queue.has_rhythm());
-    queue.rhythm_seen();
-    assert!(queue.has_rhythm());
+    assert!(!queue.has_aliasing());
+    queue.record_aliasing();
+    assert!(queue.has_aliasing());
     let mut now = 1;
     for _ in 0..30 {
         now = queue.next_turn_ns().unwrap().max(now);
         let _ = queue.turn(now);
         fill(&mut queue, 2);
     }
-    assert!(!queue.has_rhythm());
+    assert!(!queue.has_aliasing());
 }
 
 #[test]
-fn p8_rotation_is_fair_to_a_turn() {
+fn p8_rotation_is_fair_within_one_interval() {
     for (groups, slots) in [(2, 1), (5, 2), (8, 3), (7, 6)] {
         let mut queue = queue(MuxPolicy::Rotate, groups);
         let total = 1_000 * 840;
@@ -142,7 +142,7 @@ fn square(from: u64, to: u64, period: u64) -> f64 {
 
 /// The variable group gets a larger share, and each steady group at least half of a fair share.
 #[test]
-fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
+fn adaptive_favors_variable_groups_without_starvation() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
     // Longer than a rotation, so that it does not alias.
     let (visits, _) = live(&mut queue, 4_000, |key, from, to| {
@@ -151,41 +151,41 @@ fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
     let fair = 4_000 / 8;
     assert!(visits[3] > fair * 3 / 2, "{visits:?}");
     assert!(visits.iter().all(|&v| v > fair / 2), "{visits:?}");
-    assert_eq!(queue.pace, Pace::FIRST);
+    assert_eq!(queue.pace, IntervalIndex::FIRST);
 }
 
 /// Intervals have the same length, except during a shift.
 #[test]
-fn calm_groups_are_put_to_the_test() {
+fn calm_groups_are_verified_by_shift() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
     let (_, lengths) = live(&mut queue, 1_000, |_, _, _| 1.0);
     assert_eq!(lengths, BTreeSet::from([146, 236]));
-    assert_eq!((queue.pace, queue.suspects), (Pace::FIRST, 0));
+    assert_eq!((queue.pace, queue.suspects), (IntervalIndex::FIRST, 0));
 }
 
 /// All slices see the same phase of a pattern with the period of a rotation, so slices alone cannot
 /// reveal it.
 #[test]
-fn a_rhythm_that_keeps_step_is_noticed_and_left() {
+fn aliasing_pattern_changes_interval() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
     let turns = 8 * (FIRST_SHIFT.0 as usize + 6);
     live(&mut queue, turns, |key, from, to| {
         square(from + 200 * key as u64, to + 200 * key as u64, 8 * 146)
     });
-    assert_eq!(queue.pace, Pace::FIRST.next());
+    assert_eq!(queue.pace, IntervalIndex::FIRST.next());
 }
 
 /// Groups with varying rates are not shifted, because a shift would cost precision and no pattern
 /// can hide in them.
 #[test]
-fn groups_that_vary_are_not_shifted() {
+fn variable_groups_are_not_shifted() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
     let (_, lengths) = live(&mut queue, 2_000, |_, from, to| square(from, to, 3_001));
     assert_eq!(lengths, BTreeSet::from([146]));
 }
 
 #[test]
-fn no_turn_is_due_while_everybody_is_on() {
+fn no_interval_ends_while_all_groups_are_active() {
     let mut queue = queue(MuxPolicy::Adaptive, 3);
     assert_eq!(fill(&mut queue, 4).len(), 3);
     assert_eq!(queue.next_turn_ns(), None);
@@ -196,7 +196,7 @@ fn no_turn_is_due_while_everybody_is_on() {
 /// A group that is too large for the free slots is scheduled as soon as enough slots are free, and
 /// cannot be overtaken.
 #[test]
-fn a_large_group_is_not_overtaken_for_ever() {
+fn large_group_is_not_starved() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = queue(policy, 6);
         let large = GroupKey::from(5);
@@ -207,11 +207,11 @@ fn a_large_group_is_not_overtaken_for_ever() {
             let mut used = 0;
             queue.fill(|key| {
                 if used + need(key) > 3 {
-                    return Turn::NoRoom;
+                    return SlotOffer::NoRoom;
                 }
                 used += need(key);
                 turns_on += u32::from(key == large);
-                Turn::Taken
+                SlotOffer::Taken
             });
             now = queue.next_turn_ns().unwrap().max(now);
             queue.turn(now);
@@ -224,7 +224,7 @@ proptest! {
     /// For any sequence of calls, groups are neither lost nor duplicated, and active groups are
     /// exactly those that were taken.
     #[test]
-    fn groups_are_neither_lost_nor_doubled(
+    fn groups_are_neither_lost_nor_duplicated(
         adaptive in any::<bool>(),
         ops in prop::collection::vec((0u8..6, 0usize..12, 0u64..4_000), 0..200),
     ) {
@@ -254,12 +254,12 @@ proptest! {
                     let mut room = 3;
                     queue.fill(|key| {
                         if usize::from(key) % 5 == 4 {
-                            Turn::NotNow
+                            SlotOffer::NotNow
                         } else if room == 0 {
-                            Turn::NoRoom
+                            SlotOffer::NoRoom
                         } else {
                             room -= 1;
-                            Turn::Taken
+                            SlotOffer::Taken
                         }
                     });
                 }
@@ -272,7 +272,7 @@ proptest! {
                 }
             }
             prop_assert_eq!(queue.len(), there.len());
-            let suspects = queue.entries.iter().filter(|e| e.trust == Trust::Suspect && e.era == queue.era);
+            let suspects = queue.entries.iter().filter(|e| e.trust == Confidence::Suspect && e.era == queue.era);
             prop_assert_eq!(suspects.count(), queue.suspects);
         }
     }

@@ -20,7 +20,7 @@ pub const VM: usize = 0;
 pub const CONTEXT_SWITCHES: u64 = 7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum State {
+pub enum EventState {
     Error,
     Off,
     Waiting,
@@ -99,7 +99,7 @@ struct Passed {
 pub struct Part {
     pub event: u64,
     pub ctx: usize,
-    pub state: State,
+    pub state: EventState,
     pub totals: Totals,
     pub counter: Option<Arc<Counter>>,
     on_exec: bool,
@@ -250,7 +250,8 @@ impl Model {
     }
 
     fn needs(&self, leader: usize) -> usize {
-        let wants = |p: &&usize| self.spec(**p).kind == Kind::Hw && self.parts[**p].state >= State::Waiting;
+        let wants =
+            |p: &&usize| self.spec(**p).kind == Kind::Hw && self.parts[**p].state >= EventState::Waiting;
         self.group(leader).iter().filter(wants).count()
     }
 
@@ -269,7 +270,9 @@ impl Model {
     /// Leaders of hardware groups that may run in `ctx`, of `classes`, in line.
     fn lines(&self, ctx: usize, classes: std::ops::Range<u8>) -> Vec<usize> {
         let mut leaders: Vec<usize> = (0..self.parts.len())
-            .filter(|p| self.parts[*p].ctx == ctx && self.leads(*p) && self.parts[*p].state >= State::Waiting)
+            .filter(|p| {
+                self.parts[*p].ctx == ctx && self.leads(*p) && self.parts[*p].state >= EventState::Waiting
+            })
             .filter(|p| classes.contains(&self.class(*p)) && self.is_hw(*p))
             .collect();
         leaders.sort_by_key(|p| (self.class(*p), self.parts[*p].line));
@@ -277,15 +280,15 @@ impl Model {
     }
 
     fn is_on(&self, leader: usize) -> bool {
-        self.parts[leader].state == State::On
+        self.parts[leader].state == EventState::On
     }
 
     // Parts go on and off.
 
     fn goes_off(&mut self, p: usize) {
         let part = &mut self.parts[p];
-        if part.state == State::On {
-            part.state = State::Waiting;
+        if part.state == EventState::On {
+            part.state = EventState::Waiting;
             part.keep();
             part.apart |= part.kept.times > 0;
         }
@@ -299,25 +302,25 @@ impl Model {
 
     fn group_on(&mut self, leader: usize) {
         for p in self.group(leader) {
-            if self.parts[p].state == State::Waiting {
-                self.parts[p].state = State::On;
+            if self.parts[p].state == EventState::Waiting {
+                self.parts[p].state = EventState::On;
             }
         }
     }
 
     fn fail(&mut self, leader: usize) {
         self.group_off(leader);
-        self.parts[leader].state = State::Error;
+        self.parts[leader].state = EventState::Error;
         self.contexts[self.parts[leader].ctx].errors += 1;
     }
 
     /// A group without hardware events goes on, if it may.
     fn go_soft(&mut self, leader: usize) {
-        if !self.contexts[self.parts[leader].ctx].inside || self.parts[leader].state < State::Waiting {
+        if !self.contexts[self.parts[leader].ctx].inside || self.parts[leader].state < EventState::Waiting {
             return;
         }
         let refused = |m: &Self, p: &usize| {
-            m.refuse && m.spec(*p).kind == Kind::Soft && m.parts[*p].state == State::Waiting
+            m.refuse && m.spec(*p).kind == Kind::Soft && m.parts[*p].state == EventState::Waiting
         };
         let group = self.group(leader);
         if group.iter().any(|p| refused(self, p)) {
@@ -361,15 +364,15 @@ impl Model {
     }
 
     pub fn enable(&mut self, p: usize) {
-        if self.parts[p].state >= State::Waiting {
+        if self.parts[p].state >= EventState::Waiting {
             return;
         }
-        self.parts[p].state = State::Waiting;
+        self.parts[p].state = EventState::Waiting;
         let leader = self.leader(p);
         if leader == p {
             self.in_line(p);
         }
-        if self.parts[leader].state >= State::Waiting {
+        if self.parts[leader].state >= EventState::Waiting {
             self.go(leader);
         }
     }
@@ -380,7 +383,7 @@ impl Model {
     }
 
     pub fn disable(&mut self, p: usize) {
-        if self.parts[p].state < State::Waiting {
+        if self.parts[p].state < EventState::Waiting {
             return;
         }
         if self.leads(p) {
@@ -389,7 +392,7 @@ impl Model {
         } else {
             self.goes_off(p);
         }
-        self.parts[p].state = State::Off;
+        self.parts[p].state = EventState::Off;
         self.pass(self.parts[p].ctx);
     }
 
@@ -484,7 +487,11 @@ impl Model {
         self.parts.push(Part {
             event: name,
             ctx,
-            state: if enabled { State::Waiting } else { State::Off },
+            state: if enabled {
+                EventState::Waiting
+            } else {
+                EventState::Off
+            },
             totals: Totals::default(),
             counter,
             on_exec,
@@ -510,7 +517,7 @@ impl Model {
             self.in_line(p);
         }
         let leader = self.leader(p);
-        if again && self.parts[leader].state >= State::Waiting {
+        if again && self.parts[leader].state >= EventState::Waiting {
             self.go(leader);
         }
     }
@@ -537,7 +544,7 @@ impl Model {
         for p in lone {
             if self.leads(p) && self.parts[p].line == 0 {
                 self.in_line(p);
-                if self.parts[p].state >= State::Waiting {
+                if self.parts[p].state >= EventState::Waiting {
                     self.go(p);
                 }
             }
@@ -760,7 +767,7 @@ impl Model {
             self.contexts[ctx].ticks += 1;
             for p in 0..self.parts.len() {
                 let part = &mut self.parts[p];
-                if part.ctx == ctx && part.state == State::On && std::mem::take(&mut part.throttled) {
+                if part.ctx == ctx && part.state == EventState::On && std::mem::take(&mut part.throttled) {
                     let name = part.event;
                     self.events
                         .get_mut(&name)

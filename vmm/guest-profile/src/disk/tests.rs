@@ -84,7 +84,7 @@ fn files_are_read_and_links_followed() {
     for path in ["/usr/bin/prog", "/link", "/usr/../link", "/usr/bin/./prog"] {
         assert_eq!(disk.read(path, 1 << 20).unwrap(), vec![7; 300_000], "{path}");
     }
-    disk.look_again().unwrap();
+    disk.reload().unwrap();
     assert_eq!(disk.read("/tmp/perf-7.map", 100).unwrap(), b"x");
     assert!(matches!(
         disk.read("/usr/bin/prog", 299_999),
@@ -221,7 +221,7 @@ fn a_disk_that_took_long_in_all_is_read_no_more() {
     // The answer that exceeds the total timeout is still returned.
     disk.read("/etc/hostname", 100).unwrap();
     assert!(matches!(disk.read("/etc/hostname", 100), Err(DiskError::Slow)));
-    assert!(matches!(disk.look_again(), Err(DiskError::Slow)));
+    assert!(matches!(disk.reload(), Err(DiskError::Slow)));
 }
 
 /// A concurrent write of the guest cannot change blocks that path resolution has already checked.

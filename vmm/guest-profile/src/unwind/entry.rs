@@ -18,7 +18,7 @@
 use super::parts::{KernelUnwind, Others, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
-use kernel_images::orc::Kind;
+use kernel_images::orc::OrcFrameKind;
 
 /// Offsets in the TSS (SDM vol. 3 §8.7): the end of the entry stack, and the word in which Linux
 /// saves the user's stack pointer.
@@ -49,7 +49,7 @@ pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool 
     match kernel.orc {
         Some(orc) => orc
             .find(at)
-            .is_none_or(|entry| matches!(entry.kind, Kind::End | Kind::Undefined)),
+            .is_none_or(|entry| matches!(entry.kind, OrcFrameKind::End | OrcFrameKind::Undefined)),
         // A kernel frame or a `pt_regs` would be in the upper half.
         None => regs.rbp >> 63 == 0,
     }

@@ -573,7 +573,7 @@ fn a_hole_behind_the_last_record_is_cut_off() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
-    fn damage_anywhere_never_panics(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+    fn kallsyms_search_never_panics_on_damage(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
                                     cut in any::<prop::sample::Index>(), shorten: bool) {
         let mut f = file();
         for (at, v) in changes {

@@ -170,7 +170,11 @@ impl Guest {
 #[test]
 fn symbols_in_the_stripped_image_are_those_the_running_kernel_shows() {
     let Some(g) = guest("user") else { return };
-    let mine = g.image.symbols().expect("kallsyms in the image").slid(g.slide);
+    let mine = g
+        .image
+        .symbols()
+        .expect("kallsyms in the image")
+        .relocated(g.slide);
     let mine: HashMap<&str, Vec<u64>> = mine.iter().fold(HashMap::new(), |mut m, s| {
         m.entry(s.name).or_default().push(s.address);
         m

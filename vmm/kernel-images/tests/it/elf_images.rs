@@ -13,9 +13,9 @@ const BANNER: &[u8] = b"Linux version 6.1.0-56-cloud-amd64 (debian-kernel@lists.
 
 /// Writer for little-endian fields.
 #[derive(Default)]
-struct Bytes(Vec<u8>);
+struct LittleEndianWriter(Vec<u8>);
 
-impl Bytes {
+impl LittleEndianWriter {
     fn u8(&mut self, value: u8) -> &mut Self {
         self.0.push(value);
         self
@@ -63,7 +63,7 @@ const SYMBOLS: [Symbol; 6] = [
 ];
 
 /// Properties of the image that a test can change.
-struct Shape {
+struct ImageShape {
     machine: u16,
     symbols: &'static [Symbol],
     /// Address of .text (`sh_addr`).
@@ -71,7 +71,7 @@ struct Shape {
     banner: &'static [u8],
 }
 
-impl Default for Shape {
+impl Default for ImageShape {
     fn default() -> Self {
         Self {
             machine: 62,
@@ -83,9 +83,9 @@ impl Default for Shape {
 }
 
 /// Builds a minimal vmlinux with one loadable segment, .text, .rodata and a symbol table.
-fn vmlinux(shape: &Shape) -> Vec<u8> {
+fn vmlinux(shape: &ImageShape) -> Vec<u8> {
     let mut names = vec![0];
-    let mut symtab = Bytes::default();
+    let mut symtab = LittleEndianWriter::default();
     symtab.pad_to(24);
     for (name, info, section, address) in shape.symbols {
         symtab.u32(u32::try_from(names.len()).unwrap());
@@ -100,7 +100,7 @@ fn vmlinux(shape: &Shape) -> Vec<u8> {
     let headers_at = (shstrtab_at + section_names.len()).next_multiple_of(8);
     let segment_bytes = (0x1000 + 0x200) as u64;
 
-    let mut file = Bytes::default();
+    let mut file = LittleEndianWriter::default();
     file.bytes(b"\x7FELF\x02\x01\x01").pad_to(16);
     file.u16(2).u16(shape.machine).u32(1);
     file.u64(TEXT_PHYS).u64(64).u64(headers_at as u64);
@@ -142,8 +142,8 @@ fn parsed(data: &[u8]) -> ElfImage<'_> {
 
 /// Segments, code and symbols are read correctly.
 #[test]
-fn a_kernel_is_read_as_it_is() {
-    let data = vmlinux(&Shape::default());
+fn vmlinux_is_parsed() {
+    let data = vmlinux(&ImageShape::default());
     let image = parsed(&data);
     assert!(image.is_64);
     assert_eq!((image.machine, image.entry), (62, TEXT_PHYS));
@@ -170,10 +170,10 @@ fn a_kernel_is_read_as_it_is() {
 /// A section header may claim code at any address. Only code that a segment loads there is executed
 /// by the guest and may be patched for RDPMC.
 #[test]
-fn code_is_only_what_a_segment_loads() {
-    let data = vmlinux(&Shape {
+fn code_must_be_loaded_by_a_segment() {
+    let data = vmlinux(&ImageShape {
         text_addr: TEXT_VIRT + 0x100,
-        ..Shape::default()
+        ..ImageShape::default()
     });
     let image = parsed(&data);
     let [code] = &image.code[..] else {
@@ -196,8 +196,8 @@ fn line(error: &ImageError) -> String {
 
 /// Damaged section headers make symbols unavailable but do not prevent booting.
 #[test]
-fn a_kernel_without_section_headers_boots() {
-    let mut data = vmlinux(&Shape::default());
+fn damaged_section_headers_do_not_prevent_boot() {
+    let mut data = vmlinux(&ImageShape::default());
     // e_shoff
     data[0x28..0x30].copy_from_slice(&u64::MAX.to_le_bytes());
     let image = parsed(&data);
@@ -212,8 +212,8 @@ fn a_kernel_without_section_headers_boots() {
 
 /// The error is one line that names the file and the damaged part.
 #[test]
-fn damaged_headers_are_refused_by_name() {
-    let whole = vmlinux(&Shape::default());
+fn damaged_headers_are_rejected_by_name() {
+    let whole = vmlinux(&ImageShape::default());
     let with = |at: usize, bytes: &[u8]| {
         let mut data = whole.clone();
         data[at..at + bytes.len()].copy_from_slice(bytes);
@@ -244,8 +244,8 @@ fn damaged_headers_are_refused_by_name() {
 
 /// Every prefix of a file is either rejected or parsed, without a panic.
 #[test]
-fn no_truncated_file_makes_it_panic() {
-    let whole = vmlinux(&Shape::default());
+fn truncated_file_never_panics() {
+    let whole = vmlinux(&ImageShape::default());
     for len in 0..whole.len() {
         let data = &whole[..len];
         let read = elf::parse("x", data).is_ok();
@@ -259,8 +259,8 @@ fn no_truncated_file_makes_it_panic() {
 }
 
 #[test]
-fn a_kernels_version_is_the_one_its_symbol_names() {
-    let image = KernelImage::parse("vmlinux", &vmlinux(&Shape::default())).unwrap();
+fn kernel_version_comes_from_banner_symbol() {
+    let image = KernelImage::parse("vmlinux", &vmlinux(&ImageShape::default())).unwrap();
     assert_eq!(image.release(), Some("6.1.0-56-cloud-amd64"));
     assert_eq!(image.text(), TEXT_VIRT..TEXT_VIRT + 0x1000);
     assert!(image.orc().is_none() && image.btf().is_none());
@@ -272,12 +272,12 @@ fn a_kernels_version_is_the_one_its_symbol_names() {
 /// In a stripped image without kallsyms, the version is found by searching for the banner, and
 /// missing parts are reported.
 #[test]
-fn a_kernel_without_names_says_so() {
+fn stripped_kernel_reports_missing_symbols() {
     let image = KernelImage::parse(
         "vmlinux",
-        &vmlinux(&Shape {
+        &vmlinux(&ImageShape {
             symbols: &[],
-            ..Shape::default()
+            ..ImageShape::default()
         }),
     )
     .unwrap();
@@ -293,7 +293,7 @@ fn a_kernel_without_names_says_so() {
 
 /// A banner that is unterminated or not text is ignored.
 #[test]
-fn a_banner_is_a_line_of_text_with_a_number() {
+fn banner_is_a_line_with_a_version() {
     assert_eq!(find_banner(b"Linux version %s (%s)\n"), None, "a format string");
     assert_eq!(
         find_banner(b"Linux version %s\n\0Linux version 7.3.4 x\n").as_deref(),
@@ -306,19 +306,19 @@ fn a_banner_is_a_line_of_text_with_a_number() {
     assert_eq!(find_banner(&long), None);
     let image = KernelImage::parse(
         "vmlinux",
-        &vmlinux(&Shape {
+        &vmlinux(&ImageShape {
             banner: b"none",
-            ..Shape::default()
+            ..ImageShape::default()
         }),
     );
     assert_eq!(image.unwrap().release(), None);
 }
 
 #[test]
-fn a_kernel_for_another_processor_is_refused() {
-    let data = vmlinux(&Shape {
+fn kernel_for_other_machine_is_rejected() {
+    let data = vmlinux(&ImageShape {
         machine: 183,
-        ..Shape::default()
+        ..ImageShape::default()
     });
     let error = line(&KernelImage::parse("Image", &data).unwrap_err());
     assert!(error.contains("Image") && error.contains("x86-64"), "{error}");
@@ -329,11 +329,11 @@ proptest! {
     /// A damaged image is either parsed or rejected. The parsed contents lie within the file, and
     /// code addresses lie within the segment that loads them.
     #[test]
-    fn no_damage_makes_it_panic(
+    fn damaged_image_never_panics(
         damage in prop::collection::vec((0usize..0x1800, any::<u8>()), 1..20),
         headers in prop::collection::vec((0usize..0x78, any::<u8>()), 0..6),
     ) {
-        let mut data = vmlinux(&Shape::default());
+        let mut data = vmlinux(&ImageShape::default());
         for (at, byte) in damage.into_iter().chain(headers) {
             if let Some(place) = data.get_mut(at) {
                 *place = byte;
@@ -358,7 +358,7 @@ proptest! {
 
     /// Random bytes after a valid start of an image.
     #[test]
-    fn no_bytes_make_it_panic(class in 0u8..4, rest in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn random_image_bytes_never_panic(class in 0u8..4, rest in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut data = b"\x7FELF".to_vec();
         data.extend([class, 1, 1]);
         data.extend(rest);

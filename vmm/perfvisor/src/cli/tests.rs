@@ -28,7 +28,7 @@ fn defaults_run_the_built_in_guest() {
     assert_eq!((args.cpus.max(), args.memory, args.kernel), (1, 512 << 20, None));
     assert_eq!(
         (args.pmu, args.backing, args.rdpmc),
-        (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
+        (PmuModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
     );
 }
 
@@ -105,7 +105,7 @@ fn values_are_understood() {
     assert_eq!((args.cpus.present(), args.memory), (64, 16 << 20));
     let cpus = run(&["--cpus", "2,max=8"]).unwrap().cpus;
     assert_eq!((cpus.present(), cpus.max()), (2, 8));
-    assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
+    assert_eq!(args.pmu, PmuModelName::Generation(vpmu::Generation::Intel(4)));
     assert_eq!(
         args.pmu_counters,
         Some(CounterNumbers {

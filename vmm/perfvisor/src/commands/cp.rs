@@ -7,11 +7,11 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use control_api::place;
-use guest_agent::entry::{Entry, What};
-use guest_agent::receive::{Progress, ReceiveError, Receiver};
-use guest_agent::request::Job;
+use guest_agent::entry::{TreeEntry, What};
+use guest_agent::receive::{CopyProgress, ReceiveError, TreeReceiver};
+use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
-use guest_agent::wire::{Frame, Kind, write_frame};
+use guest_agent::wire::{Frame, FrameKind, write_frame};
 
 use super::guest::{GuestError, Way};
 use super::{DONE, OutputError, say, written};
@@ -164,12 +164,12 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
         text.ok_or_else(|| CpError::NoName(source.to_owned()))?.to_owned()
     };
     let path = target.to_owned();
-    let stream = way.ask(Job::Put { path, name })?;
+    let stream = way.ask(AgentOperation::Put { path, name })?;
     let mut meter = Meter::new();
-    let mut out = |kind: Kind, payload: &[u8]| {
+    let mut out = |kind: FrameKind, payload: &[u8]| {
         match kind {
-            Kind::Data => meter.add(payload.len()),
-            Kind::Skipped => {
+            FrameKind::Data => meter.add(payload.len()),
+            FrameKind::Skipped => {
                 let payload = payload.to_vec();
                 meter.skipped(&Frame { kind, payload }.text());
             }
@@ -194,7 +194,10 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
         Err(error) => return Err(error.into()),
     }
     match way.next(&mut &stream)? {
-        Frame { kind: Kind::Done, .. } => Ok(meter.end()),
+        Frame {
+            kind: FrameKind::Done,
+            ..
+        } => Ok(meter.end()),
         frame => {
             meter.clear();
             Err(way.refused(&frame).into())
@@ -209,26 +212,26 @@ fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     let mut receiver = if piped {
         None
     } else {
-        Some(Receiver::new(target, name)?)
+        Some(TreeReceiver::new(target, name)?)
     };
-    let stream = way.ask(Job::Get {
+    let stream = way.ask(AgentOperation::Get {
         path: source.to_owned(),
     })?;
     let mut meter = Meter::new();
     loop {
         let frame = way.next(&mut &stream)?;
-        if frame.kind == Kind::Data {
+        if frame.kind == FrameKind::Data {
             meter.add(frame.payload.len());
         }
         let progress = match &mut receiver {
-            _ if frame.kind == Kind::Refused => return Err(way.refused(&frame).into()),
+            _ if frame.kind == FrameKind::Refused => return Err(way.refused(&frame).into()),
             Some(receiver) => receiver.take(&frame)?,
             None => print_file(&frame, source)?,
         };
         match progress {
-            Progress::More => {}
-            Progress::Skipped(what) => meter.skipped(&what),
-            Progress::Done => {
+            CopyProgress::More => {}
+            CopyProgress::Skipped(what) => meter.skipped(&what),
+            CopyProgress::Done => {
                 close(&stream);
                 return Ok(meter.end());
             }
@@ -242,24 +245,24 @@ fn close(stream: &UnixStream) {
 }
 
 /// Writes a file's bytes to standard output.
-fn print_file(frame: &Frame, source: &str) -> Result<Progress, CpError> {
+fn print_file(frame: &Frame, source: &str) -> Result<CopyProgress, CpError> {
     match frame.kind {
-        Kind::Entry => match Entry::from_bytes(&frame.payload)
+        FrameKind::TreeEntry => match TreeEntry::from_bytes(&frame.payload)
             .map_err(ReceiveError::from)?
             .what
         {
-            What::File => Ok(Progress::More),
+            What::File => Ok(CopyProgress::More),
             _ => Err(CpError::NoFile(source.to_owned())),
         },
-        Kind::Data => {
+        FrameKind::Data => {
             written(io::stdout().write_all(&frame.payload))?;
-            Ok(Progress::More)
+            Ok(CopyProgress::More)
         }
-        Kind::FileEnd => Ok(Progress::More),
-        Kind::Skipped => Ok(Progress::Skipped(frame.text())),
-        Kind::Done => {
+        FrameKind::FileEnd => Ok(CopyProgress::More),
+        FrameKind::Skipped => Ok(CopyProgress::Skipped(frame.text())),
+        FrameKind::Done => {
             written(io::stdout().flush())?;
-            Ok(Progress::Done)
+            Ok(CopyProgress::Done)
         }
         _ => Err(ReceiveError::Order.into()),
     }

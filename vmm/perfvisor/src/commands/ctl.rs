@@ -16,7 +16,7 @@ use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
 use control_api::request;
 use perf_core::{SharePolicy, UnknownSharePolicy};
 use perfvisor_vmm::devices::cpu_plug::VcpuSet;
-use perfvisor_vmm::vcpu::roster;
+use perfvisor_vmm::vcpu::registry;
 use vpmu::filter::FilterError;
 
 /// How long vCPUs may take to leave the guest, and a VM to end.
@@ -328,7 +328,7 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
 
 fn named(vcpus: &[u32]) -> String {
     let one = |vcpu: &u32| u8::try_from(*vcpu).map_or_else(|_| VcpuSet::default(), VcpuSet::of);
-    roster::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
+    registry::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
 }
 
 /// What a guest says when it refuses (ACPI 6.5, table 6.75).

@@ -12,10 +12,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use guest_agent::request::{Exec, Exit, Job, Terminal};
-use guest_agent::wire::{INPUT_WINDOW, Kind, write_frame};
+use guest_agent::request::{AgentOperation, Exec, Exit, Terminal};
+use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
-use perfvisor_vmm::console::{Escape, Key};
+use perfvisor_vmm::console::{EscapeParser, KeyAction};
 use ratatui::crossterm::terminal;
 
 use super::guest::{GuestError, Way};
@@ -142,7 +142,7 @@ impl Window {
 /// The way out, shared by those who write.
 type Out = Arc<Mutex<UnixStream>>;
 
-fn send(out: &Out, kind: Kind, payload: &[u8]) -> io::Result<()> {
+fn send(out: &Out, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let mut stream = out.lock().unwrap_or_else(PoisonError::into_inner);
     write_frame(&mut *stream, kind, payload)
 }
@@ -161,7 +161,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     if let (true, Ok(term)) = (args.terminal, std::env::var("TERM")) {
         env.insert(0, ("TERM".to_owned(), term));
     }
-    let stream = way.ask(Job::Exec(Exec {
+    let stream = way.ask(AgentOperation::Exec(Exec {
         argv: args.command.clone(),
         env,
         cwd: args.directory.clone(),
@@ -240,15 +240,15 @@ fn serve(
             }
         };
         let written = match frame.kind {
-            Kind::Stdout => io::stdout()
+            FrameKind::Stdout => io::stdout()
                 .write_all(&frame.payload)
                 .and_then(|()| io::stdout().flush()),
-            Kind::Stderr => io::stderr().write_all(&frame.payload),
-            Kind::Taken => {
+            FrameKind::Stderr => io::stderr().write_all(&frame.payload),
+            FrameKind::Taken => {
                 window.give(frame.number().unwrap_or(0));
                 Ok(())
             }
-            Kind::Exit => {
+            FrameKind::Exit => {
                 return match serde_json::from_slice::<Exit>(&frame.payload) {
                     Ok(exit) => Ok(ExitStatus::Command(exit.code())),
                     Err(_) => Err(way.refused(&frame).into()),
@@ -266,7 +266,7 @@ fn serve(
 /// `escape`: standard input is a raw terminal, whose Ctrl-A x takes it.
 fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
     let mut buffer = vec![0; PIECE];
-    let mut keys = Escape::default();
+    let mut keys = EscapeParser::default();
     loop {
         let count = match io::stdin().read(&mut buffer) {
             Ok(count) => count,
@@ -278,9 +278,9 @@ fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
             let mut typed = Vec::with_capacity(count);
             for &byte in &buffer[..count] {
                 match keys.feed(byte) {
-                    Key::Guest(byte) => typed.push(byte),
-                    Key::Nothing => {}
-                    Key::Quit => return exit.take(),
+                    KeyAction::Guest(byte) => typed.push(byte),
+                    KeyAction::Nothing => {}
+                    KeyAction::Quit => return exit.take(),
                 }
             }
             if typed.is_empty() && count > 0 {
@@ -290,7 +290,7 @@ fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
         }
         // No more than PIECE.
         window.take(u32::try_from(piece.len()).unwrap_or(0));
-        if send(out, Kind::Stdin, &piece).is_err() || count == 0 {
+        if send(out, FrameKind::Stdin, &piece).is_err() || count == 0 {
             return;
         }
     }
@@ -299,7 +299,7 @@ fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
 /// Signals of this program are the command's, and so are changes of the terminal's size. Who sends signal
 /// after signal wants to leave.
 fn forward_signals(
-    words: &Sender<(Kind, Vec<u8>)>,
+    words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,
     follows_size: bool,
     exit: &WayOut,
@@ -315,14 +315,17 @@ fn forward_signals(
             if came.len() >= MOST_SIGNALS {
                 return exit.take();
             }
-            if words.send((Kind::Signal, signal.to_le_bytes().to_vec())).is_err() {
+            if words
+                .send((FrameKind::Signal, signal.to_le_bytes().to_vec()))
+                .is_err()
+            {
                 return;
             }
         }
         if follows_size && nap.is_multiple_of(SIZE_LOOKS) {
             let now = size();
             if now != std::mem::replace(&mut last, now)
-                && words.send((Kind::Resize, now.to_bytes().to_vec())).is_err()
+                && words.send((FrameKind::Resize, now.to_bytes().to_vec())).is_err()
             {
                 return;
             }

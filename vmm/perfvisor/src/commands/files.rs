@@ -20,7 +20,7 @@ use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::disk::image::ImageError;
-use virtio_devices::disk::view::View;
+use virtio_devices::disk::view::DiskView;
 
 /// Largest kernel image with symbols that is read.
 const MAX_VMLINUX: u64 = 2 << 30;
@@ -116,7 +116,7 @@ pub enum SymbolsError {
     NoDirectory(PathBuf),
     /// The guest's disk cannot be opened.
     #[error("--guest-disk")]
-    Image(#[source] ImageError),
+    DiskImage(#[source] ImageError),
     /// It has no file system of which files could be read.
     #[error("--guest-disk {}", path.display())]
     Disk {
@@ -281,7 +281,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
         (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFiles::Directory(dir.clone()))),
         (Some(dir), _) => Err(SymbolsError::NoDirectory(dir.clone())),
         (None, Some(config)) => {
-            let view = View::open(config).map_err(SymbolsError::Image)?;
+            let view = DiskView::open(config).map_err(SymbolsError::DiskImage)?;
             let disk = GuestDisk::open(Box::new(Looked(view))).map_err(|source| SymbolsError::Disk {
                 path: config.path.clone(),
                 source,
@@ -293,7 +293,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
 }
 
 /// An image of this host as a guest's disk.
-struct Looked(View);
+struct Looked(DiskView);
 
 impl DiskBytes for Looked {
     fn len(&self) -> u64 {
@@ -304,8 +304,8 @@ impl DiskBytes for Looked {
         self.0.read(at, to)
     }
 
-    fn look_again(&self) -> io::Result<()> {
-        self.0.look_again().map_err(io::Error::other)
+    fn reload(&self) -> io::Result<()> {
+        self.0.reload().map_err(io::Error::other)
     }
 }
 
@@ -338,7 +338,7 @@ pub(super) fn kernel_symbols(
         let linked = symbols.by_name(name)?.address;
         Some(running.wrapping_sub(linked))
     });
-    Ok(Some(symbols.slid(slide.unwrap_or(0))))
+    Ok(Some(symbols.relocated(slide.unwrap_or(0))))
 }
 
 pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
@@ -447,7 +447,7 @@ pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
 
 #[cfg(test)]
 mod tests {
-    use virtio_devices::disk::image::Image;
+    use virtio_devices::disk::image::DiskImage;
 
     use super::*;
 
@@ -501,14 +501,14 @@ mod tests {
             format!("{front},format=qcow2,backing={base},backing-format=qcow2"),
         ] {
             let config: DiskConfig = disk.parse().unwrap();
-            let in_use = Image::open(&config).unwrap();
+            let in_use = DiskImage::open(&config).unwrap();
             let args = SymbolArgs {
                 guest_disk: Some(config),
                 ..SymbolArgs::default()
             };
             let mut files = guest_files(&args).unwrap().unwrap();
             assert!(files.program("/usr/bin/prog").unwrap() == program, "{disk}");
-            files.look_again();
+            files.reload();
             assert!(
                 files.program("/usr/bin/../bin/prog").unwrap() == program,
                 "{disk}"

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::place;
 use guest_agent::PORT;
-use guest_agent::request::{Job, Request, VERSION};
-use guest_agent::wire::{Frame, Kind, WireError, read_frame, write_frame};
+use guest_agent::request::{AgentOperation, Request, VERSION};
+use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::NAP;
 
@@ -107,7 +107,7 @@ impl Way {
     ///
     /// # Errors
     /// [`GuestError`].
-    pub fn ask(&self, job: Job) -> Result<UnixStream, GuestError> {
+    pub fn ask(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let mut before = None;
         let stream = loop {
@@ -123,13 +123,14 @@ impl Way {
         };
         let version = VERSION;
         let request = serde_json::to_vec(&Request { version, job }).map_err(|_| GuestError::TooLong)?;
-        write_frame(&mut &stream, Kind::Request, &request).map_err(|error| match error.kind() {
+        write_frame(&mut &stream, FrameKind::Request, &request).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput => GuestError::TooLong,
             _ => self.wire(error.into()),
         })?;
         match self.next(&mut Until::patience(&stream))? {
             Frame {
-                kind: Kind::Accepted, ..
+                kind: FrameKind::Accepted,
+                ..
             } => {}
             frame => return Err(self.refused(&frame)),
         }
@@ -195,7 +196,7 @@ impl Way {
     /// The agent's refusal, or a frame that does not belong there.
     pub fn refused(&self, frame: &Frame) -> GuestError {
         let why = match frame.kind {
-            Kind::Refused => frame.text(),
+            FrameKind::Refused => frame.text(),
             kind => format!("its agent sends {kind:?} where that makes no sense"),
         };
         let name = self.name.clone();
@@ -234,8 +235,8 @@ mod tests {
         }
     }
 
-    fn job() -> Job {
-        Job::Exec(Exec {
+    fn job() -> AgentOperation {
+        AgentOperation::Exec(Exec {
             argv: vec!["true".into()],
             env: vec![],
             cwd: None,
@@ -254,8 +255,8 @@ mod tests {
         }
         stream.write_all(b"OK 1\n").unwrap();
         let request = read_frame(&mut stream).unwrap().unwrap();
-        assert_eq!(request.kind, Kind::Request);
-        write_frame(&mut stream, Kind::Accepted, &[]).unwrap();
+        assert_eq!(request.kind, FrameKind::Request);
+        write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
     }
 
     /// A guest that is waited for need not be there yet, nor its VM.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, Model, ModelError, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, ModelError, PmuModel, PmuModelName};
 
 use super::{OutputError, print};
 use crate::exit::ExitStatus;
@@ -14,11 +14,11 @@ use crate::input;
 use crate::signals::StopSignals;
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
-use ::validate::report::{ReportText, Row};
-use ::validate::{Host, KvmSeen, LinuxFiles, Options, Stop};
+use ::validate::report::{ReportRow, ReportText};
+use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
 use perf_core::error_line;
 use perfvisor_vmm::kvm::host::HostError;
-use perfvisor_vmm::kvm::own_pmu::{NotThisModel, OwnPmu};
+use perfvisor_vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
 use perfvisor_vmm::kvm::stepping;
 use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::pmu::backing::{self, BackingError};
@@ -65,14 +65,14 @@ pub struct ValidateArgs {
 pub enum PmuError {
     /// No such model.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    PmuModel(#[from] ModelError),
     /// None.
     #[error("there is nothing to validate without a PMU; choose intel or amd")]
     Off,
 }
 
 fn parse_pmu(text: &str) -> Result<String, PmuError> {
-    let model = Model::resolve(text.parse()?, None, None, &mut cpuid::read_host)?;
+    let model = PmuModel::resolve(text.parse()?, None, None, &mut cpuid::read_host)?;
     match model.generation() {
         Generation::Off(_) => Err(PmuError::Off),
         _ => Ok(text.to_owned()),
@@ -102,10 +102,10 @@ pub enum ValidateError {
     Backing(#[from] BackingError),
     /// No such model.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    PmuModel(#[from] ModelError),
     /// KVM's own vPMU is another.
     #[error(transparent)]
-    OwnModel(#[from] NotThisModel),
+    OwnModel(#[from] KvmVpmuModelError),
     /// The host's own counts are refused beside it.
     #[error(
         "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused \
@@ -155,7 +155,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let mut text = ReportText::default();
     let mut printed = Ok(());
     // Each row as soon as it is measured: all of them take minutes.
-    let mut on_row = |row: &Row| {
+    let mut on_row = |row: &ReportRow| {
         if !args.json && printed.is_ok() {
             printed = print(&text.row(row));
         }
@@ -180,7 +180,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
 }
 
 /// What this host has, found out by trying, and whether it runs Linux.
-fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), ValidateError> {
+fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = host::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
@@ -195,7 +195,7 @@ fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), ValidateE
     let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
     let host = Host {
-        kvm: KvmSeen {
+        kvm: KvmSummary {
             facts: serde_json::to_value(facts).map_err(OutputError::from)?,
             flavour: facts.flavour.to_string(),
         },
@@ -213,8 +213,8 @@ fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), ValidateE
 }
 
 /// The guests' PMU as it comes out on this host.
-fn guest_pmu(pmu: &str, own: Option<&OwnPmu>, probe: &HostProbe) -> Option<String> {
-    let name = pmu.parse::<ModelName>().ok()?;
+fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<String> {
+    let name = pmu.parse::<PmuModelName>().ok()?;
     let model = match own {
         Some(own) => fit(
             own.model(name, None, None).ok()?,
@@ -224,7 +224,7 @@ fn guest_pmu(pmu: &str, own: Option<&OwnPmu>, probe: &HostProbe) -> Option<Strin
             probe,
         ),
         None => {
-            let model = Model::resolve(name, None, None, &mut cpuid::read_host).ok()?;
+            let model = PmuModel::resolve(name, None, None, &mut cpuid::read_host).ok()?;
             fit(model, false, BackingPolicy::Auto, None, probe)
         }
     };
@@ -232,11 +232,11 @@ fn guest_pmu(pmu: &str, own: Option<&OwnPmu>, probe: &HostProbe) -> Option<Strin
 }
 
 /// KVM's own vPMU, if this host has it and it can be what is asked for.
-fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, ValidateError> {
+fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();
     let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None)?;
-    let name: ModelName = args.pmu.parse()?;
+    let name: PmuModelName = args.pmu.parse()?;
     own.model(name, None, None)?;
     if own.mediated {
         return Err(ValidateError::Mediated);

@@ -162,7 +162,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     let listener = Listener::bind(&args.listen).map_err(refused)?;
     let address = listener.address().map_err(refused)?;
     // It needs none, and its threads and processes get what it has now.
-    privileges::keep_no_capability();
+    privileges::drop_thread_capabilities();
     // Profiles are made of what the guests have in their memory.
     privileges::forbid_core_dumps();
     directory::remove_left_behind(&std::env::temp_dir());

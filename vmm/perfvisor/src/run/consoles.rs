@@ -10,7 +10,7 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::error_line;
 use perfvisor_vmm::console::{Console, ConsoleError, ConsoleTarget, GuestInput, window_size};
 use virtio_devices::console as virtio;
-use virtio_devices::console::port::Port;
+use virtio_devices::console::port::ConsolePort;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cli::RunArgs;
@@ -44,7 +44,7 @@ pub enum ConsolesError {
 /// The consoles of one VM.
 pub struct Consoles {
     serial: Console,
-    virtio: Option<(Console, Arc<Port>)>,
+    virtio: Option<(Console, Arc<ConsolePort>)>,
 }
 
 impl Consoles {
@@ -142,7 +142,7 @@ fn say_place(target: &ConsoleTarget, console: &Console, what: &str) {
 /// Tells the guest of the size of the terminal's window.
 struct Window {
     resized: EventFd,
-    port: Arc<Port>,
+    port: Arc<ConsolePort>,
 }
 
 impl MutEventSubscriber for Window {

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{CgroupError, FilesError, JailError, SandboxError, WorkersError};
+use sandbox::{CgroupError, FileAccessError, JailError, SandboxError, ServiceStartError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -14,7 +14,7 @@ use crate::devices::DeviceError;
 use control_api::place::PlaceError;
 use perfvisor_vmm::gdb::server::GdbError;
 use perfvisor_vmm::kvm::host::HostError;
-use perfvisor_vmm::kvm::own_pmu::NotThisModel;
+use perfvisor_vmm::kvm::own_pmu::KvmVpmuModelError;
 use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::privileges::PrivilegeError;
 use perfvisor_vmm::vm::VmError;
@@ -48,7 +48,7 @@ pub enum RunError {
     Backing(#[from] BackingError),
     /// KVM's own vPMU is another.
     #[error(transparent)]
-    OwnModel(#[from] NotThisModel),
+    OwnModel(#[from] KvmVpmuModelError),
     /// Turns that are ticks have no length of their own.
     #[error(
         "--mux-turn with --mux rotate: turns are ticks of 4 ms there; use --mux adaptive, or leave --mux-turn out"
@@ -104,10 +104,10 @@ pub enum RunError {
     Sandbox(sandbox::Mode, #[source] SandboxError),
     /// No process can be had that reads the guest's kernel.
     #[error("no process to read the guest's kernel")]
-    KernelReader(#[from] WorkersError),
+    KernelReader(#[from] ServiceStartError),
     /// No process that connects to sockets.
     #[error("no process to connect to sockets")]
-    Broker(#[source] WorkersError),
+    Broker(#[source] ServiceStartError),
     /// The broker cannot be confined.
     #[error("the process that connects to sockets cannot be confined")]
     Seal(#[source] io::Error),
@@ -118,10 +118,10 @@ pub enum RunError {
     Limit(&'static str, #[source] io::Error),
     /// No process can be had that opens perf events.
     #[error("no process to open perf events")]
-    PerfBroker(#[source] WorkersError),
+    PerfBroker(#[source] ServiceStartError),
     /// The files that it does not need cannot be shut off.
     #[error("--landlock on")]
-    Files(#[source] FilesError),
+    Files(#[source] FileAccessError),
     /// No jail.
     #[error("--jail")]
     Jail(#[source] JailError),

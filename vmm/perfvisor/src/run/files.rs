@@ -8,11 +8,11 @@ use std::sync::Arc;
 use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::privileges;
-use perfvisor_vmm::vcpu::control::OnReset;
+use perfvisor_vmm::vcpu::control::ResetPolicy;
 use rustix::fs::{Access, access};
 use rustix::process::getuid;
 use sandbox::paths::Directory;
-use sandbox::{Files, FilesError, SocketBroker};
+use sandbox::{AccessibleFiles, FileAccessError, SocketBroker};
 
 use super::RunError;
 use crate::cli::RunArgs;
@@ -28,7 +28,7 @@ pub(super) const PROC: &str = "/proc";
 ///
 /// # Errors
 /// The kernel can, and does not.
-pub(super) fn begin(args: &RunArgs) -> Result<(), FilesError> {
+pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
     if !args.landlock {
         return Ok(());
     }
@@ -46,21 +46,21 @@ pub(super) fn begin(args: &RunArgs) -> Result<(), FilesError> {
 ///
 /// # Errors
 /// The kernel refuses.
-pub(super) fn restrict(args: &RunArgs) -> Result<(), FilesError> {
+pub(super) fn restrict(args: &RunArgs) -> Result<(), FileAccessError> {
     sandbox::only_files(&needed(args))
 }
 
 /// What a VM of `args` reads while it runs.
-pub(super) fn needed(args: &RunArgs) -> Files {
+pub(super) fn needed(args: &RunArgs) -> AccessibleFiles {
     let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
-    if args.on_reset == OnReset::Restart {
+    if args.on_reset == ResetPolicy::Restart {
         // Somebody may put new files in the places of these, so it is the places that count.
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| places(path)));
     }
     read.sort();
     read.dedup();
-    Files {
+    AccessibleFiles {
         read,
         // The socket broker removes the sockets.
         remove: Vec::new(),
@@ -112,7 +112,7 @@ fn can_be_removed(paths: &[PathBuf]) -> Vec<bool> {
     };
     std::thread::scope(|scope| {
         let looks = scope.spawn(|| {
-            privileges::keep_no_capability();
+            privileges::drop_thread_capabilities();
             directories.iter().map(look).collect()
         });
         looks.join().unwrap_or_default()

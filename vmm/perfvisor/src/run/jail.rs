@@ -8,7 +8,7 @@ use perf_core::pmu::host::counting_is_denied;
 use perfvisor_vmm::privileges;
 use perfvisor_vmm::vm::VmConfig;
 use rustix::process::{Resource, Rlimit, setrlimit};
-use sandbox::{Inside, Jail, JailError};
+use sandbox::{Jail, JailContents, JailError};
 
 use super::RunError;
 use super::files::{self, PROC};
@@ -121,7 +121,7 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
 pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
     let needed = files::needed(args);
-    let mut inside = Inside {
+    let mut inside = JailContents {
         read: needed.read,
         change: needed.remove,
     };

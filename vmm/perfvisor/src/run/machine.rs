@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, HostPmu, Model, Vendor};
+use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventFilter, HostPmu, PmuModel, Vendor};
 
 use super::error::RunError;
 use crate::cli::RunArgs;
@@ -14,14 +14,14 @@ use crate::values::Profile;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::cpuid;
 use perfvisor_vmm::kvm::host::Kvm;
-use perfvisor_vmm::kvm::own_pmu::OwnPmu;
+use perfvisor_vmm::kvm::own_pmu::KvmPmuOffer;
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::memory::MemoryKind;
-use perfvisor_vmm::pmu::fit::{Fitted, fit};
+use perfvisor_vmm::memory::MemoryBackingConfig;
+use perfvisor_vmm::pmu::fit::{FittedModel, fit};
 use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::MuxChoice;
-use perfvisor_vmm::vm::{DebuggerWanted, VmConfig};
+use perfvisor_vmm::vm::{DebuggerConfig, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
 /// needs.
@@ -29,11 +29,11 @@ pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 
 
 /// The guest's PMU, as this host can back it.
 struct Backed {
-    model: Model,
+    model: PmuModel,
     has_pmu: bool,
-    own: Option<OwnPmu>,
+    own: Option<KvmPmuOffer>,
     stepping: Stepping,
-    backability: Backability,
+    backability: CountableEvents,
 }
 
 /// The machine. What is less than was asked for, or not what one would think, is said in the log.
@@ -51,7 +51,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     let vendor = backed.model.vendor();
     let filter = match &args.pmu_filter {
         Some(path) => {
-            EventFilter::from_opened(path, input::open(path)).map_err(|source| RunError::Filter {
+            EventFilter::from_open_result(path, input::open(path)).map_err(|source| RunError::Filter {
                 path: path.clone(),
                 source,
             })?
@@ -88,7 +88,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         } + &words(args, probe, &backed),
         cpus: args.cpus,
         memory_bytes: args.memory,
-        memory_kind: MemoryKind {
+        memory_kind: MemoryBackingConfig {
             // A back end in another process maps it.
             shared: !args.share_dir.is_empty(),
             huge_pages: args.hugepages,
@@ -122,7 +122,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         nested: args.nested,
         on_reset: args.on_reset,
         halt_polling: args.halt_poll_ns,
-        debugger: args.gdb.as_ref().map(|gdb| DebuggerWanted { wait: gdb.wait }),
+        debugger: args.gdb.as_ref().map(|gdb| DebuggerConfig { wait: gdb.wait }),
         pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
         debug_exit: !tenant,
@@ -133,7 +133,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
 fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunError> {
     let policy = args.backing;
     let width = args.pmu_width.map(u32::from);
-    let mut model = Model::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
+    let mut model = PmuModel::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
     let has_pmu = !model.is_off();
     if !has_pmu && let Some(option) = means_nothing_without_pmu(args) {
         return Err(RunError::WithoutPmu(option));
@@ -151,7 +151,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     } else {
         None
     };
-    let Fitted {
+    let FittedModel {
         model: fitted,
         competition,
     } = fit(
@@ -213,7 +213,7 @@ fn announced(backed: Backed, filter: &EventFilter) -> Backed {
         );
     }
     Backed {
-        backability: backed.backability.and(filter.leaves(vendor)),
+        backability: backed.backability.and(filter.allowed_events(vendor)),
         ..backed
     }
 }
@@ -242,7 +242,7 @@ fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Opt
     match (args.mux, args.mux_turn) {
         (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
         (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),
-        (choice, None) => Ok(choice.settle(kvm, probe)),
+        (choice, None) => Ok(choice.resolve_policy(kvm, probe)),
     }
 }
 

@@ -227,7 +227,7 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     let mut bytes = [&start[..], &selector.to_le_bytes(), &end].concat();
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes.extend(kernels::multiboot_header(3, None));
-    let segment = kernels::Seg {
+    let segment = kernels::ElfSegment {
         phys: 0x10_0000,
         bytes: &bytes,
         mem_bytes: 0x2000,

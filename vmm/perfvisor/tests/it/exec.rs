@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::vm::PROGRAM;
-use guest_agent::wire::{Kind, read_frame, write_frame};
+use guest_agent::wire::{FrameKind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
     // As from a terminal, also where these tests run behind nohup or a shell's "&", which ignore signals.
@@ -39,8 +39,8 @@ fn accept(listener: &UnixListener) -> UnixStream {
         stream.read_exact(&mut byte).unwrap();
     }
     stream.write_all(b"OK 1\n").unwrap();
-    assert_eq!(read_frame(&mut stream).unwrap().unwrap().kind, Kind::Request);
-    write_frame(&mut stream, Kind::Accepted, &[]).unwrap();
+    assert_eq!(read_frame(&mut stream).unwrap().unwrap().kind, FrameKind::Request);
+    write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
     stream
 }
 
@@ -74,7 +74,7 @@ fn exec_can_be_left_whatever_the_guest_does() {
     let mut stream = accept(&listener);
     // The end of its input: from now on signals are not its own.
     let begun = read_frame(&mut stream).unwrap().unwrap();
-    assert_eq!((begun.kind, begun.payload.len()), (Kind::Stdin, 0));
+    assert_eq!((begun.kind, begun.payload.len()), (FrameKind::Stdin, 0));
     let mut forwarded = 0;
     // Three within five seconds leave it, and this machine may be slow.
     for _ in 0..100 {
@@ -83,7 +83,7 @@ fn exec_can_be_left_whatever_the_guest_does() {
             break;
         };
         let number = u32::try_from(libc::SIGTERM).unwrap().to_le_bytes();
-        assert_eq!((frame.kind, &frame.payload[..]), (Kind::Signal, &number[..]));
+        assert_eq!((frame.kind, &frame.payload[..]), (FrameKind::Signal, &number[..]));
         forwarded += 1;
     }
     assert!((2..100).contains(&forwarded), "{forwarded}");

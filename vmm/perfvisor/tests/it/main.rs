@@ -6,7 +6,6 @@
 mod all_vms;
 mod annotate;
 mod broken_pipe;
-mod clock_jumps;
 mod common;
 mod console;
 mod control_connections;

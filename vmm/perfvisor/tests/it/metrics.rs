@@ -231,6 +231,6 @@ chmod +x "$0""#;
             || host
                 .stderr()
                 .iter()
-                .any(|line| line.contains("warn") && line.contains("made.up:u"))
+                .any(|line| line.contains("left out") && line.contains("made.up:u"))
     });
 }

@@ -1,5 +1,5 @@
-//! What the kernel answers to a call of a thread of each kind: the filters' own programs, run here as the
-//! kernel runs them. What a real thread gets for a few of these calls is in `tests/it/threads.rs`.
+//! Tests of the filter programs of each thread kind, which an interpreter runs as the kernel does.
+//! `tests/it/threads.rs` checks some of these calls on real threads.
 
 use std::collections::BTreeSet;
 
@@ -12,15 +12,15 @@ use crate::filter;
 /// `AUDIT_ARCH_X86_64` and `AUDIT_ARCH_I386` (include/uapi/linux/audit.h).
 const X86_64: u32 = 0xc000_003e;
 const I386: u32 = 0x4000_0003;
-/// Actions of a filter (include/uapi/linux/seccomp.h).
+/// Filter actions (include/uapi/linux/seccomp.h).
 const KILL: u32 = 0x8000_0000;
 const TRAP: u32 = 0x3_0000;
 const EPERM: u32 = 0x5_0001;
 const LET: u32 = 0x7fff_0000;
-/// This process.
+/// Process ID in the filters under test.
 const PID: u32 = 4321;
 
-/// What a program answers, by the instructions that seccomp takes (bpf(4), linux/filter.h).
+/// Interprets a filter program with the instructions that seccomp accepts (bpf(4), linux/filter.h).
 fn run(program: &BpfProgram, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
     let words = arguments
         .iter()
@@ -47,22 +47,22 @@ fn run(program: &BpfProgram, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
     }
 }
 
-/// The filters of a kind.
+/// Filters of one thread kind.
 struct Filters([BpfProgram; 2]);
 
 impl Filters {
     fn of(kind: ThreadKind) -> Self {
-        Self::with(kind, Counting::Broker)
+        Self::with(kind, PerfEventAccess::Broker)
     }
 
-    fn with(kind: ThreadKind, counting: Counting) -> Self {
+    fn with(kind: ThreadKind, counting: PerfEventAccess) -> Self {
         let mut list = super::of(kind, PID, counting);
         list.extend(refused(kind));
         let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
         Self([filter::refuse(&refused(kind)).unwrap(), allow])
     }
 
-    /// Of two answers the kernel takes the harder one.
+    /// The kernel applies the more restrictive of two actions.
     fn answer(&self, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
         let answers = self.0.iter().map(|program| run(program, arch, call, arguments));
         answers.min_by_key(|answer| answer.cast_signed()).unwrap()
@@ -75,15 +75,15 @@ impl Filters {
     }
 }
 
-/// What a list says, read as it is written.
+/// Evaluates a list directly, without compilation.
 fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
-    let holds = |check: &Check| {
+    let holds = |check: &ArgumentCheck| {
         let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
         match *check {
-            Check::Is(at, value) => of(at) == u64::from(value),
-            Check::Not(at, value) => of(at) != u64::from(value),
-            Check::Without(at, bits) => of(at) & bits == 0,
-            Check::Bits(at, mask, bits) => of(at) & mask == bits,
+            ArgumentCheck::Is(at, value) => of(at) == u64::from(value),
+            ArgumentCheck::Not(at, value) => of(at) != u64::from(value),
+            ArgumentCheck::Without(at, bits) => of(at) & bits == 0,
+            ArgumentCheck::Bits(at, mask, bits) => of(at) & mask == bits,
         }
     };
     list.iter().any(|allowed| {
@@ -96,10 +96,10 @@ fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// The programs answer what the lists say, for every call with any arguments: a condition that one part
-    /// of a list has does not take away what another allows, and nothing is allowed that no part does.
+    /// The programs implement the lists for every call with any arguments. Conditions of one entry
+    /// do not restrict another entry of the same call, and no call is allowed that no entry allows.
     #[test]
-    fn the_programs_mean_what_the_lists_say(
+    fn programs_implement_lists(
         kind in prop::sample::select(&ThreadKind::ALL[..]),
         words in prop::collection::vec(
             prop_oneof![
@@ -115,7 +115,7 @@ proptest! {
         ),
     ) {
         let filters = Filters::of(kind);
-        let (list, refused) = (super::of(kind, PID, Counting::Broker), refused(kind));
+        let (list, refused) = (super::of(kind, PID, PerfEventAccess::Broker), refused(kind));
         let arguments: [u64; 6] = words.try_into().unwrap();
         for call in 0..500 {
             let right = match (is_on(&refused, call, arguments), is_on(&list, call, arguments)) {
@@ -129,9 +129,10 @@ proptest! {
     }
 }
 
-/// No thread calls by another ABI: the numbers of 32-bit programs and of x32 mean other calls.
+/// Calls through other ABIs are denied. The call numbers of 32-bit and x32 programs have different
+/// meanings.
 #[test]
-fn calls_by_other_abis_reach_nothing() {
+fn foreign_abi_calls_are_denied() {
     const X32: u32 = 0x4000_0000;
     for kind in ThreadKind::ALL {
         let filters = Filters::of(kind);
@@ -146,27 +147,27 @@ fn calls_by_other_abis_reach_nothing() {
     }
 }
 
-/// Ways out of a process, into others and into the kernel: no thread of any kind has one, whatever the
-/// arguments are.
+/// No thread kind may make calls that affect other processes or increase privileges, with any
+/// arguments.
 #[test]
-fn no_thread_has_a_way_out() {
+fn privilege_escalation_calls_are_denied() {
     #[rustfmt::skip]
     let none = [
         // Other programs and processes.
         Sysno::execve, Sysno::execveat, Sysno::fork, Sysno::vfork, Sysno::ptrace, Sysno::process_vm_readv,
         Sysno::process_vm_writev, Sysno::kill, Sysno::tkill, Sysno::rt_sigqueueinfo, Sysno::rt_tgsigqueueinfo,
         Sysno::pidfd_open, Sysno::pidfd_getfd, Sysno::pidfd_send_signal, Sysno::process_madvise, Sysno::kcmp,
-        // Users, namespaces, mounts, other roots.
+        // Users, namespaces, mounts and root directories.
         Sysno::setuid, Sysno::setgid, Sysno::setresuid, Sysno::setresgid, Sysno::setgroups, Sysno::unshare,
         Sysno::setns, Sysno::mount, Sysno::umount2, Sysno::pivot_root, Sysno::chroot, Sysno::open_tree,
         Sysno::move_mount, Sysno::fsopen, Sysno::mount_setattr,
-        // Files that are made, changed or found otherwise.
+        // Creation, modification and look-up of files.
         Sysno::creat, Sysno::openat2, Sysno::open_by_handle_at, Sysno::mknod, Sysno::mkdir, Sysno::link,
         Sysno::symlink, Sysno::rename, Sysno::renameat2, Sysno::chmod, Sysno::fchmod, Sysno::chown,
         Sysno::truncate, Sysno::setxattr, Sysno::utimensat,
         // Sockets that others could connect to.
         Sysno::bind, Sysno::listen,
-        // Parts of the kernel that have been a way in.
+        // Kernel subsystems with a history of vulnerabilities.
         Sysno::bpf, Sysno::userfaultfd, Sysno::io_uring_setup, Sysno::io_uring_enter, Sysno::keyctl,
         Sysno::add_key, Sysno::request_key, Sysno::init_module, Sysno::finit_module, Sysno::kexec_load,
         Sysno::kexec_file_load, Sysno::reboot, Sysno::swapon, Sysno::syslog, Sysno::iopl, Sysno::ioperm,
@@ -187,10 +188,10 @@ fn no_thread_has_a_way_out() {
     }
 }
 
-/// Calls whose arguments decide: which kinds may, and what the others get. The starter may what those may
-/// that it starts.
+/// Thread kinds that may make a call with certain arguments, and the result for the others. The
+/// starter may make the calls of the threads that it starts.
 #[test]
-fn arguments_decide_who_may() {
+fn argument_rules_apply_per_thread_kind() {
     use ThreadKind::{Debugger, Device, Main, Socket, Starter, Vcpu};
     let all = &ThreadKind::ALL[..];
     let kvm = |nr: u64| vec![3, 0xae00 | nr];
@@ -200,7 +201,7 @@ fn arguments_decide_who_may() {
     let filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
     let thread = THREAD | 0xf00;
     let other = u64::from(PID) + 1;
-    /// What it is for, the call with its arguments, who may, and what the others get.
+    /// Purpose, call, arguments, permitted kinds, and the action for other kinds.
     type Row<'a> = (&'a str, Sysno, Vec<u64>, &'a [ThreadKind], u32);
     #[rustfmt::skip]
     let rows: Vec<Row<'_>> = vec![
@@ -285,20 +286,19 @@ fn arguments_decide_who_may() {
         for (what, call, arguments, may, others) in &rows {
             let right = if may.contains(&kind) { LET } else { *others };
             assert_eq!(filters.to(*call, arguments), right, "{kind}: {what}");
-            // The kernel takes these arguments as 32 bits, and so does the filter.
+            // The kernel truncates these arguments to 32 bits, and so does the filter.
             let high: Vec<u64> = arguments.iter().map(|word| word | 1 << 40).collect();
             assert_eq!(filters.to(*call, &high), right, "{kind}: {what}, with more bits");
         }
     }
 }
 
-/// Where no capability is needed to count, and the broker reaches no thread of the VM, threads open
-/// events: on themselves.
+/// Without a broker, threads may open events on themselves only.
 #[test]
-fn without_a_broker_that_may_a_thread_counts_itself_only() {
+fn without_broker_threads_open_own_events_only() {
     let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];
     for kind in ThreadKind::ALL {
-        let filters = Filters::with(kind, Counting::OwnThread);
+        let filters = Filters::with(kind, PerfEventAccess::OwnThread);
         let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
         let answer = |arguments: Vec<u64>| filters.to(Sysno::perf_event_open, &arguments);
         assert_eq!(
@@ -320,9 +320,9 @@ fn without_a_broker_that_may_a_thread_counts_itself_only() {
     }
 }
 
-/// The broker opens events of threads, sends the one signal, and does nothing else.
+/// The broker may open events of threads and send one signal, and do nothing else.
 #[test]
-fn the_broker_may_open_events_and_nothing_else() {
+fn perf_broker_filter_allows_only_events() {
     const SIGNAL: u32 = 12;
     let list = of_perf_broker(PID, SIGNAL);
     let program = filter::compile(&list, SeccompAction::Trap).unwrap();
@@ -362,14 +362,15 @@ fn the_broker_may_open_events_and_nothing_else() {
     }
 }
 
-/// What only logs logs exactly what would have ended the VM; and each kind's name is its own.
+/// The log mode logs exactly the calls that would otherwise terminate the VM, and thread kind names
+/// are unique.
 #[test]
-fn the_mode_that_logs_lets_the_same_pass() {
+fn log_mode_logs_what_on_mode_kills() {
     const LOG: u32 = 0x7ffc_0000;
     let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
     assert_eq!(names.len(), ThreadKind::ALL.len());
     for kind in ThreadKind::ALL {
-        let list = super::of(kind, PID, Counting::Broker);
+        let list = super::of(kind, PID, PerfEventAccess::Broker);
         let ends = filter::compile(&list, SeccompAction::Trap).unwrap();
         let logs = filter::compile(&list, SeccompAction::Log).unwrap();
         for call in 0..500 {

@@ -1,7 +1,8 @@
-//! Which perf events a VM may have: an allow-list of `struct perf_event_attr`'s fields and their values.
+//! Allow-list of perf events: permitted fields of `struct perf_event_attr` and their permitted
+//! values.
 //!
-//! Every byte of the structure that is not named here must be 0. So features that the kernel adds are refused
-//! until somebody adds them here.
+//! Every byte of the structure that is not listed here must be 0, so features of later kernels are
+//! denied until they are added here.
 
 /// Offsets of fields (`include/uapi/linux/perf_event.h`).
 mod at {
@@ -24,20 +25,20 @@ const HW_CACHE: u32 = 3;
 const RAW: u32 = 4;
 /// Number of generic hardware events (`PERF_COUNT_HW_MAX`).
 const HARDWARE_EVENTS: u64 = 10;
-/// Software events: clocks, page faults, context switches, migrations, alignment and emulation
-/// faults, and the dummy (`PERF_COUNT_SW_*`, 0 to 9); switches of control groups (11). BPF output
-/// (10) is left out.
+/// Bit set of permitted software events (`PERF_COUNT_SW_*`): clocks, page faults, context switches,
+/// migrations, alignment and emulation faults, and the dummy event (0 to 9), and cgroup switches
+/// (11). BPF output (10) is excluded.
 const SOFTWARE_EVENTS: u64 = 0b1011_1111_1111;
 const SW_CPU_CLOCK: u64 = 0;
-/// `PERF_SAMPLE_*`: the address of the instruction, the time, the count and the period. No registers, stacks,
-/// call chains or addresses of data.
+/// Permitted `PERF_SAMPLE_*` bits: instruction pointer, time, count and period. Registers, stacks,
+/// call chains and data addresses are excluded.
 const SAMPLE_IP: u64 = 1;
 const SAMPLE_TIME: u64 = 1 << 2;
 const SAMPLE_READ: u64 = 1 << 4;
 const SAMPLE_PERIOD: u64 = 1 << 8;
-/// `PERF_FORMAT_*`: times, ids and groups.
+/// Permitted `PERF_FORMAT_*` bits: times, IDs and groups.
 const READ_FORMATS: u64 = 0b1111;
-/// Bits of the word of flags.
+/// Bits of the flags word.
 const DISABLED: u64 = 1;
 const PINNED: u64 = 1 << 2;
 const EXCLUDE_USER: u64 = 1 << 4;
@@ -58,19 +59,19 @@ const FLAGS: u64 = DISABLED
     | USE_CLOCKID;
 /// `CLOCK_MONOTONIC`.
 const MONOTONIC: u32 = 1;
-/// Length of the structure's first version (`PERF_ATTR_SIZE_VER0`).
+/// Size of the first version of the structure (`PERF_ATTR_SIZE_VER0`), in bytes.
 const MIN_BYTES: usize = 64;
 
-/// Checks whether a VM may have the event that `attr` describes.
+/// Returns whether a VM may open the event that `attr` describes.
 pub(super) fn is_allowed(attr: &[u8]) -> bool {
-    let Some(fields) = Fields::read(attr) else {
+    let Some(fields) = AttrFields::read(attr) else {
         return false;
     };
     fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !FLAGS == 0
 }
 
-/// The fields that may have a value.
-struct Fields {
+/// The fields that may be non-zero.
+struct AttrFields {
     kind: u32,
     config: u64,
     sample_type: u64,
@@ -79,8 +80,8 @@ struct Fields {
     clockid: u32,
 }
 
-impl Fields {
-    /// Reads the fields; `None` if another one has a value.
+impl AttrFields {
+    /// Parses the fields. Returns `None` if any other field is non-zero.
     fn read(attr: &[u8]) -> Option<Self> {
         let word = |at: usize| {
             attr.get(at..)
@@ -132,17 +133,17 @@ impl Fields {
         match self.kind {
             HARDWARE => self.config < HARDWARE_EVENTS,
             SOFTWARE => self.config < 64 && SOFTWARE_EVENTS >> self.config & 1 == 1,
-            // A cache, an operation and a result (perf_event_open(2)).
+            // Cache, operation and result (perf_event_open(2)).
             HW_CACHE => self.config & 0xff < 7 && self.config >> 8 & 0xff < 3 && self.config >> 16 < 2,
             RAW => true,
-            // Tracepoints, breakpoints, and PMUs that the kernel numbers at run time: kprobes, uprobes and
-            // those of a whole package.
+            // Tracepoints, breakpoints, and PMUs with dynamic type numbers such as kprobes, uprobes
+            // and uncore PMUs.
             _ => false,
         }
     }
 
-    /// Samples of the host are left to the CPU clock, whose samples of a guest the kernel cannot tell from
-    /// others before they are taken.
+    /// Samples of the host are permitted for the CPU clock only, because the kernel cannot separate
+    /// its guest samples from others before they are taken.
     fn samples_are_allowed(&self) -> bool {
         let known = SAMPLE_IP | SAMPLE_TIME | SAMPLE_READ | SAMPLE_PERIOD;
         let of_guest = self.flags & EXCLUDE_HOST != 0 && self.kind != SOFTWARE;
@@ -179,10 +180,10 @@ mod tests {
         attr
     }
 
-    /// What perf-core opens: counters with the count in their ring, members of groups, samplers of the guest
-    /// and of the clock.
+    /// Events that perf-core opens are permitted: counters with a mapped ring, group members, and
+    /// sampling events of the guest and the clock.
     #[test]
-    fn the_product_s_events_are_allowed() {
+    fn perf_core_events_are_allowed() {
         let sides = EXCLUDE_HOST | EXCLUDE_HV | EXCLUDE_USER;
         let counter = with(attr(RAW, 0x1_00c0), at::FLAGS, DISABLED | PINNED | sides);
         let counter = with(
@@ -207,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn events_and_samples_of_anything_else_are_refused() {
-        // Tracepoints, breakpoints, and a PMU with a number of its own (uprobe here).
+    fn other_events_and_samples_are_denied() {
+        // Tracepoints, breakpoints, and a PMU with a dynamic type number (uprobe here).
         for kind in [2, 5, 6, 9, 1 << 20] {
             assert!(!is_allowed(&attr(kind, 0)), "type {kind}");
         }
@@ -216,10 +217,10 @@ mod tests {
             assert!(!is_allowed(&attr(SOFTWARE, config)), "software {config}");
         }
         assert!(!is_allowed(&attr(HARDWARE, 10)));
-        // The same event on a PMU of another kind of core, by its number in the upper half.
+        // An event of the PMU of another core type, given in the upper half of the config.
         assert!(!is_allowed(&attr(HARDWARE, 8 << 32)));
         assert!(!is_allowed(&attr(HW_CACHE, 7)));
-        // Samples of the host's instructions, by another event than the clock.
+        // Samples of host instructions by an event other than the clock.
         let ip = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, SAMPLE_IP);
         assert!(!is_allowed(&ip));
         assert!(!is_allowed(&with(attr(SOFTWARE, 2), at::SAMPLE_TYPE, SAMPLE_IP)));
@@ -240,18 +241,18 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_without_a_meaning_here_must_be_zero() {
+    fn unlisted_attr_bytes_must_be_zero() {
         let good = attr(SOFTWARE, 1);
         assert!(is_allowed(&good));
-        // Watermarks, breakpoints' types, branch stacks, registers, stacks, AUX areas, sigtrap's data and
-        // what later kernels add.
+        // Watermarks, breakpoint types, branch stacks, registers, stacks, AUX areas, sigtrap data
+        // and later extensions.
         let unknown = (48..56).chain(72..92).chain(96..BYTES);
         for byte in unknown {
             let mut bad = good;
             bad[byte] = 1;
             assert!(!is_allowed(&bad), "byte {byte}");
         }
-        // A clock that is not asked for, and another one than the monotonic one.
+        // A clock ID without the flag, and a clock other than the monotonic one.
         let mut bad = good;
         bad[at::CLOCKID] = 1;
         assert!(!is_allowed(&bad));

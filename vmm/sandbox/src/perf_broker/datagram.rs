@@ -1,4 +1,4 @@
-//! Datagrams of a Unix socket with at most one descriptor each.
+//! Datagrams on a Unix socket with at most one descriptor each.
 #![expect(unsafe_code, reason = "sendmsg(2) and recvmsg(2)")]
 
 use std::io;
@@ -6,30 +6,32 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-/// Memory for one control message with one descriptor.
+/// Buffer for one control message with one descriptor.
 #[repr(C, align(8))]
 struct Control([u8; 24]);
 
-/// Length of a control message with one descriptor. Room for a second one would let the sender pass two.
+/// Length of a control message with one descriptor. Space for a second one would let the sender
+/// pass two.
 const CONTROL_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<RawFd>();
 
-/// Creates a pair of connected sockets (`SOCK_SEQPACKET`), the first of which waits at most `patience`.
+/// Creates a pair of connected sockets (`SOCK_SEQPACKET`), the first of which has the receive
+/// timeout `patience`.
 ///
 /// # Errors
-/// The error of `socketpair(2)` or `setsockopt(2)`.
+/// Returns the error of `socketpair(2)` or `setsockopt(2)`.
 pub(super) fn pair(patience: Duration) -> io::Result<(OwnedFd, OwnedFd)> {
     let mut ends = [-1; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: the array has room for two descriptors.
+    // SAFETY: the array has space for two descriptors.
     checked(unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()) }.into())?;
-    // SAFETY: the kernel just returned these descriptors and nothing else owns them.
+    // SAFETY: the kernel has just returned these descriptors, and they are not owned elsewhere.
     let [ours, its] = ends.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let time = libc::timeval {
         tv_sec: patience.as_secs().try_into().unwrap_or(libc::time_t::MAX),
         tv_usec: 0,
     };
     for option in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
-        // SAFETY: the value is a live timeval, of the length that is named.
+        // SAFETY: the value is a live timeval with the length that is passed.
         let set = unsafe {
             libc::setsockopt(
                 ours.as_raw_fd(),
@@ -44,17 +46,17 @@ pub(super) fn pair(patience: Duration) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, its))
 }
 
-/// Sends one datagram, with a descriptor if there is one. Signals do not interrupt it.
+/// Sends one datagram with an optional descriptor. Restarted when interrupted by a signal.
 ///
 /// # Errors
-/// The error of `sendmsg(2)`.
+/// Returns the error of `sendmsg(2)`.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut part = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
         iov_len: bytes.len(),
     };
     let mut control = Control([0; 24]);
-    // SAFETY: a zeroed msghdr is a valid one.
+    // SAFETY: a zeroed msghdr is valid.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut part;
     message.msg_iovlen = 1;
@@ -65,7 +67,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<Borrowed
             cmsg_type: libc::SCM_RIGHTS,
         };
         let place = control.0.as_mut_ptr();
-        // SAFETY: the memory is aligned for a header and has room for it and a descriptor behind it.
+        // SAFETY: the buffer is aligned for a header and has space for it and one descriptor.
         unsafe {
             place.cast::<libc::cmsghdr>().write(header);
             place
@@ -76,7 +78,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<Borrowed
         message.msg_control = place.cast();
         message.msg_controllen = CONTROL_BYTES;
     }
-    // SAFETY: the message names live memory, which the kernel reads.
+    // SAFETY: the message refers to live memory, which the kernel reads.
     let sent = uninterrupted(|| unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })?;
     if sent == bytes.len() {
         Ok(())
@@ -85,35 +87,35 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<Borrowed
     }
 }
 
-/// Receives one datagram and returns its length, 0 at the end of the connection, with the descriptor that
-/// came with it. What is longer than `buffer` is an error. Signals do not interrupt it.
+/// Receives one datagram. Returns its length, 0 at the end of the connection, and the passed
+/// descriptor. A datagram longer than `buffer` is an error. Restarted when interrupted by a signal.
 ///
 /// # Errors
-/// The error of `recvmsg(2)`.
+/// Returns the error of `recvmsg(2)`.
 pub(super) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut part = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
         iov_len: buffer.len(),
     };
     let mut control = Control([0; 24]);
-    // SAFETY: a zeroed msghdr is a valid one.
+    // SAFETY: a zeroed msghdr is valid.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     let count = uninterrupted(|| {
         message.msg_iov = &raw mut part;
         message.msg_iovlen = 1;
         message.msg_control = control.0.as_mut_ptr().cast();
         message.msg_controllen = CONTROL_BYTES;
-        // SAFETY: the message names live memory of the lengths that it says.
+        // SAFETY: the message refers to live memory of the given lengths.
         unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) }
     })?;
     let passed = (message.msg_controllen >= CONTROL_BYTES).then(|| {
         let place = control.0.as_ptr();
-        // SAFETY: the memory is aligned for a header, and a descriptor fits behind it.
+        // SAFETY: the buffer is aligned for a header and has space for one descriptor after it.
         unsafe {
             let header = place.cast::<libc::cmsghdr>().read();
             let fd = place.add(size_of::<libc::cmsghdr>()).cast::<RawFd>().read();
             let is_descriptor = header.cmsg_level == libc::SOL_SOCKET && header.cmsg_type == libc::SCM_RIGHTS;
-            // The kernel made this descriptor for this process.
+            // The kernel created this descriptor for this process.
             is_descriptor.then(|| OwnedFd::from_raw_fd(fd))
         }
     });

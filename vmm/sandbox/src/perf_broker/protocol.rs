@@ -1,39 +1,40 @@
-//! Messages between a VM and the process that opens its perf events, one datagram each.
+//! Messages between a VM and its perf event broker, one datagram each.
 
-/// Maximum length of an attribute block. Linux 6.18 has 144 bytes.
+/// Maximum size of an attribute structure, in bytes. Linux 6.18 has 144 bytes.
 pub(super) const MAX_ATTR_BYTES: usize = 256;
-/// Length of a request without its attribute block.
+/// Size of a request without its attribute structure, in bytes.
 const HEADER_BYTES: usize = 16;
-/// Maximum length of a request.
+/// Maximum size of a request, in bytes.
 pub(super) const MAX_REQUEST_BYTES: usize = HEADER_BYTES + MAX_ATTR_BYTES;
-/// Length of a reply: an error number, 0 for success.
+/// Size of a reply, in bytes: an error number, 0 for success.
 pub(super) const REPLY_BYTES: usize = 4;
 
 const OPEN: u32 = 1;
 const SIGNAL: u32 = 2;
 
-/// A request of the VM. One descriptor may come with it: the leader of a new event's group, or the event
-/// whose signal is to be set.
+/// A request of the VM. One descriptor may be passed with it: the group leader of a new event, or
+/// the event whose signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Request<'a> {
+pub(super) enum PerfRequest<'a> {
     /// Opens an event.
     Open {
-        /// The thread that it counts.
+        /// ID of the thread to count.
         tid: i32,
-        /// The thread that overflows send the signal to; 0 for no signal.
+        /// ID of the thread that receives overflow signals, 0 for no signal.
         receiver: i32,
-        /// The bytes of `struct perf_event_attr`.
+        /// Bytes of `struct perf_event_attr`.
         attr: &'a [u8],
     },
-    /// Sets the receiver of the signal that overflows of an event send.
+    /// Sets the receiver of an event's overflow signal.
     Signal {
-        /// The thread.
+        /// ID of the receiving thread.
         receiver: i32,
     },
 }
 
-impl<'a> Request<'a> {
-    /// Writes the request to `buffer` and returns its length; `None` if the attribute block is too long.
+impl<'a> PerfRequest<'a> {
+    /// Encodes the request to `buffer` and returns its length, or `None` if the attribute structure
+    /// is too long.
     pub(super) fn encode(self, buffer: &mut [u8; MAX_REQUEST_BYTES]) -> Option<usize> {
         let (kind, tid, receiver, attr) = match self {
             Self::Open { tid, receiver, attr } => (OPEN, tid, receiver, attr),
@@ -48,7 +49,7 @@ impl<'a> Request<'a> {
         Some(length)
     }
 
-    /// Reads a request; `None` if it is malformed.
+    /// Decodes a request. Returns `None` if it is malformed.
     pub(super) fn decode(bytes: &'a [u8]) -> Option<Self> {
         let (header, attr) = bytes.split_first_chunk::<HEADER_BYTES>()?;
         let word = |at: usize| Some(u32::from_ne_bytes(*header.get(at..)?.first_chunk()?));
@@ -70,25 +71,25 @@ mod tests {
     fn requests_survive_a_round_trip() {
         let attr = [7; 144];
         let requests = [
-            Request::Open {
+            PerfRequest::Open {
                 tid: 1,
                 receiver: 0,
                 attr: &attr,
             },
-            Request::Open {
+            PerfRequest::Open {
                 tid: i32::MAX,
                 receiver: 3,
                 attr: &[],
             },
-            Request::Signal { receiver: 9 },
+            PerfRequest::Signal { receiver: 9 },
         ];
         for request in requests {
             let mut buffer = [0xff; MAX_REQUEST_BYTES];
             let length = request.encode(&mut buffer).unwrap();
-            assert_eq!(Request::decode(&buffer[..length]), Some(request));
+            assert_eq!(PerfRequest::decode(&buffer[..length]), Some(request));
         }
         let long = [0; MAX_ATTR_BYTES + 1];
-        let request = Request::Open {
+        let request = PerfRequest::Open {
             tid: 1,
             receiver: 0,
             attr: &long,
@@ -97,9 +98,9 @@ mod tests {
     }
 
     #[test]
-    fn malformed_requests_are_refused() {
+    fn malformed_requests_are_rejected() {
         let mut buffer = [0; MAX_REQUEST_BYTES];
-        // pid -1 (any process), pid 0 (the broker itself), no receiver, an unknown kind.
+        // pid -1 (any process), pid 0 (the broker itself), no receiver, and an unknown type.
         for (kind, tid, receiver) in [
             (OPEN, -1, 0),
             (OPEN, 0, 0),
@@ -111,13 +112,13 @@ mod tests {
             buffer[4..8].copy_from_slice(&i32::to_ne_bytes(tid));
             buffer[8..12].copy_from_slice(&i32::to_ne_bytes(receiver));
             assert_eq!(
-                Request::decode(&buffer[..HEADER_BYTES]),
+                PerfRequest::decode(&buffer[..HEADER_BYTES]),
                 None,
                 "{kind} {tid} {receiver}"
             );
         }
         for length in 0..HEADER_BYTES {
-            assert_eq!(Request::decode(&buffer[..length]), None);
+            assert_eq!(PerfRequest::decode(&buffer[..length]), None);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The broker's side: a process with one socket, one thread and the right to open perf events.
+//! Broker process for perf events, with one socket, one thread and the right to open perf events.
 #![expect(unsafe_code, reason = "system calls")]
 
 use std::io;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::attr;
 use super::datagram;
-use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, Request};
+use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, PerfRequest};
 
 /// `PERF_FLAG_FD_CLOEXEC`.
 const CLOEXEC: libc::c_ulong = 8;
@@ -23,24 +23,24 @@ struct FOwnerEx {
     pid: libc::pid_t,
 }
 
-/// The VM that a broker works for.
+/// The VM that a broker serves.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Client {
-    /// Its process.
+pub(super) struct BrokerClient {
+    /// Process ID of the VM.
     pub(super) pid: libc::pid_t,
-    /// The only signal that its events may send.
+    /// The only signal that events may send.
     pub(super) signal: libc::c_int,
 }
 
-/// Requests that may come at once, and the number that may come each second after that. A guest's perf that
-/// takes turns among events needs some hundreds for each vCPU.
+/// Burst size and rate per second of the request limit. A guest that runs perf with multiplexing
+/// needs a few hundred requests per vCPU.
 const BURST: u32 = 5_000;
 const INTERVAL: Duration = Duration::from_micros(200);
 
-/// Delays requests that come faster than [`INTERVAL`], so that a guest which changes its counters for ever
-/// does not keep a processor of the host busy with it.
+/// Delays requests that arrive faster than [`INTERVAL`], so that a guest that reprograms its
+/// counters continuously does not occupy a host CPU.
 struct RateLimit {
-    /// When a request may be served that comes after a full burst.
+    /// Time of the next request after a full burst.
     next: Instant,
 }
 
@@ -49,7 +49,7 @@ impl RateLimit {
         Self { next: Instant::now() }
     }
 
-    /// The time to wait before a request that comes at `now`.
+    /// Returns the delay for a request that arrives at `now`.
     fn delay(&mut self, now: Instant) -> Duration {
         self.next = self.next.max(now) + INTERVAL;
         self.next
@@ -59,7 +59,7 @@ impl RateLimit {
 }
 
 /// Serves requests until the VM closes the socket.
-pub(super) fn serve(socket: &OwnedFd, client: Client) {
+pub(super) fn serve(socket: &OwnedFd, client: BrokerClient) {
     let mut rate = RateLimit::new();
     let mut buffer = [0; MAX_REQUEST_BYTES];
     while let Ok((length, passed)) = datagram::receive(socket.as_fd(), &mut buffer) {
@@ -72,7 +72,7 @@ pub(super) fn serve(socket: &OwnedFd, client: Client) {
         }
         let answer = buffer
             .get(..length)
-            .and_then(Request::decode)
+            .and_then(PerfRequest::decode)
             .map_or(Err(libc::EINVAL), |request| {
                 client.answer(request, passed.as_ref())
             });
@@ -87,11 +87,11 @@ pub(super) fn serve(socket: &OwnedFd, client: Client) {
     }
 }
 
-impl Client {
-    /// Does what is asked; the event comes back if it is a new one.
-    fn answer(self, request: Request<'_>, passed: Option<&OwnedFd>) -> Result<Option<OwnedFd>, i32> {
+impl BrokerClient {
+    /// Executes a request. Returns the descriptor of a new event.
+    fn answer(self, request: PerfRequest<'_>, passed: Option<&OwnedFd>) -> Result<Option<OwnedFd>, i32> {
         match request {
-            Request::Open { tid, receiver, attr } => {
+            PerfRequest::Open { tid, receiver, attr } => {
                 if !attr::is_allowed(attr) {
                     return Err(libc::EPERM);
                 }
@@ -100,11 +100,12 @@ impl Client {
                 if receiver != 0 {
                     self.set_signal(event.as_fd(), receiver)?;
                 }
-                // The thread may have ended before the event was opened, and another process have its id.
+                // The thread may have exited before the event was opened, and its ID may have been
+                // reused.
                 self.check_thread(tid)?;
                 Ok(Some(event))
             }
-            Request::Signal { receiver } => {
+            PerfRequest::Signal { receiver } => {
                 let event = passed.ok_or(libc::EBADF)?;
                 self.set_signal(event.as_fd(), receiver)?;
                 Ok(None)
@@ -112,11 +113,11 @@ impl Client {
         }
     }
 
-    /// Checks that thread `tid` is one of the VM's.
+    /// Checks that thread `tid` belongs to the VM.
     fn check_thread(self, tid: i32) -> Result<(), i32> {
-        // SAFETY: the call takes numbers; signal 0 is sent to nobody.
+        // SAFETY: the call takes numbers, and signal 0 is never delivered.
         let found = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, tid, 0) };
-        // The kernel looks for the thread in that process first, and asks for rights afterwards.
+        // The kernel looks up the thread in that process before it checks permissions.
         if found == 0 || last_errno() == libc::EPERM {
             Ok(())
         } else {
@@ -124,8 +125,8 @@ impl Client {
         }
     }
 
-    /// Makes overflows of `event` send the signal to thread `receiver` of the VM. Another process's thread
-    /// may have got the id meanwhile: the event then sends nothing.
+    /// Makes overflows of `event` send the signal to thread `receiver` of the VM. If the ID has
+    /// been reused by another process, the event sends no signal.
     fn set_signal(self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), i32> {
         let fd = event.as_raw_fd();
         let set_owner = |pid| {
@@ -133,7 +134,8 @@ impl Client {
                 kind: F_OWNER_TID,
                 pid,
             };
-            // SAFETY: `owner` has the layout fcntl(2) documents for F_SETOWN_EX and outlives the call.
+            // SAFETY: `owner` has the layout that fcntl(2) documents for F_SETOWN_EX and outlives
+            // the call.
             checked(unsafe { libc::fcntl(fd, F_SETOWN_EX, &raw const owner) })
         };
         self.check_thread(receiver)?;
@@ -153,13 +155,14 @@ impl Client {
 
 /// Opens an event on one thread, never on a whole CPU.
 fn open(attr: &[u8], tid: i32, leader: Option<&OwnedFd>) -> Result<OwnedFd, i32> {
-    // Aligned, and writable: the kernel may write the size that it knows.
+    // Aligned and writable, because the kernel may write the size that it supports.
     let mut block = [0u64; MAX_ATTR_BYTES / 8];
     let length = attr.len().min(MAX_ATTR_BYTES);
-    // SAFETY: both ranges have `length` bytes and do not overlap; any bytes are valid for integers.
+    // SAFETY: both ranges have `length` bytes and do not overlap, and any bytes are valid integers.
     unsafe { std::ptr::copy_nonoverlapping(attr.as_ptr(), block.as_mut_ptr().cast::<u8>(), length) };
     let group = leader.map_or(-1, AsRawFd::as_raw_fd);
-    // SAFETY: the block is live and as long as its size field says, as `attr::is_allowed` has checked.
+    // SAFETY: the block is live and as long as its size field states, as `attr::is_allowed` has
+    // checked.
     let fd = unsafe {
         libc::syscall(
             libc::SYS_perf_event_open,
@@ -174,7 +177,7 @@ fn open(attr: &[u8], tid: i32, leader: Option<&OwnedFd>) -> Result<OwnedFd, i32>
     if fd < 0 {
         return Err(last_errno());
     }
-    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    // SAFETY: the kernel has just returned this descriptor, and it is not owned elsewhere.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -191,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_passes_and_more_requests_are_delayed_to_the_rate() {
+    fn requests_beyond_burst_are_rate_limited() {
         let start = Instant::now();
         let mut rate = RateLimit { next: start };
         for n in 0..BURST {
@@ -199,7 +202,7 @@ mod tests {
         }
         assert_eq!(rate.delay(start), INTERVAL);
         assert_eq!(rate.delay(start), INTERVAL * 2);
-        // After a pause there is a burst again.
+        // A pause restores the burst allowance.
         let later = start + INTERVAL * (2 * BURST);
         for n in 0..BURST {
             assert_eq!(rate.delay(later), Duration::ZERO, "later request {n}");
@@ -208,11 +211,11 @@ mod tests {
     }
 
     #[test]
-    fn threads_of_other_processes_are_not_the_vm_s() {
+    fn threads_of_other_processes_are_rejected() {
         let pid = std::process::id().cast_signed();
-        // SAFETY: gettid takes nothing and cannot fail.
+        // SAFETY: gettid takes no arguments and cannot fail.
         let own = unsafe { libc::gettid() };
-        let client = Client {
+        let client = BrokerClient {
             pid,
             signal: libc::SIGUSR2,
         };

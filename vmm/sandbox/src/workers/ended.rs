@@ -1,42 +1,42 @@
-//! How a worker ended.
+//! Termination status of a worker.
 
 use std::fmt;
 
-/// The status of a worker that has panicked.
+/// Exit status of a worker that has panicked.
 pub(super) const PANICKED: i32 = 101;
-/// Most characters of what a worker said at its end.
+/// Maximum number of characters kept of a worker's output.
 pub(super) const MOST_WORDS: usize = 300;
-/// What the standard library says before it aborts for want of memory.
+/// Message of the standard library before it aborts on memory exhaustion.
 const NO_MEMORY: &[u8] = b"memory allocation of ";
 
-/// How a worker ended.
+/// Termination status of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// It was done.
+pub enum WorkerExit {
+    /// The worker completed its task.
     Done,
-    /// It panicked; where, and what it said.
+    /// The worker panicked, with the location and message.
     Panicked(String),
-    /// It wanted more memory than it may have.
+    /// The worker exceeded its memory limit.
     Memory,
-    /// It gave up for another reason, for instance a stack without end; what it said.
+    /// The worker aborted for another reason, such as a stack overflow, with its output.
     Aborted(String),
-    /// It took more time of a processor than it may have.
+    /// The worker exceeded its CPU time limit.
     Time,
-    /// It made a system call that it may not make.
+    /// The worker made a forbidden system call.
     Forbidden,
-    /// By this signal.
+    /// The worker was terminated by this signal.
     Signal(i32),
-    /// With this status.
+    /// The worker exited with this status.
     Status(i32),
 }
 
-impl Ended {
-    /// By the status of `wait(2)` and its last words.
+impl WorkerExit {
+    /// Derives the termination status from a `wait(2)` status and the worker's output.
     pub(super) fn of(status: i32, words: &[u8]) -> Self {
         if libc::WIFSIGNALED(status) {
             return match libc::WTERMSIG(status) {
                 libc::SIGABRT if said(words, NO_MEMORY) => Self::Memory,
-                // Who only sends the signal has it say nothing.
+                // A signal sent by another process is not preceded by output.
                 libc::SIGABRT if !words.is_empty() => Self::Aborted(shown(words)),
                 libc::SIGXCPU => Self::Time,
                 libc::SIGSYS => Self::Forbidden,
@@ -55,7 +55,7 @@ fn said(words: &[u8], these: &[u8]) -> bool {
     words.windows(these.len()).any(|part| part == these)
 }
 
-/// What may be a guest's, as it may be shown.
+/// Makes possibly guest-controlled output printable.
 fn shown(words: &[u8]) -> String {
     let shown = |byte: &u8| match byte {
         b' '..=b'~' => char::from(*byte),
@@ -66,13 +66,13 @@ fn shown(words: &[u8]) -> String {
     words.iter().take(MOST_WORDS).map(shown).collect()
 }
 
-impl fmt::Display for Ended {
+impl fmt::Display for WorkerExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Done => f.write_str("it ended"),
             Self::Panicked(words) => write!(f, "it panicked {words}; please report this"),
             Self::Aborted(words) => write!(f, "it gave up: {words}; please report this"),
-            // A worker is the first that is ended for want of memory.
+            // The kernel kills workers first on memory shortage.
             Self::Signal(libc::SIGKILL) => {
                 f.write_str("it was ended by signal 9, by somebody or because the host has no memory left")
             }
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_is_told_by_its_status() {
+    fn worker_exit_is_derived_from_status() {
         let exit = |status: i32| status << 8;
         let ends = [
             (exit(0), "it ended"),
@@ -106,13 +106,16 @@ mod tests {
             (libc::SIGABRT, "it gave up: at x y; please report this"),
         ];
         for (status, line) in ends {
-            assert_eq!(Ended::of(status, b"at x\ny").to_string(), line);
+            assert_eq!(WorkerExit::of(status, b"at x\ny").to_string(), line);
         }
-        assert_eq!(Ended::of(libc::SIGSYS, &[]), Ended::Forbidden);
+        assert_eq!(WorkerExit::of(libc::SIGSYS, &[]), WorkerExit::Forbidden);
         let no_memory = b"memory allocation of 1048576 bytes failed\n";
-        assert_eq!(Ended::of(libc::SIGABRT, no_memory), Ended::Memory);
-        assert_eq!(Ended::of(libc::SIGABRT, &[]), Ended::Signal(libc::SIGABRT));
-        let long = Ended::of(exit(PANICKED), &[b'x'; 4000]);
-        assert_eq!(long, Ended::Panicked("x".repeat(MOST_WORDS)));
+        assert_eq!(WorkerExit::of(libc::SIGABRT, no_memory), WorkerExit::Memory);
+        assert_eq!(
+            WorkerExit::of(libc::SIGABRT, &[]),
+            WorkerExit::Signal(libc::SIGABRT)
+        );
+        let long = WorkerExit::of(exit(PANICKED), &[b'x'; 4000]);
+        assert_eq!(long, WorkerExit::Panicked("x".repeat(MOST_WORDS)));
     }
 }

@@ -1,6 +1,6 @@
-//! The keeper of workers: a process that starts one after the other.
+//! Keeper process, which starts workers one at a time.
 //!
-//! It speaks to the VM by one socket, and sleeps in a read of it for as long as there is nothing to do.
+//! The keeper communicates with the VM through one socket and blocks in a read while idle.
 #![expect(unsafe_code, reason = "fork(2), and what a process does behind it")]
 
 use std::fmt::Write as _;
@@ -16,36 +16,36 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::ended::{MOST_WORDS, PANICKED};
-use crate::service::{ServiceProcess, ends_with_its_parent, leave};
+use crate::service::{ServiceProcess, exit_with_parent, leave};
 use crate::{filter, lists, service};
 
-/// To the keeper: a worker is wanted.
+/// Message to the keeper: start a worker.
 pub(super) const BEGIN: u8 = b'B';
-/// To the keeper: the worker has to end now.
+/// Message to the keeper: terminate the worker.
 pub(super) const GIVE_UP: u8 = b'G';
-/// As the processes are called, in `ps`.
+/// Process name, as displayed by `ps`.
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 
-/// What the keeper says.
+/// Message of the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Said {
-    /// There is a worker; its socket comes along.
-    Begun,
-    /// There is none, for this error.
+pub(super) enum KeeperMessage {
+    /// A worker has been started. Its socket is passed along.
+    StartedWorker,
+    /// The worker could not be started, with the error number.
     Failed(i32),
-    /// The worker has ended, with this status of `wait(2)`; so many bytes of text follow.
-    Ended { status: i32, text: u16 },
+    /// The worker has ended with this `wait(2)` status. `text` bytes of output follow.
+    WorkerExit { status: i32, text: u16 },
 }
 
-impl Said {
+impl KeeperMessage {
     pub(super) const BYTES: usize = 8;
 
     fn to_bytes(self) -> [u8; Self::BYTES] {
         let (letter, number, text) = match self {
-            Self::Begun => (b'b', 0, 0),
+            Self::StartedWorker => (b'b', 0, 0),
             Self::Failed(errno) => (b'f', errno, 0),
-            Self::Ended { status, text } => (b'e', status, text),
+            Self::WorkerExit { status, text } => (b'e', status, text),
         };
         let mut bytes = [letter; Self::BYTES];
         bytes[2..4].copy_from_slice(&text.to_le_bytes());
@@ -53,43 +53,43 @@ impl Said {
         bytes
     }
 
-    /// The keeper is believed: it reads nothing of a guest's.
+    /// The keeper is trusted, because it never reads guest data.
     pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let [letter, _, text @ .., a, b, c, d] = bytes;
         let (number, text) = (i32::from_le_bytes([a, b, c, d]), u16::from_le_bytes(text));
         match letter {
-            b'b' => Self::Begun,
-            b'e' => Self::Ended { status: number, text },
+            b'b' => Self::StartedWorker,
+            b'e' => Self::WorkerExit { status: number, text },
             _ => Self::Failed(number),
         }
     }
 }
 
-/// What one worker may take.
+/// Resource limits of a worker.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Address space, bytes, with the program itself.
+pub struct WorkerLimits {
+    /// Address space, including the program itself, in bytes.
     pub memory_bytes: u64,
-    /// Time of a processor, seconds.
+    /// CPU time, in seconds.
     pub cpu_seconds: u64,
 }
 
-/// What the keeper does.
-pub(super) struct Job {
-    /// The keeper's filters.
+/// Configuration of the keeper.
+pub(super) struct KeeperConfig {
+    /// Seccomp filters of the keeper.
     pub(super) filters: Vec<BpfProgram>,
-    /// What is done with a call of a worker that is not on its list; `None`: it has no list.
+    /// Action for a worker's call that is not on its list, or `None` without a filter.
     pub(super) otherwise: Option<SeccompAction>,
     pub(super) landlock: bool,
-    pub(super) limits: Limits,
-    /// How long the VM waits for a message of a worker.
+    pub(super) limits: WorkerLimits,
+    /// Timeout of the VM for a worker's message.
     pub(super) patience: Duration,
     pub(super) give_up: fn() -> bool,
     pub(super) work: fn(UnixStream, u32),
 }
 
-/// Starts the keeper, which speaks by `control`.
-pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
+/// Starts the keeper, which communicates through `control`.
+pub(super) fn start(control: UnixStream, job: KeeperConfig) -> io::Result<()> {
     let service = ServiceProcess {
         name: KEEPER_NAME,
         filters: &job.filters,
@@ -97,30 +97,29 @@ pub(super) fn start(control: UnixStream, job: Job) -> io::Result<()> {
         signals: false,
         give_up: job.give_up,
     };
-    service.start(control.into(), OomTurn::of_this_process, |control, turn| {
+    service.start(control.into(), OomScore::of_this_process, |control, turn| {
         keep(control.into(), turn.as_ref(), &job)
     })
 }
 
-/// When this process, and those it starts, are ended for want of memory on the host (`oom_score_adj` of
-/// proc(5)).
-struct OomTurn {
+/// OOM score adjustment of this process and its children (`oom_score_adj` of proc(5)).
+struct OomScore {
     file: File,
     own: String,
 }
 
-impl OomTurn {
+impl OomScore {
     const FILE: &str = "/proc/self/oom_score_adj";
-    /// Before all others.
+    /// Score of a process that is killed first.
     const FIRST: &str = "1000";
 
-    /// `None`: the kernel does not tell, or lets nobody say.
+    /// Returns `None` if the value cannot be read or written.
     fn of_this_process() -> Option<Self> {
         let open = || File::options().read(true).write(true).open(Self::FILE);
         let opened = open().or_else(|_| {
-            // Who has changed its user is not the owner of its own files in /proc.
+            // A process that has changed its user does not own its files in /proc.
             let dumpable = |yes: libc::c_ulong| {
-                // SAFETY: the call takes numbers. This process has nothing of a guest's or of a client's.
+                // SAFETY: the call takes numbers. This process holds no data of a guest or client.
                 unsafe { libc::prctl(libc::PR_SET_DUMPABLE, yes) }
             };
             dumpable(1);
@@ -134,19 +133,19 @@ impl OomTurn {
         Some(Self { file, own })
     }
 
-    /// This process, and who is started from now on, is ended first, or when it would have been: no right is
-    /// needed for either.
+    /// Makes this process and its later children the first OOM victims, or restores the original
+    /// score. Neither requires a privilege.
     fn set(&self, first: bool) {
         let turn = if first { Self::FIRST } else { self.own.trim() };
-        // As it was, if not.
+        // If the write fails, the score is unchanged.
         let _ = (&self.file).write(turn.as_bytes());
     }
 }
 
-/// Starts workers until the VM is gone.
-fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Result<()> {
+/// Starts workers on request until the VM exits.
+fn keep(mut control: UnixStream, turn: Option<&OomScore>, job: &KeeperConfig) -> io::Result<()> {
     let mut number = 0;
-    while let Some(word) = heard(&mut control) {
+    while let Some(word) = read_message(&mut control) {
         if word != BEGIN {
             continue;
         }
@@ -157,34 +156,40 @@ fn keep(mut control: UnixStream, turn: Option<&OomTurn>, job: &Job) -> io::Resul
             }
             Err(e) => {
                 let errno = e.raw_os_error().unwrap_or(libc::EIO);
-                control.write_all(&Said::Failed(errno).to_bytes())?;
+                control.write_all(&KeeperMessage::Failed(errno).to_bytes())?;
             }
         }
     }
     Ok(())
 }
 
-/// One word of the VM's; `None`: it is gone.
-fn heard(control: &mut UnixStream) -> Option<u8> {
+/// Reads one message of the VM. Returns `None` after the VM has exited.
+fn read_message(control: &mut UnixStream) -> Option<u8> {
     let mut word = [0];
     control.read_exact(&mut word).ok()?;
     Some(word[0])
 }
 
-/// A worker that runs.
-struct Begun {
+/// A running worker.
+struct StartedWorker {
     pid: libc::pid_t,
-    /// Its last words come by this.
+    /// Pipe with the worker's standard error.
     last_words: PipeReader,
     socket: UnixStream,
 }
 
-fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -> io::Result<Begun> {
+fn begin(
+    control: &UnixStream,
+    turn: Option<&OomScore>,
+    job: &KeeperConfig,
+    number: u32,
+) -> io::Result<StartedWorker> {
     let (socket, its) = UnixStream::pair()?;
     socket.set_read_timeout(Some(job.patience))?;
     socket.set_write_timeout(Some(job.patience))?;
     let (last_words, its_end) = io::pipe()?;
-    // What a worker has is its own, so it ends before the VM.
+    // The kernel kills workers before the VM on memory shortage, because they hold no persistent
+    // state.
     turn.inspect(|turn| turn.set(true));
     // SAFETY: this process has one thread.
     let pid = unsafe { libc::fork() };
@@ -196,13 +201,13 @@ fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -
         0 => {
             let not_its = [Some(control.as_raw_fd()), turn.map(|turn| turn.file.as_raw_fd())];
             for fd in not_its.into_iter().flatten() {
-                // SAFETY: the descriptor is not used any more: `leave` runs no destructors.
+                // SAFETY: the descriptor is not used again, because `leave` runs no destructors.
                 unsafe { libc::close(fd) };
             }
             drop((socket, last_words));
             be_worker(its, its_end, job, number)
         }
-        pid => Ok(Begun {
+        pid => Ok(StartedWorker {
             pid,
             last_words,
             socket,
@@ -210,21 +215,22 @@ fn begin(control: &UnixStream, turn: Option<&OomTurn>, job: &Job, number: u32) -
     }
 }
 
-/// Tells the VM of a worker, and of its end.
-fn watch(control: &mut UnixStream, begun: Begun) -> io::Result<()> {
-    let Begun {
+/// Reports a worker and its termination to the VM.
+fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
+    let StartedWorker {
         pid,
         mut last_words,
         socket,
     } = begun;
-    let told = control.send_with_fd(&Said::Begun.to_bytes()[..], socket.as_raw_fd());
+    let told = control.send_with_fd(&KeeperMessage::StartedWorker.to_bytes()[..], socket.as_raw_fd());
     drop(socket);
-    // The VM hears by the socket when the worker has ended, and says so, or that it is not wanted any more.
-    let gone = told.is_err() || heard(control).is_none();
-    // One that is ending ends as it would.
+    // The VM sees the end of the worker on its socket and then asks for the status, or asks to
+    // terminate the worker.
+    let gone = told.is_err() || read_message(control).is_none();
+    // The kill has no effect on a worker that is already exiting.
     let mut status = 0;
-    // SAFETY: the process is a child that nobody has waited for, so the number is still its own; `status` is
-    // a valid place for the length of the call.
+    // SAFETY: the process is a child that has not been reaped, so its ID is still valid, and
+    // `status` is valid for the duration of the call.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
         while libc::waitpid(pid, &mut status, 0) < 0
@@ -238,17 +244,17 @@ fn watch(control: &mut UnixStream, begun: Begun) -> io::Result<()> {
     // All other ends of the pipe are closed.
     let length = last_words.read(&mut words).unwrap_or(0);
     let text = u16::try_from(length).unwrap_or(0);
-    control.write_all(&Said::Ended { status, text }.to_bytes())?;
+    control.write_all(&KeeperMessage::WorkerExit { status, text }.to_bytes())?;
     control.write_all(&words[..text.into()])
 }
 
-/// Where a panic was, and what it said.
+/// Location and message of a panic.
 static LAST_WORDS: OnceLock<String> = OnceLock::new();
 
-fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: u32) -> ! {
-    ends_with_its_parent(WORKER_NAME);
-    // What the runtime says when it gives up, for want of memory above all.
-    // SAFETY: the call takes descriptors; what was there is of the keeper, and leads nowhere.
+fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig, number: u32) -> ! {
+    exit_with_parent(WORKER_NAME);
+    // Captures messages of the runtime when it aborts, especially on memory exhaustion. SAFETY: the
+    // call takes descriptors, and the replaced one is an unused copy from the keeper.
     unsafe { libc::dup2(last_words.as_raw_fd(), libc::STDERR_FILENO) };
     panic::set_hook(Box::new(|info| {
         let mut words = String::new();
@@ -259,11 +265,12 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: 
         let _ = write!(words, "{}", said.replace('\n', " "));
         let _ = LAST_WORDS.set(words);
     }));
-    // The VM is to see its end no sooner than it has ended: a panic drops what it has.
+    // A panic drops the worker's socket before the process ends. The copy ensures that the VM sees
+    // the end of the connection only after the process has ended.
     let Ok(held) = socket.try_clone() else {
         leave(service::UNFIT)
     };
-    if !limited(&job.limits) || confined(job).is_none() {
+    if !apply_limits(&job.limits) || confined(job).is_none() {
         leave(service::UNFIT);
     }
     let done = panic::catch_unwind(AssertUnwindSafe(|| (job.work)(socket, number)));
@@ -275,7 +282,7 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &Job, number: 
     leave(if done.is_ok() { 0 } else { PANICKED })
 }
 
-fn confined(job: &Job) -> Option<()> {
+fn confined(job: &KeeperConfig) -> Option<()> {
     let Some(otherwise) = job.otherwise.clone() else {
         return Some(());
     };
@@ -283,14 +290,15 @@ fn confined(job: &Job) -> Option<()> {
     apply_filter(&filter::compile(&list, otherwise).ok()?).ok()
 }
 
-/// Takes on limits. No file is written, no descriptor opened, no core left.
-fn limited(limits: &Limits) -> bool {
+/// Applies the resource limits: no file writes, no new descriptors, no core dump. Returns whether
+/// all were set.
+fn apply_limits(limits: &WorkerLimits) -> bool {
     let limit = |resource, soft: u64, hard: u64| {
         let limit = libc::rlimit {
             rlim_cur: soft,
             rlim_max: hard,
         };
-        // SAFETY: the limit lives for the length of the call.
+        // SAFETY: the limit outlives the call.
         unsafe { libc::setrlimit(resource, &limit) == 0 }
     };
     let seconds = limits.cpu_seconds;
@@ -306,17 +314,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_heard() {
+    fn keeper_messages_round_trip() {
         for said in [
-            Said::Begun,
-            Said::Failed(libc::EAGAIN),
-            Said::Ended { status: 0, text: 0 },
-            Said::Ended {
+            KeeperMessage::StartedWorker,
+            KeeperMessage::Failed(libc::EAGAIN),
+            KeeperMessage::WorkerExit { status: 0, text: 0 },
+            KeeperMessage::WorkerExit {
                 status: -1,
                 text: 300,
             },
         ] {
-            assert_eq!(Said::from_bytes(said.to_bytes()), said);
+            assert_eq!(KeeperMessage::from_bytes(said.to_bytes()), said);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What a thread can open once files are shut off. Landlock holds for the thread that takes it on and for
-//! those that it starts, so each test has a thread of its own.
+//! Tests of restricted file access. Landlock rules apply to a thread and its descendants, so each
+//! test uses a separate thread.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -10,10 +10,10 @@ use std::sync::Once;
 use std::thread::Builder;
 
 use crate::common::memory_file::memory_file;
-use sandbox::{Files, ThreadKind};
+use sandbox::{AccessibleFiles, ThreadKind};
 
-/// Runs `test` on a thread that can open what is below `read`, and remove what is below `remove`. `false`:
-/// this host has no landlock.
+/// Runs `test` on a thread that can read below `read` and remove files below `remove`. Returns
+/// `false` if this host has no landlock.
 fn with_files(read: &[&Path], remove: &[&Path], test: impl FnOnce() + Send + 'static) -> bool {
     static BEGUN: Once = Once::new();
     if !sandbox::has_landlock() {
@@ -22,7 +22,7 @@ fn with_files(read: &[&Path], remove: &[&Path], test: impl FnOnce() + Send + 'st
     }
     BEGUN.call_once(|| sandbox::begin_files().unwrap());
     let owned = |paths: &[&Path]| paths.iter().map(|path| PathBuf::from(*path)).collect();
-    let files = Files {
+    let files = AccessibleFiles {
         read: owned(read),
         remove: owned(remove),
     };
@@ -39,7 +39,7 @@ fn refused<T>(result: io::Result<T>) -> bool {
 }
 
 #[test]
-fn a_thread_opens_what_was_named_and_nothing_else() {
+fn thread_opens_permitted_paths_only() {
     let dir = tempfile::tempdir().unwrap();
     let (within, beside) = (dir.path().join("within"), dir.path().join("beside"));
     for at in [&within, &beside] {
@@ -66,7 +66,7 @@ fn a_thread_opens_what_was_named_and_nothing_else() {
 }
 
 #[test]
-fn files_of_a_directory_are_removed_where_that_was_named() {
+fn files_are_removed_in_permitted_directories() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().to_owned();
     fs::write(at.join("socket"), "").unwrap();
@@ -76,7 +76,7 @@ fn files_of_a_directory_are_removed_where_that_was_named() {
     });
 }
 
-/// Rings and texts for operators are such files, opened once more by their names in /proc.
+/// Rings and operator texts are memory files that are reopened through /proc.
 #[test]
 fn memory_files_are_opened_again() {
     with_files(&[], &[], || {
@@ -91,10 +91,11 @@ fn memory_files_are_opened_again() {
 }
 
 #[test]
-fn no_port_is_reached() {
+fn tcp_ports_are_denied() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
-    // Rights for ports are of Linux 6.7. The kernel says so, not whether they are refused.
+    // Port rights require Linux 6.7. The landlock version shows whether they exist, not whether
+    // they are denied.
     const WITH_PORTS: i64 = 4;
     if version() < WITH_PORTS {
         return eprintln!("SKIP: this kernel's landlock knows no ports");
@@ -106,7 +107,7 @@ fn no_port_is_reached() {
 }
 
 #[test]
-fn threads_of_kinds_that_open_nothing_cannot_open_what_the_process_can() {
+fn restricted_kinds_cannot_open_permitted_paths() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "text").unwrap();
@@ -125,12 +126,12 @@ fn threads_of_kinds_that_open_nothing_cannot_open_what_the_process_can() {
     });
 }
 
-/// The version of the kernel's landlock; below 1 without.
+/// Returns the landlock version of the kernel, less than 1 without landlock.
 #[expect(unsafe_code, reason = "landlock_create_ruleset has no wrapper here")]
 fn version() -> i64 {
     const LANDLOCK_CREATE_RULESET_VERSION: u32 = 1;
     let nothing = std::ptr::null::<libc::c_void>();
-    // SAFETY: with this flag the call takes no structure and gives a number.
+    // SAFETY: with this flag the call takes no structure and returns a number.
     unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,

@@ -1,5 +1,6 @@
-//! What a thread in a jail can reach. Who may make namespaces gets them for one thread, so each test has a
-//! thread of its own; others would need a process without threads.
+//! Tests of resources that are accessible in a jail. A privileged user can create namespaces for
+//! one thread, so each test uses a separate thread. Other users would need a single-threaded
+//! process.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -10,10 +11,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::memory_file::memory_file;
-use sandbox::{Inside, JailError};
+use sandbox::{JailContents, JailError};
 
-/// Runs `test` on a thread that is in a jail with what is `inside`. `false`: this user may have none.
-fn jailed(inside: Inside, test: impl FnOnce() + Send + 'static) -> bool {
+/// Runs `test` on a thread in a jail that contains `inside`. Returns `false` if this user cannot
+/// create a jail.
+fn jailed(inside: JailContents, test: impl FnOnce() + Send + 'static) -> bool {
     let thread = std::thread::spawn(move || {
         let jail = match sandbox::separate() {
             Ok(jail) => jail,
@@ -37,9 +39,9 @@ fn mount(args: &[&str], path: &Path) {
     assert!(mounted.unwrap().success(), "{args:?} {}", path.display());
 }
 
-/// In a directory that is made the root, with `/proc`: as inside chroot(1).
+/// Makes a directory with `/proc` the root, like chroot(1).
 fn in_a_chroot(root: &Path, bound: bool) {
-    // Mounts are this thread's, then.
+    // The mount namespace then belongs to this thread only.
     unshare_mounts();
     if bound {
         mount(&["--bind", root.to_str().unwrap()], root);
@@ -58,10 +60,11 @@ fn unshare_mounts() {
     mount(&["--make-rprivate"], Path::new("/"));
 }
 
-/// The root of an initramfs, which cannot be left, is in the lab (`integration/tests/lab/machine.rs`).
+/// The case of an initramfs root, which cannot be detached, is tested in the lab
+/// (`integration/tests/lab/machine.rs`).
 #[test]
-fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
-    if !jailed(Inside::default(), || {}) {
+fn chroot_must_be_a_mount() {
+    if !jailed(JailContents::default(), || {}) {
         return;
     }
     let outside = tempfile::tempdir().unwrap();
@@ -76,7 +79,7 @@ fn a_chroot_is_left_if_it_is_a_mount_and_refused_if_not() {
                 return assert!(matches!(refused, JailError::Chroot), "{refused}");
             }
             let jail = sandbox::separate().unwrap_or_else(|e| panic!("{e}"));
-            jail.close(&Inside::default())
+            jail.close(&JailContents::default())
                 .unwrap_or_else(|e| panic!("{e}: {:?}", std::error::Error::source(&e)));
             for root in ["/", "/.."] {
                 assert_eq!(names(root), ["proc"], "{root}");
@@ -98,7 +101,7 @@ fn names(dir: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_thread_sees_no_file_but_what_was_named() {
+fn jail_contains_named_files_only() {
     let dir = tempfile::tempdir().unwrap();
     let read = dir.path().join("read");
     fs::create_dir(&read).unwrap();
@@ -106,7 +109,7 @@ fn a_thread_sees_no_file_but_what_was_named() {
     fs::write(dir.path().join("beside"), "secret").unwrap();
     let open_before = File::open(dir.path().join("beside")).unwrap();
     let beside = dir.path().join("beside");
-    let inside = Inside {
+    let inside = JailContents {
         read: vec![read.clone(), dir.path().join("missing")],
         change: Vec::new(),
     };
@@ -114,7 +117,7 @@ fn a_thread_sees_no_file_but_what_was_named() {
         assert_eq!(fs::read_to_string(read.join("file")).unwrap(), "text");
         assert!(missing(File::open("/etc/passwd")));
         assert!(missing(File::open(&beside)));
-        // Nor by a way up, nor by a new file.
+        // Neither parent directories nor new files lead out of the jail.
         assert!(missing(File::open(read.join("../../../../../../etc/passwd"))));
         for at in [read.join("new"), PathBuf::from("/new")] {
             let made = File::create(&at).unwrap_err();
@@ -125,8 +128,8 @@ fn a_thread_sees_no_file_but_what_was_named() {
 }
 
 #[test]
-fn a_thread_sees_no_process_but_its_own() {
-    jailed(Inside::default(), || {
+fn jail_shows_own_process_only() {
+    jailed(JailContents::default(), || {
         let own = std::process::id().to_string();
         assert_eq!(names("/proc"), [own, "self".into()]);
         assert!(fs::read_to_string("/proc/self/status").unwrap().contains("Name:"));
@@ -136,11 +139,11 @@ fn a_thread_sees_no_process_but_its_own() {
 }
 
 #[test]
-fn sockets_are_reached_where_that_was_named_and_removed() {
+fn jail_sockets_can_be_reached_and_removed() {
     let [changed, read] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [path, kept] = [&changed, &read].map(|dir| dir.path().join("socket"));
     let _listeners = [&path, &kept].map(|path| UnixListener::bind(path).unwrap());
-    let inside = Inside {
+    let inside = JailContents {
         read: vec![read.path().to_owned()],
         change: vec![changed.path().to_owned()],
     };
@@ -156,21 +159,21 @@ fn sockets_are_reached_where_that_was_named_and_removed() {
 }
 
 #[test]
-fn no_network_is_reached() {
+fn jail_has_no_network() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     TcpStream::connect(at).unwrap();
-    jailed(Inside::default(), move || {
+    jailed(JailContents::default(), move || {
         TcpStream::connect(at).unwrap_err();
     });
 }
 
 #[test]
-fn nothing_in_a_jail_is_executed() {
+fn jail_has_no_executable_files() {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
     fs::copy("/bin/true", &program).unwrap();
-    let inside = Inside {
+    let inside = JailContents {
         read: Vec::new(),
         change: vec![dir.path().to_owned()],
     };
@@ -181,8 +184,8 @@ fn nothing_in_a_jail_is_executed() {
 }
 
 #[test]
-fn the_host_sees_nothing_of_a_jail() {
+fn jail_mounts_do_not_propagate() {
     let before = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    jailed(Inside::default(), || {});
+    jailed(JailContents::default(), || {});
     assert_eq!(fs::read_to_string("/proc/self/mountinfo").unwrap(), before);
 }

@@ -1,5 +1,5 @@
-//! Files and sockets at paths that another user can influence. The process that becomes another user and
-//! keeps root's capabilities is one of its own: this test program, started again for one test.
+//! Tests of files and sockets at paths that another user can influence. The process that changes
+//! its user and keeps root's capabilities is a child that runs this test program again.
 
 use std::fs::{self, Permissions};
 use std::io::Write;
@@ -11,9 +11,9 @@ use std::process::Output;
 use crate::common::child::child_command;
 use sandbox::paths::{self, Directory};
 
-/// The user that the child becomes.
+/// User ID of the child.
 const NOBODY: u32 = 65534;
-/// What the child is to do and where.
+/// Environment variable with the task and the path of the child.
 const TASK: &str = "PATHS_TEST_TASK";
 
 fn is_root() -> bool {
@@ -24,7 +24,8 @@ fn is_root() -> bool {
     own
 }
 
-/// A directory of root's that nobody else may write, and in it one of another user.
+/// Creates a directory of root that no other user can write, containing a directory of another
+/// user.
 fn directories() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let theirs = dir.path().join("theirs");
@@ -48,7 +49,7 @@ fn as_a_child() {
         eprintln!("refused: {e}");
         std::process::exit(3);
     }
-    // The capabilities are back in effect.
+    // The capabilities are effective again.
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let set = |name: &str| {
         status
@@ -70,7 +71,7 @@ fn refused(out: &Output) -> bool {
 }
 
 #[test]
-fn another_users_link_does_not_lead_to_a_file_of_roots() {
+fn link_of_another_user_is_not_followed() {
     if !is_root() {
         return;
     }
@@ -89,7 +90,7 @@ fn another_users_link_does_not_lead_to_a_file_of_roots() {
     assert!(line.contains("symbolic link of user 65534"), "{line}");
     assert_eq!(fs::read_to_string(&secret).unwrap(), "root's");
 
-    // A link in the middle of the path, past a directory that is closed to the user.
+    // A link in the middle of the path, below a directory that the user cannot access.
     fs::set_permissions(dir.path(), Permissions::from_mode(0o700)).unwrap();
     let inside = dir.path().join("closed");
     fs::create_dir(&inside).unwrap();
@@ -119,7 +120,7 @@ fn links_of_root_are_followed() {
     let real = theirs.join("real");
     assert_eq!(fs::read_to_string(&real).unwrap(), "appended");
     assert_eq!(fs::metadata(&real).unwrap().uid(), NOBODY);
-    // The kernel's own links, as /dev/stderr leads to.
+    // Magic links of the kernel, such as the target of /dev/stderr.
     let file = fs::File::create(dir.path().join("by-descriptor")).unwrap();
     let own = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
     paths::append(Path::new(&own), 0o600)
@@ -129,9 +130,9 @@ fn links_of_root_are_followed() {
     assert_eq!(file.metadata().unwrap().len(), 1);
 }
 
-/// A directory of root's that is closed to the user, as the operator may choose for a socket.
+/// A directory of root that the user cannot access may be used for a socket.
 #[test]
-fn directories_of_root_serve_a_process_with_its_capabilities() {
+fn root_directory_is_usable_with_capabilities() {
     if !is_root() {
         return;
     }
@@ -147,13 +148,13 @@ fn directories_of_root_serve_a_process_with_its_capabilities() {
         );
         assert_eq!(fs::metadata(&path).unwrap().uid(), NOBODY, "{what}");
     }
-    // But not a file there that others may have put.
+    // A file that other users may have created there is rejected.
     fs::set_permissions(dir.path(), Permissions::from_mode(0o770)).unwrap();
     assert!(refused(&child("append", &dir.path().join("new"))));
 }
 
 #[test]
-fn user_directory_behind_a_closed_one_is_reached() {
+fn user_directory_below_inaccessible_one_is_reached() {
     if !is_root() {
         return;
     }
@@ -165,7 +166,7 @@ fn user_directory_behind_a_closed_one_is_reached() {
     assert_eq!((meta.uid(), meta.mode() & 0o777), (NOBODY, 0o666));
 }
 
-/// The permissions are there from the first moment, so nobody has a time to exchange the file in.
+/// The permissions are set at creation, so the file cannot be replaced in between.
 #[test]
 fn socket_has_its_permissions_when_it_appears() {
     let dir = tempfile::tempdir().unwrap();
@@ -188,7 +189,7 @@ fn socket_has_its_permissions_when_it_appears() {
 }
 
 #[test]
-fn dead_socket_is_replaced_and_nothing_else() {
+fn only_stale_socket_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     drop(UnixListener::bind(&path).unwrap());
@@ -200,7 +201,7 @@ fn dead_socket_is_replaced_and_nothing_else() {
     fs::write(&path, "data").unwrap();
     paths::bind(&path, None).unwrap_err();
     assert_eq!(fs::read_to_string(&path).unwrap(), "data");
-    // A link is no socket, wherever it leads.
+    // A symbolic link is not a socket, regardless of its target.
     fs::remove_file(&path).unwrap();
     symlink(dir.path().join("elsewhere"), &path).unwrap();
     paths::bind(&path, None).unwrap_err();
@@ -208,7 +209,7 @@ fn dead_socket_is_replaced_and_nothing_else() {
 }
 
 #[test]
-fn directory_stays_the_same_when_its_name_is_taken() {
+fn open_directory_survives_path_replacement() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (dir.path().join("first"), dir.path().join("second"));
     fs::create_dir(&first).unwrap();

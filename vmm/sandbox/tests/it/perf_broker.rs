@@ -1,5 +1,5 @@
-//! The broker of perf events: what it opens for a VM, and what it leaves behind. The process that
-//! has one is one of its own: this test program, started again for one test.
+//! Tests of the perf event broker: the events that it opens for a VM, and the state after its exit.
+//! The process with the broker is a child that runs this test program again.
 #![expect(unsafe_code, reason = "perf_event_open(2), and reads of its descriptor")]
 
 use std::fs;
@@ -9,9 +9,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::child::child_command;
-use sandbox::{BrokerError, Confinement, Mode, PerfBroker};
+use sandbox::{Mode, PerfBroker, PerfBrokerError, ProcessConfinement};
 
-/// A process outside the VM, which would be its victim.
+/// A process outside the VM that an attack would target.
 struct Victim(Child);
 
 impl Victim {
@@ -28,11 +28,11 @@ impl Drop for Victim {
     }
 }
 
-/// Tells the process that has a broker what to do.
+/// Environment variable with the task of the child.
 const TASK: &str = "ISOLATION_TEST_TASK";
 
-/// Runs `task` in a process of its own, which may fork.
-fn in_own_process(task: &str) {
+/// Runs `task` in a separate process, which may fork.
+fn run_in_child(task: &str) {
     let child = child_command(module_path!(), TASK, task).output().unwrap();
     let said = String::from_utf8_lossy(&child.stdout) + String::from_utf8_lossy(&child.stderr);
     eprint!("{said}");
@@ -43,7 +43,7 @@ fn in_own_process(task: &str) {
 #[ignore = "run by others, in a process of its own"]
 fn as_a_child() {
     match std::env::var(TASK).unwrap_or_default().as_str() {
-        "requests" => requests_beyond_a_vm_are_refused(),
+        "requests" => requests_outside_vm_are_denied(),
         "end" => events_outlive_the_broker(),
         "time" => time_of_opens(),
         _ => {}
@@ -51,27 +51,27 @@ fn as_a_child() {
 }
 
 #[test]
-fn the_broker_opens_events_of_its_vm_s_threads_only() {
-    in_own_process("requests");
+fn perf_broker_opens_events_of_own_threads_only() {
+    run_in_child("requests");
 }
 
 #[test]
-fn a_broker_that_ends_leaves_events_as_they_are() {
-    in_own_process("end");
+fn events_survive_broker_exit() {
+    run_in_child("end");
 }
 
-/// `cargo test --workspace --test broker -- --ignored --nocapture opens_take`.
+/// Run with `cargo test -p sandbox --test it -- --ignored --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
-fn opens_take_as_long_as_is_printed() {
-    in_own_process("time");
+fn event_open_time_is_printed() {
+    run_in_child("time");
 }
 
 const SOFTWARE: u32 = 1;
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 
-/// `struct perf_event_attr` of a stopped event.
+/// Returns the `struct perf_event_attr` of a disabled event.
 fn attr(kind: u32, config: u64) -> [u8; 144] {
     let mut attr = [0; 144];
     attr[..4].copy_from_slice(&kind.to_ne_bytes());
@@ -82,7 +82,7 @@ fn attr(kind: u32, config: u64) -> [u8; 144] {
 }
 
 fn broker() -> PerfBroker {
-    let confinement = Confinement {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
@@ -90,22 +90,22 @@ fn broker() -> PerfBroker {
 }
 
 fn own_tid() -> i32 {
-    // SAFETY: the call takes nothing and cannot fail.
+    // SAFETY: the call takes no arguments and cannot fail.
     unsafe { libc::gettid() }
 }
 
-fn refusal(opened: Result<OwnedFd, BrokerError>) -> Option<i32> {
+fn refusal(opened: Result<OwnedFd, PerfBrokerError>) -> Option<i32> {
     match opened {
-        Err(BrokerError::Refused(e)) => e.raw_os_error(),
+        Err(PerfBrokerError::Refused(e)) => e.raw_os_error(),
         other => panic!("{other:?}"),
     }
 }
 
-fn requests_beyond_a_vm_are_refused() {
+fn requests_outside_vm_are_denied() {
     let broker = broker();
     let tid = own_tid();
     let faults = attr(SOFTWARE, PAGE_FAULTS);
-    if let Err(BrokerError::Refused(e)) = broker.open(&faults, tid, None, None) {
+    if let Err(PerfBrokerError::Refused(e)) = broker.open(&faults, tid, None, None) {
         return eprintln!("SKIP: this user may not count: {e}");
     }
     let victim = Victim::start();
@@ -116,11 +116,11 @@ fn requests_beyond_a_vm_are_refused() {
             Some(libc::ESRCH),
             "{other}"
         );
-        // A signal for it.
+        // A signal receiver outside the VM.
         let opened = broker.open(&faults, tid, None, Some(other));
         assert_eq!(refusal(opened), Some(libc::ESRCH), "{other}");
     }
-    // Every process, and the broker itself.
+    // Any process, and the broker itself.
     for none in [-1, 0] {
         assert_eq!(
             refusal(broker.open(&faults, none, None, None)),
@@ -129,7 +129,8 @@ fn requests_beyond_a_vm_are_refused() {
     }
     let uprobe = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type");
     let uprobe = uprobe.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(9);
-    // A uprobe, whose reference counter is written in another process; a breakpoint; a tracepoint.
+    // A uprobe, whose reference counter is written in another process, a breakpoint, and a
+    // tracepoint.
     for kind in [uprobe, 5, 2] {
         assert_eq!(
             refusal(broker.open(&attr(kind, 1), tid, None, None)),
@@ -137,18 +138,18 @@ fn requests_beyond_a_vm_are_refused() {
             "{kind}"
         );
     }
-    // Samples of the program's registers and stack, and a signal at each (sigtrap).
+    // Samples of user registers and stack, and a signal for each sample (sigtrap).
     let (mut stack, mut trap) = (attr(SOFTWARE, 0), attr(SOFTWARE, 0));
     stack[24..32].copy_from_slice(&(1u64 << 12 | 1 << 13).to_ne_bytes());
     trap[44] = 1 << 5;
     for bad in [stack, trap] {
         assert_eq!(refusal(broker.open(&bad, tid, None, None)), Some(libc::EPERM));
     }
-    // A leader that is no event.
+    // A group leader that is not an event.
     let file = fs::File::open("/dev/null").unwrap();
     let opened = broker.open(&faults, tid, Some(std::os::fd::AsFd::as_fd(&file)), None);
     assert_eq!(refusal(opened), Some(libc::EBADF));
-    // All that has not disturbed it.
+    // The broker still works after all denied requests.
     broker.open(&faults, tid, None, Some(tid)).unwrap();
 }
 
@@ -184,10 +185,10 @@ fn events_outlive_the_broker() {
     assert!(Command::new("kill").args(["-9", pid]).status().unwrap().success());
     for _ in 0..2 {
         let opened = broker.open(&clock, own_tid(), None, None);
-        assert!(matches!(opened, Err(BrokerError::Gone(_))), "{opened:?}");
+        assert!(matches!(opened, Err(PerfBrokerError::Gone(_))), "{opened:?}");
     }
     let before = count(&event);
-    // It counts the time of this thread on a processor.
+    // The event counts the CPU time of this thread.
     while count(&event) == before {
         std::hint::spin_loop();
     }
@@ -199,9 +200,9 @@ fn time_of_opens() {
     let faults = attr(SOFTWARE, PAGE_FAULTS);
     let tid = own_tid();
     let direct = || {
-        // SAFETY: the attributes live for the call, and their size is said in them.
+        // SAFETY: the attributes outlive the call and contain their own size.
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, faults.as_ptr(), tid, -1, -1, 8) };
-        // SAFETY: the descriptor was just opened and is nobody else's.
+        // SAFETY: the descriptor has just been opened and is not owned elsewhere.
         unsafe { libc::close(i32::try_from(fd).unwrap()) };
     };
     let asked = || drop(broker.open(&faults, tid, None, Some(tid)).unwrap());

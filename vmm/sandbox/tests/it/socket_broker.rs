@@ -1,6 +1,6 @@
-//! The socket broker: threads that may not connect reach the sockets that were named, and no other, and the
-//! VM's own sockets go with it however it ends. The process that has the broker is one of its own: this test
-//! program, started again for one test.
+//! Tests of the socket broker: threads that may not connect can reach the registered sockets and no
+//! others, and the VM's own sockets are removed however the VM ends. The process with the broker is
+//! a child that runs this test program again.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,17 +12,20 @@ use std::sync::Arc;
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{Confinement, Counting, Destination, Files, LastWill, Mode, SocketBroker, ThreadKind};
+use sandbox::{
+    AccessibleFiles, Mode, PerfEventAccess, ProcessConfinement, SocketBroker, SocketDestination,
+    TerminationActions, ThreadKind,
+};
 
-/// The directory of the sockets, for the child.
+/// Environment variable with the directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
-/// What the child says when its threads are confined.
+/// Printed by the child when its threads are confined.
 const CONFINED: &str = "all threads are confined";
-/// What the child says when a thread may not connect.
+/// Exit status of the child when a thread is denied a connection.
 const STATUS: u8 = 77;
 
-fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destination) {
-    let confinement = Confinement {
+fn start_broker(directory: &Path) -> (Arc<SocketBroker>, SocketDestination, SocketDestination) {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
@@ -32,7 +35,7 @@ fn start_broker(directory: &Path) -> (Arc<SocketBroker>, Destination, Destinatio
     (broker, ports, exact)
 }
 
-/// Confines this process as a VM is, and does what the test asks for by a line of standard input.
+/// Confines this process like a VM and performs the actions requested on standard input.
 #[test]
 #[ignore = "a child of the tests below"]
 fn as_a_child() {
@@ -43,15 +46,15 @@ fn as_a_child() {
     broker.seal().unwrap();
     let late = broker.add(&directory.join("back-end"));
     assert!(late.is_err(), "no name is taken after the seal");
-    let will = LastWill {
+    let will = TerminationActions {
         first: || {},
         log: None,
         status: STATUS,
     };
-    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
+    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
-        sandbox::only_files(&Files::default()).unwrap();
+        sandbox::only_files(&AccessibleFiles::default()).unwrap();
     }
     sandbox::confine().unwrap();
     println!("\n{CONFINED}");
@@ -67,16 +70,16 @@ fn as_a_child() {
     let thread = sandbox::spawn(ThreadKind::Socket, Builder::new(), job);
     thread.unwrap().join().unwrap();
     broker.finish();
-    assert!(exact_is_gone(&broker), "a broker that has ended");
+    assert!(exact_socket_is_removed(&broker), "a broker that has ended");
     drop(own);
     std::process::exit(0);
 }
 
-fn exact_is_gone(broker: &Arc<SocketBroker>) -> bool {
+fn exact_socket_is_removed(broker: &Arc<SocketBroker>) -> bool {
     broker.seal().is_err()
 }
 
-fn connections(ports: &Destination, exact: &Destination) {
+fn connections(ports: &SocketDestination, exact: &SocketDestination) {
     let greeted = |stream: UnixStream| {
         stream.set_nonblocking(false).unwrap();
         let mut word = [0; 2];
@@ -85,13 +88,13 @@ fn connections(ports: &Destination, exact: &Destination) {
     };
     assert_eq!(greeted(ports.connect(7).unwrap()), *b"v7");
     assert_eq!(greeted(exact.connect(0).unwrap()), *b"be");
-    // Nobody listens; the socket of somebody else by a link; a file; a name with a dead socket.
+    // No listener, a link to another user's socket, a regular file, and a name with a stale socket.
     for port in [1, 2, 3, 4] {
         assert!(ports.connect(port).is_err(), "port {port}");
     }
 }
 
-/// Sockets that greet whoever connects, and what is no socket.
+/// Creates sockets that greet each client, and a file that is not a socket.
 fn sockets(directory: &Path) {
     for (name, greeting) in [("v_7", b"v7"), ("back-end", b"be"), ("docker", b"no")] {
         let listener = UnixListener::bind(directory.join(name)).unwrap();
@@ -106,7 +109,7 @@ fn sockets(directory: &Path) {
     drop(UnixListener::bind(directory.join("v_4")).unwrap());
 }
 
-/// A child that is confined.
+/// Starts a confined child.
 fn confined(directory: &Path) -> Child {
     let mut child = child_command(module_path!(), DIRECTORY, directory)
         .stdin(Stdio::piped())
@@ -133,7 +136,7 @@ fn ends(mut child: Child, word: &str) -> (Option<i32>, String) {
     )
 }
 
-/// Waits until the file is gone; a test that hangs here has failed.
+/// Waits without a timeout until the file has been removed.
 fn goes(path: &Path) {
     while path.symlink_metadata().is_ok() {
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -152,7 +155,7 @@ fn broker_connects_to_named_sockets_only() {
 }
 
 #[test]
-fn confined_thread_that_connects_ends_the_process() {
+fn connect_in_confined_thread_terminates_process() {
     let dir = tempfile::tempdir().unwrap();
     sockets(dir.path());
     let (status, said) = ends(confined(dir.path()), "direct");
@@ -172,9 +175,9 @@ fn socket_of_a_killed_vm_is_removed() {
     goes(&dir.path().join("own"));
 }
 
-/// Another VM may have taken the name.
+/// Another VM may have taken over the path.
 #[test]
-fn socket_that_was_replaced_stays() {
+fn replaced_socket_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     sockets(dir.path());
     let child = confined(dir.path());
@@ -186,9 +189,10 @@ fn socket_that_was_replaced_stays() {
     assert!(own.exists());
 }
 
-/// The broker has the signals of a service manager for the whole group ignored, and its VM still connects.
+/// The broker ignores signals that a service manager sends to the whole group, so its VM can still
+/// connect.
 #[test]
-fn broker_survives_signals_that_end_the_vm() {
+fn broker_survives_termination_signals() {
     if Command::new("ps").output().is_err() {
         return eprintln!("SKIP: no ps here");
     }

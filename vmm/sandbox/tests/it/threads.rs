@@ -1,5 +1,5 @@
-//! Threads of each kind do what they may, and end the process when they try more. Each try is a process of
-//! its own: this test program, started again for one test.
+//! Tests of threads of each kind: permitted operations succeed and others terminate the process.
+//! Each attempt runs in a child process that runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
 use std::fs::File;
@@ -11,21 +11,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
 use crate::common::child::child_command;
-use sandbox::{Counting, LastWill, Mode, ThreadKind};
+use sandbox::{Mode, PerfEventAccess, TerminationActions, ThreadKind};
 
-/// What the child is to do: a mode, a kind, a try.
+/// Environment variable with the mode, thread kind and attempt of the child.
 const TASK: &str = "SANDBOX_TEST_TASK";
-/// The status of a process that a filter has ended.
+/// Exit status of a process that a filter has terminated.
 const STATUS: u8 = 77;
-/// Said by a thread that came to its end.
+/// Printed by a thread that has completed.
 const DONE: &str = "the thread is done";
 
 static RESTORED: AtomicBool = AtomicBool::new(false);
 
-/// What a thread tries.
+/// Operation that a thread attempts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Attempt {
-    /// What any thread does.
+    /// Operations permitted to every thread.
     Ordinary,
     NewFile,
     Execute,
@@ -36,17 +36,17 @@ enum Attempt {
     Code,
     CountCpu,
     OtherProcess,
-    /// What libraries ask for and do without.
+    /// Calls that libraries attempt but do not need.
     Refused,
-    /// What a disk's reset does with its image.
+    /// Write-back of an image at the reset of a disk.
     Image,
 }
 
-/// An image that was opened before the filters.
+/// Image opened before the filters are applied.
 static IMAGE: OnceLock<File> = OnceLock::new();
 
 impl Attempt {
-    /// What no thread may.
+    /// Operations forbidden to all threads.
     const FORBIDDEN: [(Self, &str); 9] = [
         (Self::NewFile, "openat"),
         (Self::Execute, "execve"),
@@ -64,8 +64,8 @@ impl Attempt {
             Self::Ordinary => ordinary(),
             Self::Refused => refused(),
             Self::Image => image(),
-            // SAFETY: the calls have valid arguments: strings that live, numbers, and null where that is
-            // allowed. None of them does harm to this process if it is let through.
+            // SAFETY: the calls have valid arguments: strings that outlive them, numbers, and null
+            // where that is permitted. None of them harms this process if it is permitted.
             _ => unsafe {
                 match self {
                     Self::Ordinary | Self::Refused | Self::Image => 0,
@@ -94,7 +94,7 @@ impl Attempt {
     }
 }
 
-/// Memory, locks, time, a panic that somebody catches.
+/// Memory, locks, time and a caught panic.
 fn ordinary() {
     let big: Vec<u64> = (0..1 << 18).collect();
     assert_eq!(big.iter().sum::<u64>(), (1 << 17) * ((1 << 18) - 1));
@@ -116,11 +116,12 @@ fn image() {
     assert_eq!((&back, file.metadata().unwrap().len()), (b"data", 1 << 20));
 }
 
-/// Each is an error that the thread gets, and goes on.
+/// Each refused call fails with an error and the thread continues.
 fn refused() {
     let kind = sandbox::kind().unwrap();
     let is_refused = |error: &std::io::Error| error.raw_os_error() == Some(libc::EPERM);
-    // The starter may start threads, and lends that to those it starts; the main thread opens files.
+    // The starter may create threads, as may the threads that it starts until they have their own
+    // filter. The main thread may open files.
     if kind != ThreadKind::Starter {
         let started = Builder::new().spawn(|| ());
         assert!(started.is_err_and(|e| is_refused(&e)), "{kind}: a thread");
@@ -131,14 +132,14 @@ fn refused() {
     }
     let link = std::fs::read_link("/proc/self/exe");
     assert!(link.is_err_and(|e| is_refused(&e)), "{kind}: a link");
-    // SAFETY: the call has no conditions but a place for its answer, which may be null.
+    // SAFETY: the call writes only through its result pointer, which may be null.
     let limit = unsafe { libc::syscall(libc::SYS_prlimit64, 0, libc::RLIMIT_STACK, 0, 0) };
     assert!(
         limit == -1 && is_refused(&std::io::Error::last_os_error()),
         "{kind}: a limit"
     );
-    // A descriptor that is there has a state.
-    // SAFETY: standard error is open, and never closed by this: it is not dropped.
+    // The state of an open descriptor is available. SAFETY: standard error is open, and
+    // ManuallyDrop prevents its closing.
     let here = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(libc::STDERR_FILENO) });
     assert!(here.metadata().is_ok(), "{kind}");
 }
@@ -172,22 +173,22 @@ fn as_a_child() {
         .into_iter()
         .find(|known| format!("{known:?}") == name)
         .unwrap();
-    let will = LastWill {
+    let will = TerminationActions {
         first: || RESTORED.store(true, Ordering::Relaxed),
         log: Some(libc::STDOUT_FILENO),
         status: STATUS,
     };
     IMAGE.set(tempfile::tempfile().unwrap()).unwrap();
-    sandbox::begin(mode, Counting::Broker, will).unwrap();
+    sandbox::begin(mode, PerfEventAccess::Broker, will).unwrap();
     let done = move || {
         tried.run();
-        // Those that are confined before there is a starter start nobody.
+        // Threads of these kinds are confined before the starter exists and start no threads.
         if tried == Attempt::Ordinary && !matches!(kind, ThreadKind::Console | ThreadKind::Signals) {
             start_another();
         }
         println!("{DONE}");
     };
-    // Those that are there before the main thread is confined, and those that are not.
+    // Threads that exist before the main thread is confined, and threads started later.
     let builder = Builder::new().name("tries".into());
     let thread = match kind {
         ThreadKind::Console | ThreadKind::Signals => builder.spawn(move || {
@@ -198,7 +199,7 @@ fn as_a_child() {
             sandbox::confine().unwrap();
             done();
         }),
-        // It lends its filter to those that it starts, until they have their own.
+        // The starter's filter applies to new threads until they have their own.
         ThreadKind::Starter => builder.spawn(move || {
             sandbox::confine().unwrap();
             let builder = Builder::new().name("tries".into());
@@ -212,7 +213,7 @@ fn as_a_child() {
         }),
     };
     thread.unwrap().join().unwrap();
-    // Else the test program's own threads would be ended by what they do now.
+    // The test harness's own threads would otherwise be terminated by their next calls.
     std::process::exit(0);
 }
 
@@ -223,7 +224,7 @@ fn child(mode: Mode, kind: ThreadKind, tried: Attempt) -> Output {
 }
 
 #[test]
-fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line() {
+fn forbidden_call_terminates_process_with_message() {
     for kind in ThreadKind::ALL {
         for (tried, call) in Attempt::FORBIDDEN {
             let out = child(Mode::On, kind, tried);
@@ -245,7 +246,7 @@ fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line(
 }
 
 #[test]
-fn a_thread_of_any_kind_does_what_threads_do() {
+fn ordinary_calls_are_allowed_for_all_kinds() {
     for mode in [Mode::On, Mode::Log, Mode::Off] {
         for kind in ThreadKind::ALL {
             let out = child(mode, kind, Attempt::Ordinary);
@@ -260,7 +261,7 @@ fn a_thread_of_any_kind_does_what_threads_do() {
 }
 
 #[test]
-fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
+fn refused_calls_do_not_stop_threads() {
     for kind in ThreadKind::ALL {
         let out = child(Mode::On, kind, Attempt::Refused);
         let err = String::from_utf8_lossy(&out.stderr);
@@ -272,9 +273,9 @@ fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
     }
 }
 
-/// The driver resets a disk on a vCPU's thread, and the end of the VM does on the main one.
+/// The driver resets a disk on a vCPU thread, and the end of the VM resets it on the main thread.
 #[test]
-fn who_resets_a_disk_writes_its_image_back() {
+fn disk_reset_writes_image_back() {
     for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
         let out = child(Mode::On, kind, Attempt::Image);
         let err = String::from_utf8_lossy(&out.stderr);
@@ -285,9 +286,9 @@ fn who_resets_a_disk_writes_its_image_back() {
     }
 }
 
-/// Logged, or not watched: nothing ends.
+/// In log mode and without filters, no process is terminated.
 #[test]
-fn a_mode_that_lets_pass_lets_pass() {
+fn log_and_off_modes_terminate_nothing() {
     for mode in [Mode::Log, Mode::Off] {
         for (tried, _) in Attempt::FORBIDDEN
             .iter()

@@ -1,5 +1,5 @@
-//! Workers: what they may not do, what they may not take, how each end is told, and that the next one works.
-//! The process that has them is one of its own: this test program, started again for one test.
+//! Tests of workers: forbidden calls, resource limits, reported termination, and the start of the
+//! next worker. The process with the workers is a child that runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
 use std::ffi::c_long;
@@ -11,18 +11,20 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::common::child::child_command;
-use sandbox::{BeginError, Confinement, Ended, Limits, Mode, Worker, Workers};
+use sandbox::{
+    Mode, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess, WorkerStartError,
+};
 
-/// What the process is to do.
+/// Environment variable with the task of the child.
 const TASK: &str = "WORKERS_TEST_TASK";
-/// Said by a process that came to its end.
+/// Printed by a child that has completed its task.
 const DONE: &str = "all of it is done";
-const LIMITS: Limits = Limits {
+const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 256 << 20,
     cpu_seconds: 1,
 };
 
-/// What a worker does: as its socket says, by one letter.
+/// Body of a worker, selected by one letter from its socket.
 fn work(mut socket: UnixStream, number: u32) {
     let mut letter = [0];
     socket.read_exact(&mut letter).unwrap();
@@ -40,7 +42,7 @@ fn work(mut socket: UnixStream, number: u32) {
         },
         b'h' => {
             socket.write_all(&std::process::id().to_le_bytes()).unwrap();
-            // Until somebody ends it.
+            // Blocks until the worker is terminated.
             let _ = socket.read(&mut letter);
         }
         b's' => {
@@ -56,20 +58,20 @@ fn work(mut socket: UnixStream, number: u32) {
             let at = usize::from(tried - b'A');
             let (_, call, arguments) = FORBIDDEN[at];
             let [a, b, c, d, e, f] = arguments;
-            // SAFETY: the arguments are numbers, null, or out of range. None of the calls does harm to this
-            // process if it is let through.
+            // SAFETY: the arguments are numbers, null or out of range. None of the calls harms this
+            // process if it is permitted.
             unsafe { libc::syscall(call, a, b, c, d, e, f) };
         }
     }
 }
 
-/// A stack without end.
+/// Recurses without end.
 #[expect(unconditional_recursion, reason = "it is to end the process")]
 fn endless(number: u64) -> u64 {
     std::hint::black_box(endless(std::hint::black_box(number + 1)) + number)
 }
 
-/// What no worker may.
+/// Calls that workers may not make.
 const FORBIDDEN: [(&str, c_long, [c_long; 6]); 18] = [
     (
         "a new file",
@@ -137,7 +139,7 @@ const FORBIDDEN: [(&str, c_long, [c_long; 6]); 18] = [
     ("a request", libc::SYS_ioctl, [0; 6]),
 ];
 
-/// Memory, a hash table, a panic that somebody catches; no file and no new descriptor.
+/// Memory, a hash table, and a caught panic, without files or new descriptors.
 fn ordinary() {
     for _ in 0..3 {
         let big: Vec<u64> = (0..1 << 22).collect();
@@ -150,25 +152,25 @@ fn ordinary() {
     fs::File::open("/proc/self/status").unwrap_err();
 }
 
-fn workers(mode: Mode) -> Workers {
-    let confinement = Confinement {
+fn workers(mode: Mode) -> WorkerKeeper {
+    let confinement = ProcessConfinement {
         seccomp: mode,
         landlock: sandbox::has_landlock(),
     };
-    Workers::start(confinement, LIMITS, || true, work).unwrap()
+    WorkerKeeper::start(confinement, LIMITS, || true, work).unwrap()
 }
 
-fn begun(workers: &Workers, letter: u8) -> Worker<'_> {
+fn begun(workers: &WorkerKeeper, letter: u8) -> WorkerProcess<'_> {
     let mut worker = workers.begin().unwrap();
     worker.socket().write_all(&[letter]).unwrap();
     worker
 }
 
-/// All that a worker sends, up to its end, and how it ended.
-fn whole(workers: &Workers, letter: u8) -> (Vec<u8>, Ended) {
+/// Returns all output of a worker and its termination status.
+fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     let mut worker = begun(workers, letter);
     let mut said = Vec::new();
-    // A socket with something unread in it ends with an error.
+    // A socket closed with unread data reports an error.
     let _ = worker.socket().read_to_end(&mut said);
     (said, worker.end().unwrap())
 }
@@ -176,19 +178,19 @@ fn whole(workers: &Workers, letter: u8) -> (Vec<u8>, Ended) {
 fn every_end(mode: Mode) {
     let workers = workers(mode);
     let mut number = 0u32;
-    let mut next_one_works = |workers: &Workers, before: u32| {
+    let mut next_one_works = |workers: &WorkerKeeper, before: u32| {
         number += before;
-        let (said, ended) = whole(workers, b'n');
-        assert_eq!((said, ended), (number.to_le_bytes().to_vec(), Ended::Done));
+        let (said, ended) = read_all(workers, b'n');
+        assert_eq!((said, ended), (number.to_le_bytes().to_vec(), WorkerExit::Done));
         number += 1;
     };
     next_one_works(&workers, 0);
-    for (letter, expected) in [(b'm', Ended::Memory), (b't', Ended::Time)] {
-        assert_eq!(whole(&workers, letter), (Vec::new(), expected));
+    for (letter, expected) in [(b'm', WorkerExit::Memory), (b't', WorkerExit::Time)] {
+        assert_eq!(read_all(&workers, letter), (Vec::new(), expected));
         next_one_works(&workers, 1);
     }
-    match whole(&workers, b'p').1 {
-        Ended::Panicked(words) => {
+    match read_all(&workers, b'p').1 {
+        WorkerExit::Panicked(words) => {
             assert!(
                 words.starts_with("at ") && words.ends_with(": over a table"),
                 "{words}"
@@ -197,22 +199,22 @@ fn every_end(mode: Mode) {
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
-    match whole(&workers, b's').1 {
-        Ended::Aborted(words) => assert!(words.contains("overflowed its stack"), "{words}"),
+    match read_all(&workers, b's').1 {
+        WorkerExit::Aborted(words) => assert!(words.contains("overflowed its stack"), "{words}"),
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
-    // Somebody kills it, or sends what the runtime ends it by for want of memory.
+    // The worker is killed, or receives the signal that the runtime uses on memory exhaustion.
     for (option, signal) in [("-KILL", libc::SIGKILL), ("-ABRT", libc::SIGABRT)] {
         let mut worker = begun(&workers, b'h');
         let pid = pid_of(&mut worker);
         let killed = Command::new("kill").args([option, &pid.to_string()]).status();
         assert!(killed.unwrap().success());
         assert_eq!(worker.socket().read(&mut [0]).unwrap(), 0);
-        assert_eq!(worker.end().unwrap(), Ended::Signal(signal));
+        assert_eq!(worker.end().unwrap(), WorkerExit::Signal(signal));
         next_one_works(&workers, 1);
     }
-    // It does nothing any more, or is stopped, and the VM has enough of it.
+    // The worker blocks or is stopped, and the VM terminates it.
     for stopped in [false, true] {
         let mut worker = begun(&workers, b'h');
         let pid = pid_of(&mut worker);
@@ -220,13 +222,13 @@ fn every_end(mode: Mode) {
             let stop = Command::new("kill").args(["-STOP", &pid.to_string()]).status();
             assert!(stop.unwrap().success());
         }
-        assert_eq!(worker.end().unwrap(), Ended::Signal(libc::SIGKILL));
+        assert_eq!(worker.end().unwrap(), WorkerExit::Signal(libc::SIGKILL));
         next_one_works(&workers, 1);
     }
-    // It is let go without a word.
+    // The worker is dropped without a message.
     drop(begun(&workers, b'h'));
     next_one_works(&workers, 1);
-    // The keeper is killed, and with it the worker that is there: nobody can start another.
+    // The keeper is killed together with the current worker, and no further worker can be started.
     let mut worker = begun(&workers, b'h');
     let keeper = parent(pid_of(&mut worker));
     let killed = Command::new("kill").args(["-9", &keeper.to_string()]).status();
@@ -235,11 +237,11 @@ fn every_end(mode: Mode) {
     worker.end().unwrap_err();
     for _ in 0..2 {
         let gone = workers.begin().unwrap_err();
-        assert!(matches!(gone, BeginError::NoKeeper(_)), "{gone}");
+        assert!(matches!(gone, WorkerStartError::NoKeeper(_)), "{gone}");
     }
 }
 
-fn pid_of(worker: &mut Worker<'_>) -> u32 {
+fn pid_of(worker: &mut WorkerProcess<'_>) -> u32 {
     let mut pid = [0; 4];
     worker.socket().read_exact(&mut pid).unwrap();
     u32::from_le_bytes(pid)
@@ -247,19 +249,19 @@ fn pid_of(worker: &mut Worker<'_>) -> u32 {
 
 fn forbidden() {
     let workers = workers(Mode::On);
-    assert_eq!(whole(&workers, b'o'), (b"o".to_vec(), Ended::Done));
+    assert_eq!(read_all(&workers, b'o'), (b"o".to_vec(), WorkerExit::Done));
     for (at, (what, ..)) in FORBIDDEN.iter().enumerate() {
-        let (said, ended) = whole(&workers, b'A' + at as u8);
-        assert_eq!((said, ended), (Vec::new(), Ended::Forbidden), "{what}");
+        let (said, ended) = read_all(&workers, b'A' + at as u8);
+        assert_eq!((said, ended), (Vec::new(), WorkerExit::Forbidden), "{what}");
     }
-    assert_eq!(whole(&workers, b'n').1, Ended::Done);
+    assert_eq!(read_all(&workers, b'n').1, WorkerExit::Done);
 }
 
-/// Shows a worker that waits, and its keeper, to the test.
+/// Prints the process IDs of a waiting worker and its keeper for the test.
 fn shown() {
     let workers = workers(Mode::On);
     let mut worker = begun(&workers, b'h');
-    // The test program has begun a line.
+    // The test harness has printed an incomplete line.
     println!("\n{}", pid_of(&mut worker));
     std::io::stdout().flush().unwrap();
     loop {
@@ -292,9 +294,10 @@ fn does(task: &str) {
     assert!(status.success() && said.contains(DONE), "{said}{err}");
 }
 
-/// Memory, time, a panic, a kill, a halt: each is told, and the next worker works.
+/// Memory exhaustion, CPU time limit, panic, kill and termination are each reported, and the next
+/// worker starts.
 #[test]
-fn whatever_ends_a_worker_is_told_and_the_next_one_works() {
+fn worker_exit_is_reported_and_next_worker_starts() {
     does("ends");
 }
 
@@ -305,21 +308,21 @@ fn limits_hold_without_filters() {
 }
 
 #[test]
-fn a_worker_that_tries_what_it_may_not_is_ended_and_the_next_one_works() {
+fn forbidden_call_kills_worker_only() {
     does("forbidden");
 }
 
-/// The process `pid`'s parent.
+/// Returns the parent of process `pid`.
 fn parent(pid: u32) -> u32 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
     line.unwrap().trim().parse().unwrap()
 }
 
-/// A worker has its socket, the pipe for its last words, and no way to the VM's own files; it and its keeper
-/// are gone with the VM.
+/// A worker has only its socket and the pipe for its output, and cannot access the VM's files. Both
+/// the worker and its keeper exit with the VM.
 #[test]
-fn a_worker_has_one_socket_and_ends_with_its_vm() {
+fn worker_has_one_socket_and_exits_with_vm() {
     let mut vm = child_command(module_path!(), TASK, "shown")
         .stdout(Stdio::piped())
         .spawn()
@@ -337,7 +340,7 @@ fn a_worker_has_one_socket_and_ends_with_its_vm() {
             let number: u32 = fd.file_name().to_str().unwrap().parse().unwrap();
             let leads = fs::read_link(fd.path()).unwrap();
             let leads = leads.to_str().unwrap();
-            // The standard streams lead into a pipe that nobody reads.
+            // Standard streams lead to a pipe without a reader.
             match number {
                 0..=2 => assert!(leads.starts_with("pipe:"), "{leads}"),
                 _ if leads.starts_with("socket:") => found.0 += 1,
@@ -346,19 +349,20 @@ fn a_worker_has_one_socket_and_ends_with_its_vm() {
                 _ => panic!("{pid}: {leads}"),
             }
         }
-        // The second socket of the worker is the same one.
+        // The second socket descriptor of the worker is a copy of the first.
         assert_eq!(found, (sockets, pipes), "{pid}");
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("\nSeccomp:\t2\n"), "{status}");
     }
-    // For want of memory the kernel ends the worker before all others, and the keeper in the VM's turn.
+    // On memory shortage the kernel kills the worker first. The keeper has the same priority as the
+    // VM.
     let own = fs::read_to_string(turn(vm.id())).unwrap();
     assert_eq!(fs::read_to_string(turn(worker)).unwrap(), "1000\n");
     assert_eq!(fs::read_to_string(turn(keeper)).unwrap(), own);
     vm.kill().unwrap();
     vm.wait().unwrap();
     for pid in [worker, keeper] {
-        // Nobody may have waited for it yet.
+        // The process may be a zombie.
         let there = || {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
             Path::new(&format!("/proc/{pid}")).exists() && !status.contains("State:\tZ")

@@ -8,12 +8,12 @@ use serde::Serialize;
 use serde_json::Value;
 use vpmu::EventFilter;
 
-use super::{Access, Connection, ControlServer, Done, FdSource};
-use crate::control::exits::{ExitWatch, Taken};
-use crate::control::session::{EventSession, On, fail, role};
+use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
+use crate::control::exits::{ExitCountSnapshot, ExitWatch};
+use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunState, StopReason};
-use crate::vcpu::roster::RosterError;
+use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
     Call, CodeInfo, Failure, FailureKind, Generation, MAX_CODE, PROTOCOL, SymbolsInfo, VcpuExits,
@@ -21,59 +21,63 @@ use control_api::protocol::{
 
 /// Requests for the connection's own events.
 impl Connection {
-    fn set_enabled(&mut self, on: bool) -> Result<Done, Failure> {
+    fn set_enabled(&mut self, on: bool) -> Result<RequestOutcome, Failure> {
         if let Some(events) = &mut self.events {
             events.set_enabled(on);
         }
         value(Value::Null)
     }
 
-    fn joined(&mut self) -> Result<Done, Failure> {
+    fn joined(&mut self) -> Result<RequestOutcome, Failure> {
         let joined = self.events.as_mut().map(EventSession::joined);
         value(joined.unwrap_or_default())
     }
 
-    fn read(&self) -> Result<Done, Failure> {
+    fn read(&self) -> Result<RequestOutcome, Failure> {
         let read = self.events.as_ref().map(EventSession::read);
         value(read.unwrap_or_default())
     }
 
-    fn ring_losses(&self) -> Result<Done, Failure> {
+    fn ring_losses(&self) -> Result<RequestOutcome, Failure> {
         let losses = self.events.as_ref().map(EventSession::losses);
         value(losses.unwrap_or_default())
     }
 
-    fn ring(&mut self, vcpu: u32, pages: u32) -> Result<Done, Failure> {
+    fn ring(&mut self, vcpu: u32, pages: u32) -> Result<RequestOutcome, Failure> {
         let Some(events) = &mut self.events else {
             return fail(FailureKind::Invalid, "no event is open");
         };
         let (info, ring) = events.ring(vcpu, pages)?;
-        Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
+        Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Ring(ring)))
     }
 
-    fn host_ring(&mut self, handle: u32) -> Result<Done, Failure> {
-        let (info, fd) = self.opened()?.give_host_ring(handle)?;
-        Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
+    fn host_ring(&mut self, handle: u32) -> Result<RequestOutcome, Failure> {
+        let (info, fd) = self.opened()?.share_host_ring(handle)?;
+        Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Event(fd)))
     }
 }
 
 /// Returns the vCPUs on which an event is opened.
-fn where_to(whole: bool, vcpus: Option<&[u32]>, sampling: bool) -> Result<On<'_>, Failure> {
+fn event_targets(whole: bool, vcpus: Option<&[u32]>, sampling: bool) -> Result<EventTargets<'_>, Failure> {
     match (whole, vcpus) {
-        (true, None) if !sampling => Ok(On::Whole),
+        (true, None) if !sampling => Ok(EventTargets::WholeVm),
         (true, _) => fail(
             FailureKind::Invalid,
             "an event for the whole VM goes with neither vCPUs nor sampling",
         ),
-        (false, Some(these)) => Ok(On::These(these)),
-        (false, None) => Ok(On::Each),
+        (false, Some(these)) => Ok(EventTargets::Listed(these)),
+        (false, None) => Ok(EventTargets::EveryVcpu),
     }
 }
 
 impl ControlServer {
-    pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
+    pub(super) fn answer(
+        &mut self,
+        connection: &mut Connection,
+        call: Call,
+    ) -> Result<RequestOutcome, Failure> {
         let vm = &self.vm;
-        if connection.access == Access::Observers {
+        if connection.access == SocketAccess::Observers {
             may_observe(&call)?;
         }
         match call {
@@ -82,14 +86,14 @@ impl ControlServer {
             Call::Pause | Call::Resume => self.pause(connection, call == Call::Pause),
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
-                vm.roster.kicker().kick();
+                vm.registry.kicker().kick();
                 value(vm.info(connection.role()))
             }
             Call::Powerdown => self.powerdown(connection),
             Call::Vcpus { count } => self.vcpus(connection, count),
             Call::VcpuPlug => value(vm.vcpu_plug()),
             Call::VcpusWithdraw => {
-                vm.roster.withdraw();
+                vm.registry.withdraw_eject_requests();
                 value(vm.vcpu_plug())
             }
             Call::Share { policy } => {
@@ -104,9 +108,9 @@ impl ControlServer {
                 whole,
                 sampling,
             } => {
-                let where_to = where_to(whole, vcpus.as_deref(), sampling.is_some())?;
+                let event_targets = event_targets(whole, vcpus.as_deref(), sampling.is_some())?;
                 let session = self.session(connection);
-                value(session.open(&events, where_to, sampling)?)
+                value(session.open(&events, event_targets, sampling)?)
             }
             Call::Enable | Call::Disable => connection.set_enabled(call == Call::Enable),
             Call::Joined => connection.joined(),
@@ -118,7 +122,7 @@ impl ControlServer {
             Call::Ring { vcpu, pages } => connection.ring(vcpu, pages),
             Call::HostRing { handle } => connection.host_ring(handle),
             Call::Chains { handle, every } => {
-                connection.opened()?.take_chains(handle, every)?;
+                connection.opened()?.sample_in_vmm(handle, every)?;
                 value(Value::Null)
             }
             Call::RingLosses => connection.ring_losses(),
@@ -130,7 +134,7 @@ impl ControlServer {
             Call::GuestView => {
                 self.guest_pmu()?;
                 value(Generation {
-                    generation: vm.ask_views(),
+                    generation: vm.request_views(),
                 })
             }
             Call::GuestViewResult { generation } => value(vm.views(generation)),
@@ -139,7 +143,7 @@ impl ControlServer {
         }
     }
 
-    fn hello(&self, connection: &mut Connection, protocol: u32) -> Result<Done, Failure> {
+    fn hello(&self, connection: &mut Connection, protocol: u32) -> Result<RequestOutcome, Failure> {
         if protocol != PROTOCOL {
             return fail(
                 FailureKind::Protocol,
@@ -152,25 +156,25 @@ impl ControlServer {
         value(self.vm.info(connection.role()))
     }
 
-    fn pause(&self, connection: &Connection, paused: bool) -> Result<Done, Failure> {
+    fn pause(&self, connection: &Connection, paused: bool) -> Result<RequestOutcome, Failure> {
         if !self.vm.control.set_paused(paused) {
             return fail(FailureKind::Invalid, "the VM has ended");
         }
-        self.vm.roster.kicker().kick();
+        self.vm.registry.kicker().kick();
         value(self.vm.info(connection.role()))
     }
 
-    fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<Done, Failure> {
+    fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<RequestOutcome, Failure> {
         let probe = self.vm.pmu.probe();
         let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
         let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
             kind: FailureKind::Internal,
             message: format!("a process's memory: {e}"),
         })?;
-        Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
+        Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::File(file)))
     }
 
-    fn powerdown(&self, connection: &Connection) -> Result<Done, Failure> {
+    fn powerdown(&self, connection: &Connection) -> Result<RequestOutcome, Failure> {
         let vm = &self.vm;
         if vm.control.state() != RunState::Running {
             return fail(FailureKind::Invalid, "only a running VM hears its power button");
@@ -184,37 +188,37 @@ impl ControlServer {
         value(vm.info(connection.role()))
     }
 
-    fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<Done, Failure> {
+    fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<RequestOutcome, Failure> {
         let come = self
             .vm
-            .roster
+            .registry
             .begin(count)
             .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
         // Events on all vCPUs are opened before the guest sees the new vCPUs.
         for vcpu in come.numbers() {
             let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
             for events in others.chain(connection.events.as_mut()) {
-                events.vcpu_came(vcpu.into());
+                events.open_on_new_vcpu(vcpu.into());
             }
         }
-        self.vm.roster.show(come);
+        self.vm.registry.show(come);
         value(self.vm.vcpu_plug())
     }
 
     /// Returns the exits of all vCPUs since the connection's first such request.
     fn exits(&mut self, connection: &mut Connection) -> Vec<VcpuExits> {
-        let seats = self.vm.roster.seats();
-        let taken = Taken::out_of(seats);
+        let slots = self.vm.registry.slots();
+        let taken = ExitCountSnapshot::out_of(slots);
         for others in self.connections.values_mut().filter_map(|c| c.exits.as_mut()) {
-            others.took(&taken);
+            others.record_longest(&taken);
         }
         let watch = connection
             .exits
-            .get_or_insert_with(|| ExitWatch::begin(seats, &taken));
-        watch.tell(&taken)
+            .get_or_insert_with(|| ExitWatch::begin(slots, &taken));
+        watch.exits_since_start(&taken)
     }
 
-    fn code(&self, cr3: u64, address: u64, length: u32) -> Result<Done, Failure> {
+    fn code(&self, cr3: u64, address: u64, length: u32) -> Result<RequestOutcome, Failure> {
         if !(1..=MAX_CODE).contains(&length) {
             return fail(
                 FailureKind::Invalid,
@@ -229,16 +233,16 @@ impl ControlServer {
         value(CodeInfo::new(address, &code))
     }
 
-    fn filter(&self, toml: &str) -> Result<Done, Failure> {
+    fn filter(&self, toml: &str) -> Result<RequestOutcome, Failure> {
         let pmu = self.guest_pmu()?;
         let filter = EventFilter::from_toml(toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let filter = pmu.within_limits(filter);
-        pmu.set_kvms_filter(&filter)
+        pmu.set_kvm_filter(&filter)
             .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let filter = Arc::new(filter);
         pmu.set_filter(filter.clone());
-        for seat in self.vm.roster.taken() {
-            seat.mailbox().send_filter(filter.clone());
+        for slot in self.vm.registry.taken() {
+            slot.request_queue().post_filter(filter.clone());
         }
         self.vm.deliver();
         value(Value::Null)
@@ -248,24 +252,24 @@ impl ControlServer {
     fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
         let (vm, uid) = (&self.vm, connection.uid);
         let (uid, role) = match connection.access {
-            Access::Operators => (uid, role(uid)),
+            SocketAccess::Operators => (uid, role(uid)),
             // Observers open events with the identity and role of the VM's user.
-            Access::Observers => (peer::own_uid(), Role::Operator),
+            SocketAccess::Observers => (peer::own_uid(), Role::Operator),
         };
-        let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.roster.clone());
+        let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.registry.clone());
         connection.events.get_or_insert_with(new)
     }
 
     /// Returns information about the guest kernel. Starts a search for the kernel if none has run
     /// yet.
-    fn kernel(&self) -> Result<Done, Failure> {
+    fn kernel(&self) -> Result<RequestOutcome, Failure> {
         let vm = &self.vm;
         let probe = vm.pmu.probe();
         if !vm.flat
-            && let Some(first) = vm.roster.taken().next()
+            && let Some(first) = vm.registry.taken().next()
             && probe.begin_search()
         {
-            first.mailbox().ask_kernel();
+            first.request_queue().request_kernel_search();
             vm.deliver();
         }
         value(probe.kernel_info())
@@ -282,7 +286,7 @@ impl ControlServer {
         )
     }
 
-    fn symbols(&mut self) -> Result<Done, Failure> {
+    fn symbols(&mut self) -> Result<RequestOutcome, Failure> {
         let kernel = self.vm.pmu.probe().kernel();
         let running = kernel.as_ref().filter(|kernel| kernel.symbol_count > 0);
         let loaded = self.vm.symbols.load_full();
@@ -318,7 +322,7 @@ impl ControlServer {
         let file = peer::opened_again(&text).map_err(internal)?;
         let value = to_value(&info)?;
         self.symbols = Some((of_running, loaded, info, text));
-        Ok(Done::WithFd(value, FdSource::File(file)))
+        Ok(RequestOutcome::WithFd(value, FdSource::File(file)))
     }
 }
 
@@ -364,14 +368,16 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
 }
 
 /// Returns the failure kind of a rejected vCPU count.
-fn kind_of(error: &RosterError) -> FailureKind {
+fn kind_of(error: &VcpuRegistryError) -> FailureKind {
     match error {
-        RosterError::Fixed(_) => FailureKind::Unsupported,
-        RosterError::OutOfRange { .. } | RosterError::NotRunning(_) | RosterError::Leaving(_) => {
-            FailureKind::Invalid
+        VcpuRegistryError::Fixed(_) => FailureKind::Unsupported,
+        VcpuRegistryError::OutOfRange { .. }
+        | VcpuRegistryError::NotRunning(_)
+        | VcpuRegistryError::Leaving(_) => FailureKind::Invalid,
+        VcpuRegistryError::Start(..) => FailureKind::Limit,
+        VcpuRegistryError::State(..) | VcpuRegistryError::Make(..) | VcpuRegistryError::Slow(_) => {
+            FailureKind::Internal
         }
-        RosterError::Start(..) => FailureKind::Limit,
-        RosterError::State(..) | RosterError::Make(..) | RosterError::Slow(_) => FailureKind::Internal,
     }
 }
 
@@ -379,8 +385,8 @@ fn to_value(of: impl Serialize) -> Result<Value, Failure> {
     serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
 }
 
-fn value(of: impl Serialize) -> Result<Done, Failure> {
-    to_value(of).map(Done::Value)
+fn value(of: impl Serialize) -> Result<RequestOutcome, Failure> {
+    to_value(of).map(RequestOutcome::Value)
 }
 
 fn share_policy(name: &str) -> Result<SharePolicy, Failure> {

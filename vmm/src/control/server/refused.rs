@@ -8,7 +8,7 @@ use perf_core::error_line;
 
 /// Reason for refusing a connection.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refused {
+pub(super) enum ConnectionRefusal {
     /// A user other than root and the VM's user connected to the operator socket.
     #[error("user {0} is not the VM's owner")]
     NotOwner(u32),
@@ -28,7 +28,7 @@ pub(super) enum Refused {
     Failed(#[from] io::Error),
 }
 
-impl Refused {
+impl ConnectionRefusal {
     fn kind(&self) -> FailureKind {
         match self {
             Self::NotOwner(_) => FailureKind::Denied,
@@ -39,7 +39,7 @@ impl Refused {
 
     /// Sends the reason to the client before the connection closes. Never blocks: a message that
     /// does not fit into the socket buffer is dropped.
-    pub(super) fn tell(&self, mut stream: &UnixStream) {
+    pub(super) fn send_to(&self, mut stream: &UnixStream) {
         let reply = ReplyLine {
             id: 0,
             ok: None,

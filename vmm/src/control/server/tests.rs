@@ -14,25 +14,25 @@ use crate::testing;
 use crate::vm::RunningVm;
 
 /// The VM and its server, with a socket for each access class.
-struct Served {
+struct ServedVm {
     manager: EventManager<ControlServer>,
     server: SubscriberId,
     dir: tempfile::TempDir,
     vm: RunningVm,
 }
 
-impl Served {
+impl ServedVm {
     fn new() -> Option<Self> {
         let vm = testing::halted_vm()?;
-        let controlled = testing::controlled(&vm);
+        let control_target = testing::control_target(&vm);
         let dir = tempfile::tempdir().unwrap();
         let socket = |name: &str| Socket::bind_at(&dir.path().join(name), 0o600).unwrap();
         let sockets = vec![
-            (Access::Operators, socket("operators")),
-            (Access::Observers, socket("observers")),
+            (SocketAccess::Operators, socket("operators")),
+            (SocketAccess::Observers, socket("observers")),
         ];
         let mut manager = EventManager::new().unwrap();
-        let server = manager.add_subscriber(ControlServer::new(Arc::new(controlled), sockets));
+        let server = manager.add_subscriber(ControlServer::new(Arc::new(control_target), sockets));
         Some(Self {
             manager,
             server,
@@ -57,14 +57,14 @@ impl Served {
         connections.values_mut().next().unwrap()
     }
 
-    fn connect(&mut self, access: Access) -> Peer {
+    fn connect(&mut self, access: SocketAccess) -> TestClient {
         let name = match access {
-            Access::Operators => "operators",
-            Access::Observers => "observers",
+            SocketAccess::Operators => "operators",
+            SocketAccess::Observers => "observers",
         };
         let stream = UnixStream::connect(self.dir.path().join(name)).unwrap();
         stream.set_nonblocking(true).unwrap();
-        let peer = Peer {
+        let peer = TestClient {
             stream,
             seen: Vec::new(),
         };
@@ -73,7 +73,7 @@ impl Served {
     }
 
     /// Connects a client and sends its hello.
-    fn greeted(&mut self, access: Access) -> Peer {
+    fn greeted(&mut self, access: SocketAccess) -> TestClient {
         let mut peer = self.connect(access);
         let reply = self.ask(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
         assert_eq!(reply["protocol"], PROTOCOL);
@@ -81,7 +81,7 @@ impl Served {
     }
 
     /// Sends raw bytes and returns the replies.
-    fn say(&mut self, peer: &mut Peer, bytes: &[u8]) -> Vec<ReplyLine> {
+    fn say(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
         // The server may have closed the socket, and long input is sent in pieces.
         let mut rest = bytes;
         let mut replies = Vec::new();
@@ -98,7 +98,7 @@ impl Served {
     }
 
     /// Sends one request without rate limit and returns its reply.
-    fn ask(&mut self, peer: &mut Peer, call: &Call) -> Result<Value, Failure> {
+    fn ask(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, Failure> {
         for connection in self.server().connections.values_mut() {
             connection.tokens = REQUEST_BURST;
         }
@@ -116,12 +116,12 @@ impl Served {
     }
 }
 
-struct Peer {
+struct TestClient {
     stream: UnixStream,
     seen: Vec<u8>,
 }
 
-impl Peer {
+impl TestClient {
     /// Returns the replies received so far.
     fn replies(&mut self) -> Vec<ReplyLine> {
         let mut chunk = [0; 4096];
@@ -145,8 +145,8 @@ impl Peer {
 /// An invalid request is refused with the reason and ends the connection. Requests after it are not
 /// executed.
 #[test]
-fn what_is_no_request_ends_the_connection() {
-    let Some(mut served) = Served::new() else { return };
+fn invalid_request_closes_connection() {
+    let Some(mut served) = ServedVm::new() else { return };
     let deep = [b"[".repeat(10_000), b"\n".to_vec()].concat();
     for said in [
         b"\n".as_slice(),
@@ -162,7 +162,7 @@ fn what_is_no_request_ends_the_connection() {
         b"\xFF\xFE\n",
         &deep,
     ] {
-        let mut peer = served.greeted(Access::Operators);
+        let mut peer = served.greeted(SocketAccess::Operators);
         let stop = b"{\"id\":9,\"call\":\"stop\"}\n";
         let replies = served.say(&mut peer, &[said, stop].concat());
         let text = String::from_utf8_lossy(&said[..said.len().min(60)]).into_owned();
@@ -183,8 +183,8 @@ fn what_is_no_request_ends_the_connection() {
 
 /// Requests before the hello are refused, and only this protocol version is accepted.
 #[test]
-fn the_first_word_is_hello_in_this_version() {
-    let Some(mut served) = Served::new() else { return };
+fn first_request_must_be_hello_of_this_version() {
+    let Some(mut served) = ServedVm::new() else { return };
     for (call, said) in [
         (Call::Status, "the first request must be hello"),
         (Call::Stop, "the first request must be hello"),
@@ -194,7 +194,7 @@ fn the_first_word_is_hello_in_this_version() {
             "version 4294967295 of the protocol",
         ),
     ] {
-        let mut peer = served.connect(Access::Operators);
+        let mut peer = served.connect(SocketAccess::Operators);
         let failure = served.ask(&mut peer, &call).unwrap_err();
         assert_eq!(failure.kind, FailureKind::Protocol);
         assert!(failure.message.contains(said), "{call:?}: {failure}");
@@ -205,9 +205,9 @@ fn the_first_word_is_hello_in_this_version() {
 
 /// A request may arrive in pieces. A request at the size limit without its end is refused.
 #[test]
-fn a_request_may_come_in_pieces_and_has_a_limit() {
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
+fn fragmented_request_is_accepted_up_to_limit() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
     let line = b"{\"id\":5,\"call\":\"status\"}\n";
     for byte in &line[..line.len() - 1] {
         assert!(served.say(&mut peer, &[*byte]).is_empty());
@@ -224,24 +224,24 @@ fn a_request_may_come_in_pieces_and_has_a_limit() {
 /// The burst is bounded, and a client that exceeds its rate is disconnected while others are
 /// served.
 #[test]
-fn who_asks_more_than_he_may_is_sent_away() {
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
+fn client_above_request_rate_is_disconnected() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
     let long_ago = Instant::now().checked_sub(Duration::from_secs(60));
     if let Some(long_ago) = long_ago {
         let connection = served.only();
         (connection.tokens, connection.refilled) = (0.0, long_ago);
-        assert!(connection.may_ask());
+        assert!(connection.take_request_token());
         assert_eq!(
             connection.tokens,
             REQUEST_BURST - 1.0,
             "a minute's silence saves up no more than a burst"
         );
     }
-    let mut other = served.greeted(Access::Observers);
+    let mut other = served.greeted(SocketAccess::Observers);
     // Disables the refill of the rate limit.
     let mut connections = served.server().connections.values_mut();
-    let connection = connections.find(|c| c.access == Access::Operators).unwrap();
+    let connection = connections.find(|c| c.access == SocketAccess::Operators).unwrap();
     (connection.tokens, connection.refilled) = (0.5, Instant::now() + Duration::from_secs(3600));
     let replies = served.say(&mut peer, b"{\"id\":5,\"call\":\"status\"}\n");
     let failure = replies[0].error.as_ref().unwrap();
@@ -256,12 +256,12 @@ fn who_asks_more_than_he_may_is_sent_away() {
 /// While a client does not read its replies, the server reads none of its requests, and its backlog
 /// does not grow. When the client reads, all replies arrive and the pending requests are answered.
 #[test]
-fn who_does_not_fetch_its_replies_is_not_read() {
+fn requests_wait_while_replies_are_unsent() {
     /// A number of requests within the burst limit.
     const MORE: u64 = 150;
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
-    let ask = |served: &mut Served, peer: &mut Peer, id: u64| {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
+    let ask = |served: &mut ServedVm, peer: &mut TestClient, id: u64| {
         served.only().tokens = REQUEST_BURST;
         let line = format!("{{\"id\":{id},\"call\":\"counts\"}}\n");
         peer.stream.write_all(line.as_bytes()).unwrap();
@@ -359,9 +359,9 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
 /// An observer can count and inspect. Requests that change the VM, sample it or read its memory are
 /// denied without effect.
 #[test]
-fn an_observer_counts_and_does_nothing_else() {
-    let Some(mut served) = Served::new() else { return };
-    let mut observer = served.greeted(Access::Observers);
+fn observer_may_only_count() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut observer = served.greeted(SocketAccess::Observers);
     let mut calls = requests(0, 64, "cycles");
     calls.push(Call::Stop);
     let mut denied = Vec::new();
@@ -398,7 +398,7 @@ fn an_observer_counts_and_does_nothing_else() {
     ];
     assert_eq!(denied, right, "open: that which samples");
     assert_eq!(served.vm.control().reason(), None);
-    assert!(!served.vm.control().is_to_pause());
+    assert!(!served.vm.control().is_pause_requested());
     assert_eq!(
         served.ask(&mut observer, &Call::Status).unwrap()["role"],
         "observer"
@@ -407,10 +407,10 @@ fn an_observer_counts_and_does_nothing_else() {
 
 /// An impossible request is refused with its failure kind, and the connection stays open.
 #[test]
-fn what_cannot_be_is_refused_and_the_connection_goes_on() {
+fn refused_request_keeps_connection_open() {
     use FailureKind::{Invalid, Unsupported};
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
     let open = |events: &str, vcpus: Option<Vec<u32>>, whole| Call::Open {
         events: events.into(),
         vcpus,
@@ -464,9 +464,9 @@ fn what_cannot_be_is_refused_and_the_connection_goes_on() {
 
 /// A list of events is opened as a whole or not at all.
 #[test]
-fn of_a_list_that_fails_nothing_stays_open() {
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
+fn failed_event_list_leaves_no_event_open() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
     let open = |events: &str, stack_bytes: u32| Call::Open {
         events: events.into(),
         vcpus: None,
@@ -510,9 +510,9 @@ fn of_a_list_that_fails_nothing_stays_open() {
 
 /// A VM that has ended cannot be paused.
 #[test]
-fn a_vm_that_has_ended_is_not_paused() {
-    let Some(mut served) = Served::new() else { return };
-    let mut peer = served.greeted(Access::Operators);
+fn ended_vm_rejects_pause() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut peer = served.greeted(SocketAccess::Operators);
     assert_eq!(served.ask(&mut peer, &Call::Pause).unwrap()["state"], "paused");
     assert_eq!(served.ask(&mut peer, &Call::Resume).unwrap()["state"], "running");
     assert_eq!(served.ask(&mut peer, &Call::Stop).unwrap()["state"], "stopped");
@@ -529,25 +529,25 @@ fn a_vm_that_has_ended_is_not_paused() {
 /// not displace operators, and a closed connection frees its slot. Clients without a hello are
 /// replaced.
 #[test]
-fn a_full_house_refuses_and_keeps_those_who_are_in() {
-    let Some(mut served) = Served::new() else { return };
-    let mut observers: Vec<Peer> = (0..MAX_OBSERVERS)
-        .map(|_| served.greeted(Access::Observers))
+fn full_server_refuses_new_connections() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let mut observers: Vec<TestClient> = (0..MAX_OBSERVERS)
+        .map(|_| served.greeted(SocketAccess::Observers))
         .collect();
-    let refused = |peer: &mut Peer| {
+    let refused = |peer: &mut TestClient| {
         let replies = peer.replies();
         let failure = replies.first().and_then(|reply| reply.error.clone());
         (peer.is_closed(), failure.map(|failure| failure.kind))
     };
-    let mut late = served.connect(Access::Observers);
+    let mut late = served.connect(SocketAccess::Observers);
     assert_eq!(refused(&mut late), (true, Some(FailureKind::Limit)));
-    let mut operator = served.greeted(Access::Operators);
+    let mut operator = served.greeted(SocketAccess::Operators);
     served.ask(&mut operator, &Call::Status).unwrap();
     drop(observers.pop());
     served.turn();
-    let mut silent = served.connect(Access::Observers);
+    let mut silent = served.connect(SocketAccess::Observers);
     assert!(silent.replies().is_empty(), "there is room for it");
-    let mut next = served.greeted(Access::Observers);
+    let mut next = served.greeted(SocketAccess::Observers);
     assert_eq!(refused(&mut silent), (true, Some(FailureKind::Limit)));
     for peer in observers.iter_mut().chain([&mut next, &mut operator]) {
         served.ask(peer, &Call::Status).unwrap();
@@ -557,9 +557,9 @@ fn a_full_house_refuses_and_keeps_those_who_are_in() {
 /// The server answers every request under its number, whatever the requests, and keeps serving
 /// other clients.
 #[test]
-fn no_sequence_of_requests_harms_the_server() {
-    let Some(mut served) = Served::new() else { return };
-    let other = served.greeted(Access::Observers);
+fn server_answers_any_request_sequence() {
+    let Some(mut served) = ServedVm::new() else { return };
+    let other = served.greeted(SocketAccess::Observers);
     let words = prop::sample::select(vec![
         "cycles",
         "task-clock,cycles",
@@ -581,7 +581,7 @@ fn no_sequence_of_requests_harms_the_server() {
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(24));
     let ran = runner.run(&nth, |sequence| {
         let (served, other) = &mut *both.borrow_mut();
-        let mut peer = served.greeted(Access::Operators);
+        let mut peer = served.greeted(SocketAccess::Operators);
         for (nth, a, b, words) in sequence {
             let calls = requests(a, b, words);
             // Any reply is valid if it has the request's number and the connection stays open.

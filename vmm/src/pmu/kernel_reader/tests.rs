@@ -52,11 +52,11 @@ fn guest() -> (GuestMemoryMmap, GuestRegs, Anchors) {
 #[test]
 #[ignore = "a child of the test below"]
 fn as_a_child() {
-    let confinement = Confinement {
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
-    let limits = Limits {
+    let limits = WorkerLimits {
         memory_bytes: 320 << 20,
         cpu_seconds: 1,
     };
@@ -79,7 +79,7 @@ fn as_a_child() {
         "it asked the host's kernel for what its seccomp filter forbids",
     ] {
         let failed = reader.read(&memory, &regs, &anchors).unwrap_err();
-        assert!(matches!(failed, ReadError::Ended(_)), "{failed}");
+        assert!(matches!(failed, KernelReadError::WorkerExit(_)), "{failed}");
         let line = failed.to_string();
         assert!(
             line.starts_with("the guest's kernel could not be read: ") && line.contains(why),
@@ -91,14 +91,14 @@ fn as_a_child() {
     let none = Anchors::default();
     let failed = reader.read(&memory, &regs, &none).unwrap_err();
     assert!(
-        matches!(failed, ReadError::Ask(AskError::NotFound(_))),
+        matches!(failed, KernelReadError::Ask(AskError::NotFound(_))),
         "{failed}"
     );
     finds();
 }
 
 #[test]
-fn whatever_happens_to_a_reader_is_told_and_the_next_search_finds_the_kernel() {
+fn reader_failure_is_reported_and_next_search_succeeds() {
     let out = Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",

@@ -4,8 +4,8 @@ use iced_x86::{Code, Decoder, DecoderOptions};
 use kvm_bindings::{kvm_segment, kvm_sregs};
 use vpmu::exact::GuestMemory;
 
-use super::super::step::state::{Linear, State};
-use kernel_images::rdpmc::{LONGEST, RDPMC};
+use super::super::step::state::{LinearMemory, VcpuState};
+use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, RDPMC};
 
 /// RFLAGS bit 1, always set (SDM vol. 3 §2.3).
 const RFLAGS_ONE: u64 = 1 << 1;
@@ -20,7 +20,7 @@ pub(super) const CR4_LA57: u64 = 1 << 12;
 /// Stack frame that the processor pushes when it enters the #GP handler from 64-bit or
 /// compatibility mode (SDM vol. 3 §6.14.2).
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Frame {
+pub(super) struct FaultFrame {
     pub rip: u64,
     /// Length of the faulting instruction in bytes.
     length: u8,
@@ -31,7 +31,7 @@ pub(super) struct Frame {
     ss: kvm_segment,
 }
 
-impl Frame {
+impl FaultFrame {
     /// Reads the frame of a #GP raised by RDPMC, with the vCPU at the first instruction of the
     /// handler. Returns `None` if another instruction faulted or the segments in the frame are
     /// invalid. `replaced` returns the length of the replaced RDPMC at a physical address; a
@@ -41,8 +41,8 @@ impl Frame {
         reason = "a selector is the lower half of what was pushed"
     )]
     pub fn of_rdpmc(
-        state: &State,
-        memory: &mut Linear<'_>,
+        state: &VcpuState,
+        memory: &mut LinearMemory<'_>,
         replaced: impl FnOnce(u64) -> Option<u8>,
     ) -> Option<Self> {
         if !state.is_64bit() || state.cpl() != 0 {
@@ -65,7 +65,7 @@ impl Frame {
             _ => return None,
         };
         let linear = if cs.l == 0 { cs.base.wrapping_add(rip) } else { rip };
-        let mut code = [0; LONGEST];
+        let mut code = [0; MAX_INSTRUCTION_BYTES];
         let readable = memory.read(linear, &mut code);
         let length = rdpmc_length(&code[..readable], &cs).or_else(|| replaced(memory.physical(linear)?))?;
         let behind = rip.wrapping_add(length.into());
@@ -101,7 +101,7 @@ impl Frame {
     }
 
     /// Completes the RDPMC with `value` and resumes after it.
-    pub fn resume(&self, value: u64, state: &mut State) {
+    pub fn resume(&self, value: u64, state: &mut VcpuState) {
         self.execute_again(state);
         state.regs.rip = self.behind();
         state.regs.rax = value & 0xffff_ffff;
@@ -109,7 +109,7 @@ impl Frame {
     }
 
     /// Restores the state before the fault, so that the RDPMC is executed again.
-    pub fn execute_again(&self, state: &mut State) {
+    pub fn execute_again(&self, state: &mut VcpuState) {
         state.regs.rip = self.rip;
         state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;
         state.regs.rsp = self.rsp;
@@ -161,7 +161,7 @@ fn is_user_data(segment: &kvm_segment) -> bool {
 
 /// Reads the code or data segment that `selector` refers to (SDM vol. 3 §3.4.5).
 #[expect(clippy::cast_possible_truncation, reason = "20 bits of it")]
-fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut Linear<'_>) -> Option<kvm_segment> {
+fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut LinearMemory<'_>) -> Option<kvm_segment> {
     let (base, limit) = if selector & 4 == 0 {
         (sregs.gdt.base, u32::from(sregs.gdt.limit))
     } else {
@@ -209,8 +209,8 @@ mod tests {
     }
 
     /// Returns a state with identity-mapped linear addresses and with a GDT and an LDT.
-    fn state(gdt_limit: u16, ldt_limit: u32) -> State {
-        let mut state = State {
+    fn state(gdt_limit: u16, ldt_limit: u32) -> VcpuState {
+        let mut state = VcpuState {
             regs: Default::default(),
             sregs: Default::default(),
         };
@@ -233,7 +233,7 @@ mod tests {
         /// A selector loads the segment of its descriptor, from the table that selector bit 2
         /// selects, with the accessed bit set.
         #[test]
-        fn a_selector_gives_what_its_descriptor_says(
+        fn selector_loads_segment_of_descriptor(
             index in 1u16..32,
             local: bool,
             rpl in 0u16..4,
@@ -264,13 +264,13 @@ mod tests {
             let table = if local { LDT } else { GDT };
             let at = GuestAddress(table + 8 * u64::from(index));
             memory.write_obj(descriptor(&segment_there), at).unwrap();
-            let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
+            let found = segment(&state.sregs, segment_there.selector, &mut LinearMemory::new(&memory, &state));
             let used = kvm_segment { type_: type_ | 1, ..segment_there };
             prop_assert_eq!(found, Some(used));
             // A descriptor that is not present or is a system descriptor is rejected.
             for without in [1u64 << 47, 1 << 44] {
                 memory.write_obj(descriptor(&segment_there) & !without, at).unwrap();
-                let found = segment(&state.sregs, segment_there.selector, &mut Linear::new(&memory, &state));
+                let found = segment(&state.sregs, segment_there.selector, &mut LinearMemory::new(&memory, &state));
                 prop_assert_eq!(found, None);
             }
         }
@@ -279,7 +279,7 @@ mod tests {
     /// A descriptor table ends exactly at its limit. Entry 0 is unusable in the GDT and valid in
     /// the LDT.
     #[test]
-    fn a_table_ends_where_its_limit_says() {
+    fn descriptor_table_ends_at_limit() {
         let memory = memory();
         let code = kvm_segment {
             limit: 0xf_ffff,
@@ -297,7 +297,7 @@ mod tests {
         }
         let is_there = |gdt, ldt, selector| {
             let state = state(gdt, ldt);
-            segment(&state.sregs, selector, &mut Linear::new(&memory, &state)).is_some()
+            segment(&state.sregs, selector, &mut LinearMemory::new(&memory, &state)).is_some()
         };
         for (gdt, ldt, selector, there) in [
             (0x1f, 0, 0x08, true),
@@ -322,14 +322,14 @@ mod tests {
         // A table outside guest memory.
         let mut nowhere = state(0xff, 0);
         nowhere.sregs.gdt.base = 0x1_0000 - 8;
-        let found = segment(&nowhere.sregs, 0x08, &mut Linear::new(&memory, &nowhere));
+        let found = segment(&nowhere.sregs, 0x08, &mut LinearMemory::new(&memory, &nowhere));
         assert!(found.is_none());
     }
 
     /// A return address must be canonical in the guest's paging mode, because resuming at another
     /// address would end the VM.
     #[test]
-    fn addresses_are_canonical_as_the_mode_has_it() {
+    fn canonical_check_follows_paging_mode() {
         let mut sregs = kvm_sregs::default();
         let four = [(1u64 << 47) - 1, 0xffff_8000_0000_0000, 0, u64::MAX];
         let five = [(1u64 << 56) - 1, 0xff00_0000_0000_0000, 1 << 47];

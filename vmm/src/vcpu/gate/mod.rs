@@ -24,20 +24,20 @@ use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::GuestMemory;
 
-use super::step::state::{Linear, State};
-use frame::Frame;
+use super::step::state::{LinearMemory, VcpuState};
+use frame::FaultFrame;
 pub(super) use frame::{RFLAGS_TF, rdpmc_length};
 use kernel_images::packed::PackedSymbols;
-use kernel_images::rdpmc::{LONGEST, TRAP};
-use planted::Head;
-pub use planted::{Planted, PlantedGate};
+use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, TRAP};
+use planted::HandlerInstruction;
+pub use planted::{GpHandlerTrap, TrapState};
 
 /// Vector of #GP (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;
 /// Size of an IDT gate in 64-bit mode, in bytes (SDM vol. 3 §6.14.1).
 const GATE_BYTES: u64 = 16;
 /// Maximum number of log lines per vCPU about the #GP handler.
-const MOST_LINES: u32 = 16;
+const MAX_LOG_LINES: u32 = 16;
 /// CR4.CET: shadow stacks and indirect branch tracking (SDM vol. 3 §2.5). The emulated return would
 /// not pop the shadow stack.
 const CR4_CET: u64 = 1 << 23;
@@ -46,31 +46,31 @@ const CR4_FRED: u64 = 1 << 32;
 
 /// Result of a stop at the #GP handler.
 #[derive(Clone, Copy, Debug)]
-pub enum Stopped {
-    /// An RDPMC faulted; complete it with [`Answer::give`].
-    Rdpmc(Answer),
+pub enum HandlerStop {
+    /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
+    Rdpmc(FaultedRdpmc),
     /// Another fault occurred; the handler must run.
     Handler,
 }
 
 /// An RDPMC instruction that raised #GP.
 #[derive(Clone, Copy, Debug)]
-pub struct Answer {
-    frame: Frame,
+pub struct FaultedRdpmc {
+    frame: FaultFrame,
     /// Value of ECX, which selects the counter.
     pub index: u32,
     /// Privilege level (CPL) of the faulting code.
     pub cpl: u8,
 }
 
-impl Answer {
+impl FaultedRdpmc {
     /// Completes the RDPMC with `value` and resumes after it.
-    pub fn give(&self, value: u64, state: &mut State) {
+    pub fn give(&self, value: u64, state: &mut VcpuState) {
         self.frame.resume(value, state);
     }
 
     /// Restores the state before the fault, so that the RDPMC is executed again.
-    pub fn execute_again(&self, state: &mut State) {
+    pub fn execute_again(&self, state: &mut VcpuState) {
         self.frame.execute_again(state);
     }
 
@@ -88,12 +88,12 @@ impl Answer {
 /// IDT gate and handler code found by the last check, with their physical addresses. Comparing them
 /// needs no KVM call.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct HandlerSnapshot {
     entry: (GuestAddress, u128),
     code: (GuestAddress, u16),
 }
 
-impl Seen {
+impl HandlerSnapshot {
     fn is_there(&self, memory: &GuestMemoryMmap) -> bool {
         memory
             .read_obj::<u128>(self.entry.0)
@@ -106,14 +106,14 @@ impl Seen {
 
 /// #GP handler interception of one vCPU.
 #[derive(Debug)]
-pub struct Gate {
+pub struct GpHandlerGate {
     memory: GuestMemoryMmap,
     symbols: Arc<PackedSymbols>,
     /// Trap shared by all vCPUs. `None` if a breakpoint is used instead.
-    planted: Option<Arc<PlantedGate>>,
+    planted: Option<Arc<GpHandlerTrap>>,
     /// Instruction at which the breakpoint is set.
-    breakpoint: Option<Head>,
-    seen: Option<Seen>,
+    breakpoint: Option<HandlerInstruction>,
+    seen: Option<HandlerSnapshot>,
     /// Address of a handler that cannot be intercepted, to log it only once.
     unfit: Option<u64>,
     /// Number of log lines written.
@@ -122,18 +122,18 @@ pub struct Gate {
 
 /// Result of checking the #GP handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Looked {
+pub enum HandlerCheck {
     /// The handler is unchanged, or there is no handler to intercept.
-    AsBefore,
+    Unchanged,
     /// The handler has changed. Contains the new breakpoint address if a breakpoint is used.
     Changed(Option<u64>),
 }
 
-impl Gate {
+impl GpHandlerGate {
     /// Creates the interception with a trap shared by all vCPUs, or with a breakpoint of this vCPU
     /// if `planted` is `None`.
     pub fn new(
-        planted: Option<Arc<PlantedGate>>,
+        planted: Option<Arc<GpHandlerTrap>>,
         memory: GuestMemoryMmap,
         symbols: Arc<PackedSymbols>,
     ) -> Self {
@@ -156,7 +156,7 @@ impl Gate {
 
     /// Returns the trap to which a port write with the vCPU at `rip` belongs.
     #[inline]
-    pub fn planted_at(&self, rip: u64) -> Option<Planted> {
+    pub fn planted_at(&self, rip: u64) -> Option<TrapState> {
         self.planted.as_ref()?.of(rip)
     }
 
@@ -167,16 +167,16 @@ impl Gate {
     }
 
     /// Locates the guest's #GP handler and installs the interception.
-    pub fn look(&mut self, state: &State) -> Looked {
+    pub fn look(&mut self, state: &VcpuState) -> HandlerCheck {
         self.seen = None;
         if !state.is_64bit() {
-            return Looked::AsBefore;
+            return HandlerCheck::Unchanged;
         }
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let Some(gate) = memory.gate(GENERAL_PROTECTION) else {
-            return Looked::AsBefore;
+            return HandlerCheck::Unchanged;
         };
-        let mut code = [0; 2 * LONGEST];
+        let mut code = [0; 2 * MAX_INSTRUCTION_BYTES];
         let readable = memory.read(gate, &mut code);
         let code = &code[..readable];
         let other_ways = state.sregs.cr4 & (CR4_CET | CR4_FRED) != 0;
@@ -191,29 +191,29 @@ impl Gate {
             .base
             .wrapping_add(GATE_BYTES * u64::from(GENERAL_PROTECTION));
         let at = served.map_or(gate, |(head, _)| head.at);
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let places = memory.physical(at).zip(memory.physical(entry));
         self.seen = places.and_then(|(code, entry)| {
             let (code, entry) = (GuestAddress(code), GuestAddress(entry));
-            Some(Seen {
+            Some(HandlerSnapshot {
                 code: (code, self.memory.read_obj(code).ok()?),
                 entry: (entry, self.memory.read_obj(entry).ok()?),
             })
         });
         let looked = match served {
-            Some((_, false)) => return Looked::AsBefore,
-            Some((head, true)) => Looked::Changed(self.planted.is_none().then_some(head.at)),
+            Some((_, false)) => return HandlerCheck::Unchanged,
+            Some((head, true)) => HandlerCheck::Changed(self.planted.is_none().then_some(head.at)),
             None => {
                 if let Some(planted) = &self.planted {
                     planted.remove(&self.memory);
                 }
                 if self.unfit.replace(gate) == Some(gate) {
-                    return Looked::AsBefore;
+                    return HandlerCheck::Unchanged;
                 }
-                Looked::Changed(None)
+                HandlerCheck::Changed(None)
             }
         };
-        if self.said < MOST_LINES && log::log_enabled!(log::Level::Info) {
+        if self.said < MAX_LOG_LINES && log::log_enabled!(log::Level::Info) {
             self.said += 1;
             let place = self.place(gate);
             if served.is_some() {
@@ -248,12 +248,12 @@ impl Gate {
         clippy::cast_possible_truncation,
         reason = "x86-64 only: usize has 64 bits; four at most"
     )]
-    fn serve(&mut self, gate: u64, code: &[u8], state: &State) -> Option<(Head, bool)> {
+    fn serve(&mut self, gate: u64, code: &[u8], state: &VcpuState) -> Option<(HandlerInstruction, bool)> {
         let Some(planted) = &self.planted else {
-            let head = Head::of(gate, code)?;
+            let head = HandlerInstruction::of(gate, code)?;
             return Some((head, self.breakpoint.replace(head) != Some(head)));
         };
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         // The trap is at the first instruction, or after a 4-byte ENDBR64.
         for at in [gate, gate.wrapping_add(4)] {
             if code
@@ -266,7 +266,7 @@ impl Gate {
                 return Some((head, false));
             }
         }
-        let head = Head::of(gate, code)?;
+        let head = HandlerInstruction::of(gate, code)?;
         let gpa = memory.physical(head.at).map(GuestAddress)?;
         let code = code.get((head.at - gate) as usize..)?;
         planted
@@ -277,21 +277,21 @@ impl Gate {
     /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the
     /// replaced RDPMC at a physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub fn stopped(&self, state: &State, replaced: impl FnOnce(u64) -> Option<u8>) -> Stopped {
-        match Frame::of_rdpmc(state, &mut Linear::new(&self.memory, state), replaced) {
-            Some(frame) => Stopped::Rdpmc(Answer {
+    pub fn stopped(&self, state: &VcpuState, replaced: impl FnOnce(u64) -> Option<u8>) -> HandlerStop {
+        match FaultFrame::of_rdpmc(state, &mut LinearMemory::new(&self.memory, state), replaced) {
+            Some(frame) => HandlerStop::Rdpmc(FaultedRdpmc {
                 frame,
                 index: state.regs.rcx as u32,
                 cpl: frame.cpl(),
             }),
-            None => Stopped::Handler,
+            None => HandlerStop::Handler,
         }
     }
 
     /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. If the
     /// trap has been removed meanwhile, the guest executes the instruction itself. Returns `None`
     /// if the guest's stack is not writable, so that the instruction cannot be emulated.
-    pub fn enter_handler(&self, at: u64, state: &mut State) -> Option<()> {
+    pub fn enter_handler(&self, at: u64, state: &mut VcpuState) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),
             None => self.breakpoint.filter(|head| head.at == at),

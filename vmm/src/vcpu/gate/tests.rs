@@ -1,5 +1,5 @@
 use super::frame::{CR4_LA57, is_canonical};
-use super::planted::{Does, RFLAGS_AC, RFLAGS_DF};
+use super::planted::{InstructionEffect, RFLAGS_AC, RFLAGS_DF};
 use super::*;
 use kernel_images::rdpmc::RDPMC;
 use proptest::prelude::*;
@@ -18,8 +18,8 @@ fn memory() -> GuestMemoryMmap {
 }
 
 /// Returns a vCPU in 64-bit code at CPL 0 with identity-mapped memory, a GDT and an IDT.
-fn kernel(memory: &GuestMemoryMmap) -> State {
-    let mut state = State {
+fn kernel(memory: &GuestMemoryMmap) -> VcpuState {
+    let mut state = VcpuState {
         regs: Default::default(),
         sregs: Default::default(),
     };
@@ -50,7 +50,7 @@ fn kernel(memory: &GuestMemoryMmap) -> State {
 }
 
 /// Enters the #GP handler for a fault at `cs:rip`.
-fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64) {
+fn fault(memory: &GuestMemoryMmap, state: &mut VcpuState, cs: u16, ss: u16, rip: u64) {
     let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
     state.regs.rsp = STACK;
     state.regs.rip = GATE;
@@ -64,21 +64,31 @@ fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64
 /// Linux handlers begin with ENDBR64 (if built with indirect branch tracking), then CLAC or its
 /// padding, then CLD.
 #[test]
-fn beginnings_of_handlers_are_known() {
-    let of = |code: &[u8]| Head::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
+fn handler_prologues_are_decoded() {
+    let of =
+        |code: &[u8]| HandlerInstruction::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
     assert_eq!(
         of(&[0x0f, 0x01, 0xca, 0xfc]),
-        Some((0, 3, Does::Clear(RFLAGS_AC)))
+        Some((0, 3, InstructionEffect::Clear(RFLAGS_AC)))
     );
     assert_eq!(
         of(&[0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x1f, 0x00, 0xfc]),
-        Some((4, 3, Does::Clear(0)))
+        Some((4, 3, InstructionEffect::Clear(0)))
     );
-    assert_eq!(of(&[0x90, 0x90, 0x90]), Some((0, 1, Does::Clear(0))));
-    assert_eq!(of(&[0xfc, 0xe8]), Some((0, 1, Does::Clear(RFLAGS_DF))));
-    assert_eq!(of(&[0x6a, 0x0d, 0xeb, 0]), Some((0, 2, Does::Push(13))));
-    assert_eq!(of(&[0x6a, 0xff]), Some((0, 2, Does::Push(-1))));
-    assert_eq!(of(&[0x68, 0, 0, 0, 0x80]), Some((0, 5, Does::Push(i32::MIN))));
+    assert_eq!(of(&[0x90, 0x90, 0x90]), Some((0, 1, InstructionEffect::Clear(0))));
+    assert_eq!(
+        of(&[0xfc, 0xe8]),
+        Some((0, 1, InstructionEffect::Clear(RFLAGS_DF)))
+    );
+    assert_eq!(
+        of(&[0x6a, 0x0d, 0xeb, 0]),
+        Some((0, 2, InstructionEffect::Push(13)))
+    );
+    assert_eq!(of(&[0x6a, 0xff]), Some((0, 2, InstructionEffect::Push(-1))));
+    assert_eq!(
+        of(&[0x68, 0, 0, 0, 0x80]),
+        Some((0, 5, InstructionEffect::Push(i32::MIN)))
+    );
     // CALL, PUSH RAX, SUB RSP, and no code at all.
     for unfit in [&[0xe8, 0, 0, 0, 0][..], &[0x50], &[0x48, 0x83, 0xec, 8], &[]] {
         assert_eq!(of(unfit), None, "{unfit:x?}");
@@ -88,11 +98,11 @@ fn beginnings_of_handlers_are_known() {
 /// The trap replaces exactly one instruction, is recognized when found again, and is never
 /// installed twice.
 #[test]
-fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
+fn trap_is_reinstalled_after_code_is_rewritten() {
     let memory = memory();
     let state = kernel(&memory);
-    let planted = Arc::new(PlantedGate::default());
-    let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+    let planted = Arc::new(GpHandlerTrap::default());
+    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
     let clac = [0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x01, 0xca, 0xfc];
     for _ in 0..2 {
         memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
@@ -103,7 +113,7 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
             assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
         }
     }
-    let here = Some(Planted::Here(GATE + 4));
+    let here = Some(TrapState::Installed(GATE + 4));
     assert_eq!([GATE + 4, GATE + 6].map(|rip| gate.planted_at(rip)), [here, here]);
     assert_eq!(
         [GATE, GATE + 5, GATE + 7].map(|rip| gate.planted_at(rip)),
@@ -121,11 +131,11 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
     memory
         .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
         .unwrap();
-    Gate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
+    GpHandlerGate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
     assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
-    assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+    assert_eq!(gate.planted_at(0x6000), Some(TrapState::Installed(0x6000)));
     // A vCPU that executed the former trap returns to the restored instruction.
-    assert_eq!(gate.planted_at(GATE + 6), Some(Planted::Gone(GATE + 4)));
+    assert_eq!(gate.planted_at(GATE + 6), Some(TrapState::Removed(GATE + 4)));
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!(at.regs.rip, GATE + 4);
     at.regs.rsp = STACK;
@@ -137,18 +147,18 @@ fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
 /// A sequence that other vCPUs may be executing is not replaced. A breakpoint does not replace
 /// code.
 #[test]
-fn two_instructions_are_not_replaced_by_one() {
+fn trap_does_not_replace_two_instructions() {
     let memory = memory();
     let state = kernel(&memory);
     let code = [0x90, 0x90, 0x90, 0x90];
     memory.write_slice(&code, GuestAddress(GATE)).unwrap();
-    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), Looked::Changed(None));
+    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
     assert_eq!(gate.planted_at(GATE), None);
-    let mut gate = Gate::new(None, memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), Looked::Changed(Some(GATE)));
-    assert_eq!(gate.look(&state), Looked::AsBefore, "it is there already");
+    let mut gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), HandlerCheck::Changed(Some(GATE)));
+    assert_eq!(gate.look(&state), HandlerCheck::Unchanged, "it is there already");
     assert!(gate.breaks_at(GATE) && !gate.breaks_at(GATE + 2));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
 }
@@ -158,11 +168,11 @@ const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
 /// A kexec kernel has the same addresses in other physical memory. The code of the previous kernel
 /// is restored unless it was overwritten.
 #[test]
-fn another_kernel_at_the_same_address_gets_an_exit() {
+fn kexec_kernel_at_same_address_gets_trap() {
     for overwritten in [false, true] {
         let memory = memory();
         let mut state = kernel(&memory);
-        let page = |state: &mut State, code: u64| {
+        let page = |state: &mut VcpuState, code: u64| {
             // Page tables at 0xa000 to 0xd000 with identity mapping, except for the handler's page.
             for (table, next) in [(0xa000u64, 0xb003u64), (0xb000, 0xc003), (0xc000, 0xd003)] {
                 memory.write_obj(next, GuestAddress(table)).unwrap();
@@ -179,14 +189,14 @@ fn another_kernel_at_the_same_address_gets_an_exit() {
             memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
         }
         page(&mut state, GATE);
-        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
-        assert_eq!(gate.look(&state), Looked::Changed(None));
+        let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
         page(&mut state, 0x7000);
         if overwritten {
             memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
         }
-        assert_eq!(gate.look(&state), Looked::Changed(None));
+        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
         let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
         assert_eq!(left == TRAP, overwritten);
@@ -205,18 +215,18 @@ fn move_handler(memory: &GuestMemoryMmap, at: u64) {
 /// A vCPU that has executed a removed trap returns to the restored instruction, even after the
 /// handler has moved several times.
 #[test]
-fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
+fn vcpu_at_removed_trap_resumes_original_instruction() {
     let memory = memory();
     let state = kernel(&memory);
-    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
     let places = [GATE, 0x6000, 0x6100, 0x6200];
     for at in places {
         move_handler(&memory, at);
         gate.look(&state);
-        assert_eq!(gate.planted_at(at), Some(Planted::Here(at)));
+        assert_eq!(gate.planted_at(at), Some(TrapState::Installed(at)));
     }
     for at in &places[..3] {
-        assert_eq!(gate.planted_at(at + 2), Some(Planted::Gone(*at)));
+        assert_eq!(gate.planted_at(at + 2), Some(TrapState::Removed(*at)));
         let mut on_its_way = state;
         gate.enter_handler(*at, &mut on_its_way).unwrap();
         assert_eq!(on_its_way.regs.rip, *at);
@@ -224,19 +234,19 @@ fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
     // The handler moves back to the first address, which then holds the trap again.
     move_handler(&memory, GATE);
     gate.look(&state);
-    assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
-    assert_eq!(gate.planted_at(0x6200), Some(Planted::Gone(0x6200)));
+    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
+    assert_eq!(gate.planted_at(0x6200), Some(TrapState::Removed(0x6200)));
 }
 
 /// A trap that could not be removed, because the code after it has changed, is still emulated, so
 /// the guest never resumes in the middle of an instruction. The number of remembered traps is
 /// bounded.
 #[test]
-fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
+fn trap_left_in_memory_is_still_emulated() {
     let memory = memory();
     let state = kernel(&memory);
-    let planted = Arc::new(PlantedGate::default());
-    let mut gate = Gate::new(Some(planted), memory.clone(), Arc::default());
+    let planted = Arc::new(GpHandlerTrap::default());
+    let mut gate = GpHandlerGate::new(Some(planted), memory.clone(), Arc::default());
     let places: Vec<u64> = (0..50).map(|n| 0x6000 + 0x20 * n).collect();
     for at in &places {
         move_handler(&memory, *at);
@@ -246,7 +256,7 @@ fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
     let last = places.len() - 1;
     for at in &places[last - 3..last] {
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(*at)).unwrap(), TRAP);
-        assert_eq!(gate.planted_at(at + 2), Some(Planted::Here(*at)));
+        assert_eq!(gate.planted_at(at + 2), Some(TrapState::Installed(*at)));
         let mut there = state;
         there.regs.rflags = RFLAGS_AC | 2;
         gate.enter_handler(*at, &mut there).unwrap();
@@ -259,16 +269,16 @@ fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
 /// Two bytes are replaced atomically within an aligned 8-byte word. A handler that crosses a word
 /// boundary is not modified.
 #[test]
-fn handlers_at_odd_addresses() {
+fn trap_is_installed_atomically_at_any_alignment() {
     for at in 0x6000..0x6010u64 {
         let memory = memory();
         let state = kernel(&memory);
-        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
         memory.write_slice(&[0xAA; 32], GuestAddress(0x5ff8)).unwrap();
         move_handler(&memory, at);
         let whole = at % 8 != 7;
-        assert_eq!(gate.look(&state), Looked::Changed(None));
-        assert_eq!(gate.planted_at(at), whole.then_some(Planted::Here(at)));
+        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+        assert_eq!(gate.planted_at(at), whole.then_some(TrapState::Installed(at)));
         let code: [u8; 6] = memory.read_obj(GuestAddress(at - 1)).unwrap();
         let first = if whole { TRAP } else { [CLAC[0], CLAC[1]] };
         assert_eq!(
@@ -285,11 +295,11 @@ fn handlers_at_odd_addresses() {
 /// A changed gate or rewritten handler code is detected at the next check. Kernels with FRED or
 /// shadow stacks are not intercepted.
 #[test]
-fn changes_are_seen_in_memory() {
+fn gate_and_handler_changes_are_detected() {
     let memory = memory();
     let mut state = kernel(&memory);
     memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
-    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
     assert!(!gate.has_changed());
     gate.look(&state);
     assert!(!gate.has_changed());
@@ -303,7 +313,7 @@ fn changes_are_seen_in_memory() {
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
-    assert_eq!(gate.look(&state), Looked::Changed(None));
+    assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
     for bit in [CR4_CET, CR4_FRED] {
         state.sregs.cr4 = bit;
         gate.look(&state);
@@ -311,29 +321,29 @@ fn changes_are_seen_in_memory() {
             memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
             [0x6a, 13, 0x90]
         );
-        assert_eq!(gate.planted_at(0x6000), Some(Planted::Gone(0x6000)));
+        assert_eq!(gate.planted_at(0x6000), Some(TrapState::Removed(0x6000)));
         state.sregs.cr4 = 0;
         gate.look(&state);
-        assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+        assert_eq!(gate.planted_at(0x6000), Some(TrapState::Installed(0x6000)));
     }
 }
 
 /// vCPUs that install the trap concurrently save the guest's code, not each other's trap.
 #[test]
-fn vcpus_that_plant_at_once_keep_the_original() {
+fn concurrent_trap_installation_keeps_original_code() {
     for _ in 0..200 {
         let memory = memory();
         let state = kernel(&memory);
         memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
-        let planted = Arc::new(PlantedGate::default());
+        let planted = Arc::new(GpHandlerTrap::default());
         let together = std::sync::Barrier::new(2);
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
-                    let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+                    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
                     together.wait();
                     gate.look(&state);
-                    assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
+                    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
                 });
             }
         });
@@ -345,9 +355,9 @@ fn vcpus_that_plant_at_once_keep_the_original() {
 
 /// Prefixes belong to the faulting instruction. RDPMC with LOCK is not accepted.
 #[test]
-fn prefixes_are_skipped_with_the_instruction() {
+fn rdpmc_prefixes_are_part_of_instruction() {
     let memory = memory();
-    let gate = Gate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
     for (code, length) in [
         (&[0x66, 0x0f, 0x33][..], Some(3)),
         (&[0x67, 0xf3, 0x48, 0x0f, 0x33], Some(5)),
@@ -360,28 +370,28 @@ fn prefixes_are_skipped_with_the_instruction() {
         memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         let behind = match gate.stopped(&state, |_| None) {
-            Stopped::Rdpmc(answer) => {
+            HandlerStop::Rdpmc(answer) => {
                 assert_eq!(answer.place().0, USER_CODE);
                 answer.give(7, &mut state);
                 assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
                 Some(state.regs.rip - USER_CODE)
             }
-            Stopped::Handler => None,
+            HandlerStop::Handler => None,
         };
         assert_eq!(behind, length, "{code:x?}");
     }
 }
 
 #[test]
-fn a_trap_flag_is_seen() {
+fn trap_flag_in_frame_is_detected() {
     let memory = memory();
-    let gate = Gate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     for (rflags, traps) in [(0x246u64, false), (0x346, true)] {
         let mut state = kernel(&memory);
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
-        let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
             panic!("not seen")
         };
         assert_eq!(answer.traps(), traps);
@@ -392,14 +402,14 @@ fn a_trap_flag_is_seen() {
 
 /// A program receives the count and resumes with its own segments, flags and stack.
 #[test]
-fn a_program_goes_on_behind_its_rdpmc() {
+fn program_resumes_after_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     state.regs.rcx = 0x1_4000_0001;
-    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
@@ -418,14 +428,14 @@ fn a_program_goes_on_behind_its_rdpmc() {
 
 /// Repeating an RDPMC restores the program's segments, flags, stack and general registers.
 #[test]
-fn a_program_goes_back_to_its_rdpmc() {
+fn program_repeats_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
-    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     answer.execute_again(&mut state);
@@ -440,13 +450,13 @@ fn a_program_goes_back_to_its_rdpmc() {
 }
 
 #[test]
-fn a_module_goes_on_behind_its_rdpmc() {
+fn module_resumes_after_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = Gate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
-    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!(answer.cpl, 0);
@@ -461,8 +471,8 @@ fn a_module_goes_on_behind_its_rdpmc() {
 fn other_faults_reach_the_handler() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
-    let handler = |state: &State| matches!(gate.stopped(state, |_| None), Stopped::Handler);
+    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), HandlerStop::Handler);
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     assert!(handler(&state), "no RDPMC");
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
@@ -505,7 +515,7 @@ fn other_faults_reach_the_handler() {
 proptest! {
     /// Arbitrary memory and registers cause no panic, and only RDPMC is emulated.
     #[test]
-    fn hostile_frames_and_tables(
+    fn hostile_frames_never_panic(
         bytes in proptest::collection::vec(any::<u8>(), 64),
         frame in any::<[u16; 6]>(),
         rsp in any::<u16>(),
@@ -523,9 +533,9 @@ proptest! {
         for (base, limit) in [(GDT, 0x3f), (base, limit)] {
             (state.sregs.gdt.base, state.sregs.gdt.limit) = (base, limit);
             (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
-            let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+            let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
             gate.look(&state);
-            if let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) {
+            if let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) {
                 let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
                 prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
             }

@@ -5,8 +5,8 @@ use kvm_bindings::{
     KVM_GUESTDBG_USE_SW_BP, KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
 };
 
-use super::super::debugger::Point;
-use crate::kvm::call::CallError;
+use super::super::debugger::HardwareBreakpoint;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
@@ -31,7 +31,7 @@ fn dr6_after(dr6: u64, causes: u64) -> u64 {
 ///
 /// # Errors
 /// Returns the error of the KVM call. A guest cannot cause one.
-pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), CallError> {
+pub fn inject_guest_exception(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), KvmIoctlError> {
     let vector = if stop.exception == u32::from(BP) { BP } else { DB };
     if vector == DB {
         let mut registers = fd.get_debug_regs()?;
@@ -49,7 +49,7 @@ pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), CallErro
 
 /// Returns the R/W and LEN fields of a breakpoint in DR7, shifted right by 16 bits (SDM vol. 3
 /// §19.2.4).
-fn condition(point: &Point) -> u64 {
+fn condition(point: &HardwareBreakpoint) -> u64 {
     let length = match point.length {
         2 => 1,
         8 => 2,
@@ -61,7 +61,7 @@ fn condition(point: &Point) -> u64 {
 
 /// Debug state for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Want {
+pub struct DebugRequest {
     /// Stop after one instruction.
     pub step: bool,
     /// KVM stops after each instruction here, independent of the trap flag.
@@ -79,11 +79,11 @@ pub struct Want {
 pub struct GuestDebug {
     /// Addresses of permanent breakpoints.
     sites: Vec<u64>,
-    /// The last entry of `sites` was set by [`GuestDebug::set_last_site`].
+    /// The last entry of `sites` was set by [`GuestDebug::replace_last_site`].
     has_last: bool,
     /// Breakpoints of a debugger, if attached.
-    points: Option<Vec<Point>>,
-    set: Want,
+    points: Option<Vec<HardwareBreakpoint>>,
+    set: DebugRequest,
     /// KVM has the current `sites` and `points`.
     told: bool,
 }
@@ -98,7 +98,7 @@ impl GuestDebug {
 
     /// Sets an additional permanent breakpoint, replacing the one that a previous call set. Has no
     /// effect if no breakpoint register is free.
-    pub fn set_last_site(&mut self, site: u64) {
+    pub fn replace_last_site(&mut self, site: u64) {
         if self.has_last {
             self.sites.pop();
         }
@@ -111,7 +111,7 @@ impl GuestDebug {
 
     /// Sets the debugger's breakpoints, after the permanent ones. INT3 causes an exit while a
     /// debugger is attached. Ignores breakpoints for which no register is free.
-    pub fn set_points(&mut self, points: Option<Vec<Point>>) {
+    pub fn set_debugger_breakpoints(&mut self, points: Option<Vec<HardwareBreakpoint>>) {
         self.points = points;
         self.told = false;
     }
@@ -138,7 +138,7 @@ impl GuestDebug {
     ///
     /// # Errors
     /// Returns the error of the KVM call. A guest cannot cause one.
-    pub fn apply(&mut self, fd: &VcpuFd, want: Want) -> Result<(), CallError> {
+    pub fn apply(&mut self, fd: &VcpuFd, want: DebugRequest) -> Result<(), KvmIoctlError> {
         let by_flag = want.step && !want.without_flag;
         if !by_flag && self.told && want == self.set {
             return Ok(());
@@ -184,7 +184,7 @@ mod tests {
     /// A #DB replaces B0 to B3 and leaves other causes set until software clears them (SDM vol. 3
     /// §19.2.3).
     #[test]
-    fn dr6_has_the_cause_of_the_last_exception_and_those_nobody_cleared() {
+    fn dr6_keeps_uncleared_causes() {
         const RESET: u64 = 0xffff_0ff0;
         assert_eq!(dr6_after(RESET, RESET | 1 << 14), RESET | 1 << 14);
         assert_eq!(dr6_after(RESET | 0b0001, RESET | 0b0100), RESET | 0b0100);
@@ -199,7 +199,7 @@ mod tests {
     /// A guest whose #DB caused an exit finds the cause in DR6. Runs on the KVM of this host, if
     /// available.
     #[test]
-    fn a_guests_debug_exception_comes_with_its_cause() {
+    fn injected_debug_exception_sets_dr6() {
         use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
         const CODE: u16 = 0x1000;
@@ -232,7 +232,7 @@ mod tests {
             dr6: DR6_ONES | 1 << 14,
             ..Default::default()
         };
-        give_back(&vcpu, &stop).unwrap();
+        inject_guest_exception(&vcpu, &stop).unwrap();
         let exit = format!("{:?}", ArmedVcpu::new(vcpu).run().why.unwrap());
         assert_eq!(exit, "Hlt");
         let seen: u32 = memory.read_obj(GuestAddress(SEEN.into())).unwrap();

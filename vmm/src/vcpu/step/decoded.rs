@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use vpmu::exact::{GuestMemory, MOST_RUN_BYTES, StepMeter, StraightRun};
+use vpmu::exact::{GuestMemory, MAX_RUN_BYTES, StepMeter, StraightRun};
 
 /// Minimum number of instructions in a run. Shorter runs are stepped, because a step costs less
 /// than a breakpoint.
-pub(super) const SHORTEST: usize = 3;
+pub(super) const MIN_RUN_LENGTH: usize = 3;
 /// Number of cached addresses, a power of two. A run occupies up to about 600 bytes.
-pub(super) const KEPT: usize = 1024;
+pub(super) const CACHE_SLOTS: usize = 1024;
 
 /// The straight-line run being executed.
 #[derive(Debug)]
-pub(super) struct UnderWay {
+pub(super) struct CurrentRun {
     /// Address of the first instruction.
     pub(super) at: u64,
     /// Decoded instructions.
@@ -23,28 +23,28 @@ pub(super) struct UnderWay {
 
 /// Cached result of decoding at an address.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum CachedDecode {
     /// A run, valid while its bytes are unchanged.
     Run(Arc<StraightRun>),
     /// Self-modifying code, whose instructions are stepped.
-    ChangesItself,
+    SelfModifying,
 }
 
 /// Cache of decoded runs. A run is used only if its bytes in memory are unchanged.
 #[derive(Debug, Default)]
-pub(super) struct Runs {
+pub(super) struct RunCache {
     /// Cache slots; empty until the first lookup.
-    pub(super) kept: Vec<Option<(u64, Found)>>,
+    pub(super) kept: Vec<Option<(u64, CachedDecode)>>,
 }
 
-impl Runs {
-    fn place(&mut self, at: u64) -> &mut Option<(u64, Found)> {
+impl RunCache {
+    fn place(&mut self, at: u64) -> &mut Option<(u64, CachedDecode)> {
         if self.kept.is_empty() {
-            self.kept.resize_with(KEPT, || None);
+            self.kept.resize_with(CACHE_SLOTS, || None);
         }
         let mixed = at ^ at >> 10;
-        // A remainder of division by `KEPT` fits in `usize`.
-        let place = usize::try_from(mixed % KEPT as u64).unwrap_or(0);
+        // A remainder of division by `CACHE_SLOTS` fits in `usize`.
+        let place = usize::try_from(mixed % CACHE_SLOTS as u64).unwrap_or(0);
         &mut self.kept[place]
     }
 
@@ -56,11 +56,11 @@ impl Runs {
         memory: &mut dyn GuestMemory,
     ) -> Option<Arc<StraightRun>> {
         let place = self.place(at);
-        let mut code = [0; MOST_RUN_BYTES];
+        let mut code = [0; MAX_RUN_BYTES];
         match place {
-            Some((there, Found::ChangesItself)) if *there == at => return None,
-            Some((there, Found::Run(run))) if *there == at && is_at(run.code(), at, memory) => {
-                return (run.len() >= SHORTEST).then(|| run.clone());
+            Some((there, CachedDecode::SelfModifying)) if *there == at => return None,
+            Some((there, CachedDecode::Run(run))) if *there == at && is_at(run.code(), at, memory) => {
+                return (run.len() >= MIN_RUN_LENGTH).then(|| run.clone());
             }
             _ => {}
         }
@@ -69,23 +69,23 @@ impl Runs {
             return None;
         }
         let run = Arc::new(meter.straight_run(&code[..read]));
-        *place = Some((at, Found::Run(run.clone())));
-        (run.len() >= SHORTEST).then_some(run)
+        *place = Some((at, CachedDecode::Run(run.clone())));
+        (run.len() >= MIN_RUN_LENGTH).then_some(run)
     }
 
     /// Marks the first `count` instructions of `run`, which begins at `at`, as self-modifying code
     /// that must be stepped.
-    pub(super) fn changes_itself(&mut self, at: u64, run: &StraightRun, count: usize) {
+    pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightRun, count: usize) {
         for n in 0..count {
             let at = at.wrapping_add(run.end_of(n) as u64);
-            *self.place(at) = Some((at, Found::ChangesItself));
+            *self.place(at) = Some((at, CachedDecode::SelfModifying));
         }
     }
 }
 
-/// Returns `true` if memory at `at` contains `code`, which is at most [`MOST_RUN_BYTES`] long.
+/// Returns `true` if memory at `at` contains `code`, which is at most [`MAX_RUN_BYTES`] long.
 pub(super) fn is_at(code: &[u8], at: u64, memory: &mut dyn GuestMemory) -> bool {
-    let mut there = [0; MOST_RUN_BYTES];
+    let mut there = [0; MAX_RUN_BYTES];
     let Some(there) = there.get_mut(..code.len()) else {
         return false;
     };

@@ -3,11 +3,11 @@
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
-use vpmu::exact::{GuestMemory, Step};
+use vpmu::exact::{GuestMemory, StepOutcome};
 
-use super::debug::{GuestDebug, Want};
-use super::state::{Linear, State};
-use super::stepper::{GateStops, NMI, RFLAGS_IF, StepError, Stepper};
+use super::debug::{DebugRequest, GuestDebug};
+use super::state::{LinearMemory, VcpuState};
+use super::stepper::{GateStopMethod, NMI, RFLAGS_IF, StepError, Stepper};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kernel_images::rdpmc::TRAP;
@@ -24,13 +24,19 @@ const SHADOW_STI: u8 = 2;
 
 impl Stepper {
     /// Sets breakpoints on the gates of `vectors`, for one entry.
-    pub(super) fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
+    pub(super) fn watch_gates(
+        &mut self,
+        state: &VcpuState,
+        vectors: &[u8],
+        debug: &GuestDebug,
+        want: &mut DebugRequest,
+    ) {
         self.gates.watched.clear();
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let room = match self.gate_stops {
-            GateStops::Code => usize::MAX,
-            GateStops::Breakpoints => debug.free().min(BREAKPOINTS),
-            GateStops::Nowhere => 0,
+            GateStopMethod::Code => usize::MAX,
+            GateStopMethod::Breakpoints => debug.free().min(BREAKPOINTS),
+            GateStopMethod::Nowhere => 0,
         };
         for &vector in vectors {
             if self.gates.watched.len() >= room {
@@ -43,7 +49,7 @@ impl Stepper {
                 self.gates.watched.push((handler, vector));
             }
         }
-        if self.gate_stops != GateStops::Code {
+        if self.gate_stops != GateStopMethod::Code {
             for (slot, &(at, _)) in want.at.iter_mut().zip(&self.gates.watched) {
                 *slot = Some(at);
             }
@@ -67,7 +73,7 @@ impl Stepper {
     pub(super) fn deliverable(
         &self,
         fd: &VcpuFd,
-        state: &State,
+        state: &VcpuState,
         events: &kvm_vcpu_events,
         between: bool,
     ) -> Result<Option<u8>, StepError> {
@@ -110,7 +116,11 @@ impl Stepper {
 
     /// Emulates STI at CPL 0, because processors differ in whether a step stops after STI or after
     /// its interrupt shadow.
-    pub(super) fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+    pub(super) fn emulate_sti(
+        &mut self,
+        fd: &VcpuFd,
+        mut state: VcpuState,
+    ) -> Result<StepOutcome, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         state.regs.rflags |= RFLAGS_IF;
         fd.set_regs(&state.regs)?;
@@ -123,7 +133,7 @@ impl Stepper {
 
     /// Emulates HLT at CPL 0, because KVM would skip or delay the halt during a step. The next
     /// entry waits for an event.
-    pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+    pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: VcpuState) -> Result<StepOutcome, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         fd.set_regs(&state.regs)?;
         let mut events = fd.get_vcpu_events()?;
@@ -190,7 +200,7 @@ mod tests {
     /// Only the timer is delayed. While the timer is masked, another source of its vector is not
     /// delayed.
     #[test]
-    fn the_timer_is_known_by_its_vector_while_it_is_not_masked() {
+    fn timer_vector_is_recognized_unless_masked() {
         let mut page = page(&[0xec], &[], 0);
         page[0x320] = 0xecu8 as std::ffi::c_char;
         // TSC-deadline mode.
@@ -203,7 +213,7 @@ mod tests {
 
     /// An interrupt is deliverable only if its priority class exceeds those of TPR and ISR.
     #[test]
-    fn a_request_is_deliverable_above_the_priority_in_force() {
+    fn interrupt_is_deliverable_above_priority() {
         assert_eq!(highest_request(&page(&[], &[], 0)), None);
         assert_eq!(highest_request(&page(&[0x31, 0xec, 0x40], &[], 0)), Some(0xec));
         assert_eq!(highest_request(&page(&[0x45], &[0x41], 0)), None);

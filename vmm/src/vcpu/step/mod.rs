@@ -32,17 +32,19 @@ use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
-use vpmu::exact::{Ahead, Counts, CpuState, Step};
+use vpmu::exact::{CpuState, InstructionClass, RetiredCounts, StepOutcome};
 
 use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
-use debug::{GuestDebug, Want};
+use debug::{DebugRequest, GuestDebug};
 use interrupts::is_halted;
 use kernel_images::rdpmc::TRAP;
-use state::{Linear, Nothing, State};
-use stepper::{AfterKernel, Mode, Present, RFLAGS_IF, RFLAGS_TF, UserCode, Way, apply};
-pub use stepper::{StepError, Stepper, Tally};
-use system_calls::came_back;
+use state::{LinearMemory, UnreadableMemory, VcpuState};
+use stepper::{
+    CurrentStep, KernelReturn, RFLAGS_IF, RFLAGS_TF, SteppingMode, UserCodeState, UserReturn, apply,
+};
+pub use stepper::{StepError, StepStats, Stepper};
+use system_calls::end_system_call;
 
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
@@ -52,15 +54,15 @@ const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
 /// Maximum number of steps through the guest's kernel before the search for the return to user code
 /// is abandoned.
-const MOST_WALKED: u32 = 200_000;
+const MAX_WALKED_STEPS: u32 = 200_000;
 
 /// Result of [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Prepared {
+pub enum StepAction {
     /// Enter the guest.
     Enter,
     /// An instruction was emulated. Account it and call [`Stepper::prepare`] again.
-    Executed(Step),
+    Executed(StepOutcome),
 }
 
 impl Stepper {
@@ -69,16 +71,17 @@ impl Stepper {
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
-    pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<Step>, StepError> {
+    pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<StepOutcome>, StepError> {
         if self.under_way.is_some() {
             let state = self.read(fd)?;
-            return Ok((!self.forget_run_at_its_beginning(&state)).then(|| self.end(&state)));
+            return Ok((!self.cancel_unstarted_run(&state)).then(|| self.end(&state)));
         }
-        let Some(Present { before, .. }) = self.present.filter(|_| self.mode != Mode::Rest) else {
+        let Some(CurrentStep { before, .. }) = self.present.filter(|_| self.mode != SteppingMode::Rest)
+        else {
             return Ok(None);
         };
         let state = self.read(fd)?;
-        if (state.regs.rip, state.cpl()) == (before.rip, before.cpl) || self.is_away(&state) {
+        if (state.regs.rip, state.cpl()) == (before.rip, before.cpl) || self.is_in_kernel_uncounted(&state) {
             return Ok(None);
         }
         Ok(Some(self.end(&state)))
@@ -95,21 +98,21 @@ impl Stepper {
         fd: &mut ArmedVcpu,
         debug: &mut GuestDebug,
         levels: SteppedLevels,
-        room: &dyn Fn() -> Counts,
-    ) -> Result<Prepared, StepError> {
+        room: &dyn Fn() -> RetiredCounts,
+    ) -> Result<StepAction, StepError> {
         let fresh = self.fresh.take();
         self.synced.want(fd, levels.any());
         if !levels.any() {
-            return self.rest(fd, debug).map(|()| Prepared::Enter);
+            return self.rest(fd, debug).map(|()| StepAction::Enter);
         }
         self.mode = match self.mode {
-            same @ Mode::Emulated(_) if self.emulated => same,
-            _ if self.emulated => Mode::Emulated(UserCode::Away),
-            same @ Mode::All { .. } if levels.kernel => same,
-            _ if levels.kernel => Mode::All { may_wait: true },
-            same @ Mode::UserOnly(_) => same,
+            same @ SteppingMode::Emulated(_) if self.emulated => same,
+            _ if self.emulated => SteppingMode::Emulated(UserCodeState::Away),
+            same @ SteppingMode::All { .. } if levels.kernel => same,
+            _ if levels.kernel => SteppingMode::All { may_wait: true },
+            same @ SteppingMode::UserOnly(_) => same,
             // The flags saved by the kernel do not contain the trap flag.
-            _ => Mode::UserOnly(Way::Walked(0)),
+            _ => SteppingMode::UserOnly(UserReturn::Walked(0)),
         };
         let state = match fresh {
             Some(state) => state,
@@ -126,13 +129,13 @@ impl Stepper {
 
     /// Disables stepping.
     fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
-        if self.mode != Mode::Rest {
-            self.mode = Mode::Rest;
+        if self.mode != SteppingMode::Rest {
+            self.mode = SteppingMode::Rest;
             self.drop_step();
         }
-        let want = Want {
+        let want = DebugRequest {
             watch: self.strays,
-            ..Want::default()
+            ..DebugRequest::default()
         };
         apply(fd, debug, want)
     }
@@ -142,49 +145,49 @@ impl Stepper {
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         levels: SteppedLevels,
-        state: &State,
-        room: &dyn Fn() -> Counts,
-    ) -> Result<Prepared, StepError> {
+        state: &VcpuState,
+        room: &dyn Fn() -> RetiredCounts,
+    ) -> Result<StepAction, StepError> {
         if state.cpl() != 0 {
             self.drop_step();
-            if self.mode != Mode::Emulated(UserCode::Runs) {
-                self.mode = Mode::Emulated(UserCode::Runs);
-                self.left_for_user(levels);
+            if self.mode != SteppingMode::Emulated(UserCodeState::Runs) {
+                self.mode = SteppingMode::Emulated(UserCodeState::Runs);
+                self.count_unstepped(levels);
             }
         } else if !self.meter.in_step() {
             if let Some(want) = self.begin_run(fd, debug, state, room)? {
                 apply(fd, debug, want)?;
-                return Ok(Prepared::Enter);
+                return Ok(StepAction::Enter);
             }
-            if self.begin(state) == Ahead::Halt {
-                return self.halt(fd, *state).map(Prepared::Executed);
+            if self.begin(state) == InstructionClass::Halt {
+                return self.halt(fd, *state).map(StepAction::Executed);
             }
         }
-        let mut want = Want {
+        let mut want = DebugRequest {
             step: true,
             without_flag: state.cpl() == 0,
-            ..Want::default()
+            ..DebugRequest::default()
         };
-        if state.cpl() == 0 && self.ahead() == Some(Ahead::InterruptReturn) {
+        if state.cpl() == 0 && self.ahead() == Some(InstructionClass::InterruptReturn) {
             // Emulators implement IRET without a stop after it. On return to user code, no stop
             // occurs at all.
             let target = self.meter.known_target();
-            let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
+            let selector = LinearMemory::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
                 if let Some(at) = target {
-                    self.mode = Mode::Emulated(UserCode::Entered { at });
+                    self.mode = SteppingMode::Emulated(UserCodeState::Entered { at });
                 }
-                self.left_for_user(levels);
+                self.count_unstepped(levels);
             } else {
                 want.at[0] = target;
             }
         }
         apply(fd, debug, want)?;
-        Ok(Prepared::Enter)
+        Ok(StepAction::Enter)
     }
 
     /// Records that user code runs without being stepped.
-    fn left_for_user(&mut self, levels: SteppedLevels) {
+    fn count_unstepped(&mut self, levels: SteppedLevels) {
         if levels.user {
             if self.tally.unstepped == 0 {
                 guest_log!(
@@ -201,83 +204,83 @@ impl Stepper {
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
-        state: State,
-    ) -> Result<Prepared, StepError> {
+        state: VcpuState,
+    ) -> Result<StepAction, StepError> {
         let events = fd.get_vcpu_events()?;
-        let may_wait = self.mode == Mode::All { may_wait: true };
-        self.mode = Mode::All { may_wait: false };
+        let may_wait = self.mode == SteppingMode::All { may_wait: true };
+        self.mode = SteppingMode::All { may_wait: false };
         let halted = may_wait && is_halted(fd)?;
         let between = !self.meter.in_step();
         if let Some(vector) = self.deliverable(fd, &state, &events, between)? {
             self.pace_timer(fd, vector)?;
-            return self.let_in(fd, debug, &state, &[vector]);
+            return self.deliver_event(fd, debug, &state, &[vector]);
         }
         if halted {
-            self.mode = Mode::All { may_wait: true };
+            self.mode = SteppingMode::All { may_wait: true };
             let all: Vec<u8> = (0..=255).collect();
-            return self.let_in(fd, debug, &state, &all);
+            return self.deliver_event(fd, debug, &state, &all);
         }
         if between {
             match self.begin(&state) {
-                Ahead::SystemCall if self.system_call(fd, state)? => {
+                InstructionClass::SystemCall if self.emulate_syscall(fd, state)? => {
                     let step = self.end(&self.read(fd)?);
-                    return Ok(Prepared::Executed(step));
+                    return Ok(StepAction::Executed(step));
                 }
-                Ahead::Halt if state.cpl() == 0 => {
-                    self.mode = Mode::All { may_wait: true };
-                    return self.halt(fd, state).map(Prepared::Executed);
+                InstructionClass::Halt if state.cpl() == 0 => {
+                    self.mode = SteppingMode::All { may_wait: true };
+                    return self.halt(fd, state).map(StepAction::Executed);
                 }
                 _ if state.cpl() == 0
                     && self.code(&state) == Some(SYSRETQ)
-                    && self.system_return(fd, state)? =>
+                    && self.emulate_sysret(fd, state)? =>
                 {
                     let step = self.end(&self.read(fd)?);
-                    return Ok(Prepared::Executed(step));
+                    return Ok(StepAction::Executed(step));
                 }
                 _ if state.cpl() == 0
                     && state.regs.rflags & RFLAGS_IF == 0
                     && self.code(&state).is_some_and(|code| code[0] == STI) =>
                 {
-                    return self.set_interrupts(fd, state).map(Prepared::Executed);
+                    return self.emulate_sti(fd, state).map(StepAction::Executed);
                 }
                 _ => {}
             }
         }
-        let mut want = Want {
+        let mut want = DebugRequest {
             block_interrupts: true,
             step: true,
-            ..Want::default()
+            ..DebugRequest::default()
         };
-        if let Some(Ahead::Interrupt(vector)) = self.ahead() {
+        if let Some(InstructionClass::Interrupt(vector)) = self.ahead() {
             want.step = false;
             self.watch_gates(&state, &[vector, 13, 14, 12], debug, &mut want);
         } else {
             self.watch_gates(&state, &FAULTS, debug, &mut want);
         }
         apply(fd, debug, want)?;
-        Ok(Prepared::Enter)
+        Ok(StepAction::Enter)
     }
 
     /// Delivers an event without the trap flag, up to the first instruction of its handler.
-    fn let_in(
+    fn deliver_event(
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
-        state: &State,
+        state: &VcpuState,
         vectors: &[u8],
-    ) -> Result<Prepared, StepError> {
+    ) -> Result<StepAction, StepError> {
         // If the current instruction does not complete, it starts again after the handler.
         let cpu = state.cpu();
-        self.meter.begin(&cpu, &mut Nothing);
-        self.present = Some(Present {
+        self.meter.begin(&cpu, &mut UnreadableMemory);
+        self.present = Some(CurrentStep {
             before: cpu,
-            ahead: Ahead::Plain,
+            ahead: InstructionClass::Plain,
             after_kernel: None,
         });
-        let mut want = Want::default();
+        let mut want = DebugRequest::default();
         self.watch_gates(state, vectors, debug, &mut want);
         apply(fd, debug, want)?;
-        Ok(Prepared::Enter)
+        Ok(StepAction::Enter)
     }
 
     /// Prepares an entry with only user code counted.
@@ -285,18 +288,18 @@ impl Stepper {
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
-        state: &State,
-    ) -> Result<Prepared, StepError> {
-        let mut want = Want {
+        state: &VcpuState,
+    ) -> Result<StepAction, StepError> {
+        let mut want = DebugRequest {
             step: true,
-            ..Want::default()
+            ..DebugRequest::default()
         };
         if state.cpl() == 0 {
-            let Mode::UserOnly(Way::Walked(walked)) = &mut self.mode else {
-                return Ok(Prepared::Enter);
+            let SteppingMode::UserOnly(UserReturn::Walked(walked)) = &mut self.mode else {
+                return Ok(StepAction::Enter);
             };
             *walked += 1;
-            let too_far = *walked > MOST_WALKED;
+            let too_far = *walked > MAX_WALKED_STEPS;
             if self.began_in_user() {
                 self.drop_step();
             }
@@ -304,40 +307,40 @@ impl Stepper {
                 self.begin(state);
             }
             // A stepped SYSRET stops only if the flags that it loads contain the trap flag.
-            if self.code(state) == Some(SYSRETQ) && self.system_return(fd, *state)? {
+            if self.code(state) == Some(SYSRETQ) && self.emulate_sysret(fd, *state)? {
                 self.drop_step();
-                return Ok(Prepared::Executed(Step::default()));
+                return Ok(StepAction::Executed(StepOutcome::default()));
             }
-            if too_far || self.ahead() == Some(Ahead::Halt) {
+            if too_far || self.ahead() == Some(InstructionClass::Halt) {
                 // The kernel waits for another task, and the next task to return to user code is
                 // unknown.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
-                self.mode = Mode::UserOnly(Way::Saved);
+                self.mode = SteppingMode::UserOnly(UserReturn::Saved);
                 self.drop_step();
                 self.strays = true;
-                want = Want {
+                want = DebugRequest {
                     watch: true,
-                    ..Want::default()
+                    ..DebugRequest::default()
                 };
             } else {
                 want.block_interrupts = true;
             }
         } else {
-            self.mode = Mode::UserOnly(Way::Saved);
+            self.mode = SteppingMode::UserOnly(UserReturn::Saved);
             if self.present.is_some_and(|step| step.before.cpl == 0) {
                 self.drop_step();
             }
             if !self.meter.in_step() {
                 match self.begin(state) {
-                    Ahead::SystemCall => {
-                        if let Some(step) = self.call_kernel(fd, debug, state)? {
-                            return Ok(Prepared::Executed(step));
+                    InstructionClass::SystemCall => {
+                        if let Some(step) = self.emulate_user_syscall(fd, debug, state)? {
+                            return Ok(StepAction::Executed(step));
                         }
                     }
-                    Ahead::Unreadable => {
+                    InstructionClass::Unreadable => {
                         if let Some(step) = &mut self.present {
-                            step.after_kernel = Some(AfterKernel::Faults);
+                            step.after_kernel = Some(KernelReturn::Faults);
                         }
                     }
                     _ => {}
@@ -346,7 +349,7 @@ impl Stepper {
         }
         self.strays |= want.step;
         apply(fd, debug, want)?;
-        Ok(Prepared::Enter)
+        Ok(StepAction::Enter)
     }
 
     /// Restores the guest memory that was patched for one entry. Called after every KVM_RUN.
@@ -372,7 +375,7 @@ impl Stepper {
         &mut self,
         fd: &mut ArmedVcpu,
         stop: &kvm_debug_exit_arch,
-    ) -> Result<Option<Step>, StepError> {
+    ) -> Result<Option<StepOutcome>, StepError> {
         let state = match self.synced.take(fd) {
             Some(state) => state,
             None => self.read(fd)?,
@@ -389,17 +392,17 @@ impl Stepper {
         if stop.exception == 3 {
             return Ok(None);
         }
-        if self.mode == Mode::Rest {
+        if self.mode == SteppingMode::Rest {
             if !self.strays {
                 return Ok(None);
             }
             let mut regs = state.regs;
             regs.rflags &= !RFLAGS_TF;
             fd.set_regs(&regs)?;
-            return Ok(Some(Step::default()));
+            return Ok(Some(StepOutcome::default()));
         }
-        if self.is_away(&state) {
-            return Ok(Some(Step::default()));
+        if self.is_in_kernel_uncounted(&state) {
+            return Ok(Some(StepOutcome::default()));
         }
         self.hide_trap_flag(&state);
         self.fresh = Some(state);
@@ -411,8 +414,8 @@ impl Stepper {
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
-    pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<Step>, StepError> {
-        if self.mode == Mode::Rest || self.gates.watched.is_empty() {
+    pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<StepOutcome>, StepError> {
+        if self.mode == SteppingMode::Rest || self.gates.watched.is_empty() {
             return Ok(None);
         }
         let mut state = self.read(fd)?;
@@ -432,14 +435,14 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    fn end(&mut self, state: &State) -> Step {
+    fn end(&mut self, state: &VcpuState) -> StepOutcome {
         if let Some(under_way) = self.under_way.take() {
             return self.end_run(&under_way, state);
         }
         let cpu = state.cpu();
-        let mut memory = Linear::new(&self.memory, state);
-        if let Mode::Emulated(UserCode::Entered { at }) = self.mode {
-            self.mode = Mode::Emulated(UserCode::Away);
+        let mut memory = LinearMemory::new(&self.memory, state);
+        if let SteppingMode::Emulated(UserCodeState::Entered { at }) = self.mode {
+            self.mode = SteppingMode::Emulated(UserCodeState::Away);
             let out = CpuState {
                 rip: at,
                 cpl: 3,
@@ -449,10 +452,10 @@ impl Stepper {
             self.present = None;
             self.tally.steps += 1;
             if cpu.cpl != 0 {
-                self.mode = Mode::Emulated(UserCode::Runs);
+                self.mode = SteppingMode::Emulated(UserCodeState::Runs);
                 return step;
             }
-            self.meter.begin(&out, &mut Nothing);
+            self.meter.begin(&out, &mut UnreadableMemory);
             let back = self.meter.end(&cpu, &mut memory);
             self.tally.lost += u64::from(back.lost);
             step.event = true;
@@ -460,40 +463,41 @@ impl Stepper {
             step.kernel.add(back.kernel);
             return step;
         }
-        if self.mode == Mode::Emulated(UserCode::Runs) {
+        if self.mode == SteppingMode::Emulated(UserCodeState::Runs) {
             if cpu.cpl != 0 {
-                return Step::default();
+                return StepOutcome::default();
             }
-            self.mode = Mode::Emulated(UserCode::Away);
+            self.mode = SteppingMode::Emulated(UserCodeState::Away);
             // An event has interrupted the user code. The meter identifies the event by the current
             // RIP.
-            self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
+            self.meter
+                .begin(&CpuState { cpl: 3, ..cpu }, &mut UnreadableMemory);
         }
         let from_user = self.began_in_user();
         let present = self.present.take();
         let mut step = match present {
-            Some(Present {
+            Some(CurrentStep {
                 mut before,
                 after_kernel: Some(why),
                 ..
             }) if cpu.cpl != 0 => {
-                if why == AfterKernel::Called {
+                if why == KernelReturn::Called {
                     before.gpr[0] = cpu.gpr[0];
                 }
                 self.meter.begin(&before, &mut memory);
                 self.meter.end(&cpu, &mut memory)
             }
-            Some(Present {
+            Some(CurrentStep {
                 before: called,
-                ahead: Ahead::SystemCall | Ahead::Interrupt(_),
+                ahead: InstructionClass::SystemCall | InstructionClass::Interrupt(_),
                 ..
-            }) if from_user && cpu.cpl != 0 => came_back(&mut self.meter, &called, &cpu, &mut memory),
+            }) if from_user && cpu.cpl != 0 => end_system_call(&mut self.meter, &called, &cpu, &mut memory),
             _ => self.meter.end(&cpu, &mut memory),
         };
         self.gates.watched.clear();
         self.tally.steps += 1;
         // Kernel steps during the search for the return to user code are not counted.
-        if step.lost && (from_user || !matches!(self.mode, Mode::UserOnly(_))) {
+        if step.lost && (from_user || !matches!(self.mode, SteppingMode::UserOnly(_))) {
             self.tally.lost += 1;
             log::debug!(
                 "lost track: {present:x?} led to {:#x} at CPL {}",
@@ -510,11 +514,11 @@ impl Stepper {
         clippy::cast_possible_truncation,
         reason = "bit 8 of the flags is bit 0 of their second byte"
     )]
-    fn hide_trap_flag(&mut self, state: &State) {
+    fn hide_trap_flag(&mut self, state: &VcpuState) {
         if self.emulated || !state.is_64bit() {
             return;
         }
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let bit = (RFLAGS_TF >> 8) as u8;
         let rsp = state.regs.rsp;
         if let Some(vector) = self.gates.vector_at(state.regs.rip) {
@@ -525,7 +529,7 @@ impl Stepper {
             memory.clear_bits(flags.wrapping_add(1), bit);
         } else if self.present.is_some_and(|step| {
             let old = step.before.gpr[4];
-            step.ahead == Ahead::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
+            step.ahead == InstructionClass::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
         }) {
             // PUSHF: the stack has grown by the saved flags.
             memory.clear_bits(rsp.wrapping_add(1), bit);

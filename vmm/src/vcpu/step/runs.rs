@@ -12,12 +12,12 @@
 //! breakpoints work.
 
 use kvm_bindings::kvm_vcpu_events;
-use vpmu::exact::{Counts, CpuState, GuestMemory, Step};
+use vpmu::exact::{CpuState, GuestMemory, RetiredCounts, StepOutcome};
 
-use super::debug::{GuestDebug, Want};
-use super::decoded::{SHORTEST, UnderWay, is_at};
-use super::state::{Linear, Nothing, State};
-use super::stepper::{Mode, RFLAGS_TF, StepError, Stepper, UserCode};
+use super::debug::{DebugRequest, GuestDebug};
+use super::decoded::{CurrentRun, MIN_RUN_LENGTH, is_at};
+use super::state::{LinearMemory, UnreadableMemory, VcpuState};
+use super::stepper::{RFLAGS_TF, StepError, Stepper, SteppingMode, UserCodeState};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
@@ -40,11 +40,11 @@ impl Stepper {
         &mut self,
         fd: &VcpuFd,
         debug: &GuestDebug,
-        state: &State,
-        room: &dyn Fn() -> Counts,
-    ) -> Result<Option<Want>, StepError> {
+        state: &VcpuState,
+        room: &dyn Fn() -> RetiredCounts,
+    ) -> Result<Option<DebugRequest>, StepError> {
         if !self.has_runs
-            || self.mode != Mode::Emulated(UserCode::Away)
+            || self.mode != SteppingMode::Emulated(UserCodeState::Away)
             || debug.free() < BREAKPOINTS
             || !state.is_64bit()
             || state.regs.rflags & RFLAGS_TF != 0
@@ -52,12 +52,12 @@ impl Stepper {
             return Ok(None);
         }
         let at = state.regs.rip;
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let Some(run) = self.runs.find(at, &mut self.meter, &mut memory) else {
             return Ok(None);
         };
         let count = run.within(&room());
-        if count < SHORTEST {
+        if count < MIN_RUN_LENGTH {
             return Ok(None);
         }
         let events = fd.get_vcpu_events()?;
@@ -70,9 +70,9 @@ impl Stepper {
         let Some(end) = at.checked_add(run.end_of(count) as u64) else {
             return Ok(None);
         };
-        let mut want = Want {
+        let mut want = DebugRequest {
             block_interrupts: true,
-            ..Want::default()
+            ..DebugRequest::default()
         };
         want.at[0] = Some(end);
         self.gates.watched.clear();
@@ -94,14 +94,14 @@ impl Stepper {
             self.gates.watched.push((handler, vector));
             *slot = Some(handler);
         }
-        self.under_way = Some(UnderWay { at, run, count });
+        self.under_way = Some(CurrentRun { at, run, count });
         Ok(Some(want))
     }
 
     /// Cancels a run of which nothing has been executed. An incomplete exit is completed by the
     /// next entry.
-    pub(super) fn forget_run_at_its_beginning(&mut self, state: &State) -> bool {
-        let is_there = |run: &mut UnderWay| run.at == state.regs.rip && state.cpl() == 0;
+    pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
+        let is_there = |run: &mut CurrentRun| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
         if forgotten {
             self.gates.watched.clear();
@@ -110,10 +110,10 @@ impl Stepper {
     }
 
     /// Accounts the run that the vCPU has left at `state`.
-    pub(super) fn end_run(&mut self, under_way: &UnderWay, state: &State) -> Step {
-        let UnderWay { at, run, count } = under_way;
+    pub(super) fn end_run(&mut self, under_way: &CurrentRun, state: &VcpuState) -> StepOutcome {
+        let CurrentRun { at, run, count } = under_way;
         let cpu = state.cpu();
-        let mut memory = Linear::new(&self.memory, state);
+        let mut memory = LinearMemory::new(&self.memory, state);
         let in_handler = cpu.cpl == 0 && self.gates.vector_at(cpu.rip).is_some();
         self.gates.watched.clear();
         self.tally.runs += 1;
@@ -128,7 +128,7 @@ impl Stepper {
         let completed = reached.and_then(|rip| run.completed_at(rip.wrapping_sub(*at)));
         let is_same = is_at(&run.code()[..run.end_of(*count)], *at, &mut memory);
         if !is_same {
-            self.runs.changes_itself(*at, run, *count);
+            self.runs.mark_self_modifying(*at, run, *count);
         }
         let (Some(rip), Some(n)) = (reached, completed.filter(|n| n <= count && is_same)) else {
             self.tally.lost += 1;
@@ -138,20 +138,20 @@ impl Stepper {
                 cpu.cpl,
                 if is_same { "is the same" } else { "has changed" }
             );
-            return Step {
+            return StepOutcome {
                 event: true,
                 lost: true,
-                ..Step::default()
+                ..StepOutcome::default()
             };
         };
-        self.tally.in_runs += n as u64;
-        let mut step = Step {
+        self.tally.instructions_in_runs += n as u64;
+        let mut step = StepOutcome {
             kernel: run.counts(n),
-            ..Step::default()
+            ..StepOutcome::default()
         };
         if in_handler {
             // The next instruction faulted: it began and retired nothing.
-            self.meter.begin(&CpuState { rip, ..cpu }, &mut Nothing);
+            self.meter.begin(&CpuState { rip, ..cpu }, &mut UnreadableMemory);
             let fault = self.meter.end(&cpu, &mut memory);
             step.kernel.add(fault.kernel);
             (step.event, step.lost) = (fault.event, fault.lost);

@@ -5,14 +5,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
 
 use crate::kvm::armed::{ArmedVcpu, SyncReg};
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestPhys, GuestRegs};
 
 /// Maximum number of guest memory reads per check. Sufficient for all 256 gates and their first
 /// instructions, each with a five-level page walk.
-const READS: u32 = 8192;
+const MAX_READS: u32 = 8192;
 const PAGE: u64 = 4096;
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
@@ -20,19 +20,19 @@ const EFER_LMA: u64 = 1 << 10;
 
 /// Registers of a vCPU between two entries.
 #[derive(Clone, Copy, Debug)]
-pub struct State {
+pub struct VcpuState {
     /// General-purpose registers.
     pub regs: kvm_regs,
     /// Segment and control registers.
     pub sregs: kvm_sregs,
 }
 
-impl State {
+impl VcpuState {
     /// Reads the registers from KVM.
     ///
     /// # Errors
     /// Returns the error of the KVM call.
-    pub fn read(fd: &VcpuFd) -> Result<Self, CallError> {
+    pub fn read(fd: &VcpuFd) -> Result<Self, KvmIoctlError> {
         Ok(Self {
             regs: fd.get_regs()?,
             sregs: fd.get_sregs()?,
@@ -82,7 +82,7 @@ impl State {
 
 /// Registers that KVM copies at each exit during stepping, which saves two KVM calls.
 #[derive(Debug, Default)]
-pub(super) struct SyncedState {
+pub(super) struct SyncedRegisters {
     /// KVM supports copying registers.
     can: bool,
     /// KVM copies registers at each exit; `None` if unknown.
@@ -91,7 +91,7 @@ pub(super) struct SyncedState {
     came: bool,
 }
 
-impl SyncedState {
+impl SyncedRegisters {
     /// Creates the state for a KVM that supports copying registers.
     pub(super) fn new() -> Self {
         Self {
@@ -119,10 +119,10 @@ impl SyncedState {
 
     /// Returns the registers copied at the last exit, if any. Must be called directly after the
     /// exit, at most once per exit.
-    pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<State> {
+    pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<VcpuState> {
         std::mem::take(&mut self.came).then(|| {
             let synced = fd.sync_regs_mut();
-            State {
+            VcpuState {
                 regs: synced.regs,
                 sregs: synced.sregs,
             }
@@ -132,7 +132,7 @@ impl SyncedState {
 
 /// Translation of linear to physical addresses.
 #[expect(clippy::large_enum_variant, reason = "one look has one, on the stack")]
-enum Space<'m> {
+enum AddressTranslation<'m> {
     /// Not determined yet.
     Unknown,
     /// Unsupported paging mode.
@@ -143,35 +143,35 @@ enum Space<'m> {
     Paged(AddressSpace<'m, GuestMemoryMmap>),
 }
 
-/// Guest memory through the page tables of one [`State`]. Create a new value for each check,
+/// Guest memory through the page tables of one [`VcpuState`]. Create a new value for each check,
 /// because cached translations become stale.
-pub struct Linear<'m> {
+pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
-    state: &'m State,
-    space: Space<'m>,
+    state: &'m VcpuState,
+    space: AddressTranslation<'m>,
     budget: Budget,
 }
 
-impl<'m> Linear<'m> {
+impl<'m> LinearMemory<'m> {
     /// Creates a view of memory as seen by the code at `state`.
-    pub fn new(memory: &'m GuestMemoryMmap, state: &'m State) -> Self {
+    pub fn new(memory: &'m GuestMemoryMmap, state: &'m VcpuState) -> Self {
         Self {
             memory,
             state,
-            space: Space::Unknown,
-            budget: Budget::new(READS, None),
+            space: AddressTranslation::Unknown,
+            budget: Budget::new(MAX_READS, None),
         }
     }
 
     /// Returns the page tables, which are located on first use.
-    fn space(&mut self) -> (&mut Space<'m>, &mut Budget) {
-        if matches!(self.space, Space::Unknown) {
+    fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut Budget) {
+        if matches!(self.space, AddressTranslation::Unknown) {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &self.state.sregs);
             self.space = match AddressSpace::of(self.memory, &regs) {
-                Ok(space) => Space::Paged(space),
-                Err(_) if self.state.sregs.cr0 & CR0_PG == 0 => Space::Flat,
-                Err(_) => Space::Nowhere,
+                Ok(space) => AddressTranslation::Paged(space),
+                Err(_) if self.state.sregs.cr0 & CR0_PG == 0 => AddressTranslation::Flat,
+                Err(_) => AddressTranslation::Nowhere,
             };
         }
         (&mut self.space, &mut self.budget)
@@ -180,9 +180,9 @@ impl<'m> Linear<'m> {
     /// Translates a linear address to a guest-physical one. Returns `None` for an unmapped address.
     pub fn physical(&mut self, linear: u64) -> Option<u64> {
         match self.space() {
-            (Space::Paged(space), budget) => space.physical(linear, budget).ok(),
-            (Space::Flat, _) => Some(linear & 0xffff_ffff),
-            (Space::Unknown | Space::Nowhere, _) => None,
+            (AddressTranslation::Paged(space), budget) => space.physical(linear, budget).ok(),
+            (AddressTranslation::Flat, _) => Some(linear & 0xffff_ffff),
+            (AddressTranslation::Unknown | AddressTranslation::Nowhere, _) => None,
         }
     }
 
@@ -200,9 +200,9 @@ impl<'m> Linear<'m> {
 
     fn read_piece(&mut self, linear: u64, piece: &mut [u8]) -> bool {
         match self.space() {
-            (Space::Paged(space), budget) => space.read(linear, piece, budget).is_ok(),
-            (Space::Flat, _) => GuestPhys::read(self.memory, linear & 0xffff_ffff, piece),
-            (Space::Unknown | Space::Nowhere, _) => false,
+            (AddressTranslation::Paged(space), budget) => space.read(linear, piece, budget).is_ok(),
+            (AddressTranslation::Flat, _) => GuestPhys::read(self.memory, linear & 0xffff_ffff, piece),
+            (AddressTranslation::Unknown | AddressTranslation::Nowhere, _) => false,
         }
     }
 
@@ -217,7 +217,7 @@ impl<'m> Linear<'m> {
     }
 }
 
-impl GuestMemory for Linear<'_> {
+impl GuestMemory for LinearMemory<'_> {
     #[expect(clippy::cast_possible_truncation, reason = "at most a page")]
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let in_page = (PAGE - linear % PAGE) as usize;
@@ -247,9 +247,9 @@ impl GuestMemory for Linear<'_> {
 }
 
 /// Unreadable memory, for an interval in which no instruction is known to have executed.
-pub struct Nothing;
+pub struct UnreadableMemory;
 
-impl GuestMemory for Nothing {
+impl GuestMemory for UnreadableMemory {
     fn read(&mut self, _: u64, _: &mut [u8]) -> usize {
         0
     }
@@ -286,7 +286,7 @@ mod tests {
         memory
     }
 
-    fn state() -> State {
+    fn state() -> VcpuState {
         let mut sregs = kvm_sregs {
             cr0: CR0_PE | CR0_PG,
             cr3: TABLES,
@@ -295,19 +295,19 @@ mod tests {
             ..Default::default()
         };
         sregs.cs.l = 1;
-        State {
+        VcpuState {
             regs: kvm_regs::default(),
             sregs,
         }
     }
 
     #[test]
-    fn what_lies_across_two_pages_is_read_as_the_guest_would() {
+    fn read_crosses_page_boundary() {
         let memory = memory();
         memory.write_slice(b"ab", GuestAddress(FIRST + PAGE - 2)).unwrap();
         memory.write_slice(b"cdefgh", GuestAddress(SECOND)).unwrap();
         let here = state();
-        let mut linear = Linear::new(&memory, &here);
+        let mut linear = LinearMemory::new(&memory, &here);
         assert_eq!(linear.physical(LINEAR + PAGE), Some(SECOND));
         assert_eq!(
             linear.quad(LINEAR + PAGE - 2),
@@ -324,47 +324,47 @@ mod tests {
     }
 
     #[test]
-    fn tables_that_lead_into_nothing_are_holes() {
+    fn invalid_page_tables_are_unmapped() {
         let memory = memory();
         let mut beyond = state();
         beyond.sregs.cr3 = 1 << 40;
-        let mut linear = Linear::new(&memory, &beyond);
+        let mut linear = LinearMemory::new(&memory, &beyond);
         assert_eq!(linear.physical(LINEAR), None);
         assert_eq!(linear.quad(LINEAR), None);
         assert!(!linear.clear_bits(LINEAR, 1));
     }
 
     #[test]
-    fn a_look_has_a_bound() {
+    fn memory_reads_are_bounded() {
         let memory = memory();
         let here = state();
-        let mut linear = Linear::new(&memory, &here);
+        let mut linear = LinearMemory::new(&memory, &here);
         // Each access uses another page, so cached translations do not help.
-        for n in 0..u64::from(READS) {
+        for n in 0..u64::from(MAX_READS) {
             linear.physical((n + 1) << 32);
         }
         assert_eq!(linear.physical(LINEAR), None, "it is done");
-        assert_eq!(Linear::new(&memory, &state()).physical(LINEAR), Some(FIRST));
+        assert_eq!(LinearMemory::new(&memory, &state()).physical(LINEAR), Some(FIRST));
     }
 
     #[test]
-    fn bits_are_cleared_where_the_guest_has_them() {
+    fn clear_bits_uses_guest_mapping() {
         let memory = memory();
         let at = GuestAddress(SECOND + 5);
         memory.write_obj(0xFFu8, at).unwrap();
-        assert!(Linear::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
+        assert!(LinearMemory::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
         assert_eq!(memory.read_obj::<u8>(at).unwrap(), 0xFE);
-        assert!(Linear::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
+        assert!(LinearMemory::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
         assert_eq!(memory.read_obj::<u8>(at).unwrap(), 0xFE);
     }
 
     #[test]
-    fn without_paging_addresses_are_those_of_memory() {
+    fn addresses_without_paging_are_physical() {
         let memory = memory();
         memory.write_obj(0x1234u16, GuestAddress(0x8002)).unwrap();
         let mut real = state();
         (real.sregs.cr0, real.sregs.efer, real.sregs.cs.l) = (0, 0, 0);
-        let mut linear = Linear::new(&memory, &real);
+        let mut linear = LinearMemory::new(&memory, &real);
         assert_eq!(linear.physical(0x1_0000_8002), Some(0x8002));
         assert_eq!(linear.quad(0x8002).unwrap() as u16, 0x1234);
         assert!(!real.is_64bit());
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn gates_are_read_as_the_mode_has_them() {
+    fn gate_format_follows_processor_mode() {
         let memory = memory();
         // An interrupt gate of vector 2 to 0xFFFF_8000_1234_5678: selector 0x10, present, type 14.
         let (low, high) = (0x1234_8E00_0010_5678u64, 0xFFFF_8000u64);
@@ -383,13 +383,13 @@ mod tests {
         }
         let mut long = state();
         (long.sregs.idt.base, long.sregs.idt.limit) = (LINEAR, 3 * 16 - 1);
-        let mut linear = Linear::new(&memory, &long);
+        let mut linear = LinearMemory::new(&memory, &long);
         assert_eq!(linear.gate(2), Some(0xFFFF_8000_1234_5678));
         assert_eq!(linear.gate(1), None, "not present");
         assert_eq!(linear.gate(3), None, "beyond the table");
         long.sregs.idt.limit -= 1;
         assert_eq!(
-            Linear::new(&memory, &long).gate(2),
+            LinearMemory::new(&memory, &long).gate(2),
             None,
             "not whole in the table"
         );
@@ -400,7 +400,7 @@ mod tests {
         memory
             .write_obj(0xF000_E987u32, GuestAddress(0x8000 + 4 * 8))
             .unwrap();
-        let mut linear = Linear::new(&memory, &real);
+        let mut linear = LinearMemory::new(&memory, &real);
         assert_eq!(linear.gate(8), Some(0xE987));
         assert_eq!(linear.gate(9), None);
     }

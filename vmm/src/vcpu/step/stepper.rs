@@ -2,12 +2,12 @@
 
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
-use vpmu::exact::{Ahead, CpuState, GuestMemory, StepMeter};
+use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
 
-use super::debug::{GuestDebug, Want};
-use super::decoded::{Runs, UnderWay};
-use super::state::{Linear, State, SyncedState};
-use crate::kvm::call::CallError;
+use super::debug::{DebugRequest, GuestDebug};
+use super::decoded::{CurrentRun, RunCache};
+use super::state::{LinearMemory, SyncedRegisters, VcpuState};
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::Stepping;
 use crate::kvm::vcpu_fd::VcpuFd;
 
@@ -19,11 +19,11 @@ pub(super) const NMI: u8 = 2;
 /// Error of a KVM call during stepping. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("stepping failed")]
-pub struct StepError(#[from] CallError);
+pub struct StepError(#[from] KvmIoctlError);
 
 /// Statistics of a stepper.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct StepStats {
     /// Completed steps.
     pub steps: u64,
     /// Steps with unknown outcome, and abandoned searches for the return to user code.
@@ -33,12 +33,12 @@ pub struct Tally {
     /// Straight-line runs.
     pub runs: u64,
     /// Instructions retired in straight-line runs.
-    pub in_runs: u64,
+    pub instructions_in_runs: u64,
 }
 
 /// Reason why a user instruction is decoded again after the kernel has run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AfterKernel {
+pub(super) enum KernelReturn {
     /// A SYSCALL was emulated. Its result is in RAX on return.
     Called,
     /// The code could not be read, so the instruction faults and executes after its page is mapped.
@@ -47,34 +47,34 @@ pub(super) enum AfterKernel {
 
 /// The current step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Present {
+pub(super) struct CurrentStep {
     /// Processor state at the beginning of the step.
     pub(super) before: CpuState,
     /// Kind of the instruction.
-    pub(super) ahead: Ahead,
+    pub(super) ahead: InstructionClass,
     /// Set if the guest's kernel runs before the instruction executes.
-    pub(super) after_kernel: Option<AfterKernel>,
+    pub(super) after_kernel: Option<KernelReturn>,
 }
 
 /// Stepping mode of the last entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mode {
+pub(super) enum SteppingMode {
     /// Stepping is disabled.
     Rest,
     /// CPL 0 is stepped by KVM's emulator. User code cannot be stepped.
-    Emulated(UserCode),
+    Emulated(UserCodeState),
     /// Every instruction is stepped.
     All {
         /// The vCPU may be halted.
         may_wait: bool,
     },
     /// Only CPL 1 to 3 are counted; the guest's kernel runs freely.
-    UserOnly(Way),
+    UserOnly(UserReturn),
 }
 
 /// Execution state of user code that cannot be stepped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum UserCode {
+pub(super) enum UserCodeState {
     /// User code is not running.
     Away,
     /// The IRET to user code is being stepped.
@@ -88,7 +88,7 @@ pub(super) enum UserCode {
 
 /// Method by which stepping resumes when the kernel returns to user code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum UserReturn {
     /// The flags saved by the kernel contain the trap flag.
     Saved,
     /// The saved flags lack the trap flag, so the kernel is stepped until it returns. Contains the
@@ -98,7 +98,7 @@ pub(super) enum Way {
 
 /// Method of stopping at an event handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum GateStops {
+pub(super) enum GateStopMethod {
     /// Trap code in place of the handler's first instruction. Requires a single vCPU, because guest
     /// memory is modified for one entry.
     Code,
@@ -110,14 +110,14 @@ pub(super) enum GateStops {
 
 /// Breakpoints on gates, for one entry.
 #[derive(Debug)]
-pub(super) struct Gates {
+pub(super) struct WatchedGates {
     /// Handler address and vector of each gate.
     pub(super) watched: Vec<(u64, u8)>,
     /// Original code at each trap.
     pub(super) planted: Vec<(GuestAddress, [u8; 2])>,
 }
 
-impl Default for Gates {
+impl Default for WatchedGates {
     fn default() -> Self {
         Self {
             watched: Vec::with_capacity(256),
@@ -126,7 +126,7 @@ impl Default for Gates {
     }
 }
 
-impl Gates {
+impl WatchedGates {
     /// Returns the vector whose watched handler begins at `rip`.
     pub(super) fn vector_at(&self, rip: u64) -> Option<u8> {
         let gate = self.watched.iter().find(|&&(at, _)| at == rip);
@@ -141,24 +141,24 @@ pub struct Stepper {
     pub(super) memory: GuestMemoryMmap,
     /// KVM emulates CPL 0, so its steps need no trap flag.
     pub(super) emulated: bool,
-    pub(super) gate_stops: GateStops,
+    pub(super) gate_stops: GateStopMethod,
     /// Straight-line runs are used where possible.
     pub(super) has_runs: bool,
-    pub(super) mode: Mode,
-    pub(super) present: Option<Present>,
+    pub(super) mode: SteppingMode,
+    pub(super) present: Option<CurrentStep>,
     /// The current run; `present` is `None` during a run.
-    pub(super) under_way: Option<UnderWay>,
-    pub(super) runs: Runs,
+    pub(super) under_way: Option<CurrentRun>,
+    pub(super) runs: RunCache,
     /// Registers that KVM copies at exits.
-    pub(super) synced: SyncedState,
+    pub(super) synced: SyncedRegisters,
     /// Registers at the last stop, if still valid.
-    pub(super) fresh: Option<State>,
+    pub(super) fresh: Option<VcpuState>,
     /// Step count before which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
     /// Flags saved in guest memory may still contain the stepper's trap flag.
     pub(super) strays: bool,
-    pub(super) gates: Gates,
-    pub(super) tally: Tally,
+    pub(super) gates: WatchedGates,
+    pub(super) tally: StepStats,
 }
 
 impl Stepper {
@@ -170,23 +170,23 @@ impl Stepper {
             memory,
             emulated: !host.user,
             gate_stops: if alone {
-                GateStops::Code
+                GateStopMethod::Code
             } else if host.breakpoints {
-                GateStops::Breakpoints
+                GateStopMethod::Breakpoints
             } else {
-                GateStops::Nowhere
+                GateStopMethod::Nowhere
             },
             has_runs: !host.user && host.breakpoints && host.blocks_interrupts,
-            mode: Mode::Rest,
+            mode: SteppingMode::Rest,
             present: None,
             under_way: None,
-            runs: Runs::default(),
-            synced: SyncedState::default(),
+            runs: RunCache::default(),
+            synced: SyncedRegisters::default(),
             fresh: None,
             timer_waits: 0,
             strays: false,
-            gates: Gates::default(),
-            tally: Tally::default(),
+            gates: WatchedGates::default(),
+            tally: StepStats::default(),
         }
     }
 
@@ -201,26 +201,26 @@ impl Stepper {
     /// calls.
     #[must_use]
     pub fn with_synced_registers(mut self) -> Self {
-        self.synced = SyncedState::new();
+        self.synced = SyncedRegisters::new();
         self
     }
 
     /// Returns the statistics so far.
-    pub fn tally(&self) -> Tally {
+    pub fn tally(&self) -> StepStats {
         self.tally
     }
 
     /// Handles a PMU register write, after which counting may start inside the kernel.
     pub fn registers_changed(&mut self) {
         // In other modes, a change of the mode has the same effect.
-        if let Mode::UserOnly(way) = &mut self.mode {
-            *way = Way::Walked(0);
+        if let SteppingMode::UserOnly(way) = &mut self.mode {
+            *way = UserReturn::Walked(0);
         }
     }
 
     /// Returns `true` if only user code is counted and the guest is in its kernel.
-    pub(super) fn is_away(&self, state: &State) -> bool {
-        matches!(self.mode, Mode::UserOnly(_)) && state.cpl() == 0 && self.began_in_user()
+    pub(super) fn is_in_kernel_uncounted(&self, state: &VcpuState) -> bool {
+        matches!(self.mode, SteppingMode::UserOnly(_)) && state.cpl() == 0 && self.began_in_user()
     }
 
     /// Returns `true` if the current step began at CPL 1 to 3.
@@ -229,18 +229,20 @@ impl Stepper {
     }
 
     /// Returns the instruction kind of the current step.
-    pub(super) fn ahead(&self) -> Option<Ahead> {
+    pub(super) fn ahead(&self) -> Option<InstructionClass> {
         self.present.map(|step| step.ahead)
     }
 
-    pub(super) fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
-        Ok(State::read(fd)?)
+    pub(super) fn read(&self, fd: &VcpuFd) -> Result<VcpuState, StepError> {
+        Ok(VcpuState::read(fd)?)
     }
 
-    pub(super) fn begin(&mut self, state: &State) -> Ahead {
+    pub(super) fn begin(&mut self, state: &VcpuState) -> InstructionClass {
         let cpu = state.cpu();
-        let ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
-        self.present = Some(Present {
+        let ahead = self
+            .meter
+            .begin(&cpu, &mut LinearMemory::new(&self.memory, state));
+        self.present = Some(CurrentStep {
             before: cpu,
             ahead,
             after_kernel: None,
@@ -249,11 +251,11 @@ impl Stepper {
     }
 
     /// Returns the first three bytes of the next instruction, or `None` if they cannot be read.
-    pub(super) fn code(&self, state: &State) -> Option<[u8; 3]> {
+    pub(super) fn code(&self, state: &VcpuState) -> Option<[u8; 3]> {
         let cpu = state.cpu();
         let mut code = [0; 3];
         let at = cpu.rip.wrapping_add(cpu.segment_bases[1]);
-        let read = Linear::new(&self.memory, state).read(at, &mut code);
+        let read = LinearMemory::new(&self.memory, state).read(at, &mut code);
         (read == code.len()).then_some(code)
     }
 
@@ -264,6 +266,6 @@ impl Stepper {
     }
 }
 
-pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
+pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: DebugRequest) -> Result<(), StepError> {
     Ok(debug.apply(fd, want)?)
 }

@@ -1,12 +1,12 @@
 //! Emulation of SYSCALL and SYSRET during stepping, so that the saved and loaded flags do not
 //! contain the stepper's trap flag.
 
-use vpmu::exact::{CpuState, Step, StepMeter};
+use vpmu::exact::{CpuState, StepMeter, StepOutcome};
 
-use super::debug::{GuestDebug, Want};
-use super::state::{Linear, Nothing, State};
-use super::stepper::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply};
-use crate::kvm::call::CallError;
+use super::debug::{DebugRequest, GuestDebug};
+use super::state::{LinearMemory, UnreadableMemory, VcpuState};
+use super::stepper::{CurrentStep, KernelReturn, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply};
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 
 /// EFER.SCE: enables SYSCALL and SYSRET.
@@ -20,7 +20,7 @@ const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 impl Stepper {
     /// Emulates SYSRET to 64-bit code, because some processors do not stop after it: the loaded
     /// flags lack the trap flag. Returns `false` if SYSRET would fault.
-    pub(super) fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+    pub(super) fn emulate_sysret(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
         let target = state.regs.rcx;
         let user_half = target >> 47 == 0;
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 || !user_half {
@@ -41,27 +41,27 @@ impl Stepper {
     /// switch to another task, which ends the counting, or the task may end, so the return cannot
     /// be used to count it. The trap flag is placed in the flags that the kernel saves. Returns
     /// `None` if the processor must execute the SYSCALL.
-    pub(super) fn call_kernel(
+    pub(super) fn emulate_user_syscall(
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
-        state: &State,
-    ) -> Result<Option<Step>, StepError> {
+        state: &VcpuState,
+    ) -> Result<Option<StepOutcome>, StepError> {
         let events = fd.get_vcpu_events()?;
         let before_it = events.exception.injected | events.exception.pending | events.nmi.injected;
         if before_it | events.interrupt.injected != 0 {
             return Ok(None);
         }
         // KVM ties the trap flag to the current RIP, which the vCPU is about to leave.
-        let want = Want {
+        let want = DebugRequest {
             step: true,
-            ..Want::default()
+            ..DebugRequest::default()
         };
         apply(fd, debug, want)?;
         self.strays = true;
         let mut traced = *state;
         traced.regs.rflags |= RFLAGS_TF;
-        if !self.system_call(fd, traced)? {
+        if !self.emulate_syscall(fd, traced)? {
             return Ok(None);
         }
         let called = state.cpu();
@@ -70,17 +70,19 @@ impl Stepper {
             cpl: 0,
             ..called
         };
-        let step = self.meter.end(&in_kernel, &mut Nothing);
+        let step = self.meter.end(&in_kernel, &mut UnreadableMemory);
         self.tally.steps += 1;
         let mut behind = called;
         behind.rip = called.rip.wrapping_add(2);
         behind.gpr[1] = behind.rip;
         behind.gpr[11] = called.rflags;
-        let ahead = self.meter.begin(&behind, &mut Linear::new(&self.memory, state));
-        self.present = Some(Present {
+        let ahead = self
+            .meter
+            .begin(&behind, &mut LinearMemory::new(&self.memory, state));
+        self.present = Some(CurrentStep {
             before: behind,
             ahead,
-            after_kernel: Some(AfterKernel::Called),
+            after_kernel: Some(KernelReturn::Called),
         });
         Ok(Some(step))
     }
@@ -88,7 +90,7 @@ impl Stepper {
     /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3), which does not access memory in 64-bit mode. The
     /// trap flag is set only in the saved flags. Returns `false` if SYSCALL would fault.
     #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
-    pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+    pub(super) fn emulate_syscall(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
         }
@@ -110,12 +112,12 @@ impl Stepper {
 
 /// Accounts the return of user code from a SYSCALL or INT. The trap flag is restored with the
 /// flags, so the instruction after the call has also executed.
-pub(super) fn came_back(
+pub(super) fn end_system_call(
     meter: &mut StepMeter,
     called: &CpuState,
     cpu: &CpuState,
-    memory: &mut Linear<'_>,
-) -> Step {
+    memory: &mut LinearMemory<'_>,
+) -> StepOutcome {
     let behind = meter.next_ip().unwrap_or(called.rip);
     let mut step = meter.end(
         &CpuState {
@@ -123,7 +125,7 @@ pub(super) fn came_back(
             cpl: 0,
             ..*cpu
         },
-        &mut Nothing,
+        &mut UnreadableMemory,
     );
     if cpu.rip != behind {
         let from = CpuState {
@@ -144,7 +146,7 @@ pub(super) fn came_back(
 
 /// Reads IA32_STAR, IA32_LSTAR and IA32_FMASK.
 fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
-    let none = || CallError::with_errno("KVM_GET_MSRS", libc::EINVAL);
+    let none = || KvmIoctlError::with_errno("KVM_GET_MSRS", libc::EINVAL);
     let entry = |index| kvm_bindings::kvm_msr_entry {
         index,
         ..Default::default()
@@ -241,13 +243,13 @@ mod tests {
         ]
     }
 
-    fn changes(state: &State) -> (kvm_regs, [[u64; 8]; 2]) {
+    fn changes(state: &VcpuState) -> (kvm_regs, [[u64; 8]; 2]) {
         (state.regs, [told(&state.sregs.cs), told(&state.sregs.ss)])
     }
 
     /// Runs the processor until its next exit. Returns `None` if KVM emulates this code without
     /// support for the instruction.
-    fn by_the_processor(guest: TinyGuest) -> Option<(State, String)> {
+    fn by_the_processor(guest: TinyGuest) -> Option<(VcpuState, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
         let mut vcpu = ArmedVcpu::new(vcpu);
         let exit = match vcpu.run().why {
@@ -256,7 +258,7 @@ mod tests {
             Ok(VcpuExit::InternalError) => return None,
             other => format!("{other:?}"),
         };
-        Some((State::read(&vcpu).unwrap(), exit))
+        Some((VcpuState::read(&vcpu).unwrap(), exit))
     }
 
     proptest! {
@@ -265,7 +267,7 @@ mod tests {
         /// An emulated SYSCALL has the same effect as the processor's on RIP, flags, RCX, R11 and
         /// both segments, for any values of the MSRs.
         #[test]
-        fn a_system_call_is_the_processors(flags: u64, mask: u64, selectors: u32, rax: u64, rsp: u64) {
+        fn emulated_syscall_matches_processor(flags: u64, mask: u64, selectors: u32, rax: u64, rsp: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
             let registers = [u64::from(selectors) << 32, DATA, mask & 0xffff_ffff];
             let begin = || {
@@ -278,9 +280,9 @@ mod tests {
                 guest
             };
             let ours = begin();
-            let state = State::read(&ours.vcpu).unwrap();
-            prop_assert!(stepper(&ours).system_call(&ours.vcpu, state).unwrap());
-            let done = State::read(&ours.vcpu).unwrap();
+            let state = VcpuState::read(&ours.vcpu).unwrap();
+            prop_assert!(stepper(&ours).emulate_syscall(&ours.vcpu, state).unwrap());
+            let done = VcpuState::read(&ours.vcpu).unwrap();
             prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 0));
             let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
             prop_assert_eq!(exit, "leaves");
@@ -292,7 +294,7 @@ mod tests {
         /// An emulated SYSRET has the same effect as the processor's for any RCX and R11. Undefined
         /// flags and the trap flag are not loaded.
         #[test]
-        fn a_return_is_the_processors(flags: u64, selectors: u32, rax: u64) {
+        fn emulated_sysret_matches_processor(flags: u64, selectors: u32, rax: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
             let registers = [u64::from(selectors) << 32, 0, 0];
             let begin = || {
@@ -306,9 +308,9 @@ mod tests {
                 guest
             };
             let ours = begin();
-            let state = State::read(&ours.vcpu).unwrap();
-            prop_assert!(stepper(&ours).system_return(&ours.vcpu, state).unwrap());
-            let done = State::read(&ours.vcpu).unwrap();
+            let state = VcpuState::read(&ours.vcpu).unwrap();
+            prop_assert!(stepper(&ours).emulate_sysret(&ours.vcpu, state).unwrap());
+            let done = VcpuState::read(&ours.vcpu).unwrap();
             prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 3));
             let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
             prop_assert_eq!(exit, format!("reads {HOLE:#x}"));
@@ -320,17 +322,17 @@ mod tests {
 
     /// The trap flag is set in the saved flags and never while the kernel runs. RF is not saved.
     #[test]
-    fn the_trap_flag_goes_into_the_saved_flags_only() {
+    fn syscall_sets_trap_flag_only_in_saved_flags() {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
         let guest = guest(&kvm, 3, &SYSCALL, [0x10 << 32, DATA, 0]);
-        let mut state = State::read(&guest.vcpu).unwrap();
+        let mut state = VcpuState::read(&guest.vcpu).unwrap();
         state.regs.rflags |= RFLAGS_TF | RFLAGS_RF;
         let mut stepper = stepper(&guest);
-        assert!(stepper.system_call(&guest.vcpu, state).unwrap());
-        let done = State::read(&guest.vcpu).unwrap();
+        assert!(stepper.emulate_syscall(&guest.vcpu, state).unwrap());
+        let done = VcpuState::read(&guest.vcpu).unwrap();
         assert_eq!((done.regs.r11, done.regs.rflags), (2 | RFLAGS_TF, 2));
         assert_eq!((done.regs.rcx, done.regs.rip), (CODE + 2, DATA));
         assert!(!stepper.strays, "who traces says so");
@@ -339,10 +341,12 @@ mod tests {
         (events.exception.injected, events.exception.nr) = (1, 13);
         guest.vcpu.set_vcpu_events(&events).unwrap();
         let mut debug = GuestDebug::default();
-        let step = stepper.call_kernel(&guest.vcpu, &mut debug, &state).unwrap();
+        let step = stepper
+            .emulate_user_syscall(&guest.vcpu, &mut debug, &state)
+            .unwrap();
         assert_eq!(step, None);
         assert_eq!(
-            State::read(&guest.vcpu).unwrap().regs,
+            VcpuState::read(&guest.vcpu).unwrap().regs,
             done.regs,
             "nothing was done"
         );
@@ -352,15 +356,15 @@ mod tests {
     /// disabled system calls, code that is not 64-bit, or a return to an address outside user
     /// space.
     #[test]
-    fn what_would_fault_is_left_to_the_processor() {
+    fn faulting_system_call_is_not_emulated() {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
         let guest = guest(&kvm, 0, &SYSRET, [0x10 << 32, DATA, 0]);
         let stepper = stepper(&guest);
-        let right = State::read(&guest.vcpu).unwrap();
-        type Change = fn(&mut State);
+        let right = VcpuState::read(&guest.vcpu).unwrap();
+        type Change = fn(&mut VcpuState);
         let wrong: [(&str, Change); 4] = [
             ("switched off", |state| state.sregs.efer &= !EFER_SCE),
             ("32-bit code", |state| state.sregs.cs.l = 0),
@@ -372,17 +376,17 @@ mod tests {
         for (n, (what, change)) in wrong.into_iter().enumerate() {
             let mut state = right;
             change(&mut state);
-            assert!(!stepper.system_return(&guest.vcpu, state).unwrap(), "{what}");
+            assert!(!stepper.emulate_sysret(&guest.vcpu, state).unwrap(), "{what}");
             if n < 2 {
-                assert!(!stepper.system_call(&guest.vcpu, state).unwrap(), "{what}");
+                assert!(!stepper.emulate_syscall(&guest.vcpu, state).unwrap(), "{what}");
             }
-            let now = State::read(&guest.vcpu).unwrap();
+            let now = VcpuState::read(&guest.vcpu).unwrap();
             assert_eq!((now.regs, now.sregs), (right.regs, right.sregs), "{what}");
         }
         let mut last = right;
         last.regs.rcx = (1 << 47) - 1;
         assert!(
-            stepper.system_return(&guest.vcpu, last).unwrap(),
+            stepper.emulate_sysret(&guest.vcpu, last).unwrap(),
             "the last one of user code"
         );
     }

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use vm_memory::GuestAddress;
 use vpmu::Vendor;
-use vpmu::exact::Counts;
+use vpmu::exact::RetiredCounts;
 
 use super::*;
 use crate::kvm::armed::VcpuExit;
@@ -25,14 +25,14 @@ const NOTHING: SteppedLevels = SteppedLevels {
 };
 const HLT: u8 = 0xf4;
 /// Upper limit of loop iterations for the test programs.
-const MOST_TURNS: usize = 20_000;
+const MAX_ITERATIONS: usize = 20_000;
 
 /// A code sequence and its retired events: instructions, branches, taken branches, conditional
 /// branches, loads, stores.
-type Piece = (&'static [u8], [u32; 6]);
+type CodeSequence = (&'static [u8], [u32; 6]);
 
 /// Sequences that access memory use `DATA` (0x9000) or an address without memory (0x2_0000).
-const PIECES: [Piece; 18] = [
+const PIECES: [CodeSequence; 18] = [
     (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
     (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
     (&[0x50], [1, 0, 0, 0, 0, 1]),                                     // push rax
@@ -62,8 +62,8 @@ fn counts(
         loads,
         stores,
     ]: [u32; 6],
-) -> Counts {
-    Counts {
+) -> RetiredCounts {
+    RetiredCounts {
         instructions,
         branches,
         taken_branches,
@@ -74,13 +74,13 @@ fn counts(
 }
 
 /// A vCPU at CPL 0 with a stepper.
-struct Stepped {
+struct SteppedVcpu {
     vcpu: ArmedVcpu,
     _slots: MemorySlots,
     memory: vm_memory::GuestMemoryMmap,
     stepper: Stepper,
     debug: GuestDebug,
-    retired: Counts,
+    retired: RetiredCounts,
     /// Number of retired instructions at which a counter overflows.
     overflow: u32,
     /// RIP at the overflow.
@@ -93,7 +93,7 @@ struct Stepped {
     exits: Vec<u64>,
 }
 
-impl Stepped {
+impl SteppedVcpu {
     fn new(code: &[u8]) -> Option<Self> {
         Self::with(code, true)
     }
@@ -121,7 +121,7 @@ impl Stepped {
             stepper,
             memory,
             debug: GuestDebug::default(),
-            retired: Counts::default(),
+            retired: RetiredCounts::default(),
             overflow: u32::MAX,
             overflowed_at: None,
             entries: 0,
@@ -130,9 +130,9 @@ impl Stepped {
         })
     }
 
-    fn count(&mut self, step: Step) {
+    fn count(&mut self, step: StepOutcome) {
         assert!(!step.lost || self.may_lose, "{step:?} after {:?}", self.exits);
-        assert_eq!(step.user, Counts::default());
+        assert_eq!(step.user, RetiredCounts::default());
         self.retired.add(step.kernel);
         if self.retired.instructions >= self.overflow && self.overflowed_at.is_none() {
             assert_eq!(self.retired.instructions, self.overflow);
@@ -140,9 +140,9 @@ impl Stepped {
         }
     }
 
-    fn prepare(&mut self, levels: SteppedLevels) -> Prepared {
+    fn prepare(&mut self, levels: SteppedLevels) -> StepAction {
         let left = self.overflow - self.retired.instructions.min(self.overflow);
-        let room = || Counts {
+        let room = || RetiredCounts {
             instructions: if left == 0 { u32::MAX } else { left },
             ..counts([u32::MAX; 6])
         };
@@ -160,7 +160,7 @@ impl Stepped {
 
     /// Iterates the vCPU loop until the vCPU is before `end` or halted.
     fn run(&mut self, levels: SteppedLevels, end: u64) {
-        for _ in 0..MOST_TURNS {
+        for _ in 0..MAX_ITERATIONS {
             if let Some(step) = self.stepper.settle(&self.vcpu).unwrap() {
                 self.count(step);
             }
@@ -168,7 +168,7 @@ impl Stepped {
                 return;
             }
             let prepared = self.prepare(levels);
-            if let Prepared::Executed(step) = prepared {
+            if let StepAction::Executed(step) = prepared {
                 self.count(step);
                 continue;
             }
@@ -179,8 +179,8 @@ impl Stepped {
                 Ok(VcpuExit::Debug(stop)) => {
                     let step = self.stepper.stopped(&mut self.vcpu, &stop).unwrap();
                     self.count(step.expect("a stop that is ours"));
-                    if let Some(State { regs, sregs }) = self.stepper.fresh {
-                        let asked = State::read(&self.vcpu).unwrap();
+                    if let Some(VcpuState { regs, sregs }) = self.stepper.fresh {
+                        let asked = VcpuState::read(&self.vcpu).unwrap();
                         assert_eq!(regs, asked.regs, "what came is what KVM gives when asked");
                         assert_eq!(sregs, asked.sregs);
                     }
@@ -199,7 +199,7 @@ impl Stepped {
                 other => panic!("{other:?}"),
             }
         }
-        panic!("no end after {MOST_TURNS} turns");
+        panic!("no end after {MAX_ITERATIONS} turns");
     }
 }
 
@@ -209,13 +209,13 @@ proptest! {
     /// Each instruction is counted once and by its kind, even if it exits to user space in the
     /// middle, with and without straight-line runs.
     #[test]
-    fn a_program_retires_what_its_instructions_say(
+    fn program_retires_events_of_its_instructions(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..30),
         runs: bool,
     ) {
         let mut code: Vec<u8> = pieces.iter().flat_map(|(code, _)| code.iter().copied()).collect();
         code.push(HLT);
-        let Some(mut stepped) = Stepped::with(&code, runs) else { return Ok(()) };
+        let Some(mut stepped) = SteppedVcpu::with(&code, runs) else { return Ok(()) };
         stepped.run(KERNEL, u64::MAX);
         let mut right = counts([1, 0, 0, 0, 0, 0]);
         for (_, retires) in &pieces {
@@ -235,7 +235,7 @@ proptest! {
     /// Disabling and reenabling counters in the middle of a program excludes exactly the
     /// instructions executed in between.
     #[test]
-    fn what_runs_while_nothing_is_counted_is_not(
+    fn disabled_counting_excludes_instructions(
         parts in prop::collection::vec(prop::sample::select(&PIECES[..]), 3),
         first_counts: bool,
     ) {
@@ -248,8 +248,8 @@ proptest! {
             ends.push(CODE + code.len() as u64);
         }
         code.push(HLT);
-        let Some(mut stepped) = Stepped::new(&code) else { return Ok(()) };
-        let mut right = Counts::default();
+        let Some(mut stepped) = SteppedVcpu::new(&code) else { return Ok(()) };
+        let mut right = RetiredCounts::default();
         for (n, (end, (_, retires))) in ends.iter().zip(&parts).enumerate() {
             let is_counted = (n % 2 == 0) == first_counts;
             if is_counted {
@@ -259,7 +259,7 @@ proptest! {
             } else {
                 // The stepper does not handle a breakpoint of another user, such as RDPMC.
                 stepped.debug.set_sites(&[*end]);
-                prop_assert_eq!(stepped.prepare(NOTHING), Prepared::Enter);
+                prop_assert_eq!(stepped.prepare(NOTHING), StepAction::Enter);
                 loop {
                     let why = stepped.vcpu.run().why;
                     match why {
@@ -283,9 +283,9 @@ proptest! {
 /// A guest that saves its flags never sees the stepper's trap flag, and a guest that sets the trap
 /// flag itself keeps it.
 #[test]
-fn the_guests_flags_are_its_own() {
+fn guest_never_sees_stepper_trap_flag() {
     // pushf; pop rbx; hlt
-    let Some(mut stepped) = Stepped::new(&[0x9c, 0x5b, HLT]) else {
+    let Some(mut stepped) = SteppedVcpu::new(&[0x9c, 0x5b, HLT]) else {
         return;
     };
     stepped.run(KERNEL, u64::MAX);
@@ -298,12 +298,12 @@ fn the_guests_flags_are_its_own() {
 /// A string instruction counts as one instruction, independent of the number of exits during its
 /// execution.
 #[test]
-fn a_repeated_string_instruction_counts_once() {
+fn string_instruction_counts_once() {
     // mov esi, DATA; mov ecx, 4; mov edx, 0x10; rep outsb; hlt
     let mut code = vec![0xbe];
     code.extend_from_slice(&(DATA as u32).to_le_bytes());
     code.extend_from_slice(&[0xb9, 4, 0, 0, 0, 0xba, 0x10, 0, 0, 0, 0xf3, 0x6e, HLT]);
-    let Some(mut stepped) = Stepped::new(&code) else {
+    let Some(mut stepped) = SteppedVcpu::new(&code) else {
         return;
     };
     stepped.run(KERNEL, u64::MAX);

@@ -6,14 +6,14 @@ pub const EM_386: u16 = 3;
 pub const EM_X86_64: u16 = 62;
 
 /// Contents of a loadable ELF segment.
-pub struct Seg<'a> {
+pub struct ElfSegment<'a> {
     pub phys: u64,
     pub bytes: &'a [u8],
     pub mem_bytes: u64,
 }
 
 /// Builds an ELF64 image whose segments are executable and page-aligned in the file.
-pub fn elf64(machine: u16, entry: u64, segments: &[Seg<'_>]) -> Vec<u8> {
+pub fn elf64(machine: u16, entry: u64, segments: &[ElfSegment<'_>]) -> Vec<u8> {
     let mut file = vec![0x7F, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     file.extend_from_slice(&2u16.to_le_bytes());
     file.extend_from_slice(&machine.to_le_bytes());
@@ -38,7 +38,7 @@ pub fn elf64(machine: u16, entry: u64, segments: &[Seg<'_>]) -> Vec<u8> {
 }
 
 /// Builds an ELF32 image whose segments are executable and page-aligned in the file.
-pub fn elf32(machine: u16, entry: u32, segments: &[Seg<'_>]) -> Vec<u8> {
+pub fn elf32(machine: u16, entry: u32, segments: &[ElfSegment<'_>]) -> Vec<u8> {
     let mut file = vec![0x7F, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     file.extend_from_slice(&2u16.to_le_bytes());
     file.extend_from_slice(&machine.to_le_bytes());
@@ -68,7 +68,7 @@ pub fn elf32(machine: u16, entry: u32, segments: &[Seg<'_>]) -> Vec<u8> {
     append_segments(file, segments)
 }
 
-fn append_segments(mut file: Vec<u8>, segments: &[Seg<'_>]) -> Vec<u8> {
+fn append_segments(mut file: Vec<u8>, segments: &[ElfSegment<'_>]) -> Vec<u8> {
     for s in segments {
         file.resize(file.len().next_multiple_of(0x1000), 0);
         file.extend_from_slice(s.bytes);

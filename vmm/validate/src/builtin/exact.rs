@@ -2,20 +2,20 @@
 
 use vpmu::ArchEvent;
 
-use super::{Builtin, Counter, OS, USR, judged, known, selector, unbacked};
+use super::{Builtin, GuestCounterId, OS, USR, judged, known, selector, unbacked};
 use crate::child::ChildError;
-use crate::guest::{Job, MeasuringGuest};
-use crate::judge::{Expected, Tolerance};
-use crate::report::{Check, KNOWN, Row, Rows};
+use crate::guest::{MeasurementJob, MeasuringGuest};
+use crate::judge::{Expectation, Tolerance};
+use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
 
 /// Iterations of the loops, a few thousand steps.
 const ROUNDS: u64 = 1000;
 const EXACT: &str = "exact";
 
 impl Builtin<'_> {
-    pub(super) fn exact(&self, rows: &mut Rows<'_>) -> Result<(), ChildError> {
+    pub(super) fn exact(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         if let Some(why) = &self.host.no_exact {
-            let row = Row::new(Check::Counting, "instructions, branches", EXACT, "-");
+            let row = ReportRow::new(CheckKind::Counting, "instructions, branches", EXACT, "-");
             rows.push(row.unsupported(why.clone()));
             return Ok(());
         }
@@ -25,7 +25,7 @@ impl Builtin<'_> {
     }
 
     /// Measures every event over loops of known length, and the code that is stepped at CPL 3.
-    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
+    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
@@ -40,32 +40,40 @@ impl Builtin<'_> {
             };
             for work in ["busy", "chase"] {
                 let Some(value) = known(counted_as, work, ROUNDS) else {
-                    let row = Row::new(Check::Counting, event.name(), EXACT, format!("{work}, CPL0"));
-                    let job = Job::new(work, ROUNDS).counter(select | OS);
+                    let row =
+                        ReportRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                    let job = MeasurementJob::new(work, ROUNDS).counter(select | OS);
                     let why = "not a property of instructions, which is what stepping sees";
                     rows.push(unbacked(guest, row, &job, why)?);
                     break;
                 };
-                let expected = Expected {
+                let expected = Expectation {
                     value,
                     tolerance: Tolerance::Exact,
                 };
-                let row = Row::new(Check::Counting, event.name(), EXACT, format!("{work}, CPL0"));
-                let outcome = guest.measure(&Job::new(work, ROUNDS).counter(select | OS), None)?;
-                rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
+                let row = ReportRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                let outcome = guest.measure(&MeasurementJob::new(work, ROUNDS).counter(select | OS), None)?;
+                rows.push(judged(
+                    row,
+                    &outcome,
+                    0,
+                    GuestCounterId::General(0),
+                    expected,
+                    KNOWN,
+                ));
             }
         }
         for event in [ArchEvent::Instructions, ArchEvent::Branches] {
             let (Some(select), Some(all)) = (selector(event, amd), known(event, "busy", ROUNDS)) else {
                 continue;
             };
-            let row = Row::new(
-                Check::Counting,
+            let row = ReportRow::new(
+                CheckKind::Counting,
                 format!("{}:u", event.name()),
                 EXACT,
                 "busy, CPL3",
             );
-            let job = Job::new("busy", ROUNDS).at(3).counter(select | USR);
+            let job = MeasurementJob::new("busy", ROUNDS).at(3).counter(select | USR);
             if !self.host.steps_user {
                 let why = "this KVM cannot single-step CPL 3";
                 rows.push(unbacked(guest, row, &job, why)?);
@@ -77,12 +85,19 @@ impl Builtin<'_> {
             } else {
                 1
             };
-            let expected = Expected {
+            let expected = Expectation {
                 value: all - around,
                 tolerance: Tolerance::Exact,
             };
             let outcome = guest.measure(&job, None)?;
-            rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
+            rows.push(judged(
+                row,
+                &outcome,
+                0,
+                GuestCounterId::General(0),
+                expected,
+                KNOWN,
+            ));
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use control_api::protocol::{GuestCounter, VcpuView};
 
-use crate::guest::{CpuResult, Outcome};
+use crate::guest::{CpuResult, Measurement};
 use crate::procfs::ThreadFacts;
 
 /// Returns a stopped counter with this value that ran for half of its enabled time.
@@ -37,10 +37,10 @@ fn view(counters: Vec<GuestCounter>) -> VcpuView {
 
 /// Returns a measurement on one CPU whose general-purpose counters have these values for both guest
 /// and host.
-pub(super) fn outcome(counts: &[u64]) -> Outcome {
+pub(super) fn outcome(counts: &[u64]) -> Measurement {
     let names = (0..counts.len()).map(|n| format!("gp{n}"));
     let after = names.zip(counts).map(|(name, count)| counter(&name, *count));
-    Outcome {
+    Measurement {
         cpus: vec![CpuResult {
             tsc: 3_000_000,
             c: counts.to_vec(),

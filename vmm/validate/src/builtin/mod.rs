@@ -10,9 +10,9 @@ mod time;
 use vpmu::ArchEvent;
 
 use super::child::ChildError;
-use super::guest::{Job, MeasuringGuest, OS, Outcome, USR};
-use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
-use super::report::{Check, Row, Rows};
+use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
+use super::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked};
+use super::report::{CheckKind, ReportRow, ReportRows};
 use crate::host::Stop;
 use crate::host::{Host, Options};
 use crate::judge::whole;
@@ -38,13 +38,14 @@ pub(super) struct Builtin<'a> {
 
 impl Builtin<'_> {
     /// Runs all measurements.
-    pub(super) fn rows(&self, rows: &mut Rows<'_>) -> Result<(), ChildError> {
+    pub(super) fn rows(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);
         }
         if let Some(why) = &self.host.no_hardware {
             rows.push(
-                Row::new(Check::Counting, "all hardware events", "hardware", "-").unsupported(why.clone()),
+                ReportRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
+                    .unsupported(why.clone()),
             );
         } else {
             self.backed_by("hardware", rows)?;
@@ -52,7 +53,8 @@ impl Builtin<'_> {
         match &self.host.no_clock {
             Some(why) => {
                 rows.push(
-                    Row::new(Check::Counting, "cycles, ref-cycles", "clock", "-").unsupported(why.clone()),
+                    ReportRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
+                        .unsupported(why.clone()),
                 );
             }
             None => self.backed_by("clock", rows)?,
@@ -62,12 +64,12 @@ impl Builtin<'_> {
 
     /// Runs the measurements with a time-dependent backing, and once those of the paravirtual
     /// events.
-    fn backed_by(&self, backing: &'static str, rows: &mut Rows<'_>) -> Result<(), ChildError> {
+    fn backed_by(&self, backing: &'static str, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                Row::new(Check::Counting, "paravirtual events", backing, "-")
+                ReportRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
                     .unsupported("KVM's own vPMU has none"),
             );
         } else if backing == "clock" || self.host.no_clock.is_some() {
@@ -76,7 +78,7 @@ impl Builtin<'_> {
         self.multiplexing_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                Row::new(Check::Contention, "cycles", backing, "--share").unsupported(
+                ReportRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
                     "the counters of KVM's own vPMU are the host kernel's events, which take no part in --share",
                 ),
             );
@@ -97,7 +99,7 @@ impl Builtin<'_> {
         // Use the minimum, because other load on the host only increases the overhead.
         let mut overhead_ns = u64::MAX;
         for _ in 0..OVERHEAD_RUNS {
-            let outcome = guest.measure(&Job::new("nothing", 1), None)?;
+            let outcome = guest.measure(&MeasurementJob::new("nothing", 1), None)?;
             overhead_ns = overhead_ns.min(outcome.facts.first().map_or(0, |facts| facts.cpu_ns));
         }
         log::info!(
@@ -133,7 +135,7 @@ impl Builtin<'_> {
 
     /// Returns the CPU time of vCPU `cpu` in TSC ticks as accounted by the host kernel, less the
     /// overhead of an empty measurement.
-    fn cpu_ticks(&self, outcome: &Outcome, cpu: usize) -> u64 {
+    fn cpu_ticks(&self, outcome: &Measurement, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
         let ns = ns.saturating_sub(outcome.overhead_ns);
         self.host.ticks(ns)
@@ -149,7 +151,7 @@ pub(crate) fn on_host_pmu(backing: &str) -> bool {
 fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {
-        let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
+        let outcome = guest.measure(&MeasurementJob::new(work, n).at(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
         let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
         // Use the minimum, because either time may include delays: the handshake with the host, or
@@ -167,12 +169,14 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
 /// Basis of an expectation in TSC ticks.
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
 /// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
-fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
+fn measure_with_retries(
+    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
+) -> Result<ReportRow, ChildError> {
     let mut tries = 1;
     loop {
         let row = measure()?;
         if !row.is_off_in_time() || tries == TRIES {
-            return Ok(Row { tries, ..row });
+            return Ok(ReportRow { tries, ..row });
         }
         log::info!(
             "{} by {}, {}: guest {:?}, host {:?}, expected {:?}; once more",
@@ -189,12 +193,12 @@ fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, 
 
 /// A guest counter.
 #[derive(Clone, Copy, Debug)]
-enum Counter {
+enum GuestCounterId {
     General(usize),
     Fixed(usize),
 }
 
-impl Counter {
+impl GuestCounterId {
     /// Returns the name in the host's view of the counters.
     fn name(self) -> String {
         match self {
@@ -204,18 +208,20 @@ impl Counter {
     }
 }
 
-/// [`settled`] for several rows of one measurement, which has the same rows each time. A repetition
-/// replaces the rows that were off, and all rows that fail independently of time.
-fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Result<Vec<Row>, ChildError> {
+/// [`measure_with_retries`] for several rows of one measurement, which has the same rows each time.
+/// A repetition replaces the rows that were off, and all rows that fail independently of time.
+fn measure_all_with_retries(
+    mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
+) -> Result<Vec<ReportRow>, ChildError> {
     let mut rows = measure()?;
     for tries in 2..=TRIES {
-        if !rows.iter().any(Row::is_off_in_time) {
+        if !rows.iter().any(ReportRow::is_off_in_time) {
             break;
         }
         for (row, again) in rows.iter_mut().zip(measure()?) {
             let broken = again.verdict == Verdict::Fail && !again.of_time;
             if row.is_off_in_time() || broken {
-                *row = Row { tries, ..again };
+                *row = ReportRow { tries, ..again };
             }
         }
     }
@@ -224,15 +230,20 @@ fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Res
 
 /// Returns the evidence for a counter of guest CPU `cpu`. The host's view of the same stopped
 /// counter must be equal.
-fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Expected>) -> Evidence {
+fn evidence(
+    outcome: &Measurement,
+    cpu: usize,
+    counter: GuestCounterId,
+    expected: Option<Expectation>,
+) -> Evidence {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
-        Counter::General(n) => seen.c.get(n).copied(),
-        Counter::Fixed(n) => seen.f.get(n).copied(),
+        GuestCounterId::General(n) => seen.c.get(n).copied(),
+        GuestCounterId::Fixed(n) => seen.f.get(n).copied(),
     });
     Evidence {
         guest,
-        host: outcome.host(cpu, &counter.name()).map(|counter| Expected {
+        host: outcome.host(cpu, &counter.name()).map(|counter| Expectation {
             value: counter.value,
             tolerance: Tolerance::Exact,
         }),
@@ -242,13 +253,13 @@ fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Ex
 
 /// Judges counter 0 of CPU 0, with its running time.
 fn judged(
-    row: Row,
-    outcome: &Outcome,
+    row: ReportRow,
+    outcome: &Measurement,
     cpu: usize,
-    counter: Counter,
-    expected: Expected,
+    counter: GuestCounterId,
+    expected: Expectation,
     basis: &'static str,
-) -> Row {
+) -> ReportRow {
     let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
     match outcome.host(cpu, &counter.name()) {
         Some(counter) => row.running_if_known(counter.running_ns, counter.enabled_ns),
@@ -257,7 +268,12 @@ fn judged(
 }
 
 /// Measures an event that is not backed on this host. Its counter must not move.
-fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Result<Row, ChildError> {
+fn unbacked(
+    guest: &mut MeasuringGuest,
+    row: ReportRow,
+    job: &MeasurementJob,
+    why: &str,
+) -> Result<ReportRow, ChildError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
@@ -265,7 +281,7 @@ fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Resul
     let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
-    Ok(Row {
+    Ok(ReportRow {
         verdict,
         reason,
         guest: shown,
@@ -335,22 +351,22 @@ mod tests {
     use vpmu::Vendor;
     use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
 
-    fn row(of_time: bool, verdict: Verdict) -> Row {
-        Row {
+    fn row(of_time: bool, verdict: Verdict) -> ReportRow {
+        ReportRow {
             of_time,
             verdict,
-            ..Row::new(Check::Sampling, "cycles", "clock", "x")
+            ..ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x")
         }
     }
 
     /// A failure that is independent of time is final. A time-dependent deviation may pass at the
     /// second attempt.
     #[test]
-    fn what_is_not_of_time_cannot_pass_by_being_measured_again() {
+    fn only_time_dependent_failure_is_retried() {
         use Verdict::{Fail, Pass};
         let measured = |first: [Verdict; 2], second: [Verdict; 2]| {
             let mut measurements = [first, second].into_iter();
-            all_settled(|| {
+            measure_all_with_retries(|| {
                 let [time, count] = measurements.next().expect("measured too often");
                 Ok(vec![row(true, time), row(false, count)])
             })
@@ -393,16 +409,16 @@ mod tests {
     /// The guest's and the host's count of the same counter must be equal and match the
     /// expectation.
     #[test]
-    fn guest_and_host_have_one_number() {
-        let exactly = |value| Expected {
+    fn guest_count_must_equal_host_count() {
+        let exactly = |value| Expectation {
             value,
             tolerance: Tolerance::Exact,
         };
         let verdict = |guest: u64, host: u64, expected: u64| {
             let mut seen = outcome(&[guest]);
             seen.after[0].counters = vec![counter("gp0", host)];
-            let row = Row::new(Check::Counting, "instructions", "exact", "busy");
-            let index = Counter::General(0);
+            let row = ReportRow::new(CheckKind::Counting, "instructions", "exact", "busy");
+            let index = GuestCounterId::General(0);
             judged(row, &seen, 0, index, exactly(expected), "counted by hand")
         };
         assert_eq!(verdict(7, 7, 7).verdict, Verdict::Pass);
@@ -414,16 +430,16 @@ mod tests {
 
     /// A missing CPU or counter in the guest's result is a failure.
     #[test]
-    fn what_was_not_answered_is_not_counted() {
-        let expected = Some(Expected {
+    fn missing_guest_count_fails() {
+        let expected = Some(Expectation {
             value: 0,
             tolerance: Tolerance::AtLeast,
         });
         let seen = outcome(&[1]);
         for (cpu, counter) in [
-            (0, Counter::General(1)),
-            (0, Counter::Fixed(0)),
-            (1, Counter::General(0)),
+            (0, GuestCounterId::General(1)),
+            (0, GuestCounterId::Fixed(0)),
+            (1, GuestCounterId::General(0)),
         ] {
             let seen = evidence(&seen, cpu, counter, expected);
             assert_eq!(seen.guest, None, "{counter:?} of CPU {cpu}");
@@ -433,7 +449,7 @@ mod tests {
 
     /// Overflows before the measurement are not counted.
     #[test]
-    fn overflows_are_those_of_the_measurement() {
+    fn earlier_overflows_are_not_counted() {
         let mut seen = outcome(&[1]);
         let with = |overflows| control_api::protocol::GuestCounter {
             overflows,

@@ -4,11 +4,11 @@
 use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
 
-use super::{BOTH, Builtin, Counter, judged, settled};
+use super::{BOTH, Builtin, GuestCounterId, judged, measure_with_retries};
 use crate::child::ChildError;
-use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
-use crate::judge::{Expected, Tolerance};
-use crate::report::{Check, Row, Rows};
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
+use crate::judge::{Expectation, Tolerance};
+use crate::report::{CheckKind, ReportRow, ReportRows};
 
 /// Number of repetitions of the work.
 const TIMES: u64 = 200;
@@ -29,13 +29,13 @@ const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
 const THRESHOLD: u64 = 1 << 24;
 
 /// Returns the expected count of a paravirtual event over the work that provokes it.
-fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected, &'static str) {
+fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expectation, &'static str) {
     use ParavirtualEvent::*;
     let facts = outcome.facts.first().copied().unwrap_or_default();
-    let known = |value, tolerance| (Expected { value, tolerance }, "as often as the guest did it");
+    let known = |value, tolerance| (Expectation { value, tolerance }, "as often as the guest did it");
     let kernel = |value, tolerance| {
         (
-            Expected { value, tolerance },
+            Expectation { value, tolerance },
             "the host kernel's account of the vCPU's thread",
         )
     };
@@ -81,7 +81,7 @@ impl Builtin<'_> {
     pub(super) fn paravirtual_rows(
         &self,
         guest: &mut MeasuringGuest,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let vendor = if guest.hello.amd {
             Vendor::Amd
@@ -98,22 +98,22 @@ impl Builtin<'_> {
                 n = self.amount(guest, work, cpl, BUSY_MS)?;
             }
             let selector = select | u64::from(event.umask().0) << 8 | BOTH;
-            let job = Job::new(work, n).at(cpl).counter(selector);
-            rows.push(settled(|| {
-                let row = Row::new(Check::Counting, event.name(), "paravirtual", name);
+            let job = MeasurementJob::new(work, n).at(cpl).counter(selector);
+            rows.push(measure_with_retries(|| {
+                let row = ReportRow::new(CheckKind::Counting, event.name(), "paravirtual", name);
                 one(guest, event, &job, row)
             })?);
         }
-        rows.push(settled(|| self.uncounted(guest, select))?);
+        rows.push(measure_with_retries(|| self.uncounted(guest, select))?);
         Ok(())
     }
 
     /// Measures the uncounted time of another enabled counter, which must equal the duration of the
     /// loop.
-    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<Row, ChildError> {
+    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ReportRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
-        let row = Row::new(
-            Check::Counting,
+        let row = ReportRow::new(
+            CheckKind::Counting,
             ParavirtualEvent::UncountedNs.name(),
             "paravirtual",
             name,
@@ -123,7 +123,7 @@ impl Builtin<'_> {
         }
         let of = |event: ParavirtualEvent| select | u64::from(event.umask().0) << 8 | BOTH;
         let n = self.amount(guest, "busy", 3, UNCOUNTED_MS)?;
-        let job = Job::new("busy", n)
+        let job = MeasurementJob::new("busy", n)
             .at(3)
             .counter(of(ParavirtualEvent::UncountedNs))
             .counter(of(ParavirtualEvent::Halts) | THRESHOLD);
@@ -136,19 +136,31 @@ impl Builtin<'_> {
             return Ok(row.failed("somebody counts for the other counter"));
         }
         let ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
-        let expected = Expected {
+        let expected = Expectation {
             value: u64::try_from(ns).unwrap_or(u64::MAX),
             tolerance: UNCOUNTED,
         };
         let basis = "how long the loop took by the guest's TSC";
-        Ok(judged(row, &outcome, 0, Counter::General(0), expected, basis))
+        Ok(judged(
+            row,
+            &outcome,
+            0,
+            GuestCounterId::General(0),
+            expected,
+            basis,
+        ))
     }
 }
 
-fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row) -> Result<Row, ChildError> {
+fn one(
+    guest: &mut MeasuringGuest,
+    event: ParavirtualEvent,
+    job: &MeasurementJob,
+    row: ReportRow,
+) -> Result<ReportRow, ChildError> {
     // The statistic itself, read through an operator event.
     let spec = format!("pv/{}/", event.name());
-    let operator = Operator {
+    let operator = OperatorEvents {
         events: &spec,
         period: None,
     };
@@ -166,7 +178,7 @@ fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row)
         ));
     }
     let (expected, basis) = expectation(event, job.n, &outcome);
-    let row = judged(row, &outcome, 0, Counter::General(0), expected, basis);
+    let row = judged(row, &outcome, 0, GuestCounterId::General(0), expected, basis);
     let backing = outcome.host(0, "gp0").and_then(|c| c.backing.as_deref());
     if row.guest == Some(0) && backing == Some("none") {
         return Ok(row.unsupported("this host's KVM keeps no such statistic"));
@@ -194,7 +206,7 @@ mod tests {
 
     /// Events that the guest causes are counted exactly.
     #[test]
-    fn what_the_guest_does_is_counted_as_often() {
+    fn guest_caused_events_are_exact() {
         use ParavirtualEvent::*;
         let facts = ThreadFacts::default();
         for event in [IoExits, MmioExits, Halts] {
@@ -215,7 +227,7 @@ mod tests {
 
     /// Events that the host causes match the host kernel's accounts of the thread.
     #[test]
-    fn what_the_host_does_is_what_its_kernel_says() {
+    fn host_caused_events_match_kernel_accounts() {
         use ParavirtualEvent::*;
         let facts = ThreadFacts {
             cpu_ns: 0,

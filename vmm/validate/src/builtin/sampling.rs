@@ -3,11 +3,11 @@
 
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, all_settled, selector};
+use super::{BOTH, Builtin, CPU_TIME, measure_all_with_retries, selector};
 use crate::child::ChildError;
-use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
-use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row, Rows};
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
+use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::report::{CheckKind, ReportRow, ReportRows};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -21,13 +21,13 @@ const SHARES: [(&str, u64); 3] = [("spin_hot", 60), ("spin_warm", 30), ("spin_co
 
 /// Returns the expected number of samples of a function with `percent` of the work out of `all`.
 /// The tolerance is five percentage points plus the statistical variation.
-fn by_chance(all: u64, percent: u64) -> (Expected, &'static str) {
+fn expected_samples(all: u64, percent: u64) -> (Expectation, &'static str) {
     let (all, share) = (all as f64, percent as f64 / 100.0);
     let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
     let expected = all * share;
     let range = Tolerance::Range(whole(expected - slack), whole((expected + slack).ceil()));
     (
-        Expected {
+        Expectation {
             value: whole(expected.round()),
             tolerance: range,
         },
@@ -40,19 +40,19 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
         let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
-        rows.extend(all_settled(|| {
+        rows.extend(measure_all_with_retries(|| {
             Self::interrupt_rows(guest, backing, select, n, period)
         })?);
         let (_, text) = guest.vm.client()?.symbols()?;
         let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
-        rows.extend(all_settled(|| {
+        rows.extend(measure_all_with_retries(|| {
             self.operator_rows(guest, backing, select, n, period, &symbols)
         })?);
         Ok(())
@@ -65,23 +65,23 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         period: u64,
-    ) -> Result<Vec<Row>, ChildError> {
-        let job = Job {
+    ) -> Result<Vec<ReportRow>, ChildError> {
+        let job = MeasurementJob {
             period,
-            ..Job::new("spin", n)
+            ..MeasurementJob::new("spin", n)
                 .at(3)
                 .counter(select | BOTH)
                 .counter(select | BOTH)
         };
         let outcome = guest.measure(&job, None)?;
-        let row = Row::new(Check::Sampling, "cycles", backing, "PMIs, one a period");
+        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "PMIs, one a period");
         let mut rows = vec![interrupts(row, &outcome, period)];
         if let Some(cpu) = outcome.cpus.first() {
-            let row = Row::new(Check::Sampling, "cycles", backing, "PMIs without an overflow");
-            rows.push(none_spurious(row, cpu.spurious));
+            let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "PMIs without an overflow");
+            rows.push(check_no_spurious(row, cpu.spurious));
             let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
             for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
-                let row = Row::new(Check::Sampling, "cycles", backing, format!("PMIs in {name}"));
+                let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, format!("PMIs in {name}"));
                 rows.push(share(row, *struck, all, *percent));
             }
         }
@@ -97,10 +97,10 @@ impl Builtin<'_> {
         n: u64,
         period: u64,
         symbols: &Symbols,
-    ) -> Result<Vec<Row>, ChildError> {
-        let row = Row::new(Check::Sampling, "cycles", backing, "operator's samples");
-        let job = Job::new("spin", n).at(3).counter(select | BOTH);
-        let operator = Operator {
+    ) -> Result<Vec<ReportRow>, ChildError> {
+        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "operator's samples");
+        let job = MeasurementJob::new("spin", n).at(3).counter(select | BOTH);
+        let operator = OperatorEvents {
             events: "cycles",
             period: Some(period),
         };
@@ -118,11 +118,11 @@ impl Builtin<'_> {
         let number = Tolerance::PercentAnd(5.0, 2);
         let seen = Evidence {
             guest: counted.map(|counted| counted / period),
-            host: Some(Expected {
+            host: Some(Expectation {
                 value: saw.samples.len() as u64 + saw.lost,
                 tolerance: number,
             }),
-            expected: (backing == "clock").then_some(Expected {
+            expected: (backing == "clock").then_some(Expectation {
                 value: ticks / period,
                 tolerance: number,
             }),
@@ -137,8 +137,8 @@ impl Builtin<'_> {
         let hits = SHARES.map(|(name, _)| hits(name));
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
-            let row = Row::new(
-                Check::Sampling,
+            let row = ReportRow::new(
+                CheckKind::Sampling,
                 "cycles",
                 backing,
                 format!("operator's, in {name}"),
@@ -150,7 +150,7 @@ impl Builtin<'_> {
 }
 
 /// Compares the number of PMIs with the count of a second counter that ran at the same time.
-fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
+fn interrupts(row: ReportRow, outcome: &Measurement, period: u64) -> ReportRow {
     let Some(cpu) = outcome.cpus.first() else {
         return row;
     };
@@ -159,11 +159,11 @@ fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
     // samples per second there are none.
     let seen = Evidence {
         guest: Some(cpu.pmis),
-        host: outcome.overflows(0, "gp0").map(|overflows| Expected {
+        host: outcome.overflows(0, "gp0").map(|overflows| Expectation {
             value: overflows,
             tolerance: NUMBER,
         }),
-        expected: Some(Expected {
+        expected: Some(Expectation {
             value: counted / period,
             tolerance: NUMBER,
         }),
@@ -172,11 +172,11 @@ fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
 }
 
 /// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
-fn none_spurious(row: Row, spurious: u64) -> Row {
+fn check_no_spurious(row: ReportRow, spurious: u64) -> ReportRow {
     let seen = Evidence {
         guest: Some(spurious),
         host: None,
-        expected: Some(Expected {
+        expected: Some(Expectation {
             value: 0,
             tolerance: Tolerance::Exact,
         }),
@@ -184,11 +184,11 @@ fn none_spurious(row: Row, spurious: u64) -> Row {
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
-fn share(row: Row, hits: u64, all: u64, percent: u64) -> Row {
+fn share(row: ReportRow, hits: u64, all: u64, percent: u64) -> ReportRow {
     if all < 50 {
         return row.failed("too few samples to tell");
     }
-    let (expected, basis) = by_chance(all, percent);
+    let (expected, basis) = expected_samples(all, percent);
     let seen = Evidence {
         guest: Some(hits),
         host: None,
@@ -226,7 +226,7 @@ mod tests {
 
     /// The number of PMIs must match both the elapsed periods and the overflows that the host saw.
     #[test]
-    fn pmis_are_as_many_as_periods_and_overflows() {
+    fn pmi_count_must_match_periods_and_overflows() {
         let row = |pmis: u64, overflows: u64| {
             let mut seen = outcome(&[0, 150_000]);
             seen.cpus[0].pmis = pmis;
@@ -235,7 +235,7 @@ mod tests {
                 overflows: Some(overflows),
                 ..counter("gp0", 0)
             }];
-            let row = Row::new(Check::Sampling, "cycles", "clock", "PMIs");
+            let row = ReportRow::new(CheckKind::Sampling, "cycles", "clock", "PMIs");
             interrupts(row, &seen, 1000)
         };
         assert_eq!(row(150, 150).verdict, Verdict::Pass);
@@ -251,8 +251,8 @@ mod tests {
 
     /// A profile that deviates by more than the statistical variation fails.
     #[test]
-    fn a_skewed_profile_fails() {
-        let row = || Row::new(Check::Sampling, "cycles", "clock", "x");
+    fn skewed_profile_fails() {
+        let row = || ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x");
         assert_eq!(share(row(), 600, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 645, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 700, 1000, 60).verdict, Verdict::Fail);
@@ -264,15 +264,15 @@ mod tests {
     #[test]
     fn a_spurious_interrupt_fails() {
         let row = |spurious| {
-            let row = Row::new(Check::Sampling, "cycles", "clock", "x");
-            none_spurious(row, spurious)
+            let row = ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x");
+            check_no_spurious(row, spurious)
         };
         assert_eq!(row(0).verdict, Verdict::Pass);
         assert_eq!((row(1).verdict, row(1).of_time), (Verdict::Fail, false));
     }
 
     #[test]
-    fn an_address_belongs_to_the_function_before_it() {
+    fn address_resolves_to_preceding_symbol() {
         let symbols = Symbols::parse("0000000000100010 T b\n0000000000100000 T a\nnonsense\n");
         assert_eq!(symbols.find(0x10_000F), Some("a"));
         assert_eq!(symbols.find(0x10_0010), Some("b"));

@@ -4,11 +4,11 @@ use perf_core::SharePolicy;
 use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, Counter, judged, selector, settled};
+use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, measure_with_retries, selector};
 use crate::child::ChildError;
-use crate::guest::{Job, MeasuringGuest, Operator};
-use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row, Rows};
+use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
+use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::report::{CheckKind, ReportRow, ReportRows};
 use control_api::request;
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
@@ -21,7 +21,7 @@ const EXTRA: usize = 3;
 const TURNS: u64 = 14;
 
 /// Identical events that are multiplexed on fewer counters in round-robin order.
-struct Turns {
+struct MultiplexedEvents {
     counters: usize,
     estimators: Vec<Estimator>,
     running_ns: Vec<u64>,
@@ -38,14 +38,14 @@ struct Turns {
 
 /// The event whose estimate is farthest from the true count in relation to its tolerance.
 #[derive(Debug, PartialEq)]
-struct Worst {
+struct WorstEstimate {
     estimate: u64,
     /// Tolerance of the estimate.
     slack: u64,
     running_ns: u64,
 }
 
-impl Turns {
+impl MultiplexedEvents {
     fn new(counters: usize, events: usize) -> Self {
         Self {
             counters,
@@ -75,7 +75,7 @@ impl Turns {
     }
 
     /// Returns the worst event, or `None` if no event ran in two intervals.
-    fn worst(&self, tolerance_percent: f64) -> Option<Worst> {
+    fn worst(&self, tolerance_percent: f64) -> Option<WorstEstimate> {
         let events = self.estimators.iter().zip(&self.running_ns);
         let told = events.filter_map(|(estimator, running_ns)| {
             let estimate = estimator.estimate(self.now_ns, None)?;
@@ -86,7 +86,7 @@ impl Turns {
             let slack = unseen * self.most.saturating_sub(self.least) as f64
                 + self.all as f64 * tolerance_percent / 100.0;
             let off = estimate.value.abs_diff(self.all) as f64 / slack.max(1.0);
-            let worst = Worst {
+            let worst = WorstEstimate {
                 estimate: estimate.value,
                 slack: whole(slack),
                 running_ns: *running_ns,
@@ -104,13 +104,13 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
         let n = self.amount(guest, "busy", 3, TURN_MS)?;
-        rows.push(settled(|| self.rotate(guest, backing, select, n))?);
+        rows.push(measure_with_retries(|| self.rotate(guest, backing, select, n))?);
         Ok(())
     }
 
@@ -120,33 +120,35 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<Row, ChildError> {
+    ) -> Result<ReportRow, ChildError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
-        let mut turns = Turns::new(counters, counters + EXTRA);
+        let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
             // Alternate two kinds of work, otherwise all intervals would have equal counts.
             let work = if turn % 2 == 0 { "busy" } else { "chase" };
-            let mut job = Job::new(work, n).at(3);
+            let mut job = MeasurementJob::new(work, n).at(3);
             for _ in 0..counters {
                 job = job.counter(select | BOTH);
             }
             let outcome = guest.measure(&job, None)?;
             let Some(cpu) = outcome.cpus.first() else {
-                return Ok(Row::new(Check::Multiplexing, "cycles", backing, "turns")
-                    .failed("the guest did not count it"));
+                return Ok(
+                    ReportRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
+                        .failed("the guest did not count it"),
+                );
             };
             let length_ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
             turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
         let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
-        let row = Row::new(Check::Multiplexing, "cycles", backing, name);
+        let row = ReportRow::new(CheckKind::Multiplexing, "cycles", backing, name);
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
         let seen = Evidence {
             guest: Some(worst.estimate),
             host: None,
-            expected: Some(Expected {
+            expected: Some(Expectation {
                 value: turns.all,
                 tolerance: Tolerance::PercentAnd(0.0, worst.slack),
             }),
@@ -160,7 +162,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
@@ -173,7 +175,9 @@ impl Builtin<'_> {
         ] {
             let name = policy.to_string();
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(settled(|| self.contended(guest, backing, select, n, &name))?);
+            rows.push(measure_with_retries(|| {
+                self.contended(guest, backing, select, n, &name)
+            })?);
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
@@ -187,16 +191,21 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Contention, "cycles", backing, format!("--share {policy}"));
+    ) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(
+            CheckKind::Contention,
+            "cycles",
+            backing,
+            format!("--share {policy}"),
+        );
         let counters = u64::from(guest.hello.gp.min(8));
         // Use as many counters as the guest has, so that the operator's event does not fit on hosts
         // with few.
-        let mut job = Job::new("busy", n).at(3);
+        let mut job = MeasurementJob::new("busy", n).at(3);
         for _ in 0..counters {
             job = job.counter(select | BOTH);
         }
-        let operator = Operator {
+        let operator = OperatorEvents {
             events: "cycles,ref-cycles,task-clock,kvm:exits",
             period: None,
         };
@@ -206,11 +215,11 @@ impl Builtin<'_> {
             return Ok(row.failed("nobody counted"));
         };
         let ticks = self.cpu_ticks(&outcome, 0);
-        let expected = Expected {
+        let expected = Expectation {
             value: ticks,
             tolerance: Tolerance::Percent(percent),
         };
-        let index = Counter::General(0);
+        let index = GuestCounterId::General(0);
         if saw.opened.is_err() && policy == "strict" {
             // The operator was refused, so only the guest's count is available.
             return Ok(judged(row, &outcome, 0, index, expected, CPU_TIME));
@@ -222,7 +231,7 @@ impl Builtin<'_> {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
             // The operator's event runs slightly longer: the guest waits at both ends, mostly
             // halted.
-            host: reading.estimate.map(|value| Expected {
+            host: reading.estimate.map(|value| Expectation {
                 value,
                 tolerance: Tolerance::Percent(2.0 * percent),
             }),
@@ -243,7 +252,7 @@ mod tests {
 
     const TURN_NS: u64 = 20_000_000;
 
-    fn within(turns: &Turns, percent: f64) -> bool {
+    fn within(turns: &MultiplexedEvents, percent: f64) -> bool {
         let worst = turns.worst(percent).unwrap();
         worst.estimate.abs_diff(turns.all) <= worst.slack
     }
@@ -251,7 +260,7 @@ mod tests {
     /// A constant rate is estimated exactly.
     #[test]
     fn steady_turns_are_estimated_exactly() {
-        let mut turns = Turns::new(4, 7);
+        let mut turns = MultiplexedEvents::new(4, 7);
         (0..14).for_each(|_| turns.take(TURN_NS, &[1000; 4]));
         assert_eq!(turns.all, 14_000);
         assert_eq!(turns.running_ns, [8 * TURN_NS; 7]);
@@ -261,26 +270,26 @@ mod tests {
 
     /// A counter that counts half of the events is detected although the others are right.
     #[test]
-    fn one_counter_that_counts_half_is_found() {
-        let mut turns = Turns::new(4, 7);
+    fn half_counting_counter_is_detected() {
+        let mut turns = MultiplexedEvents::new(4, 7);
         (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 1000]));
         assert!(within(&turns, 2.0));
-        let mut turns = Turns::new(4, 7);
+        let mut turns = MultiplexedEvents::new(4, 7);
         (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 500]));
         assert!(!within(&turns, 2.0), "{:?}", turns.worst(2.0));
     }
 
     #[test]
     fn without_a_turn_there_is_no_estimate() {
-        assert_eq!(Turns::new(4, 7).worst(2.0), None);
+        assert_eq!(MultiplexedEvents::new(4, 7).worst(2.0), None);
     }
 
     proptest! {
         /// For any lengths and counts there is a worst event, and its running time does not exceed
         /// the total duration.
         #[test]
-        fn no_event_is_on_for_longer_than_all_turns(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
-            let mut taken = Turns::new(4, 7);
+        fn running_time_never_exceeds_total(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
+            let mut taken = MultiplexedEvents::new(4, 7);
             for (ms, count) in turns {
                 taken.take(ms * 1_000_000, &[count; 4]);
             }
@@ -292,7 +301,7 @@ mod tests {
         /// uncounted part.
         #[test]
         fn equal_turns_are_within_their_slack(counts in prop::collection::vec(0u64..1_000_000, 14..40)) {
-            let mut taken = Turns::new(4, 7);
+            let mut taken = MultiplexedEvents::new(4, 7);
             for count in counts {
                 taken.take(TURN_NS, &[count; 4]);
             }

@@ -3,12 +3,13 @@
 use vpmu::ArchEvent;
 
 use super::{
-    BOTH, Builtin, CPU_TIME, Counter, evidence, judged, known, on_host_pmu, selector, settled, unbacked,
+    BOTH, Builtin, CPU_TIME, GuestCounterId, evidence, judged, known, measure_with_retries, on_host_pmu,
+    selector, unbacked,
 };
 use crate::child::ChildError;
-use crate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
-use crate::judge::{Expected, Tolerance, whole};
-use crate::report::{Check, KNOWN, Row, Rows};
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEvents, USR};
+use crate::judge::{Expectation, Tolerance, whole};
+use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
@@ -27,7 +28,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
@@ -44,8 +45,8 @@ impl Builtin<'_> {
                 _ => follows_time,
             };
             if !counts {
-                let row = Row::new(Check::Counting, event.name(), backing, "busy, CPL0");
-                let job = Job::new("busy", 500).counter(select | BOTH);
+                let row = ReportRow::new(CheckKind::Counting, event.name(), backing, "busy, CPL0");
+                let job = MeasurementJob::new("busy", 500).counter(select | BOTH);
                 let why = match backing {
                     "kvm" if amd && event == ArchEvent::RefCycles => {
                         "the host's PMU counts nothing under AMD's number of this event"
@@ -62,17 +63,19 @@ impl Builtin<'_> {
             }
             for (work, cpl) in works {
                 let n = self.amount(guest, work, cpl, LENGTH_MS)?;
-                rows.push(settled(|| {
+                rows.push(measure_with_retries(|| {
                     self.general(guest, backing, event, select, work, cpl, n)
                 })?);
             }
         }
         self.fixed_rows(guest, backing, rows)?;
         if let Some(select) = selector(ArchEvent::CoreCycles, amd) {
-            rows.push(settled(|| self.idle(guest, backing, select))?);
+            rows.push(measure_with_retries(|| self.idle(guest, backing, select))?);
             for cpl in [0, 3] {
                 let n = self.amount(guest, "busy", cpl, LENGTH_MS)?;
-                rows.push(settled(|| self.level(guest, backing, select, cpl, n))?);
+                rows.push(measure_with_retries(|| {
+                    self.level(guest, backing, select, cpl, n)
+                })?);
             }
         }
         Ok(())
@@ -83,15 +86,15 @@ impl Builtin<'_> {
         &self,
         backing: &str,
         event: ArchEvent,
-        outcome: &Outcome,
+        outcome: &Measurement,
         work: &str,
         n: u64,
         cpu: usize,
-    ) -> Option<(Expected, &'static str)> {
+    ) -> Option<(Expectation, &'static str)> {
         let percent = self.options.tolerance_percent;
         if let Some(value) = known(event, work, n) {
             let tolerance = Tolerance::PercentAnd(KNOWN_PERCENT, 250);
-            return Some((Expected { value, tolerance }, KNOWN));
+            return Some((Expectation { value, tolerance }, KNOWN));
         }
         if on_host_pmu(backing) && event != ArchEvent::RefCycles {
             // The processor's clock is not the TSC, so the reference is the host's own event on the
@@ -100,11 +103,14 @@ impl Builtin<'_> {
             let reading = saw.reading(0, u32::try_from(cpu).ok()?)?;
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
             let value = reading.estimate?;
-            return Some((Expected { value, tolerance }, "the host's own event on the vCPU"));
+            return Some((
+                Expectation { value, tolerance },
+                "the host's own event on the vCPU",
+            ));
         }
         let value = self.cpu_ticks(outcome, cpu);
         let tolerance = Tolerance::Percent(percent);
-        Some((Expected { value, tolerance }, CPU_TIME))
+        Some((Expectation { value, tolerance }, CPU_TIME))
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is one thing that is varied")]
@@ -117,21 +123,21 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         n: u64,
-    ) -> Result<Row, ChildError> {
+    ) -> Result<ReportRow, ChildError> {
         let name = match work {
             "to-user" => "CPL0 to 3 and back".to_owned(),
             "faults" => "faults at CPL0".to_owned(),
             _ => format!("{work}, CPL{cpl}"),
         };
-        let row = Row::new(Check::Counting, event.name(), backing, name);
-        let job = Job::new(work, n).at(cpl).counter(select | BOTH);
-        let operator = on_host_pmu(backing).then_some(Operator {
+        let row = ReportRow::new(CheckKind::Counting, event.name(), backing, name);
+        let job = MeasurementJob::new(work, n).at(cpl).counter(select | BOTH);
+        let operator = on_host_pmu(backing).then_some(OperatorEvents {
             events: event.name(),
             period: None,
         });
         let outcome = guest.measure(&job, operator)?;
         Ok(match self.expectation(backing, event, &outcome, work, n, 0) {
-            Some((expected, basis)) => judged(row, &outcome, 0, Counter::General(0), expected, basis),
+            Some((expected, basis)) => judged(row, &outcome, 0, GuestCounterId::General(0), expected, basis),
             None => row.failed("the host's own event was not counted"),
         })
     }
@@ -141,7 +147,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for (index, event) in [
@@ -153,18 +159,18 @@ impl Builtin<'_> {
             if guest.hello.fixed & 1 << index == 0 || !counts {
                 continue;
             }
-            rows.push(settled(|| {
-                let row = Row::new(
-                    Check::Counting,
+            rows.push(measure_with_retries(|| {
+                let row = ReportRow::new(
+                    CheckKind::Counting,
                     format!("{} (fixed {index})", event.name()),
                     backing,
                     "busy, CPL3",
                 );
-                let job = Job {
+                let job = MeasurementJob {
                     fixed_control: 3 << (4 * index),
-                    ..Job::new("busy", n).at(3)
+                    ..MeasurementJob::new("busy", n).at(3)
                 };
-                let operator = on_host_pmu(backing).then_some(Operator {
+                let operator = on_host_pmu(backing).then_some(OperatorEvents {
                     events: event.name(),
                     period: None,
                 });
@@ -172,7 +178,7 @@ impl Builtin<'_> {
                 let expected = self.expectation(backing, event, &outcome, "busy", n, 0);
                 Ok(match expected {
                     Some((expected, basis)) => {
-                        judged(row, &outcome, 0, Counter::Fixed(index), expected, basis)
+                        judged(row, &outcome, 0, GuestCounterId::Fixed(index), expected, basis)
                     }
                     None => row.failed("the host's own event was not counted"),
                 })
@@ -187,16 +193,23 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         select: u64,
-    ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
-        let outcome = guest.measure(&Job::new("sleep", HALTS).counter(select | BOTH), None)?;
+    ) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
+        let outcome = guest.measure(&MeasurementJob::new("sleep", HALTS).counter(select | BOTH), None)?;
         let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
-        let expected = Expected {
+        let expected = Expectation {
             value: tsc * IDLE_PERCENT / 100,
             tolerance: Tolerance::AtMost,
         };
         let basis = "a tenth of the TSC ticks that passed";
-        Ok(judged(row, &outcome, 0, Counter::General(0), expected, basis))
+        Ok(judged(
+            row,
+            &outcome,
+            0,
+            GuestCounterId::General(0),
+            expected,
+            basis,
+        ))
     }
 
     /// Measures `cycles:u` over work at one level, along with a counter for both levels.
@@ -207,9 +220,14 @@ impl Builtin<'_> {
         select: u64,
         cpl: u32,
         n: u64,
-    ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Counting, "cycles:u", backing, format!("busy, CPL{cpl}"));
-        let job = Job::new("busy", n)
+    ) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(
+            CheckKind::Counting,
+            "cycles:u",
+            backing,
+            format!("busy, CPL{cpl}"),
+        );
+        let job = MeasurementJob::new("busy", n)
             .at(cpl)
             .counter(select | USR)
             .counter(select | OS)
@@ -219,7 +237,7 @@ impl Builtin<'_> {
             return Ok(row.failed("the guest did not count it"));
         };
         let slack = whole(*both as f64 * LEVEL_PERCENT / 100.0);
-        let expected = Expected {
+        let expected = Expectation {
             value: if cpl == 3 { *both } else { 0 },
             tolerance: if on_host_pmu(backing) {
                 Tolerance::PercentAnd(1.0, 100_000)
@@ -227,7 +245,7 @@ impl Builtin<'_> {
                 Tolerance::PercentAnd(0.0, slack)
             },
         };
-        let seen = evidence(&outcome, 0, Counter::General(0), Some(expected));
+        let seen = evidence(&outcome, 0, GuestCounterId::General(0), Some(expected));
         let basis = "the level the work ran at, and a counter for both levels";
         let row = row.judged(&seen, basis);
         log::debug!("cycles:u {user}, cycles:k {kernel}, both {both}");
@@ -243,38 +261,38 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let event = ArchEvent::CoreCycles;
         let Some(select) = selector(event, guest.hello.amd) else {
             return Ok(());
         };
         if guest.hello.cpus < 2 {
-            let row = Row::new(Check::Counting, "cycles", backing, "two CPUs");
+            let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "two CPUs");
             rows.push(row.failed("the guest's second CPU did not start"));
             return Ok(());
         }
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for cpu in 0..2 {
-            rows.push(settled(|| {
-                let row = Row::new(
-                    Check::Counting,
+            rows.push(measure_with_retries(|| {
+                let row = ReportRow::new(
+                    CheckKind::Counting,
                     "cycles",
                     backing,
                     format!("two CPUs busy, CPU {cpu}"),
                 );
-                let job = Job {
+                let job = MeasurementJob {
                     cpus: 2,
-                    ..Job::new("busy", n).at(3).counter(select | BOTH)
+                    ..MeasurementJob::new("busy", n).at(3).counter(select | BOTH)
                 };
-                let operator = on_host_pmu(backing).then_some(Operator {
+                let operator = on_host_pmu(backing).then_some(OperatorEvents {
                     events: event.name(),
                     period: None,
                 });
                 let outcome = guest.measure(&job, operator)?;
                 Ok(match self.expectation(backing, event, &outcome, "busy", n, cpu) {
                     Some((expected, basis)) => {
-                        judged(row, &outcome, cpu, Counter::General(0), expected, basis)
+                        judged(row, &outcome, cpu, GuestCounterId::General(0), expected, basis)
                     }
                     None => row.failed("the host's own event was not counted"),
                 })
@@ -289,7 +307,7 @@ impl Builtin<'_> {
 /// perf's ref-cycles on AMD hosts, and counts on processors that have it (Zen 4 and later, or a
 /// virtual PMU of Perfvisor on a nested host). A counter that moves is judged by its count.
 fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
-    let outcome = guest.measure(&Job::new("busy", 500).counter(select | BOTH), None)?;
+    let outcome = guest.measure(&MeasurementJob::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome
         .cpus
         .first()

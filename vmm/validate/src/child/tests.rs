@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Returns a signal check that never requests a stop.
-pub(crate) fn nobody_stops() -> Stop {
+pub(crate) fn never_stop() -> Stop {
     Arc::new(|| false)
 }
 
 /// Starts a VM simulated by the shell script `script`. `$0` and the parameters are the arguments of
 /// `perfvisor`.
 pub(crate) fn scripted(script: &str) -> ChildVm {
-    scripted_until(script, &nobody_stops())
+    scripted_until(script, &never_stop())
 }
 
 fn scripted_until(script: &str, signals: &Stop) -> ChildVm {
@@ -123,7 +123,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// A line without end is split and does not exhaust memory.
 #[test]
-fn long_lines_are_taken_in_pieces() {
+fn long_console_line_is_split() {
     let (sender, lines) = sync_channel(8);
     let mut text = vec![b'x'; 2 * MAX_LINE as usize + 3];
     text.extend(b"\nlast\r\n");
@@ -135,7 +135,7 @@ fn long_lines_are_taken_in_pieces() {
 
 /// The reader ends when its receiver is dropped.
 #[test]
-fn the_reader_ends_with_whom_it_reads_for() {
+fn reader_ends_when_receiver_is_dropped() {
     let (sender, lines) = sync_channel(8);
     drop(lines);
     read_lines(std::io::repeat(b'\n'), &sender);
@@ -154,7 +154,7 @@ fn the_last_messages_are_kept() {
 
 /// The error shows the VM's last message without the program name, and the guest's last lines.
 #[test]
-fn the_error_has_the_last_message_and_the_guests_lines() {
+fn end_error_shows_last_messages_and_lines() {
     let ended = ChildError::Ended {
         status: 2,
         doing: "it was started".into(),
@@ -169,7 +169,7 @@ fn the_error_has_the_last_message_and_the_guests_lines() {
 
 /// The VM is started with `run`, a unique name and the given arguments.
 #[test]
-fn each_vm_has_a_name_of_its_own() {
+fn each_vm_has_unique_name() {
     let mut told = [0, 1].map(|_| {
         let mut vm = scripted("echo $0 $*");
         let line = vm
@@ -184,7 +184,7 @@ fn each_vm_has_a_name_of_its_own() {
 
 /// The error of an early end shows the exit status, the last message and the last console lines.
 #[test]
-fn a_vm_that_ends_early_says_why() {
+fn early_end_error_shows_reason() {
     let mut vm = scripted("echo booting; echo 'perfvisor: no /dev/kvm' >&2; exit 2");
     // Another thread reads the messages; the pipe closes together with the console.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
@@ -205,7 +205,7 @@ fn a_vm_that_ends_early_says_why() {
 
 /// A killed VM has no exit status and counts as failed.
 #[test]
-fn a_killed_vm_has_not_ended_well() {
+fn killed_vm_is_not_successful() {
     let mut vm = scripted("kill -9 $$");
     assert_eq!(vm.wait(LONG), Some(-1));
     let vm = scripted("read line; kill -9 $$");
@@ -215,7 +215,7 @@ fn a_killed_vm_has_not_ended_well() {
 
 /// After "end", only exit status 0 is a success.
 #[test]
-fn a_bad_end_is_an_error() {
+fn nonzero_exit_status_is_error() {
     let ends = |status: u32| {
         scripted(&format!(
             "read line; [ \"$line\" = end ] && exit {status}; exit 9"
@@ -229,7 +229,7 @@ fn a_bad_end_is_an_error() {
 
 /// A VM that does not end in time is an error and is killed.
 #[test]
-fn a_vm_that_does_not_end_is_killed() {
+fn vm_is_killed_after_end_timeout() {
     let vm = scripted("read line; echo staying; exec sleep 600");
     let pid = vm.child.id();
     let error = vm.end(Duration::from_millis(50)).unwrap_err();
@@ -245,7 +245,7 @@ fn a_vm_that_does_not_end_is_killed() {
 
 /// The error of a timeout names the operation.
 #[test]
-fn a_silent_guest_is_given_up() {
+fn silent_guest_times_out() {
     let mut vm = scripted("echo one; exec sleep 600");
     let error = vm.wait_for(Duration::from_millis(300), "it was to say two", |line| {
         (line == "two").then_some(())
@@ -258,7 +258,7 @@ fn a_silent_guest_is_given_up() {
 
 /// Ctrl-C ends the wait, whether or not the same Ctrl-C has already ended the VM.
 #[test]
-fn an_interrupt_is_no_fault_of_the_vm() {
+fn interrupt_is_not_a_vm_error() {
     let stop: Stop = Arc::new(|| true);
     let mut vm = scripted_until("exec sleep 600", &stop);
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
@@ -270,7 +270,7 @@ fn an_interrupt_is_no_fault_of_the_vm() {
 
 /// Typing to a VM that has ended returns its end and not EPIPE.
 #[test]
-fn typing_to_a_vm_that_has_ended_tells_its_end() {
+fn typing_to_ended_vm_reports_end() {
     let mut vm = scripted("exit 4");
     assert_eq!(vm.wait(LONG), Some(4));
     // A process that another test has just forked keeps the pipe open until it calls execve(2).
@@ -285,7 +285,7 @@ fn typing_to_a_vm_that_has_ended_tells_its_end() {
 
 /// The error shows only the last lines of a guest, shortened.
 #[test]
-fn the_error_keeps_few_and_short_lines_of_a_noisy_guest() {
+fn end_error_truncates_console_lines() {
     let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     let ChildError::Ended { console, .. } = error else {
@@ -301,7 +301,7 @@ fn the_error_keeps_few_and_short_lines_of_a_noisy_guest() {
 
 /// The accounts are those of the vCPU threads, simulated here by a script of that name.
 #[test]
-fn facts_are_those_of_the_vcpus_threads() {
+fn facts_are_of_vcpu_threads() {
     let mut vm = scripted("printf vcpu0 >/proc/$$/comm; echo named; exec <&-; while :; do :; done");
     vm.wait_for(LONG, "it was named", |line| (line == "named").then_some(()))
         .unwrap();
@@ -329,7 +329,7 @@ fn a_thread_that_has_gone_has_no_facts() {
 
 /// A view is requested once and polled until it is complete. vCPUs are returned in numeric order.
 #[test]
-fn a_look_is_complete_and_in_order() {
+fn views_are_complete_and_ordered() {
     let mut asked = Vec::new();
     let mut vm = scripted("exec sleep 600").answered(move |call| {
         asked.push(call.clone());
@@ -352,7 +352,7 @@ fn a_look_is_complete_and_in_order() {
 
 /// A refused or malformed view is an error and does not panic.
 #[test]
-fn a_look_that_is_refused_or_not_understood_is_an_error() {
+fn refused_or_malformed_view_is_error() {
     let mut vm = scripted("exec sleep 600").answered(|_| Err(refusal("no")));
     let error = vm.views().unwrap_err();
     assert_eq!(error.to_string(), "no");

@@ -45,12 +45,12 @@ pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>
         Call::GuestViewResult { .. } => Ok(views(std::slice::from_ref(&host))),
         other => Err(refusal(&format!("{other:?} was not expected"))),
     });
-    MeasuringGuest::greeted(vm).unwrap()
+    MeasuringGuest::wait_for_greeting(vm).unwrap()
 }
 
 #[test]
 fn a_job_is_one_line_of_words() {
-    let job = Job::new("busy", 5).at(3).counter(0x1003C);
+    let job = MeasurementJob::new("busy", 5).at(3).counter(0x1003C);
     assert_eq!(
         job.line(),
         "measure work=busy n=5 cpl=3 c=0x1003c f=0x0 period=0 cpus=1"
@@ -60,36 +60,36 @@ fn a_job_is_one_line_of_words() {
 #[test]
 fn answers_are_understood() {
     let line = r#"{"at":"result","cpus":[{"tsc":7,"c":[1,2],"f":[],"pmis":3,"late":0,"spurious":1,"struck":[1,1,0,1]}]}"#;
-    let Some(Said::Result { cpus }) = parse(line) else {
+    let Some(GuestReply::Result { cpus }) = parse(line) else {
         panic!("{line}");
     };
     assert_eq!((cpus[0].c.as_slice(), cpus[0].pmis), ([1, 2].as_slice(), 3));
-    assert!(matches!(parse("ready"), Some(Said::Ready)));
-    assert!(matches!(parse(r#"{"at":"gave up"}"#), Some(Said::Other)));
+    assert!(matches!(parse("ready"), Some(GuestReply::Ready)));
+    assert!(matches!(parse(r#"{"at":"gave up"}"#), Some(GuestReply::Other)));
     assert!(parse("text of the guest").is_none());
 }
 
 /// The greeting is found after the boot messages.
 #[test]
-fn the_greeting_is_found_behind_other_lines() {
+fn greeting_is_found_after_boot_messages() {
     let vm = scripted(&format!(
         "echo SeaBIOS; echo '{{\"at\":\"gave up\"}}'; {}",
         script(&hello(6), &[])
     ));
-    let guest = MeasuringGuest::greeted(vm).unwrap();
+    let guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
     assert_eq!((guest.hello.gp, guest.hello.cpus, guest.hello.amd), (6, 1, false));
     guest.end().unwrap();
 }
 
 /// A greeting with an invalid or too large number is ignored, and the end of the guest is reported.
 #[test]
-fn a_greeting_that_is_none_is_not_taken() {
+fn malformed_greeting_is_ignored() {
     for wrong in [
         json!({ "at": "hello", "cpus": -1, "amd": false, "gp": 4, "fixed": 0, "unavailable": 0 }),
         json!({ "at": "hello", "cpus": 1u64 << 32, "amd": false, "gp": 4, "fixed": 0, "unavailable": 0 }),
         json!({ "at": "hello", "cpus": 1 }),
     ] {
-        let error = MeasuringGuest::greeted(scripted(&format!("echo '{wrong}'")))
+        let error = MeasuringGuest::wait_for_greeting(scripted(&format!("echo '{wrong}'")))
             .err()
             .unwrap();
         assert!(
@@ -101,14 +101,14 @@ fn a_greeting_that_is_none_is_not_taken() {
 
 /// A measurement contains the guest's counts and the host's view of the counters before and after.
 #[test]
-fn a_measurement_has_both_sides() {
+fn measurement_contains_guest_and_host_counts() {
     let mut guest = measuring(
         &hello(2),
         &[("*work=busy*c=0x1003c*", counted(&[41, 42]))],
         vec![41, 43],
     );
     let outcome = guest
-        .measure(&Job::new("busy", 5).counter(0x1003C), None)
+        .measure(&MeasurementJob::new("busy", 5).counter(0x1003C), None)
         .unwrap();
     assert_eq!(outcome.cpus[0].c, [41, 42]);
     assert_eq!(outcome.host(0, "gp1").map(|counter| counter.value), Some(43));
@@ -123,14 +123,14 @@ fn a_measurement_has_both_sides() {
 
 /// A result with another number of CPUs than requested is rejected.
 #[test]
-fn a_result_of_other_cpus_is_not_taken() {
+fn result_with_wrong_cpu_count_is_rejected() {
     for cpus in [
         json!([]),
         json!([{ "tsc": 1, "c": [], "f": [] }, { "tsc": 1, "c": [], "f": [] }]),
     ] {
         let result = json!({ "at": "result", "cpus": cpus });
         let mut guest = measuring(&hello(2), &[("*", result)], vec![0]);
-        let error = guest.measure(&Job::new("busy", 5), None).unwrap_err();
+        let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
         assert!(
             matches!(error, ChildError::Answer(ref said) if said.contains("work=busy")),
             "{error}"
@@ -140,7 +140,7 @@ fn a_result_of_other_cpus_is_not_taken() {
 
 /// A guest that refuses a job or skips a step causes an error.
 #[test]
-fn a_step_left_out_is_an_answer_not_understood() {
+fn skipped_step_is_error() {
     for steps in [
         "echo '{\"at\":\"refused\"}'",
         "echo done",
@@ -151,8 +151,8 @@ fn a_step_left_out_is_an_answer_not_understood() {
             Call::GuestView => Ok(json!({ "generation": 1 })),
             _ => Ok(views(&[vec![0]])),
         });
-        let mut guest = MeasuringGuest::greeted(vm).unwrap();
-        let error = guest.measure(&Job::new("busy", 5), None).unwrap_err();
+        let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+        let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
         assert!(matches!(error, ChildError::Answer(_)), "{steps}: {error}");
     }
 }
@@ -170,8 +170,8 @@ fn other_lines_do_not_disturb_a_measurement() {
         Call::GuestView => Ok(json!({ "generation": 1 })),
         _ => Ok(views(&[vec![9]])),
     });
-    let mut guest = MeasuringGuest::greeted(vm).unwrap();
-    let outcome = guest.measure(&Job::new("busy", 5), None).unwrap();
+    let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+    let outcome = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap();
     assert_eq!(outcome.cpus[0].c, [9]);
 }
 
@@ -213,7 +213,7 @@ pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
 /// The operator's events are opened, enabled, disabled, read and closed around the work, in this
 /// order.
 #[test]
-fn the_operators_events_are_on_around_the_work() {
+fn operator_events_are_enabled_around_work() {
     let calls = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
     let seen = calls.clone();
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(move |call| {
@@ -230,13 +230,13 @@ fn the_operators_events_are_on_around_the_work() {
             _ => Value::Null,
         })
     });
-    let mut guest = MeasuringGuest::greeted(vm).unwrap();
-    let operator = Operator {
+    let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+    let operator = OperatorEvents {
         events: "cycles,instructions",
         period: None,
     };
     let saw = guest
-        .measure(&Job::new("busy", 5), Some(operator))
+        .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()
         .operator
         .unwrap();
@@ -258,20 +258,20 @@ fn the_operators_events_are_on_around_the_work() {
 
 /// A refusal of the operator is kept, and the measurement continues without its events.
 #[test]
-fn a_refused_operator_is_told_and_not_asked_again() {
+fn operator_refusal_is_kept() {
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),
         Call::GuestViewResult { .. } => Ok(views(&[vec![9]])),
         Call::Open { .. } => Err(refusal("strict: the guest's counters take all slots")),
         other => panic!("{other:?} of events that were refused"),
     });
-    let mut guest = MeasuringGuest::greeted(vm).unwrap();
-    let operator = Operator {
+    let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+    let operator = OperatorEvents {
         events: "cycles",
         period: None,
     };
     let saw = guest
-        .measure(&Job::new("busy", 5), Some(operator))
+        .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()
         .operator
         .unwrap();
@@ -282,10 +282,10 @@ fn a_refused_operator_is_told_and_not_asked_again() {
 /// A job without work or CPUs is sent as one unit of work on one CPU, because the guest divides by
 /// both.
 #[test]
-fn a_job_of_nothing_is_asked_for_as_one() {
-    let line = Job {
+fn empty_job_is_sent_as_one_unit() {
+    let line = MeasurementJob {
         cpus: 0,
-        ..Job::new("nothing", 0)
+        ..MeasurementJob::new("nothing", 0)
     }
     .line();
     assert_eq!(line, "measure work=nothing n=1 cpl=0 f=0x0 period=0 cpus=1");

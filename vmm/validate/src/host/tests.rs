@@ -7,7 +7,7 @@ use super::*;
 /// Returns a host with the clock backing only. One tick of its guests' TSC takes one nanosecond.
 pub(crate) fn clock_host() -> Host {
     Host {
-        kvm: KvmSeen {
+        kvm: KvmSummary {
             facts: serde_json::json!({}),
             flavour: "test".into(),
         },

@@ -1,11 +1,11 @@
 //! Measurements with `perf stat` in the Linux guest.
 
-use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
+use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
 use crate::child::ChildError;
-use crate::guest::Operator;
-use crate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked, whole};
-use crate::report::{Check, KNOWN, Row, Rows};
+use crate::guest::OperatorEvents;
+use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
+use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -37,8 +37,8 @@ fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
     counts.iter().find(|count| count.event == event)
 }
 
-fn with_share(row: Row, count: Option<&Count>) -> Row {
-    Row {
+fn with_share(row: ReportRow, count: Option<&Count>) -> ReportRow {
+    ReportRow {
         running_percent: count.map(|count| count.running_percent),
         ..row
     }
@@ -46,17 +46,20 @@ fn with_share(row: Row, count: Option<&Count>) -> Row {
 
 /// Returns whether only time-dependent rows of a measurement failed. A repetition would not correct
 /// other failures.
-fn may_be_measured_again(rows: &[Row]) -> bool {
-    rows.iter().any(Row::is_off_in_time) && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
+fn is_retryable(rows: &[ReportRow]) -> bool {
+    rows.iter().any(ReportRow::is_off_in_time)
+        && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
 }
 
 /// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
-pub(super) fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
+pub(super) fn measure_with_retries(
+    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
+) -> Result<ReportRow, ChildError> {
     let mut tries = 1;
     loop {
         let row = measure()?;
         if !row.is_off_in_time() || tries == TRIES {
-            return Ok(Row { tries, ..row });
+            return Ok(ReportRow { tries, ..row });
         }
         log::info!(
             "{}, {}: guest {:?}, host {:?}, expected {:?}; once more",
@@ -76,7 +79,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         amd: bool,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         for (program, name) in [
             ("spin 1.5", "busy loop"),
@@ -84,12 +87,12 @@ impl Linux<'_> {
             ("syscalls 1000000", "system calls"),
             ("faults 60000", "page faults"),
         ] {
-            rows.push(settled(|| {
+            rows.push(measure_with_retries(|| {
                 self.ticks_of(guest, backing, "cycles", program, name)
             })?);
         }
         if amd {
-            let row = Row::new(Check::Counting, "ref-cycles", backing, "busy loop");
+            let row = ReportRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
             let counted = counts(
                 &guest
                     .run("ref", "perf stat -x, -e ref-cycles spin 0.1", None)?
@@ -103,11 +106,11 @@ impl Linux<'_> {
                 None => row,
             });
         } else {
-            rows.push(settled(|| {
+            rows.push(measure_with_retries(|| {
                 self.ticks_of(guest, backing, "ref-cycles", "spin 1.5", "busy loop")
             })?);
         }
-        rows.push(settled(|| self.idle(guest, backing))?);
+        rows.push(measure_with_retries(|| self.idle(guest, backing))?);
         self.numbers(guest, backing, rows)?;
         Ok(())
     }
@@ -121,10 +124,10 @@ impl Linux<'_> {
         event: &str,
         program: &str,
         name: &str,
-    ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Counting, event, backing, name);
+    ) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(CheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
-        let operator = Operator {
+        let operator = OperatorEvents {
             events: event,
             period: None,
         };
@@ -137,14 +140,14 @@ impl Linux<'_> {
         let own = || {
             let value = gate.operator.as_ref()?.reading(0, 0)?.estimate?;
             let tolerance = Tolerance::PercentAnd(self.percent(), 5_000_000);
-            Some(Expected { value, tolerance })
+            Some(Expectation { value, tolerance })
         };
         let (expected, basis) = if on_host_pmu(backing) && event == "cycles" {
             (own(), "the host's own event on the vCPU")
         } else {
             let value = self.host.ticks(gate.cpu_ns);
             let tolerance = Tolerance::Percent(self.percent());
-            (Some(Expected { value, tolerance }), GUEST_CPU_TIME)
+            (Some(Expectation { value, tolerance }), GUEST_CPU_TIME)
         };
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
@@ -154,8 +157,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleep of 2 s)");
+    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
         let done = guest.run("idle", &perf_stat("-a -e cycles", "idle 2"), None)?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
@@ -165,7 +168,7 @@ impl Linux<'_> {
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
-            expected: Some(Expected {
+            expected: Some(Expectation {
                 value: self.host.ticks(2_000_000_000) * IDLE_PERCENT / 100,
                 tolerance: Tolerance::AtMost,
             }),
@@ -180,7 +183,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let events = [
             "instructions",
@@ -199,7 +202,7 @@ impl Linux<'_> {
             let counts_here =
                 on_host_pmu(backing) && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
             let name = if counts_here { "busy loop" } else { "tried" };
-            let row = Row::new(Check::Counting, event, backing, name);
+            let row = ReportRow::new(CheckKind::Counting, event, backing, name);
             let loops = if counts_here { LOOPS } else { LOOPS / 10 };
             let done = guest.run(
                 "number",
@@ -219,7 +222,7 @@ impl Linux<'_> {
                     _ => "a clock counts time only",
                 };
                 let (verdict, reason) = judge_unbacked(count.value, None, why);
-                rows.push(Row {
+                rows.push(ReportRow {
                     verdict,
                     reason,
                     guest: count.value.filter(|_| verdict == Verdict::Fail),
@@ -230,7 +233,7 @@ impl Linux<'_> {
             let seen = Evidence {
                 guest: count.value,
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
-                expected: known.map(|value| Expected {
+                expected: known.map(|value| Expectation {
                     value,
                     tolerance: Tolerance::Percent(self.percent()),
                 }),
@@ -247,7 +250,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let tickless = guest
             .run("tickless", "cat /sys/devices/system/cpu/nohz_full", None)?
@@ -273,16 +276,16 @@ impl Linux<'_> {
                 let seen = Evidence {
                     guest: value(event),
                     host: None,
-                    expected: Some(Expected {
+                    expected: Some(Expectation {
                         value: expected,
                         tolerance: Tolerance::PercentAnd(0.0, slack),
                     }),
                 };
-                let row = Row::new(Check::Counting, event, backing, "busy loop");
+                let row = ReportRow::new(CheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
-                batch.push(with_share(Row { tries, ..row }, of(&counted, event)));
+                batch.push(with_share(ReportRow { tries, ..row }, of(&counted, event)));
             }
-            if !may_be_measured_again(&batch) {
+            if !is_retryable(&batch) {
                 break;
             }
             tries += 1;
@@ -296,22 +299,22 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let mut batch = Vec::new();
         let mut tries = 1;
         while tries <= TRIES {
             batch.clear();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
-            let operator = Operator {
+            let operator = OperatorEvents {
                 events: "cycles",
                 period: None,
             };
             let done = guest.run("smp", &command, Some(operator))?;
             let counted = counts(&done.text);
             for cpu in 0..2u32 {
-                let row = Row::new(
-                    Check::Counting,
+                let row = ReportRow::new(
+                    CheckKind::Counting,
                     "cycles",
                     backing,
                     format!("two CPUs busy, CPU {cpu}"),
@@ -322,7 +325,7 @@ impl Linux<'_> {
                     continue;
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
-                let expected = (!on_host_pmu(backing)).then(|| Expected {
+                let expected = (!on_host_pmu(backing)).then(|| Expectation {
                     value: self.host.ticks(ns),
                     tolerance: Tolerance::Percent(self.percent()),
                 });
@@ -332,21 +335,23 @@ impl Linux<'_> {
                     .and_then(|saw| saw.reading(0, cpu)?.estimate);
                 let seen = Evidence {
                     guest: count.and_then(|count| count.value),
-                    host: gate.host_exactly(cpu as usize).or(operator.map(|value| Expected {
-                        value,
-                        tolerance: Tolerance::Percent(2.0 * self.percent()),
-                    })),
+                    host: gate
+                        .host_exactly(cpu as usize)
+                        .or(operator.map(|value| Expectation {
+                            value,
+                            tolerance: Tolerance::Percent(2.0 * self.percent()),
+                        })),
                     expected,
                 };
                 batch.push(with_share(
-                    Row {
+                    ReportRow {
                         tries,
                         ..row.judged(&seen, HOST_CPU_TIME)
                     },
                     count,
                 ));
             }
-            if !may_be_measured_again(&batch) {
+            if !is_retryable(&batch) {
                 break;
             }
             tries += 1;
@@ -360,31 +365,33 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
-        rows.push(settled(|| self.scaled(guest, backing))?);
+        rows.push(measure_with_retries(|| self.scaled(guest, backing))?);
         for policy in [
             SharePolicy::GuestFirst,
             SharePolicy::OperatorFirst,
             SharePolicy::Strict,
         ] {
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(settled(|| self.contended(guest, backing, &policy.to_string()))?);
+            rows.push(measure_with_retries(|| {
+                self.contended(guest, backing, &policy.to_string())
+            })?);
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
         Ok(())
     }
 
-    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Row, ChildError> {
-        let row = Row::new(
-            Check::Multiplexing,
+    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(
+            CheckKind::Multiplexing,
             "cycles",
             backing,
             format!("{TOO_MANY} events, {TURN_MS} ms turns, worst"),
         );
         let events = ["cycles"; TOO_MANY].join(",");
-        let operator = Operator {
+        let operator = OperatorEvents {
             events: "cycles",
             period: None,
         };
@@ -419,7 +426,7 @@ impl Linux<'_> {
         let seen = Evidence {
             guest: worst.and_then(|count| count.value),
             host: None,
-            expected: Some(Expected {
+            expected: Some(Expectation {
                 value: expected,
                 tolerance: Tolerance::Percent(SCALED_PERCENT),
             }),
@@ -438,9 +445,14 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         policy: &str,
-    ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Contention, "cycles", backing, format!("--share {policy}"));
-        let operator = Operator {
+    ) -> Result<ReportRow, ChildError> {
+        let row = ReportRow::new(
+            CheckKind::Contention,
+            "cycles",
+            backing,
+            format!("--share {policy}"),
+        );
+        let operator = OperatorEvents {
             events: "cycles,ref-cycles,task-clock,kvm:exits",
             period: None,
         };
@@ -461,11 +473,11 @@ impl Linux<'_> {
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
             // The operator's event also covers the handshake and runs slightly longer.
-            host: own.map(|value| Expected {
+            host: own.map(|value| Expectation {
                 value,
                 tolerance: Tolerance::Percent(2.0 * self.percent()),
             }),
-            expected: (!on_host_pmu(backing)).then(|| Expected {
+            expected: (!on_host_pmu(backing)).then(|| Expectation {
                 value: self.host.ticks(gate.cpu_ns),
                 tolerance: Tolerance::Percent(self.percent()),
             }),
@@ -475,10 +487,10 @@ impl Linux<'_> {
 
     /// Single-steps the program of known length twice, with more iterations the second time. The
     /// code around the loop is the same in both runs.
-    pub(super) fn exact(&self, guest: &mut LinuxGuest, rows: &mut Rows<'_>) -> Result<(), ChildError> {
+    pub(super) fn exact(&self, guest: &mut LinuxGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
-            let Done { text, .. } = guest.run("exact", &command, None)?;
+            let CommandResult { text, .. } = guest.run("exact", &command, None)?;
             Ok(counts(&text))
         };
         let (few, many) = (run(ROUNDS)?, run(MORE_ROUNDS)?);
@@ -492,15 +504,15 @@ impl Linux<'_> {
             let seen = |guest, value, tolerance| Evidence {
                 guest,
                 host: None,
-                expected: Some(Expected { value, tolerance }),
+                expected: Some(Expectation { value, tolerance }),
             };
-            let row = Row::new(Check::Counting, event, "exact", "known program, whole");
+            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(
                 row.judged(&seen(value(&few), whole, tolerance), KNOWN),
                 of(&few, event),
             ));
-            let row = Row::new(Check::Counting, event, "exact", "known program, 2000 rounds");
+            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
             let more = value(&many)
                 .zip(value(&few))
                 .map(|(many, few)| many.saturating_sub(few));

@@ -1,11 +1,11 @@
 //! Measurements with `perf record` in the Linux guest.
 
-use super::counting::settled;
+use super::counting::measure_with_retries;
 use super::{Linux, LinuxGuest};
 use crate::child::ChildError;
-use crate::guest::Operator;
-use crate::judge::{Evidence, Expected, Tolerance, whole};
-use crate::report::{Check, Row, Rows};
+use crate::guest::OperatorEvents;
+use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::report::{CheckKind, ReportRow, ReportRows};
 use control_api::protocol::VcpuView;
 
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
@@ -21,14 +21,14 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut Rows<'_>,
+        rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         let mut functions: Vec<(u64, String)> = Vec::new();
-        rows.push(settled(|| {
-            let row = Row::new(Check::Sampling, "cycles", backing, "perf record -c: samples");
+        rows.push(measure_with_retries(|| {
+            let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
             let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
-            let operator = Operator {
+            let operator = OperatorEvents {
                 events: "cycles",
                 period: None,
             };
@@ -50,14 +50,14 @@ impl Linux<'_> {
             let tolerance = Tolerance::PercentAnd(5.0, 3);
             let seen = Evidence {
                 guest: Some(functions.iter().map(|(n, _)| n).sum()),
-                host: overflows.map(|value| Expected { value, tolerance }),
+                host: overflows.map(|value| Expectation { value, tolerance }),
                 // The program's CPU time is unsuitable because it includes the exits of each
                 // interrupt.
                 expected: gate
                     .operator
                     .as_ref()
                     .and_then(|saw| saw.reading(0, 0)?.estimate)
-                    .map(|cycles| Expected {
+                    .map(|cycles| Expectation {
                         value: cycles / period,
                         tolerance,
                     }),
@@ -76,13 +76,18 @@ impl Linux<'_> {
         });
         let all: u64 = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
-            let row = Row::new(Check::Sampling, "cycles", backing, format!("perf record: {name}"));
+            let row = ReportRow::new(
+                CheckKind::Sampling,
+                "cycles",
+                backing,
+                format!("perf record: {name}"),
+            );
             let (of, share) = (all as f64, *percent as f64 / 100.0);
             let slack = (POINTS / 100.0 * of).max(3.0 * (of * share * (1.0 - share)).sqrt());
             let seen = Evidence {
                 guest: Some(hits),
                 host: None,
-                expected: Some(Expected {
+                expected: Some(Expectation {
                     value: whole((of * share).round()),
                     tolerance: Tolerance::PercentAnd(0.0, whole(slack)),
                 }),

@@ -8,14 +8,14 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::child::tests::{nobody_stops, refusal, scripted, views};
+use crate::child::tests::{never_stop, refusal, scripted, views};
 use crate::guest::tests::{opened, reading};
 use crate::host::tests::options;
-use crate::report::Row;
+use crate::report::ReportRow;
 
 /// Scripted values of all sources.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Told {
+pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
     /// CPU time of a program behind the gate in ns, from the guest kernel.
@@ -28,7 +28,7 @@ pub(super) struct Told {
     pub operator: Option<Vec<u64>>,
 }
 
-impl Told {
+impl ScriptedValues {
     /// Adds the output of the commands that match this pattern.
     pub fn prints(mut self, pattern: &'static str, text: impl Into<String>) -> Self {
         self.prints.push((pattern, text.into()));
@@ -101,11 +101,11 @@ impl Told {
     pub fn rows(
         &self,
         host: &Host,
-        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut Rows<'_>) -> Result<(), ChildError>,
-    ) -> Vec<Row> {
+        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut ReportRows<'_>) -> Result<(), ChildError>,
+    ) -> Vec<ReportRow> {
         self.seen(host, |linux, guest| {
-            let mut on_row = |_: &Row| ();
-            let mut rows = Rows::new(&mut on_row);
+            let mut on_row = |_: &ReportRow| ();
+            let mut rows = ReportRows::new(&mut on_row);
             measure(linux, guest, &mut rows)?;
             Ok(rows.into_vec())
         })
@@ -117,7 +117,7 @@ impl Told {
         host: &Host,
         look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, ChildError>,
     ) -> T {
-        let (options, signals) = (options(), nobody_stops());
+        let (options, signals) = (options(), never_stop());
         let files = LinuxFiles {
             kernel: PathBuf::new(),
             initrd: PathBuf::new(),
@@ -141,18 +141,19 @@ pub(super) fn perf_line(event: &str, value: u64) -> String {
 }
 
 /// Runs one command in a guest whose shell executes this script, and returns the result.
-fn ran(script: &str) -> Result<Done, ChildError> {
+fn run_script(script: &str) -> Result<CommandResult, ChildError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)
 }
 
 /// A command's output lies between its two markers and ends with its status.
 #[test]
-fn the_output_of_a_command_is_between_its_marks() {
-    let done = ran("echo noise; echo '[ 1.0] @@pv begin x'; echo one; printf 'two@@pv end x 3\\n'").unwrap();
+fn command_output_is_between_markers() {
+    let done =
+        run_script("echo noise; echo '[ 1.0] @@pv begin x'; echo one; printf 'two@@pv end x 3\\n'").unwrap();
     assert_eq!((done.text.as_str(), done.status), ("one\ntwo", 3));
     assert!(done.gate.is_none());
-    let done = ran("echo '@@pv begin x'; echo '@@pv end other 0'; echo '@@pv end x what'").unwrap();
+    let done = run_script("echo '@@pv begin x'; echo '@@pv end other 0'; echo '@@pv end x what'").unwrap();
     assert_eq!(
         (done.text.as_str(), done.status),
         ("@@pv end other 0\n", -1),
@@ -162,9 +163,9 @@ fn the_output_of_a_command_is_between_its_marks() {
 
 /// The kept output of a command is bounded.
 #[test]
-fn no_more_lines_are_kept_than_so_many() {
+fn command_output_is_bounded() {
     let lines = MAX_OUTPUT_LINES + 500;
-    let done = ran(&format!("echo '@@pv begin x'; seq {lines}; echo '@@pv end x 0'")).unwrap();
+    let done = run_script(&format!("echo '@@pv begin x'; seq {lines}; echo '@@pv end x 0'")).unwrap();
     assert_eq!(done.text.lines().count(), MAX_OUTPUT_LINES);
     assert_eq!(
         (done.text.lines().next(), done.status),
@@ -175,8 +176,8 @@ fn no_more_lines_are_kept_than_so_many() {
 
 /// A gate that ends before it begins is an error.
 #[test]
-fn a_gate_that_ends_before_it_begins_is_not_understood() {
-    let error = ran("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
+fn gate_end_before_begin_is_error() {
+    let error = run_script("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
     assert!(
         matches!(error, ChildError::Answer(ref line) if line.contains("gate end")),
         "{error}"
@@ -186,15 +187,15 @@ fn a_gate_that_ends_before_it_begins_is_not_understood() {
 /// At both ends of the gate the counters of guest and host are read, and the operator's events are
 /// enabled between them.
 #[test]
-fn at_the_gate_both_sides_are_looked_at() {
-    let told = Told {
+fn gate_reads_guest_and_host_counters() {
+    let told = ScriptedValues {
         cpu_ns: 17,
         moved: vec![70],
         operator: Some(vec![71]),
-        ..Told::default()
+        ..ScriptedValues::default()
     };
     let mut guest = told.prints("*", "5,,cycles,10,50.00,,\n").guest();
-    let operator = Operator {
+    let operator = OperatorEvents {
         events: "cycles",
         period: None,
     };
@@ -261,7 +262,7 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
 /// The host's count is that of the single counter that moved, relative to Linux's initial value.
 /// With two moved counters it is undefined.
 #[test]
-fn the_counter_that_moved_is_the_hosts_number() {
+fn host_count_is_of_single_moved_counter() {
     let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);
     assert_eq!(moved.host(0), Some(70));
     assert_eq!(moved.host_exactly(0).unwrap().value, 70);
@@ -281,7 +282,7 @@ fn words_of_the_gate_are_read() {
 
 /// Impossible counter values, truncated lines and output of other programs are ignored.
 #[test]
-fn what_is_no_count_is_not_taken_for_one() {
+fn invalid_count_lines_are_ignored() {
     for line in [
         "",
         ",",

@@ -1,13 +1,13 @@
-//! A console (virtio 1.2, 5.3): one port, two queues. Linux calls it `hvc0`.
+//! Console device (virtio 1.2, 5.3) with one port and two queues (`hvc0` in Linux).
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | this one | the device, and its thread |
-//! | [`port`] | input for the guest, the size of the window |
+//! | this module | the device and its thread |
+//! | [`port`] | input for the guest, and the window size |
 //! | [`queues`] | the driver's two queues |
 //!
-//! Linux spins with a lock held until the device has taken what it writes, so the writer of the output must
-//! not make it wait for long: see the machine's console for what happens to output that nobody reads.
+//! Linux spins with a lock held until the device has consumed its output, so writes to the output
+//! sink must not block for long. The machine's console defines how unread output is handled.
 
 pub mod port;
 pub mod queues;
@@ -22,47 +22,47 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
-use crate::device::{ActivateError, Activation, ConfigChange, VirtioDevice, read_config_bytes};
-use crate::serve::tell_of_driver;
-use crate::worker::Worker;
-use port::{Port, WindowSize};
-use queues::Queues;
+use crate::device::{ActivateError, Activation, ConfigChangeNotifier, VirtioDevice, read_config_bytes};
+use crate::serve::log_driver_error;
+use crate::worker::DeviceWorker;
+use port::{ConsolePort, WindowSize};
+use queues::ConsoleQueues;
 
-/// Feature bit: the configuration has the window's size (virtio 1.2, 5.3.3).
+/// Feature bit: the configuration contains the window size (virtio 1.2, 5.3.3).
 const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
-/// Entries of each queue: the driver's input, then its output.
+/// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// Where the output goes, from one start of the driver to the next.
-type Output = Arc<Mutex<Box<dyn Write + Send>>>;
+/// Sink of the guest's output, which is kept across device resets.
+type OutputSink = Arc<Mutex<Box<dyn Write + Send>>>;
 
-/// The device.
+/// A virtio console device.
 pub struct Console {
-    output: Output,
-    port: Arc<Port>,
+    output: OutputSink,
+    port: Arc<ConsolePort>,
     has_size: bool,
-    worker: Option<Worker>,
+    worker: Option<DeviceWorker>,
 }
 
 impl Console {
-    /// A console whose output goes to `output`; `size` is that of the window it is shown in, where there is
-    /// one.
+    /// Creates a console that writes guest output to `output`. `size` is the size of the terminal
+    /// window, if there is one.
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the host has run out of file descriptors.
     pub fn new(output: Box<dyn Write + Send>, size: Option<WindowSize>) -> io::Result<Self> {
-        // A terminal of no size does not say what it has.
+        // A terminal with a size of zero does not report its size.
         let size = size.filter(|size| size.columns != 0 && size.rows != 0);
         Ok(Self {
             output: Arc::new(Mutex::new(output)),
-            port: Arc::new(Port::new(size)?),
+            port: Arc::new(ConsolePort::new(size)?),
             has_size: size.is_some(),
             worker: None,
         })
     }
 
-    /// What takes its input.
-    pub fn port(&self) -> &Arc<Port> {
+    /// Returns the port, which accepts input for the guest.
+    pub fn port(&self) -> &Arc<ConsolePort> {
         &self.port
     }
 }
@@ -94,16 +94,21 @@ impl VirtioDevice for Console {
         let [Some(input), Some(output)] = queues else {
             return Err(ActivateError::Driver("a console without one of its queues"));
         };
-        let server = Server {
-            queues: Queues { input, output },
+        let server = ConsoleHandler {
+            queues: ConsoleQueues { input, output },
             sink: self.output.clone(),
             port: self.port.clone(),
             memory: activation.memory,
             config_change: activation.config_change.clone(),
             broken: false,
         };
-        self.port.tells_changes_by(Some(activation.config_change));
-        let started = Worker::spawn(ThreadKind::Device, self.name(), server, activation.last_resort);
+        self.port.set_config_notifier(Some(activation.config_change));
+        let started = DeviceWorker::spawn(
+            ThreadKind::Device,
+            self.name(),
+            server,
+            activation.fatal_error_callback,
+        );
         self.worker = Some(started.map_err(|source| ActivateError::Host {
             what: "starting a thread",
             source,
@@ -112,38 +117,37 @@ impl VirtioDevice for Console {
     }
 
     fn reset(&mut self) {
-        self.port.tells_changes_by(None);
+        self.port.set_config_notifier(None);
         self.worker = None;
     }
 }
 
-/// What runs on the device's thread.
-struct Server {
-    queues: Queues,
-    sink: Output,
-    port: Arc<Port>,
+struct ConsoleHandler {
+    queues: ConsoleQueues,
+    sink: OutputSink,
+    port: Arc<ConsolePort>,
     memory: GuestMemoryMmap,
-    config_change: ConfigChange,
+    config_change: ConfigChangeNotifier,
     broken: bool,
 }
 
-impl Server {
+impl ConsoleHandler {
     fn fds(&self) -> [Events; 3] {
         let readable = |fd| Events::new(fd, EventSet::IN);
         [
             readable(&*self.queues.input.kick),
             readable(&*self.queues.output.kick),
-            readable(self.port.came()),
+            readable(self.port.input_event()),
         ]
     }
 }
 
-impl MutEventSubscriber for Server {
+impl MutEventSubscriber for ConsoleHandler {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         for fd in [
             &*self.queues.input.kick,
             &*self.queues.output.kick,
-            self.port.came(),
+            self.port.input_event(),
         ] {
             let _ = fd.read();
         }
@@ -154,7 +158,7 @@ impl MutEventSubscriber for Server {
         let served = self.queues.serve_output(&self.memory, &mut **sink);
         let served = served.and_then(|()| self.queues.serve_input(&self.memory, &self.port));
         if let Err(error) = served {
-            tell_of_driver("hvc0", "it stops until it is reset", &error);
+            log_driver_error("hvc0", "it stops until it is reset", &error);
             self.broken = true;
             self.config_change.needs_reset();
         }
@@ -166,8 +170,8 @@ impl MutEventSubscriber for Server {
                 guest_log!(Error, "hvc0 hears no kicks: {}", error_line(&error));
             }
         }
-        // What came before the driver did.
-        let _ = self.port.came().write(1);
+        // Deliver input that arrived before the driver was ready.
+        let _ = self.port.input_event().write(1);
     }
 }
 

@@ -1,4 +1,4 @@
-//! The side of the device that the rest of the program holds: input for the guest, the size of the window.
+//! Host end of the console: input for the guest, and the window size.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,60 +8,62 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::device::ConfigChange;
-use crate::serve::Chain;
+use crate::device::ConfigChangeNotifier;
+use crate::serve::GuestDescriptorChain;
 
-/// Bytes of input that wait for the driver.
+/// Capacity of the input buffer, in bytes.
 pub const INPUT_BYTES: usize = 4096;
 
-/// How many columns and rows a terminal has.
+/// Size of a terminal window, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
-    /// Columns.
+    /// Number of columns.
     pub columns: u16,
-    /// Rows.
+    /// Number of rows.
     pub rows: u16,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct PendingInput {
     bytes: VecDeque<u8>,
-    /// Some input found no room: its owner waits to be told of some.
+    /// `true` if input was rejected because the buffer was full and the sender awaits a
+    /// notification.
     refused: bool,
 }
 
-/// Takes input for the guest from any thread, never blocks, and keeps at most [`INPUT_BYTES`].
+/// Input buffer and window size of a console. Accepts input from any thread, never blocks, and
+/// buffers at most [`INPUT_BYTES`].
 #[derive(Debug)]
-pub struct Port {
-    waiting: Mutex<Waiting>,
-    /// For the device's thread: there is input.
-    came: EventFd,
+pub struct ConsolePort {
+    waiting: Mutex<PendingInput>,
+    /// Notifies the device's thread of new input.
+    input_event: EventFd,
     room: EventFd,
-    /// Columns and rows as they lie in the configuration (virtio 1.2, 5.3.4); 0 is not known.
+    /// Columns and rows in configuration layout (virtio 1.2, 5.3.4), 0 if unknown.
     size: AtomicU32,
-    change: Mutex<Option<ConfigChange>>,
+    change: Mutex<Option<ConfigChangeNotifier>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Port {
-    /// A port that nobody listens to yet; `size` as for [`super::Console::new`].
+impl ConsolePort {
+    /// Creates a port without a device. `size` has the same meaning as in [`super::Console::new`].
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the host has run out of file descriptors.
     pub fn new(size: Option<WindowSize>) -> io::Result<Self> {
         Ok(Self {
             waiting: Mutex::default(),
-            came: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            input_event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             room: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             size: AtomicU32::new(size.map_or(0, packed)),
             change: Mutex::new(None),
         })
     }
 
-    /// Takes as much of `bytes` as there is room for; returns how many that was.
+    /// Buffers as much of `bytes` as fits and returns the number of bytes accepted.
     pub fn send(&self, bytes: &[u8]) -> usize {
         let mut waiting = lock(&self.waiting);
         let count = bytes.len().min(INPUT_BYTES.saturating_sub(waiting.bytes.len()));
@@ -69,18 +71,20 @@ impl Port {
         waiting.refused |= count < bytes.len();
         drop(waiting);
         if count > 0 {
-            // Only a full counter fails, and then the thread is on its way.
-            let _ = self.came.write(1);
+            // The write fails only if the counter is full, in which case a wake-up is already
+            // pending.
+            let _ = self.input_event.write(1);
         }
         count
     }
 
-    /// Written when the guest has taken input after [`Port::send`] had no room for some.
+    /// Returns the eventfd that is signalled when buffer space becomes available after
+    /// [`ConsolePort::send`] rejected input.
     pub fn room(&self) -> &EventFd {
         &self.room
     }
 
-    /// The operator's terminal has another size now. Without effect on a device that was made without one.
+    /// Sets a new window size. Has no effect on a device created without a size.
     pub fn resize(&self, size: WindowSize) {
         let packed = packed(size);
         if self.size.load(Ordering::Acquire) != 0
@@ -91,31 +95,31 @@ impl Port {
         }
     }
 
-    /// The configuration's first four bytes: columns, rows.
+    /// Returns the first four bytes of the configuration: columns and rows.
     pub(super) fn config(&self) -> [u8; 4] {
         self.size.load(Ordering::Acquire).to_le_bytes()
     }
 
-    pub(super) fn tells_changes_by(&self, change: Option<ConfigChange>) {
+    pub(super) fn set_config_notifier(&self, change: Option<ConfigChangeNotifier>) {
         *lock(&self.change) = change;
     }
 
-    pub(super) fn came(&self) -> &EventFd {
-        &self.came
+    pub(super) fn input_event(&self) -> &EventFd {
+        &self.input_event
     }
 
     pub(super) fn has_input(&self) -> bool {
         !lock(&self.waiting).bytes.is_empty()
     }
 
-    /// Moves input to a chain's buffers; how many bytes that was.
-    pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
+    /// Moves pending input to the buffers of a chain and returns the number of bytes.
+    pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> u32 {
         let mut waiting = lock(&self.waiting);
         let mut written = 0;
         for buffer in chain.writable() {
             let input = waiting.bytes.make_contiguous();
             let count = input.len().min(buffer.len() as usize);
-            // Not RAM: the guest's own affair, and the input is for the next buffer.
+            // The buffer is outside guest RAM. The input is kept for the next buffer.
             if count == 0 || memory.write_slice(&input[..count], buffer.addr()).is_err() {
                 break;
             }

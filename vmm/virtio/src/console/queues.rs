@@ -1,33 +1,34 @@
-//! The driver's queues, whatever their descriptors say.
+//! The receive and transmit queues of the console driver, which may be malformed.
 
 use std::io::Write;
 
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
-use super::port::Port;
+use super::port::ConsolePort;
 use crate::device::ActiveQueue;
-use crate::serve::{Chain, QueueError, serve_queue, serve_queue_while};
+use crate::serve::{GuestDescriptorChain, QueueError, serve_queue, serve_queue_while};
 
-/// The most bytes that are taken of one chain; more of it is lost. Linux sends at most a page.
-pub const MOST_BYTES: usize = 64 << 10;
-/// Bytes that are copied at once.
+/// Maximum number of output bytes taken from one chain. Further bytes are discarded. Linux sends at
+/// most one page.
+pub const MAX_OUTPUT_BYTES: usize = 64 << 10;
+/// Number of bytes copied at once.
 const CHUNK_BYTES: usize = 4096;
 
 /// The driver's two queues.
 #[derive(Debug)]
-pub struct Queues {
-    /// The driver's buffers for input.
+pub struct ConsoleQueues {
+    /// Receive queue: buffers for input.
     pub input: ActiveQueue,
-    /// Its output.
+    /// Transmit queue: output of the guest.
     pub output: ActiveQueue,
 }
 
-impl Queues {
-    /// Takes what the driver has written.
+impl ConsoleQueues {
+    /// Writes the driver's output to `sink`.
     ///
     /// # Errors
-    /// [`QueueError`].
+    /// Returns a [`QueueError`] if the driver violates the virtqueue rules.
     pub fn serve_output(&mut self, memory: &GuestMemoryMmap, sink: &mut dyn Write) -> Result<(), QueueError> {
         serve_queue(&mut self.output, memory, |chain| {
             take(sink, memory, chain);
@@ -35,11 +36,11 @@ impl Queues {
         })
     }
 
-    /// Gives the driver what there is for it, as far as it has buffers.
+    /// Copies pending input to the driver's buffers, as far as they are available.
     ///
     /// # Errors
-    /// [`QueueError`].
-    pub fn serve_input(&mut self, memory: &GuestMemoryMmap, port: &Port) -> Result<(), QueueError> {
+    /// Returns a [`QueueError`] if the driver violates the virtqueue rules.
+    pub fn serve_input(&mut self, memory: &GuestMemoryMmap, port: &ConsolePort) -> Result<(), QueueError> {
         serve_queue_while(
             &mut self.input,
             memory,
@@ -49,9 +50,10 @@ impl Queues {
     }
 }
 
-/// Writes a chain's bytes to `sink`; what it does not take is lost, as on a line without a listener.
-pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: Chain<'_>) {
-    let mut left = MOST_BYTES;
+/// Writes the bytes of a chain to `sink`. Bytes that the sink does not accept are discarded, as on
+/// an unconnected serial line.
+pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
+    let mut left = MAX_OUTPUT_BYTES;
     let mut chunk = [0; CHUNK_BYTES];
     for buffer in chain.readable() {
         let mut at = buffer.addr();
@@ -59,7 +61,7 @@ pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: Chain<
         left -= count;
         while count > 0 {
             let piece = &mut chunk[..count.min(CHUNK_BYTES)];
-            // Not RAM: the guest's own affair.
+            // The buffer is outside guest RAM, which is a driver error.
             if memory.read_slice(piece, at).is_err() {
                 return;
             }
@@ -68,7 +70,7 @@ pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: Chain<
                 return;
             }
             count -= piece.len();
-            // The piece was read, so its end is an address.
+            // The segment was read, so its end address does not overflow.
             at.0 += piece.len() as u64;
         }
         if left == 0 {

@@ -7,20 +7,20 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::port::INPUT_BYTES;
-use super::queues::{MOST_BYTES, take};
+use super::queues::{MAX_OUTPUT_BYTES, take};
 use super::*;
-use crate::device::{ActiveQueue, ConfigChange, Interrupt};
+use crate::device::{ActiveQueue, ConfigChangeNotifier, DeviceInterrupt};
 use crate::serve::testing::{BUFFERS, Driver, GOOD, HOSTILE, activation, memory};
 use crate::serve::{serve_queue, serve_queue_while};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// A sink whose contents a test can look at.
+/// A sink that a test can inspect.
 #[derive(Clone, Default)]
-struct Sink(Arc<Mutex<Vec<u8>>>);
+struct TestSink(Arc<Mutex<Vec<u8>>>);
 
-impl Write for Sink {
+impl Write for TestSink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap().extend_from_slice(bytes);
         Ok(bytes.len())
@@ -31,7 +31,7 @@ impl Write for Sink {
     }
 }
 
-/// What a chain of the driver's leads to at the sink.
+/// Returns the bytes that a chain of the driver writes to the sink.
 fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
     let mut driver = Driver::new(memory, 64);
     driver.write(0, chain);
@@ -51,7 +51,7 @@ fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
 }
 
 #[test]
-fn what_the_guest_writes_arrives_in_order() {
+fn guest_output_arrives_in_order() {
     let memory = memory();
     let text: Vec<u8> = (0..9000u32).map(|i| i as u8).collect();
     memory.write_slice(&text, GuestAddress(BUFFERS)).unwrap();
@@ -63,16 +63,17 @@ fn what_the_guest_writes_arrives_in_order() {
 }
 
 #[test]
-fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
+fn hostile_output_is_bounded() {
     let memory = memory();
-    // A loop; a buffer as long as it can be; one outside of RAM behind one inside; one to be written.
+    // A loop, an oversized buffer, a buffer outside RAM after a valid one, and a device-writable
+    // buffer.
     assert_eq!(
         written(&memory, &[Descriptor::new(BUFFERS, 4096, NEXT, 0)]).len(),
-        MOST_BYTES
+        MAX_OUTPUT_BYTES
     );
     assert_eq!(
         written(&memory, &[Descriptor::new(0, u32::MAX, 0, 0)]).len(),
-        MOST_BYTES
+        MAX_OUTPUT_BYTES
     );
     let outside = [
         Descriptor::new(BUFFERS, 10, NEXT, 1),
@@ -83,10 +84,10 @@ fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
     assert!(written(&memory, &[Descriptor::new(BUFFERS, 0, 0, 0)]).is_empty());
 }
 
-/// Loops, tables of 65,535 pieces and in each other, and what is no memory: each comes back, none gives more
-/// than the bound, and the good chain behind them arrives.
+/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM)
+/// are returned as used with bounded output, and the valid chain after them is written.
 #[test]
-fn a_driver_of_hostile_chains_stops_no_output() {
+fn hostile_chains_do_not_block_output() {
     let memory = memory();
     memory.write_slice(&[b'g'; 256], GuestAddress(GOOD)).unwrap();
     let mut driver = Driver::new(&memory, 64);
@@ -96,7 +97,7 @@ fn a_driver_of_hostile_chains_stops_no_output() {
         serve_queue(&mut driver.active, &memory, |chain| {
             let before = out.len();
             take(&mut out, &memory, chain);
-            assert!(out.len() - before <= MOST_BYTES);
+            assert!(out.len() - before <= MAX_OUTPUT_BYTES);
             0
         })
         .unwrap();
@@ -106,15 +107,15 @@ fn a_driver_of_hostile_chains_stops_no_output() {
     assert!(out.ends_with(&[b'g'; 256]));
 }
 
-/// The same for its buffers: what has no place there waits for the next.
+/// Input that a hostile chain cannot hold is kept for the next chain.
 #[test]
-fn a_driver_of_hostile_chains_stops_no_input() {
+fn hostile_chains_do_not_block_input() {
     let memory = memory();
-    let port = Port::new(None).unwrap();
+    let port = ConsolePort::new(None).unwrap();
     let driver = Driver::new(&memory, 64);
     let (mut queues, mut driver, _output) = queues(&memory, driver);
     driver.offer_hostile(WRITE);
-    // A chain may take all that waits.
+    // One chain may hold all of the pending input.
     for _ in 0..2 * HOSTILE {
         port.send(&[b'i'; INPUT_BYTES]);
         queues.serve_input(&memory, &port).unwrap();
@@ -132,25 +133,25 @@ fn a_driver_of_hostile_chains_stops_no_input() {
     assert_eq!(used.last(), Some(&(13, 256)));
 }
 
-fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (Queues, Driver<'m>, Driver<'m>) {
+fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (ConsoleQueues, Driver<'m>, Driver<'m>) {
     let output = Driver::at(memory, 16, 0x8000);
     let copy = |driver: &Driver<'_>| ActiveQueue {
         queue: driver.mock.create_queue().unwrap(),
         kick: driver.active.kick.clone(),
-        interrupt: Interrupt::new(Some(driver.vector.clone())),
+        interrupt: DeviceInterrupt::new(Some(driver.vector.clone())),
     };
-    let queues = Queues {
+    let queues = ConsoleQueues {
         input: copy(&input),
         output: copy(&output),
     };
     (queues, input, output)
 }
 
-/// Input waits for buffers, fills them as far as it goes, and leaves the others to the driver.
+/// Input is kept until buffers are available, and unused buffers stay in the queue.
 #[test]
-fn input_takes_the_buffers_that_it_needs() {
+fn input_uses_required_buffers_only() {
     let memory = memory();
-    let port = Port::new(None).unwrap();
+    let port = ConsolePort::new(None).unwrap();
     let driver = Driver::new(&memory, 16);
     assert_eq!(port.send(b"hello"), 5);
     for (head, at) in [(0, BUFFERS), (2, BUFFERS + 64), (3, BUFFERS + 128)] {
@@ -170,17 +171,17 @@ fn input_takes_the_buffers_that_it_needs() {
     );
     assert_eq!(memory.read_obj::<u8>(GuestAddress(BUFFERS + 64)).unwrap(), b'o');
     assert_eq!(driver.vector.read().unwrap(), 1);
-    // The third buffer is there for what comes next.
+    // The third buffer is still available for later input.
     port.send(b"!");
     queues.serve_input(&memory, &port).unwrap();
     assert_eq!(driver.used().last(), Some(&(3, 1)));
 }
 
-/// A buffer that is no memory costs its chain, not the input.
+/// A buffer outside RAM uses up its chain but loses no input.
 #[test]
-fn input_outlives_buffers_that_cannot_be_written() {
+fn invalid_buffer_loses_no_input() {
     let memory = memory();
-    let port = Port::new(None).unwrap();
+    let port = ConsolePort::new(None).unwrap();
     let driver = Driver::new(&memory, 16);
     driver.write(0, &[Descriptor::new(u64::MAX - 8, 100, WRITE, 0)]);
     driver.write(1, &[Descriptor::new(BUFFERS, 100, 0, 0)]);
@@ -194,11 +195,11 @@ fn input_outlives_buffers_that_cannot_be_written() {
     assert_eq!(driver.used(), [(0, 0), (1, 0), (2, 1)]);
 }
 
-/// A guest that reads nothing: what waits stays bounded, and who sends is told when there is room.
+/// Pending input is bounded, and the sender is notified once when space becomes available.
 #[test]
-fn input_is_bounded_and_room_is_told_of_once() {
+fn input_is_bounded_and_space_is_signalled_once() {
     let memory = memory();
-    let port = Port::new(None).unwrap();
+    let port = ConsolePort::new(None).unwrap();
     assert_eq!(port.send(&[b'x'; 10_000]), INPUT_BYTES);
     assert_eq!(port.send(b"y"), 0);
     assert!(port.room().read().is_err());
@@ -212,7 +213,7 @@ fn input_is_bounded_and_room_is_told_of_once() {
 }
 
 #[test]
-fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
+fn window_size_is_reported_if_known() {
     let new = |size| Console::new(Box::new(io::sink()), size).unwrap();
     let size = |columns, rows| WindowSize { columns, rows };
     for unknown in [None, Some(size(0, 0)), Some(size(80, 0))] {
@@ -225,12 +226,12 @@ fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
     let console = new(Some(size(80, 25)));
     assert_eq!(console.features(), 1);
     let vector = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-    let change = ConfigChange::new(
+    let change = ConfigChangeNotifier::new(
         Arc::new(AtomicU8::new(0)),
         Arc::default(),
-        Interrupt::new(Some(vector.clone())),
+        DeviceInterrupt::new(Some(vector.clone())),
     );
-    console.port().tells_changes_by(Some(change));
+    console.port().set_config_notifier(Some(change));
     console.port().resize(size(80, 25));
     assert!(vector.read().is_err(), "it is the same");
     console.port().resize(size(132, 50));
@@ -240,15 +241,15 @@ fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
     assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
 }
 
-/// A driver that breaks either of its rings is told to reset the device.
+/// A driver that breaks either ring must reset the device.
 #[test]
-fn a_broken_ring_asks_for_a_reset() {
+fn broken_ring_requests_reset() {
     for breaks_output in [false, true] {
         let memory = memory();
         let mut console = Console::new(Box::new(io::sink()), None).unwrap();
         let mut input = Driver::new(&memory, 16);
         let mut output = Driver::at(&memory, 16, 0x8000);
-        // No descriptor of these queues.
+        // The head index is outside the descriptor table.
         if breaks_output {
             output.offer(16);
         } else {
@@ -264,17 +265,17 @@ fn a_broken_ring_asks_for_a_reset() {
     }
 }
 
-/// The whole device: both directions on its thread, and again after a reset.
+/// The device thread serves both directions, also after a reset.
 #[test]
-fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
+fn console_serves_both_directions_after_reset() {
     let memory = memory();
-    let sink = Sink::default();
+    let sink = TestSink::default();
     let mut console = Console::new(Box::new(sink.clone()), None).unwrap();
     for round in 0..2u8 {
         let mut input = Driver::new(&memory, 16);
         input.write(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
         input.offer(0);
-        // The other queue's rings lie behind those of the first.
+        // The rings of the second queue follow those of the first.
         let mut output = Driver::at(&memory, 16, 0x8000);
         memory
             .write_slice(&[b'a' + round], GuestAddress(BUFFERS + 64))
@@ -289,7 +290,7 @@ fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
                 let active = ActiveQueue {
                     queue: driver.mock.create_queue().unwrap(),
                     kick: driver.active.kick.clone(),
-                    interrupt: Interrupt::new(Some(vector.clone())),
+                    interrupt: DeviceInterrupt::new(Some(vector.clone())),
                 };
                 (vector, Some(active))
             })
@@ -311,14 +312,14 @@ fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
 }
 
 proptest! {
-    /// Whatever the rings and descriptors say, each round ends, and output stays within its bound.
+    /// With arbitrary rings and descriptors, each round ends and the output is bounded.
     #[test]
-    fn any_rings_end_the_round(
+    fn arbitrary_rings_end_the_round(
         words in proptest::collection::vec(any::<u64>(), 64),
         heads in proptest::collection::vec(0u16..8, 0..12),
     ) {
         let memory = memory();
-        let port = Port::new(None).unwrap();
+        let port = ConsolePort::new(None).unwrap();
         port.send(&[b'i'; 100]);
         let mut driver = Driver::new(&memory, 8);
         for (at, word) in words.chunks(2).enumerate().take(8) {
@@ -336,7 +337,7 @@ proptest! {
             take(&mut out, &memory, chain);
             0
         });
-        prop_assert!(served <= driver.active.queue.size() && out.len() <= usize::from(served) * MOST_BYTES);
+        prop_assert!(served <= driver.active.queue.size() && out.len() <= usize::from(served) * MAX_OUTPUT_BYTES);
         let mut driver = Driver::new(&memory, 8);
         driver.offer(1);
         let _ = serve_queue_while(&mut driver.active, &memory, || port.has_input(), |chain| port.fill(&memory, chain));

@@ -1,108 +1,108 @@
-//! What a user writes behind `--disk`.
+//! Configuration of a disk (`--disk`).
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
-/// Longest serial number, in bytes (virtio 1.2, 5.2.6).
+/// Maximum length of a serial number, in bytes (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
-/// Most images behind a qcow2 image.
+/// Maximum number of backing files of a qcow2 image.
 pub const MAX_BACKING: usize = 8;
-/// What may follow a disk's file.
+/// Options that may follow a disk's file name.
 const WORDS: &str =
     "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]";
 
-/// How an image holds the disk. It is never guessed: a guest writes what it likes to a raw disk, also what
-/// looks like another format, whose header names files of the host.
+/// The format of a disk image. The format is never probed, because a guest can write the header of
+/// another format, which may name files of the host, to its raw disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Format {
-    /// Byte for byte.
+pub enum DiskFormat {
+    /// Raw image.
     #[default]
     Raw,
-    /// QEMU's, versions 2 and 3.
+    /// QEMU's qcow2 format, versions 2 and 3.
     Qcow2,
 }
 
-impl FromStr for Format {
+impl FromStr for DiskFormat {
     type Err = DiskConfigError;
 
     fn from_str(text: &str) -> Result<Self, DiskConfigError> {
         match text {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            other => Err(DiskConfigError::Format(other.to_owned())),
+            other => Err(DiskConfigError::DiskFormat(other.to_owned())),
         }
     }
 }
 
-/// An image that the one before it takes what it does not have from.
+/// A backing file, which provides the data that the image above it does not contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backing {
-    /// The image.
+pub struct BackingFile {
+    /// Path of the image.
     pub path: PathBuf,
-    /// Its format.
-    pub format: Format,
+    /// The format of the image.
+    pub format: DiskFormat,
 }
 
-/// A disk to be attached.
+/// Configuration of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskConfig {
-    /// The image, or a block device of the host.
+    /// Path of the image file or host block device.
     pub path: PathBuf,
-    /// Its format.
-    pub format: Format,
-    /// The images behind it, the nearest first. What an image says itself about files opens none.
-    pub backing: Vec<Backing>,
-    /// The guest cannot write it.
+    /// The format of the image.
+    pub format: DiskFormat,
+    /// Chain of backing files, nearest first. File names in an image's header are never opened.
+    pub backing: Vec<BackingFile>,
+    /// `true` if the guest cannot write the disk.
     pub read_only: bool,
-    /// What the guest reads as its serial number.
+    /// Serial number reported to the guest.
     pub serial: Option<String>,
-    /// Bytes of the blocks that the guest reads and writes, if not those of the device below.
+    /// Logical block size in bytes, or `None` for that of the underlying device.
     pub block_bytes: Option<u32>,
 }
 
-/// What is wrong with it.
+/// The reason why a disk configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskConfigError {
-    /// Nothing before the first comma.
+    /// The file name is missing.
     #[error("a disk needs a file first: FILE{WORDS}")]
     NoFile,
-    /// A word that is none of ours.
+    /// An option is unknown.
     #[error("'{0}' is not known: FILE may be followed by {WORDS} (a file's name cannot have a comma)")]
     Unknown(String),
-    /// A serial number that a guest cannot be told.
+    /// The serial number is empty, too long, or contains unsupported characters.
     #[error("serial={0}: a serial number has 1 to {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
     Serial(String),
-    /// A format that we do not read.
+    /// The format is unsupported.
     #[error("'{0}' is no format: raw or qcow2; qemu-img convert makes one of them of others")]
-    Format(String),
-    /// Nothing behind `backing=`.
+    DiskFormat(String),
+    /// The value of `backing=` is missing.
     #[error("backing= needs a file")]
     NoBacking,
-    /// The format of no image.
+    /// A backing format is given without a backing file.
     #[error("backing-format= belongs behind the backing=FILE that it is the format of")]
     BackingFormat,
-    /// An image that has none.
+    /// A backing file is given for a raw image.
     #[error("backing={}: a raw image has no backing file; format=qcow2 behind the image's name says that it is one", .0.display())]
     RawBacking(PathBuf),
-    /// More images than anybody needs, one behind the other.
+    /// The chain of backing files exceeds [`MAX_BACKING`].
     #[error("more than {MAX_BACKING} backing files: qemu-img rebase or convert makes them fewer")]
     Deep,
-    /// Blocks of a size that a disk cannot have.
+    /// The block size is invalid.
     #[error("block-size={0}: 512 and 4096 are possible")]
     BlockSize(String),
-    /// The same word again.
+    /// An option is repeated.
     #[error("'{0}' is there twice")]
     Twice(&'static str),
 }
 
 impl DiskConfig {
-    /// A raw disk and nothing else said of it.
+    /// Creates the configuration of a writable raw disk with default options.
     pub fn raw(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
-            format: Format::Raw,
+            format: DiskFormat::Raw,
             backing: Vec::new(),
             read_only: false,
             serial: None,
@@ -110,11 +110,11 @@ impl DiskConfig {
         }
     }
 
-    /// Each image that may have one behind it is a qcow2 image.
+    /// Checks that each image with a backing file is a qcow2 image.
     fn check_backing(&self) -> Result<(), DiskConfigError> {
         let mut format = self.format;
         for backing in &self.backing {
-            if format == Format::Raw {
+            if format == DiskFormat::Raw {
                 return Err(DiskConfigError::RawBacking(backing.path.clone()));
             }
             format = backing.format;
@@ -173,9 +173,9 @@ impl FromStr for DiskConfig {
                         return Err(DiskConfigError::Deep);
                     }
                     backing_format = None;
-                    config.backing.push(Backing {
+                    config.backing.push(BackingFile {
                         path: path.into(),
-                        format: Format::Raw,
+                        format: DiskFormat::Raw,
                     });
                 }
                 Some(("backing-format", text)) => {
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_a_file_and_what_is_to_be_known_of_it() {
+    fn disk_options_are_parsed() {
         let disk: DiskConfig = "/a/b.img,serial=root-1,ro".parse().unwrap();
         assert_eq!(disk.path, PathBuf::from("/a/b.img"));
         assert_eq!((disk.read_only, disk.serial.as_deref()), (true, Some("root-1")));
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_of_two_sizes() {
+    fn block_size_must_be_512_or_4096() {
         let blocks = |text: &str| text.parse::<DiskConfig>().unwrap().block_bytes;
         assert_eq!(blocks("a"), None);
         assert_eq!(
@@ -241,26 +241,26 @@ mod tests {
         );
     }
 
-    /// Nothing but a word makes a qcow2 image of a file.
+    /// Only an explicit option selects the qcow2 format.
     #[test]
-    fn an_image_is_raw_unless_a_word_says_otherwise() {
+    fn image_format_defaults_to_raw() {
         let format = |text: &str| text.parse::<DiskConfig>().unwrap().format;
-        assert_eq!(format("a.qcow2"), Format::Raw);
-        assert_eq!(format("a.img,format=raw"), Format::Raw);
-        assert_eq!(format("a.img,ro,format=qcow2"), Format::Qcow2);
+        assert_eq!(format("a.qcow2"), DiskFormat::Raw);
+        assert_eq!(format("a.img,format=raw"), DiskFormat::Raw);
+        assert_eq!(format("a.img,ro,format=qcow2"), DiskFormat::Qcow2);
     }
 
     #[test]
-    fn backing_files_are_named_one_by_one_with_their_formats() {
+    fn backing_files_are_parsed_with_formats() {
         let text = "a,backing=b,backing-format=qcow2,format=qcow2,backing=c,ro";
         let disk: DiskConfig = text.parse().unwrap();
-        let backing = |path: &str, format| Backing {
+        let backing = |path: &str, format| BackingFile {
             path: path.into(),
             format,
         };
         assert_eq!(
             disk.backing,
-            [backing("b", Format::Qcow2), backing("c", Format::Raw)]
+            [backing("b", DiskFormat::Qcow2), backing("c", DiskFormat::Raw)]
         );
         assert!(disk.read_only);
 

@@ -1,4 +1,4 @@
-//! A disk's image, whatever its format.
+//! Disk image, independent of its format.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,85 +7,86 @@ use libc::off_t;
 use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
-use super::config::{DiskConfig, Format};
-use super::open::{Lock, OpenError, Opened, SECTOR_BYTES, block_bytes, open};
+use super::config::{DiskConfig, DiskFormat};
+use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{Piece, Raw};
+use super::raw::{GuestSegment, Raw};
 
-/// Bytes of a block where nobody says otherwise.
+/// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
 
-/// Why an image cannot be a disk.
+/// The reason why an image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// Its file cannot be had.
+    /// The file cannot be opened.
     #[error(transparent)]
-    Open(#[from] OpenError),
-    /// No whole number of sectors.
+    Open(#[from] DiskOpenError),
+    /// The size is not a positive multiple of the sector size.
     #[error(
         "{} has {bytes} bytes: a raw disk has a multiple of {SECTOR_BYTES}, at least one; {}",
         path.display(),
         if *qcow2 { "this one begins as a qcow2 image: format=qcow2" } else { "truncate -s makes it so" }
     )]
     Size {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Its size.
+        /// Size of the file in bytes.
         bytes: u64,
-        /// It begins as an image of the other format.
+        /// `true` if the file has a qcow2 header.
         qcow2: bool,
     },
-    /// No whole number of blocks.
+    /// The size is not a multiple of the block size.
     #[error("{}: a disk of {bytes} bytes has no whole number of blocks of {block}; block-size=512 does", path.display())]
     Blocks {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The disk's size.
+        /// Size of the disk in bytes.
         bytes: u64,
-        /// That of a block.
+        /// Block size in bytes.
         block: u32,
     },
-    /// A block device that does not say what it is.
+    /// The properties of the block device cannot be read.
     #[error("{}: its logical block size cannot be read", .0.display())]
     BlockDevice(PathBuf, #[source] io::Error),
-    /// A qcow2 image that is none, or leads where it must not.
+    /// The qcow2 image is invalid, or has an unexpected backing file.
     #[error(transparent)]
     Qcow2(#[from] Qcow2Error),
 }
 
-/// An open image with a lock on it.
+/// An open and locked disk image.
 #[derive(Debug)]
-pub struct Image {
-    store: Store,
+pub struct DiskImage {
+    store: ImageStore,
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
-    /// Behind the store, so that it is dropped after it.
-    _lock: Lock,
-    /// How often it was flushed.
+    /// Declared after the store so that it is dropped after it.
+    _lock: FileLock,
+    /// Number of flushes.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
 }
 
-/// Where the disk is in the image.
+/// Storage of the disk, specific to the format.
 #[derive(Debug)]
-enum Store {
+enum ImageStore {
     Raw(Raw),
     Qcow2(Box<Qcow2>),
 }
 
-impl Image {
-    /// Opens and locks the image that `config` names: to be read only, or to be written by nobody else.
+impl DiskImage {
+    /// Opens and locks the image that `config` names, shared for reading or exclusively for
+    /// writing.
     ///
     /// # Errors
-    /// [`ImageError`]; the file is as it was.
+    /// Returns an [`ImageError`], in which case the file is unchanged.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let path = &config.path;
-        let Opened { file, bytes, lock } = open(path, config.read_only)?;
+        let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
         let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
-            Format::Raw => {
-                let qcow2 = claims::begins_as_one(&file);
+            DiskFormat::Raw => {
+                let qcow2 = claims::has_qcow2_magic(&file);
                 if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || off_t::try_from(bytes).is_err() {
                     let path = path.clone();
                     return Err(ImageError::Size { path, bytes, qcow2 });
@@ -97,12 +98,12 @@ impl Image {
                          does not say what it is"
                     );
                 }
-                (Store::Raw(Raw::new(file)), bytes)
+                (ImageStore::Raw(Raw::new(file)), bytes)
             }
-            Format::Qcow2 => {
+            DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(path, (file, bytes), config.read_only, &config.backing)?;
                 let bytes = qcow2.bytes();
-                (Store::Qcow2(Box::new(qcow2)), bytes)
+                (ImageStore::Qcow2(Box::new(qcow2)), bytes)
             }
         };
         let block = config.block_bytes.or(below).unwrap_or(SMALL_BLOCK);
@@ -121,102 +122,104 @@ impl Image {
         })
     }
 
-    /// Its size, in sectors.
+    /// Returns the size in sectors of [`SECTOR_BYTES`].
     pub fn sectors(&self) -> u64 {
         self.sectors
     }
 
-    /// Bytes of a block: the guest reads and writes whole ones.
+    /// Returns the logical block size in bytes. The guest transfers whole blocks.
     pub fn block_bytes(&self) -> u32 {
         self.block_bytes
     }
 
-    /// Whether it cannot be written.
+    /// Returns whether the image is read-only.
     pub fn read_only(&self) -> bool {
         self.read_only
     }
 
-    /// The unit in which space can be given back, in bytes; `None`: it cannot.
+    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
         match &self.store {
-            Store::Raw(_) => Some(self.block_bytes.into()),
-            Store::Qcow2(image) => image
+            ImageStore::Raw(_) => Some(self.block_bytes.into()),
+            ImageStore::Qcow2(image) => image
                 .discard_bytes()
                 .map(|bytes| bytes.max(self.block_bytes.into())),
         }
         .filter(|_| !self.read_only)
     }
 
-    /// Reads the disk from byte `at` into `pieces` of guest memory. The caller has checked the range against
-    /// [`Image::sectors`].
+    /// Reads the disk from byte offset `at` into segments of guest memory. The caller must have
+    /// checked the range against [`DiskImage::sectors`].
     ///
     /// # Errors
-    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `InvalidInput` that is not the
-    /// host's for `pieces` that are not RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
+    /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.read(memory, pieces, at),
-            Store::Qcow2(image) => image.read(memory, pieces, at),
+            ImageStore::Raw(image) => image.read(memory, pieces, at),
+            ImageStore::Qcow2(image) => image.read(memory, pieces, at),
         }
     }
 
-    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// As [`Image::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the same errors as [`DiskImage::read`].
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.write(memory, pieces, at),
-            Store::Qcow2(image) => image.write(memory, pieces, at),
+            ImageStore::Raw(image) => image.write(memory, pieces, at),
+            ImageStore::Qcow2(image) => image.write(memory, pieces, at),
         }
     }
 
-    /// Waits until all that was written is on the disk.
+    /// Flushes all completed writes to stable storage.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.flush(),
-            Store::Qcow2(image) => image.flush(),
+            ImageStore::Raw(image) => image.flush(),
+            ImageStore::Qcow2(image) => image.flush(),
         }?;
         #[cfg(test)]
         self.flushes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         Ok(())
     }
 
-    /// Has the host know all that was written, without waiting for its disk: what is left when a machine
-    /// ends.
+    /// Passes all cached writes to the host without waiting for stable storage, as required at
+    /// machine shutdown.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
         match &self.store {
-            Store::Raw(_) => Ok(()),
-            Store::Qcow2(_) if self.read_only => Ok(()),
-            Store::Qcow2(image) => image.write_back(),
+            ImageStore::Raw(_) => Ok(()),
+            ImageStore::Qcow2(_) if self.read_only => Ok(()),
+            ImageStore::Qcow2(image) => image.write_back(),
         }
     }
 
-    /// Gives the space of `bytes` from byte `at` on back to the host; what was given back reads zeros.
+    /// Deallocates `bytes` bytes at byte offset `at`. The range reads as zeros afterwards.
     ///
     /// # Errors
-    /// `Unsupported` if the image or the file system cannot; what else the host says.
+    /// Returns `Unsupported` if the image or the file system cannot deallocate space, otherwise the
+    /// error of the host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.discard(at, bytes),
-            Store::Qcow2(image) => image.discard(at, bytes),
+            ImageStore::Raw(image) => image.discard(at, bytes),
+            ImageStore::Qcow2(image) => image.discard(at, bytes),
         }
     }
 
-    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
+    /// deallocated.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
         match &self.store {
-            Store::Raw(image) => image.write_zeros(at, bytes, unmap),
-            Store::Qcow2(image) => image.write_zeros(at, bytes, unmap),
+            ImageStore::Raw(image) => image.write_zeros(at, bytes, unmap),
+            ImageStore::Qcow2(image) => image.write_zeros(at, bytes, unmap),
         }
     }
 }
@@ -238,15 +241,15 @@ mod tests {
         file
     }
 
-    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<Image, ImageError> {
-        Image::open(&DiskConfig {
+    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, ImageError> {
+        DiskImage::open(&DiskConfig {
             read_only,
             ..DiskConfig::raw(path.as_ref())
         })
     }
 
     #[test]
-    fn what_is_no_disk_is_refused_with_what_it_is() {
+    fn non_disk_files_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let error = |path: &Path| error_line(&open(path, false).unwrap_err());
         assert!(error(&dir.path().join("none")).contains("makes an empty disk"));
@@ -265,10 +268,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_has_whole_blocks() {
+    fn disk_size_must_be_whole_blocks() {
         let disk = |bytes, block_bytes| {
             let file = file(bytes);
-            Image::open(&DiskConfig {
+            DiskImage::open(&DiskConfig {
                 block_bytes,
                 ..DiskConfig::raw(file.path())
             })
@@ -294,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_written_and_read_in_order() {
+    fn segments_are_written_and_read_in_order() {
         let file = file(4096);
         let image = open(file.path(), false).unwrap();
         let memory = memory();
@@ -320,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_made_with_and_without_the_space() {
+    fn zeros_are_written_with_and_without_unmap() {
         let mut file = file(0);
         file.write_all(&[7; 200_704]).unwrap();
         let image = open(file.path(), false).unwrap();
@@ -334,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_was_truncated_is_an_error() {
+    fn truncated_image_is_an_error() {
         let file = file(4096);
         let image = open(file.path(), false).unwrap();
         file.as_file().set_len(512).unwrap();

@@ -1,17 +1,18 @@
-//! A disk (virtio-blk; virtio 1.2, 5.2): an image file or a block device of the host.
+//! Virtio block device (virtio-blk; virtio 1.2, 5.2), backed by an image file or a host block
+//! device.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what a user writes behind `--disk` |
-//! | [`image`] | the image, whatever its format |
-//! | [`open`] | its file: opened, and locked against others |
-//! | [`raw`] | a raw image: read and written with guest memory in place |
-//! | [`qcow2`] | a qcow2 image and those behind it |
-//! | [`view`] | a look at an image that a VM may be using |
-//! | [`request`] | a request, from its chain of descriptors to its status |
+//! | [`config`] | configuration (`--disk`) |
+//! | [`image`] | disk image, independent of its format |
+//! | [`open`] | opening and locking of image files |
+//! | [`raw`] | raw images, with direct transfers from and to guest memory |
+//! | [`qcow2`] | qcow2 images and their backing files |
+//! | [`view`] | read-only access to an image that a VM may be using |
+//! | [`request`] | request parsing and execution |
 //!
-//! Requests are served one after the other on the disk's thread. Of a raw disk nothing of a request's data is
-//! copied or kept by us: the kernel reads and writes guest memory.
+//! The disk's thread processes requests sequentially. Data of a raw disk is not copied by the VMM:
+//! the kernel transfers it directly from and to guest memory.
 
 pub mod config;
 pub mod image;
@@ -40,41 +41,46 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
-use self::image::{Image, ImageError};
+use self::image::{DiskImage, ImageError};
 use self::open::SECTOR_BYTES;
-use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS};
-use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, VirtioDevice, read_config_bytes};
-use crate::serve::{serve_queue, tell_of_driver};
-use crate::worker::Worker;
+use self::request::{
+    DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS, RequestFailure,
+};
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
+};
+use crate::serve::{log_driver_error, serve_queue};
+use crate::worker::DeviceWorker;
 
-/// Entries of the queue: one request of the most pieces needs so many without indirect descriptors.
+/// Queue size, in entries. One request with the maximum number of segments fits without indirect
+/// descriptors.
 const QUEUE_SIZE: u16 = 256;
-/// Bytes of the configuration (5.2.4), up to the fields of features that we do not have.
+/// Size of the configuration (5.2.4) in bytes, without the fields of unsupported features.
 const CONFIG_BYTES: usize = 60;
-/// A disk that fails is told of once in so long a time.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Minimum interval between failure messages of a disk.
+const MIN_MESSAGE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The device.
+/// A virtio block device.
 #[derive(Debug)]
-pub struct Block {
+pub struct BlockDevice {
     name: String,
-    image: Arc<Image>,
+    image: Arc<DiskImage>,
     serial: [u8; MAX_SERIAL],
     config: [u8; CONFIG_BYTES],
-    worker: Option<Worker>,
-    said: Said,
+    worker: Option<DeviceWorker>,
+    said: LastFailureMessage,
 }
 
-/// When a failure of the host was told last: kept when the guest resets the device.
-type Said = Arc<Mutex<Option<Instant>>>;
+/// Time of the last failure message, kept across device resets.
+type LastFailureMessage = Arc<Mutex<Option<Instant>>>;
 
-impl Block {
-    /// The disk `name` of `config`, opened and locked.
+impl BlockDevice {
+    /// Opens and locks the image of `config` as disk `name`.
     ///
     /// # Errors
-    /// [`ImageError`].
+    /// Returns an [`ImageError`] if the image cannot be used.
     pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
-        let image = Image::open(config)?;
+        let image = DiskImage::open(config)?;
         let mut serial = [0; MAX_SERIAL];
         let text = config.serial.as_ref().unwrap_or(&name).as_bytes();
         let count = text.len().min(MAX_SERIAL);
@@ -85,17 +91,17 @@ impl Block {
             image: Arc::new(image),
             serial,
             worker: None,
-            said: Said::default(),
+            said: LastFailureMessage::default(),
         })
     }
 }
 
-/// What the driver reads of the disk.
+/// Returns the device configuration.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "small constants, and clusters of 2 MiB at most"
 )]
-fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
+fn configuration(image: &DiskImage) -> [u8; CONFIG_BYTES] {
     let mut config = [0; CONFIG_BYTES];
     let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &image.sectors().to_le_bytes());
@@ -106,14 +112,15 @@ fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
         put(at, &MAX_RANGE_SECTORS.to_le_bytes());
         put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
     }
-    // What is smaller keeps its space. Zeros may give it back.
+    // Smaller ranges are not deallocated by a discard. Write-zeroes requests may still deallocate
+    // space.
     let discard = image.discard_bytes().unwrap_or(SECTOR_BYTES) / SECTOR_BYTES;
     put(44, &(discard as u32).to_le_bytes());
     put(56, &[1]);
     config
 }
 
-impl VirtioDevice for Block {
+impl VirtioDevice for BlockDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_BLOCK
     }
@@ -154,9 +161,9 @@ impl VirtioDevice for Block {
         else {
             return Err(ActivateError::Driver("a disk without its queue"));
         };
-        let server = Server {
+        let server = BlockHandler {
             name: self.name.clone(),
-            disk: Disk {
+            disk: DiskBackend {
                 image: self.image.clone(),
                 serial: self.serial,
                 write_through: activation.features & 1 << VIRTIO_BLK_F_FLUSH == 0,
@@ -167,12 +174,16 @@ impl VirtioDevice for Block {
             broken: false,
             said: self.said.clone(),
         };
-        let worker = Worker::spawn(ThreadKind::Device, &self.name, server, activation.last_resort).map_err(
-            |source| ActivateError::Host {
-                what: "starting a thread",
-                source,
-            },
-        )?;
+        let worker = DeviceWorker::spawn(
+            ThreadKind::Device,
+            &self.name,
+            server,
+            activation.fatal_error_callback,
+        )
+        .map_err(|source| ActivateError::Host {
+            what: "starting a thread",
+            source,
+        })?;
         self.worker = Some(worker);
         Ok(())
     }
@@ -192,24 +203,23 @@ impl VirtioDevice for Block {
     }
 }
 
-/// What runs on the disk's thread.
-struct Server {
+struct BlockHandler {
     name: String,
-    disk: Disk,
+    disk: DiskBackend,
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
-    config_change: ConfigChange,
+    config_change: ConfigChangeNotifier,
     broken: bool,
-    said: Said,
+    said: LastFailureMessage,
 }
 
-impl Server {
+impl BlockHandler {
     fn serve(&mut self) {
         let mut failed: Option<io::Error> = None;
         let (disk, memory) = (&self.disk, &self.memory);
         let served = serve_queue(&mut self.queue, memory, |chain| {
             let (written, outcome) = disk.serve(memory, chain);
-            if let Err(Failure::Host(error)) = outcome {
+            if let Err(RequestFailure::Host(error)) = outcome {
                 failed.get_or_insert(error);
             }
             written
@@ -221,24 +231,24 @@ impl Server {
             guest_log!(Warn, "{}: the guest gets I/O errors: {why}", self.name);
         }
         if let Err(error) = served {
-            tell_of_driver(&self.name, "it stops until it is reset", &error);
+            log_driver_error(&self.name, "it stops until it is reset", &error);
             self.broken = true;
             self.config_change.needs_reset();
         }
     }
 }
 
-/// Whether enough time has passed to tell again; it has begun anew then.
+/// Returns whether the minimum interval between messages has elapsed, and restarts it if so.
 fn is_due(said: &Mutex<Option<Instant>>) -> bool {
     let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
-    let due = said.is_none_or(|said| said.elapsed() >= SILENCE);
+    let due = said.is_none_or(|said| said.elapsed() >= MIN_MESSAGE_INTERVAL);
     if due {
         *said = Some(Instant::now());
     }
     due
 }
 
-impl MutEventSubscriber for Server {
+impl MutEventSubscriber for BlockHandler {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         let _ = self.queue.kick.read();
         if !self.broken {

@@ -1,4 +1,4 @@
-//! A file of a disk: opened, looked at, and locked against others.
+//! Opening and locking of disk image files and block devices.
 #![expect(unsafe_code, reason = "fcntl and ioctl")]
 
 use std::fs::{File, OpenOptions};
@@ -9,58 +9,58 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-/// The unit of a disk's size and of its addresses, in bytes (virtio 1.2, 5.2.4).
+/// Unit of disk sizes and addresses, in bytes (virtio 1.2, 5.2.4).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// Why a file of a disk cannot be had.
+/// The reason why a disk file cannot be opened.
 #[derive(Debug, Error)]
-pub enum OpenError {
-    /// It cannot be opened.
+pub enum DiskOpenError {
+    /// The file cannot be opened.
     #[error("{} cannot be opened{}", path.display(), open_remedy(path, source, *read_only))]
     Open {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Whether it was to be read only.
+        /// `true` if read-only access was requested.
         read_only: bool,
-        /// What the host said.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
-    /// Neither a file nor a block device.
+    /// The path is neither a regular file nor a block device.
     #[error("{} is {what}: a disk is a regular file or a block device", path.display())]
     Kind {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What it is.
+        /// Type of the file.
         what: &'static str,
     },
-    /// Somebody else uses it.
+    /// Another process has locked the file.
     #[error(
         "{} is in use by {}: end it first, or give both the disk with ,ro",
         path.display(),
         by
     )]
     Locked {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Who uses it.
+        /// Processes that use the file.
         by: String,
     },
-    /// A call that should not fail.
+    /// A system call failed unexpectedly.
     #[error("{}: {what} failed", path.display())]
     Call {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Which.
+        /// Name of the call.
         what: &'static str,
-        /// What the host said.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
 }
 
 fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str {
-    // As other VMMs have it.
+    // Other VMMs accept these prefixes.
     let named = ["path=", "file="]
         .iter()
         .any(|word| path.as_os_str().as_encoded_bytes().starts_with(word.as_bytes()));
@@ -76,7 +76,8 @@ fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str
     }
 }
 
-/// The processes that have the file at `path` open, as far as this user may see.
+/// Returns a description of the processes that have the file at `path` open, as far as this user
+/// may list them.
 fn users(path: &Path) -> String {
     let Ok(wanted) = path.metadata() else {
         return "another program".into();
@@ -93,7 +94,7 @@ fn users(path: &Path) -> String {
         let open = files
             .filter_map(|file| std::fs::metadata(file.path()).ok())
             .filter(|file| (file.dev(), file.ino()) == (wanted.dev(), wanted.ino()));
-        // The descriptor that could not be locked is ours, and open still.
+        // This process still holds the descriptor that could not be locked.
         let others = open.count() > usize::from(pid == std::process::id());
         if others && pid == std::process::id() {
             users.push("another --disk of this VM".to_owned());
@@ -109,49 +110,49 @@ fn users(path: &Path) -> String {
     }
 }
 
-/// A file that is open and locked.
+/// An open and locked file.
 #[derive(Debug)]
-pub struct Opened {
+pub struct LockedFile {
     /// The file.
     pub file: File,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Dropped after the last use of the file.
-    pub lock: Lock,
+    /// The lock, which must be dropped after the last use of the file.
+    pub lock: FileLock,
 }
 
-/// Opens and locks the file at `path`: to be read only, or to be written by nobody else.
+/// Opens and locks the file at `path`, shared for reading or exclusively for writing.
 ///
 /// # Errors
-/// [`OpenError`]; the file is as it was.
-pub fn open(path: &Path, read_only: bool) -> Result<Opened, OpenError> {
+/// Returns an [`DiskOpenError`], in which case the file is unchanged.
+pub fn open(path: &Path, read_only: bool) -> Result<LockedFile, DiskOpenError> {
     let file = unlocked(path, read_only)?;
-    let locking = |source| OpenError::Call {
+    let locking = |source| DiskOpenError::Call {
         path: path.into(),
         what: "locking",
         source,
     };
-    let Some(lock) = Lock::take(&file, read_only).map_err(locking)? else {
+    let Some(lock) = FileLock::take(&file, read_only).map_err(locking)? else {
         let by = users(path);
-        return Err(OpenError::Locked {
+        return Err(DiskOpenError::Locked {
             path: path.into(),
             by,
         });
     };
     let (file, bytes) = sized(path, file)?;
-    Ok(Opened { file, bytes, lock })
+    Ok(LockedFile { file, bytes, lock })
 }
 
-/// Opens the file at `path` to be read, whoever has it locked. Its size in bytes.
+/// Opens the file at `path` for reading without a lock, and returns its size in bytes.
 ///
 /// # Errors
-/// [`OpenError`].
-pub fn look(path: &Path) -> Result<(File, u64), OpenError> {
+/// Returns an [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
+pub fn look(path: &Path) -> Result<(File, u64), DiskOpenError> {
     sized(path, unlocked(path, true)?)
 }
 
-fn sized(path: &Path, mut file: File) -> Result<(File, u64), OpenError> {
-    let seeking = |source| OpenError::Call {
+fn sized(path: &Path, mut file: File) -> Result<(File, u64), DiskOpenError> {
+    let seeking = |source| DiskOpenError::Call {
         path: path.into(),
         what: "seeking",
         source,
@@ -160,13 +161,13 @@ fn sized(path: &Path, mut file: File) -> Result<(File, u64), OpenError> {
     Ok((file, bytes))
 }
 
-fn unlocked(path: &Path, read_only: bool) -> Result<File, OpenError> {
-    let open = |source| OpenError::Open {
+fn unlocked(path: &Path, read_only: bool) -> Result<File, DiskOpenError> {
+    let open = |source| DiskOpenError::Open {
         path: path.into(),
         read_only,
         source,
     };
-    // Looked at before it is opened: opening a pipe or a tape may wait, or do something.
+    // Check the type first, because opening a pipe or a tape may block or have side effects.
     let kind = path.metadata().map_err(open)?.file_type();
     let what = match () {
         () if kind.is_file() || kind.is_block_device() => None,
@@ -176,16 +177,16 @@ fn unlocked(path: &Path, read_only: bool) -> Result<File, OpenError> {
     };
     if let Some(what) = what {
         let path = path.into();
-        return Err(OpenError::Kind { path, what });
+        return Err(DiskOpenError::Kind { path, what });
     }
     let options = OpenOptions::new().read(true).write(!read_only).open(path);
     options.map_err(open)
 }
 
-/// Bytes of the blocks of a block device of the host; `None` for a file.
+/// Returns the logical block size of a host block device in bytes, or `None` for a regular file.
 ///
 /// # Errors
-/// That of the call.
+/// Returns the error of the ioctl.
 pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
     /// `_IO(0x12, 104)` of linux/fs.h.
     const BLKSSZGET: libc::c_ulong = 0x1268;
@@ -193,26 +194,27 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
         return Ok(None);
     }
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the call writes an int, and `bytes` is one that lives during it.
+    // SAFETY: the call writes one int, and `bytes` is an int that outlives the call.
     if unsafe { libc::ioctl(file.as_raw_fd(), BLKSSZGET, &raw mut bytes) } != 0 {
         return Err(io::Error::last_os_error());
     }
     u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
-/// A lock against other open file descriptions, those of this process too. It ends with this value, or with
-/// the process.
+/// An open file description lock, which also excludes other descriptions of this process. Released
+/// when this value is dropped or the process ends.
 ///
-/// Closing the file would not be enough: a program that another thread starts at that moment has a copy of
-/// the descriptor, and with it the lock, until it has begun to run. An unlock is for all copies.
+/// Closing the file would not release the lock reliably: a child process that another thread is
+/// starting has a copy of the descriptor until it calls exec. An explicit unlock applies to all
+/// copies.
 #[derive(Debug)]
-pub struct Lock {
-    /// A second descriptor of the open file description.
+pub struct FileLock {
+    /// Second descriptor of the same open file description.
     file: File,
 }
 
-impl Lock {
-    /// Locks the file, if nobody else's lock is in the way.
+impl FileLock {
+    /// Locks the file, or returns `None` if there is a conflicting lock.
     fn take(file: &File, read_only: bool) -> io::Result<Option<Self>> {
         let lock = Self {
             file: file.try_clone()?,
@@ -226,19 +228,20 @@ impl Lock {
     }
 }
 
-impl Drop for Lock {
+impl Drop for FileLock {
     fn drop(&mut self) {
-        // It fails for no lock that was taken; then closing it has to do.
+        // The unlock fails only without a lock, and closing the file suffices then.
         let _ = set(&self.file, libc::F_UNLCK);
     }
 }
 
-/// Sets the lock of the whole file to this kind.
+/// Sets the lock type of the whole file.
 fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
-    // SAFETY: a plain C struct for which all zeros is a value: the whole file.
+    // SAFETY: flock is a plain C struct for which all zeroes is a valid value, which describes the
+    // whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = i16::try_from(kind).map_err(io::Error::other)?;
-    // SAFETY: `lock` lives during the call, which only reads it.
+    // SAFETY: `lock` outlives the call, which only reads it.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } == 0 {
         return Ok(());
     }
@@ -249,13 +252,16 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// What a program that is being started does to a lock, for as long as one likes.
+    /// Models a child process between fork and exec.
     #[test]
-    fn a_copy_of_the_descriptor_does_not_keep_the_lock() {
+    fn descriptor_copy_does_not_keep_lock() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let first = open(file.path(), false).unwrap();
         let copy = first.file.try_clone().unwrap();
-        assert!(matches!(open(file.path(), false), Err(OpenError::Locked { .. })));
+        assert!(matches!(
+            open(file.path(), false),
+            Err(DiskOpenError::Locked { .. })
+        ));
         drop(first);
         open(file.path(), false).unwrap();
         drop(copy);

@@ -1,4 +1,4 @@
-//! A raw image: read and written with guest memory in place.
+//! Raw images, with direct transfers from and to guest memory.
 #![expect(unsafe_code, reason = "preadv, pwritev and fallocate")]
 
 use std::fs::File;
@@ -9,43 +9,43 @@ use libc::{c_int, iovec, off_t};
 use smallvec::SmallVec;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// Most pieces of guest memory in one call (`UIO_MAXIOV`).
+/// Maximum number of guest memory segments in one system call (`UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
-/// Bytes of zeros that are written at once where the file system cannot make them.
+/// Number of zero bytes written at once if the file system cannot zero a range.
 const ZEROS_AT_ONCE: u64 = 65_536;
 
-/// A piece of guest memory: address and bytes.
-pub type Piece = (GuestAddress, usize);
+/// A segment of guest memory: address and length in bytes.
+pub type GuestSegment = (GuestAddress, usize);
 
-/// The image's file. Its callers have checked ranges against the disk's size.
+/// A raw image. Callers must check ranges against the size of the disk.
 #[derive(Debug)]
 pub struct Raw {
     file: File,
 }
 
 impl Raw {
-    /// The disk in `file`.
+    /// Creates a raw image from `file`.
     pub fn new(file: File) -> Self {
         Self { file }
     }
 
-    /// Reads the disk from byte `at` into `pieces` of guest memory.
+    /// Reads the disk from byte offset `at` into segments of guest memory.
     ///
     /// # Errors
-    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `InvalidInput` that is not the
-    /// host's for `pieces` that are not RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
-        // SAFETY: `transfer` gives pieces of guest memory, which stay mapped during the call.
+    /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
+    /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+        // SAFETY: `transfer` passes segments of guest memory, which stay mapped during the call.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::preadv(fd, vecs, count, at)
         })
     }
 
-    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// As [`Raw::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the same errors as [`Raw::read`].
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         // SAFETY: as above.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::pwritev(fd, vecs, count, at)
@@ -55,7 +55,7 @@ impl Raw {
     fn transfer(
         &self,
         memory: &GuestMemoryMmap,
-        pieces: &[Piece],
+        pieces: &[GuestSegment],
         mut at: u64,
         call: impl Fn(c_int, *const iovec, c_int, off_t) -> libc::ssize_t,
     ) -> io::Result<()> {
@@ -104,26 +104,28 @@ impl Raw {
         Ok(())
     }
 
-    /// Waits until all that was written is on the disk.
+    /// Flushes all completed writes to stable storage.
     ///
     /// # Errors
-    /// That of `fdatasync(2)`.
+    /// Returns the error of `fdatasync(2)`.
     pub fn flush(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// Gives the space of `bytes` from byte `at` on back to the host; it reads zeros afterwards.
+    /// Deallocates `bytes` bytes at byte offset `at`. The range reads as zeros afterwards.
     ///
     /// # Errors
-    /// `Unsupported` if the file system cannot; what else the host says.
+    /// Returns `Unsupported` if the file system cannot deallocate space, otherwise the error of the
+    /// host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
         self.allocate(libc::FALLOC_FL_PUNCH_HOLE, at, bytes)
     }
 
-    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
+    /// deallocated.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
         let mode = if unmap {
             libc::FALLOC_FL_PUNCH_HOLE
@@ -152,7 +154,7 @@ impl Raw {
         let bytes = off_t::try_from(bytes).map_err(io::Error::other)?;
         loop {
             let fd = self.file.as_raw_fd();
-            // SAFETY: no memory is passed; the descriptor is ours.
+            // SAFETY: no memory is passed, and the descriptor is owned by this image.
             if unsafe { libc::fallocate(fd, mode | libc::FALLOC_FL_KEEP_SIZE, at, bytes) } == 0 {
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! A request to a disk, from its chain of descriptors to its status (virtio 1.2, 5.2.6).
+//! Requests to a disk: parsing of the descriptor chain, execution and status (virtio 1.2, 5.2.6).
 
 use std::io;
 use std::sync::Arc;
@@ -12,100 +12,105 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::config::MAX_SERIAL;
-use super::image::Image;
+use super::image::DiskImage;
 use super::open::SECTOR_BYTES;
-use super::raw::Piece;
-use crate::serve::Chain;
+use super::raw::GuestSegment;
+use crate::serve::GuestDescriptorChain;
 
-/// The most pieces of data in a request.
+/// Maximum number of data segments in a request.
 pub const MAX_SEGMENTS: usize = 254;
-/// The most bytes of a piece, for drivers that ask.
+/// Maximum size of a segment in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
-/// The most bytes of data in a request: pieces may lie one over the other, so guest memory is no bound, and
-/// the disk's thread does nothing else meanwhile.
+/// Maximum amount of data in a request, in bytes. Segments may overlap, so guest memory is no
+/// limit, and the disk's thread processes one request at a time.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
-/// With the header and the status.
+/// Maximum number of descriptors, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
-/// The most ranges in a request to discard or to write zeros. They and their sectors are bounded because
-/// zeros may have to be written one by one.
+/// Maximum number of ranges in a discard or write-zeroes request. Ranges and their sectors are
+/// limited because zeros may have to be written explicitly.
 pub const MAX_RANGES: usize = 16;
-/// Sectors of one such range: 32 MiB.
+/// Maximum number of sectors in such a range (32 MiB).
 pub const MAX_RANGE_SECTORS: u32 = 65_536;
 
 const HEADER_BYTES: usize = 16;
 const RANGE_BYTES: usize = 16;
 
-type Pieces = SmallVec<[Piece; 16]>;
+type RequestSegments = SmallVec<[GuestSegment; 16]>;
 
-/// Why a request has failed.
+/// The reason why a request failed.
 #[derive(Debug)]
-pub enum Failure {
-    /// The guest asks for what cannot be: its own affair.
+pub enum RequestFailure {
+    /// The request is invalid, which is an error of the guest.
     Guest,
-    /// The disk cannot do that.
+    /// The disk does not support the operation.
     Unsupported,
-    /// The host refused: the operator's affair.
+    /// The host failed the operation, which is reported to the operator.
     Host(io::Error),
 }
 
-impl From<io::Error> for Failure {
+impl From<io::Error> for RequestFailure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::Unsupported => Self::Unsupported,
-            // What we say of pieces that are not RAM; the host says it with a number.
+            // Created here for segments outside RAM. Errors of the host have an OS error code.
             io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => Self::Guest,
             _ => Self::Host(error),
         }
     }
 }
 
-/// A disk as its requests see it.
+/// A disk from the perspective of its requests.
 #[derive(Debug)]
-pub struct Disk {
-    /// Where the data is.
-    pub image: Arc<Image>,
-    /// The serial number, zeros behind it.
+pub struct DiskBackend {
+    /// The disk image.
+    pub image: Arc<DiskImage>,
+    /// Serial number, padded with zeros.
     pub serial: [u8; MAX_SERIAL],
-    /// The driver knows of no flush: each write is one.
+    /// `true` if the driver does not support flushing, so that each write is flushed.
     pub write_through: bool,
 }
 
-impl Disk {
-    /// Serves the request in `chain`: how many bytes of guest memory were written, and what failed.
-    pub fn serve(&self, memory: &GuestMemoryMmap, chain: Chain<'_>) -> (u32, Result<(), Failure>) {
-        let Some(mut request) = Request::parse(memory, chain) else {
-            // There is no place for a status.
-            return (0, Err(Failure::Guest));
+impl DiskBackend {
+    /// Executes the request in `chain`. Returns the number of bytes written to guest memory, and
+    /// the result.
+    pub fn serve(
+        &self,
+        memory: &GuestMemoryMmap,
+        chain: GuestDescriptorChain<'_>,
+    ) -> (u32, Result<(), RequestFailure>) {
+        let Some(mut request) = DiskRequest::parse(memory, chain) else {
+            // The request has no status byte.
+            return (0, Err(RequestFailure::Guest));
         };
         let done = self.execute(memory, &mut request);
         let (status, data) = match &done {
             Ok(data) => (VIRTIO_BLK_S_OK, *data),
-            Err(Failure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),
+            Err(RequestFailure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),
             Err(_) => (VIRTIO_BLK_S_IOERR, 0),
         };
         let status = u8::try_from(status).unwrap_or(u8::MAX);
         match memory.write_obj(status, request.status.0) {
-            // The chain is less than 4 GiB long, the status included.
+            // The chain is shorter than 4 GiB, including the status.
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
-            Err(_) => (0, Err(Failure::Guest)),
+            Err(_) => (0, Err(RequestFailure::Guest)),
         }
     }
 
-    /// Does what is asked; the bytes of data that the guest gets.
-    fn execute(&self, memory: &GuestMemoryMmap, request: &mut Request) -> Result<u32, Failure> {
+    /// Executes the operation and returns the number of data bytes written to guest memory.
+    fn execute(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<u32, RequestFailure> {
         let writes = matches!(
             request.kind,
             VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES
         );
         if writes && self.image.read_only() {
-            return Err(Failure::Guest);
+            return Err(RequestFailure::Guest);
         }
         match request.kind {
             VIRTIO_BLK_T_IN => {
                 let bytes = bounded(&request.to_guest)?;
                 let at = self.place(request.sector, bytes)?;
                 self.image.read(memory, &request.to_guest, at)?;
-                return u32::try_from(bytes).map_err(|_| Failure::Guest);
+                return u32::try_from(bytes).map_err(|_| RequestFailure::Guest);
             }
             VIRTIO_BLK_T_OUT => {
                 let at = self.place(request.sector, bounded(&request.from_guest)?)?;
@@ -119,19 +124,20 @@ impl Disk {
                 let mut rest = &self.serial[..];
                 for &(at, bytes) in &request.to_guest {
                     let (now, later) = rest.split_at(rest.len().min(bytes));
-                    memory.write_slice(now, at).map_err(|_| Failure::Guest)?;
+                    memory.write_slice(now, at).map_err(|_| RequestFailure::Guest)?;
                     rest = later;
                 }
-                return u32::try_from(self.serial.len() - rest.len()).map_err(|_| Failure::Guest);
+                return u32::try_from(self.serial.len() - rest.len()).map_err(|_| RequestFailure::Guest);
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => self.ranges(memory, request)?,
-            _ => return Err(Failure::Unsupported),
+            _ => return Err(RequestFailure::Unsupported),
         }
         Ok(0)
     }
 
-    /// The byte at which `bytes` from `sector` on begin, if they are whole blocks of the disk.
-    fn place(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
+    /// Returns the byte offset of `sector`, if the range of `bytes` bytes consists of whole blocks
+    /// of the disk.
+    fn place(&self, sector: u64, bytes: u64) -> Result<u64, RequestFailure> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());
         if bytes.is_multiple_of(block)
@@ -140,18 +146,19 @@ impl Disk {
         {
             Ok(sector * SECTOR_BYTES)
         } else {
-            Err(Failure::Guest)
+            Err(RequestFailure::Guest)
         }
     }
 
-    /// Discards ranges, or writes zeros to them.
-    fn ranges(&self, memory: &GuestMemoryMmap, request: &mut Request) -> Result<(), Failure> {
-        let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| Failure::Guest)?;
+    /// Executes a discard or write-zeroes request.
+    fn ranges(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<(), RequestFailure> {
+        let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| RequestFailure::Guest)?;
         if bytes == 0 || bytes % RANGE_BYTES != 0 || bytes > MAX_RANGES * RANGE_BYTES {
-            return Err(Failure::Guest);
+            return Err(RequestFailure::Guest);
         }
         for _ in 0..bytes / RANGE_BYTES {
-            let range: [u8; RANGE_BYTES] = take(memory, &mut request.from_guest).ok_or(Failure::Guest)?;
+            let range: [u8; RANGE_BYTES] =
+                take(memory, &mut request.from_guest).ok_or(RequestFailure::Guest)?;
             let [a, b, c, d, e, f, g, h, count @ ..] = range;
             let sector = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
             let [a, b, c, d, flags @ ..] = count;
@@ -163,10 +170,10 @@ impl Disk {
                 0
             };
             if flags & !known != 0 {
-                return Err(Failure::Unsupported);
+                return Err(RequestFailure::Unsupported);
             }
             if sectors > MAX_RANGE_SECTORS {
-                return Err(Failure::Guest);
+                return Err(RequestFailure::Guest);
             }
             let bytes = u64::from(sectors) * SECTOR_BYTES;
             let at = self.place(sector, bytes)?;
@@ -186,21 +193,21 @@ impl Disk {
     }
 }
 
-/// A request, its pieces still in guest memory.
+/// A parsed request. Its data is still in guest memory.
 #[derive(Debug)]
-struct Request {
+struct DiskRequest {
     kind: u32,
     sector: u64,
-    from_guest: Pieces,
-    to_guest: Pieces,
-    status: Piece,
+    from_guest: RequestSegments,
+    to_guest: RequestSegments,
+    status: GuestSegment,
 }
 
-impl Request {
-    /// `None`: it has no header or no status, or more pieces than there may be. Where one descriptor ends and
-    /// the next begins means nothing (2.7.4.2).
-    fn parse(memory: &GuestMemoryMmap, chain: Chain<'_>) -> Option<Self> {
-        let (mut from_guest, mut to_guest) = (Pieces::new(), Pieces::new());
+impl DiskRequest {
+    /// Returns `None` if the chain has no header or status, or too many segments. The split into
+    /// descriptors is arbitrary (2.7.4.2).
+    fn parse(memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> Option<Self> {
+        let (mut from_guest, mut to_guest) = (RequestSegments::new(), RequestSegments::new());
         for (n, descriptor) in chain.enumerate() {
             if n == MAX_DESCRIPTORS {
                 return None;
@@ -214,7 +221,7 @@ impl Request {
         }
         let header: [u8; HEADER_BYTES] = take(memory, &mut from_guest)?;
         let [a, b, c, d, _, _, _, _, sector @ ..] = header;
-        // The status is the last byte that the guest lets us write.
+        // The status is the last device-writable byte.
         while to_guest.last().is_some_and(|(_, bytes)| *bytes == 0) {
             to_guest.pop();
         }
@@ -231,20 +238,21 @@ impl Request {
     }
 }
 
-/// Bytes of all pieces, if they are not too many for one request.
-fn bounded(pieces: &Pieces) -> Result<u64, Failure> {
+/// Returns the total length of the segments if it is within the limit of a request.
+fn bounded(pieces: &RequestSegments) -> Result<u64, RequestFailure> {
     Some(length(pieces))
         .filter(|bytes| *bytes <= MAX_REQUEST_BYTES)
-        .ok_or(Failure::Guest)
+        .ok_or(RequestFailure::Guest)
 }
 
-/// Bytes of all pieces.
-fn length(pieces: &Pieces) -> u64 {
+/// Returns the total length of the segments in bytes.
+fn length(pieces: &RequestSegments) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// Takes the first `N` bytes off `pieces`; `None`: there are fewer, or they are not RAM.
-fn take<const N: usize>(memory: &GuestMemoryMmap, pieces: &mut Pieces) -> Option<[u8; N]> {
+/// Removes the first `N` bytes of `pieces`. Returns `None` if there are fewer or if they are
+/// outside RAM.
+fn take<const N: usize>(memory: &GuestMemoryMmap, pieces: &mut RequestSegments) -> Option<[u8; N]> {
     let mut data = [0; N];
     let mut have = 0;
     while have < N {

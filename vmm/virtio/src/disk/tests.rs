@@ -1,4 +1,4 @@
-//! Requests as a driver makes them, good and bad.
+//! Tests of well-formed and malformed disk requests.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use virtio_queue::desc::RawDescriptor;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::image::Image;
-use super::request::{Disk, Failure, MAX_REQUEST_BYTES};
+use super::image::DiskImage;
+use super::request::{DiskBackend, MAX_REQUEST_BYTES, RequestFailure};
 use super::*;
 use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activation, memory};
 
@@ -22,19 +22,19 @@ const INDIRECT: u16 = 4;
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Nobody has written it.
+/// Marks a status byte that the device has not written.
 const NO_STATUS: u8 = 0xEE;
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 const UNSUPP: u8 = 2;
 
-struct Rig {
+struct DiskTest {
     memory: GuestMemoryMmap,
-    disk: Disk,
+    disk: DiskBackend,
     _file: tempfile::NamedTempFile,
 }
 
-impl Rig {
+impl DiskTest {
     fn new(sectors: u64, read_only: bool) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(sectors * 512).unwrap();
@@ -45,9 +45,9 @@ impl Rig {
         }
     }
 
-    /// The status, the bytes that are said to be written, and the outcome, of a request whose chain is
-    /// `descriptors`.
-    fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), Failure>) {
+    /// Returns the status byte, the reported number of bytes written, and the outcome of a request
+    /// whose chain is `descriptors`.
+    fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), RequestFailure>) {
         self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
         let mut driver = Driver::new(&self.memory, 256);
         driver.write(0, descriptors);
@@ -88,23 +88,23 @@ impl Rig {
     }
 }
 
-fn disk(path: &Path, read_only: bool) -> Disk {
+fn disk(path: &Path, read_only: bool) -> DiskBackend {
     let mut serial = [0; MAX_SERIAL];
     serial[..5].copy_from_slice(b"disk7");
     let config = DiskConfig {
         read_only,
         ..DiskConfig::raw(path)
     };
-    Disk {
-        image: Arc::new(Image::open(&config).unwrap()),
+    DiskBackend {
+        image: Arc::new(DiskImage::open(&config).unwrap()),
         serial,
         write_through: false,
     }
 }
 
 #[test]
-fn data_comes_back_as_it_was_written() {
-    let rig = Rig::new(8, false);
+fn data_is_read_back_unchanged() {
+    let rig = DiskTest::new(8, false);
     rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
     assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 6, 1024, false), (OK, 1));
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, 0, false), (OK, 1));
@@ -116,10 +116,10 @@ fn data_comes_back_as_it_was_written() {
 }
 
 #[test]
-fn the_layout_of_descriptors_means_nothing() {
-    let rig = Rig::new(8, false);
+fn descriptor_layout_is_arbitrary() {
+    let rig = DiskTest::new(8, false);
     rig.header(VIRTIO_BLK_T_IN, 1);
-    // The header in three, the status behind the data in one.
+    // The header spans three descriptors, and one descriptor holds data and status.
     let chain = [
         Descriptor::new(HEADER, 1, NEXT, 1),
         Descriptor::new(HEADER + 1, 14, NEXT, 2),
@@ -132,8 +132,8 @@ fn the_layout_of_descriptors_means_nothing() {
 }
 
 #[test]
-fn what_is_not_on_the_disk_is_an_error_of_the_guest() {
-    let rig = Rig::new(8, false);
+fn access_beyond_disk_is_a_guest_error() {
+    let rig = DiskTest::new(8, false);
     for (sector, bytes) in [
         (8, 512),
         (7, 1024),
@@ -156,8 +156,8 @@ fn what_is_not_on_the_disk_is_an_error_of_the_guest() {
 }
 
 #[test]
-fn a_serial_number_and_a_disk_that_cannot_be_written() {
-    let rig = Rig::new(8, true);
+fn serial_number_and_read_only_disk() {
+    let rig = DiskTest::new(8, true);
     assert_eq!(rig.request(VIRTIO_BLK_T_GET_ID, 0, 20, true), (OK, 21));
     let mut serial = [1; 20];
     rig.memory.read_slice(&mut serial, GuestAddress(DATA)).unwrap();
@@ -169,8 +169,8 @@ fn a_serial_number_and_a_disk_that_cannot_be_written() {
 }
 
 #[test]
-fn ranges_are_discarded_and_zeroed_within_bounds() {
-    let rig = Rig::new(65_536 * 2, false);
+fn discard_and_write_zeroes_are_bounded() {
+    let rig = DiskTest::new(65_536 * 2, false);
     rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
     for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
         rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
@@ -193,8 +193,8 @@ fn ranges_are_discarded_and_zeroed_within_bounds() {
 }
 
 #[test]
-fn chains_without_a_header_or_a_status_fail_alone() {
-    let rig = Rig::new(8, false);
+fn malformed_chain_fails_alone() {
+    let rig = DiskTest::new(8, false);
     let header = rig.header(VIRTIO_BLK_T_IN, 0);
     let status = Descriptor::new(STATUS, 1, WRITE, 0);
     let short = Descriptor::new(HEADER, 15, NEXT, 1);
@@ -203,7 +203,7 @@ fn chains_without_a_header_or_a_status_fail_alone() {
         &[Descriptor::new(HEADER, 16, 0, 0)],
         &[short, status],
         &[header, Descriptor::new(STATUS, 0, WRITE, 0)],
-        // Outside of RAM.
+        // The header or the status is outside RAM.
         &[Descriptor::new(u64::MAX - 8, 16, NEXT, 1), status],
         &[header, Descriptor::new(MEMORY_BYTES as u64, 1, WRITE, 0)],
         &[header, Descriptor::new(u64::MAX, u32::MAX, WRITE, 0)],
@@ -211,18 +211,19 @@ fn chains_without_a_header_or_a_status_fail_alone() {
     for chain in chains {
         let (status, written, outcome) = rig.raw(chain);
         assert_eq!((status, written), (NO_STATUS, 0), "{chain:?}");
-        assert!(matches!(outcome, Err(Failure::Guest)));
+        assert!(matches!(outcome, Err(RequestFailure::Guest)));
     }
-    // Data outside of RAM: the status tells.
+    // The data is outside RAM, which the status reports.
     let data = Descriptor::new(MEMORY_BYTES as u64 - 256, 512, NEXT | WRITE, 2);
     assert_eq!(rig.raw(&[header, data, status]).0, IOERR);
 }
 
 #[test]
-fn loops_and_long_and_nested_chains_end() {
-    let rig = Rig::new(8, false);
+fn looped_and_nested_chains_terminate() {
+    let rig = DiskTest::new(8, false);
     let header = rig.header(VIRTIO_BLK_T_IN, 0);
-    // Round and round: as many pieces as the queue has entries, of which the last byte is the status.
+    // A descriptor loop: the chain has as many descriptors as the queue has entries, and the status
+    // is the last byte.
     let round = Descriptor::new(DATA, 512, NEXT | WRITE, 1);
     assert_eq!(rig.raw(&[header, round]).1, 1);
     assert_eq!(
@@ -230,7 +231,7 @@ fn loops_and_long_and_nested_chains_end() {
         IOERR
     );
     assert_eq!(rig.raw(&[Descriptor::new(HEADER, 16, NEXT, 0)]).1, 0);
-    // An indirect table of 65,535, each of which leads to the next.
+    // An indirect table of 65,535 chained descriptors.
     let table = BUFFERS + 0x1_0000;
     for n in 0..65_535u16 {
         let descriptor = Descriptor::new(DATA, 512, NEXT | WRITE, n.wrapping_add(1));
@@ -241,7 +242,7 @@ fn loops_and_long_and_nested_chains_end() {
         .write_obj(RawDescriptor::from(header), GuestAddress(table))
         .unwrap();
     assert_eq!(rig.raw(&[Descriptor::new(table, 65_535 * 16, INDIRECT, 0)]).1, 0);
-    // A table in a table.
+    // A nested indirect table.
     let inner = RawDescriptor::from(Descriptor::new(table, 160, INDIRECT, 0));
     rig.memory.write_obj(inner, GuestAddress(table)).unwrap();
     for bytes in [0, 8, 16, 160, u32::MAX, 16 * 65_536] {
@@ -254,8 +255,8 @@ fn loops_and_long_and_nested_chains_end() {
 }
 
 #[test]
-fn a_good_request_in_an_indirect_table_is_served() {
-    let rig = Rig::new(8, false);
+fn indirect_request_is_served() {
+    let rig = DiskTest::new(8, false);
     let table = BUFFERS + 0x1_0000;
     let chain = [
         rig.header(VIRTIO_BLK_T_IN, 0),
@@ -271,11 +272,11 @@ fn a_good_request_in_an_indirect_table_is_served() {
     assert_eq!((status, written), (OK, 513));
 }
 
-/// Pieces may lie one over the other, so that a chain asks for a terabyte: it is refused before anything is
-/// read.
+/// Buffers may overlap, so that a chain describes a terabyte. The request is rejected before any
+/// data is transferred.
 #[test]
-fn a_request_is_bounded() {
-    let rig = Rig::new(1 << 26, false);
+fn request_size_is_bounded() {
+    let rig = DiskTest::new(1 << 26, false);
     let pieces = |count: u16, bytes: u32| {
         let mut chain = vec![rig.header(VIRTIO_BLK_T_IN, 0)];
         chain.extend((2..2 + count).map(|next| Descriptor::new(DATA, bytes, NEXT | WRITE, next)));
@@ -289,16 +290,16 @@ fn a_request_is_bounded() {
         rig.memory.write_obj(7u8, GuestAddress(DATA)).unwrap();
         let (status, written, outcome) = rig.raw(&pieces(254, bytes));
         assert_eq!((status, written), (IOERR, 1));
-        assert!(matches!(outcome, Err(Failure::Guest)), "{outcome:?}");
+        assert!(matches!(outcome, Err(RequestFailure::Guest)), "{outcome:?}");
         let untouched: u8 = rig.memory.read_obj(GuestAddress(DATA)).unwrap();
         assert_eq!(untouched, 7);
     }
 }
 
-/// Data outside of RAM is the guest's affair, and no news for the operator.
+/// Data outside RAM is a guest error and is not reported to the operator.
 #[test]
-fn data_that_is_no_ram_is_an_error_of_the_guest() {
-    let rig = Rig::new(8, false);
+fn data_outside_ram_is_a_guest_error() {
+    let rig = DiskTest::new(8, false);
     for at in [
         MEMORY_BYTES as u64,
         MEMORY_BYTES as u64 - 256,
@@ -312,28 +313,31 @@ fn data_that_is_no_ram_is_an_error_of_the_guest() {
         ];
         let (status, _, outcome) = rig.raw(&chain);
         assert_eq!(status, IOERR, "{at:#x}");
-        assert!(matches!(outcome, Err(Failure::Guest)), "{at:#x}: {outcome:?}");
+        assert!(
+            matches!(outcome, Err(RequestFailure::Guest)),
+            "{at:#x}: {outcome:?}"
+        );
     }
 }
 
-/// A device that the guest resets for ever tells of its host's failures as seldom as another.
+/// Device resets by the guest do not increase the rate of failure messages.
 #[test]
-fn a_failure_of_the_host_is_told_once_in_a_while() {
-    let said = Said::default();
+fn host_failure_messages_are_rate_limited() {
+    let said = LastFailureMessage::default();
     assert!(is_due(&said));
     assert!(!is_due(&said.clone()), "the next server of the same disk");
-    *said.lock().unwrap() = Instant::now().checked_sub(SILENCE);
+    *said.lock().unwrap() = Instant::now().checked_sub(MIN_MESSAGE_INTERVAL);
     assert!(is_due(&said));
 }
 
-/// What a guest has flushed is on the disk when it hears so; and for a driver that knows of no flush that is
-/// each change. Nothing else waits for the disk.
+/// Flushed data is on the disk before the flush completes. For a driver without flush support, this
+/// applies to every write. Other requests do not wait for the disk.
 #[test]
-fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
+fn disk_is_flushed_only_when_required() {
     for write_through in [false, true] {
-        let mut rig = Rig::new(64, false);
+        let mut rig = DiskTest::new(64, false);
         rig.disk.write_through = write_through;
-        let flushes = |rig: &Rig| {
+        let flushes = |rig: &DiskTest| {
             rig.disk
                 .image
                 .flushes
@@ -357,16 +361,16 @@ fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
     }
 }
 
-/// Addresses stay in sectors of 512 bytes, whatever the blocks are (5.2.6.4).
+/// Addresses are in sectors of 512 bytes regardless of the block size (5.2.6.4).
 #[test]
-fn a_disk_of_large_blocks_takes_whole_ones() {
+fn requests_must_cover_whole_blocks() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(65_536).unwrap();
     let config = DiskConfig {
         block_bytes: Some(4096),
         ..DiskConfig::raw(file.path())
     };
-    let block = Block::open("disk7".into(), &config).unwrap();
+    let block = BlockDevice::open("disk7".into(), &config).unwrap();
     let mut word = [0; 4];
     block.read_config(20, &mut word);
     assert_eq!(u32::from_le_bytes(word), 4096, "blk_size");
@@ -374,8 +378,8 @@ fn a_disk_of_large_blocks_takes_whole_ones() {
     assert_eq!(u32::from_le_bytes(word), 8, "discard_sector_alignment");
     drop(block);
 
-    let mut rig = Rig::new(128, false);
-    rig.disk.image = Arc::new(Image::open(&config).unwrap());
+    let mut rig = DiskTest::new(128, false);
+    rig.disk.image = Arc::new(DiskImage::open(&config).unwrap());
     for (sector, bytes, status) in [(8, 4096, OK), (0, 65_536, OK), (1, 4096, IOERR), (8, 512, IOERR)] {
         assert_eq!(rig.request(VIRTIO_BLK_T_OUT, sector, bytes, false).0, status);
         assert_eq!(rig.request(VIRTIO_BLK_T_IN, sector, bytes, true).0, status);
@@ -385,22 +389,22 @@ fn a_disk_of_large_blocks_takes_whole_ones() {
     assert_eq!(rig.range(VIRTIO_BLK_T_DISCARD, 4, 8, 0), IOERR);
 }
 
-/// A disk of 8 sectors as a device, and its file.
-fn device() -> (Block, tempfile::NamedTempFile) {
+/// Returns a block device of 8 sectors and its image file.
+fn device() -> (BlockDevice, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(8 * 512).unwrap();
-    let block = Block::open("disk7".into(), &DiskConfig::raw(file.path())).unwrap();
+    let block = BlockDevice::open("disk7".into(), &DiskConfig::raw(file.path())).unwrap();
     (block, file)
 }
 
 #[test]
-fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
+fn disk_works_after_broken_ring_and_reset() {
     let memory = memory();
     let (mut block, _file) = device();
     for breaks in [true, false] {
         let mut driver = Driver::new(&memory, 16);
         driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
-        // Of this queue is descriptor 15 at most.
+        // The queue has 16 descriptors, so index 16 is invalid.
         driver.offer(if breaks { 16 } else { 0 });
         let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
         block.activate(activation).unwrap();
@@ -408,7 +412,7 @@ fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
         if breaks {
             seen.changed.read().unwrap();
         }
-        // What was begun is finished before it has stopped.
+        // Requests in progress complete before the device stops.
         while !breaks && driver.used().is_empty() {
             std::thread::yield_now();
         }
@@ -418,9 +422,9 @@ fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
     }
 }
 
-/// Requests that nobody tells of wait, and the disk can be stopped.
+/// Requests without a notification are not processed, and the device can be stopped.
 #[test]
-fn a_guest_that_never_kicks_is_not_served_and_keeps_nobody() {
+fn device_without_kicks_can_be_stopped() {
     let memory = memory();
     let (mut block, _file) = device();
     let mut driver = Driver::new(&memory, 16);
@@ -433,10 +437,10 @@ fn a_guest_that_never_kicks_is_not_served_and_keeps_nobody() {
     assert!(!seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
 }
 
-/// Kicks without end are one kick each time that the thread looks. It does what there is to do once, and
-/// stops when it is to; so do kicks of a queue that is broken.
+/// Continuous notifications coalesce. The thread processes pending requests once and stops when
+/// requested, even if the queue is broken.
 #[test]
-fn a_guest_that_always_kicks_is_served_once_and_keeps_nobody() {
+fn continuous_kicks_do_not_block_stop() {
     use std::sync::atomic::{AtomicBool, Ordering};
     let memory = memory();
     for breaks in [false, true] {

@@ -1,38 +1,39 @@
-//! A look at an image that a VM may be using: read only, and without a lock.
+//! Read-only access to an image that a VM may be using, without a lock.
 //!
-//! What the VM writes meanwhile is seen or not, in whatever order: who looks must check what he finds.
+//! Concurrent writes of the VM may or may not be visible, in any order, so readers must validate
+//! the data.
 
 use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use super::config::{DiskConfig, Format};
+use super::config::{DiskConfig, DiskFormat};
 use super::image::ImageError;
 use super::open::look;
 use super::qcow2::Qcow2;
 
-/// An image that is looked at.
+/// A read-only view of an image.
 #[derive(Debug)]
-pub struct View {
+pub struct DiskView {
     config: DiskConfig,
-    store: RefCell<Store>,
+    store: RefCell<ViewStore>,
     bytes: u64,
 }
 
 #[derive(Debug)]
-enum Store {
+enum ViewStore {
     Raw(File),
     Qcow2(Box<Qcow2>),
 }
 
-impl Store {
-    /// As the image is now, and the bytes of the disk.
+impl ViewStore {
+    /// Opens the current state of the image and returns the disk size in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), ImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {
-            Format::Raw => Ok((Self::Raw(file), bytes)),
-            Format::Qcow2 => {
+            DiskFormat::Raw => Ok((Self::Raw(file), bytes)),
+            DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(&config.path, (file, bytes), true, &config.backing)?;
                 let bytes = qcow2.bytes();
                 Ok((Self::Qcow2(Box::new(qcow2)), bytes))
@@ -41,14 +42,14 @@ impl Store {
     }
 }
 
-impl View {
-    /// Opens the image that `config` names. The files behind a qcow2 image, which nobody writes, are locked
-    /// against writers as long as it is looked at.
+impl DiskView {
+    /// Opens the image that `config` names. The backing files of a qcow2 image are never written
+    /// and are locked against writers while the view exists.
     ///
     /// # Errors
-    /// [`ImageError`].
+    /// Returns an [`ImageError`] if the image or a backing file cannot be opened.
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
-        let (store, bytes) = Store::open(config)?;
+        let (store, bytes) = ViewStore::open(config)?;
         Ok(Self {
             config: config.clone(),
             store: RefCell::new(store),
@@ -56,28 +57,30 @@ impl View {
         })
     }
 
-    /// Sees what was written since the image was opened: the tables of a qcow2 image are kept once they were
-    /// read, so what the guest has written to clusters that it had not used before is not seen without this.
+    /// Reloads the metadata of the image. The tables of a qcow2 image are cached, so data written
+    /// to newly allocated clusters is visible only after this call.
     ///
     /// # Errors
-    /// [`ImageError`]; the image is seen as before. One that is being written may look damaged for a moment.
-    pub fn look_again(&self) -> Result<(), ImageError> {
-        if self.config.format == Format::Qcow2 {
-            let (store, _) = Store::open(&self.config)?;
+    /// Returns an [`ImageError`], in which case the previous state stays in use. An image that is
+    /// being written may temporarily appear damaged.
+    pub fn reload(&self) -> Result<(), ImageError> {
+        if self.config.format == DiskFormat::Qcow2 {
+            let (store, _) = ViewStore::open(&self.config)?;
             self.store.replace(store);
         }
         Ok(())
     }
 
-    /// Bytes of the disk.
+    /// Returns the size of the disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Fills `to` from byte `at` of the disk on.
+    /// Reads `to.len()` bytes of the disk at byte offset `at`.
     ///
     /// # Errors
-    /// That of the host or of what is in the image; `UnexpectedEof` beyond its end.
+    /// Returns the error of the host or of the image format, `UnexpectedEof` beyond the end of the
+    /// disk.
     pub fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
         let inside = at
             .checked_add(to.len() as u64)
@@ -86,8 +89,8 @@ impl View {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         match &*self.store.borrow() {
-            Store::Raw(file) => file.read_exact_at(to, at),
-            Store::Qcow2(image) => image.look(to, at),
+            ViewStore::Raw(file) => file.read_exact_at(to, at),
+            ViewStore::Qcow2(image) => image.look(to, at),
         }
     }
 }
@@ -95,19 +98,19 @@ impl View {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::image::Image;
+    use crate::disk::image::DiskImage;
 
-    /// While a VM holds its lock, and never beyond the end.
+    /// Reads succeed while a VM holds the lock, and fail beyond the end.
     #[test]
-    fn an_image_in_use_can_be_looked_at() {
+    fn image_in_use_can_be_viewed() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("disk");
         let mut bytes = vec![0; 4096];
         bytes[1000..1004].copy_from_slice(b"here");
         std::fs::write(&path, &bytes).unwrap();
         let config = DiskConfig::raw(&path);
-        let _in_use = Image::open(&config).unwrap();
-        let view = View::open(&config).unwrap();
+        let _in_use = DiskImage::open(&config).unwrap();
+        let view = DiskView::open(&config).unwrap();
         assert_eq!(view.bytes(), 4096);
         let mut word = [0; 4];
         view.read(1000, &mut word).unwrap();
@@ -115,6 +118,9 @@ mod tests {
         for at in [4093, 4096, u64::MAX] {
             assert!(view.read(at, &mut word).is_err(), "{at}");
         }
-        assert!(View::open(&DiskConfig::raw(temp.path())).is_err(), "a directory");
+        assert!(
+            DiskView::open(&DiskConfig::raw(temp.path())).is_err(),
+            "a directory"
+        );
     }
 }

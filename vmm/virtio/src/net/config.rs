@@ -1,20 +1,20 @@
-//! What a user writes behind `--net`.
+//! Configuration of a network device (`--net`).
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Longest name of a network device, in bytes (`IFNAMSIZ` without its end).
+/// Maximum length of a network device name, in bytes (`IFNAMSIZ` without the terminating NUL).
 const MAX_NAME: usize = 15;
 
-/// An Ethernet address.
+/// An Ethernet (MAC) address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Mac([u8; 6]);
+pub struct MacAddress([u8; 6]);
 
-impl Mac {
-    /// A locally administered address that follows from `text`: the same in each run, another for another
-    /// text.
+impl MacAddress {
+    /// Derives a locally administered address from `text`. The result is deterministic and differs
+    /// between texts with high probability.
     pub fn derived_from(text: &str) -> Self {
-        // FNV-1a, 64 bits: spreads short names, and stays what it is.
+        // FNV-1a with 64 bits distributes short names well and is stable.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
         });
@@ -23,20 +23,20 @@ impl Mac {
         Self([first, b, c, d, e, f])
     }
 
-    /// Its bytes, in the order of the wire.
+    /// Returns the address in network byte order.
     pub fn bytes(self) -> [u8; 6] {
         self.0
     }
 }
 
-impl fmt::Display for Mac {
+impl fmt::Display for MacAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
         write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
     }
 }
 
-impl FromStr for Mac {
+impl FromStr for MacAddress {
     type Err = NetConfigError;
 
     fn from_str(text: &str) -> Result<Self, NetConfigError> {
@@ -46,11 +46,11 @@ impl FromStr for Mac {
             let part = parts
                 .next()
                 .filter(|part| part.len() == 2)
-                .ok_or(NetConfigError::Mac)?;
-            *byte = u8::from_str_radix(part, 16).map_err(|_| NetConfigError::Mac)?;
+                .ok_or(NetConfigError::MacAddress)?;
+            *byte = u8::from_str_radix(part, 16).map_err(|_| NetConfigError::MacAddress)?;
         }
         if parts.next().is_some() || text.contains('+') {
-            return Err(NetConfigError::Mac);
+            return Err(NetConfigError::MacAddress);
         }
         if bytes[0] & 1 != 0 || bytes == [0; 6] {
             return Err(NetConfigError::Group);
@@ -59,51 +59,51 @@ impl FromStr for Mac {
     }
 }
 
-/// A network device of the guest.
+/// Configuration of a network device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetConfig {
-    /// The host's tap device.
+    /// Name of the host's tap device.
     pub tap: String,
-    /// The guest's address; `None`: one that follows from the VM's name.
-    pub mac: Option<Mac>,
-    /// Who moves the frames.
-    pub vhost: Vhost,
+    /// MAC address, derived from the VM's name if `None`.
+    pub mac: Option<MacAddress>,
+    /// Use of vhost-net.
+    pub vhost: VhostMode,
 }
 
-/// Whether the host's kernel moves the frames (vhost-net).
+/// Use of the host kernel's vhost-net for the transfer of frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Vhost {
-    /// Where it can.
+pub enum VhostMode {
+    /// Use vhost-net if it is available.
     #[default]
     Auto,
-    /// It must.
+    /// Require vhost-net.
     On,
-    /// A thread of ours does.
+    /// Transfer frames in a thread of the VMM.
     Off,
 }
 
-/// No network device.
+/// The reason why a network device configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
-    /// No tap device.
+    /// The tap device is missing.
     #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX and vhost=on, off or auto behind commas")]
     Shape,
-    /// A word that is none.
+    /// An option is unknown.
     #[error("{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX or vhost=on, off or auto")]
     Word(String),
-    /// A word twice.
+    /// An option is repeated.
     #[error("{0}= must be there once")]
     Twice(&'static str),
-    /// The kernel has no device of such a name.
+    /// The name is not a valid network device name.
     #[error("a tap device's name has 1 to {MAX_NAME} bytes and no slash, blank or colon")]
     Name,
-    /// Neither on nor off.
+    /// The value of `vhost` is invalid.
     #[error("vhost must be on, off or auto")]
-    Vhost,
-    /// No Ethernet address.
+    VhostMode,
+    /// The MAC address is malformed.
     #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
-    Mac,
-    /// An address that no network device can have.
+    MacAddress,
+    /// The MAC address is a group or all-zero address.
     #[error("mac must not be zero or an address of a group: its first byte is even")]
     Group,
 }
@@ -120,10 +120,10 @@ impl FromStr for NetConfig {
                 Some(("vhost", _)) if vhost.is_some() => return Err(NetConfigError::Twice("vhost")),
                 Some(("tap", name)) => tap = Some(checked_name(name)?),
                 Some(("mac", address)) => mac = Some(address.parse()?),
-                Some(("vhost", "auto")) => vhost = Some(Vhost::Auto),
-                Some(("vhost", "on")) => vhost = Some(Vhost::On),
-                Some(("vhost", "off")) => vhost = Some(Vhost::Off),
-                Some(("vhost", _)) => return Err(NetConfigError::Vhost),
+                Some(("vhost", "auto")) => vhost = Some(VhostMode::Auto),
+                Some(("vhost", "on")) => vhost = Some(VhostMode::On),
+                Some(("vhost", "off")) => vhost = Some(VhostMode::Off),
+                Some(("vhost", _)) => return Err(NetConfigError::VhostMode),
                 _ if text.contains('=') => return Err(NetConfigError::Word(part.to_owned())),
                 _ => return Err(NetConfigError::Shape),
             }
@@ -134,7 +134,8 @@ impl FromStr for NetConfig {
     }
 }
 
-/// As `dev_valid_name` of the kernel has it; and no percent sign, which asks for a new device of a pattern.
+/// Validates a name like `dev_valid_name` in the kernel, and rejects the percent sign, which
+/// requests a new device with a name pattern.
 fn checked_name(name: &str) -> Result<String, NetConfigError> {
     let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
     if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {
@@ -148,15 +149,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tap_and_an_address_in_any_order() {
+    fn net_options_are_parsed_in_any_order() {
         let both: NetConfig = "mac=02:00:00:aB:cd:ef,tap=tap0".parse().unwrap();
         assert_eq!(both.tap, "tap0");
         assert_eq!(both.mac.unwrap().to_string(), "02:00:00:ab:cd:ef");
         let plain: NetConfig = "tap=x".parse().unwrap();
-        assert_eq!((plain.mac, plain.vhost), (None, Vhost::Auto));
+        assert_eq!((plain.mac, plain.vhost), (None, VhostMode::Auto));
         let own: NetConfig = "vhost=off,tap=x".parse().unwrap();
-        assert_eq!(own.vhost, Vhost::Off);
-        assert_eq!("tap=x,vhost=on".parse::<NetConfig>().unwrap().vhost, Vhost::On);
+        assert_eq!(own.vhost, VhostMode::Off);
+        assert_eq!(
+            "tap=x,vhost=on".parse::<NetConfig>().unwrap().vhost,
+            VhostMode::On
+        );
     }
 
     #[test]
@@ -169,17 +173,17 @@ mod tests {
             ("tap=a,tap=b", E::Twice("tap")),
             ("tap=a,speed=1", E::Word("speed=1".into())),
             ("tap=a,", E::Word(String::new())),
-            ("tap=a,vhost=yes", E::Vhost),
+            ("tap=a,vhost=yes", E::VhostMode),
             ("tap=a,vhost=on,vhost=on", E::Twice("vhost")),
             ("tap=", E::Name),
             ("tap=a/b", E::Name),
             ("tap=tap%d", E::Name),
             ("tap=0123456789abcdef", E::Name),
-            ("tap=a,mac=02:00", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:001", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:0g", E::Mac),
-            ("tap=a,mac=+2:00:00:00:00:01", E::Mac),
-            ("tap=a,mac=02:00:00:00:00:01:02", E::Mac),
+            ("tap=a,mac=02:00", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:001", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:0g", E::MacAddress),
+            ("tap=a,mac=+2:00:00:00:00:01", E::MacAddress),
+            ("tap=a,mac=02:00:00:00:00:01:02", E::MacAddress),
             ("tap=a,mac=01:00:00:00:00:01", E::Group),
             ("tap=a,mac=00:00:00:00:00:00", E::Group),
         ] {
@@ -188,10 +192,11 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_follows_from_a_name_is_local_and_its_own() {
-        let of = Mac::derived_from;
+    fn derived_mac_is_local_and_unique() {
+        let of = MacAddress::derived_from;
         assert_eq!(of("a/tap0"), of("a/tap0"));
-        let all: std::collections::HashSet<Mac> = (0..1000).map(|i| of(&format!("vm-{i}/tap0"))).collect();
+        let all: std::collections::HashSet<MacAddress> =
+            (0..1000).map(|i| of(&format!("vm-{i}/tap0"))).collect();
         assert_eq!(all.len(), 1000);
         assert!(all.iter().all(|mac| mac.bytes()[0] & 3 == 2));
     }

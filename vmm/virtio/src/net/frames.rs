@@ -1,5 +1,5 @@
-//! Frames between a tap device and the guest's two queues, each moved by one system call on guest memory in
-//! place.
+//! Frame transfer between a tap device and the guest's two queues, with one system call per frame
+//! that accesses guest memory directly.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,71 +12,72 @@ use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES, Scatter, Tap};
+use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
 
-/// Most pieces of a chain. Linux makes at most 19.
+/// Maximum number of segments in a chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
-/// Most frames at once, before the thread looks at the other direction.
+/// Maximum number of frames per batch, after which the thread serves the other direction.
 const MAX_BATCH: usize = 64;
-/// Where the number of buffers is in the header (virtio 1.2, 5.1.6).
+/// Offset of the number of buffers in the header (virtio 1.2, 5.1.6).
 const NUM_BUFFERS_OFFSET: usize = 10;
-/// Bytes of a ring before its entries: flags and index.
+/// Size of the flags and index that precede the entries of a ring, in bytes.
 const RING_HEADER_BYTES: u64 = 4;
-/// Bytes of an entry of the used ring.
+/// Size of a used ring entry, in bytes.
 const USED_ENTRY_BYTES: u64 = 8;
 
-/// What ends the service of a queue: the driver has broken it.
+/// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
+/// reset.
 #[derive(Debug, Error)]
-pub enum FramesError {
-    /// The rings cannot be used.
+pub enum FrameQueueError {
+    /// The rings are invalid.
     #[error("the driver's rings are broken")]
     Queue(#[from] virtio_queue::Error),
-    /// A ring is not in memory any more.
+    /// A ring is outside guest memory.
     #[error("the driver's rings are not in memory")]
     Memory(#[from] vm_memory::GuestMemoryError),
-    /// The driver offers a descriptor that the table has not.
+    /// The head index of a chain is not below the queue size.
     #[error("descriptor {0} is behind the end of the table")]
     Head(u16),
 }
 
-/// Why a run has ended.
+/// The reason why a batch ended.
 #[derive(Debug)]
-pub enum Pause {
-    /// There may be more at once.
+pub enum BatchEnd {
+    /// More frames may be available.
     More,
-    /// The tap device has nothing more, or the driver has sent all.
+    /// The tap device has no more frames, or the driver has sent all of its frames.
     Idle,
-    /// The driver has no buffer for what the tap device has.
+    /// The driver has no buffer for the next frame.
     NoBuffer,
-    /// The tap device is gone.
+    /// The tap device was removed.
     Gone(io::Error),
 }
 
-/// A chain of the driver's.
-struct Chain {
+/// A descriptor chain with its segments.
+struct FrameChain {
     head: u16,
     bytes: usize,
     pieces: SmallVec<[(GuestAddress, u32); 2]>,
 }
 
-/// The next chain of `queue`, all of it for the device to write, or to read. `None`: there is none. One that
-/// is no such chain has no bytes.
+/// Returns the next chain of `queue`, whose buffers must all be device-writable or all be
+/// device-readable, or `None` if the queue is empty. A malformed chain is returned with no bytes.
 fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
     writable: bool,
-) -> Result<Option<Chain>, FramesError> {
+) -> Result<Option<FrameChain>, FrameQueueError> {
     let size = queue.size();
     let Some(descriptors) = queue.iter(memory)?.next() else {
         return Ok(None);
     };
-    let mut chain = Chain {
+    let mut chain = FrameChain {
         head: descriptors.head_index(),
         bytes: 0,
         pieces: SmallVec::new(),
     };
     if chain.head >= size {
-        return Err(FramesError::Head(chain.head));
+        return Err(FrameQueueError::Head(chain.head));
     }
     for descriptor in descriptors {
         if descriptor.is_write_only() != writable || chain.pieces.len() == MAX_PIECES {
@@ -90,13 +91,14 @@ fn next_chain(
     Ok(Some(chain))
 }
 
-/// Whether the driver wants an interrupt for what was used since `before` (virtio 1.2, 2.7.7.2).
-fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FramesError> {
+/// Returns whether the driver wants an interrupt for the chains used since `before` (virtio 1.2,
+/// 2.7.7.2).
+fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FrameQueueError> {
     let now = queue.next_used();
     if now == before {
         return Ok(false);
     }
-    // What was used is seen before the driver's wish is looked at.
+    // The used index must be visible before the driver's event index is read.
     fence(Ordering::SeqCst);
     let avail = GuestAddress(queue.avail_ring());
     if !queue.event_idx_enabled() {
@@ -108,34 +110,38 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
     Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
 }
 
-/// Frames from the guest to the tap device.
-pub struct Sender {
+/// Transmit direction: moves frames from the guest to the tap device.
+pub struct FrameSender {
     queue: Queue,
 }
 
-impl Sender {
-    /// Of the guest's transmit queue.
+impl FrameSender {
+    /// Creates a sender for the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
         Self { queue }
     }
 
-    /// Sends what the driver has put in, and says whether it wants an interrupt. Without a tap device, and
-    /// where a frame is none or the tap device does not take it, the frame is lost, as on a wire.
+    /// Sends the available frames and returns whether the driver wants an interrupt. A frame is
+    /// dropped if it is malformed, if the tap device rejects it, or if there is no tap device.
     ///
     /// # Errors
-    /// [`FramesError`]: the queue can be served no more.
-    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: Option<&Tap>) -> Result<(Pause, bool), FramesError> {
+    /// Returns a [`FrameQueueError`] if the queue is unusable.
+    pub fn run(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        tap: Option<&Tap>,
+    ) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = Pause::More;
+        let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
             let Some(chain) = next_chain(&mut self.queue, memory, false)? else {
                 if self.queue.enable_notification(memory)? {
                     continue;
                 }
-                pause = Pause::Idle;
+                pause = BatchEnd::Idle;
                 break;
             };
-            let mut scatter = Scatter::new(memory);
+            let mut scatter = IoVecList::new(memory);
             let sound = chain
                 .pieces
                 .iter()
@@ -153,35 +159,36 @@ impl Sender {
     }
 }
 
-/// Frames from the tap device to the guest.
-pub struct Receiver {
+/// Receive direction: moves frames from the tap device to the guest.
+pub struct FrameReceiver {
     queue: Queue,
-    /// A frame may take several buffers (VIRTIO_NET_F_MRG_RXBUF).
-    merges: bool,
-    /// Buffers that the driver has put in and no frame has taken.
-    waiting: VecDeque<Chain>,
+    /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
+    mergeable: bool,
+    /// Buffers that the driver has added and no frame has used yet.
+    waiting: VecDeque<FrameChain>,
     waiting_bytes: usize,
-    /// A frame that had to be read before there were buffers for all of it, and nothing while there is none.
+    /// Frame that was read before enough buffers were available for it. Empty if there is none.
     held: Vec<u8>,
 }
 
-impl Receiver {
-    /// Of the guest's receive queue; `merges`: the driver takes frames that lie in several buffers.
-    pub fn new(queue: Queue, merges: bool) -> Self {
+impl FrameReceiver {
+    /// Creates a receiver for the guest's receive queue. `mergeable` is `true` if the driver accepts
+    /// frames that span several buffers.
+    pub fn new(queue: Queue, mergeable: bool) -> Self {
         Self {
             queue,
-            merges,
+            mergeable,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             held: Vec::new(),
         }
     }
 
-    /// Takes buffers until the longest frame fits, or one if frames are not merged. `false`: the driver has
-    /// put in fewer.
-    fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
-        let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
-        // As many as the queue holds: a driver that puts in bad buffers without end has no frames.
+    /// Collects buffers until the longest frame fits, or one buffer without mergeable buffers.
+    /// Returns `false` if the driver has added too few.
+    fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FrameQueueError> {
+        let enough = if self.mergeable { MAX_FRAME_BYTES } else { 1 };
+        // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
         for _ in 0..=self.queue.size() {
             if self.waiting_bytes >= enough {
                 return Ok(true);
@@ -192,7 +199,7 @@ impl Receiver {
                 }
                 return Ok(false);
             };
-            let mut probe = Scatter::new(memory);
+            let mut probe = IoVecList::new(memory);
             let sound = chain
                 .pieces
                 .iter()
@@ -207,61 +214,63 @@ impl Receiver {
         Ok(false)
     }
 
-    /// Hands over what the tap device has, and says whether the driver wants an interrupt.
+    /// Delivers the available frames of the tap device and returns whether the driver wants an
+    /// interrupt.
     ///
     /// # Errors
-    /// [`FramesError`]: the queue can be served no more.
-    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(Pause, bool), FramesError> {
+    /// Returns a [`FrameQueueError`] if the queue is unusable.
+    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = Pause::More;
+        let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
             let enough = self.fill(memory)?;
             if self.waiting.is_empty() || !self.held.is_empty() && self.waiting_bytes < self.held.len() {
                 if self.waiting.len() < usize::from(self.queue.size()) {
-                    pause = Pause::NoBuffer;
+                    pause = BatchEnd::NoBuffer;
                     break;
                 }
-                // The driver can put in no more, so it has no place for this frame.
+                // The queue is full, so the driver cannot add buffers for this frame.
                 self.held.clear();
                 continue;
             }
             if !self.held.is_empty() {
-                self.hand_over_held(memory)?;
+                self.return_held_frame(memory)?;
                 continue;
             }
             if !enough {
-                // The next frame may be longer than what there is, and cannot be put back.
+                // The next frame may be longer than the available buffers, and a frame cannot be
+                // put back.
                 self.held.resize(MAX_FRAME_BYTES, 0);
                 let read = tap.read_bytes(&mut self.held);
                 self.held.truncate(*read.as_ref().unwrap_or(&0));
                 match read {
                     Ok(_) => continue,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = Pause::Idle,
-                    Err(e) => pause = Pause::Gone(e),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = BatchEnd::Idle,
+                    Err(e) => pause = BatchEnd::Gone(e),
                 }
                 break;
             }
-            let mut scatter = Scatter::new(memory);
+            let mut scatter = IoVecList::new(memory);
             'buffers: for chain in &self.waiting {
                 for (address, length) in &chain.pieces {
                     if !scatter.push(*address, *length) {
                         break 'buffers;
                     }
                 }
-                if !self.merges || scatter.bytes() >= MAX_FRAME_BYTES {
+                if !self.mergeable || scatter.bytes() >= MAX_FRAME_BYTES {
                     break;
                 }
             }
             match tap.read(&scatter) {
-                Ok(count) => self.hand_over(memory, count)?,
+                Ok(count) => self.return_frame(memory, count)?,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    pause = Pause::Idle;
+                    pause = BatchEnd::Idle;
                     break;
                 }
                 Err(e) => {
-                    pause = Pause::Gone(e);
+                    pause = BatchEnd::Gone(e);
                     break;
                 }
             }
@@ -269,8 +278,8 @@ impl Receiver {
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
     }
 
-    /// Copies the held frame to the first buffers, which are enough for it.
-    fn hand_over_held(&mut self, memory: &GuestMemoryMmap) -> Result<(), FramesError> {
+    /// Copies the held frame to the first buffers, which are large enough for it.
+    fn return_held_frame(&mut self, memory: &GuestMemoryMmap) -> Result<(), FrameQueueError> {
         let mut rest = &self.held[..];
         for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
             let (now, later) = rest.split_at(rest.len().min(*length as usize));
@@ -279,12 +288,12 @@ impl Receiver {
         }
         let count = self.held.len();
         self.held.clear();
-        self.hand_over(memory, count)
+        self.return_frame(memory, count)
     }
 
-    /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them
-    /// at once, so the index moves with the last.
-    fn hand_over(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FramesError> {
+    /// Returns the first buffers, which contain a frame of `count` bytes, to the driver. The used
+    /// index is updated once, because the driver must see all buffers of a frame at the same time.
+    fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
         let mut left = count;
         let first = self.waiting.front().map(|chain| chain.pieces.clone());
@@ -317,7 +326,7 @@ impl Receiver {
     }
 }
 
-/// Where byte `offset` of a buffer is.
+/// Returns the guest address of byte `offset` of a buffer.
 fn byte_at(pieces: &[(GuestAddress, u32)], offset: usize) -> Option<GuestAddress> {
     let mut left = u64::try_from(offset).ok()?;
     for (address, length) in pieces {
@@ -342,7 +351,7 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
     const SIZE: u16 = 256;
-    /// Where the guest's buffers are; the queue is below.
+    /// Address of the guest's buffers. The queue is below.
     const BUFFERS: u64 = 0x10_0000;
     const MEMORY_BYTES: usize = 0x200_0000;
 
@@ -350,15 +359,15 @@ mod tests {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
 
-    /// A driver's side, and a line in place of a tap device.
-    struct Rig<'m> {
+    /// The driver's end of a queue, and a socket pair that replaces the tap device.
+    struct FrameTest<'m> {
         driver: MockSplitQueue<'m, GuestMemoryMmap>,
         put_in: u16,
         tap: Tap,
         far: UnixDatagram,
     }
 
-    impl<'m> Rig<'m> {
+    impl<'m> FrameTest<'m> {
         fn new(memory: &'m GuestMemoryMmap) -> Self {
             let (near, far) = UnixDatagram::pair().unwrap();
             near.set_nonblocking(true).unwrap();
@@ -392,7 +401,7 @@ mod tests {
             self.driver.avail().idx().store(self.put_in.to_le());
         }
 
-        /// (head, length) of all that was used so far.
+        /// Returns the used ring entries so far: head index and length.
         fn used(&self) -> Vec<(u32, u32)> {
             let count = u16::from_le(self.driver.used().idx().load());
             let entry = |i: u16| {
@@ -421,10 +430,10 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_of_several_pieces_is_sent_as_one() {
+    fn segmented_frame_is_sent_as_one() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         let sent = frame(5000);
         memory.write_slice(&sent, GuestAddress(BUFFERS)).unwrap();
         rig.describe(3, BUFFERS, 12, NEXT, 7);
@@ -432,21 +441,21 @@ mod tests {
         rig.describe(1, BUFFERS + 4012, 988, 0, 0);
         rig.put_in(3);
         let (pause, wanted) = sender.run(&memory, Some(&rig.tap)).unwrap();
-        assert!(matches!(pause, Pause::Idle) && wanted);
+        assert!(matches!(pause, BatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.used(), [(3, 0)]);
-        // Nothing new, so no interrupt.
+        // No new chain was used, so no interrupt is due.
         assert!(!sender.run(&memory, Some(&rig.tap)).unwrap().1);
     }
 
-    /// A driver that takes merged frames and offers less than the longest gets all that fit.
+    /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
     #[test]
-    fn short_rings_get_frames_and_one_that_is_too_long_waits_for_buffers() {
+    fn long_frame_waits_for_buffers() {
         const BUFFER: u64 = 1536;
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
-        let offer = |rig: &mut Rig<'_>, heads: std::ops::Range<u16>| {
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
+        let offer = |rig: &mut FrameTest<'_>, heads: std::ops::Range<u16>| {
             for head in heads {
                 rig.describe(head, BUFFERS + u64::from(head) * BUFFER, BUFFER as u32, WRITE, 0);
                 rig.put_in(head);
@@ -457,22 +466,22 @@ mod tests {
         rig.far.send(&frame(4000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
             memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
-            // The number of buffers is the device's.
+            // The device writes the number of buffers.
             (u16::from_le_bytes([bytes[10], bytes[11]]), bytes[12..].to_vec())
         };
         assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
-        // Not enough for the third, and then enough.
+        // First too few buffers for the third frame, then enough.
         offer(&mut rig, 4..8);
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && !wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);
         offer(&mut rig, 8..10);
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used().len(), 10);
         assert_eq!(
             in_guest(9000, BUFFERS + 4 * BUFFER),
@@ -481,10 +490,10 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_for_which_the_whole_ring_is_too_short_is_lost_alone() {
+    fn frame_longer_than_ring_is_dropped() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
         for head in 0..SIZE {
             rig.describe(head, BUFFERS + u64::from(head) * 16, 16, WRITE, 0);
             rig.put_in(head);
@@ -492,31 +501,32 @@ mod tests {
         rig.far.send(&frame(5000)).unwrap();
         rig.far.send(&frame(40)).unwrap();
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
-        assert!(matches!(pause, Pause::Idle) && wanted, "{pause:?}");
+        assert!(matches!(pause, BatchEnd::Idle) && wanted, "{pause:?}");
         assert_eq!(rig.used(), [(0, 16), (1, 16), (2, 8)]);
     }
 
     #[test]
-    fn frames_without_a_tap_device_are_lost_and_their_buffers_come_back() {
+    fn frames_without_tap_are_dropped() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         for head in 0..100 {
             rig.describe(head, BUFFERS, 64, 0, 0);
             rig.put_in(head);
         }
-        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::More));
-        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::Idle));
+        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::More));
+        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::Idle));
         assert_eq!(rig.used().len(), 100);
         assert!(rig.arrived().is_empty());
     }
 
-    /// Each is used at once with nothing sent, and a good frame behind them all arrives.
+    /// Each malformed chain is used at once without sending a frame, and the valid frame after them
+    /// is sent.
     #[test]
-    fn chains_that_are_no_frames_are_lost_alone() {
+    fn malformed_chains_send_no_frames() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut sender = Sender::new(rig.queue());
+        let mut rig = FrameTest::new(&memory);
+        let mut sender = FrameSender::new(rig.queue());
         rig.describe(0, BUFFERS, 64, NEXT, 0); // a loop
         rig.describe(1, MEMORY_BYTES as u64 - 8, 64, 0, 0); // out of memory
         rig.describe(2, BUFFERS, 64, WRITE, 0); // to be written
@@ -524,7 +534,7 @@ mod tests {
         rig.describe(4, BUFFERS, u32::MAX, 0, 0); // longer than memory
         rig.describe(5, BUFFERS, 0x10_0000, 0, 0); // longer than any frame
         rig.describe(6, BUFFERS, 0, NEXT, 999); // behind the table
-        // An indirect table of 65,535 pieces, and one in another.
+        // An indirect table of 65,535 descriptors, and a nested one.
         rig.describe(7, BUFFERS + 0x10_0000, 65_535 * 16, INDIRECT, 0);
         for i in 0..65_535_u64 {
             let piece = Descriptor::new(BUFFERS, 1, NEXT, (i as u16).wrapping_add(1));
@@ -544,34 +554,37 @@ mod tests {
         }
         assert!(matches!(
             sender.run(&memory, Some(&rig.tap)).unwrap().0,
-            Pause::Idle
+            BatchEnd::Idle
         ));
         assert_eq!(rig.used(), (0..=10).map(|head| (head, 0)).collect::<Vec<_>>());
         assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [60]);
     }
 
     #[test]
-    fn rings_that_say_nonsense_end_the_queue() {
+    fn invalid_rings_break_the_queue() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
+        let mut rig = FrameTest::new(&memory);
         rig.put_in(SIZE);
-        let error = Sender::new(rig.queue()).run(&memory, Some(&rig.tap)).unwrap_err();
-        assert!(matches!(error, FramesError::Head(SIZE)), "{error:?}");
+        let error = FrameSender::new(rig.queue())
+            .run(&memory, Some(&rig.tap))
+            .unwrap_err();
+        assert!(matches!(error, FrameQueueError::Head(SIZE)), "{error:?}");
         rig.driver.avail().idx().store(SIZE + 1);
-        for merges in [false, true] {
-            let error = Receiver::new(rig.queue(), merges)
+        for mergeable in [false, true] {
+            let error = FrameReceiver::new(rig.queue(), mergeable)
                 .run(&memory, &rig.tap)
                 .unwrap_err();
-            assert!(matches!(error, FramesError::Queue(_)), "{error:?}");
+            assert!(matches!(error, FrameQueueError::Queue(_)), "{error:?}");
         }
     }
 
-    /// Buffers of 1,500 bytes: as many as the frame needs are used at once, and the first says how many.
+    /// A frame takes as many buffers of 1,500 bytes as it needs, and its header contains their
+    /// number.
     #[test]
-    fn a_long_frame_lies_in_several_buffers() {
+    fn long_frame_spans_several_buffers() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), true);
         for head in 0..60 {
             rig.describe(head, BUFFERS + 1500 * u64::from(head), 1500, WRITE, 0);
             rig.put_in(head);
@@ -581,7 +594,7 @@ mod tests {
         }
         let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
         assert!(
-            wanted && matches!(pause, Pause::Idle | Pause::NoBuffer),
+            wanted && matches!(pause, BatchEnd::Idle | BatchEnd::NoBuffer),
             "{pause:?}"
         );
         assert_eq!(rig.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
@@ -592,19 +605,19 @@ mod tests {
         assert_eq!(got[12..], frame(4000)[12..]);
     }
 
-    /// Header and frame in pieces of their own, as Linux has them without merging.
+    /// Header and frame are in separate segments, as in Linux without mergeable buffers.
     #[test]
-    fn without_merging_each_frame_has_a_chain() {
+    fn unmerged_frame_uses_one_chain() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         for chain in 0..2_u16 {
             let at = BUFFERS + 0x1000 * u64::from(chain);
             rig.describe(2 * chain, at, 11, NEXT | WRITE, 2 * chain + 1);
             rig.describe(2 * chain + 1, at + 0x800, 1515, WRITE, 0);
             rig.put_in(2 * chain);
         }
-        // The second is longer than its chain, and cut off.
+        // The second frame is longer than its chain and is truncated.
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
         receiver.run(&memory, &rig.tap).unwrap();
@@ -618,10 +631,10 @@ mod tests {
     }
 
     #[test]
-    fn buffers_that_cannot_be_written_are_given_back() {
+    fn unwritable_buffers_are_returned() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         rig.describe(0, BUFFERS, 2000, 0, 0); // to be read
         rig.describe(1, u64::MAX - 4, 2000, WRITE, 0); // nowhere
         rig.describe(2, BUFFERS, 4, WRITE, 0); // no room for a header
@@ -633,16 +646,16 @@ mod tests {
     }
 
     #[test]
-    fn a_tap_device_that_is_gone_is_noticed() {
+    fn removed_tap_is_detected() {
         let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), false);
+        let mut rig = FrameTest::new(&memory);
+        let mut receiver = FrameReceiver::new(rig.queue(), false);
         rig.describe(0, BUFFERS, 2000, WRITE, 0);
         rig.put_in(0);
         let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
         assert!(matches!(
             receiver.run(&memory, &gone).unwrap(),
-            (Pause::Gone(_), false)
+            (BatchEnd::Gone(_), false)
         ));
     }
 }

@@ -1,4 +1,4 @@
-//! The guest's link, which goes down when the tap device goes away.
+//! The link of the guest's network device, which goes down when the tap device is removed.
 
 use std::io;
 use std::sync::Arc;
@@ -6,30 +6,30 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use virtio_bindings::virtio_net::VIRTIO_NET_S_LINK_UP;
 
-use crate::device::ConfigChange;
+use crate::device::ConfigChangeNotifier;
 
-/// The link is up, in the device's status.
+/// Status bit of a link that is up.
 #[expect(clippy::cast_possible_truncation, reason = "it is 1")]
 pub(super) const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 
-/// The guest's link: up until the tap device is gone.
-pub struct Link {
+/// The link status of the guest's network device. The link is up until the tap device is removed.
+pub struct NetLink {
     pub(super) name: String,
     pub(super) status: Arc<AtomicU16>,
-    pub(super) config_change: ConfigChange,
+    pub(super) config_change: ConfigChangeNotifier,
 }
 
-impl Link {
+impl NetLink {
     pub(super) fn is_up(&self) -> bool {
         self.status.load(Ordering::Relaxed) == LINK_UP
     }
 
-    /// The driver has broken a queue, and nothing works before it resets the device.
+    /// Requests a device reset after the driver has broken a queue.
     pub(super) fn needs_reset(&self) {
         self.config_change.needs_reset();
     }
 
-    /// The tap device is gone, for good: the link goes down.
+    /// Takes the link down permanently after the removal of the tap device.
     pub(super) fn lose(&self, error: &io::Error) {
         if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
             log::warn!(

@@ -1,16 +1,16 @@
-//! A network device on a tap device of the host (virtio 1.2, 5.1).
+//! Network device backed by a host tap device (virtio 1.2, 5.1).
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what the user asks for: `tap=NAME,mac=...` |
+//! | [`config`] | configuration: `tap=NAME,mac=...` |
 //! | [`tap`] | system calls on a tap device and on guest memory |
-//! | [`frames`] | the two queues: frames in, frames out |
-//! | [`link`] | the guest's link, up or down |
-//! | [`vhost`] | the host's kernel in their place |
+//! | [`frames`] | the receive and transmit queues |
+//! | [`link`] | link status of the guest's device |
+//! | [`vhost`] | frame transfer by vhost-net |
 //!
-//! One thread moves frames both ways, or the host's kernel does. Checksums and segmentation are left to whom
-//! they cost least: the host's kernel and the guest's agree on them by the feature bits. When the tap device
-//! goes away the guest sees its link go down, and lives on.
+//! One thread, or vhost-net, moves frames in both directions. Checksum and segmentation offloads
+//! are negotiated between the kernels of host and guest through feature bits. If the tap device is
+//! removed, the guest's link goes down and the VM continues to run.
 
 pub mod config;
 pub mod frames;
@@ -37,28 +37,31 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::{ActivateError, Activation, ActiveQueue, Interrupt, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
-use config::Mac;
-use frames::{FramesError, Pause, Receiver, Sender};
-use link::{LINK_UP, Link};
-use tap::{Offloads, Tap};
-use vhost::{Kernel, Watcher};
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, DeviceInterrupt, VirtioDevice, read_config_bytes,
+};
+use crate::worker::DeviceWorker;
+use config::MacAddress;
+use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
+use link::{LINK_UP, NetLink};
+use tap::{Tap, TapOffloads};
+use vhost::{VhostHandler, VhostNetBackend};
 
-/// Entries of the receive and the transmit queue.
+/// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
-/// What the guest may have the tap device leave unfinished, with the bit for each.
-const OFFLOADS: [(Offloads, u32); 5] = [
-    (Offloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
-    (Offloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
-    (Offloads::TSO6, VIRTIO_NET_F_GUEST_TSO6),
-    (Offloads::TSO_ECN, VIRTIO_NET_F_GUEST_ECN),
-    (Offloads::UFO, VIRTIO_NET_F_GUEST_UFO),
+/// Receive offloads that the guest may accept, with the feature bit of each.
+const OFFLOADS: [(TapOffloads, u32); 5] = [
+    (TapOffloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
+    (TapOffloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
+    (TapOffloads::TSO6, VIRTIO_NET_F_GUEST_TSO6),
+    (TapOffloads::TSO_ECN, VIRTIO_NET_F_GUEST_ECN),
+    (TapOffloads::UFO, VIRTIO_NET_F_GUEST_UFO),
 ];
 
-/// What every tap device finishes for the guest, and what this device has besides.
-const ALWAYS: [u32; 9] = [
+/// Feature bits that are always offered: host-side offloads, which every tap device supports, and
+/// features of this device.
+const FIXED_FEATURES: [u32; 9] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_HOST_TSO4,
     VIRTIO_NET_F_HOST_TSO6,
@@ -70,25 +73,25 @@ const ALWAYS: [u32; 9] = [
     VIRTIO_NET_F_STATUS,
 ];
 
-/// A network device.
+/// A virtio network device.
 #[derive(Debug)]
-pub struct Net {
+pub struct NetDevice {
     name: String,
     tap: Arc<Tap>,
-    mac: Mac,
+    mac: MacAddress,
     mtu: u16,
     offered: u64,
-    /// `status` of the configuration.
+    /// The `status` field of the configuration.
     status: Arc<AtomicU16>,
-    /// Moves the frames, if there is one.
-    kernel: Option<Kernel>,
-    worker: Option<Worker>,
+    /// The vhost-net instance that transfers the frames, if any.
+    kernel: Option<VhostNetBackend>,
+    worker: Option<DeviceWorker>,
 }
 
-impl Net {
-    /// A device `name` on `tap`, whose longest packet is `mtu` bytes. Frames are moved by `kernel`, or by a
-    /// thread of its own.
-    pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16, kernel: Option<Kernel>) -> Self {
+impl NetDevice {
+    /// Creates a device `name` on `tap`, whose MTU is `mtu` bytes. Frames are transferred by
+    /// `kernel` if given, otherwise by a thread.
+    pub fn new(name: String, tap: Tap, mac: MacAddress, mtu: u16, kernel: Option<VhostNetBackend>) -> Self {
         let offered = offered(|offloads| tap.set_offloads(offloads).is_ok());
         Self {
             name,
@@ -103,38 +106,41 @@ impl Net {
     }
 }
 
-/// The device's feature bits, where the host's kernel takes offloads that are `known`. Each is asked for with
-/// no more than what it builds upon (`set_offload` in drivers/net/tun.c): one that the kernel does not know
-/// would have it refuse all.
-fn offered(known: impl Fn(Offloads) -> bool) -> u64 {
+/// Returns the device's feature bits for a host kernel on which `known` accepts an offload. Each
+/// offload is probed together with its prerequisites only (`set_offload` in drivers/net/tun.c),
+/// because the kernel rejects a set with an unknown offload as a whole.
+fn offered(known: impl Fn(TapOffloads) -> bool) -> u64 {
     let guest = OFFLOADS
         .iter()
         .filter(|(offload, _)| {
             let segments = match *offload {
-                Offloads::TSO_ECN => Offloads::TSO4,
-                _ => Offloads::empty(),
+                TapOffloads::TSO_ECN => TapOffloads::TSO4,
+                _ => TapOffloads::empty(),
             };
-            known(*offload | segments | Offloads::CSUM)
+            known(*offload | segments | TapOffloads::CSUM)
         })
         .map(|(_, bit)| *bit);
-    ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit)
+    FIXED_FEATURES
+        .into_iter()
+        .chain(guest)
+        .fold(0, |all, bit| all | 1 << bit)
 }
 
-/// What the tap device may leave unfinished for a driver that has accepted `features`.
-fn offloads(features: u64) -> Offloads {
+/// Returns the offloads to enable for a driver that accepted `features`.
+fn offloads(features: u64) -> TapOffloads {
     let accepted = OFFLOADS
         .iter()
         .filter(|(_, bit)| features & (1 << bit) != 0)
-        .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
-    // Without segments there is no congestion bit in them, and the kernel would refuse all.
-    if accepted.intersects(Offloads::TSO4 | Offloads::TSO6) {
+        .fold(TapOffloads::empty(), |all, (offload, _)| all | *offload);
+    // The ECN offload requires segmentation, and the kernel rejects the set otherwise.
+    if accepted.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
         accepted
     } else {
-        accepted - Offloads::TSO_ECN
+        accepted - TapOffloads::TSO_ECN
     }
 }
 
-impl VirtioDevice for Net {
+impl VirtioDevice for NetDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_NET
     }
@@ -151,7 +157,7 @@ impl VirtioDevice for Net {
         &QUEUE_SIZES
     }
 
-    /// `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
+    /// Reads `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; 12];
         config[..6].copy_from_slice(&self.mac.bytes());
@@ -167,7 +173,7 @@ impl VirtioDevice for Net {
             features,
             queues,
             config_change,
-            last_resort,
+            fatal_error_callback,
         } = activation;
         let mut queues = queues.into_iter();
         let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
@@ -184,12 +190,12 @@ impl VirtioDevice for Net {
                 source,
             });
         }
-        let link = Link {
+        let link = NetLink {
             name: self.name.clone(),
             status: self.status.clone(),
             config_change,
         };
-        // Without a tap device there is nothing for the kernel to do.
+        // vhost-net requires a tap device.
         let kernel = self.kernel.as_ref().filter(|_| link.is_up());
         let spawned = if let Some(kernel) = kernel {
             let watch = kernel
@@ -199,27 +205,27 @@ impl VirtioDevice for Net {
                     source: io::Error::other(e),
                 })?;
             let tap = Some(self.tap.clone());
-            Worker::spawn(
+            DeviceWorker::spawn(
                 ThreadKind::Device,
                 &self.name,
-                Watcher { watch, tap, link },
-                last_resort,
+                VhostHandler { watch, tap, link },
+                fatal_error_callback,
             )
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
-            Worker::spawn(
+            DeviceWorker::spawn(
                 ThreadKind::Device,
                 &self.name,
-                Lanes {
+                FrameHandler {
                     memory,
                     tap,
                     link,
-                    receiver: Lane::new(receive, |queue| Receiver::new(queue, merges)),
-                    sender: Lane::new(transmit, Sender::new),
+                    receiver: Direction::new(receive, |queue| FrameReceiver::new(queue, merges)),
+                    sender: Direction::new(transmit, FrameSender::new),
                     watching: false,
                 },
-                last_resort,
+                fatal_error_callback,
             )
         };
         match spawned {
@@ -245,26 +251,26 @@ impl VirtioDevice for Net {
     }
 }
 
-/// Both directions, on the device's thread.
-struct Lanes {
+/// Event handler of the device's thread for both directions.
+struct FrameHandler {
     memory: GuestMemoryMmap,
-    /// `None` once it is gone.
+    /// The tap device, `None` after its removal.
     tap: Option<Arc<Tap>>,
-    link: Link,
-    receiver: Lane<Receiver>,
-    sender: Lane<Sender>,
-    /// The tap device is in the epoll set: not while the driver has no buffers for what it has.
+    link: NetLink,
+    receiver: Direction<FrameReceiver>,
+    sender: Direction<FrameSender>,
+    /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
     watching: bool,
 }
 
-/// A queue; `None` once the driver has broken it.
-struct Lane<Q> {
+/// One direction, `None` after the driver has broken its queue.
+struct Direction<Q> {
     queue: Option<Q>,
     kick: Arc<EventFd>,
-    interrupt: Interrupt,
+    interrupt: DeviceInterrupt,
 }
 
-impl<Q> Lane<Q> {
+impl<Q> Direction<Q> {
     fn new(active: ActiveQueue, queue: impl FnOnce(virtio_queue::Queue) -> Q) -> Self {
         Self {
             queue: Some(queue(active.queue)),
@@ -273,8 +279,8 @@ impl<Q> Lane<Q> {
         }
     }
 
-    /// The end of a run: raises the interrupt, or gives up a queue that is broken.
-    fn settle(&mut self, link: &Link, result: Result<(Pause, bool), FramesError>) -> Pause {
+    /// Completes a batch: raises the interrupt, or marks a broken queue as unusable.
+    fn end_batch(&mut self, link: &NetLink, result: Result<(BatchEnd, bool), FrameQueueError>) -> BatchEnd {
         match result {
             Ok((pause, wanted)) => {
                 if wanted {
@@ -283,7 +289,7 @@ impl<Q> Lane<Q> {
                 pause
             }
             Err(e) => {
-                // Once for each time that the driver sets the device up.
+                // Logged once per device activation.
                 guest_log!(
                     Info,
                     "{}: a queue is served no more: {}",
@@ -292,20 +298,21 @@ impl<Q> Lane<Q> {
                 );
                 self.queue = None;
                 link.needs_reset();
-                Pause::NoBuffer
+                BatchEnd::NoBuffer
             }
         }
     }
 }
 
-impl Lanes {
+impl FrameHandler {
     fn send(&mut self) {
         let Some(sender) = &mut self.sender.queue else {
             return;
         };
         let result = sender.run(&self.memory, self.tap.as_deref());
-        if let Pause::More = self.sender.settle(&self.link, result) {
-            // After the other direction had its turn. Only a full counter fails, and then it comes anyway.
+        if let BatchEnd::More = self.sender.end_batch(&self.link, result) {
+            // Continue after the other direction has been served. The write fails only if the
+            // counter is full, in which case a notification is already pending.
             let _ = self.sender.kick.write(1);
         }
     }
@@ -315,12 +322,12 @@ impl Lanes {
             return;
         };
         let result = receiver.run(&self.memory, &tap);
-        match self.receiver.settle(&self.link, result) {
-            // The tap device is asked again as long as it has something.
-            Pause::More | Pause::Idle => self.watch(&tap, true, ops),
-            // Until the driver kicks.
-            Pause::NoBuffer => self.watch(&tap, false, ops),
-            Pause::Gone(e) => self.lose(&tap, &e, ops),
+        match self.receiver.end_batch(&self.link, result) {
+            // Monitor the tap device while it may have frames.
+            BatchEnd::More | BatchEnd::Idle => self.watch(&tap, true, ops),
+            // Stop monitoring until the driver adds buffers.
+            BatchEnd::NoBuffer => self.watch(&tap, false, ops),
+            BatchEnd::Gone(e) => self.lose(&tap, &e, ops),
         }
     }
 
@@ -352,7 +359,7 @@ impl Lanes {
     }
 }
 
-impl MutEventSubscriber for Lanes {
+impl MutEventSubscriber for FrameHandler {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let fd = events.fd();
         if fd == self.sender.kick.as_raw_fd() {
@@ -389,28 +396,29 @@ mod tests {
     use super::*;
     use crate::serve::testing::{Driver, activation, memory};
 
-    /// As Linux takes them (`set_offload` in drivers/net/tun.c): what is left over refuses all.
-    fn linux(offloads: Offloads) -> bool {
-        let mut known = Offloads::CSUM | Offloads::TSO4 | Offloads::TSO6 | Offloads::UFO;
-        if offloads.intersects(Offloads::TSO4 | Offloads::TSO6) {
-            known |= Offloads::TSO_ECN;
+    /// Models `set_offload` in drivers/net/tun.c, which rejects a set with unknown or unsupported
+    /// bits.
+    fn linux(offloads: TapOffloads) -> bool {
+        let mut known = TapOffloads::CSUM | TapOffloads::TSO4 | TapOffloads::TSO6 | TapOffloads::UFO;
+        if offloads.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
+            known |= TapOffloads::TSO_ECN;
         }
-        offloads.contains(Offloads::CSUM) && known.contains(offloads)
+        offloads.contains(TapOffloads::CSUM) && known.contains(offloads)
     }
 
     #[test]
-    fn a_guest_is_offered_all_that_the_kernel_has() {
+    fn all_supported_offloads_are_offered() {
         let all = offered(linux);
         for (_, bit) in OFFLOADS {
             assert_ne!(all & (1 << bit), 0, "bit {bit}");
         }
-        // A kernel without one of them still has the others.
-        let some = offered(|offloads| linux(offloads) && !offloads.contains(Offloads::UFO));
+        // A kernel without one offload still supports the others.
+        let some = offered(|offloads| linux(offloads) && !offloads.contains(TapOffloads::UFO));
         assert_eq!(some, all & !(1 << VIRTIO_NET_F_GUEST_UFO));
     }
 
     #[test]
-    fn whatever_a_driver_accepts_is_taken_by_the_kernel() {
+    fn accepted_offloads_are_valid_for_kernel() {
         for features in 0..1 << OFFLOADS.len() {
             let bits = OFFLOADS.iter().enumerate();
             let features = bits
@@ -420,22 +428,22 @@ mod tests {
                 });
             assert!(linux(offloads(features)), "{features:#x}");
         }
-        assert_eq!(offloads(0), Offloads::empty());
+        assert_eq!(offloads(0), TapOffloads::empty());
     }
 
     #[test]
-    fn a_broken_ring_asks_for_a_reset() {
+    fn broken_ring_requests_reset() {
         let memory = memory();
         let driver = Driver::new(&memory, 16);
         let (activation, seen) = activation(&memory, vec![]);
-        let link = Link {
+        let link = NetLink {
             name: "net7".into(),
             status: Arc::default(),
             config_change: activation.config_change,
         };
-        let mut lane = Lane::new(driver.active(), |queue| queue.size());
-        let pause = lane.settle(&link, Err(FramesError::Head(16)));
-        assert!(matches!(pause, Pause::NoBuffer) && lane.queue.is_none());
+        let mut lane = Direction::new(driver.active(), |queue| queue.size());
+        let pause = lane.end_batch(&link, Err(FrameQueueError::Head(16)));
+        assert!(matches!(pause, BatchEnd::NoBuffer) && lane.queue.is_none());
         assert!(seen.needs_reset.load(Ordering::Acquire));
         assert_eq!(seen.changed.read().unwrap(), 1);
     }

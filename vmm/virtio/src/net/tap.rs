@@ -1,4 +1,5 @@
-//! A tap device of the host: opened, asked what it can do, and read and written with guest memory in place.
+//! Host tap device: opens it, probes its features, and reads and writes frames directly from and to
+//! guest memory.
 #![expect(unsafe_code, reason = "ioctl, readv and writev")]
 
 use std::fs::{File, OpenOptions};
@@ -11,70 +12,71 @@ use libc::{c_int, c_uint, c_ulong};
 use smallvec::SmallVec;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// Length of the header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6).
+/// Size of the header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6), in bytes.
 pub const HEADER_BYTES: usize = 12;
-/// The longest frame that segmentation offload makes, with its header.
+/// Maximum size of a frame with segmentation offload, including its header, in bytes.
 pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
-/// Most pieces of guest memory in one call (`UIO_MAXIOV`).
+/// Maximum number of guest memory segments in one system call (`UIO_MAXIOV`).
 pub const MAX_PIECES: usize = 1024;
 
 bitflags::bitflags! {
-    /// What a tap device may hand over unfinished, for the guest to finish (`TUN_F_*`).
+    /// Set of offloads that the tap device may leave to the guest (`TUN_F_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Offloads: c_uint {
-        /// Frames without their checksum.
+    pub struct TapOffloads: c_uint {
+        /// Partial checksum offload.
         const CSUM = libc::TUN_F_CSUM;
-        /// TCP over IPv4 in segments of up to 64 KiB.
+        /// TCP segmentation offload over IPv4, up to 64 KiB.
         const TSO4 = libc::TUN_F_TSO4;
-        /// TCP over IPv6 likewise.
+        /// TCP segmentation offload over IPv6, up to 64 KiB.
         const TSO6 = libc::TUN_F_TSO6;
-        /// The same with ECN bits.
+        /// TCP segmentation offload for packets with ECN bits.
         const TSO_ECN = libc::TUN_F_TSO_ECN;
-        /// UDP fragments.
+        /// UDP fragmentation offload.
         const UFO = libc::TUN_F_UFO;
     }
 }
 
-/// Why a tap device cannot be used.
+/// The reason why a tap device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
-    /// The host has no tap devices.
+    /// The host does not support tap devices.
     #[error("/dev/net/tun cannot be opened; load the module tun, or give this user access")]
     NoTun(#[source] io::Error),
-    /// There is no such device, or it is another user's.
+    /// The device does not exist or belongs to another user.
     #[error(
         "tap={0}: no such tap device for this user; make it: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
     )]
     NotYours(String, #[source] io::Error),
-    /// Somebody has it open.
+    /// Another process has the device open.
     #[error("tap={0}: in use by another program; give each network device a tap of its own")]
     Busy(String, #[source] io::Error),
-    /// It is a network device of another kind.
+    /// The name belongs to a network device of another type.
     #[error(
         "tap={0}: a network device of another kind has this name; make a tap device: ip tuntap add dev tap0 mode tap user $USER vnet_hdr"
     )]
     NoTap(String),
-    /// It is a tap device with other properties.
+    /// The tap device has incompatible properties.
     #[error(
         "tap={0}: no tap device of one queue; make one: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
     )]
     Other(String, #[source] io::Error),
-    /// A call that should not fail.
+    /// A system call failed unexpectedly.
     #[error("tap={0}: {1} failed")]
     Call(String, &'static str, #[source] io::Error),
 }
 
-/// A tap device. It must be there already: Perfvisor makes none.
+/// An existing tap device of the host. Perfvisor does not create tap devices.
 #[derive(Debug)]
 pub struct Tap(File);
 
 impl Tap {
-    /// Opens `name` for frames with virtio's header.
+    /// Opens tap device `name` with virtio-net headers.
     ///
     /// # Errors
-    /// [`TapError`], with the remedy.
+    /// Returns a [`TapError`] whose message includes the remedy.
     pub fn open(name: &str) -> Result<Self, TapError> {
-        // TUNSETIFF makes a device that is missing where the user may: it would be there and lead nowhere.
+        // TUNSETIFF would create a missing device if the user may, and that device would not be
+        // connected to anything.
         interface_index(name).map_err(|e| TapError::NotYours(name.to_owned(), e))?;
         let file = OpenOptions::new()
             .read(true)
@@ -88,7 +90,7 @@ impl Tap {
         {
             request.ifr_ifru.ifru_flags = flags as libc::c_short;
         }
-        // SAFETY: TUNSETIFF reads and writes one ifreq, which lives for the call.
+        // SAFETY: TUNSETIFF reads and writes one ifreq, which outlives the call.
         let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as c_ulong, &mut request) };
         if result < 0 {
             let error = io::Error::last_os_error();
@@ -107,7 +109,7 @@ impl Tap {
             reason = "it is 12"
         )]
         let header = HEADER_BYTES as c_int;
-        // SAFETY: TUNSETVNETHDRSZ reads one int, which lives for the call.
+        // SAFETY: TUNSETVNETHDRSZ reads one int, which outlives the call.
         let result = unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ as c_ulong, &header) };
         if result < 0 {
             return Err(TapError::Call(
@@ -119,18 +121,18 @@ impl Tap {
         Ok(tap)
     }
 
-    /// On any descriptor that keeps the bounds of frames and does not block.
+    /// Wraps a non-blocking descriptor that preserves frame boundaries.
     pub fn on(fd: OwnedFd) -> Self {
         Self(fd.into())
     }
 
-    /// Whether it is there still.
+    /// Checks that the tap device still exists.
     ///
     /// # Errors
-    /// The kernel's word for that it is not.
-    pub fn is_there(&self) -> io::Result<()> {
+    /// Returns the kernel's error if the device has been removed.
+    pub fn check_exists(&self) -> io::Result<()> {
         let mut request = request_of("");
-        // SAFETY: TUNGETIFF writes one ifreq, which lives for the call.
+        // SAFETY: TUNGETIFF writes one ifreq, which outlives the call.
         let result = unsafe { libc::ioctl(self.as_raw_fd(), libc::TUNGETIFF as c_ulong, &mut request) };
         if result < 0 {
             Err(io::Error::last_os_error())
@@ -139,16 +141,16 @@ impl Tap {
         }
     }
 
-    /// The descriptor, for the kernel's own use of it.
+    /// Returns the file, for use by vhost-net.
     pub fn file(&self) -> &File {
         &self.0
     }
 
-    /// Sets what it may hand over unfinished.
+    /// Sets the offloads that the tap device may leave to the guest.
     ///
     /// # Errors
-    /// The kernel does not know one of them.
-    pub fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+    /// Returns an error if the kernel does not support one of them.
+    pub fn set_offloads(&self, offloads: TapOffloads) -> io::Result<()> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.
         let result = unsafe {
             libc::ioctl(
@@ -164,27 +166,28 @@ impl Tap {
         }
     }
 
-    /// Reads one frame with its header. What does not fit is cut off.
+    /// Reads one frame with its header. A frame longer than `into` is truncated.
     ///
     /// # Errors
-    /// That of `readv(2)`; `WouldBlock` when there is none.
+    /// Returns the error of `readv(2)`, `WouldBlock` if no frame is available.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_possible_wrap,
         reason = "at most MAX_PIECES"
     )]
-    pub fn read(&self, into: &Scatter<'_>) -> io::Result<usize> {
+    pub fn read(&self, into: &IoVecList<'_>) -> io::Result<usize> {
         let pieces = &into.pieces[..into.pieces.len().min(MAX_PIECES)];
-        // SAFETY: each piece lies in guest memory that `into` borrows, so it is mapped and writable for the
-        // call; nothing of Rust's refers to it. At most MAX_PIECES are passed, which fits an int.
+        // SAFETY: each segment is in guest memory that `into` borrows, so it stays mapped and
+        // writable during the call, and no Rust reference points to it. At most MAX_PIECES segments
+        // are passed, which fits an int.
         let count = unsafe { libc::readv(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Reads one frame with its header to memory of ours.
+    /// Reads one frame with its header into a buffer of this process.
     ///
     /// # Errors
-    /// As for [`Tap::read`].
+    /// Returns the same errors as [`Tap::read`].
     pub fn read_bytes(&self, into: &mut [u8]) -> io::Result<usize> {
         (&self.0).read(into)
     }
@@ -192,15 +195,15 @@ impl Tap {
     /// Writes one frame with its header.
     ///
     /// # Errors
-    /// That of `writev(2)`.
+    /// Returns the error of `writev(2)`.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_possible_wrap,
         reason = "at most MAX_PIECES"
     )]
-    pub fn write(&self, from: &Scatter<'_>) -> io::Result<usize> {
+    pub fn write(&self, from: &IoVecList<'_>) -> io::Result<usize> {
         let pieces = &from.pieces[..from.pieces.len().min(MAX_PIECES)];
-        // SAFETY: as for `read`; the kernel copies what it reads before it looks at it.
+        // SAFETY: as for `read`. The kernel copies the frame before it parses it.
         let count = unsafe { libc::writev(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
@@ -212,15 +215,15 @@ impl AsRawFd for Tap {
     }
 }
 
-/// Pieces of guest memory, in order.
-pub struct Scatter<'m> {
+/// An ordered list of guest memory segments for vectored I/O.
+pub struct IoVecList<'m> {
     memory: &'m GuestMemoryMmap,
     pieces: SmallVec<[libc::iovec; 64]>,
     bytes: usize,
 }
 
-impl<'m> Scatter<'m> {
-    /// None yet, of `memory`.
+impl<'m> IoVecList<'m> {
+    /// Creates an empty list of segments of `memory`.
     pub fn new(memory: &'m GuestMemoryMmap) -> Self {
         Self {
             memory,
@@ -229,7 +232,7 @@ impl<'m> Scatter<'m> {
         }
     }
 
-    /// Adds a piece. `false`: it is not memory of the guest's, or there are too many.
+    /// Adds a segment. Returns `false` if it is not guest memory or if there are too many segments.
     pub fn push(&mut self, address: GuestAddress, length: u32) -> bool {
         if length == 0 {
             return true;
@@ -249,7 +252,7 @@ impl<'m> Scatter<'m> {
         true
     }
 
-    /// Bytes in all.
+    /// Returns the total length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -258,7 +261,7 @@ impl<'m> Scatter<'m> {
 fn request_of(name: &str) -> libc::ifreq {
     // SAFETY: ifreq is a plain C struct for which all zeroes is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // The last byte stays 0.
+    // The name keeps its terminating NUL.
     for (to, from) in request.ifr_name[..libc::IFNAMSIZ - 1]
         .iter_mut()
         .zip(name.bytes())
@@ -268,27 +271,29 @@ fn request_of(name: &str) -> libc::ifreq {
     request
 }
 
-/// Whether a device that is there is one of the driver of tap devices; where that cannot be told, it is.
+/// Returns whether an existing network device uses the tun driver, or `true` if that cannot be
+/// determined.
 fn is_tun(name: &str) -> bool {
     let device = Path::new("/sys/class/net").join(name);
     !device.exists() || device.join("tun_flags").exists()
 }
 
-/// A socket to ask the kernel about network devices.
+/// Returns a socket for network device ioctls.
 fn any_socket() -> io::Result<OwnedFd> {
     // SAFETY: socket takes three integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: socket succeeded: the descriptor is open and ours alone.
+    // SAFETY: socket succeeded, so the descriptor is open and not owned elsewhere.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn interface_index(name: &str) -> io::Result<c_int> {
     let socket = any_socket()?;
     let mut request = request_of(name);
-    // SAFETY: SIOCGIFINDEX reads and writes one ifreq, which lives for the call, and sets ifru_ifindex.
+    // SAFETY: SIOCGIFINDEX reads and writes one ifreq, which outlives the call, and sets
+    // ifru_ifindex.
     unsafe {
         if libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFINDEX as c_ulong, &mut request) < 0 {
             return Err(io::Error::last_os_error());
@@ -297,14 +302,14 @@ fn interface_index(name: &str) -> io::Result<c_int> {
     }
 }
 
-/// The longest packet that network device `name` carries, in bytes.
+/// Returns the MTU of network device `name`, in bytes.
 ///
 /// # Errors
-/// There is no such device.
+/// Returns an error if the device does not exist.
 pub fn mtu(name: &str) -> io::Result<u16> {
     let socket = any_socket()?;
     let mut request = request_of(name);
-    // SAFETY: SIOCGIFMTU reads and writes one ifreq, which lives for the call, and sets ifru_mtu.
+    // SAFETY: SIOCGIFMTU reads and writes one ifreq, which outlives the call, and sets ifru_mtu.
     let mtu = unsafe {
         if libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as c_ulong, &mut request) < 0 {
             return Err(io::Error::last_os_error());
@@ -319,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tap_that_is_missing_is_not_made() {
+    fn missing_tap_is_not_created() {
         let error = Tap::open("no-such-tap").unwrap_err();
         assert!(matches!(error, TapError::NotYours(..)), "{error:?}");
         let line = perf_core::error_line(&error);
@@ -327,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_of_another_kind_is_told_from_a_tap() {
+    fn non_tap_device_is_rejected() {
         let line = match Tap::open("lo") {
             Err(error @ TapError::NoTap(_)) => perf_core::error_line(&error),
             other => return eprintln!("SKIP: no /dev/net/tun for this user: {other:?}"),
@@ -339,9 +344,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_memory_of_the_guests_is_no_piece() {
+    fn segment_outside_memory_is_rejected() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0x1000), 0x1000)]).unwrap();
-        let mut scatter = Scatter::new(&memory);
+        let mut scatter = IoVecList::new(&memory);
         assert!(scatter.push(GuestAddress(0x1000), 0x1000) && scatter.push(GuestAddress(0), 0));
         for (address, length) in [
             (0, 1),

@@ -1,5 +1,5 @@
-//! Frames moved by the host's kernel (vhost-net): it has the two queues, their eventfds and the tap device,
-//! and no thread of ours sees a frame.
+//! Frame transfer by the host kernel (vhost-net), which owns the two queues, their eventfds and the
+//! tap device. No VMM thread handles frames.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -21,52 +21,52 @@ use vm_memory::{GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMem
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::link::Link;
+use super::link::NetLink;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 
-/// Multicast group of changes of network devices (`RTMGRP_LINK`).
+/// Multicast group of network device changes (`RTMGRP_LINK`).
 const LINK_GROUP: u32 = 1;
-/// Without these a driver would have to be told that it cannot have what each tap device offers.
+/// Features that vhost-net must support, because every tap device offers them to the driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
 
-/// Why the host's kernel cannot move the frames.
+/// The reason why vhost-net cannot be used.
 #[derive(Debug, Error)]
 pub enum VhostError {
-    /// There is no such device.
+    /// The vhost-net device cannot be opened.
     #[error("/dev/vhost-net cannot be opened; load the module vhost_net, or give this user access")]
     Open(#[source] vhost::Error),
-    /// It is too old.
+    /// The kernel lacks required features.
     #[error("this host's vhost-net lacks what the device needs (it has {0:#x})")]
     Old(u64),
-    /// One of its calls failed.
+    /// A vhost-net call failed.
     #[error("vhost-net: {0} failed")]
     Call(&'static str, #[source] vhost::Error),
-    /// What tells of the tap device's end cannot be had.
+    /// The netlink socket that reports the removal of the tap device cannot be created.
     #[error("changes of network devices cannot be watched")]
-    Watch(#[source] io::Error),
+    EventMonitor(#[source] io::Error),
 }
 
-/// The host's kernel, for one network device.
-pub struct Kernel {
+/// A vhost-net instance for one network device.
+pub struct VhostNetBackend {
     device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
     features: u64,
-    /// What it signals in place of an interrupt that the guest does not want.
-    nobody: EventFd,
-    /// Which queues it has.
+    /// Eventfd that replaces an interrupt that the guest has not configured.
+    unused_call: EventFd,
+    /// `true` for each queue that the kernel currently serves.
     has: [AtomicBool; 2],
-    /// Has messages when network devices change. Made here: a vCPU's thread, on which the driver starts this,
-    /// may make no socket.
+    /// Netlink socket that receives network device changes. Created early, because the driver
+    /// starts the device on a vCPU thread, which may not create sockets.
     changes: OwnedFd,
 }
 
-impl Kernel {
-    /// Takes a place in the kernel. It is the calling thread whose CPUs and control group the kernel's thread
-    /// gets, so this is no call for a vCPU's.
+impl VhostNetBackend {
+    /// Opens a vhost-net instance. The kernel's worker thread inherits the CPU affinity and control
+    /// group of the calling thread, so this must not be called on a vCPU thread.
     ///
     /// # Errors
-    /// [`VhostError`], with the remedy.
+    /// Returns a [`VhostError`] whose message includes the remedy.
     pub fn open() -> Result<Self, VhostError> {
         let memory = GuestMemoryAtomic::new(GuestMemoryMmap::default());
         let device = Device::new(memory.clone()).map_err(VhostError::Open)?;
@@ -79,29 +79,29 @@ impl Kernel {
         device
             .set_owner()
             .map_err(|e| VhostError::Call("VHOST_SET_OWNER", e))?;
-        let nobody = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch)?;
+        let unused_call = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor)?;
         Ok(Self {
             device,
             memory,
             features,
-            nobody,
+            unused_call,
             has: Default::default(),
-            changes: changes_of_devices().map_err(VhostError::Watch)?,
+            changes: open_link_socket().map_err(VhostError::EventMonitor)?,
         })
     }
 
-    /// Lets it move frames between `tap` and the driver's queues. `features` are those that the driver has
-    /// accepted.
+    /// Starts the transfer of frames between `tap` and the driver's queues. `features` are those
+    /// that the driver accepted.
     ///
     /// # Errors
-    /// A call failed; it moves nothing.
+    /// Returns an error if a vhost-net call fails, in which case no frames are transferred.
     pub fn start(
         &self,
         memory: &GuestMemoryMmap,
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<Watch, VhostError> {
+    ) -> Result<EventMonitor, VhostError> {
         let started = self.set_up(memory, features, queues, tap);
         if started.is_err() {
             self.stop();
@@ -115,7 +115,7 @@ impl Kernel {
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<Watch, VhostError> {
+    ) -> Result<EventMonitor, VhostError> {
         let call = |what| move |e| VhostError::Call(what, e);
         if let Ok(guard) = self.memory.lock() {
             guard.replace(memory.clone());
@@ -138,7 +138,7 @@ impl Kernel {
         device
             .set_mem_table(&regions)
             .map_err(call("VHOST_SET_MEM_TABLE"))?;
-        let watch = Watch::new(&self.changes)?;
+        let watch = EventMonitor::new(&self.changes)?;
         for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
             let queue = &active.queue;
             device
@@ -159,7 +159,10 @@ impl Kernel {
             device
                 .set_vring_addr(n, &rings)
                 .map_err(call("VHOST_SET_VRING_ADDR"))?;
-            let vector = active.interrupt.eventfd().map_or(&self.nobody, |vector| vector);
+            let vector = active
+                .interrupt
+                .eventfd()
+                .map_or(&self.unused_call, |vector| vector);
             device
                 .set_vring_call(n, vector)
                 .map_err(call("VHOST_SET_VRING_CALL"))?;
@@ -177,13 +180,14 @@ impl Kernel {
             if let Some(has) = self.has.get(n) {
                 has.store(true, Ordering::Relaxed);
             }
-            // For what the driver has put in before. Only a full counter fails, which is a kick too.
+            // Notify vhost-net of buffers that the driver added earlier. The write fails only if
+            // the counter is full, which is a pending notification too.
             let _ = active.kick.write(1);
         }
         Ok(watch)
     }
 
-    /// Stops it. It does not touch the guest's memory once this returns.
+    /// Stops the transfer. The kernel does not access guest memory after this returns.
     pub fn stop(&self) {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
@@ -194,20 +198,20 @@ impl Kernel {
     }
 }
 
-impl Drop for Kernel {
+impl Drop for VhostNetBackend {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-impl std::fmt::Debug for Kernel {
+impl std::fmt::Debug for VhostNetBackend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Kernel({:#x})", self.features)
     }
 }
 
-/// A socket that has messages when network devices change.
-fn changes_of_devices() -> io::Result<OwnedFd> {
+/// Creates a netlink socket that receives network device changes.
+fn open_link_socket() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let changes = socket(
         AddressFamily::Netlink,
@@ -219,28 +223,29 @@ fn changes_of_devices() -> io::Result<OwnedFd> {
     Ok(changes)
 }
 
-/// What is left for us to see: the end of the tap device, and queues that the driver has broken.
-pub struct Watch {
-    /// Has messages when network devices change, ours or others.
+/// Descriptors that the device's thread monitors: removal of the tap device and queues broken by
+/// the driver.
+pub struct EventMonitor {
+    /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,
-    /// Signalled by the kernel.
+    /// Eventfds that the kernel signals when a queue is broken.
     broken: [EventFd; 2],
 }
 
-impl Watch {
+impl EventMonitor {
     fn new(changes: &OwnedFd) -> Result<Self, VhostError> {
-        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch);
+        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor);
         Ok(Self {
-            changes: changes.try_clone().map_err(VhostError::Watch)?,
+            changes: changes.try_clone().map_err(VhostError::EventMonitor)?,
             broken: [event()?, event()?],
         })
     }
 
-    /// Takes all messages out: that there were any is all that they say. By `read(2)`, which any thread may
-    /// do; what receives from sockets is not for threads of devices (crate `sandbox`).
+    /// Discards all netlink messages. Their contents do not matter. Uses `read(2)`, because the
+    /// seccomp filter of device threads forbids receiving from sockets (crate `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];
-        // A host that changes its devices faster than this is asked again at the next event.
+        // The number of reads is limited. Remaining messages cause another event.
         for _ in 0..1000 {
             match read(&self.changes, &mut message) {
                 Err(e) if io::Error::from(e).kind() == ErrorKind::WouldBlock => return,
@@ -250,20 +255,20 @@ impl Watch {
     }
 }
 
-/// The device's thread while the kernel moves the frames.
-pub struct Watcher {
-    /// What is watched.
-    pub watch: Watch,
-    /// The tap device; `None` once it is gone.
+/// Event handler of the device's thread while vhost-net transfers the frames.
+pub struct VhostHandler {
+    /// Descriptors to monitor.
+    pub watch: EventMonitor,
+    /// The tap device, `None` after its removal.
     pub tap: Option<Arc<Tap>>,
-    /// The guest's side of it.
-    pub link: Link,
+    /// The link of the guest's network device.
+    pub link: NetLink,
 }
 
-impl Watcher {
-    fn look(&mut self) {
+impl VhostHandler {
+    fn check_tap(&mut self) {
         if let Some(tap) = &self.tap
-            && let Err(e) = tap.is_there()
+            && let Err(e) = tap.check_exists()
         {
             self.link.lose(&e);
             self.tap = None;
@@ -271,14 +276,15 @@ impl Watcher {
     }
 }
 
-impl MutEventSubscriber for Watcher {
+impl MutEventSubscriber for VhostHandler {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() == self.watch.changes.as_raw_fd() {
             self.watch.drain();
-            self.look();
+            self.check_tap();
             return;
         }
-        // Once for each time that the driver sets the device up: it may do it at every kick.
+        // Logged once per device activation, because the driver can trigger this with every
+        // notification.
         for broken in &self.watch.broken {
             if events.fd() == broken.as_raw_fd() {
                 guest_log!(
@@ -306,8 +312,8 @@ impl MutEventSubscriber for Watcher {
                 error_line(&e)
             );
         }
-        // It may have gone before there was a watch.
-        self.look();
+        // The tap device may have been removed before the socket was monitored.
+        self.check_tap();
     }
 }
 
@@ -316,8 +322,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_without_vhost_net_says_what_to_load() {
-        match Kernel::open() {
+    fn missing_vhost_net_error_names_module() {
+        match VhostNetBackend::open() {
             Ok(_) => eprintln!("SKIP: this host has vhost-net"),
             Err(e) => {
                 let line = error_line(&e);
@@ -328,8 +334,8 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_without_a_message_is_drained_at_once() {
-        let watch = Watch::new(&changes_of_devices().unwrap()).unwrap();
+    fn empty_link_socket_is_drained_at_once() {
+        let watch = EventMonitor::new(&open_link_socket().unwrap()).unwrap();
         watch.drain();
         let mut byte = [0; 1];
         let now = read(&watch.changes, &mut byte);

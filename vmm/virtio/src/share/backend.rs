@@ -1,4 +1,4 @@
-//! The process that serves a shared directory, and the connection to it.
+//! The backend process of a shared directory, and the connection to it.
 
 use std::ffi::OsString;
 use std::io;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use sandbox::{Destination, SocketBroker, paths};
+use sandbox::{SocketBroker, SocketDestination, paths};
 use thiserror::Error;
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -16,99 +16,105 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::config::{Sandbox, Source};
-use super::keeper::{Keeper, Program};
+use super::config::{ShareSource, VirtiofsdSandbox};
+use super::keeper::{BackendKeeper, KeeperProgram};
 
-/// Queues: one for what cannot wait, one for requests.
+/// Number of queues: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
-/// Where distributions put virtiofsd: a program of its own, and that of QEMU before 8.0.
-const PLACES: [&str; 5] = [
+/// Installation paths of virtiofsd in distributions: the separate program and the one in QEMU
+/// before 8.0.
+const PROGRAM_PATHS: [&str; 5] = [
     "/usr/libexec/virtiofsd",
     "/usr/lib/virtiofsd",
     "/usr/bin/virtiofsd",
     "/usr/lib/qemu/virtiofsd",
     "/usr/lib/qemu-kvm/virtiofsd",
 ];
-/// How long a back end may take for an answer.
+/// Timeout for an answer of the backend.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// What the transport offers to every driver, so what each back end must have.
+/// Features that the transport offers to every driver and each backend must therefore support.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
-/// Makes a directory read-only for what it starts: `$1` is the directory, the command follows.
+/// Shell command that makes directory `$1` read-only for the command that follows.
 const READ_ONLY: &str =
     "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
 
-/// Why there is no back end.
+/// The reason why the backend is unavailable.
 #[derive(Debug, Error)]
 pub enum BackendError {
-    /// No program.
+    /// virtiofsd is not installed.
     #[error(
         "virtiofsd is not installed; install Debian's package virtiofsd, or qemu-system-common before Debian 13"
     )]
     NoProgram,
-    /// No directory.
+    /// The directory cannot be opened.
     #[error("{0}: not a directory that this user can share")]
     Directory(PathBuf, #[source] io::Error),
     /// A system call failed.
     #[error("{0} failed")]
     Host(&'static str, #[source] io::Error),
-    /// Nobody listens.
+    /// No process listens at the socket.
     #[error("{0}: no back end of vhost-user listens there")]
     Connect(PathBuf, #[source] io::Error),
-    /// It does not speak the protocol, or has ended: what it said is in the log.
+    /// The backend violates the protocol or has exited. Its output is in the log.
     #[error("the back end of the shared directory does not answer")]
     Protocol(#[source] vhost::Error),
-    /// It cannot do what every driver may ask for.
+    /// The backend lacks required features.
     #[error("the back end of the shared directory lacks VERSION_1, EVENT_IDX or INDIRECT_DESC")]
     Features,
 }
 
-/// Where a back end is found, and whoever keeps it running.
+/// Socket of a backend, and the keeper of a virtiofsd started by the VMM.
 #[derive(Clone, Debug)]
 pub(super) struct Backend {
     socket: PathBuf,
-    /// Unless this process connects itself.
-    destination: Option<Destination>,
-    /// For one that is ours.
-    own: Option<Arc<Own>>,
+    /// Broker destination, or `None` if this process connects directly.
+    destination: Option<SocketDestination>,
+    /// The keeper and the socket of a virtiofsd started by the VMM.
+    own: Option<Arc<OwnedBackend>>,
 }
 
-/// A back end that is ours: it ends with this, and its socket goes.
+/// A virtiofsd started by the VMM. Dropping this value stops the process and removes its socket.
 #[derive(Debug)]
-struct Own {
-    keeper: Keeper,
+struct OwnedBackend {
+    keeper: BackendKeeper,
     socket: PathBuf,
 }
 
-impl Drop for Own {
+impl Drop for OwnedBackend {
     fn drop(&mut self) {
         paths::remove_socket(&self.socket, None);
     }
 }
 
 impl Backend {
-    /// Starts the back end if it is ours; `socket` is then where it listens, in a directory of this user
-    /// only, and `keeper` the program that keeps it running.
-    pub(super) fn start(source: &Source, socket: &Path, keeper: &Program) -> Result<Self, BackendError> {
+    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, in a
+    /// directory of this user only, and that `keeper` keeps running.
+    pub(super) fn start(
+        source: &ShareSource,
+        socket: &Path,
+        keeper: &KeeperProgram,
+    ) -> Result<Self, BackendError> {
         match source {
-            Source::Socket(path) => Ok(Self {
+            ShareSource::Socket(path) => Ok(Self {
                 socket: path.clone(),
                 destination: None,
                 own: None,
             }),
-            Source::Directory {
+            ShareSource::Directory {
                 path,
                 read_only,
                 sandbox,
             } => {
-                let sandbox = sandbox.map(Sandbox::word);
+                let sandbox = sandbox.map(VirtiofsdSandbox::word);
                 let command = command(path, *read_only, sandbox)?;
                 let host = |what| move |e| BackendError::Host(what, e);
                 paths::remove_socket(socket, None);
                 let listener =
                     paths::bind(socket, Some(0o600)).map_err(host("making a socket for virtiofsd"))?;
-                let keeper = Keeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
+                let keeper =
+                    BackendKeeper::start(keeper, &command, listener).map_err(host("starting virtiofsd"))?;
                 let socket = socket.to_owned();
-                let own = Own {
+                let own = OwnedBackend {
                     keeper,
                     socket: socket.clone(),
                 };
@@ -121,29 +127,30 @@ impl Backend {
         }
     }
 
-    /// Has `broker` connect from now on: the threads of a confined VM cannot.
-    pub(super) fn connect_by(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
+    /// Makes later connections through `broker`, because the threads of a confined VM cannot
+    /// connect.
+    pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
         let destination = broker.add(&self.socket);
         self.destination =
             Some(destination.map_err(|e| BackendError::Host("naming its socket to the broker", e))?);
         Ok(())
     }
 
-    /// Connects to it.
-    pub(super) fn connect(&self) -> Result<Connection, BackendError> {
+    /// Connects to the backend.
+    pub(super) fn connect(&self) -> Result<BackendConnection, BackendError> {
         let stream = match &self.destination {
-            // Its answers are waited for.
+            // The backend's answers are read synchronously, so the socket must be blocking.
             Some(destination) => destination
                 .connect(0)
                 .and_then(|stream| stream.set_nonblocking(false).map(|()| stream)),
             None => UnixStream::connect(&self.socket),
         };
         let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
-        Connection::greet(stream)
+        BackendConnection::negotiate(stream)
     }
 
-    /// The first connection, after which the back end is one that serves.
-    pub(super) fn first(&self) -> Result<Connection, BackendError> {
+    /// Makes the initial connection and reports to the keeper that the backend is working.
+    pub(super) fn first(&self) -> Result<BackendConnection, BackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
             own.keeper.serves();
@@ -152,20 +159,20 @@ impl Backend {
     }
 }
 
-/// A back end that answers. virtiofsd ends with its connection.
-pub(super) struct Connection {
+/// A connection to a backend that has answered. virtiofsd ends with its connection.
+pub(super) struct BackendConnection {
     pub(super) frontend: Frontend,
     features: u64,
 }
 
-impl Connection {
-    fn greet(stream: UnixStream) -> Result<Self, BackendError> {
+impl BackendConnection {
+    fn negotiate(stream: UnixStream) -> Result<Self, BackendError> {
         stream
             .set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| stream.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(|e| BackendError::Host("setsockopt", e))?;
         let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
-        let mut greet = || {
+        let mut negotiate = || {
             let features = frontend.get_features()?;
             if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0 {
                 let known = frontend.get_protocol_features()?;
@@ -174,33 +181,35 @@ impl Connection {
             frontend.set_owner()?;
             Ok(features)
         };
-        let features = greet().map_err(BackendError::Protocol)?;
+        let features = negotiate().map_err(BackendError::Protocol)?;
         if features & NEEDED != NEEDED {
             return Err(BackendError::Features);
         }
         Ok(Self { frontend, features })
     }
 
-    /// What of the driver's features goes to the back end, with the protocol's own.
+    /// Returns the driver's features that apply to the backend, with those of the protocol.
     pub(super) fn accepted(&self, features: u64) -> u64 {
         self.features & (features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
     }
 }
 
-/// What the back end at the other end of `stream` offers: how each connection begins, before anything of the
-/// guest's is handed over.
+/// Returns the features that the backend at the other end of `stream` offers. Each connection
+/// begins with this exchange, before any guest resource is handed over.
 ///
 /// # Errors
-/// It does not speak the protocol, does not answer, or lacks what every driver may ask for.
-pub fn greet(stream: UnixStream) -> Result<u64, BackendError> {
-    Connection::greet(stream).map(|connection| connection.features)
+/// Returns [`BackendError::Protocol`] if the backend violates the protocol or does not answer, and
+/// [`BackendError::Features`] if it lacks required features.
+pub fn negotiate(stream: UnixStream) -> Result<u64, BackendError> {
+    BackendConnection::negotiate(stream).map(|connection| connection.features)
 }
 
-/// The command of a virtiofsd that serves `path` to who connects to its standard input.
+/// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
+/// standard input.
 fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
     let directory = std::fs::canonicalize(path).and_then(|whole| std::fs::read_dir(&whole).map(|_| whole));
     let directory = directory.map_err(|e| BackendError::Directory(path.into(), e))?;
-    let program = PLACES
+    let program = PROGRAM_PATHS
         .into_iter()
         .find(|place| Path::new(place).exists())
         .ok_or(BackendError::NoProgram)?;
@@ -223,7 +232,7 @@ fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<Os
     Ok(command)
 }
 
-/// Whether this virtiofsd can be told not to write: QEMU's cannot.
+/// Returns whether this virtiofsd has a read-only option. QEMU's does not.
 fn has_read_only(program: &str) -> bool {
     let help = Command::new(program)
         .arg("--help")
@@ -242,25 +251,25 @@ mod tests {
 
     use super::*;
 
-    /// An answer to request `number` that carries one number.
+    /// Returns an answer to request `number` with a 64-bit payload.
     fn answer(number: u32, value: u64) -> Vec<u8> {
-        // Version 1, and that it is an answer.
+        // Version 1 and the reply flag.
         let header = [number, 0x5, 8].map(u32::to_le_bytes).concat();
         [header, value.to_le_bytes().to_vec()].concat()
     }
 
-    /// What comes of a back end that says `bytes` and no more.
+    /// Returns the result of the handshake with a backend that sends `bytes`.
     fn said(bytes: &[u8]) -> Result<u64, BackendError> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         theirs.shutdown(Shutdown::Write).unwrap();
-        greet(ours)
+        negotiate(ours)
     }
 
     const PROTOCOL: u64 = 1 << 30;
 
     #[test]
-    fn a_back_end_is_taken_with_what_drivers_need_only() {
+    fn backend_must_offer_required_features() {
         assert_eq!(said(&answer(1, NEEDED)).unwrap(), NEEDED);
         let both = [answer(1, NEEDED | PROTOCOL), answer(15, u64::MAX)].concat();
         assert_eq!(said(&both).unwrap(), NEEDED | PROTOCOL);
@@ -268,7 +277,7 @@ mod tests {
             said(&answer(1, NEEDED >> 1)),
             Err(BackendError::Features)
         ));
-        // The answer to another request, half of one, and one that ends before the second.
+        // An answer to another request, a truncated one, and one without a second answer.
         for bytes in [
             &answer(2, NEEDED)[..],
             &answer(1, NEEDED)[..15],
@@ -283,9 +292,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a back end says, the connection is refused, or it is one with all that drivers need.
+        /// Every handshake either fails or results in a backend with all required features.
         #[test]
-        fn no_answer_is_taken_for_more_than_it_says(
+        fn arbitrary_handshakes_are_validated(
             number in prop_oneof![Just(1), any::<u32>()],
             flags in prop_oneof![Just(5), any::<u32>()],
             size in prop_oneof![Just(8), any::<u32>()],

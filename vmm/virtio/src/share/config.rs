@@ -1,38 +1,38 @@
-//! What a user writes behind `--share`.
+//! Configuration of a shared directory (`--share`).
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Longest tag, in bytes (virtio 1.2, 5.11.4).
+/// Maximum length of a tag, in bytes (virtio 1.2, 5.11.4).
 pub const MAX_TAG_BYTES: usize = 36;
 
-/// Who serves a shared directory.
+/// Backend of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// A virtiofsd that is started for it.
+pub enum ShareSource {
+    /// A virtiofsd process started for this device.
     Directory {
-        /// The directory.
+        /// Shared directory of the host.
         path: PathBuf,
-        /// The guest cannot change it.
+        /// `true` if the guest cannot modify the directory.
         read_only: bool,
-        /// How virtiofsd shuts itself in; `None`: as it does by itself.
-        sandbox: Option<Sandbox>,
+        /// Mode of virtiofsd's sandbox, or `None` for its default.
+        sandbox: Option<VirtiofsdSandbox>,
     },
-    /// A vhost-user-fs back end that runs already, at this socket.
+    /// Socket of a vhost-user-fs backend that is already running.
     Socket(PathBuf),
 }
 
-/// How virtiofsd shuts itself in.
+/// Mode of virtiofsd's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sandbox {
-    /// In namespaces of its own.
+pub enum VirtiofsdSandbox {
+    /// Separate namespaces.
     Namespace,
-    /// By chroot alone, where namespaces cannot be had: in containers and initial RAM disks.
+    /// Chroot only, for environments without namespaces such as containers and initial RAM disks.
     Chroot,
 }
 
-impl Sandbox {
-    /// As virtiofsd has it.
+impl VirtiofsdSandbox {
+    /// Returns the value of virtiofsd's `--sandbox` option.
     pub fn word(self) -> &'static str {
         match self {
             Self::Namespace => "namespace",
@@ -41,28 +41,28 @@ impl Sandbox {
     }
 }
 
-/// A directory of the host that the guest can mount.
+/// Configuration of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareConfig {
-    /// Who serves it.
-    pub source: Source,
-    /// What the guest mounts it by; `None`: `share` and its number.
+    /// Backend of the directory.
+    pub source: ShareSource,
+    /// Mount tag, or `None` for `share` followed by the index.
     pub tag: Option<String>,
 }
 
-/// No shared directory.
+/// The reason why a shared directory configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShareConfigError {
-    /// No directory.
+    /// The directory or socket is missing.
     #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
     Shape,
-    /// A word that is none.
+    /// An option is unknown.
     #[error("{0}: behind the directory there can be ro, tag=NAME and sandbox=namespace|chroot")]
     Word(String),
-    /// A word of a virtiofsd that is not ours to start.
+    /// An option applies only to a virtiofsd that is started by the VMM.
     #[error("{0}: with socket=PATH whoever starts the back end chooses that")]
     NotOurs(String),
-    /// No tag.
+    /// The tag is invalid.
     #[error("a tag has 1 to {MAX_TAG_BYTES} bytes")]
     Tag,
 }
@@ -86,15 +86,15 @@ impl FromStr for ShareConfig {
                 Some(("tag", _)) => return Err(ShareConfigError::Tag),
                 _ if socket.is_some() => return Err(ShareConfigError::NotOurs(word.to_owned())),
                 None if word == "ro" => read_only = true,
-                Some(("sandbox", "namespace")) => sandbox = Some(Sandbox::Namespace),
-                Some(("sandbox", "chroot")) => sandbox = Some(Sandbox::Chroot),
+                Some(("sandbox", "namespace")) => sandbox = Some(VirtiofsdSandbox::Namespace),
+                Some(("sandbox", "chroot")) => sandbox = Some(VirtiofsdSandbox::Chroot),
                 _ => return Err(ShareConfigError::Word(word.to_owned())),
             }
         }
         let source = match socket {
             Some("") => return Err(ShareConfigError::Shape),
-            Some(path) => Source::Socket(path.into()),
-            None => Source::Directory {
+            Some(path) => ShareSource::Socket(path.into()),
+            None => ShareSource::Directory {
                 path: first.into(),
                 read_only,
                 sandbox,
@@ -111,16 +111,16 @@ mod tests {
     #[test]
     fn directories_and_sockets() {
         let share: ShareConfig = "/srv/a b,ro,tag=build,sandbox=chroot".parse().unwrap();
-        let source = Source::Directory {
+        let source = ShareSource::Directory {
             path: "/srv/a b".into(),
             read_only: true,
-            sandbox: Some(Sandbox::Chroot),
+            sandbox: Some(VirtiofsdSandbox::Chroot),
         };
         assert_eq!((share.source, share.tag.as_deref()), (source, Some("build")));
         let share: ShareConfig = "socket=/run/fs".parse().unwrap();
         assert_eq!(
             (share.source, share.tag),
-            (Source::Socket("/run/fs".into()), None)
+            (ShareSource::Socket("/run/fs".into()), None)
         );
     }
 

@@ -1,5 +1,5 @@
-//! Keeps a back end running, in a process of its own that is started before the VM gives up its rights: with
-//! those left to the VM no virtiofsd could be started for one that has died.
+//! Supervisor process that keeps the backend of a shared directory running. The process starts
+//! before the VM drops its privileges, because a confined VM could not restart virtiofsd.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,39 +13,43 @@ use std::time::{Duration, Instant};
 
 use perf_core::guest_log;
 
-/// Between two looks at the back end and at the VM.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// From the end of a back end to the start of the next, at first and at most.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
-/// A back end that lived so long did not fail at its start.
-const LIVED: Duration = Duration::from_secs(60);
-/// How many lines of one back end are passed on, and how much of each, in bytes: a guest may be able to make
-/// it say things without end.
-const MOST_LINES: usize = 16;
-const MOST_OF_A_LINE: u64 = 1024;
-/// To the keeper: the back end has answered the VM.
+/// Interval between checks of the backend and the VM.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Minimum and maximum delay between the exit of a backend and its restart.
+const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
+/// Lifetime after which a backend's start counts as successful and the delay is reset.
+const MIN_UPTIME: Duration = Duration::from_secs(60);
+/// Limits of the log output forwarded per backend: number of lines and length of a line in bytes. A
+/// guest may be able to cause unlimited output.
+const MAX_LINES: usize = 16;
+const MAX_LINE_BYTES: u64 = 1024;
+/// Message to the keeper: the backend has answered the VM.
 const SERVES: u8 = b'S';
 
-/// The program that keeps back ends running.
+/// The supervisor program that keeps backends running.
 #[derive(Debug)]
-pub struct Program {
-    /// A program that calls [`keep`], with its words.
+pub struct KeeperProgram {
+    /// Command line of a program that calls [`keep`].
     pub words: Vec<OsString>,
-    /// Where messages go; the caller's standard error if nothing is here.
+    /// Log file, or `None` for the caller's standard error.
     pub log: Option<File>,
 }
 
-/// The keeper's process, which ends with this, however the VM ends.
+/// The keeper process. The process ends when this value is dropped or the VM ends for any reason.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct BackendKeeper {
     process: Child,
-    /// Its end here. One word is sent at most.
+    /// VM end of the socket. At most one byte is sent.
     lifeline: Option<UnixStream>,
 }
 
-impl Keeper {
-    /// Starts `keeper`, to run `command` with `listener` as its standard input.
-    pub(super) fn start(keeper: &Program, command: &[OsString], listener: UnixListener) -> io::Result<Self> {
+impl BackendKeeper {
+    /// Starts `keeper`, which runs `command` with `listener` as its standard input.
+    pub(super) fn start(
+        keeper: &KeeperProgram,
+        command: &[OsString],
+        listener: UnixListener,
+    ) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
         let (program, words) = keeper.words.split_first().ok_or(ErrorKind::InvalidInput)?;
         let log = keeper.log.as_ref().map(File::try_clone).transpose()?;
@@ -55,7 +59,7 @@ impl Keeper {
             .stdin(Stdio::from(OwnedFd::from(listener)))
             .stdout(Stdio::from(OwnedFd::from(its)))
             .stderr(log.map_or_else(Stdio::inherit, Stdio::from))
-            // Keys of the terminal are not for it.
+            // Terminal signals must not reach the keeper.
             .process_group(0)
             .spawn()?;
         Ok(Self {
@@ -64,37 +68,38 @@ impl Keeper {
         })
     }
 
-    /// The back end has answered. What it says when the VM ends is of no use from now on.
+    /// Reports that the backend has answered. Its output at the end of the VM is discarded from
+    /// then on.
     pub(super) fn serves(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
-            // A keeper that is not there has nothing to say.
+            // The write fails only if the keeper has ended.
             let _ = lifeline.write_all(&[SERVES]);
         }
     }
 }
 
-impl Drop for Keeper {
+impl Drop for BackendKeeper {
     fn drop(&mut self) {
         self.lifeline = None;
         let _ = self.process.wait();
     }
 }
 
-/// Runs `command` with this process's standard input as its own, and again each time that it ends, until the
-/// other end of standard output, a socket, is closed. What `command` says on its standard error becomes
-/// warnings in the log.
+/// Runs `command` with this process's standard input and restarts it whenever it exits, until the
+/// peer of the socket on standard output is closed. Lines that `command` writes to standard error
+/// are logged as warnings.
 ///
 /// # Errors
-/// Standard output is no socket.
+/// Returns an error if standard output is not a socket.
 pub fn keep(command: &[OsString]) -> io::Result<()> {
     let mut lifeline = UnixStream::from(io::stdout().as_fd().try_clone_to_owned()?);
-    lifeline.set_read_timeout(Some(LOOK_EVERY))?;
-    let (first_pause, longest_pause) = PAUSES;
+    lifeline.set_read_timeout(Some(CHECK_INTERVAL))?;
+    let (first_pause, longest_pause) = RESTART_DELAYS;
     let mut pause = first_pause;
     let mut running: Option<Child> = None;
     let mut since = Instant::now();
     let mut due = since;
-    let mut says = Says::new();
+    let mut says = BackendLog::new();
     let mut serves = false;
     loop {
         let ended = running
@@ -103,7 +108,7 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
         match ended {
             Some(true) => {
                 running = None;
-                pause = if since.elapsed() > LIVED {
+                pause = if since.elapsed() > MIN_UPTIME {
                     first_pause
                 } else {
                     (pause * 2).min(longest_pause)
@@ -123,15 +128,16 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(_) => break,
         }
-        says.pass_on();
+        says.log_held();
     }
     if let Some(mut child) = running {
         let _ = child.kill();
         let _ = child.wait();
     }
-    // Back ends say something about each VM that ends. Before they have answered, it is why they do not.
+    // Backends log the end of each VM. Before the backend has answered, its output explains why it
+    // failed.
     if !serves {
-        says.pass_on_the_rest();
+        says.log_rest();
     }
     Ok(())
 }
@@ -147,7 +153,7 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
         Ok(mut child) => {
             if let Some(stderr) = child.stderr.take() {
                 let says = says.clone();
-                std::thread::spawn(move || listen(stderr, &says));
+                std::thread::spawn(move || forward_output(stderr, &says));
             }
             Some(child)
         }
@@ -158,12 +164,13 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
     }
 }
 
-/// Sends on the first lines that a back end says. The rest is read all the same: it must not wait for room.
-fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
+/// Forwards the first lines of a backend's output. The remaining output is read and discarded, so
+/// that the backend never blocks on a full pipe.
+fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
     let mut stderr = BufReader::new(stderr);
-    for _ in 0..MOST_LINES {
+    for _ in 0..MAX_LINES {
         let mut line = Vec::new();
-        match stderr.by_ref().take(MOST_OF_A_LINE).read_until(b'\n', &mut line) {
+        match stderr.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line) {
             Ok(1..) => {}
             _ => return,
         }
@@ -180,22 +187,23 @@ fn listen(stderr: ChildStderr, says: &SyncSender<String>) {
     let more = io::copy(&mut stderr, &mut io::sink());
     if more.is_ok_and(|bytes| bytes > 0) {
         let _ = says.send(format!(
-            "it said more than {MOST_LINES} lines; the others are left out"
+            "it said more than {MAX_LINES} lines; the others are left out"
         ));
     }
 }
 
-/// What back ends say, until it is passed on.
-struct Says {
+/// Output of backends that has not been logged yet.
+struct BackendLog {
     to: SyncSender<String>,
     from: Receiver<String>,
-    /// What had come at the last look. It waits for the next one, which tells whether the VM has ended.
+    /// Output read at the previous check. Held until the next check, which detects whether the VM
+    /// has ended.
     held: Vec<String>,
 }
 
-impl Says {
+impl BackendLog {
     fn new() -> Self {
-        let (to, from) = sync_channel(MOST_LINES);
+        let (to, from) = sync_channel(MAX_LINES);
         Self {
             to,
             from,
@@ -203,16 +211,16 @@ impl Says {
         }
     }
 
-    fn pass_on(&mut self) {
+    fn log_held(&mut self) {
         let came = self.from.try_iter().collect();
         tell(&std::mem::replace(&mut self.held, came));
     }
 
-    /// All of it; the back end has ended.
-    fn pass_on_the_rest(self) {
+    /// Logs all remaining output after the backend has exited.
+    fn log_rest(self) {
         tell(&self.held);
         drop(self.to);
-        while let Ok(line) = self.from.recv_timeout(LOOK_EVERY) {
+        while let Ok(line) = self.from.recv_timeout(CHECK_INTERVAL) {
             tell(&[line]);
         }
     }
@@ -231,7 +239,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Waits until `there` says so; a machine that has much to do takes long.
+    /// Waits until `there` returns `true`, with a long timeout for busy hosts.
     fn eventually(what: &str, mut there: impl FnMut() -> bool) {
         let end = Instant::now() + LIMIT;
         while !there() {
@@ -240,7 +248,8 @@ mod tests {
         }
     }
 
-    /// The keeper, in a process of its own: this test program, whose one test calls it.
+    /// Returns the command line of a keeper process: this test program, restricted to the test that
+    /// calls `keep`.
     fn keeper() -> Vec<OsString> {
         let program = std::env::current_exe().unwrap().into_os_string();
         let words = [
@@ -252,7 +261,8 @@ mod tests {
         [program].into_iter().chain(words.map(OsString::from)).collect()
     }
 
-    /// What it runs, by the environment: a test program takes no words of its own.
+    /// Environment variable with the command to run, because a test program accepts no additional
+    /// arguments.
     const COMMAND: &str = "KEEPER_TEST_COMMAND";
 
     #[test]
@@ -268,14 +278,14 @@ mod tests {
         std::fs::read_to_string(file).map_or(0, |text| text.lines().count())
     }
 
-    /// A back end that ends is started again, with the same socket; none is left when the VM has gone.
+    /// A backend that exits is restarted with the same socket, and no backend survives the VM.
     #[test]
-    fn a_back_end_that_ends_is_followed_by_another_until_the_vm_is_gone() {
+    fn exited_backend_is_restarted_until_vm_ends() {
         let dir = tempfile::tempdir().unwrap();
         let (log, socket) = (dir.path().join("log"), dir.path().join("socket"));
         let listener = UnixListener::bind(&socket).unwrap();
         let (ours, its) = UnixStream::pair().unwrap();
-        // Each says where its standard input leads, and waits to be killed.
+        // Each backend reports its standard input and waits to be killed.
         let script = format!(
             "echo $$ $(readlink /proc/self/fd/0) >>{}; exec sleep 1000",
             log.display()
@@ -305,7 +315,7 @@ mod tests {
         assert_eq!(second.1, first.1, "at the same socket");
         assert_ne!(second.0, first.0);
         drop(ours);
-        // The test program around it cannot print its result any more.
+        // The test harness in the child cannot print its result to the closed pipe.
         process.wait().unwrap();
         eventually("it is gone", || {
             !Path::new(&format!("/proc/{}", second.0)).exists()
@@ -313,20 +323,20 @@ mod tests {
         assert_eq!(lines(&log), 2);
     }
 
-    /// What a back end says is passed on in lines of text, and no more of it than anybody would read.
+    /// Output is forwarded line by line, up to the limits.
     #[test]
-    fn a_back_end_that_says_much_is_listened_to_for_some_lines() {
+    fn backend_output_is_limited() {
         let (to, from) = sync_channel(1);
         let script = "printf 'one\\033[31m\\n' >&2; for n in $(seq 40); do echo more >&2; done; head -c 5000 /dev/zero >&2";
         let mut child = start(&["sh".into(), "-c".into(), script.into()], &to).unwrap();
         drop(to);
         let said: Vec<String> = from.iter().collect();
         child.wait().unwrap();
-        assert_eq!(said.len(), MOST_LINES + 1, "{said:?}");
+        assert_eq!(said.len(), MAX_LINES + 1, "{said:?}");
         assert_eq!(said[0], "one [31m");
-        assert_eq!(said[MOST_LINES - 1], "more");
-        assert!(said[MOST_LINES].contains("left out"), "{said:?}");
-        // A line without an end is one of many bytes.
+        assert_eq!(said[MAX_LINES - 1], "more");
+        assert!(said[MAX_LINES].contains("left out"), "{said:?}");
+        // A long line without a newline is truncated.
         let (to, from) = sync_channel(1);
         let mut child = start(
             &["sh".into(), "-c".into(), "head -c 1500 /dev/zero >&2".into()],
@@ -339,16 +349,16 @@ mod tests {
         assert_eq!(lengths, [1024, 476]);
     }
 
-    /// A program that cannot be started is tried again, and ends with the VM all the same.
+    /// A program that fails to start is retried, and the keeper still ends with the VM.
     #[test]
-    fn what_does_not_start_holds_nobody_up() {
+    fn unstartable_backend_does_not_block_keeper() {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let program = Program {
+        let program = KeeperProgram {
             words: keeper(),
             log: None,
         };
-        let keeper = Keeper::start(&program, &[], listener).unwrap();
+        let keeper = BackendKeeper::start(&program, &[], listener).unwrap();
         drop(keeper);
     }
 }

@@ -1,14 +1,15 @@
-//! A directory of the host in the guest (virtio-fs, virtio 1.2, 5.11), served by virtiofsd over vhost-user.
+//! Host directory shared with the guest (virtio-fs, virtio 1.2, 5.11), served by virtiofsd over
+//! vhost-user.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`config`] | what the user asks for: `DIR,ro,tag=NAME` |
-//! | [`backend`] | virtiofsd, and the connection to it |
-//! | [`keeper`] | the process that starts virtiofsd, and again when it has died |
-//! | `session` | the queues handed over, and again when the back end has died |
+//! | [`config`] | configuration: `DIR,ro,tag=NAME` |
+//! | [`backend`] | virtiofsd and the connection to it |
+//! | [`keeper`] | the supervisor process that starts and restarts virtiofsd |
+//! | `session` | handover of the queues to each backend |
 //!
-//! The back end maps guest memory, so that must be in a memfd. It takes the guest's requests from the queues
-//! itself; nothing of ours is on their way.
+//! The backend maps guest memory, which must therefore be in a memfd, and processes the queues
+//! itself. The VMM does not handle requests.
 
 pub mod backend;
 pub mod config;
@@ -22,36 +23,37 @@ use sandbox::{SocketBroker, ThreadKind};
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
-use backend::{Backend, BackendError, Connection, QUEUES};
-use config::{MAX_TAG_BYTES, Source};
-use session::Session;
+use crate::worker::DeviceWorker;
+use backend::{Backend, BackendConnection, BackendError, QUEUES};
+use config::{MAX_TAG_BYTES, ShareSource};
+use session::BackendSession;
 
-/// Their entries: requests of up to 1,020 pages.
+/// Queue sizes, in entries. Requests have up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 
-/// A shared directory.
-pub struct Share {
+/// A virtio-fs device that shares a host directory.
+pub struct FsDevice {
     name: String,
     tag: String,
     backend: Backend,
-    /// The first connection, until the driver is ready.
-    first: Option<Connection>,
-    worker: Option<Worker>,
+    /// Initial connection, until the driver activates the device.
+    first: Option<BackendConnection>,
+    worker: Option<DeviceWorker>,
 }
 
-impl Share {
-    /// A device `name` that the guest mounts by `tag`, at most [`MAX_TAG_BYTES`]. A virtiofsd of its own
-    /// listens at `socket`, in a directory of this user only; `keeper` keeps that running.
+impl FsDevice {
+    /// Creates a device `name` that the guest mounts by `tag` (at most [`MAX_TAG_BYTES`]). A
+    /// virtiofsd started for the device listens at `socket`, which is in a directory of this user
+    /// only, and `keeper` keeps it running.
     ///
     /// # Errors
-    /// The back end cannot be had.
+    /// Returns a [`BackendError`] if the backend cannot be started or connected to.
     pub fn new(
         name: String,
         tag: String,
-        source: &Source,
+        source: &ShareSource,
         socket: &Path,
-        keeper: &keeper::Program,
+        keeper: &keeper::KeeperProgram,
     ) -> Result<Self, BackendError> {
         let backend = Backend::start(source, socket, keeper)?;
         let first = backend.first()?;
@@ -64,17 +66,17 @@ impl Share {
         })
     }
 
-    /// The same device, which reaches the next back end by `broker` when one has ended.
+    /// Makes the device reconnect to later backends through `broker`.
     ///
     /// # Errors
-    /// [`BackendError::Host`] if the broker does not take the path.
+    /// Returns [`BackendError::Host`] if the broker does not accept the path.
     pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, BackendError> {
-        self.backend.connect_by(broker)?;
+        self.backend.set_broker(broker)?;
         Ok(self)
     }
 }
 
-impl VirtioDevice for Share {
+impl VirtioDevice for FsDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_FS
     }
@@ -91,7 +93,7 @@ impl VirtioDevice for Share {
         &QUEUE_SIZES
     }
 
-    /// `struct virtio_fs_config`: tag, num_request_queues.
+    /// Reads `struct virtio_fs_config`: tag, num_request_queues.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; MAX_TAG_BYTES + 4];
         let tag = self.tag.as_bytes();
@@ -103,20 +105,21 @@ impl VirtioDevice for Share {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let host = |what| move |source| ActivateError::Host { what, source };
-        let last_resort = activation.last_resort.clone();
-        let session = Session::new(
+        let fatal_error_callback = activation.fatal_error_callback.clone();
+        let session = BackendSession::new(
             self.name.clone(),
             self.backend.clone(),
             self.first.take(),
             activation,
         )
         .map_err(host("what a shared directory's thread needs"))?;
-        let worker = Worker::spawn(ThreadKind::Socket, &self.name, session, last_resort);
+        let worker = DeviceWorker::spawn(ThreadKind::Socket, &self.name, session, fatal_error_callback);
         self.worker = Some(worker.map_err(host("the thread of a shared directory"))?);
         Ok(())
     }
 
-    /// The back end ends with its connection; the next driver gets a new one.
+    /// Stops the session. The backend ends with its connection, and the next activation makes a new
+    /// one.
     fn reset(&mut self) {
         self.worker = None;
     }

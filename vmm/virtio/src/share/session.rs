@@ -1,8 +1,8 @@
-//! The queues of a shared directory in its back end's hands, for as long as the driver runs.
+//! Handover of a shared directory's queues to its backend while the driver is active.
 //!
-//! When the back end dies the guest's requests wait, and a new one is tried for, more and more rarely. It
-//! gets the queues where the old one left them: at the first request without an answer. It knows nothing of
-//! files that the guest has open, so the guest has to mount again.
+//! When the backend exits, requests of the guest wait and the session reconnects with increasing
+//! delays. A new backend continues the queues at the first unanswered request. The new backend has
+//! no information on files that the guest has open, so the guest must mount the directory again.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -20,40 +20,41 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::backend::{Backend, BackendError, Connection};
+use super::backend::{Backend, BackendConnection, BackendError};
 use crate::device::{Activation, ActiveQueue};
 
-/// From the end of a back end to the first try for another.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest time between two tries.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Delay between the exit of a backend and the first reconnection attempt.
+const MIN_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Maximum delay between reconnection attempts.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 
-/// A queue, as the back end gets it.
-struct Ring {
+/// A queue as handed over to the backend.
+struct BackendQueue {
     active: ActiveQueue,
-    /// What the back end signals: the guest's vector, or one that nobody hears.
+    /// Eventfd that the backend signals: the guest's vector, or an unconnected one if the guest has
+    /// configured none.
     call: Arc<EventFd>,
 }
 
-/// Hands the queues to a back end, and to the next when it dies.
-pub(super) struct Session {
+/// Hands over the queues to a backend, and to the next one after each exit.
+pub(super) struct BackendSession {
     name: String,
     backend: Backend,
     memory: GuestMemoryMmap,
     features: u64,
-    /// By number; `None`: the driver has not enabled it.
-    rings: Vec<Option<Ring>>,
-    connection: Option<Connection>,
+    /// Queues by index, `None` for a queue that the driver has not enabled.
+    rings: Vec<Option<BackendQueue>>,
+    connection: Option<BackendConnection>,
     since: Instant,
     pause: Duration,
     timer: TimerFd,
 }
 
-impl Session {
+impl BackendSession {
     pub(super) fn new(
         name: String,
         backend: Backend,
-        connection: Option<Connection>,
+        connection: Option<BackendConnection>,
         activation: Activation,
     ) -> io::Result<Self> {
         let ring = |active: ActiveQueue| {
@@ -61,7 +62,7 @@ impl Session {
                 Some(vector) => vector.clone(),
                 None => Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             };
-            Ok(Ring { active, call })
+            Ok(BackendQueue { active, call })
         };
         let rings = activation
             .queues
@@ -75,12 +76,12 @@ impl Session {
             rings: rings.collect::<io::Result<_>>()?,
             connection,
             since: Instant::now(),
-            pause: FIRST_PAUSE,
+            pause: MIN_RETRY_DELAY,
             timer: TimerFd::new()?,
         })
     }
 
-    /// Gets a back end, hands it the queues and watches it.
+    /// Connects to a backend, hands over the queues and monitors the connection.
     fn connect(&mut self, ops: &mut EventOps) -> Result<(), BackendError> {
         let connection = match self.connection.take() {
             Some(connection) => connection,
@@ -101,7 +102,7 @@ impl Session {
         Ok(())
     }
 
-    fn hand_over(&self, connection: &Connection) -> Result<(), vhost::Error> {
+    fn hand_over(&self, connection: &BackendConnection) -> Result<(), vhost::Error> {
         let frontend = &connection.frontend;
         frontend.set_features(connection.accepted(self.features))?;
         let regions = self
@@ -119,7 +120,8 @@ impl Session {
                     .map_err(|_| vhost::Error::InvalidQueue)
             };
             frontend.set_vring_num(index, queue.size())?;
-            // All before it has an answer. It is 0 at first, for the driver has just set the ring up.
+            // All earlier requests are answered. The index is initially 0, because the driver has
+            // just configured the ring.
             let answered = queue.used_idx(&self.memory, Ordering::Acquire);
             frontend.set_vring_base(index, answered.map_err(|_| vhost::Error::InvalidQueue)?.0)?;
             frontend.set_vring_addr(
@@ -141,15 +143,15 @@ impl Session {
         for (index, ring) in self.rings.iter().enumerate() {
             if let Some(ring) = ring {
                 enabler.set_vring_enable(index, true)?;
-                // For requests that came while nobody was there.
+                // Requests may have been added while there was no backend.
                 let _ = ring.active.kick.write(1);
             }
         }
         Ok(())
     }
 
-    /// The back end is gone: another is tried for after a pause.
-    fn lose(&mut self, ops: &mut EventOps) {
+    /// Handles the exit of the backend and schedules a reconnection attempt.
+    fn handle_exit(&mut self, ops: &mut EventOps) {
         if let Some(connection) = self.connection.take() {
             if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {
                 log::debug!("{}: {}", self.name, error_line(&e));
@@ -160,25 +162,25 @@ impl Session {
                 self.name
             );
         }
-        if self.since.elapsed() > LONGEST_PAUSE {
-            self.pause = FIRST_PAUSE;
+        if self.since.elapsed() > MAX_RETRY_DELAY {
+            self.pause = MIN_RETRY_DELAY;
         }
-        self.try_later();
+        self.schedule_retry();
     }
 
-    fn try_later(&mut self) {
+    fn schedule_retry(&mut self) {
         if let Err(e) = self.timer.reset(self.pause, None) {
             guest_log!(Error, "{}: no other back end is tried for: {e}", self.name);
         }
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        self.pause = (self.pause * 2).min(MAX_RETRY_DELAY);
     }
 }
 
-impl MutEventSubscriber for Session {
+impl MutEventSubscriber for BackendSession {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() != self.timer.as_raw_fd() {
-            // It has nothing to say of its own accord, so this is its end.
-            self.lose(ops);
+            // The backend sends no unsolicited messages, so the connection has ended.
+            self.handle_exit(ops);
             return;
         }
         let _ = self.timer.wait();
@@ -190,7 +192,7 @@ impl MutEventSubscriber for Session {
             ),
             Err(e) => {
                 guest_log!(Info, "{}: no other back end yet: {}", self.name, error_line(&e));
-                self.try_later();
+                self.schedule_retry();
             }
         }
     }
@@ -206,7 +208,7 @@ impl MutEventSubscriber for Session {
         }
         if let Err(e) = self.connect(ops) {
             guest_log!(Warn, "{}: {}", self.name, error_line(&e));
-            self.try_later();
+            self.schedule_retry();
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The PCI bus: a host bridge and up to 31 functions behind the configuration ports (mechanism 1 of PCI 3.0,
-//! 3.2.2.3.2), and the memory that the functions decode.
+//! PCI bus with a host bridge and up to 31 functions: configuration access through I/O ports
+//! (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routing of memory accesses to BARs.
 
 use std::io;
 use std::ops::Range;
@@ -9,100 +9,103 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
-use super::function::{BAR_BYTES, Function, MAX_QUEUES, vectors_of};
-use super::machine::Machine;
-use super::space::{ConfigSpace, Identity};
+use super::function::{BAR_BYTES, MAX_QUEUES, PciFunction, vector_count};
+use super::machine::PciBackend;
+use super::space::{PciConfigSpace, PciIdentity};
 use crate::device::VirtioDevice;
 use crate::worker;
 
-/// The first configuration port: the address, then the data.
+/// First configuration port. The address ports precede the data ports.
 pub const CONFIG_PORT: u16 = 0xCF8;
-/// Their number.
+/// Number of configuration ports.
 pub const CONFIG_PORTS: u8 = 8;
-/// The most devices: a bus has 32 places, and the bridge takes one.
+/// Maximum number of devices: the bus has 32 device numbers, and the host bridge takes one.
 pub const MAX_DEVICES: usize = 31;
 
-/// The port of data.
+/// First port of the configuration data.
 const DATA_PORT: u16 = 0xCFC;
-/// The address selects a register; else the data ports are nobody's.
+/// Enable bit of the address register. Without it, the data ports are unclaimed.
 const ADDRESS_ENABLE: u32 = 1 << 31;
-/// Bits of the address that can be set.
+/// Writable bits of the address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
-/// A function that decodes no memory.
-const NOWHERE: u64 = u64::MAX;
+/// Base address of a function that decodes no memory.
+const NO_BASE: u64 = u64::MAX;
 
-/// What QEMU's generic host bridge is, which needs no driver and for which no kernel has a special treatment.
-const BRIDGE: Identity = Identity {
+/// Identification of QEMU's generic host bridge, which needs no driver and has no quirks in any
+/// kernel.
+const BRIDGE: PciIdentity = PciIdentity {
     vendor: 0x1B36,
     device: 0x0008,
     revision: 0,
     class: [0x06, 0x00, 0x00],
 };
 
-/// Why there is no bus with these devices.
+/// The reason why a bus could not be created.
 #[derive(Debug, Error)]
 pub enum BusError {
-    /// More than there are places.
+    /// The number of devices exceeds [`MAX_DEVICES`].
     #[error("{0} virtio devices: a machine has room for at most {MAX_DEVICES}; leave some out")]
     TooManyDevices(usize),
-    /// One has more queues than a function can have interrupts.
+    /// A device has more queues than a function can have interrupts.
     #[error("{name} has {queues} queues: at most {MAX_QUEUES} are possible")]
     TooManyQueues {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// Its queues.
+        /// Number of queues.
         queues: usize,
     },
-    /// The host has no descriptors left.
+    /// The host has run out of file descriptors.
     #[error("no eventfd for {name}; raise the limit of open files (ulimit -n)")]
     Eventfd {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// What the host said.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
 }
 
-/// One place on the bus.
-struct Place {
-    function: Mutex<Function>,
-    /// Where it decodes memory, as of the last access to its configuration; or [`NOWHERE`].
+/// One device number on the bus.
+struct PciSlot {
+    function: Mutex<PciFunction>,
+    /// Base address of the decoded memory as of the last configuration access, or [`NO_BASE`].
     base: AtomicU64,
 }
 
-impl Place {
-    fn lock(&self) -> MutexGuard<'_, Function> {
+impl PciSlot {
+    fn lock(&self) -> MutexGuard<'_, PciFunction> {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called with the lock held, after the configuration may have changed.
-    fn note_base(&self, function: &Function) {
+    /// Updates the cached base address. Must be called with the lock held after any change of the
+    /// configuration.
+    fn update_base(&self, function: &PciFunction) {
         self.base
-            .store(function.decodes().unwrap_or(NOWHERE), Ordering::Release);
+            .store(function.decodes().unwrap_or(NO_BASE), Ordering::Release);
     }
 }
 
-/// The bus. Shared by all vCPUs.
+/// The PCI bus, shared by all vCPUs.
 pub struct PciBus {
-    bridge: ConfigSpace,
-    places: Vec<Place>,
-    /// The configuration address register.
+    bridge: PciConfigSpace,
+    places: Vec<PciSlot>,
     address: AtomicU32,
 }
 
 impl PciBus {
-    /// A bus with `devices` at places 1 and up, whose BARs are in `window` until the guest moves them.
+    /// Creates a bus with `devices` at device numbers 1 and up. Their BARs are in `window` until
+    /// the guest moves them.
     ///
     /// # Errors
-    /// [`BusError`].
+    /// Returns a [`BusError`] if there are too many devices or queues, or if no eventfd can be
+    /// created.
     pub fn new(
         devices: Vec<Box<dyn VirtioDevice>>,
         memory: &GuestMemoryMmap,
         window: Range<u32>,
-        machine: &Arc<dyn Machine>,
+        machine: &Arc<dyn PciBackend>,
     ) -> Result<Self, BusError> {
-        worker::take_cpus();
+        worker::record_worker_cpus();
         let room = usize::try_from((window.end - window.start) / BAR_BYTES).unwrap_or(0);
         if devices.len() > MAX_DEVICES.min(room) {
             return Err(BusError::TooManyDevices(devices.len()));
@@ -116,23 +119,23 @@ impl PciBus {
             if queues > MAX_QUEUES {
                 return Err(BusError::TooManyQueues { name, queues });
             }
-            let function = Function::new(device, memory.clone(), machine.clone(), home, line)
+            let function = PciFunction::new(device, memory.clone(), machine.clone(), home, line)
                 .map_err(|source| BusError::Eventfd { name, source })?;
-            places.push(Place {
+            places.push(PciSlot {
                 function: Mutex::new(function),
-                base: AtomicU64::new(NOWHERE),
+                base: AtomicU64::new(NO_BASE),
             });
             home += BAR_BYTES;
-            line += u32::from(vectors_of(queues));
+            line += u32::from(vector_count(queues));
         }
         Ok(Self {
-            bridge: ConfigSpace::new(BRIDGE),
+            bridge: PciConfigSpace::new(BRIDGE),
             places,
             address: AtomicU32::new(0),
         })
     }
 
-    /// A guest's IN from one of the configuration ports.
+    /// Handles a guest read from a configuration port.
     pub fn read_port(&self, port: u16, data: &mut [u8]) {
         data.fill(0xFF);
         if port == CONFIG_PORT && data.len() == 4 {
@@ -140,28 +143,29 @@ impl PciBus {
         } else if let Some((place, at)) = self.selected(port) {
             let count = data.len().min(ports_from(port));
             match place {
-                Selected::Bridge => self.bridge.read(at, &mut data[..count]),
-                Selected::Place(place) => place.lock().read_config(at, &mut data[..count]),
+                ConfigTarget::Bridge => self.bridge.read(at, &mut data[..count]),
+                ConfigTarget::PciSlot(place) => place.lock().read_config(at, &mut data[..count]),
             }
         }
     }
 
-    /// A guest's OUT to one of the configuration ports.
+    /// Handles a guest write to a configuration port.
     pub fn write_port(&self, port: u16, data: &[u8]) {
         if port == CONFIG_PORT {
             if let Ok(address) = <[u8; 4]>::try_from(data) {
                 self.address
                     .store(u32::from_le_bytes(address) & ADDRESS_WRITABLE, Ordering::Relaxed);
             }
-        } else if let Some((Selected::Place(place), at)) = self.selected(port) {
+        } else if let Some((ConfigTarget::PciSlot(place), at)) = self.selected(port) {
             let count = data.len().min(ports_from(port));
             let mut function = place.lock();
             function.write_config(at, &data[..count]);
-            place.note_base(&function);
+            place.update_base(&function);
         }
     }
 
-    /// A guest's read of memory at `address`; whether a function decodes it.
+    /// Handles a guest read of memory at `address`. Returns `true` if a function decodes the
+    /// address.
     pub fn read_memory(&self, address: u64, data: &mut [u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
             return false;
@@ -170,7 +174,8 @@ impl PciBus {
         true
     }
 
-    /// A guest's write to memory at `address`; whether a function decodes it.
+    /// Handles a guest write to memory at `address`. Returns `true` if a function decodes the
+    /// address.
     pub fn write_memory(&self, address: u64, data: &[u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
             return false;
@@ -179,52 +184,52 @@ impl PciBus {
         true
     }
 
-    /// Stops all devices and puts all registers back as they were at power-on.
+    /// Stops all devices and restores the power-on values of all registers.
     pub fn reset(&self) {
         self.address.store(0, Ordering::Relaxed);
         for place in &self.places {
             let mut function = place.lock();
             function.reset();
-            place.note_base(&function);
+            place.update_base(&function);
         }
     }
 
-    /// What the address register and a data port select.
-    fn selected(&self, port: u16) -> Option<(Selected<'_>, usize)> {
+    /// Returns the function and register offset that the address register and a data port select.
+    fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);
-        // Bus 0, function 0.
+        // Only bus 0 and function 0 exist.
         if address & ADDRESS_ENABLE == 0 || address & 0x00FF_0700 != 0 {
             return None;
         }
         let place = usize::try_from(address >> 11 & 0x1F).ok()?;
         let at = usize::try_from(address & 0xFC).ok()? + usize::from(inside);
         let selected = match place.checked_sub(1) {
-            None => Selected::Bridge,
-            Some(n) => Selected::Place(self.places.get(n)?),
+            None => ConfigTarget::Bridge,
+            Some(n) => ConfigTarget::PciSlot(self.places.get(n)?),
         };
         Some((selected, at))
     }
 
-    /// The function that decodes `address`, and the offset in its BAR.
-    fn decoder(&self, address: u64) -> Option<(&Place, u64)> {
+    /// Returns the function that decodes `address` and the offset in its BAR.
+    fn decoder(&self, address: u64) -> Option<(&PciSlot, u64)> {
         self.places.iter().find_map(|place| {
             let base = place.base.load(Ordering::Acquire);
             let offset = address.checked_sub(base)?;
-            (base != NOWHERE && offset < u64::from(BAR_BYTES)).then_some((place, offset))
+            (base != NO_BASE && offset < u64::from(BAR_BYTES)).then_some((place, offset))
         })
     }
 }
 
-/// How many of the ports there are from `port`, which is one of them, to the last.
+/// Returns the number of configuration ports from `port` to the last one, inclusive.
 fn ports_from(port: u16) -> usize {
     usize::from(CONFIG_PORT + u16::from(CONFIG_PORTS) - port)
 }
 
-/// What a configuration address selects.
-enum Selected<'a> {
+/// Target of a configuration access.
+enum ConfigTarget<'a> {
     Bridge,
-    Place(&'a Place),
+    PciSlot(&'a PciSlot),
 }
 
 #[cfg(test)]
@@ -234,7 +239,7 @@ mod tests {
     use proptest::prelude::*;
     use vm_memory::GuestAddress;
 
-    use super::super::testing::{Call, FakeDevice, FakeMachine, Seen};
+    use super::super::testing::{BackendCall, DeviceCalls, MockDevice, MockPciBackend};
     use super::*;
 
     const WINDOW: Range<u32> = 0xE000_0000..0xF000_0000;
@@ -245,21 +250,21 @@ mod tests {
     const FEATURES_OK: u8 = 8;
     const NEEDS_RESET: u8 = 64;
 
-    /// A machine with devices, and a driver's way to them.
-    struct Guest {
+    /// A machine with devices, and driver-side access to them.
+    struct TestGuest {
         bus: PciBus,
-        machine: Arc<FakeMachine>,
-        seen: Vec<Arc<Mutex<Seen>>>,
+        machine: Arc<MockPciBackend>,
+        seen: Vec<Arc<Mutex<DeviceCalls>>>,
     }
 
-    impl Guest {
+    impl TestGuest {
         fn new(devices: &[&[u16]]) -> Self {
             let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-            let machine = Arc::new(FakeMachine::default());
-            let dynamic: Arc<dyn Machine> = machine.clone();
+            let machine = Arc::new(MockPciBackend::default());
+            let dynamic: Arc<dyn PciBackend> = machine.clone();
             let mut seen = Vec::new();
             let devices = devices.iter().map(|queues| {
-                let (device, saw) = FakeDevice::new(queues);
+                let (device, saw) = MockDevice::new(queues);
                 seen.push(saw);
                 Box::new(device) as Box<dyn VirtioDevice>
             });
@@ -303,7 +308,7 @@ mod tests {
             self.write(20, u64::from(self.status() | bits), 1);
         }
 
-        /// Accepts VERSION_1 and what else is in `features`.
+        /// Accepts VERSION_1 and the bits in `features`.
         fn negotiate(&self, features: u64) {
             self.set_config(1, 4, 6);
             self.set_status(ACKNOWLEDGE);
@@ -326,8 +331,8 @@ mod tests {
         }
     }
 
-    /// The capabilities of the first device: identifier and place.
-    fn capabilities(guest: &Guest) -> Vec<(u8, u32)> {
+    /// Returns the ID and offset of each capability of the first device.
+    fn capabilities(guest: &TestGuest) -> Vec<(u8, u32)> {
         let mut at = guest.config(1, 0x34) & 0xFF;
         let mut found = Vec::new();
         while at != 0 && found.len() < 48 {
@@ -339,8 +344,8 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_finds_the_bridge_and_the_devices_and_nothing_else() {
-        let guest = Guest::new(&[&[16], &[16, 16]]);
+    fn guest_enumerates_bridge_and_devices() {
+        let guest = TestGuest::new(&[&[16], &[16, 16]]);
         assert_eq!(guest.config(0, 0), 0x0008_1B36);
         assert_eq!(guest.config(0, 8) >> 16, 0x0600);
         assert_eq!(guest.config(1, 0), 0x1044_1AF4);
@@ -349,7 +354,7 @@ mod tests {
         for place in 3..32 {
             assert_eq!(guest.config(place, 0), u32::MAX);
         }
-        // Another bus, another function, a register that is not selected.
+        // Another bus, another function and a disabled address register.
         for address in [1u32 << 31 | 1 << 16, 1 << 31 | 1 << 8, 1 << 11] {
             guest.bus.write_port(CONFIG_PORT, &address.to_le_bytes());
             let mut data = [0; 4];
@@ -361,8 +366,8 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_can_be_sized_and_moved() {
-        let guest = Guest::new(&[&[16]]);
+    fn bar_can_be_sized_and_moved() {
+        let guest = TestGuest::new(&[&[16]]);
         assert!(
             !guest.bus.read_memory(HOME, &mut [0; 4]),
             "it decodes nothing yet"
@@ -379,8 +384,8 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_sets_a_device_up_and_resets_it() {
-        let guest = Guest::new(&[&[16, 32]]);
+    fn driver_activates_and_resets_device() {
+        let guest = TestGuest::new(&[&[16, 32]]);
         guest.negotiate(1 << 5 | 1 << 29);
         assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
         assert_eq!(guest.read(18, 2), 2, "queues");
@@ -394,12 +399,12 @@ mod tests {
             assert!(activation.queues[0].is_none());
             let queue = activation.queues[1].as_ref().unwrap();
             assert!(virtio_queue::QueueT::event_idx_enabled(&queue.queue));
-            // A kick that reaches us is one all the same.
+            // A notification that reaches the VMM as an exit has the same effect.
             guest.write(0x3004, 1, 2);
             assert_eq!(queue.kick.read().unwrap(), 1);
         }
-        assert_eq!(guest.machine.take(), [Call::AddDoorbell(HOME + 0x3004)]);
-        // The doorbell follows the BAR, and goes when the function decodes nothing.
+        assert_eq!(guest.machine.take(), [BackendCall::AddDoorbell(HOME + 0x3004)]);
+        // The doorbell moves with the BAR and is removed when memory decoding is disabled.
         guest.set_config(1, 0x10, 0xE800_0000);
         guest.set_config(1, 4, 0);
         guest.set_config(1, 0x10, 0xE000_0000);
@@ -409,17 +414,16 @@ mod tests {
         assert_eq!(
             guest.machine.take(),
             [
-                Call::RemoveDoorbell(first),
-                Call::AddDoorbell(then),
-                Call::RemoveDoorbell(off),
-                Call::AddDoorbell(on)
+                BackendCall::RemoveDoorbell(first),
+                BackendCall::AddDoorbell(then),
+                BackendCall::RemoveDoorbell(off),
+                BackendCall::AddDoorbell(on)
             ]
         );
         guest.write(20, 0, 1);
         assert_eq!(guest.status(), 0);
-        assert_eq!(guest.machine.take(), [Call::RemoveDoorbell(HOME + 0x3004)]);
+        assert_eq!(guest.machine.take(), [BackendCall::RemoveDoorbell(HOME + 0x3004)]);
         assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
-        // And again.
         guest.negotiate(0);
         guest.set_queue(0, 0x4000);
         guest.set_status(DRIVER_OK);
@@ -429,8 +433,8 @@ mod tests {
     }
 
     #[test]
-    fn steps_out_of_order_are_not_taken() {
-        let guest = Guest::new(&[&[16]]);
+    fn out_of_order_status_bits_are_ignored() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.set_config(1, 4, 2);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status(), 0, "no features were agreed on");
@@ -439,7 +443,8 @@ mod tests {
         guest.negotiate(1 << 40);
         assert_eq!(guest.status() & FEATURES_OK, 0, "more than was offered");
         guest.negotiate(0);
-        // Bits are not taken back, features not changed, a second DRIVER_OK is none.
+        // Status bits cannot be cleared, features cannot change, and a second DRIVER_OK has no
+        // effect.
         guest.write(20, ACKNOWLEDGE.into(), 1);
         guest.write(8, 0, 4);
         guest.write(12, 1 << 5, 4);
@@ -458,9 +463,9 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_outside_of_ram_ends_in_a_request_for_a_reset() {
+    fn queue_outside_ram_sets_needs_reset() {
         for at in [0xF_F000, 1 << 20, !0xF, 0x8001, 0] {
-            let guest = Guest::new(&[&[16]]);
+            let guest = TestGuest::new(&[&[16]]);
             guest.negotiate(0);
             guest.set_queue(0, at);
             guest.set_status(DRIVER_OK);
@@ -473,31 +478,31 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_cannot_start_asks_for_a_reset_and_tells_so() {
-        let guest = Guest::new(&[&[16]]);
+    fn failed_activation_sets_needs_reset() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.seen[0].lock().unwrap().refuses = true;
         guest.negotiate(0);
         guest.write(16, 0, 2);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
-        // The change's interrupt is pending in its masked vector.
+        // The configuration-change interrupt is pending in its masked vector.
         assert_eq!(guest.read(0x5000, 1), 1);
     }
 
-    /// A device that finds a queue broken while it works says so in the status until it is reset.
+    /// A device that finds a broken queue sets DEVICE_NEEDS_RESET until it is reset.
     #[test]
-    fn a_device_that_cannot_go_on_asks_for_a_reset_and_tells_so() {
-        let guest = Guest::new(&[&[16]]);
+    fn failed_device_sets_needs_reset() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.write(16, 0, 2);
         guest.set_queue(0, 0x8000);
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, 0);
-        let change = |seen: &Seen| seen.activation.as_ref().unwrap().config_change.clone();
+        let change = |seen: &DeviceCalls| seen.activation.as_ref().unwrap().config_change.clone();
         change(&guest.seen[0].lock().unwrap()).needs_reset();
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
         assert_eq!(guest.read(0x5000, 1), 1, "the interrupt");
-        // A driver does not clear it by what it writes, but for a reset.
+        // Only a reset clears the bit.
         guest.set_status(DRIVER_OK);
         assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
         guest.write(20, 0, 1);
@@ -507,19 +512,19 @@ mod tests {
     }
 
     #[test]
-    fn a_device_whose_thread_ends_has_what_ends_the_machine() {
-        let guest = Guest::new(&[&[16]]);
+    fn device_receives_fatal_error_callback() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.set_status(DRIVER_OK);
         assert!(!guest.machine.ended.load(Ordering::Relaxed));
         let seen = guest.seen[0].lock().unwrap();
-        seen.activation.as_ref().unwrap().last_resort.take();
+        seen.activation.as_ref().unwrap().fatal_error_callback.take();
         assert!(guest.machine.ended.load(Ordering::Relaxed));
     }
 
     #[test]
-    fn the_window_of_the_configuration_space_reaches_the_bar() {
-        let guest = Guest::new(&[&[16]]);
+    fn config_access_capability_reaches_bar() {
+        let guest = TestGuest::new(&[&[16]]);
         let at = capabilities(&guest)
             .into_iter()
             .find(|(_, at)| guest.config(1, *at) >> 24 == 5)
@@ -534,7 +539,7 @@ mod tests {
         guest.set_config(1, at + 8, 0x2000);
         guest.set_config(1, at + 12, 4);
         assert_eq!(guest.config(1, at + 16), 0x44AB_2211);
-        // A length that there is not, another BAR: nothing is reached.
+        // Unsupported lengths and other BARs are ignored.
         for (bar, length) in [(0, 3), (0, 0), (0, 1 << 20), (1, 4)] {
             guest.set_config(1, at + 4, bar);
             guest.set_config(1, at + 12, length);
@@ -546,8 +551,8 @@ mod tests {
     }
 
     #[test]
-    fn at_power_on_everything_is_as_it_was() {
-        let guest = Guest::new(&[&[16]]);
+    fn reset_restores_power_on_state() {
+        let guest = TestGuest::new(&[&[16]]);
         guest.negotiate(0);
         guest.set_queue(0, 0x8000);
         guest.set_status(DRIVER_OK);
@@ -561,12 +566,12 @@ mod tests {
     }
 
     #[test]
-    fn more_than_fits_is_refused() {
+    fn too_many_devices_or_queues_are_rejected() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let machine: Arc<dyn Machine> = Arc::new(FakeMachine::default());
+        let machine: Arc<dyn PciBackend> = Arc::new(MockPciBackend::default());
         let make = |devices: usize, queues: usize| {
             let devices = (0..devices).map(|_| {
-                let (device, _) = FakeDevice::new(&vec![16; queues]);
+                let (device, _) = MockDevice::new(&vec![16; queues]);
                 Box::new(device) as Box<dyn VirtioDevice>
             });
             PciBus::new(devices.collect(), &memory, WINDOW, &machine).map(|_| ())
@@ -578,13 +583,13 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is accessed, in whatever order and width: nothing panics, and no device is activated
-        /// twice without a reset in between (it would panic).
+        /// No sequence of accesses of any width panics or activates a device twice without a reset
+        /// in between (the test device would panic).
         #[test]
         fn any_access_is_safe(accesses in proptest::collection::vec(
             (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400
         )) {
-            let guest = Guest::new(&[&[16, 4], &[16]]);
+            let guest = TestGuest::new(&[&[16, 4], &[16]]);
             guest.negotiate(0);
             guest.set_queue(0, 0x8000);
             for (what, at, len, value) in accesses {
@@ -599,13 +604,13 @@ mod tests {
             }
         }
 
-        /// The common registers, by a driver that writes anything there.
+        /// Arbitrary writes to the common configuration registers are safe.
         #[test]
-        fn any_driver_is_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
-            let guest = Guest::new(&[&[16, 4]]);
+        fn arbitrary_register_writes_are_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
+            let guest = TestGuest::new(&[&[16, 4]]);
             guest.negotiate(0);
             for (at, len, value) in writes {
-                // Small values are those that mean something.
+                // Small values reach more states.
                 guest.write(at, value & 0xFFF7, len);
                 guest.read(at, len);
             }

@@ -1,7 +1,7 @@
-//! The registers by which a driver sets its device up (virtio 1.2, 4.1.4.3).
+//! Registers of the common configuration of a virtio PCI device (virtio 1.2, 4.1.4.3).
 //!
-//! A write of any length is a sequence of writes of whole fields: the bytes that it does not cover keep their
-//! value. So no order and no width of accesses leaves a half-written register behind.
+//! A write of any length is a sequence of whole-field writes in which bytes not covered keep their
+//! value. No order or width of accesses leaves a partially written register.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -13,12 +13,12 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory, GuestMemoryMmap, Permissions};
 
-/// Bytes of the structure, up to `queue_device`.
+/// Size of the common configuration structure up to `queue_device`, in bytes.
 pub(super) const COMMON_BYTES: usize = 56;
-/// No interrupt is wanted.
+/// VIRTIO_MSI_NO_VECTOR: no interrupt is assigned.
 pub(super) const NO_VECTOR: u16 = 0xFFFF;
 
-/// Feature bits that the transport and its queues add to the device's.
+/// Feature bits that the transport and its queues add to those of the device.
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
@@ -26,21 +26,21 @@ const DRIVER_OK: u8 = bit(VIRTIO_CONFIG_S_DRIVER_OK);
 const FEATURES_OK: u8 = bit(VIRTIO_CONFIG_S_FEATURES_OK);
 const NEEDS_RESET: u8 = bit(VIRTIO_CONFIG_S_NEEDS_RESET);
 
-/// Alignments and sizes of a split queue's parts (virtio 1.2, 2.7).
+/// Alignments and element sizes of a split virtqueue (virtio 1.2, 2.7).
 const DESCRIPTOR_BYTES: usize = 16;
 const DESCRIPTORS_ALIGN: u64 = 16;
 const AVAIL_ALIGN: u64 = 2;
 const USED_ALIGN: u64 = 4;
 
-/// A bit of the status, which has eight.
+/// Converts a device status constant to a status byte.
 #[expect(clippy::cast_possible_truncation, reason = "constants of a byte")]
 const fn bit(value: u32) -> u8 {
     value as u8
 }
 
-/// What a driver can write.
+/// A driver-writable field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Field {
+enum DriverField {
     DeviceFeatureSelect,
     DriverFeatureSelect,
     DriverFeature,
@@ -50,49 +50,47 @@ enum Field {
     QueueSize,
     QueueVector,
     QueueEnable,
-    Descriptors(Half),
-    Avail(Half),
-    Used(Half),
+    Descriptors(AddressHalf),
+    Avail(AddressHalf),
+    Used(AddressHalf),
 }
 
-/// Half of an address.
+/// One half of a 64-bit address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Half {
+enum AddressHalf {
     Low,
     High,
 }
 
-/// The fields that a driver can write: offset, bytes, which.
-const FIELDS: [(usize, usize, Field); 15] = [
-    (0, 4, Field::DeviceFeatureSelect),
-    (8, 4, Field::DriverFeatureSelect),
-    (12, 4, Field::DriverFeature),
-    (16, 2, Field::ConfigVector),
-    (20, 1, Field::Status),
-    (22, 2, Field::QueueSelect),
-    (24, 2, Field::QueueSize),
-    (26, 2, Field::QueueVector),
-    (28, 2, Field::QueueEnable),
-    (32, 4, Field::Descriptors(Half::Low)),
-    (36, 4, Field::Descriptors(Half::High)),
-    (40, 4, Field::Avail(Half::Low)),
-    (44, 4, Field::Avail(Half::High)),
-    (48, 4, Field::Used(Half::Low)),
-    (52, 4, Field::Used(Half::High)),
+/// Driver-writable fields: offset, size in bytes, field.
+const FIELDS: [(usize, usize, DriverField); 15] = [
+    (0, 4, DriverField::DeviceFeatureSelect),
+    (8, 4, DriverField::DriverFeatureSelect),
+    (12, 4, DriverField::DriverFeature),
+    (16, 2, DriverField::ConfigVector),
+    (20, 1, DriverField::Status),
+    (22, 2, DriverField::QueueSelect),
+    (24, 2, DriverField::QueueSize),
+    (26, 2, DriverField::QueueVector),
+    (28, 2, DriverField::QueueEnable),
+    (32, 4, DriverField::Descriptors(AddressHalf::Low)),
+    (36, 4, DriverField::Descriptors(AddressHalf::High)),
+    (40, 4, DriverField::Avail(AddressHalf::Low)),
+    (44, 4, DriverField::Avail(AddressHalf::High)),
+    (48, 4, DriverField::Used(AddressHalf::Low)),
+    (52, 4, DriverField::Used(AddressHalf::High)),
 ];
 
-/// What the function has to do after a write.
+/// Action required of the PCI function after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Effect {
-    /// Nothing.
+pub(super) enum RegisterEffect {
     None,
-    /// The driver resets the device.
+    /// The driver reset the device.
     Reset,
-    /// The driver is ready.
+    /// The driver set DRIVER_OK.
     Activate,
 }
 
-/// Registers of one queue.
 #[derive(Clone, Debug)]
 pub(super) struct QueueRegisters {
     max_size: u16,
@@ -117,8 +115,8 @@ impl QueueRegisters {
         }
     }
 
-    /// The queue, if a device can work with it: all of it is RAM. The queues' crate would write a line to the
-    /// log for each that is not.
+    /// Returns the queue if all of its parts are in guest RAM. The check avoids a log line of the
+    /// queue crate for each invalid part.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [
@@ -127,7 +125,7 @@ impl QueueRegisters {
             (self.used, USED_ALIGN, 6 + 8 * size),
         ];
         let usable = parts.iter().all(|&(at, align, bytes)| {
-            // The queues' crate takes an available ring at 0 for one that was never set.
+            // The queue crate takes an available ring at address 0 for an unset one.
             at != 0
                 && at.is_multiple_of(align)
                 && at.checked_add(bytes as u64).is_some()
@@ -149,9 +147,8 @@ impl QueueRegisters {
     }
 }
 
-/// The registers.
 #[derive(Debug)]
-pub(super) struct Common {
+pub(super) struct CommonConfig {
     offered: u64,
     accepted: u64,
     device_feature_select: u32,
@@ -159,15 +156,15 @@ pub(super) struct Common {
     pub config_vector: u16,
     status: u8,
     pub generation: Arc<AtomicU8>,
-    /// DEVICE_NEEDS_RESET, which the device's thread sets.
+    /// DEVICE_NEEDS_RESET, set by the device's thread.
     pub broken: Arc<AtomicBool>,
     queue_select: u16,
     pub queues: Vec<QueueRegisters>,
-    /// Interrupts that there are.
+    /// Number of interrupt vectors.
     vectors: usize,
 }
 
-impl Common {
+impl CommonConfig {
     pub(super) fn new(device_features: u64, queue_max_sizes: &[u16], vectors: usize) -> Self {
         Self {
             offered: device_features | TRANSPORT_FEATURES,
@@ -184,8 +181,8 @@ impl Common {
         }
     }
 
-    /// As after power-on, but for the generation, which a driver may be comparing. The device's thread has
-    /// ended.
+    /// Restores the power-on values of all registers except the generation, which a driver may be
+    /// comparing. The device's thread must have ended.
     pub(super) fn reset(&mut self) {
         self.broken.store(false, Ordering::Release);
         self.accepted = 0;
@@ -199,17 +196,17 @@ impl Common {
         }
     }
 
-    /// The feature bits that the driver has accepted.
+    /// Returns the feature bits that the driver accepted.
     pub(super) fn accepted(&self) -> u64 {
         self.accepted
     }
 
-    /// Whether the driver has accepted that each side says how far the other may go unnoticed.
+    /// Returns whether the driver accepted VIRTIO_F_EVENT_IDX.
     pub(super) fn event_idx(&self) -> bool {
         self.accepted & 1 << VIRTIO_RING_F_EVENT_IDX != 0
     }
 
-    /// The status with what the device adds to it.
+    /// Returns the device status, including DEVICE_NEEDS_RESET.
     fn status(&self) -> u8 {
         if self.broken.load(Ordering::Acquire) {
             self.status | NEEDS_RESET
@@ -218,7 +215,7 @@ impl Common {
         }
     }
 
-    /// A driver's read of any length anywhere.
+    /// Handles a driver read of any length at any offset.
     pub(super) fn read(&self, at: usize, data: &mut [u8]) {
         let image = self.image();
         for (i, byte) in data.iter_mut().enumerate() {
@@ -226,9 +223,9 @@ impl Common {
         }
     }
 
-    /// A driver's write of any length anywhere.
-    pub(super) fn write(&mut self, at: usize, data: &[u8]) -> Effect {
-        let mut effect = Effect::None;
+    /// Handles a driver write of any length at any offset.
+    pub(super) fn write(&mut self, at: usize, data: &[u8]) -> RegisterEffect {
+        let mut effect = RegisterEffect::None;
         let end = at + data.len();
         for (start, len, field) in FIELDS {
             let covered = start.max(at)..(start + len).min(end);
@@ -240,14 +237,14 @@ impl Common {
             value[covered.start - start..covered.end - start]
                 .copy_from_slice(&data[covered.start - at..covered.end - at]);
             match self.write_field(field, u32::from_le_bytes(value)) {
-                Effect::None => {}
+                RegisterEffect::None => {}
                 other => effect = other,
             }
         }
         effect
     }
 
-    /// What a driver reads now.
+    /// Returns the current contents of the register structure.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "halves of 64-bit values; queues are at most 255"
@@ -283,24 +280,24 @@ impl Common {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
-    fn write_field(&mut self, field: Field, value: u32) -> Effect {
+    fn write_field(&mut self, field: DriverField, value: u32) -> RegisterEffect {
         match field {
-            Field::DeviceFeatureSelect => self.device_feature_select = value,
-            Field::DriverFeatureSelect => self.driver_feature_select = value,
-            Field::DriverFeature => self.accept(value),
-            Field::ConfigVector => {
-                if !self.is_driving() {
-                    self.config_vector = self.known_vector(value as u16);
+            DriverField::DeviceFeatureSelect => self.device_feature_select = value,
+            DriverField::DriverFeatureSelect => self.driver_feature_select = value,
+            DriverField::DriverFeature => self.accept(value),
+            DriverField::ConfigVector => {
+                if !self.is_active() {
+                    self.config_vector = self.valid_vector(value as u16);
                 }
             }
-            Field::Status => return self.write_status(value as u8),
-            Field::QueueSelect => self.queue_select = value as u16,
+            DriverField::Status => return self.write_status(value as u8),
+            DriverField::QueueSelect => self.queue_select = value as u16,
             _ => self.write_queue(field, value),
         }
-        Effect::None
+        RegisterEffect::None
     }
 
-    /// The driver's feature bits can change until it says that they are complete.
+    /// Updates the accepted features. They are writable until the driver sets FEATURES_OK.
     fn accept(&mut self, value: u32) {
         if self.status & FEATURES_OK != 0 {
             return;
@@ -313,8 +310,9 @@ impl Common {
         self.accepted = (self.accepted & keep) | u64::from(value) << shift;
     }
 
-    /// A vector that does not exist reads back as none, which tells the driver (4.1.5.1.2).
-    fn known_vector(&self, vector: u16) -> u16 {
+    /// Returns `vector`, or `NO_VECTOR` if it does not exist, which reports the failure to the
+    /// driver (4.1.5.1.2).
+    fn valid_vector(&self, vector: u16) -> u16 {
         if usize::from(vector) < self.vectors {
             vector
         } else {
@@ -322,51 +320,51 @@ impl Common {
         }
     }
 
-    /// Whether the device has what the driver set up, or was to have it: changes would not reach it.
-    fn is_driving(&self) -> bool {
+    /// Returns whether DRIVER_OK has been set. Later register changes would not reach the device.
+    fn is_active(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
-    fn write_queue(&mut self, field: Field, value: u32) {
-        let vector = self.known_vector(value as u16);
-        let driving = self.is_driving();
+    fn write_queue(&mut self, field: DriverField, value: u32) {
+        let vector = self.valid_vector(value as u16);
+        let driving = self.is_active();
         let Some(queue) = self.queues.get_mut(usize::from(self.queue_select)) else {
             return;
         };
         if driving || queue.enabled {
             return;
         }
-        let set = |address: &mut u64, half: Half| {
+        let set = |address: &mut u64, half: AddressHalf| {
             *address = match half {
-                Half::Low => *address & !0 << 32 | u64::from(value),
-                Half::High => *address & u64::from(u32::MAX) | u64::from(value) << 32,
+                AddressHalf::Low => *address & !0 << 32 | u64::from(value),
+                AddressHalf::High => *address & u64::from(u32::MAX) | u64::from(value) << 32,
             };
         };
         match field {
-            Field::QueueSize => {
+            DriverField::QueueSize => {
                 let size = value as u16;
                 if size.is_power_of_two() && size <= queue.max_size {
                     queue.size = size;
                 }
             }
-            Field::QueueVector => queue.vector = vector,
-            // It is taken back by a reset only.
-            Field::QueueEnable => queue.enabled = value == 1,
-            Field::Descriptors(half) => set(&mut queue.descriptors, half),
-            Field::Avail(half) => set(&mut queue.avail, half),
-            Field::Used(half) => set(&mut queue.used, half),
+            DriverField::QueueVector => queue.vector = vector,
+            // Only a reset disables a queue.
+            DriverField::QueueEnable => queue.enabled = value == 1,
+            DriverField::Descriptors(half) => set(&mut queue.descriptors, half),
+            DriverField::Avail(half) => set(&mut queue.avail, half),
+            DriverField::Used(half) => set(&mut queue.used, half),
             _ => {}
         }
     }
 
-    /// The driver goes one step further, or back to the beginning (3.1.1). Steps out of order are not taken:
-    /// the driver does not find its bit when it reads back.
-    fn write_status(&mut self, value: u8) -> Effect {
+    /// Advances the device status or resets the device (3.1.1). Bits set out of order are ignored,
+    /// and the driver detects this by reading the status back.
+    fn write_status(&mut self, value: u8) -> RegisterEffect {
         if value == 0 {
-            return Effect::Reset;
+            return RegisterEffect::Reset;
         }
-        // Bits are only added.
+        // Bits can only be added.
         let mut added = value & !self.status & !NEEDS_RESET;
         if added & FEATURES_OK != 0
             && (self.accepted & !self.offered != 0 || self.accepted & 1 << VIRTIO_F_VERSION_1 == 0)
@@ -379,9 +377,9 @@ impl Common {
         }
         self.status |= added;
         if added & DRIVER_OK != 0 && self.status() & NEEDS_RESET == 0 {
-            Effect::Activate
+            RegisterEffect::Activate
         } else {
-            Effect::None
+            RegisterEffect::None
         }
     }
 }

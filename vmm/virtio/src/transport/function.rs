@@ -1,15 +1,15 @@
-//! A device as a PCI function (virtio 1.2, 4.1.3 and 4.1.4).
+//! PCI function of a virtio device (virtio 1.2, 4.1.3 and 4.1.4).
 //!
-//! It has one BAR of memory:
+//! The function has one memory BAR:
 //!
-//! | offset | what |
+//! | offset | contents |
 //! |---|---|
 //! | 0x0000 | common configuration |
-//! | 0x1000 | interrupt status, which is always 0: there are messages only |
-//! | 0x2000 | the device's configuration |
+//! | 0x1000 | interrupt status, always 0 because only MSI-X is supported |
+//! | 0x2000 | device configuration |
 //! | 0x3000 | doorbells, four bytes for each queue |
 //! | 0x4000 | MSI-X table |
-//! | 0x5000 | MSI-X pending bits |
+//! | 0x5000 | MSI-X Pending Bit Array |
 
 use std::io;
 use std::sync::Arc;
@@ -18,13 +18,15 @@ use perf_core::error_line;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::common::{Common, Effect};
-use super::machine::Machine;
-use super::msix::{self, Msix};
-use super::space::{self, ConfigSpace, Identity};
-use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, Interrupt, VirtioDevice};
+use super::common::{CommonConfig, RegisterEffect};
+use super::machine::PciBackend;
+use super::msix::{self, MsixTable};
+use super::space::{self, PciConfigSpace, PciIdentity};
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, VirtioDevice,
+};
 
-/// Bytes of the BAR.
+/// Size of the BAR, in bytes.
 pub(super) const BAR_BYTES: u32 = 0x8000;
 const COMMON: u64 = 0x0000;
 const ISR: u64 = 0x1000;
@@ -33,77 +35,79 @@ const DOORBELLS: u64 = 0x3000;
 const TABLE: u64 = 0x4000;
 const PENDING: u64 = 0x5000;
 const REGION_BYTES: u32 = 0x1000;
-/// Bytes between two doorbells.
+/// Distance between two doorbells, in bytes.
 const DOORBELL_BYTES: u32 = 4;
 
-/// The most queues of a device: with one interrupt more, their table fills its region.
+/// Maximum number of queues of a device. With one additional interrupt, their MSI-X table fills its
+/// region.
 pub(super) const MAX_QUEUES: usize = 255;
 
-/// Who made it, as virtio has it; devices are numbered from 0x1040 (4.1.2).
+/// PCI vendor ID of virtio devices. Device IDs start at 0x1040 (4.1.2).
 const VENDOR: u16 = 0x1AF4;
 const FIRST_DEVICE: u16 = 0x1040;
-/// Not a transitional device.
+/// Revision ID of a non-transitional device.
 const REVISION: u8 = 1;
 
-/// Capabilities: of the vendor, and MSI-X.
+/// PCI capability IDs: vendor-specific and MSI-X.
 const CAP_VENDOR: u8 = 0x09;
 const CAP_MSIX: u8 = 0x11;
-/// Kinds of the vendor's (4.1.4).
+/// Types of virtio capabilities (4.1.4).
 const CFG_COMMON: u8 = 1;
 const CFG_NOTIFY: u8 = 2;
 const CFG_ISR: u8 = 3;
 const CFG_DEVICE: u8 = 4;
 const CFG_ACCESS: u8 = 5;
-/// Offsets in the capability that gives access to the BAR: its offset, its length, the window.
+/// Offsets in the PCI configuration access capability: BAR number, offset, length and data window.
 const ACCESS_BAR: usize = 4;
 const ACCESS_OFFSET: usize = 8;
 const ACCESS_LENGTH: usize = 12;
 const ACCESS_DATA: usize = 16;
 
-/// A device behind its registers.
-pub(super) struct Function {
-    space: ConfigSpace,
+/// A device and its PCI registers.
+pub(super) struct PciFunction {
+    space: PciConfigSpace,
     msix_at: usize,
     access_at: usize,
-    common: Common,
-    msix: Msix,
+    common: CommonConfig,
+    msix: MsixTable,
     device: Box<dyn VirtioDevice>,
     kicks: Vec<Arc<EventFd>>,
     memory: GuestMemoryMmap,
-    machine: Arc<dyn Machine>,
-    /// The address that the guest finds first.
+    machine: Arc<dyn PciBackend>,
+    /// Initial BAR address.
     home: u32,
-    /// Whether the device is active, and with which queues.
+    /// Indices of the active queues, or `None` if the device is not active.
     active: Option<Vec<usize>>,
-    /// Doorbells that the machine has: address and queue.
+    /// Doorbells registered with the machine: address and queue index.
     doorbells: Vec<(u64, usize)>,
-    said: Said,
+    said: LoggedErrors,
 }
 
-/// What was said of this function: a guest may cause it as often as it likes.
+/// Messages already logged for this function. The guest can trigger them repeatedly.
 #[derive(Debug, Default)]
-struct Said {
+struct LoggedErrors {
     doorbell: bool,
     activation: bool,
 }
 
-impl Function {
-    /// `home` is the address of its BAR, `first_line` the bus's number of its first interrupt.
+impl PciFunction {
+    /// Creates a function whose BAR is at `home` and whose first interrupt has the bus-wide number
+    /// `first_line`.
     pub(super) fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemoryMmap,
-        machine: Arc<dyn Machine>,
+        machine: Arc<dyn PciBackend>,
         home: u32,
         first_line: u32,
     ) -> io::Result<Self> {
         let sizes = device.queue_max_sizes();
-        let vectors = vectors_of(sizes.len());
+        let vectors = vector_count(sizes.len());
         let kicks = sizes
             .iter()
             .map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new));
         let kicks = kicks.collect::<io::Result<Vec<_>>>()?;
-        let msix = Msix::new(machine.clone(), first_line, vectors)?;
-        let common = Common::new(device.features(), sizes, msix.count());
+        let msix = MsixTable::new(machine.clone(), first_line, vectors)?;
+        let common = CommonConfig::new(device.features(), sizes, msix.count());
         let (space, msix_at, access_at) = config_space(&*device, vectors, home);
         Ok(Self {
             space,
@@ -118,17 +122,17 @@ impl Function {
             home,
             active: None,
             doorbells: Vec::new(),
-            said: Said::default(),
+            said: LoggedErrors::default(),
         })
     }
 
-    /// Where the function decodes memory; `None`: nowhere.
+    /// Returns the base address of the decoded memory, or `None` if memory decoding is disabled.
     pub(super) fn decodes(&self) -> Option<u64> {
         let on = self.space.u16(space::COMMAND) & space::COMMAND_MEMORY != 0;
         on.then(|| self.space.u32(space::BAR0).into())
     }
 
-    /// A guest's read of the configuration space.
+    /// Handles a guest read of the configuration space.
     pub(super) fn read_config(&mut self, at: usize, data: &mut [u8]) {
         if let Some((offset, length)) = self.window(at, data.len()) {
             let mut value = [0; 4];
@@ -138,7 +142,7 @@ impl Function {
         self.space.read(at, data);
     }
 
-    /// A guest's write to the configuration space.
+    /// Handles a guest write to the configuration space.
     pub(super) fn write_config(&mut self, at: usize, data: &[u8]) {
         self.space.write(at, data);
         if let Some((offset, length)) = self.window(at, data.len()) {
@@ -147,11 +151,11 @@ impl Function {
             self.write_bar(offset, &value[..length]);
         }
         self.msix.set_control(self.space.u16(self.msix_at + 2));
-        self.settle_doorbells();
+        self.update_doorbells();
     }
 
-    /// The part of the BAR that an access of `len` bytes to the configuration space reaches through its
-    /// window (4.1.4.9).
+    /// Returns the BAR range that a configuration access of `len` bytes reaches through the PCI
+    /// configuration access capability (4.1.4.9).
     fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let cap = self.access_at;
         let length = usize::try_from(self.space.u32(cap + ACCESS_LENGTH)).ok()?;
@@ -162,7 +166,7 @@ impl Function {
         (fits && at == cap + ACCESS_DATA && len >= length).then(|| (offset.into(), length))
     }
 
-    /// A guest's read of the BAR.
+    /// Handles a guest read of the BAR.
     pub(super) fn read_bar(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         let (region, inside) = split(offset);
@@ -171,22 +175,22 @@ impl Function {
             DEVICE => self.device.read_config(offset - DEVICE, data),
             TABLE => self.msix.read_table(inside, data),
             PENDING => self.msix.read_pending(inside, data),
-            // No interrupt but messages; doorbells and what nobody has read as 0.
+            // The interrupt status, doorbells and unused offsets read as 0.
             _ => {}
         }
     }
 
-    /// A guest's write to the BAR.
+    /// Handles a guest write to the BAR.
     pub(super) fn write_bar(&mut self, offset: u64, data: &[u8]) {
         let (region, inside) = split(offset);
         match region {
             COMMON => match self.common.write(inside, data) {
-                Effect::None => {}
-                Effect::Reset => self.reset_device(),
-                Effect::Activate => self.activate(),
+                RegisterEffect::None => {}
+                RegisterEffect::Reset => self.reset_device(),
+                RegisterEffect::Activate => self.activate(),
             },
             DEVICE => self.device.write_config(offset - DEVICE, data),
-            // Where the machine has no doorbell (yet).
+            // Doorbell writes exit to the VMM only while no ioeventfd is registered for them.
             DOORBELLS => {
                 if let Some(kick) = self.kicks.get(inside / DOORBELL_BYTES as usize) {
                     let _ = kick.write(1);
@@ -197,27 +201,27 @@ impl Function {
         }
     }
 
-    /// As after power-on: the device is stopped, the registers are as they were found first.
+    /// Stops the device and restores the power-on values of all registers.
     pub(super) fn reset(&mut self) {
         self.reset_device();
         self.msix.reset();
-        let (space, ..) = config_space(&*self.device, vectors_of(self.kicks.len()), self.home);
+        let (space, ..) = config_space(&*self.device, vector_count(self.kicks.len()), self.home);
         self.space = space;
-        self.settle_doorbells();
+        self.update_doorbells();
     }
 
     fn reset_device(&mut self) {
         if self.active.take().is_some() {
             self.device.reset();
         }
-        self.settle_doorbells();
+        self.update_doorbells();
         self.common.reset();
         for kick in &self.kicks {
             let _ = kick.read();
         }
     }
 
-    /// The driver is ready.
+    /// Activates the device after the driver has set DRIVER_OK.
     fn activate(&mut self) {
         if self.active.is_some() {
             return;
@@ -233,7 +237,7 @@ impl Function {
         match result {
             Ok(queues) => {
                 self.active = Some(queues);
-                self.settle_doorbells();
+                self.update_doorbells();
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.said.activation, true) {
@@ -264,7 +268,7 @@ impl Function {
                 Ok(Some(ActiveQueue {
                     queue,
                     kick: kick.clone(),
-                    interrupt: Interrupt::new(self.msix.vector(registers.vector)),
+                    interrupt: DeviceInterrupt::new(self.msix.vector(registers.vector)),
                 }))
             });
         Ok(Activation {
@@ -272,20 +276,20 @@ impl Function {
             features: self.common.accepted(),
             queues: queues.collect::<Result<_, _>>()?,
             config_change: self.config_change(),
-            last_resort: self.machine.last_resort(),
+            fatal_error_callback: self.machine.fatal_error_callback(),
         })
     }
 
-    fn config_change(&self) -> ConfigChange {
-        let interrupt = Interrupt::new(self.msix.vector(self.common.config_vector));
-        let Common {
+    fn config_change(&self) -> ConfigChangeNotifier {
+        let interrupt = DeviceInterrupt::new(self.msix.vector(self.common.config_vector));
+        let CommonConfig {
             generation, broken, ..
         } = &self.common;
-        ConfigChange::new(generation.clone(), broken.clone(), interrupt)
+        ConfigChangeNotifier::new(generation.clone(), broken.clone(), interrupt)
     }
 
-    /// Registers the doorbells of an active device's queues where the guest has put the BAR.
-    fn settle_doorbells(&mut self) {
+    /// Registers the doorbells of the active queues at the current BAR address.
+    fn update_doorbells(&mut self) {
         let wanted: Vec<(u64, usize)> = match (&self.active, self.decodes()) {
             (Some(queues), Some(base)) => queues
                 .iter()
@@ -297,7 +301,7 @@ impl Function {
             return;
         }
         for (address, n) in std::mem::take(&mut self.doorbells) {
-            // One that the machine refused is not there.
+            // Removal fails for a doorbell that the machine did not accept.
             let _ = self.machine.remove_doorbell(address, &self.kicks[n]);
         }
         for &(address, n) in &wanted {
@@ -312,28 +316,29 @@ impl Function {
     }
 }
 
-impl Drop for Function {
+impl Drop for PciFunction {
     fn drop(&mut self) {
         self.reset_device();
     }
 }
 
-/// Interrupts of a device: one for each queue, and one for changes of the configuration.
-pub(super) fn vectors_of(queues: usize) -> u16 {
+/// Returns the number of interrupts of a device: one per queue and one for configuration changes.
+pub(super) fn vector_count(queues: usize) -> u16 {
     u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(1)
 }
 
-/// The region of an offset in the BAR, and the offset in the region.
+/// Splits an offset in the BAR into a region and the offset in that region.
 #[expect(clippy::cast_possible_truncation, reason = "less than a region's size")]
 fn split(offset: u64) -> (u64, usize) {
     let inside = offset % u64::from(REGION_BYTES);
     (offset - inside, inside as usize)
 }
 
-/// The configuration space; where its MSI-X capability is, and the one that gives access to the BAR.
-fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSpace, usize, usize) {
+/// Builds the configuration space. Also returns the offsets of the MSI-X capability and the PCI
+/// configuration access capability.
+fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (PciConfigSpace, usize, usize) {
     let id = FIRST_DEVICE.saturating_add(u16::try_from(device.id()).unwrap_or(0));
-    let mut space = ConfigSpace::new(Identity {
+    let mut space = PciConfigSpace::new(PciIdentity {
         vendor: VENDOR,
         device: id,
         revision: REVISION,
@@ -342,38 +347,39 @@ fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSp
     space.set(space::SUBSYSTEM_VENDOR_ID, &VENDOR.to_le_bytes());
     space.set(space::SUBSYSTEM_ID, &id.to_le_bytes());
     let command = space::COMMAND_MEMORY | space::COMMAND_MASTER | space::COMMAND_NO_INTX;
-    space.let_write(space::COMMAND, &command.to_le_bytes());
+    space.set_writable(space::COMMAND, &command.to_le_bytes());
     space.set(space::BAR0, &home.to_le_bytes());
-    space.let_write(space::BAR0, &(!(BAR_BYTES - 1)).to_le_bytes());
+    space.set_writable(space::BAR0, &(!(BAR_BYTES - 1)).to_le_bytes());
 
     let mut cap = |kind: u8, offset: u64, length: u32, rest: &[u8]| {
         let len = u8::try_from(16 + rest.len()).unwrap_or(16);
-        // Length of the capability, kind, BAR 0, its number among those of the kind, padding.
+        // Capability length, type, BAR 0, ID among capabilities of this type, padding.
         let mut body = vec![len, kind, 0, 0, 0, 0];
         body.extend_from_slice(&u32::try_from(offset).unwrap_or(0).to_le_bytes());
         body.extend_from_slice(&length.to_le_bytes());
         body.extend_from_slice(rest);
         space.add_capability(CAP_VENDOR, &body)
     };
-    // A driver takes the first of a kind, and the last that was added is the first in the list.
+    // A driver uses the first capability of a type, and the one added last is first in the list.
     let access_at = cap(CFG_ACCESS, 0, 0, &[0; 4]);
     cap(CFG_NOTIFY, DOORBELLS, REGION_BYTES, &DOORBELL_BYTES.to_le_bytes());
     cap(CFG_DEVICE, DEVICE, REGION_BYTES, &[]);
     cap(CFG_ISR, ISR, REGION_BYTES, &[]);
     cap(CFG_COMMON, COMMON, REGION_BYTES, &[]);
-    space.let_write(access_at + ACCESS_BAR, &[0xFF]);
-    space.let_write(access_at + ACCESS_OFFSET, &[0xFF; 12]);
+    space.set_writable(access_at + ACCESS_BAR, &[0xFF]);
+    space.set_writable(access_at + ACCESS_OFFSET, &[0xFF; 12]);
 
     let mut body = (vectors - 1).to_le_bytes().to_vec();
     for region in [TABLE, PENDING] {
         body.extend_from_slice(&u32::try_from(region).unwrap_or(0).to_le_bytes());
     }
     let msix_at = space.add_capability(CAP_MSIX, &body);
-    space.let_write(msix_at + 2, &msix::CONTROL_WRITABLE.to_le_bytes());
+    space.set_writable(msix_at + 2, &msix::CONTROL_WRITABLE.to_le_bytes());
     (space, msix_at, access_at)
 }
 
-/// The class that tools show (PCI code and ID assignment, 1.11); drivers look at the device's number.
+/// Returns the PCI class code that tools display (PCI code and ID assignment, 1.11). Drivers match
+/// the device ID only.
 fn class_of(id: u32) -> [u8; 3] {
     use virtio_bindings::virtio_ids::{VIRTIO_ID_BLOCK, VIRTIO_ID_CONSOLE, VIRTIO_ID_FS, VIRTIO_ID_NET};
     match id {

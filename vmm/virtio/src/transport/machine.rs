@@ -1,47 +1,50 @@
-//! What the transport asks of the machine around it.
+//! The interface of the transport to the machine: doorbells and message-signalled interrupts.
 
 use std::io;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::LastResort;
+use crate::device::FatalErrorCallback;
 
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Message {
-    /// Where, as the guest wrote it.
+pub struct MsiMessage {
+    /// Address of the write, as programmed by the guest.
     pub address: u64,
-    /// What.
+    /// Value of the write.
     pub data: u32,
 }
 
-/// Joins eventfds to the guest. The calls come from vCPU threads, one at a time for each eventfd.
-pub trait Machine: Send + Sync {
-    /// From now on a guest's write to `address`, of any length and value, signals `kick` without an exit.
+/// Attaches eventfds to the guest. Methods are called on vCPU threads, at most one at a time for
+/// each eventfd.
+pub trait PciBackend: Send + Sync {
+    /// Registers a doorbell: a guest write to `address`, of any length and value, signals `kick`
+    /// without an exit.
     ///
     /// # Errors
-    /// The machine cannot, for instance because `address` has a doorbell; writes there come as exits then.
+    /// Returns an error if the machine cannot register it, for example because `address` already
+    /// has a doorbell. Writes then cause exits.
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
-    /// Takes such a doorbell away.
+    /// Removes a doorbell.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if the doorbell does not exist.
     fn remove_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
-    /// From now on a signal of `vector` sends `message`. `line` is the vector's number on the bus: each has
-    /// one of its own.
+    /// Routes signals of `vector` to `message`. `line` is the bus-wide number of the vector and is
+    /// unique.
     ///
     /// # Errors
-    /// The machine cannot; nothing is sent.
-    fn connect(&self, line: u32, message: Message, vector: &EventFd) -> io::Result<()>;
+    /// Returns an error if the machine cannot create the route, in which case no message is sent.
+    fn connect(&self, line: u32, message: MsiMessage, vector: &EventFd) -> io::Result<()>;
 
-    /// From now on signals of `vector` stay in it.
+    /// Removes the route of `vector`. Later signals stay pending in the eventfd.
     ///
     /// # Errors
-    /// It was not connected.
+    /// Returns an error if `vector` is not connected.
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()>;
 
-    /// What ends the machine when a device's thread has ended that nobody has stopped.
-    fn last_resort(&self) -> LastResort;
+    /// Returns the callback that terminates the machine if a device thread ends unexpectedly.
+    fn fatal_error_callback(&self) -> FatalErrorCallback;
 }

@@ -1,21 +1,22 @@
-//! Virtio over PCI (virtio 1.2, 4.1): how a driver in the guest finds a device, sets it up, kicks its queues
-//! and is interrupted.
+//! Virtio over PCI (virtio 1.2, 4.1): device discovery, configuration, queue notifications and
+//! interrupts.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`machine`] | what the transport asks of the machine: doorbells and messages, with eventfds for both |
-//! | [`bus`] | the PCI bus: the configuration ports, and the memory the functions decode |
+//! | [`machine`] | interface to the machine: doorbells and messages, both based on eventfds |
+//! | [`bus`] | the PCI bus: configuration ports and routing of memory accesses |
 //! | `function` | a device as a PCI function: its capabilities and the regions of its BAR |
-//! | `common` | the registers by which the driver sets a device up: features, status, queues |
-//! | `msix` | the table of interrupts |
+//! | `common` | common configuration registers: features, status, queues |
+//! | `msix` | the MSI-X table |
 //! | `space` | a type 0 configuration space |
 //!
-//! Everything here runs on vCPU threads, on exits for registers only. The data path has none: kicks go from
-//! KVM to the device's eventfd, interrupts from the device's eventfd to KVM. Each function has a lock of its
-//! own, held for one access; the device's thread never takes it.
+//! This code runs on vCPU threads and handles register exits only. The data path causes no exits:
+//! KVM signals the device's eventfd for notifications, and the device signals KVM's irqfd for
+//! interrupts. Each function has its own lock, held for one access. The device's thread never takes
+//! that lock.
 //!
-//! The guest is hostile: any access of any width at any offset is safe, and registers that are set up in the
-//! wrong order are not taken. What the device cannot work with (queues outside of RAM) ends in
+//! The guest is untrusted. Accesses of any width at any offset are safe, and register writes in the
+//! wrong order are ignored. An unusable configuration, such as queues outside RAM, results in
 //! DEVICE_NEEDS_RESET.
 
 pub mod bus;

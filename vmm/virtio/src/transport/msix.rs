@@ -1,36 +1,36 @@
-//! MSI-X: the table of interrupts of a function (PCI 3.0, 6.8.2).
+//! MSI-X table of a PCI function (PCI 3.0, 6.8.2).
 //!
-//! Each entry has an eventfd that the device signals. While the entry can send, the machine has the eventfd
-//! and no thread of ours is involved. While it is masked, the eventfd keeps what is pending, and the Pending
-//! Bit Array is read from it.
+//! Each entry has an eventfd that the device signals. While the entry is unmasked, the machine owns
+//! the eventfd as an irqfd and no VMM thread is involved. While the entry is masked, the eventfd
+//! holds the pending interrupt, and reads of the Pending Bit Array query it.
 
 use std::io;
 use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::machine::{Machine, Message};
+use super::machine::{MsiMessage, PciBackend};
 use perf_core::{error_line, guest_log};
 
-/// Bytes of an entry: address, data, control.
+/// Size of a table entry (address, data, control), in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;
-/// Entry control: nothing is sent.
+/// Mask bit of the entry's vector control.
 const ENTRY_MASKED: u32 = 1 << 0;
-/// Message control: all entries are masked; messages are sent at all.
+/// Bits of message control: function mask and MSI-X enable.
 const CONTROL_MASKED: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
-/// What of message control the guest can write.
+/// Guest-writable bits of message control.
 pub(super) const CONTROL_WRITABLE: u16 = CONTROL_MASKED | CONTROL_ENABLE;
 
-struct Entry {
-    message: Message,
+struct MsixEntry {
+    message: MsiMessage,
     control: u32,
     vector: Arc<EventFd>,
-    /// What the machine sends for it at present.
-    connected: Option<Message>,
+    /// The message that the machine currently sends for the entry.
+    connected: Option<MsiMessage>,
 }
 
-impl Entry {
+impl MsixEntry {
     fn bytes(&self) -> [u8; ENTRY_BYTES] {
         let mut bytes = [0; ENTRY_BYTES];
         bytes[..8].copy_from_slice(&self.message.address.to_le_bytes());
@@ -41,7 +41,7 @@ impl Entry {
 
     fn set_bytes(&mut self, bytes: &[u8; ENTRY_BYTES]) {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-        self.message = Message {
+        self.message = MsiMessage {
             // The lowest two bits are always zero (6.8.2.7).
             address: u64::from(word(0) & !3) | u64::from(word(4)) << 32,
             data: word(8),
@@ -50,22 +50,21 @@ impl Entry {
     }
 }
 
-/// The table of one function.
-pub(super) struct Msix {
-    machine: Arc<dyn Machine>,
-    /// The bus's number of the first entry.
+pub(super) struct MsixTable {
+    machine: Arc<dyn PciBackend>,
+    /// Bus-wide number of the first entry.
     first_line: u32,
-    entries: Vec<Entry>,
+    entries: Vec<MsixEntry>,
     control: u16,
-    /// A connection failed, and it was said.
+    /// `true` after a connection failure has been logged.
     said: bool,
 }
 
-impl Msix {
-    pub(super) fn new(machine: Arc<dyn Machine>, first_line: u32, entries: u16) -> io::Result<Self> {
+impl MsixTable {
+    pub(super) fn new(machine: Arc<dyn PciBackend>, first_line: u32, entries: u16) -> io::Result<Self> {
         let entries = (0..entries).map(|_| {
-            Ok(Entry {
-                message: Message::default(),
+            Ok(MsixEntry {
+                message: MsiMessage::default(),
                 control: ENTRY_MASKED,
                 vector: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
                 connected: None,
@@ -80,30 +79,30 @@ impl Msix {
         })
     }
 
-    /// What a device signals to raise the interrupt `vector`; `None`: there is no such entry.
+    /// Returns the eventfd that raises interrupt `vector`, or `None` if the entry does not exist.
     pub(super) fn vector(&self, vector: u16) -> Option<Arc<EventFd>> {
         self.entries
             .get(usize::from(vector))
             .map(|entry| entry.vector.clone())
     }
 
-    /// How many interrupts there are.
+    /// Returns the number of table entries.
     pub(super) fn count(&self) -> usize {
         self.entries.len()
     }
 
-    /// The guest has written message control.
+    /// Handles a guest write to message control.
     pub(super) fn set_control(&mut self, control: u16) {
         let control = control & CONTROL_WRITABLE;
         if control != self.control {
             self.control = control;
             for entry in 0..self.entries.len() {
-                self.settle(entry);
+                self.update_route(entry);
             }
         }
     }
 
-    /// A guest's read of the table; behind its end it finds zeros.
+    /// Handles a guest read of the table. Bytes beyond its end read as 0.
     pub(super) fn read_table(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let at = at + i;
@@ -112,7 +111,7 @@ impl Msix {
         }
     }
 
-    /// A guest's write of any length anywhere in the table.
+    /// Handles a guest write of any length at any offset of the table.
     pub(super) fn write_table(&mut self, at: usize, data: &[u8]) {
         let mut rest = data;
         let mut at = at;
@@ -124,13 +123,13 @@ impl Msix {
             let mut bytes = entry.bytes();
             bytes[inside..inside + now.len()].copy_from_slice(now);
             entry.set_bytes(&bytes);
-            self.settle(at / ENTRY_BYTES);
+            self.update_route(at / ENTRY_BYTES);
             at += now.len();
             rest = later;
         }
     }
 
-    /// A guest's read of the Pending Bit Array: what masked entries keep.
+    /// Handles a guest read of the Pending Bit Array, which reports the pending masked entries.
     pub(super) fn read_pending(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let first = (at + i).saturating_mul(8);
@@ -144,19 +143,19 @@ impl Msix {
         }
     }
 
-    /// As after power-on: nothing is sent, nothing is pending.
+    /// Restores the power-on state: all entries disconnected, no interrupt pending.
     pub(super) fn reset(&mut self) {
         self.control = 0;
         for n in 0..self.entries.len() {
             self.entries[n].set_bytes(&[0; ENTRY_BYTES]);
             self.entries[n].control = ENTRY_MASKED;
-            self.settle(n);
+            self.update_route(n);
             let _ = self.entries[n].vector.read();
         }
     }
 
-    /// Tells the machine what message the vector sends: the entry's, or none.
-    fn settle(&mut self, n: usize) {
+    /// Connects or disconnects entry `n` according to its mask and message.
+    fn update_route(&mut self, n: usize) {
         let Some((entry, line)) = self
             .entries
             .get_mut(n)
@@ -181,7 +180,8 @@ impl Msix {
         let Some(message) = wanted else {
             return;
         };
-        // What came in the meantime is sent now. Taken out first, or KVM may send it twice.
+        // Deliver an interrupt that arrived in the meantime. Drain the eventfd first, otherwise KVM
+        // may send the message twice.
         let pending = entry.vector.read().is_ok();
         match self.machine.connect(line, message, &entry.vector) {
             Ok(()) => {
@@ -199,15 +199,16 @@ impl Msix {
     }
 }
 
-impl Drop for Msix {
+impl Drop for MsixTable {
     fn drop(&mut self) {
         self.reset();
     }
 }
 
-/// Whether a masked entry keeps an interrupt. One that is connected keeps none: the machine has it.
-fn is_pending(entry: &Entry) -> bool {
-    // Whatever a device signals in between is added.
+/// Returns whether a masked entry has a pending interrupt. The machine owns the eventfd of a
+/// connected entry, so such an entry is never pending.
+fn is_pending(entry: &MsixEntry) -> bool {
+    // Restore the count. Concurrent signals of the device add to it.
     entry.connected.is_none()
         && entry
             .vector
@@ -217,56 +218,59 @@ fn is_pending(entry: &Entry) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{Call, FakeMachine};
+    use super::super::testing::{BackendCall, MockPciBackend};
     use super::*;
 
     const ADDRESS: u64 = 0xFEE0_1000;
 
-    fn table() -> (Msix, Arc<FakeMachine>) {
-        let machine = Arc::new(FakeMachine::default());
-        (Msix::new(machine.clone(), 10, 3).unwrap(), machine)
+    fn table() -> (MsixTable, Arc<MockPciBackend>) {
+        let machine = Arc::new(MockPciBackend::default());
+        (MsixTable::new(machine.clone(), 10, 3).unwrap(), machine)
     }
 
-    /// Writes an entry as Linux does: masked, its message, unmasked.
-    fn set(msix: &mut Msix, n: usize, data: u32) {
+    /// Programs an entry as Linux does: mask, write the message, unmask.
+    fn set(msix: &mut MsixTable, n: usize, data: u32) {
         msix.write_table(n * 16 + 12, &[1, 0, 0, 0]);
         msix.write_table(n * 16, &ADDRESS.to_le_bytes());
         msix.write_table(n * 16 + 8, &data.to_le_bytes());
         msix.write_table(n * 16 + 12, &[0, 0, 0, 0]);
     }
 
-    fn message(data: u32) -> Message {
-        Message {
+    fn message(data: u32) -> MsiMessage {
+        MsiMessage {
             address: ADDRESS,
             data,
         }
     }
 
     #[test]
-    fn an_entry_is_connected_while_it_can_send() {
+    fn msix_entry_is_connected_while_unmasked() {
         let (mut msix, machine) = table();
         set(&mut msix, 1, 0x41);
         assert_eq!(machine.take(), [], "messages are not on");
         msix.set_control(CONTROL_ENABLE | CONTROL_MASKED);
         assert_eq!(machine.take(), []);
         msix.set_control(CONTROL_ENABLE);
-        assert_eq!(machine.take(), [Call::Connect(11, message(0x41))]);
+        assert_eq!(machine.take(), [BackendCall::Connect(11, message(0x41))]);
         msix.write_table(16 + 12, &[1]);
-        assert_eq!(machine.take(), [Call::Disconnect(11)]);
+        assert_eq!(machine.take(), [BackendCall::Disconnect(11)]);
         set(&mut msix, 1, 0x42);
-        assert_eq!(machine.take(), [Call::Connect(11, message(0x42))]);
-        // Written while it can send.
+        assert_eq!(machine.take(), [BackendCall::Connect(11, message(0x42))]);
+        // The message of an unmasked entry changes.
         msix.write_table(16 + 8, &[0x43]);
         assert_eq!(
             machine.take(),
-            [Call::Disconnect(11), Call::Connect(11, message(0x43))]
+            [
+                BackendCall::Disconnect(11),
+                BackendCall::Connect(11, message(0x43))
+            ]
         );
         drop(msix);
-        assert_eq!(machine.take(), [Call::Disconnect(11)]);
+        assert_eq!(machine.take(), [BackendCall::Disconnect(11)]);
     }
 
     #[test]
-    fn a_masked_entry_keeps_what_is_pending_and_shows_it() {
+    fn masked_msix_entry_holds_pending_interrupt() {
         let (mut msix, machine) = table();
         msix.set_control(CONTROL_ENABLE);
         let vector = msix.vector(2).unwrap();
@@ -277,7 +281,7 @@ mod tests {
             assert_eq!(pending, [4, 0, 0, 0, 0, 0, 0, 0]);
         }
         set(&mut msix, 2, 7);
-        assert_eq!(machine.take(), [Call::Connect(12, message(7))]);
+        assert_eq!(machine.take(), [BackendCall::Connect(12, message(7))]);
         assert_eq!(vector.read().unwrap(), 1, "sent once");
         msix.reset();
         vector.write(1).unwrap();
@@ -287,14 +291,14 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_refuses_leaves_the_entry_masked() {
+    fn failed_route_leaves_msix_entry_disconnected() {
         let (mut msix, machine) = table();
         machine.refuse(true);
         msix.set_control(CONTROL_ENABLE);
         set(&mut msix, 0, 1);
         machine.refuse(false);
         msix.write_table(12, &[0]);
-        assert_eq!(machine.take(), [Call::Connect(10, message(1))]);
+        assert_eq!(machine.take(), [BackendCall::Connect(10, message(1))]);
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! The configuration space of a PCI function with a type 0 header (PCI 3.0, 6.1).
+//! Configuration space of a PCI function with a type 0 header (PCI 3.0, 6.1).
 
-/// Bytes of a configuration space.
+/// Size of a configuration space, in bytes.
 pub(super) const SPACE_BYTES: usize = 256;
 
-/// Registers of the header.
+/// Offsets of the header registers.
 pub(super) const VENDOR_ID: usize = 0x00;
 pub(super) const DEVICE_ID: usize = 0x02;
 pub(super) const COMMAND: usize = 0x04;
@@ -14,38 +14,38 @@ pub(super) const BAR0: usize = 0x10;
 pub(super) const SUBSYSTEM_VENDOR_ID: usize = 0x2C;
 pub(super) const SUBSYSTEM_ID: usize = 0x2E;
 pub(super) const CAPABILITIES: usize = 0x34;
-/// First byte behind the header.
+/// First offset after the header.
 pub(super) const HEADER_END: usize = 0x40;
 
-/// Command: the function decodes its memory BARs.
+/// Command register: memory space enable.
 pub(super) const COMMAND_MEMORY: u16 = 1 << 1;
-/// Command: the function may write memory, and so send messages.
+/// Command register: bus master enable, required for MSI-X messages.
 pub(super) const COMMAND_MASTER: u16 = 1 << 2;
-/// Command: INTx is off. The function has none; drivers set the bit all the same.
+/// Command register: INTx disable. The function has no INTx, but drivers set the bit anyway.
 pub(super) const COMMAND_NO_INTX: u16 = 1 << 10;
-/// Status: there is a list of capabilities.
+/// Status register: capabilities list.
 pub(super) const STATUS_CAPABILITIES: u16 = 1 << 4;
 
-/// Who a function says it is.
+/// Identification registers of a function.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Identity {
+pub(super) struct PciIdentity {
     pub vendor: u16,
     pub device: u16,
     pub revision: u8,
-    /// Base class, sub-class, programming interface.
+    /// Base class, sub-class and programming interface.
     pub class: [u8; 3],
 }
 
-/// The bytes that a guest reads, and the bits of them that it can write.
+/// Register contents and their guest-writable bits.
 #[derive(Clone, Debug)]
-pub(super) struct ConfigSpace {
+pub(super) struct PciConfigSpace {
     bytes: [u8; SPACE_BYTES],
     writable: [u8; SPACE_BYTES],
     next_capability: usize,
 }
 
-impl ConfigSpace {
-    pub(super) fn new(who: Identity) -> Self {
+impl PciConfigSpace {
+    pub(super) fn new(who: PciIdentity) -> Self {
         let mut space = Self {
             bytes: [0; SPACE_BYTES],
             writable: [0; SPACE_BYTES],
@@ -59,22 +59,22 @@ impl ConfigSpace {
         space
     }
 
-    /// Sets what a guest reads from `at` on. The layout is ours: it fits.
+    /// Sets the register contents at `at`. The caller ensures that `value` fits.
     pub(super) fn set(&mut self, at: usize, value: &[u8]) {
         self.bytes[at..at + value.len()].copy_from_slice(value);
     }
 
-    /// Lets the guest write the bits of `mask`, from `at` on.
-    pub(super) fn let_write(&mut self, at: usize, mask: &[u8]) {
+    /// Makes the bits of `mask` guest-writable, starting at offset `at`.
+    pub(super) fn set_writable(&mut self, at: usize, mask: &[u8]) {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }
 
-    /// Adds a capability to the list: `body` follows its identifier and its link. Returns where it is.
+    /// Adds a capability with `body` after its ID and next pointer, and returns its offset.
     pub(super) fn add_capability(&mut self, id: u8, body: &[u8]) -> usize {
         let at = self.next_capability;
         self.set(at, &[id, self.bytes[CAPABILITIES]]);
         self.set(at + 2, body);
-        // The last that was added is the first that is found.
+        // Capabilities are prepended to the list.
         self.bytes[CAPABILITIES] = u8::try_from(at).unwrap_or(0);
         let status = self.u16(STATUS) | STATUS_CAPABILITIES;
         self.set(STATUS, &status.to_le_bytes());
@@ -90,14 +90,14 @@ impl ConfigSpace {
         u32::from(self.u16(at)) | u32::from(self.u16(at + 2)) << 16
     }
 
-    /// A guest's read of any length anywhere; behind the end it finds zeros.
+    /// Handles a guest read of any length at any offset. Bytes beyond the end read as 0.
     pub(super) fn read(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             *byte = self.bytes.get(at + i).copied().unwrap_or(0);
         }
     }
 
-    /// A guest's write of any length anywhere.
+    /// Handles a guest write of any length at any offset.
     pub(super) fn write(&mut self, at: usize, data: &[u8]) {
         for (i, &new) in data.iter().enumerate() {
             if let (Some(byte), Some(mask)) = (self.bytes.get_mut(at + i), self.writable.get(at + i)) {
@@ -111,24 +111,24 @@ impl ConfigSpace {
 mod tests {
     use super::*;
 
-    fn space() -> ConfigSpace {
-        let mut space = ConfigSpace::new(Identity {
+    fn space() -> PciConfigSpace {
+        let mut space = PciConfigSpace::new(PciIdentity {
             vendor: 0x1AF4,
             device: 0x1044,
             revision: 1,
             class: [0xFF, 0x01, 0x02],
         });
-        space.let_write(BAR0, &0xFFFF_8000u32.to_le_bytes());
+        space.set_writable(BAR0, &0xFFFF_8000u32.to_le_bytes());
         space
     }
 
     #[test]
-    fn a_header_says_who_it_is_and_only_its_writable_bits_change() {
+    fn only_writable_header_bits_change() {
         let mut s = space();
         assert_eq!((s.u32(VENDOR_ID), s.u32(REVISION)), (0x1044_1AF4, 0xFF01_0201));
         s.write(0, &[0xFF; SPACE_BYTES]);
         assert_eq!((s.u32(VENDOR_ID), s.u32(BAR0)), (0x1044_1AF4, 0xFFFF_8000));
-        // One byte of a register leaves the others.
+        // A one-byte write leaves the other bytes of the register unchanged.
         s.write(BAR0 + 3, &[0xE0]);
         assert_eq!(s.u32(BAR0), 0xE0FF_8000);
     }

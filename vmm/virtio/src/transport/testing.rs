@@ -1,4 +1,4 @@
-//! A machine that writes down what it is asked for, and a device that does.
+//! A mock machine that records the calls it receives, and a mock device.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,28 +6,28 @@ use std::sync::{Arc, Mutex};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::machine::{Machine, Message};
-use crate::device::{ActivateError, Activation, LastResort, VirtioDevice, read_config_bytes};
+use super::machine::{MsiMessage, PciBackend};
+use crate::device::{ActivateError, Activation, FatalErrorCallback, VirtioDevice, read_config_bytes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Call {
+pub(super) enum BackendCall {
     AddDoorbell(u64),
     RemoveDoorbell(u64),
-    Connect(u32, Message),
+    Connect(u32, MsiMessage),
     Disconnect(u32),
 }
 
 #[derive(Debug, Default)]
-pub(super) struct FakeMachine {
-    calls: Mutex<Vec<Call>>,
+pub(super) struct MockPciBackend {
+    calls: Mutex<Vec<BackendCall>>,
     refuses: AtomicBool,
-    /// A device has taken the last resort.
+    /// `true` after a device has triggered [`FatalErrorCallback`].
     pub ended: Arc<AtomicBool>,
 }
 
-impl FakeMachine {
-    /// What was asked for since the last call.
-    pub(super) fn take(&self) -> Vec<Call> {
+impl MockPciBackend {
+    /// Returns and clears the recorded calls.
+    pub(super) fn take(&self) -> Vec<BackendCall> {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
 
@@ -35,7 +35,7 @@ impl FakeMachine {
         self.refuses.store(refuses, Ordering::Relaxed);
     }
 
-    fn add(&self, call: Call) -> io::Result<()> {
+    fn add(&self, call: BackendCall) -> io::Result<()> {
         if self.refuses.load(Ordering::Relaxed) {
             return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
@@ -44,47 +44,47 @@ impl FakeMachine {
     }
 }
 
-impl Machine for FakeMachine {
+impl PciBackend for MockPciBackend {
     fn add_doorbell(&self, address: u64, _: &EventFd) -> io::Result<()> {
-        self.add(Call::AddDoorbell(address))
+        self.add(BackendCall::AddDoorbell(address))
     }
 
     fn remove_doorbell(&self, address: u64, _: &EventFd) -> io::Result<()> {
-        self.add(Call::RemoveDoorbell(address))
+        self.add(BackendCall::RemoveDoorbell(address))
     }
 
-    fn connect(&self, line: u32, message: Message, _: &EventFd) -> io::Result<()> {
-        self.add(Call::Connect(line, message))
+    fn connect(&self, line: u32, message: MsiMessage, _: &EventFd) -> io::Result<()> {
+        self.add(BackendCall::Connect(line, message))
     }
 
     fn disconnect(&self, line: u32, _: &EventFd) -> io::Result<()> {
-        self.add(Call::Disconnect(line))
+        self.add(BackendCall::Disconnect(line))
     }
 
-    fn last_resort(&self) -> LastResort {
+    fn fatal_error_callback(&self) -> FatalErrorCallback {
         let ended = self.ended.clone();
-        LastResort::new(Arc::new(move || ended.store(true, Ordering::Relaxed)))
+        FatalErrorCallback::new(Arc::new(move || ended.store(true, Ordering::Relaxed)))
     }
 }
 
-/// What a device was asked for.
+/// Calls that a mock device received.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct DeviceCalls {
     pub activation: Option<Activation>,
     pub activations: u32,
     pub resets: u32,
     pub refuses: bool,
 }
 
-pub(super) struct FakeDevice {
-    pub seen: Arc<Mutex<Seen>>,
+pub(super) struct MockDevice {
+    pub seen: Arc<Mutex<DeviceCalls>>,
     pub queues: Vec<u16>,
     pub config: Vec<u8>,
 }
 
-impl FakeDevice {
-    pub(super) fn new(queues: &[u16]) -> (Self, Arc<Mutex<Seen>>) {
-        let seen = Arc::new(Mutex::new(Seen::default()));
+impl MockDevice {
+    pub(super) fn new(queues: &[u16]) -> (Self, Arc<Mutex<DeviceCalls>>) {
+        let seen = Arc::new(Mutex::new(DeviceCalls::default()));
         let device = Self {
             seen: seen.clone(),
             queues: queues.to_vec(),
@@ -94,7 +94,7 @@ impl FakeDevice {
     }
 }
 
-impl VirtioDevice for FakeDevice {
+impl VirtioDevice for MockDevice {
     fn id(&self) -> u32 {
         4
     }

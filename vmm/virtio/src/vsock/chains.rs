@@ -1,51 +1,51 @@
-//! Packets in chains of descriptors. Where one descriptor ends and the next begins means nothing (virtio 1.2,
-//! 2.7.4.2): Linux has header and data in one, in two, and from 6.17 on in more.
+//! Packets in descriptor chains. The split of a packet into descriptors is arbitrary (virtio 1.2,
+//! 2.7.4.2): Linux places header and data in one descriptor, in two, and from 6.17 on in more.
 
 use smallvec::SmallVec;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-use super::packet::{HEADER_BYTES, Header};
+use super::packet::{HEADER_BYTES, PacketHeader};
 
-/// A chain in the guest's memory.
 type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
-/// What is wrong with a chain.
+/// A malformed descriptor chain.
 #[derive(Debug, thiserror::Error)]
-pub enum ChainError {
-    /// It has no place for a header.
+pub enum PacketChainError {
+    /// The chain has no space for a header.
     #[error("a packet of {0} bytes has no header")]
     NoHeader(usize),
-    /// It is not RAM.
+    /// A buffer is outside guest RAM.
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
-    /// The header tells of more than there is.
+    /// The header's length exceeds the data in the chain.
     #[error("a packet tells of {len} bytes of data and has {have}")]
     Short {
-        /// What it tells.
+        /// Length in the header, in bytes.
         len: u32,
-        /// What there is.
+        /// Available data, in bytes.
         have: usize,
     },
-    /// More than any packet.
+    /// The header's length exceeds the maximum packet size.
     #[error("a packet tells of {len} bytes of data, and {most} is the most")]
     Long {
-        /// What it tells.
+        /// Length in the header, in bytes.
         len: u32,
-        /// The most.
+        /// Maximum length, in bytes.
         most: usize,
     },
 }
 
-/// Pieces of guest memory, one behind the other.
-struct Pieces {
+/// Consecutive segments of guest memory.
+struct GuestSegments {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
-    /// The first that is not used up.
+    /// Index of the first segment that is not used up.
     first: usize,
 }
 
-impl Pieces {
-    /// Those of a chain that the driver has written, or that it lets us write.
+impl GuestSegments {
+    /// Returns the device-writable segments of a chain if `to_guest` is set, otherwise the
+    /// device-readable ones.
     fn of(chain: Chain<'_>, to_guest: bool) -> Self {
         let wanted = chain.filter(|descriptor| descriptor.is_write_only() == to_guest);
         let rest = wanted.map(|descriptor| (descriptor.addr(), descriptor.len() as usize));
@@ -55,14 +55,14 @@ impl Pieces {
         }
     }
 
-    /// Bytes of all.
+    /// Returns the total length in bytes.
     fn length(&self) -> usize {
         let left = self.rest.iter().skip(self.first);
         left.fold(0, |all, (_, bytes)| all.saturating_add(*bytes))
     }
 
-    /// Goes through the next `most` bytes: `part` gets the address of each part, and where it lies in them.
-    /// How many there were.
+    /// Advances by up to `most` bytes. `part` receives the address of each contiguous range and its
+    /// range within the transfer. Returns the number of bytes.
     fn advance(
         &mut self,
         most: usize,
@@ -76,7 +76,7 @@ impl Pieces {
             part(*at, done..done + count)?;
             done += count;
             *bytes -= count;
-            // At the end of the address space there is nothing behind it.
+            // No segment follows one that reaches the end of the address space.
             *at = at.checked_add(count as u64).unwrap_or(GuestAddress(u64::MAX));
             if *bytes == 0 {
                 self.first += 1;
@@ -94,67 +94,68 @@ impl Pieces {
     }
 }
 
-/// A packet of the driver: its header, and how many bytes of data are in `buffer` now, or why there are none.
+/// Reads a packet of the driver. Returns its header, and either the number of data bytes written to
+/// `buffer` or the reason why the data is invalid.
 ///
 /// # Errors
-/// [`ChainError`]: there is no header.
+/// Returns a [`PacketChainError`] if the chain has no valid header.
 pub fn take(
     memory: &GuestMemoryMmap,
     chain: Chain<'_>,
     buffer: &mut [u8],
-) -> Result<(Header, Result<usize, ChainError>), ChainError> {
-    let mut pieces = Pieces::of(chain, false);
+) -> Result<(PacketHeader, Result<usize, PacketChainError>), PacketChainError> {
+    let mut pieces = GuestSegments::of(chain, false);
     let mut header = [0; HEADER_BYTES];
     let have = pieces.read(memory, &mut header)?;
     if have < HEADER_BYTES {
-        return Err(ChainError::NoHeader(have));
+        return Err(PacketChainError::NoHeader(have));
     }
-    let header = Header::from_bytes(header);
+    let header = PacketHeader::from_bytes(header);
     let len = header.len;
     let most = buffer.len();
     let data = match usize::try_from(len).ok().and_then(|len| buffer.get_mut(..len)) {
-        None => Err(ChainError::Long { len, most }),
+        None => Err(PacketChainError::Long { len, most }),
         Some(data) => match pieces.read(memory, data) {
             Ok(have) if have == data.len() => Ok(have),
-            Ok(have) => Err(ChainError::Short { len, have }),
+            Ok(have) => Err(PacketChainError::Short { len, have }),
             Err(error) => Err(error.into()),
         },
     };
     Ok((header, data))
 }
 
-/// Room for a packet to the driver.
-pub struct Room(Pieces);
+/// Buffer space in a chain for one packet to the driver.
+pub struct PacketBuffer(GuestSegments);
 
-impl Room {
-    /// In a chain that the driver has put in for that.
+impl PacketBuffer {
+    /// Returns the buffer space of a device-writable chain.
     ///
     /// # Errors
-    /// [`ChainError::NoHeader`].
-    pub fn of(chain: Chain<'_>) -> Result<Self, ChainError> {
-        let pieces = Pieces::of(chain, true);
+    /// Returns [`PacketChainError::NoHeader`] if the header does not fit.
+    pub fn of(chain: Chain<'_>) -> Result<Self, PacketChainError> {
+        let pieces = GuestSegments::of(chain, true);
         let bytes = pieces.length();
         if bytes < HEADER_BYTES {
-            return Err(ChainError::NoHeader(bytes));
+            return Err(PacketChainError::NoHeader(bytes));
         }
         Ok(Self(pieces))
     }
 
-    /// For that much data.
+    /// Returns the space for data after the header, in bytes.
     pub fn data(&self) -> usize {
         self.0.length().saturating_sub(HEADER_BYTES)
     }
 
-    /// Writes the packet; how many bytes that are.
+    /// Writes a packet and returns the number of bytes written.
     ///
     /// # Errors
-    /// [`ChainError::Memory`].
+    /// Returns [`PacketChainError::Memory`] if a buffer is outside guest RAM.
     pub fn put(
         mut self,
         memory: &GuestMemoryMmap,
-        header: &Header,
+        header: &PacketHeader,
         data: &[u8],
-    ) -> Result<usize, ChainError> {
+    ) -> Result<usize, PacketChainError> {
         let header = self.0.write(memory, &header.to_bytes())?;
         Ok(header + self.0.write(memory, data)?)
     }

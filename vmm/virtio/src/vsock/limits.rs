@@ -1,4 +1,5 @@
-//! What a host without descriptors, two VMs at once and a driver that breaks its rings lead to.
+//! Tests of the vsock device without free file descriptors, with concurrent VMs, and with broken
+//! rings.
 
 use std::io::{Read, Write};
 use std::sync::Barrier;
@@ -13,7 +14,7 @@ use super::*;
 use crate::device::ActiveQueue;
 use crate::serve::testing::{Driver, activation, memory};
 
-/// Another queue of the driver's at the same place, with a kick of its own.
+/// Returns another view of the same queue with a separate kick eventfd.
 fn other(driver: &Driver<'_>) -> ActiveQueue {
     ActiveQueue {
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
@@ -22,7 +23,7 @@ fn other(driver: &Driver<'_>) -> ActiveQueue {
 }
 
 #[test]
-fn a_broken_ring_asks_for_a_reset() {
+fn broken_ring_requests_reset() {
     let directory = tempfile::tempdir().unwrap();
     let mut device = VsockDevice::new(3, &directory.path().join("v")).unwrap();
     let memory = memory();
@@ -34,7 +35,7 @@ fn a_broken_ring_asks_for_a_reset() {
     program.write_all(b"nonsense\n").unwrap();
     assert_eq!(program.read(&mut [0]).unwrap_or(0), 0, "it works");
     assert!(!seen.needs_reset.load(Ordering::Acquire));
-    // More chains than the queue has entries.
+    // The available index exceeds the queue size.
     driver.mock.avail().idx().store(100u16.to_le());
     driver.active.kick.write(1).unwrap();
     seen.changed.read().unwrap();
@@ -43,9 +44,9 @@ fn a_broken_ring_asks_for_a_reset() {
     device.reset();
 }
 
-/// Of two that find the socket of a dead VM one gets its path, and keeps it.
+/// If two VMs find the socket of a dead VM, exactly one takes its path.
 #[test]
-fn the_path_of_a_dead_vm_goes_to_one_of_those_who_want_it() {
+fn stale_socket_path_is_taken_by_one_vm() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     for round in 0..200 {
@@ -75,7 +76,7 @@ fn the_path_of_a_dead_vm_goes_to_one_of_those_who_want_it() {
 }
 
 #[test]
-fn a_directory_that_somebody_else_locks_is_told() {
+fn locked_directory_is_reported() {
     let directory = tempfile::tempdir().unwrap();
     let other = File::open(directory.path()).unwrap();
     let _other = Flock::lock(other, FlockArg::LockExclusive).unwrap();
@@ -83,9 +84,9 @@ fn a_directory_that_somebody_else_locks_is_told() {
     assert!(matches!(error, VsockError::Locked(_)), "{error}");
 }
 
-/// In a process of its own: the limit of descriptors is the process's.
+/// Runs in a separate process because the file descriptor limit is per process.
 #[test]
-fn a_host_without_descriptors_does_not_keep_the_thread_busy() {
+fn descriptor_exhaustion_does_not_spin() {
     let test = "vsock::limits::without_descriptors";
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     let output = command
@@ -106,8 +107,8 @@ fn without_descriptors() {
     let memory = memory();
     let driver = Driver::new(&memory, 16);
     let timer = TimerFd::new().unwrap();
-    let muxer = Muxer::new(3, path.clone(), FIRST_TOKEN);
-    let queues = Queues::new(
+    let muxer = ConnectionMuxer::new(3, path.clone(), FIRST_TOKEN);
+    let queues = VsockQueues::new(
         memory.clone(),
         other(&driver),
         driver.active(),
@@ -121,7 +122,7 @@ fn without_descriptors() {
     program.write_all(b"nonsense\n").unwrap();
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    // The lowest number that is free is above the limit.
+    // The lowest free number is above the limit.
     let lowest = File::open("/dev/null").unwrap();
     let limit = u64::try_from(std::os::fd::AsRawFd::as_raw_fd(&lowest)).unwrap();
     drop(lowest);
@@ -132,14 +133,14 @@ fn without_descriptors() {
         "{events} events for one program that waits"
     );
 
-    // It is let in when there are descriptors again.
+    // The pending connection is accepted once descriptors are available.
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     program.set_nonblocking(true).unwrap();
     loop {
         manager.run_with_timeout(100).unwrap();
         match program.read(&mut [0]) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // Its words are no good, and it is told so.
+            // The request is invalid, so the connection is closed.
             Ok(0) | Err(_) => break,
             Ok(_) => panic!("an answer to nonsense"),
         }

@@ -1,18 +1,18 @@
-//! Sockets between the guest and programs of the host (virtio 1.2, 5.10), by Firecracker's convention for
-//! Unix sockets.
+//! Vsock device: sockets between the guest and host programs (virtio 1.2, 5.10), with Firecracker's
+//! convention for Unix sockets.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `packet` | the header, and what it can be for |
-//! | `chains` | packets in chains of descriptors |
-//! | `connection` | one connection: credit both ways, half closes |
-//! | `muxer` | all of them, and those that are being made |
+//! | `packet` | packet header and operations |
+//! | `chains` | packets in descriptor chains |
+//! | `connection` | one connection: credit in both directions, half-closes |
+//! | `muxer` | all connections and handshakes |
 //! | `queues` | the device's thread: queues and Unix sockets |
 //!
-//! A program of the host connects to the device's Unix socket, writes `CONNECT PORT` and a newline, and reads
-//! `OK PORT` and a newline once a program of the guest has accepted; if none does, the socket is closed. A
-//! program of the guest that connects to address 2, port P, reaches the Unix socket whose path has `_P`
-//! behind it.
+//! A host program connects to the device's Unix socket, writes `CONNECT PORT` and a newline, and
+//! reads `OK PORT` and a newline once a guest program has accepted the connection. Otherwise the
+//! socket is closed. A guest program that connects to CID 2, port P, reaches the Unix socket at the
+//! device's path with the suffix `_P`.
 
 mod chains;
 mod connection;
@@ -39,35 +39,37 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use sandbox::paths::{self, FileIdentity};
-use sandbox::{Destination, SocketBroker, ThreadKind};
+use sandbox::{SocketBroker, SocketDestination, ThreadKind};
 use thiserror::Error;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
-use crate::worker::Worker;
+use crate::worker::DeviceWorker;
 
-use self::muxer::{Dialer, Muxer};
-use self::queues::{FIRST_TOKEN, Queues};
+use self::muxer::{ConnectionMuxer, HostDialer};
+use self::queues::{FIRST_TOKEN, VsockQueues};
 
-/// The device's number (virtio 1.2, section 5).
+/// Virtio device ID (virtio 1.2, section 5).
 const VIRTIO_ID_VSOCK: u32 = 19;
-/// Of the queues to the guest, from the guest, and of events.
+/// Sizes of the receive, transmit and event queues, in entries.
 const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
-/// The address of the guest when none is given: the first that can be one.
+/// Default guest CID, the lowest valid one.
 pub const DEFAULT_CID: u32 = 3;
-/// Longest path of a Unix socket with the longest `_PORT` behind it (unix(7), sun_path).
+/// Maximum length of the socket path, in bytes, which leaves space for the longest `_PORT` suffix
+/// (unix(7), sun_path).
 const MAX_PATH: usize = 107 - "_4294967295".len();
 
-/// How often the lock of a directory is tried for. Who has it looks at one path and makes one socket.
+/// Maximum number of attempts to lock a directory. The lock is held only while one path is checked
+/// and one socket is created.
 const LOCK_TRIES: usize = 300;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// What `--vsock` asks for.
+/// Configuration of a vsock device (`--vsock`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VsockConfig {
-    /// Address of the guest.
+    /// Guest CID.
     pub cid: u32,
-    /// Path of the Unix socket; without it the program chooses.
+    /// Path of the Unix socket, or `None` for a path chosen by the program.
     pub socket: Option<PathBuf>,
 }
 
@@ -80,16 +82,16 @@ impl Default for VsockConfig {
     }
 }
 
-/// What is wrong with the words that ask for a device.
+/// The reason why a vsock configuration is invalid.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VsockConfigError {
-    /// No such word.
+    /// An option is unknown.
     #[error("'{0}' is unknown: use cid=N,socket=PATH, either or both")]
     Unknown(String),
-    /// No address of a guest.
+    /// The CID is not a valid guest CID.
     #[error("cid={0}: must be from 3 to 4294967294")]
     Cid(String),
-    /// No path.
+    /// The path is empty.
     #[error("socket= needs a path")]
     NoPath,
 }
@@ -97,13 +99,13 @@ pub enum VsockConfigError {
 impl FromStr for VsockConfig {
     type Err = VsockConfigError;
 
-    /// `cid=N`, `socket=PATH` or both in this order; a path may hold commas.
+    /// Parses `cid=N`, `socket=PATH` or both in this order. The path may contain commas.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut config = Self::default();
         let mut rest = text;
         if let Some(after) = rest.strip_prefix("cid=") {
             let (number, behind) = after.split_once(',').unwrap_or((after, ""));
-            // 0xFFFFFFFF means anyone (virtio 1.2, 5.10.4).
+            // 0xFFFFFFFF is VMADDR_CID_ANY (virtio 1.2, 5.10.4).
             config.cid = number
                 .parse()
                 .ok()
@@ -125,47 +127,49 @@ impl FromStr for VsockConfig {
     }
 }
 
-/// Why there is no device.
+/// The reason why a vsock device could not be created.
 #[derive(Debug, Error)]
 pub enum VsockError {
-    /// A path that Unix sockets cannot have.
+    /// The path exceeds the length limit of Unix sockets.
     #[error("{}: longer than {MAX_PATH} bytes; choose a shorter path", .0.display())]
     TooLong(PathBuf),
-    /// Somebody listens there, or it is no socket.
+    /// Another process listens at the path, or the file is not a socket.
     #[error("{}: there is a file already, or a VM that uses it; choose another path or remove it", .0.display())]
     Taken(PathBuf),
-    /// Somebody holds the lock under which paths are looked at and taken.
+    /// Another process holds the lock that guards socket creation.
     #[error("{}: another program has locked this directory; choose another for socket=", .0.display())]
     Locked(PathBuf),
-    /// The host refuses.
+    /// The host denied an operation on the path.
     #[error("{}", path.display())]
     Host {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// The error of the host.
         #[source]
         source: io::Error,
     },
 }
 
-/// The device.
+/// A virtio vsock device.
 #[derive(Debug)]
 pub struct VsockDevice {
     cid: u32,
     path: PathBuf,
     listener: Arc<UnixListener>,
-    /// The file of our socket, which another process may have replaced by the end.
+    /// Identity of the socket file, because another process may have replaced it before it is
+    /// removed.
     file: FileIdentity,
-    /// The sockets of the host's ports, if a broker connects to them.
-    ports: Option<Destination>,
-    worker: Option<Worker>,
+    /// Broker destination of the host ports' sockets, if a broker connects to them.
+    ports: Option<SocketDestination>,
+    worker: Option<DeviceWorker>,
 }
 
 impl VsockDevice {
-    /// A device that listens at `path`, which only the user of this process can connect to.
+    /// Creates a device that listens at `path`. Only the user of this process can connect.
     ///
     /// # Errors
-    /// [`VsockError`].
+    /// Returns a [`VsockError`] if the path is invalid, in use or locked, or if the host denies an
+    /// operation.
     pub fn new(cid: u32, path: &Path) -> Result<Self, VsockError> {
         if path.as_os_str().len() > MAX_PATH {
             return Err(VsockError::TooLong(path.to_owned()));
@@ -174,7 +178,8 @@ impl VsockDevice {
             path: path.to_owned(),
             source,
         };
-        // Two VMs that find the socket of a third that is dead: one takes its path, the other finds it taken.
+        // Two VMs may find the stale socket of a third. With the lock, one takes the path and the
+        // other finds it in use.
         let _lock = lock_directory(path)?;
         let listener = paths::bind(path, Some(0o600)).map_err(|e| match e.kind() {
             io::ErrorKind::AddrInUse => VsockError::Taken(path.to_owned()),
@@ -192,10 +197,10 @@ impl VsockDevice {
         })
     }
 
-    /// The same device, whose guest reaches the sockets of the host's ports by `broker`.
+    /// Makes the device connect to the sockets of host ports through `broker`.
     ///
     /// # Errors
-    /// [`VsockError::Host`] if the broker does not take the path.
+    /// Returns [`VsockError::Host`] if the broker does not accept the path.
     pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, VsockError> {
         let ports = broker.add_numbered(&self.path);
         self.ports = Some(ports.map_err(|source| VsockError::Host {
@@ -206,8 +211,8 @@ impl VsockDevice {
     }
 }
 
-/// Locks the directory of `path` against others who look at a path in it and take it. `None`: its file system
-/// has no locks.
+/// Locks the directory of `path` against concurrent socket creation. Returns `None` if its file
+/// system does not support locks.
 fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     let directory = path
         .parent()
@@ -255,13 +260,14 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // guest_cid (5.10.4).
+        // The configuration consists of guest_cid (5.10.4).
         read_config_bytes(&u64::from(self.cid).to_le_bytes(), offset, data);
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let host = |what| move |source| ActivateError::Host { what, source };
-        // The third is for events, of which there are none: this device is not moved to another host.
+        // The event queue is unused, because it reports migration only and this device does not
+        // migrate.
         let mut queues = activation.queues.into_iter();
         let (Some(Some(rx)), Some(Some(tx))) = (queues.next(), queues.next()) else {
             return Err(ActivateError::Driver(
@@ -273,19 +279,24 @@ impl VirtioDevice for VsockDevice {
             source: error.into(),
         })?;
         let dialer = match &self.ports {
-            Some(ports) => Dialer::Broker(ports.clone()),
-            None => Dialer::Direct(self.path.clone()),
+            Some(ports) => HostDialer::Broker(ports.clone()),
+            None => HostDialer::Direct(self.path.clone()),
         };
-        let muxer = Muxer::new(self.cid.into(), dialer, FIRST_TOKEN);
-        let queues = Queues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
-        let queues = queues.telling(activation.config_change);
-        let worker = Worker::spawn(ThreadKind::Socket, self.name(), queues, activation.last_resort);
+        let muxer = ConnectionMuxer::new(self.cid.into(), dialer, FIRST_TOKEN);
+        let queues = VsockQueues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
+        let queues = queues.with_config_notifier(activation.config_change);
+        let worker = DeviceWorker::spawn(
+            ThreadKind::Socket,
+            self.name(),
+            queues,
+            activation.fatal_error_callback,
+        );
         self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }
 
     fn reset(&mut self) {
-        // Its connections end with the thread.
+        // Connections end with the thread.
         self.worker = None;
     }
 }

@@ -1,7 +1,9 @@
-//! All connections of a guest: which Unix socket is whose, and who has a packet for the guest next.
+//! Multiplexing of connections: maps the connections of a guest to Unix sockets and schedules
+//! packets for the guest.
 //!
-//! The muxer knows no queue and no event loop. It takes packets of the guest and events of Unix sockets, and
-//! has packets for the guest. What the event loop is to watch it says by [`Watch`].
+//! The muxer is independent of queues and the event loop. It accepts packets from the guest and
+//! events of Unix sockets, and produces packets for the guest. [`WatchChange`] values describe the
+//! changes to make to the event loop.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -13,32 +15,35 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use perf_core::guest_log;
-use sandbox::Destination;
+use sandbox::SocketDestination;
 
-use super::connection::{Connection, Key};
-use super::packet::{HOST_CID, Header, Op, STREAM};
+use super::connection::{ConnectionKey, VsockConnection};
+use super::packet::{HOST_CID, PacketHeader, STREAM, VsockOp};
 
-/// Most connections at once, with those whose program has not said yet what it wants.
+/// Maximum number of simultaneous connections, including those whose host program has not yet sent
+/// a port.
 pub const MAX_CONNECTIONS: usize = 128;
-/// Most answers that may wait for the guest to take them; until it does, nothing of it is read.
+/// Maximum number of pending answers to the guest. Packets of the guest are not read while this
+/// limit is reached.
 const MAX_REPLIES: usize = 256;
-/// How long a program of the host may take to say which port it wants.
-const HANDSHAKE: Duration = Duration::from_secs(5);
-/// `CONNECT 4294967295` and a newline.
-const LONGEST_LINE: usize = 19;
-/// Ports of the host's side of connections that the host asks for: above those that programs listen on.
+/// Timeout for the port request of a host program.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Length of `CONNECT 4294967295` and a newline, in bytes.
+const MAX_CONNECT_LINE_BYTES: usize = 19;
+/// First port for the host end of connections initiated by the host, above the ports that programs
+/// listen on.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// What the event loop is to watch from now on, by the token of the muxer.
+/// A change of the descriptors that the event loop monitors, identified by the muxer's tokens.
 #[derive(Debug)]
-pub enum Watch {
-    /// This descriptor, edge-triggered, for input, output and hang-up.
+pub enum WatchChange {
+    /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
     Add(RawFd, u32),
-    /// No more this socket; it is closed with this value.
+    /// Stops monitoring this socket, which is closed when the value is dropped.
     Remove(UnixStream, u32),
 }
 
-/// A program of the host that has connected and not said to which port.
+/// A host program that has connected but not yet sent a port.
 #[derive(Debug)]
 struct Handshake {
     stream: UnixStream,
@@ -46,38 +51,38 @@ struct Handshake {
     deadline: Instant,
 }
 
-/// What a token stands for.
+/// Socket that a token refers to.
 #[derive(Debug)]
-enum Watched {
+enum TokenTarget {
     Handshake(Handshake),
-    Connection(Key),
+    VsockConnection(ConnectionKey),
 }
 
-/// A connection and its places elsewhere.
+/// A connection with its token and queue membership.
 #[derive(Debug)]
-struct Entry {
-    connection: Connection,
+struct MuxedConnection {
+    connection: VsockConnection,
     token: u32,
     queued: bool,
 }
 
-/// How a connection of the guest reaches the Unix socket of a port.
+/// Method of connecting to the Unix socket of a host port.
 #[derive(Debug)]
-pub enum Dialer {
-    /// This process connects to the path, an underscore and the port.
+pub enum HostDialer {
+    /// This process connects to the path followed by an underscore and the port.
     Direct(PathBuf),
-    /// The socket broker connects: the threads of a confined VM cannot.
-    Broker(Destination),
+    /// The socket broker connects, because the threads of a confined VM cannot.
+    Broker(SocketDestination),
 }
 
-impl From<PathBuf> for Dialer {
+impl From<PathBuf> for HostDialer {
     fn from(path: PathBuf) -> Self {
         Self::Direct(path)
     }
 }
 
-impl Dialer {
-    /// Connects without waiting.
+impl HostDialer {
+    /// Connects without blocking.
     fn dial(&self, port: u32) -> io::Result<UnixStream> {
         match self {
             Self::Direct(path) => {
@@ -91,27 +96,27 @@ impl Dialer {
     }
 }
 
-/// The connections.
+/// Multiplexer of all connections of a guest.
 #[derive(Debug)]
-pub struct Muxer {
+pub struct ConnectionMuxer {
     cid: u64,
-    dialer: Dialer,
-    watched: HashMap<u32, Watched>,
-    connections: BTreeMap<Key, Entry>,
-    /// Connections that may have a packet for the guest. Each is here at most once, and only as long as it
-    /// exists.
-    ready: VecDeque<Key>,
-    /// Resets for packets that belong to no connection.
-    replies: VecDeque<Header>,
-    watches: Vec<Watch>,
+    dialer: HostDialer,
+    watched: HashMap<u32, TokenTarget>,
+    connections: BTreeMap<ConnectionKey, MuxedConnection>,
+    /// Connections that may have a packet for the guest. Each existing connection appears at most
+    /// once.
+    ready: VecDeque<ConnectionKey>,
+    /// Reset packets in answer to packets without a connection.
+    replies: VecDeque<PacketHeader>,
+    watches: Vec<WatchChange>,
     next_token: u32,
     next_port: u32,
 }
 
-impl Muxer {
-    /// Creates a muxer for the guest with address `cid`. `dialer` serves connections of the guest to ports
-    /// of the host. Tokens are at least `first_token`.
-    pub fn new(cid: u64, dialer: impl Into<Dialer>, first_token: u32) -> Self {
+impl ConnectionMuxer {
+    /// Creates a muxer for the guest with address `cid`. `dialer` connects the guest to host ports.
+    /// All tokens are at least `first_token`.
+    pub fn new(cid: u64, dialer: impl Into<HostDialer>, first_token: u32) -> Self {
         Self {
             cid,
             dialer: dialer.into(),
@@ -125,110 +130,113 @@ impl Muxer {
         }
     }
 
-    /// What the event loop has to do before anything else of the muxer is called.
-    pub fn take_watches(&mut self) -> Vec<Watch> {
+    /// Returns the pending changes of monitored descriptors. The event loop must apply them before
+    /// it calls any other method of the muxer.
+    pub fn take_watches(&mut self) -> Vec<WatchChange> {
         std::mem::take(&mut self.watches)
     }
 
-    /// Whether [`Muxer::from_guest`] may be called: not while the guest leaves answers where they are.
-    pub fn takes_packets(&self) -> bool {
+    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. `false` while too many answers are
+    /// pending for the guest.
+    pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
 
-    /// Whether [`Muxer::next`] may have a packet.
+    /// Returns whether [`ConnectionMuxer::next`] may have a packet.
     pub fn has_packets(&self) -> bool {
         !self.replies.is_empty() || !self.ready.is_empty()
     }
 
-    /// Whether something must happen in time: then [`Muxer::tick`] is to be called every second.
+    /// Returns whether a timeout is pending, in which case [`ConnectionMuxer::tick`] must be called every
+    /// second.
     pub fn has_deadlines(&self) -> bool {
-        // Connections that are open and in order have none, and there are few of the others.
+        // Established connections have no deadline, and few other connections exist.
         self.watched
             .values()
-            .any(|watched| matches!(watched, Watched::Handshake(_)))
+            .any(|watched| matches!(watched, TokenTarget::Handshake(_)))
             || self
                 .connections
                 .values()
                 .any(|entry| entry.connection.deadline().is_some())
     }
 
-    /// A program of the host has connected.
+    /// Handles a new connection from a host program.
     pub fn accepted(&mut self, stream: UnixStream, now: Instant) {
-        // Closed at once where there are enough: the program sees the end.
+        // Above the limit the stream is dropped, so the program sees the connection close.
         if self.watched.len() < MAX_CONNECTIONS && stream.set_nonblocking(true).is_ok() {
             let token = self.token();
-            self.watches.push(Watch::Add(stream.as_raw_fd(), token));
+            self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
             let handshake = Handshake {
                 stream,
                 line: Vec::new(),
-                deadline: now + HANDSHAKE,
+                deadline: now + HANDSHAKE_TIMEOUT,
             };
-            self.watched.insert(token, Watched::Handshake(handshake));
+            self.watched.insert(token, TokenTarget::Handshake(handshake));
         }
     }
 
-    /// A Unix socket has something.
+    /// Handles an event of a Unix socket.
     pub fn host_event(&mut self, token: u32, readable: bool, writable: bool, hung_up: bool, now: Instant) {
         match self.watched.get_mut(&token) {
-            Some(Watched::Handshake(handshake)) => {
+            Some(TokenTarget::Handshake(handshake)) => {
                 let port = match read_line(handshake) {
                     Ok(None) if !hung_up => return,
                     Ok(Some(line)) => port_of(&line),
                     _ => None,
                 };
-                self.shaken(token, port, now);
+                self.finish_handshake(token, port, now);
             }
-            Some(Watched::Connection(key)) => {
+            Some(TokenTarget::VsockConnection(key)) => {
                 let key = *key;
                 if let Some(entry) = self.connections.get_mut(&key) {
                     entry.connection.host_event(readable, writable, hung_up, now);
                 }
                 self.settle(key);
             }
-            // Of a batch in which it was closed.
+            // The socket was closed earlier in the same batch of events.
             None => {}
         }
     }
 
-    /// The event loop cannot watch this one.
+    /// Drops a connection whose socket cannot be monitored.
     pub fn lost(&mut self, token: u32) {
         match self.watched.get(&token) {
-            Some(Watched::Connection(key)) => {
+            Some(TokenTarget::VsockConnection(key)) => {
                 let key = *key;
                 if let Some(entry) = self.connections.get_mut(&key) {
                     entry.connection.reset();
                 }
                 self.settle(key);
             }
-            Some(Watched::Handshake(_)) => {
+            Some(TokenTarget::Handshake(_)) => {
                 self.watched.remove(&token);
             }
             None => {}
         }
     }
 
-    /// A packet of the guest and its data.
-    pub fn from_guest(&mut self, header: &Header, data: &[u8], now: Instant) {
+    /// Handles a packet from the guest with its data.
+    pub fn from_guest(&mut self, header: &PacketHeader, data: &[u8], now: Instant) {
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
-            // To or from somebody who is not there.
+            // The source or destination CID does not exist.
             return;
         }
-        let key = Key {
+        let key = ConnectionKey {
             host_port: header.dst_port,
             guest_port: header.src_port,
         };
-        let op = Op::from_number(header.op);
+        let op = VsockOp::from_number(header.op);
         if header.kind != STREAM {
             self.refuse(header);
         } else if let Some(entry) = self.connections.get_mut(&key) {
             entry.connection.guest_packet(header, data, now);
             self.settle(key);
-        } else if op == Some(Op::Request) {
+        } else if op == Some(VsockOp::Request) {
             match self.connect(key.host_port) {
                 Ok(stream) => {
                     let token = self.token();
-                    self.watches.push(Watch::Add(stream.as_raw_fd(), token));
-                    let connection = Connection::accepted(key, stream, header);
+                    self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
+                    let connection = VsockConnection::accepted(key, stream, header);
                     self.add(connection, token);
                     self.settle(key);
                 }
@@ -242,12 +250,13 @@ impl Muxer {
         }
     }
 
-    /// The next packet for the guest, its data in `buffer`.
-    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
+    /// Returns the next packet for the guest and writes its data to `buffer`.
+    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<PacketHeader> {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
         }
-        // Each once: one that has data stays ready where the guest's buffer has no room for any.
+        // Visit each connection once. A connection with data stays ready if the guest's buffer has
+        // no space for data.
         for _ in 0..self.ready.len() {
             let Some(key) = self.ready.pop_front() else {
                 break;
@@ -259,7 +268,7 @@ impl Muxer {
             let packet = entry.connection.next(buffer, now);
             self.settle(key);
             if let Some(packet) = packet {
-                return Some(Header {
+                return Some(PacketHeader {
                     src_cid: HOST_CID,
                     dst_cid: self.cid,
                     kind: STREAM,
@@ -270,19 +279,19 @@ impl Muxer {
         None
     }
 
-    /// Ends what has taken too long.
+    /// Ends connections and handshakes whose timeout has expired.
     pub fn tick(&mut self, now: Instant) {
         let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
         let handshakes: Vec<u32> = self
             .watched
             .iter()
-            .filter(|(_, watched)| matches!(watched, Watched::Handshake(h) if late(Some(h.deadline))))
+            .filter(|(_, watched)| matches!(watched, TokenTarget::Handshake(h) if late(Some(h.deadline))))
             .map(|(token, _)| *token)
             .collect();
         for token in handshakes {
-            self.shaken(token, None, now);
+            self.finish_handshake(token, None, now);
         }
-        let connections: Vec<Key> = self
+        let connections: Vec<ConnectionKey> = self
             .connections
             .iter()
             .filter(|(_, entry)| late(entry.connection.deadline()))
@@ -296,8 +305,8 @@ impl Muxer {
         }
     }
 
-    /// After anything was done with a connection: it gets in line, or goes.
-    fn settle(&mut self, key: Key) {
+    /// Schedules or removes a connection after any operation on it.
+    fn settle(&mut self, key: ConnectionKey) {
         let Some(entry) = self.connections.get_mut(&key) else {
             return;
         };
@@ -308,7 +317,7 @@ impl Muxer {
                 }
                 self.watched.remove(&entry.token);
                 self.watches
-                    .push(Watch::Remove(entry.connection.into_stream(), entry.token));
+                    .push(WatchChange::Remove(entry.connection.into_stream(), entry.token));
             }
         } else if entry.connection.has_packet() && !entry.queued {
             entry.queued = true;
@@ -316,16 +325,16 @@ impl Muxer {
         }
     }
 
-    fn refuse(&mut self, header: &Header) {
-        if header.op != Op::Reset as u16 {
+    fn refuse(&mut self, header: &PacketHeader) {
+        if header.op != VsockOp::Reset as u16 {
             self.replies.push_back(header.reset());
         }
     }
 
-    fn add(&mut self, connection: Connection, token: u32) {
+    fn add(&mut self, connection: VsockConnection, token: u32) {
         let key = connection.key();
-        self.watched.insert(token, Watched::Connection(key));
-        let entry = Entry {
+        self.watched.insert(token, TokenTarget::VsockConnection(key));
+        let entry = MuxedConnection {
             connection,
             token,
             queued: false,
@@ -333,31 +342,32 @@ impl Muxer {
         self.connections.insert(key, entry);
     }
 
-    /// A handshake is over: with a port, or not at all.
-    fn shaken(&mut self, token: u32, port: Option<u32>, now: Instant) {
-        let Some(Watched::Handshake(handshake)) = self.watched.remove(&token) else {
+    /// Completes a handshake, with a port or with a failure.
+    fn finish_handshake(&mut self, token: u32, port: Option<u32>, now: Instant) {
+        let Some(TokenTarget::Handshake(handshake)) = self.watched.remove(&token) else {
             return;
         };
         let Some(guest_port) = port else {
-            self.watches.push(Watch::Remove(handshake.stream, token));
+            self.watches.push(WatchChange::Remove(handshake.stream, token));
             return;
         };
-        let key = Key {
+        let key = ConnectionKey {
             host_port: self.host_port(guest_port),
             guest_port,
         };
-        self.add(Connection::requested(key, handshake.stream, now), token);
-        // It may have sent more than the line, of which no edge will tell.
+        self.add(VsockConnection::requested(key, handshake.stream, now), token);
+        // The program may have sent data after the line. Edge-triggered polling does not report
+        // that data again.
         self.host_event(token, true, true, false, now);
     }
 
-    /// A port of the host that has no connection to `guest_port`.
+    /// Returns a host port that has no connection to `guest_port`.
     fn host_port(&mut self, guest_port: u32) -> u32 {
         loop {
             let host_port = self.next_port;
             self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_HOST_PORT);
-            // There are far more ports than connections.
-            if !self.connections.contains_key(&Key {
+            // Terminates because there are far more ports than connections.
+            if !self.connections.contains_key(&ConnectionKey {
                 host_port,
                 guest_port,
             }) {
@@ -376,7 +386,7 @@ impl Muxer {
         }
     }
 
-    /// Connects to the program that stands for `port` of the host, without waiting for it.
+    /// Connects to the program that listens on `port` of the host, without blocking.
     fn connect(&self, port: u32) -> io::Result<UnixStream> {
         if self.watched.len() >= MAX_CONNECTIONS {
             return Err(io::Error::other("too many connections"));
@@ -385,21 +395,24 @@ impl Muxer {
     }
 }
 
-/// The Unix socket of the program that listens on `port` of the host.
+/// Returns the path of the Unix socket for `port` of the host.
 pub fn port_path(path: &Path, port: u32) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(format!("_{port}"));
     name.into()
 }
 
-/// Reads up to a newline, and no byte behind it. `None`: it is not there yet.
+/// Reads up to and including a newline, but no byte after it. Returns `None` if the line is
+/// incomplete.
 fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
     loop {
         let mut byte = [0];
         match handshake.stream.read(&mut byte) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) if byte == *b"\n" => return Ok(Some(std::mem::take(&mut handshake.line))),
-            Ok(_) if handshake.line.len() == LONGEST_LINE => return Err(io::ErrorKind::InvalidData.into()),
+            Ok(_) if handshake.line.len() == MAX_CONNECT_LINE_BYTES => {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
             Ok(_) => handshake.line.extend(byte),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -408,7 +421,7 @@ fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// The port in `CONNECT PORT`.
+/// Parses the port in `CONNECT PORT`.
 fn port_of(line: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(line).ok()?;
     let port = text.strip_prefix("CONNECT ")?;
@@ -425,27 +438,28 @@ mod tests {
 
     const CID: u64 = 3;
 
-    /// A guest that opens and resets connections without receiving any packet costs no memory.
+    /// A guest that opens and resets connections without receiving packets does not increase memory
+    /// use.
     #[test]
-    fn connections_that_the_guest_resets_leave_nothing_queued() {
+    fn reset_connections_leave_no_packets() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("v");
         let listener = UnixListener::bind(port_path(&path, 9)).unwrap();
-        let mut muxer = Muxer::new(CID, path, 16);
+        let mut muxer = ConnectionMuxer::new(CID, path, 16);
         for guest_port in 0..1000 {
-            let mut packet = Header {
+            let mut packet = PacketHeader {
                 src_cid: CID,
                 dst_cid: HOST_CID,
                 src_port: guest_port,
                 dst_port: 9,
                 kind: STREAM,
-                op: Op::Request as u16,
-                ..Header::default()
+                op: VsockOp::Request as u16,
+                ..PacketHeader::default()
             };
             muxer.from_guest(&packet, &[], Instant::now());
             let _program = listener.accept().unwrap();
             assert_eq!((muxer.connections.len(), muxer.ready.len()), (1, 1));
-            packet.op = Op::Reset as u16;
+            packet.op = VsockOp::Reset as u16;
             muxer.from_guest(&packet, &[], Instant::now());
             assert_eq!((muxer.connections.len(), muxer.ready.len()), (0, 0));
             let _ = muxer.take_watches();

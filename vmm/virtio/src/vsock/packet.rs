@@ -1,44 +1,45 @@
-//! The header of a packet, taken out of the guest's memory once (virtio 1.2, 5.10.6).
+//! Packet header, copied from guest memory exactly once (virtio 1.2, 5.10.6).
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, transmute};
 
-/// The host's address (virtio 1.2, 5.10.4).
+/// CID of the host (virtio 1.2, 5.10.4).
 pub const HOST_CID: u64 = 2;
-/// The only type of socket there is without feature bits (5.10.6).
+/// Stream socket type, the only one without optional feature bits (5.10.6).
 pub const STREAM: u16 = 1;
-/// Bytes of data that one packet can carry: what Linux's driver sends at most.
+/// Maximum number of data bytes in a packet, the same as in Linux's driver.
 pub const MAX_DATA: usize = 64 << 10;
 
-/// Flag of [`Op::Shutdown`]: the sender receives no more (5.10.6.5).
+/// Flag of [`VsockOp::Shutdown`]: the sender will receive no more data (5.10.6.5).
 pub const NO_RECEIVE: u32 = 1;
-/// Flag of [`Op::Shutdown`]: the sender sends no more.
+/// Flag of [`VsockOp::Shutdown`]: the sender will send no more data.
 pub const NO_SEND: u32 = 2;
 
-/// What a packet is for (5.10.6).
+/// Operation of a packet (5.10.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-pub enum Op {
-    /// Asks for a connection.
+pub enum VsockOp {
+    /// Connection request.
     Request = 1,
-    /// Accepts one.
+    /// Acceptance of a connection request.
     Response = 2,
-    /// Refuses or ends one, at once.
+    /// Refusal or immediate termination of a connection.
     Reset = 3,
-    /// Says that a side sends or receives no more.
+    /// Half-close or close of a connection.
     Shutdown = 4,
-    /// Carries data.
+    /// Data of a stream.
     Data = 5,
-    /// Tells how much the sender can take.
+    /// Update of the sender's buffer space.
     CreditUpdate = 6,
-    /// Asks for that.
+    /// Request for a credit update.
     CreditRequest = 7,
 }
 
-impl Op {
-    /// That of a number in a header; none of it, the connection is to be reset.
+impl VsockOp {
+    /// Converts an operation number of a header. Returns `None` for an unknown number, in which
+    /// case the connection must be reset.
     pub fn from_number(number: u16) -> Option<Self> {
-        use Op::*;
+        use VsockOp::*;
         [
             Request,
             Response,
@@ -53,38 +54,38 @@ impl Op {
     }
 }
 
-/// A header.
+/// A decoded packet header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Header {
-    /// Who sends.
+pub struct PacketHeader {
+    /// Source CID.
     pub src_cid: u64,
-    /// Who is to get it.
+    /// Destination CID.
     pub dst_cid: u64,
-    /// Port of the sender.
+    /// Source port.
     pub src_port: u32,
-    /// Port of the receiver.
+    /// Destination port.
     pub dst_port: u32,
-    /// Bytes of data behind the header.
+    /// Length of the data after the header, in bytes.
     pub len: u32,
-    /// Kind of socket.
+    /// Socket type.
     pub kind: u16,
-    /// What it is for: the number of an [`Op`], when it is one.
+    /// Operation number, an [`VsockOp`] if valid.
     pub op: u16,
-    /// Belongs to the operation.
+    /// Flags, specific to the operation.
     pub flags: u32,
-    /// Bytes the sender can hold for this connection.
+    /// Buffer size of the sender for this connection, in bytes.
     pub buf_alloc: u32,
-    /// Bytes of this connection that the sender has passed on so far, modulo 2^32.
+    /// Number of bytes that the sender has consumed on this connection, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
-/// Bytes of a header.
+/// Size of an encoded header, in bytes.
 pub const HEADER_BYTES: usize = 44;
 
-/// A header as it lies in memory (5.10.6).
+/// Memory layout of a header (5.10.6).
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes)]
 #[repr(C)]
-struct Raw {
+struct RawHeader {
     src_cid: U64,
     dst_cid: U64,
     src_port: U32,
@@ -97,10 +98,10 @@ struct Raw {
     fwd_cnt: U32,
 }
 
-impl Header {
-    /// That of a packet in memory.
+impl PacketHeader {
+    /// Decodes a header.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
-        let raw: Raw = transmute!(bytes);
+        let raw: RawHeader = transmute!(bytes);
         Self {
             src_cid: raw.src_cid.get(),
             dst_cid: raw.dst_cid.get(),
@@ -115,9 +116,9 @@ impl Header {
         }
     }
 
-    /// As it lies in memory.
+    /// Encodes the header.
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
-        transmute!(Raw {
+        transmute!(RawHeader {
             src_cid: self.src_cid.into(),
             dst_cid: self.dst_cid.into(),
             src_port: self.src_port.into(),
@@ -131,7 +132,7 @@ impl Header {
         })
     }
 
-    /// The answer that ends what this packet belongs to.
+    /// Returns the reset packet that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,
@@ -139,7 +140,7 @@ impl Header {
             src_port: self.dst_port,
             dst_port: self.src_port,
             kind: self.kind,
-            op: Op::Reset as u16,
+            op: VsockOp::Reset as u16,
             ..Self::default()
         }
     }
@@ -150,9 +151,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operations_are_those_of_the_standard() {
+    fn operation_numbers_match_specification() {
         for number in 0..=u16::MAX {
-            let op = Op::from_number(number);
+            let op = VsockOp::from_number(number);
             assert_eq!(
                 op.map(|op| op as u16),
                 (1..=7).contains(&number).then_some(number)
@@ -160,10 +161,10 @@ mod tests {
         }
     }
 
-    /// The order and the sizes of virtio 1.2, 5.10.6.
+    /// Fields have the order and sizes of virtio 1.2, 5.10.6.
     #[test]
-    fn a_header_lies_in_memory_as_the_standard_says() {
-        let header = Header {
+    fn header_layout_matches_specification() {
+        let header = PacketHeader {
             src_cid: 0x0807_0605_0403_0201,
             dst_cid: 0x100f_0e0d_0c0b_0a09,
             src_port: 0x1413_1211,
@@ -177,12 +178,12 @@ mod tests {
         };
         let bytes: [u8; HEADER_BYTES] = std::array::from_fn(|n| n as u8 + 1);
         assert_eq!(header.to_bytes(), bytes);
-        assert_eq!(Header::from_bytes(bytes), header);
+        assert_eq!(PacketHeader::from_bytes(bytes), header);
     }
 
     #[test]
-    fn a_reset_goes_back_where_the_packet_came_from() {
-        let packet = Header {
+    fn reset_is_addressed_to_sender() {
+        let packet = PacketHeader {
             src_cid: 3,
             dst_cid: 2,
             src_port: 7,
@@ -190,7 +191,7 @@ mod tests {
             len: 5,
             kind: 77,
             op: 5,
-            ..Header::default()
+            ..PacketHeader::default()
         };
         let reset = packet.reset();
         assert_eq!(

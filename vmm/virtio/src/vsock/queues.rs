@@ -1,4 +1,5 @@
-//! The queues of the device, between the guest's driver and the muxer, on the device's thread.
+//! Event handler of the vsock device's thread: transfers packets between the driver's queues and
+//! the muxer.
 
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -13,59 +14,61 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::chains::{self, Room};
-use super::muxer::{Muxer, Watch};
-use super::packet::{Header, MAX_DATA};
-use crate::device::{ActiveQueue, ConfigChange};
-use crate::serve::{QueueError, tell_of_driver};
+use super::chains::{self, PacketBuffer};
+use super::muxer::{ConnectionMuxer, WatchChange};
+use super::packet::{MAX_DATA, PacketHeader};
+use crate::device::{ActiveQueue, ConfigChangeNotifier};
+use crate::serve::{QueueError, log_driver_error};
 
-/// Tokens of the event loop; those of the muxer are above.
+/// Event loop tokens of this module. The muxer's tokens are above them.
 const RX: u32 = 0;
 const TX: u32 = 1;
 const LISTENER: u32 = 2;
 const TIMER: u32 = 3;
-/// The first token for the muxer.
+/// First token available to the muxer.
 pub const FIRST_TOKEN: u32 = 16;
 
-/// Between two looks at what takes too long.
+/// Interval between timeout checks.
 const TICK: Duration = Duration::from_secs(1);
-/// Packets each way before other events get their turn.
+/// Maximum number of packets per direction before other events are handled.
 const BUDGET: usize = 512;
-/// No number of an operation (virtio 1.2, 5.10.6).
+/// Invalid operation number (virtio 1.2, 5.10.6).
 const NO_OPERATION: u16 = 0;
-/// Programs of the host that are let in before other events get their turn.
+/// Maximum number of host connections accepted before other events are handled.
 const ACCEPTS: usize = 16;
 
-/// What the device's thread serves.
-pub struct Queues {
+/// Event handler of the device's thread.
+pub struct VsockQueues {
     memory: GuestMemoryMmap,
     rx: ActiveQueue,
     tx: ActiveQueue,
     listener: Arc<UnixListener>,
-    muxer: Muxer,
+    muxer: ConnectionMuxer,
     timer: TimerFd,
     ticking: bool,
-    /// The listener is watched: not for a while after the host had no descriptor for a program.
+    /// `true` while the listener is monitored. Suspended for a time after the host ran out of file
+    /// descriptors.
     listening: bool,
-    /// That was told.
+    /// `true` after the lack of descriptors has been logged.
     told: bool,
-    /// Data on its way, so that a packet is taken out of the guest's memory once.
+    /// Buffer for packet data, so that data is copied from guest memory only once.
     buffer: Vec<u8>,
-    /// A driver that breaks the rules was told of.
+    /// `true` after a rule violation of the driver has been logged.
     complained: bool,
-    /// Its rings make no sense: nothing is moved before the driver has reset the device.
+    /// `true` if the rings are invalid. No packets are transferred until the driver resets the
+    /// device.
     broken: bool,
-    config_change: ConfigChange,
+    config_change: ConfigChangeNotifier,
 }
 
-impl Queues {
-    /// For a driver that is ready.
+impl VsockQueues {
+    /// Creates the handler for an active driver.
     pub fn new(
         memory: GuestMemoryMmap,
         rx: ActiveQueue,
         tx: ActiveQueue,
         listener: Arc<UnixListener>,
-        muxer: Muxer,
+        muxer: ConnectionMuxer,
         timer: TimerFd,
     ) -> Self {
         Self {
@@ -81,25 +84,25 @@ impl Queues {
             buffer: vec![0; MAX_DATA],
             complained: false,
             broken: false,
-            config_change: ConfigChange::default(),
+            config_change: ConfigChangeNotifier::default(),
         }
     }
 
-    /// The driver is told by `config_change` when the device is to be reset.
-    pub fn telling(self, config_change: ConfigChange) -> Self {
+    /// Sets the notifier that requests a device reset from the driver.
+    pub fn with_config_notifier(self, config_change: ConfigChangeNotifier) -> Self {
         Self {
             config_change,
             ..self
         }
     }
 
-    /// Whether the driver has broken a ring, so that nothing is moved any more.
+    /// Returns whether the driver has broken a ring, which stops all transfers.
     #[cfg(test)]
     pub(super) fn is_broken(&self) -> bool {
         self.broken
     }
 
-    /// Moves packets both ways until neither side has any, or the budget is spent.
+    /// Transfers packets in both directions until none are left or the budget is exhausted.
     pub fn pump(&mut self, now: Instant) {
         if self.broken {
             return;
@@ -109,9 +112,9 @@ impl Queues {
         loop {
             let before = budget;
             received |= self.take(&mut budget, now);
-            sent |= self.give(&mut budget, now);
+            sent |= self.deliver_packets(&mut budget, now);
             if budget == 0 {
-                // The rest comes behind what else is waiting; only a full counter fails.
+                // Continue after other pending events. The write fails only if the counter is full.
                 let _ = self.tx.kick.write(1);
                 break;
             }
@@ -126,15 +129,15 @@ impl Queues {
         }
     }
 
-    /// Packets of the guest. Whether a buffer was used.
+    /// Handles packets from the guest. Returns `true` if a buffer was used.
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
-        while *budget > 0 && self.muxer.takes_packets() {
+        while *budget > 0 && self.muxer.can_accept_packets() {
             let chain = match next_chain(&mut self.tx.queue, &self.memory) {
-                Next::Chain(chain) => chain,
-                Next::None => break,
-                Next::Broken(error) => {
-                    self.give_up(&error);
+                NextChain::Chain(chain) => chain,
+                NextChain::None => break,
+                NextChain::Broken(error) => {
+                    self.mark_broken(&error);
                     break;
                 }
             };
@@ -143,19 +146,19 @@ impl Queues {
             match chains::take(&self.memory, chain, &mut self.buffer) {
                 Ok((header, Ok(count))) => self.muxer.from_guest(&header, &self.buffer[..count], now),
                 Ok((header, Err(error))) => {
-                    self.complain(&error);
-                    // Its stream lacks these bytes from now on: the connection ends.
-                    let broken = Header {
+                    self.log_once(&error);
+                    // The stream has lost these bytes, so the connection is reset.
+                    let broken = PacketHeader {
                         op: NO_OPERATION,
                         len: 0,
                         ..header
                     };
                     self.muxer.from_guest(&broken, &[], now);
                 }
-                Err(error) => self.complain(&error),
+                Err(error) => self.log_once(&error),
             }
             if let Err(error) = self.tx.queue.add_used(&self.memory, head, 0) {
-                self.give_up(&error);
+                self.mark_broken(&error);
                 break;
             }
             used = true;
@@ -163,24 +166,24 @@ impl Queues {
         used
     }
 
-    /// Packets for the guest. Whether a buffer was used.
-    fn give(&mut self, budget: &mut usize, now: Instant) -> bool {
+    /// Delivers packets to the guest. Returns `true` if a buffer was used.
+    fn deliver_packets(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {
             let chain = match next_chain(&mut self.rx.queue, &self.memory) {
-                Next::Chain(chain) => chain,
-                Next::None => break,
-                Next::Broken(error) => {
-                    self.give_up(&error);
+                NextChain::Chain(chain) => chain,
+                NextChain::None => break,
+                NextChain::Broken(error) => {
+                    self.mark_broken(&error);
                     break;
                 }
             };
             let head = chain.head_index();
-            let written = match Room::of(chain) {
+            let written = match PacketBuffer::of(chain) {
                 Ok(room) => {
                     let most = room.data().min(MAX_DATA);
                     let Some(header) = self.muxer.next(&mut self.buffer[..most], now) else {
-                        // Nobody had anything after all: the buffer stays the driver's.
+                        // No packet was available, so the buffer stays in the queue.
                         self.rx.queue.go_to_previous_position();
                         break;
                     };
@@ -190,13 +193,13 @@ impl Queues {
                 Err(error) => Err(error),
             };
             let written = written.unwrap_or_else(|error| {
-                self.complain(&error);
+                self.log_once(&error);
                 0
             });
             *budget -= 1;
             let written = u32::try_from(written).unwrap_or(0);
             if let Err(error) = self.rx.queue.add_used(&self.memory, head, written) {
-                self.give_up(&error);
+                self.mark_broken(&error);
                 break;
             }
             used = true;
@@ -204,15 +207,15 @@ impl Queues {
         used
     }
 
-    fn complain(&mut self, error: &dyn std::error::Error) {
+    fn log_once(&mut self, error: &dyn std::error::Error) {
         if !std::mem::replace(&mut self.complained, true) {
-            tell_of_driver("vsock", "the driver breaks the rules", error);
+            log_driver_error("vsock", "the driver breaks the rules", error);
         }
     }
 
-    /// The rings make no sense.
-    fn give_up(&mut self, error: &dyn std::error::Error) {
-        self.complain(error);
+    /// Marks the queues as broken.
+    fn mark_broken(&mut self, error: &dyn std::error::Error) {
+        self.log_once(error);
         if !std::mem::replace(&mut self.broken, true) {
             self.config_change.needs_reset();
         }
@@ -224,7 +227,7 @@ impl Queues {
                 Ok((stream, _)) => self.muxer.accepted(stream, now),
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return,
-                    // The program has gone again, or a signal came.
+                    // The program has already disconnected, or a signal arrived.
                     io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                     _ => return self.wait_for_descriptors(&error, ops),
                 },
@@ -232,8 +235,8 @@ impl Queues {
         }
     }
 
-    /// The host has no descriptor or no memory for a program that has connected. It would be told of that
-    /// program again at once and without end, so the listener is left alone until the next tick.
+    /// Suspends the listener until the next tick because the host has no descriptor or memory for a
+    /// new connection. The event loop would otherwise report the same connection again without end.
     fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
         if !std::mem::replace(&mut self.told, true) {
             guest_log!(
@@ -251,9 +254,9 @@ impl Queues {
         Ok(())
     }
 
-    /// Tells the event loop what the muxer waits for, and a deadline if anything must happen in time.
+    /// Applies the muxer's changes to the event loop, and schedules a tick if a timeout is pending.
     fn watch(&mut self, ops: &mut EventOps) {
-        // What is lost makes new watches, each of which takes a connection away.
+        // Failures add further changes, each of which removes a connection.
         loop {
             let watches = self.muxer.take_watches();
             if watches.is_empty() {
@@ -261,15 +264,15 @@ impl Queues {
             }
             for watch in watches {
                 match watch {
-                    Watch::Add(fd, token) => {
+                    WatchChange::Add(fd, token) => {
                         let events =
                             EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
                         if ops.add(Events::with_data_raw(fd, token, events)).is_err() {
                             self.muxer.lost(token);
                         }
                     }
-                    Watch::Remove(stream, token) => {
-                        // It fails for those that were never watched.
+                    WatchChange::Remove(stream, token) => {
+                        // Removal fails for sockets that were never monitored.
                         let _ = ops.remove(Events::with_data(&stream, token, EventSet::empty()));
                     }
                 }
@@ -287,40 +290,40 @@ impl Queues {
     }
 }
 
-/// What a queue has.
-enum Next<'m> {
+/// Result of a look-up of the next chain in a queue.
+enum NextChain<'m> {
     Chain(DescriptorChain<&'m GuestMemoryMmap>),
-    /// Nothing, and the driver is to tell when it has.
+    /// No chain is available, and notifications are enabled.
     None,
-    /// Nothing that makes sense: another look would find the same.
+    /// The queue is broken. A retry would have the same result.
     Broken(QueueError),
 }
 
-fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> Next<'m> {
+fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> NextChain<'m> {
     let size = queue.size();
-    // The driver may add some before it knows that it has to tell: a second look after asking.
+    // The driver may add a chain before it sees that notifications are enabled, so check again.
     for asked in [false, true] {
         match queue.iter(memory) {
             Ok(mut chains) => {
                 if let Some(chain) = chains.next() {
                     let head = chain.head_index();
-                    // The queue cannot give such a chain back to the driver.
+                    // The used ring cannot hold such an entry.
                     if head >= size {
-                        return Next::Broken(QueueError::Head { head, size });
+                        return NextChain::Broken(QueueError::Head { head, size });
                     }
-                    return Next::Chain(chain);
+                    return NextChain::Chain(chain);
                 }
             }
-            Err(error) => return Next::Broken(error.into()),
+            Err(error) => return NextChain::Broken(error.into()),
         }
         if !asked && let Err(error) = queue.enable_notification(memory) {
-            return Next::Broken(error.into());
+            return NextChain::Broken(error.into());
         }
     }
-    Next::None
+    NextChain::None
 }
 
-impl MutEventSubscriber for Queues {
+impl MutEventSubscriber for VsockQueues {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let now = Instant::now();
         match events.data() {

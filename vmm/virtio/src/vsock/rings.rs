@@ -1,4 +1,4 @@
-//! The device against the rings of a driver, sound and broken, and from its start to its end.
+//! Tests of the vsock device with valid and invalid rings, and across activation and reset.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,17 +13,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::muxer::Muxer;
-use super::packet::{HEADER_BYTES, HOST_CID, Header, MAX_DATA, Op, STREAM};
-use super::queues::{FIRST_TOKEN, Queues};
+use super::muxer::ConnectionMuxer;
+use super::packet::{HEADER_BYTES, HOST_CID, MAX_DATA, PacketHeader, STREAM, VsockOp};
+use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
-use crate::device::{ActiveQueue, ConfigChange, Interrupt, LastResort};
+use crate::device::{ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
 
 const CID: u64 = 3;
 
-/// The driver's view of the device: memory with two queues, served without a thread.
-struct Driver {
-    queues: Queues,
+/// The driver's end of the device: guest memory with two queues, processed without a thread.
+struct RingDriver {
+    queues: VsockQueues,
     _directory: tempfile::TempDir,
 }
 
@@ -39,23 +39,23 @@ fn active(queue: Queue) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-        interrupt: Interrupt::new(Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()))),
+        interrupt: DeviceInterrupt::new(Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()))),
     }
 }
 
-fn driver(memory: &GuestMemoryMmap, rx: Queue, tx: Queue) -> Driver {
+fn driver(memory: &GuestMemoryMmap, rx: Queue, tx: Queue) -> RingDriver {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     let listener = Arc::new(UnixListener::bind(&path).unwrap());
-    let queues = Queues::new(
+    let queues = VsockQueues::new(
         memory.clone(),
         active(rx),
         active(tx),
         listener,
-        Muxer::new(CID, path, FIRST_TOKEN),
+        ConnectionMuxer::new(CID, path, FIRST_TOKEN),
         TimerFd::new().unwrap(),
     );
-    Driver {
+    RingDriver {
         queues,
         _directory: directory,
     }
@@ -65,7 +65,7 @@ fn descriptor(address: u64, len: u32, flags: u32) -> RawDescriptor {
     RawDescriptor::from(Descriptor::new(address, len, u16::try_from(flags).unwrap(), 0))
 }
 
-/// Descriptors one behind the other, as far as they say that there is one more.
+/// Links consecutive descriptors that have the NEXT flag.
 fn linked(descriptors: &[RawDescriptor]) -> Vec<RawDescriptor> {
     let numbered = (1..).zip(descriptors);
     let linked = numbered.map(|(next, raw)| {
@@ -75,7 +75,7 @@ fn linked(descriptors: &[RawDescriptor]) -> Vec<RawDescriptor> {
     linked.collect()
 }
 
-/// A packet that nobody wants, in memory.
+/// Writes a packet for an unused port to memory.
 fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
     let mut raw = [0_u8; HEADER_BYTES];
     raw[0..8].copy_from_slice(&CID.to_le_bytes());
@@ -84,17 +84,17 @@ fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
     raw[20..24].copy_from_slice(&5_u32.to_le_bytes());
     raw[24..28].copy_from_slice(&len.to_le_bytes());
     raw[28..30].copy_from_slice(&STREAM.to_le_bytes());
-    raw[30..32].copy_from_slice(&(Op::Data as u16).to_le_bytes());
+    raw[30..32].copy_from_slice(&(VsockOp::Data as u16).to_le_bytes());
     memory.write_slice(&raw, GuestAddress(at)).unwrap();
 }
 
 #[test]
-fn packets_go_through_the_queues() {
+fn packets_pass_through_queues() {
     let memory = memory();
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
     put_packet(&memory, BUFFERS, 4);
-    // Header and data apart, as Linux before 6.2 had them.
+    // Separate descriptors for header and data, as in Linux before 6.2.
     tx.add_desc_chains(
         &linked(&[
             descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
@@ -109,23 +109,23 @@ fn packets_go_through_the_queues() {
     driver.queues.pump(Instant::now());
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
     let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
-    assert_eq!(op, Op::Reset as u16);
-    // Nothing more, and nothing is given back twice.
+    assert_eq!(op, VsockOp::Reset as u16);
+    // No further chain is used, and none is used twice.
     driver.queues.pump(Instant::now());
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
 }
 
-/// What has no header is given back. What has one and lacks its data ends its connection: the stream would go
-/// on without these bytes.
+/// A chain without a complete header is returned as used. A chain with a header but incomplete data
+/// also resets its connection, because the stream has lost these bytes.
 #[test]
-fn broken_chains_are_given_back_and_end_their_connection() {
+fn broken_chains_reset_connection() {
     let memory = memory();
     let broken: [(&[RawDescriptor], u16); 6] = [
-        // Too short, outside of memory, to be written.
+        // Too short, outside memory, and device-writable.
         (&[descriptor(BUFFERS, 43, 0)], 0),
         (&[descriptor(u64::MAX - 10, 44, 0)], 0),
         (&[descriptor(BUFFERS, 44, VRING_DESC_F_WRITE)], 0),
-        // Data that is not there, a length that lies, data outside of memory.
+        // Missing data, a wrong length, and data outside memory.
         (&[descriptor(BUFFERS, 44, 0)], 1),
         (
             &[
@@ -161,16 +161,17 @@ fn broken_chains_are_given_back_and_end_their_connection() {
         );
         if *resets > 0 {
             let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
-            assert_eq!(op, Op::Reset as u16, "chain {at}");
+            assert_eq!(op, VsockOp::Reset as u16, "chain {at}");
         }
         memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
     }
 }
 
-/// Linux from 6.17 on has a packet of more than 32 KiB in three pieces; and a header may be in two.
+/// The split of a packet into descriptors is arbitrary. Linux 6.17 and later use three for packets
+/// larger than 32 KiB, and a header may span two.
 #[test]
-fn the_layout_of_descriptors_means_nothing() {
-    use super::chains::{Room, take};
+fn descriptor_layout_is_arbitrary() {
+    use super::chains::{PacketBuffer, take};
     let memory = memory();
     const DATA: u64 = BUFFERS + 0x1000;
     let len = 40_000_u32;
@@ -190,7 +191,7 @@ fn the_layout_of_descriptors_means_nothing() {
             descriptor(DATA, 1, next),
             descriptor(DATA + 1, len - 1, 0),
         ],
-        // More than what is told.
+        // The buffer is longer than the packet.
         &[descriptor(BUFFERS, 44, next), descriptor(DATA, len + 7, 0)],
     ];
     for layout in layouts {
@@ -204,7 +205,7 @@ fn the_layout_of_descriptors_means_nothing() {
         assert_eq!(buffer[..bytes.len()], bytes);
         memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
     }
-    // To the guest: header and data over three pieces.
+    // To the guest: header and data across three descriptors.
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let mut queue: Queue = rx.create_queue().unwrap();
     let write = VRING_DESC_F_WRITE;
@@ -214,11 +215,11 @@ fn the_layout_of_descriptors_means_nothing() {
         descriptor(DATA + 0x2000, 100, write),
     ];
     rx.add_desc_chains(&linked(&pieces), 0).unwrap();
-    let room = Room::of(queue.iter(&memory).unwrap().next().unwrap()).unwrap();
+    let room = PacketBuffer::of(queue.iter(&memory).unwrap().next().unwrap()).unwrap();
     assert_eq!(room.data(), 106);
-    let header = Header {
+    let header = PacketHeader {
         len: 106,
-        ..Header::default()
+        ..PacketHeader::default()
     };
     assert_eq!(room.put(&memory, &header, &bytes[..106]).unwrap(), 150);
     let mut there = [0; 106];
@@ -232,7 +233,7 @@ fn the_layout_of_descriptors_means_nothing() {
 }
 
 #[test]
-fn a_ring_that_claims_too_much_is_left_alone() {
+fn oversized_available_index_breaks_queue() {
     let memory = memory();
     let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
     let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
@@ -245,7 +246,7 @@ fn a_ring_that_claims_too_much_is_left_alone() {
 }
 
 #[test]
-fn a_device_starts_stops_and_leaves_no_file() {
+fn stopped_device_removes_socket() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     let mut device = VsockDevice::new(3, &path).unwrap();
@@ -262,8 +263,8 @@ fn a_device_starts_stops_and_leaves_no_file() {
             memory: memory.clone(),
             features: 0,
             queues,
-            config_change: ConfigChange::default(),
-            last_resort: LastResort::default(),
+            config_change: ConfigChangeNotifier::default(),
+            fatal_error_callback: FatalErrorCallback::default(),
         };
         assert!(matches!(
             device.activate(activation(vec![None, None, None])),
@@ -276,7 +277,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
                 None,
             ]))
             .unwrap();
-        // The thread serves programs: this one is no good, and is told so.
+        // The thread serves host programs. This one sends an invalid request and is disconnected.
         let mut program = UnixStream::connect(&path).unwrap();
         program.write_all(b"nonsense\n").unwrap();
         assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
@@ -284,7 +285,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
     }
     drop(device);
     assert!(!path.exists());
-    // What a killed VM left behind is taken over, another's file is not.
+    // A stale socket of a killed VM is replaced, but another kind of file is not.
     drop(UnixListener::bind(&path).unwrap());
     drop(VsockDevice::new(3, &path).unwrap());
     std::fs::write(&path, "mine").unwrap();
@@ -293,10 +294,10 @@ fn a_device_starts_stops_and_leaves_no_file() {
     assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
 }
 
-/// A chain whose head is not in the queue breaks the queue before anything is added to the used ring, which
-/// could not take it.
+/// A head index outside the queue marks the queue as broken before anything is added to the used
+/// ring, which could not hold the entry.
 #[test]
-fn a_head_beyond_the_queue_breaks_it() {
+fn head_index_beyond_queue_breaks_it() {
     let memory = memory();
     for broken_tx in [false, true] {
         let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);

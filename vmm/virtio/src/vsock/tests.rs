@@ -1,4 +1,4 @@
-//! The device against guests in order and out of it, and programs of the host of both kinds.
+//! Tests of the vsock device with conforming and misbehaving guests and host programs.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -10,39 +10,39 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::connection::BUFFER;
-use super::muxer::{MAX_CONNECTIONS, Muxer, Watch, port_path};
-use super::packet::{HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
-use super::queues::{FIRST_TOKEN, Queues};
+use super::muxer::{ConnectionMuxer, MAX_CONNECTIONS, WatchChange, port_path};
+use super::packet::{HOST_CID, MAX_DATA, NO_RECEIVE, NO_SEND, PacketHeader, STREAM, VsockOp};
+use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
 use crate::serve::testing::{Driver, GOOD, HOSTILE, memory};
 
 const CID: u64 = 3;
 
-/// A muxer, and what a driver and an event loop would do with it.
-struct Bench {
-    muxer: Muxer,
+/// A muxer with a simulated driver and event loop.
+struct MuxerTest {
+    muxer: ConnectionMuxer,
     now: Instant,
     directory: tempfile::TempDir,
     tokens: Vec<u32>,
 }
 
-impl Bench {
+impl MuxerTest {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         Self {
-            muxer: Muxer::new(CID, directory.path().join("v"), FIRST_TOKEN),
+            muxer: ConnectionMuxer::new(CID, directory.path().join("v"), FIRST_TOKEN),
             now: Instant::now(),
             directory,
             tokens: Vec::new(),
         }
     }
 
-    /// Everything ready, as an event loop would say after a while.
+    /// Reports all descriptors as ready.
     fn events(&mut self) {
         for watch in self.muxer.take_watches() {
             match watch {
-                Watch::Add(_, token) => self.tokens.push(token),
-                Watch::Remove(_, token) => self.tokens.retain(|t| *t != token),
+                WatchChange::Add(_, token) => self.tokens.push(token),
+                WatchChange::Remove(_, token) => self.tokens.retain(|t| *t != token),
             }
         }
         for token in self.tokens.clone() {
@@ -58,53 +58,53 @@ impl Bench {
         theirs
     }
 
-    fn next(&mut self) -> Option<(Header, Vec<u8>)> {
+    fn next(&mut self) -> Option<(PacketHeader, Vec<u8>)> {
         let mut buffer = vec![0; MAX_DATA];
         let header = self.muxer.next(&mut buffer, self.now)?;
         buffer.truncate(header.len as usize);
         Some((header, buffer))
     }
 
-    fn send(&mut self, packet: Header, data: &[u8]) {
+    fn send(&mut self, packet: PacketHeader, data: &[u8]) {
         self.muxer.from_guest(&packet, data, self.now);
     }
 
-    /// A program of the host connected to guest port 5, and the guest accepted.
-    fn connected(&mut self) -> (UnixStream, Header) {
+    /// Connects a host program to guest port 5 and accepts the connection in the guest.
+    fn connected(&mut self) -> (UnixStream, PacketHeader) {
         let mut program = self.program();
         program.write_all(b"CONNECT 5\n").unwrap();
         self.events();
         let (request, _) = self.next().expect("a request");
-        assert_eq!((request.op, request.dst_port), (Op::Request as u16, 5));
+        assert_eq!((request.op, request.dst_port), (VsockOp::Request as u16, 5));
         let guest = answer(&request);
-        self.send(of(guest, Op::Response), &[]);
+        self.send(of(guest, VsockOp::Response), &[]);
         let ok = format!("OK {}\n", request.src_port);
         assert_eq!(read(&mut program), ok.as_bytes());
         (program, guest)
     }
 }
 
-/// How the guest addresses the connection of a packet it got.
-fn answer(packet: &Header) -> Header {
-    Header {
+/// Returns the header of the guest's answer to a packet.
+fn answer(packet: &PacketHeader) -> PacketHeader {
+    PacketHeader {
         src_cid: packet.dst_cid,
         dst_cid: packet.src_cid,
         src_port: packet.dst_port,
         dst_port: packet.src_port,
         kind: STREAM,
         buf_alloc: 1 << 20,
-        ..Header::default()
+        ..PacketHeader::default()
     }
 }
 
-fn of(packet: Header, op: Op) -> Header {
-    Header {
+fn of(packet: PacketHeader, op: VsockOp) -> PacketHeader {
+    PacketHeader {
         op: op as u16,
         ..packet
     }
 }
 
-/// What is there to be read.
+/// Returns the bytes that are currently readable.
 fn read(stream: &mut UnixStream) -> Vec<u8> {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
@@ -119,33 +119,36 @@ fn at_end(stream: &mut UnixStream) -> bool {
 }
 
 #[test]
-fn a_program_reaches_the_guest_and_both_speak() {
-    let mut bench = Bench::new();
+fn host_program_connects_to_guest() {
+    let mut bench = MuxerTest::new();
     let (mut program, guest) = bench.connected();
-    bench.send(of(guest, Op::Data), b"from the guest");
+    bench.send(of(guest, VsockOp::Data), b"from the guest");
     assert_eq!(read(&mut program), b"from the guest");
     program.write_all(b"from the host").unwrap();
     bench.events();
     let (packet, data) = bench.next().unwrap();
-    assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"from the host"[..]));
-    // Credit tells what the program has taken; the greeting is no part of it.
+    assert_eq!(
+        (packet.op, &data[..]),
+        (VsockOp::Data as u16, &b"from the host"[..])
+    );
+    // The credit counts the bytes that the program has read, without the greeting.
     assert_eq!((packet.fwd_cnt, packet.buf_alloc), (14, BUFFER));
     assert!(bench.next().is_none());
 }
 
 #[test]
-fn data_right_behind_the_line_reaches_the_guest() {
-    let mut bench = Bench::new();
+fn data_after_connect_line_reaches_guest() {
+    let mut bench = MuxerTest::new();
     let mut program = bench.program();
     program.write_all(b"CONNECT 5\nhello").unwrap();
     bench.events();
     let (request, _) = bench.next().unwrap();
-    bench.send(of(answer(&request), Op::Response), &[]);
+    bench.send(of(answer(&request), VsockOp::Response), &[]);
     assert_eq!(bench.next().unwrap().1, b"hello");
 }
 
 #[test]
-fn a_line_that_is_none_ends_the_connection() {
+fn invalid_connect_line_closes_connection() {
     for line in [
         &b"CONNECT\n"[..],
         b"CONNECT -1\n",
@@ -156,7 +159,7 @@ fn a_line_that_is_none_ends_the_connection() {
         b"CONNECT \xff\n",
         &[b'x'; 100],
     ] {
-        let mut bench = Bench::new();
+        let mut bench = MuxerTest::new();
         let mut program = bench.program();
         program.write_all(line).unwrap();
         bench.events();
@@ -167,8 +170,8 @@ fn a_line_that_is_none_ends_the_connection() {
 }
 
 #[test]
-fn a_program_that_says_nothing_is_let_go() {
-    let mut bench = Bench::new();
+fn silent_program_times_out() {
+    let mut bench = MuxerTest::new();
     let mut program = bench.program();
     assert!(bench.muxer.has_deadlines());
     bench.muxer.tick(bench.now + Duration::from_secs(4));
@@ -181,64 +184,64 @@ fn a_program_that_says_nothing_is_let_go() {
 }
 
 #[test]
-fn a_guest_that_does_not_answer_loses_the_connection() {
-    let mut bench = Bench::new();
+fn unanswered_request_times_out() {
+    let mut bench = MuxerTest::new();
     let mut program = bench.program();
     program.write_all(b"CONNECT 5\n").unwrap();
     bench.events();
     let (request, _) = bench.next().unwrap();
     bench.muxer.tick(bench.now + Duration::from_secs(31));
-    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Reset as u16);
     bench.events();
     assert!(at_end(&mut program));
-    // It comes too late.
-    bench.send(of(answer(&request), Op::Response), &[]);
-    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    // The response arrives too late.
+    bench.send(of(answer(&request), VsockOp::Response), &[]);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Reset as u16);
 }
 
 #[test]
-fn a_port_nobody_listens_on_closes_the_program_s_socket() {
-    let mut bench = Bench::new();
+fn refused_port_closes_program_socket() {
+    let mut bench = MuxerTest::new();
     let mut program = bench.program();
     program.write_all(b"CONNECT 5\n").unwrap();
     bench.events();
     let (request, _) = bench.next().unwrap();
-    bench.send(of(answer(&request), Op::Reset), &[]);
+    bench.send(of(answer(&request), VsockOp::Reset), &[]);
     bench.events();
     assert!(at_end(&mut program));
     assert!(bench.next().is_none(), "a reset is not answered");
 }
 
 #[test]
-fn the_guest_reaches_a_program_or_is_refused() {
-    let mut bench = Bench::new();
+fn guest_connects_to_program_or_is_reset() {
+    let mut bench = MuxerTest::new();
     let listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 77)).unwrap();
-    let request = Header {
+    let request = PacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         src_port: 9,
         dst_port: 77,
         kind: STREAM,
-        op: Op::Request as u16,
+        op: VsockOp::Request as u16,
         buf_alloc: 4096,
-        ..Header::default()
+        ..PacketHeader::default()
     };
     bench.send(request, &[]);
     let (mut program, _) = listener.accept().unwrap();
     program.set_nonblocking(true).unwrap();
-    assert_eq!(bench.next().unwrap().0.op, Op::Response as u16);
-    bench.send(of(request, Op::Data), b"x");
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Response as u16);
+    bench.send(of(request, VsockOp::Data), b"x");
     assert_eq!(read(&mut program), b"x");
     for (packet, why) in [
         (
-            Header {
+            PacketHeader {
                 dst_port: 78,
                 ..request
             },
             "nobody listens",
         ),
         (
-            Header {
+            PacketHeader {
                 kind: 2,
                 src_port: 8,
                 ..request
@@ -247,16 +250,16 @@ fn the_guest_reaches_a_program_or_is_refused() {
         ),
         (
             of(
-                Header {
+                PacketHeader {
                     src_port: 10,
                     ..request
                 },
-                Op::Data,
+                VsockOp::Data,
             ),
             "unknown",
         ),
         (
-            Header {
+            PacketHeader {
                 op: 99,
                 src_port: 10,
                 ..request
@@ -268,16 +271,16 @@ fn the_guest_reaches_a_program_or_is_refused() {
         let (reset, _) = bench.next().expect(why);
         assert_eq!(
             (reset.op, reset.dst_port),
-            (Op::Reset as u16, packet.src_port),
+            (VsockOp::Reset as u16, packet.src_port),
             "{why}"
         );
     }
     for stranger in [
-        Header {
+        PacketHeader {
             src_cid: 4,
             ..request
         },
-        Header {
+        PacketHeader {
             dst_cid: 1,
             ..request
         },
@@ -288,22 +291,22 @@ fn the_guest_reaches_a_program_or_is_refused() {
 }
 
 #[test]
-fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
-    let mut bench = Bench::new();
+fn slow_program_limits_guest_credit() {
+    let mut bench = MuxerTest::new();
     let (mut program, guest) = bench.connected();
     let piece = vec![7; MAX_DATA];
     let mut sent: u32 = 0;
     let mut told = 0;
-    // A driver in order: never more than its credit.
+    // A conforming driver never exceeds its credit.
     while sent.wrapping_sub(told) + (MAX_DATA as u32) <= BUFFER {
-        bench.send(of(guest, Op::Data), &piece);
+        bench.send(of(guest, VsockOp::Data), &piece);
         sent += MAX_DATA as u32;
         while let Some((packet, _)) = bench.next() {
             told = packet.fwd_cnt;
         }
     }
     assert!(sent >= BUFFER);
-    // The program reads: all of it comes, and the guest is told.
+    // The program receives all data, and the guest receives a credit update.
     let mut got = 0;
     while got < sent as usize {
         got += read(&mut program).len();
@@ -311,151 +314,151 @@ fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
     }
     let updates: Vec<_> = std::iter::from_fn(|| bench.next()).collect();
     assert_eq!(updates.last().unwrap().0.fwd_cnt, sent);
-    // A driver that ignores its credit is cut off.
+    // A connection that exceeds its credit is reset.
     for _ in 0..100 {
-        bench.send(of(guest, Op::Data), &piece);
+        bench.send(of(guest, VsockOp::Data), &piece);
     }
-    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == Op::Reset as u16));
+    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == VsockOp::Reset as u16));
 }
 
 #[test]
-fn a_guest_without_room_is_asked_once_and_gets_the_rest_later() {
-    let mut bench = Bench::new();
+fn full_guest_gets_one_credit_request() {
+    let mut bench = MuxerTest::new();
     let (mut program, mut guest) = bench.connected();
     guest.buf_alloc = 10;
-    bench.send(of(guest, Op::CreditUpdate), &[]);
+    bench.send(of(guest, VsockOp::CreditUpdate), &[]);
     program.write_all(&[1; 25]).unwrap();
     bench.events();
     assert_eq!(bench.next().unwrap().1.len(), 10);
-    assert_eq!(bench.next().unwrap().0.op, Op::CreditRequest as u16);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::CreditRequest as u16);
     bench.events();
     let again = bench.next().map(|(packet, _)| packet.op);
-    assert!(again.is_none_or(|op| op == Op::CreditRequest as u16));
+    assert!(again.is_none_or(|op| op == VsockOp::CreditRequest as u16));
     guest.fwd_cnt = 10;
-    bench.send(of(guest, Op::CreditUpdate), &[]);
+    bench.send(of(guest, VsockOp::CreditUpdate), &[]);
     assert_eq!(bench.next().unwrap().1.len(), 10);
-    // One that contradicts itself has no room.
+    // A guest with contradictory credit values has no buffer space.
     guest.fwd_cnt = 1000;
-    bench.send(of(guest, Op::CreditUpdate), &[]);
+    bench.send(of(guest, VsockOp::CreditUpdate), &[]);
     assert!(std::iter::from_fn(|| bench.next()).all(|(packet, _)| packet.len == 0));
 }
 
 #[test]
-fn a_buffer_without_room_for_data_takes_none_and_ends() {
-    let mut bench = Bench::new();
+fn header_only_buffer_carries_no_data() {
+    let mut bench = MuxerTest::new();
     let (mut program, _) = bench.connected();
     program.write_all(b"hello").unwrap();
     bench.events();
-    // Only the header has a place: a loop that tried again would not end.
+    // Only the header fits. A retry loop would not terminate.
     assert!(bench.muxer.next(&mut [], bench.now).is_none());
     let (packet, data) = bench.next().unwrap();
-    assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"hello"[..]));
+    assert_eq!((packet.op, &data[..]), (VsockOp::Data as u16, &b"hello"[..]));
 }
 
 #[test]
-fn each_side_can_end_its_own_direction() {
-    let mut bench = Bench::new();
+fn half_close_works_in_both_directions() {
+    let mut bench = MuxerTest::new();
     let (mut program, guest) = bench.connected();
     program.shutdown(Shutdown::Write).unwrap();
     bench.events();
     let (packet, _) = bench.next().unwrap();
-    assert_eq!((packet.op, packet.flags), (Op::Shutdown as u16, NO_SEND));
-    bench.send(of(guest, Op::Data), b"still");
+    assert_eq!((packet.op, packet.flags), (VsockOp::Shutdown as u16, NO_SEND));
+    bench.send(of(guest, VsockOp::Data), b"still");
     assert_eq!(read(&mut program), b"still");
-    let end = Header {
+    let end = PacketHeader {
         flags: NO_SEND,
-        ..of(guest, Op::Shutdown)
+        ..of(guest, VsockOp::Shutdown)
     };
     bench.send(end, &[]);
     assert!(at_end(&mut program));
-    // The guest closes.
+    // The guest closes the connection.
     bench.send(
-        Header {
+        PacketHeader {
             flags: NO_SEND | NO_RECEIVE,
             ..end
         },
         &[],
     );
-    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Reset as u16);
     assert!(bench.next().is_none());
 }
 
 #[test]
-fn ends_that_are_never_completed_are() {
-    let mut bench = Bench::new();
+fn incomplete_close_times_out() {
+    let mut bench = MuxerTest::new();
     let (program, guest) = bench.connected();
     program.shutdown(Shutdown::Write).unwrap();
     bench.events();
-    assert_eq!(bench.next().unwrap().0.op, Op::Shutdown as u16);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Shutdown as u16);
     bench.send(
-        Header {
+        PacketHeader {
             flags: NO_SEND,
-            ..of(guest, Op::Shutdown)
+            ..of(guest, VsockOp::Shutdown)
         },
         &[],
     );
     assert!(bench.muxer.has_deadlines());
     bench.muxer.tick(bench.now + Duration::from_secs(31));
-    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == Op::Reset as u16));
+    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == VsockOp::Reset as u16));
 }
 
 #[test]
-fn a_program_that_dies_ends_the_guest_s_side() {
-    let mut bench = Bench::new();
+fn program_exit_resets_guest_connection() {
+    let mut bench = MuxerTest::new();
     let (program, guest) = bench.connected();
     drop(program);
-    bench.send(of(guest, Op::Data), b"x");
-    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    bench.send(of(guest, VsockOp::Data), b"x");
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Reset as u16);
 }
 
 #[test]
-fn there_are_only_so_many_connections() {
-    let mut bench = Bench::new();
+fn connection_count_is_limited() {
+    let mut bench = MuxerTest::new();
     let mut programs: Vec<_> = (0..MAX_CONNECTIONS).map(|_| bench.program()).collect();
     assert!(programs.iter_mut().all(|program| !at_end(program)));
     assert!(at_end(&mut bench.program()));
     let _listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 77)).unwrap();
     bench.send(
-        Header {
+        PacketHeader {
             src_cid: CID,
             dst_cid: HOST_CID,
             src_port: 9,
             dst_port: 77,
             kind: STREAM,
-            op: Op::Request as u16,
-            ..Header::default()
+            op: VsockOp::Request as u16,
+            ..PacketHeader::default()
         },
         &[],
     );
-    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    assert_eq!(bench.next().unwrap().0.op, VsockOp::Reset as u16);
 }
 
 #[test]
-fn a_flood_waits_until_its_answers_are_taken() {
-    let mut bench = Bench::new();
-    let flood = Header {
+fn packets_are_paused_while_replies_are_pending() {
+    let mut bench = MuxerTest::new();
+    let flood = PacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         kind: STREAM,
-        op: Op::Data as u16,
-        ..Header::default()
+        op: VsockOp::Data as u16,
+        ..PacketHeader::default()
     };
     let mut taken = 0;
-    while bench.muxer.takes_packets() {
+    while bench.muxer.can_accept_packets() {
         bench.send(flood, &[]);
         taken += 1;
         assert!(taken < 10_000, "answers without a limit");
     }
-    assert!(bench.next().is_some() && bench.muxer.takes_packets());
+    assert!(bench.next().is_some() && bench.muxer.can_accept_packets());
 }
 
-fn any_header() -> impl Strategy<Value = Header> {
+fn any_header() -> impl Strategy<Value = PacketHeader> {
     let cid = prop_oneof![9 => Just(CID), 1 => any::<u64>()];
     let port = prop_oneof![9 => 0..4_u32, 6 => (1_u32 << 30)..(1 << 30) + 4, 1 => any::<u32>()];
     let op = prop_oneof![9 => 0..9_u16, 1 => any::<u16>()];
     let count = || prop_oneof![Just(0), Just(BUFFER), any::<u32>()];
     (cid, port.clone(), port, op, any::<u32>(), count(), count()).prop_map(
-        |(src_cid, src_port, dst_port, op, flags, buf_alloc, fwd_cnt)| Header {
+        |(src_cid, src_port, dst_port, op, flags, buf_alloc, fwd_cnt)| PacketHeader {
             src_cid,
             dst_cid: HOST_CID,
             src_port,
@@ -471,57 +474,57 @@ fn any_header() -> impl Strategy<Value = Header> {
 }
 
 #[derive(Debug, Clone)]
-enum Step {
-    Guest(Header, usize),
+enum MuxerStep {
+    Guest(PacketHeader, usize),
     Program(Vec<u8>),
     Close,
     Tick(u64),
     Take,
 }
 
-fn any_step() -> impl Strategy<Value = Step> {
+fn any_step() -> impl Strategy<Value = MuxerStep> {
     prop_oneof![
-        8 => (any_header(), 0..MAX_DATA).prop_map(|(header, len)| Step::Guest(header, len)),
+        8 => (any_header(), 0..MAX_DATA).prop_map(|(header, len)| MuxerStep::Guest(header, len)),
         2 => prop_oneof![
             Just(b"CONNECT 1\n".to_vec()),
             Just(b"CONNECT 2\nmore".to_vec()),
             proptest::collection::vec(any::<u8>(), 0..40)
-        ].prop_map(Step::Program),
-        1 => Just(Step::Close),
-        1 => (0..40_u64).prop_map(Step::Tick),
-        4 => Just(Step::Take),
+        ].prop_map(MuxerStep::Program),
+        1 => Just(MuxerStep::Close),
+        1 => (0..40_u64).prop_map(MuxerStep::Tick),
+        4 => Just(MuxerStep::Take),
     ]
 }
 
 proptest! {
-    /// Whatever guests and programs send, the muxer stays within its bounds, gives the guest no more than it
-    /// has room for, and comes to rest.
+    /// With arbitrary packets of guests and programs, the muxer stays within its limits, respects
+    /// the guest's credit, and becomes idle.
     #[test]
-    fn nothing_anyone_sends_breaks_the_bounds(steps in proptest::collection::vec(any_step(), 1..80)) {
-        let mut bench = Bench::new();
+    fn arbitrary_packets_stay_within_limits(steps in proptest::collection::vec(any_step(), 1..80)) {
+        let mut bench = MuxerTest::new();
         let mut programs = Vec::new();
         let listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 2)).unwrap();
         listener.set_nonblocking(true).unwrap();
         let data = vec![1; MAX_DATA];
         for step in steps {
             match step {
-                Step::Guest(header, len) if bench.muxer.takes_packets() => bench.send(header, &data[..len]),
-                Step::Guest(..) => {}
-                Step::Program(bytes) => {
+                MuxerStep::Guest(header, len) if bench.muxer.can_accept_packets() => bench.send(header, &data[..len]),
+                MuxerStep::Guest(..) => {}
+                MuxerStep::Program(bytes) => {
                     let mut program = bench.program();
                     let _ = program.write(&bytes);
                     programs.push(program);
                 }
-                Step::Close => drop(programs.pop()),
-                Step::Tick(seconds) => {
+                MuxerStep::Close => drop(programs.pop()),
+                MuxerStep::Tick(seconds) => {
                     bench.now += Duration::from_secs(seconds);
                     bench.muxer.tick(bench.now);
                 }
-                Step::Take => {
+                MuxerStep::Take => {
                     if let Some((header, data)) = bench.next() {
                         prop_assert_eq!(header.len as usize, data.len());
                         prop_assert_eq!((header.src_cid, header.dst_cid), (HOST_CID, CID));
-                        prop_assert!(data.is_empty() || header.op == Op::Data as u16);
+                        prop_assert!(data.is_empty() || header.op == VsockOp::Data as u16);
                     }
                 }
             }
@@ -531,7 +534,7 @@ proptest! {
             }
             prop_assert!(bench.tokens.len() <= MAX_CONNECTIONS);
         }
-        // All programs gone and a long time over: every connection ends.
+        // After all programs have exited and all timeouts have expired, every connection ends.
         drop(programs);
         for _ in 0..4 {
             for token in bench.tokens.clone() {
@@ -545,17 +548,17 @@ proptest! {
     }
 }
 
-/// Loops, tables of 65,535 pieces and in each other, and what is no memory, in both of its queues: each comes
-/// back, and the good chain behind them is served.
+/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM) in
+/// both queues are returned as used, and the valid chain after them is processed.
 #[test]
-fn a_driver_of_hostile_chains_stops_no_packets() {
-    let bench = Bench::new();
+fn hostile_chains_do_not_block_packets() {
+    let bench = MuxerTest::new();
     let socket = bench.directory.path().join("listener");
     let listener = Arc::new(UnixListener::bind(socket).unwrap());
     let memory = memory();
     let (mut rx, mut tx) = (Driver::new(&memory, 64), Driver::at(&memory, 64, 0x8000));
     let timer = TimerFd::new().unwrap();
-    let mut queues = Queues::new(
+    let mut queues = VsockQueues::new(
         memory.clone(),
         rx.active(),
         tx.active(),
@@ -563,15 +566,15 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
         bench.muxer,
         timer,
     );
-    // The good one asks for a port that nobody listens on: the answer is a packet for the guest.
-    let request = Header {
+    // The valid chain requests a port without a listener, so the guest receives a reset packet.
+    let request = PacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         src_port: 9,
         dst_port: 77,
         kind: STREAM,
-        op: Op::Request as u16,
-        ..Header::default()
+        op: VsockOp::Request as u16,
+        ..PacketHeader::default()
     };
     memory
         .write_slice(&request.to_bytes(), GuestAddress(GOOD))
@@ -582,7 +585,7 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
     let heads: Vec<_> = (0..u32::from(HOSTILE)).map(|head| (head, 0)).collect();
     assert_eq!(tx.used(), heads);
     for _ in 0..2 * HOSTILE {
-        // What an answer was written over in its place.
+        // Overwritten in place by an answer.
         memory
             .write_slice(&request.to_bytes(), GuestAddress(GOOD))
             .unwrap();
@@ -604,10 +607,10 @@ fn a_driver_of_hostile_chains_stops_no_packets() {
     assert_eq!(used.last(), Some(&(13, 44)));
 }
 
-/// A program whose connection has taken too long hears so also while the guest takes no packets.
+/// A host program sees the timeout of its connection even while the guest takes no packets.
 #[test]
-fn a_program_sees_the_end_of_a_connection_that_took_too_long() {
-    let mut bench = Bench::new();
+fn program_sees_connection_timeout() {
+    let mut bench = MuxerTest::new();
     let mut program = bench.program();
     program.write_all(b"CONNECT 5\n").unwrap();
     bench.events();
@@ -617,9 +620,9 @@ fn a_program_sees_the_end_of_a_connection_that_took_too_long() {
     assert!(at_end(&mut program));
 }
 
-/// A socket that another VM has put in the place of ours stays.
+/// The socket of another VM that has replaced the device's own is not removed.
 #[test]
-fn a_device_removes_its_own_file_only() {
+fn device_removes_own_socket_only() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("v");
     let device = VsockDevice::new(3, &path).unwrap();
@@ -632,7 +635,7 @@ fn a_device_removes_its_own_file_only() {
 }
 
 #[test]
-fn the_words_that_ask_for_a_device() {
+fn vsock_options_are_parsed() {
     let parse = |text: &str| text.parse::<VsockConfig>();
     let config = |cid, socket: Option<&str>| {
         Ok(VsockConfig {

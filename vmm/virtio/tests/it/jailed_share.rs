@@ -1,7 +1,7 @@
-//! A shared directory whose back end is somebody else's (`--share-dir socket=`) and dies, in a VM that has
-//! shut itself in: namespaces and a root of its own, landlock, filters. Another back end at the same path is
-//! found, and gets the queues where the first left them. The VM is a process of its own: this test program,
-//! started again for one test. The back end is the test.
+//! Reconnection of a confined VM (namespaces, own root, landlock, seccomp) to an external backend
+//! (`--share-dir socket=`) that exits. A new backend at the same path receives the queues at the
+//! position where the first one stopped. The VM is a child process that runs this test program
+//! again, and the test is the backend.
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,27 +11,32 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::child::child_command;
-use sandbox::{Confinement, Counting, Files, Inside, JailError, LastWill, Mode, SocketBroker};
-use virtio_devices::device::{Activation, ActiveQueue, ConfigChange, Interrupt, LastResort, VirtioDevice};
-use virtio_devices::share::Share;
-use virtio_devices::share::config::Source;
-use virtio_devices::share::keeper::Program;
+use sandbox::{
+    AccessibleFiles, JailContents, JailError, Mode, PerfEventAccess, ProcessConfinement, SocketBroker,
+    TerminationActions,
+};
+use virtio_devices::device::{
+    Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+};
+use virtio_devices::share::FsDevice;
+use virtio_devices::share::config::ShareSource;
+use virtio_devices::share::keeper::KeeperProgram;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Where the back end listens, for the child.
+/// Environment variable with the path of the backend's socket, for the child.
 const SOCKET: &str = "SHARE_TEST_SOCKET";
-/// Said by the child: the device runs, or the ring is as it was told.
+/// Printed by the child when the device is active or the ring has been updated.
 const READY: &str = "the device has it";
-/// Said by a child that may have no jail.
+/// Printed by a child that cannot create a jail.
 const NO_JAIL: &str = "no jail here";
 const MEMORY: usize = 1 << 20;
 const QUEUE_BYTES: u64 = 0x1_0000;
-/// Of a queue's place.
+/// Offset of the used ring from the start of a queue.
 const USED: u64 = 0x3000;
 
-/// Requests of vhost-user, by their numbers in its specification.
+/// vhost-user request numbers.
 const GET_FEATURES: u32 = 1;
 const SET_VRING_BASE: u32 = 10;
 const GET_PROTOCOL_FEATURES: u32 = 15;
@@ -50,12 +55,12 @@ fn queue(number: u64) -> ActiveQueue {
     ActiveQueue {
         queue,
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-        interrupt: Interrupt::default(),
+        interrupt: DeviceInterrupt::default(),
     }
 }
 
 fn say(line: &str) {
-    // The test program has begun a line.
+    // The test harness has printed an incomplete line.
     println!("\n{line}");
     io::stdout().flush().unwrap();
 }
@@ -64,28 +69,28 @@ fn say(line: &str) {
 #[ignore = "a child of the test below"]
 fn as_a_child() {
     let socket = PathBuf::from(std::env::var_os(SOCKET).unwrap());
-    // The threads of the VM may not connect.
-    let confinement = Confinement {
+    // VM threads may not connect to sockets.
+    let confinement = ProcessConfinement {
         seccomp: Mode::On,
         landlock: sandbox::has_landlock(),
     };
     let broker = SocketBroker::start(confinement, || true).unwrap();
-    let will = LastWill {
+    let will = TerminationActions {
         first: || {},
         log: None,
         status: 8,
     };
-    sandbox::begin(Mode::On, Counting::Broker, will).unwrap();
+    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }
-    let source = Source::Socket(socket);
-    // Nobody is started: the back end is there.
-    let keeper = Program {
+    let source = ShareSource::Socket(socket);
+    // The backend is external, so no program is started.
+    let keeper = KeeperProgram {
         words: Vec::new(),
         log: None,
     };
-    let mut share = Share::new(
+    let mut share = FsDevice::new(
         "share0".into(),
         "tag".into(),
         &source,
@@ -100,27 +105,28 @@ fn as_a_child() {
     let region = (GuestAddress(0), MEMORY, Some(FileOffset::new(file, 0)));
     let memory = GuestMemoryMmap::<()>::from_ranges_with_files([region]).unwrap();
 
-    // As perfvisor does it, before the guest runs.
+    // Same order as in perfvisor before the guest starts.
     let jail = match sandbox::separate() {
         Err(JailError::NoUserNamespace(_)) => return say(NO_JAIL),
         jail => jail.unwrap(),
     };
     broker.seal().unwrap();
-    jail.close(&Inside::default()).unwrap();
+    jail.close(&JailContents::default()).unwrap();
     assert!(!Path::new("/etc").exists());
-    sandbox::only_files(&Files::default()).unwrap();
+    sandbox::only_files(&AccessibleFiles::default()).unwrap();
     sandbox::confine().unwrap();
 
     let activation = Activation {
         memory: memory.clone(),
         features: FEATURES,
         queues: vec![Some(queue(0)), Some(queue(1))],
-        config_change: ConfigChange::default(),
-        last_resort: LastResort::default(),
+        config_change: ConfigChangeNotifier::default(),
+        fatal_error_callback: FatalErrorCallback::default(),
     };
     share.activate(activation).unwrap();
     say(READY);
-    // How many requests of the second queue have an answer, as the back end would write it.
+    // Each line is the number of answered requests of the second queue, as the backend would write
+    // it.
     for line in io::stdin().lines() {
         let answered: u16 = line.unwrap().parse().unwrap();
         let at = GuestAddress(QUEUE_BYTES + USED + 2);
@@ -148,8 +154,8 @@ fn connected(listener: &UnixListener, vm: &mut Child) -> UnixStream {
     }
 }
 
-/// Answers as a back end does, until it has both queues: with which request each begins.
-/// `None`: the VM is gone before.
+/// Answers requests as a backend until both queues are handed over, and returns the base index of
+/// each. Returns `None` if the VM exits first.
 fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
     let (mut bases, mut enabled) = ([u32::MAX; 2], 0);
     while enabled < 2 {
@@ -172,7 +178,7 @@ fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
             }
             _ => continue,
         };
-        // Version 1, and that it is an answer.
+        // Version 1 and the reply flag.
         let header = [request, 0x5, 8].map(u32::to_le_bytes).concat();
         stream
             .write_all(&[header, answer.to_le_bytes().to_vec()].concat())
@@ -182,7 +188,7 @@ fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
 }
 
 #[test]
-fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
+fn restarted_backend_is_reached_from_jail() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("back-end.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -206,7 +212,8 @@ fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
     let (bases, first) = served.join().unwrap();
     assert_eq!(bases, Some([0, 0]), "at first all is before them");
 
-    // Seven requests have an answer. Then it dies, its socket too, and another is started at that path.
+    // Seven requests are answered. Then the backend exits and its socket is removed, and another
+    // one starts at the same path.
     stdin.write_all(b"7\n").unwrap();
     assert!(lines.any(|line| line == READY));
     drop((first, listener));
@@ -215,7 +222,7 @@ fn a_back_end_that_dies_and_comes_back_is_found_from_inside_a_jail() {
     let mut second = connected(&listener, &mut vm);
     assert_eq!(takes_the_queues(&mut second), Some([0, 7]));
 
-    // And once more, with nobody there for a try or two.
+    // Repeat with no backend available for one or two attempts.
     drop((second, listener));
     std::fs::remove_file(&socket).unwrap();
     std::thread::sleep(Duration::from_secs(3));

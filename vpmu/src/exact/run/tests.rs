@@ -8,7 +8,7 @@ use super::super::*;
 use super::*;
 
 const CODE: u64 = 0x1000;
-const UNLIMITED: Counts = Counts {
+const UNLIMITED: RetiredCounts = RetiredCounts {
     instructions: u32::MAX,
     branches: u32::MAX,
     taken_branches: u32::MAX,
@@ -49,13 +49,13 @@ fn run_of(code: &[u8]) -> StraightRun {
 }
 
 /// Returns the counts of single steps through the first `n` instructions of `run`.
-fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> Counts {
+fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> RetiredCounts {
     let mut meter = StepMeter::new(vendor);
-    let mut sum = Counts::default();
+    let mut sum = RetiredCounts::default();
     for instruction in 0..n {
         let (from, to) = (run.end_of(instruction), run.end_of(instruction + 1));
         let mut memory = Code(code);
-        assert_eq!(meter.begin(&at(from), &mut memory), Ahead::Plain);
+        assert_eq!(meter.begin(&at(from), &mut memory), InstructionClass::Plain);
         let step = meter.end(&at(to), &mut memory);
         assert!(!step.lost && !step.event, "{step:?}");
         sum.add(step.kernel);
@@ -125,7 +125,7 @@ const ENDS: [&[u8]; 36] = [
 ];
 
 #[test]
-fn what_must_be_alone_ends_a_run() {
+fn excluded_instructions_end_a_run() {
     for end in ENDS {
         let run = run_of(&[&[0x90; 3], end, &[0x90; 9]].concat());
         assert_eq!(run.len(), 3, "{end:x?}");
@@ -135,7 +135,7 @@ fn what_must_be_alone_ends_a_run() {
 }
 
 #[test]
-fn a_run_knows_whether_it_uses_the_stack_segment() {
+fn run_reports_stack_accesses() {
     for (code, uses) in [
         (&[0x50][..], true),
         (&[0x48, 0x8b, 0x45, 0x08], true),
@@ -148,68 +148,68 @@ fn a_run_knows_whether_it_uses_the_stack_segment() {
 }
 
 #[test]
-fn a_run_has_a_longest_and_may_have_nothing() {
-    assert_eq!(run_of(&[0x90; 400]).len(), LONGEST_RUN);
+fn run_length_is_limited_and_may_be_zero() {
+    assert_eq!(run_of(&[0x90; 400]).len(), MAX_RUN_INSTRUCTIONS);
     // Nine bytes each. Only whole instructions are included.
     let long = STRAIGHT[11].repeat(40);
-    assert_eq!(run_of(&long).len(), MOST_RUN_BYTES / 9);
+    assert_eq!(run_of(&long).len(), MAX_RUN_BYTES / 9);
     assert!(run_of(&[]).is_empty());
     assert!(run_of(&[0x48, 0x8b]).is_empty(), "cut off");
     let none = run_of(&[]);
-    assert_eq!((none.end_of(7), none.counts(7)), (0, Counts::default()));
+    assert_eq!((none.end_of(7), none.counts(7)), (0, RetiredCounts::default()));
     assert_eq!((none.completed_at(0), none.completed_at(1)), (Some(0), None));
 }
 
 /// A run ends before the earliest armed overflow.
 #[test]
-fn a_run_is_cut_where_an_overflow_will_be() {
+fn run_ends_before_armed_overflow() {
     // push, pop, nop, push
     let run = run_of(&[0x50, 0x58, 0x90, 0x50]);
-    let cut = |room: Counts| run.within(&room);
+    let cut = |remaining: RetiredCounts| run.within(&remaining);
     assert_eq!(cut(UNLIMITED), 4);
     assert_eq!(
-        cut(Counts {
+        cut(RetiredCounts {
             instructions: 2,
             ..UNLIMITED
         }),
         2
     );
     assert_eq!(
-        cut(Counts {
+        cut(RetiredCounts {
             stores: 1,
             ..UNLIMITED
         }),
         3
     );
     assert_eq!(
-        cut(Counts {
+        cut(RetiredCounts {
             loads: 0,
             ..UNLIMITED
         }),
         1
     );
     assert_eq!(
-        cut(Counts {
+        cut(RetiredCounts {
             stores: 0,
             ..UNLIMITED
         }),
         0
     );
     assert_eq!(
-        cut(Counts {
+        cut(RetiredCounts {
             branches: 0,
             ..UNLIMITED
         }),
         4
     );
     let fed = FedCounts::new(fed::SELECTORS);
-    assert_eq!(Counts::room(&fed, 0), UNLIMITED);
+    assert_eq!(RetiredCounts::remaining(&fed, 0), UNLIMITED);
 }
 
 proptest! {
     /// A run of arbitrary straight-line instructions retires the same counts as single steps.
     #[test]
-    fn a_run_retires_what_steps_through_it_do(
+    fn run_retires_same_counts_as_single_steps(
         pieces in prop::collection::vec(prop::sample::select(&STRAIGHT[..]), 0..20),
         end in prop::sample::select(&ENDS[..]),
         amd: bool,
@@ -228,9 +228,9 @@ proptest! {
 
     /// Random bytes also decode to a finite run, and offsets inside an instruction are rejected.
     #[test]
-    fn any_bytes_are_a_run_that_ends(code in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn random_bytes_decode_to_finite_run(code in prop::collection::vec(any::<u8>(), 0..300)) {
         let run = run_of(&code);
-        prop_assert!(run.len() <= LONGEST_RUN && run.code().len() <= MOST_RUN_BYTES);
+        prop_assert!(run.len() <= MAX_RUN_INSTRUCTIONS && run.code().len() <= MAX_RUN_BYTES);
         prop_assert!(code.starts_with(run.code()));
         prop_assert_eq!(run.counts(run.len()), stepped(&run, &code, run.len(), Vendor::Intel));
         let places = (0..=300).filter(|&offset| run.completed_at(offset).is_some()).count();

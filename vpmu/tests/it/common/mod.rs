@@ -12,7 +12,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    pub fn new(model: Model) -> Self {
+    pub fn new(model: PmuModel) -> Self {
         Self {
             vpmu: Vpmu::new(model),
             events: SimEvents::default(),
@@ -23,7 +23,7 @@ impl Guest {
     pub fn of(name: &str, counters: Option<&str>) -> Self {
         let counters = counters.map(|text| text.parse().unwrap());
         Self::new(
-            Model::resolve(name.parse().unwrap(), counters, None, &mut |_, _| {
+            PmuModel::resolve(name.parse().unwrap(), counters, None, &mut |_, _| {
                 CpuidRegs::default()
             })
             .unwrap(),
@@ -34,7 +34,7 @@ impl Guest {
     pub fn try_write(&mut self, msr: u32, value: u64) -> bool {
         let outcome = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
         self.vpmu.reconcile(&mut self.events);
-        outcome == MsrWrite::Done
+        outcome == MsrWriteOutcome::Done
     }
 
     pub fn write(&mut self, msr: u32, value: u64) {
@@ -46,8 +46,8 @@ impl Guest {
         let outcome = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
         self.vpmu.reconcile(&mut self.events);
         match outcome {
-            MsrRead::Value(value) => Some(value),
-            MsrRead::InjectGp => None,
+            MsrReadOutcome::Value(value) => Some(value),
+            MsrReadOutcome::InjectGp => None,
         }
     }
 
@@ -59,8 +59,8 @@ impl Guest {
     /// Executes RDPMC at CPL 0.
     pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
         match self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(0), false, &mut self.events) {
-            MsrRead::Value(value) => Some(value),
-            MsrRead::InjectGp => None,
+            MsrReadOutcome::Value(value) => Some(value),
+            MsrReadOutcome::InjectGp => None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! The model's time and counts: what passes, what happens, what overflows, and the samples of that.
 
-use super::{Kind, Model, Part, Passed, Reports, State, VM};
+use super::{EventState, Kind, Model, Part, Passed, Reports, VM};
 
 /// A record the event's ring should hold, or a report to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,13 +29,13 @@ impl Model {
             let rate = self.spec(p).rate;
             let ctx = &self.contexts[self.parts[p].ctx];
             let part = &mut self.parts[p];
-            if ctx.inside && part.state >= State::Waiting && leader >= State::Waiting {
+            if ctx.inside && part.state >= EventState::Waiting && leader >= EventState::Waiting {
                 part.totals.enabled += ns;
-                if part.state == State::On {
+                if part.state == EventState::On {
                     part.totals.running += ns;
                 }
             }
-            if part.counter.is_some() && part.state == State::On && ctx.tid == tid {
+            if part.counter.is_some() && part.state == EventState::On && ctx.tid == tid {
                 part.count(ns * rate);
             }
         }
@@ -53,8 +53,8 @@ impl Model {
             }
             let leader = self.parts[self.leader(p)].state;
             let waits_with_its_vcpu =
-                state == State::Waiting && !self.contexts[ctx].inside && leader >= State::Waiting;
-            if state != State::On && !waits_with_its_vcpu {
+                state == EventState::Waiting && !self.contexts[ctx].inside && leader >= EventState::Waiting;
+            if state != EventState::On && !waits_with_its_vcpu {
                 continue;
             }
             let part = &mut self.parts[p];
@@ -101,7 +101,7 @@ impl Model {
             let apart = parts().find(|p| self.parts[*p].apart);
             let due = parts().find(|p| {
                 let part = &self.parts[*p];
-                part.state == State::On && part.kept.times + part.fresh.times > 0
+                part.state == EventState::On && part.kept.times + part.fresh.times > 0
             });
             let Some(p) = apart.or(due) else {
                 return reports;

@@ -1,6 +1,6 @@
 //! Who has the slots: the model takes over what the core shows of it, and judges that.
 
-use super::{Model, State};
+use super::{EventState, Model};
 
 impl Model {
     /// Takes over who is on of the flexible hardware groups. Errors name what cannot be.
@@ -19,7 +19,7 @@ impl Model {
                 let may: Vec<usize> = group
                     .iter()
                     .copied()
-                    .filter(|p| self.parts[*p].state >= State::Waiting)
+                    .filter(|p| self.parts[*p].state >= EventState::Waiting)
                     .collect();
                 let on = may.iter().filter(|p| is_on(self, **p)).count();
                 if on != 0 && on != may.len() {

@@ -159,7 +159,7 @@ impl Names {
             entry.end = entry.end.max(symbol.end);
         };
         if let Some(mount) = &mut self.mount {
-            mount.files().look_again();
+            mount.files().reload();
         }
         let mut files = Symbolizer::new(mapped, None, self.mount);
         for (pid, address) in self.addresses {

@@ -1,15 +1,16 @@
-//! Runs an ignored test of this program in a process of its own.
+//! Execution of an ignored test of this program in a child process.
 
 use std::ffi::OsStr;
 use std::process::Command;
 
-/// Returns a command that runs the ignored test `as_a_child` of `module` in a new process of this test
-/// program, with the environment variable `variable` set to `value`. `module` is `module_path!()`.
+/// Returns a command that runs the ignored test `as_a_child` of `module` in a new process of this
+/// test program, with the environment variable `variable` set to `value`. `module` is
+/// `module_path!()`.
 ///
 /// # Panics
-/// When `module` is the root of the program.
+/// Panics if `module` is the root of the program.
 pub fn child_command(module: &str, variable: &str, value: impl AsRef<OsStr>) -> Command {
-    // Names of tests begin after the name of the program.
+    // Names of tests start after the name of the program.
     let (_, module) = module.split_once("::").unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command

@@ -1,4 +1,4 @@
-//! Helpers that several modules use.
+//! Helpers shared by several test modules.
 
 pub mod child;
 pub mod memory_file;

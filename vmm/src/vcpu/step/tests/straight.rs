@@ -26,7 +26,7 @@ fn looped(body: &[u8], times: u32) -> Vec<u8> {
 /// A loop with a body of ten instructions and a branch takes two entries per iteration instead of
 /// eleven.
 #[test]
-fn a_loop_takes_a_third_of_the_entries() {
+fn loop_in_runs_takes_a_third_of_entries() {
     // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx;
     // push; pop; nop; dec ecx is the tenth.
     let body = [
@@ -35,7 +35,7 @@ fn a_loop_takes_a_third_of_the_entries() {
     ];
     const TURNS: u32 = 100;
     let code = looped(&body, TURNS);
-    let ways = [true, false].map(|runs| Stepped::with(&code, runs));
+    let ways = [true, false].map(|runs| SteppedVcpu::with(&code, runs));
     let [Some(mut fast), Some(mut slow)] = ways else {
         return;
     };
@@ -58,19 +58,22 @@ fn a_loop_takes_a_third_of_the_entries() {
     );
     let tally = fast.stepper.tally();
     assert_eq!(
-        (tally.runs, tally.in_runs),
+        (tally.runs, tally.instructions_in_runs),
         (u64::from(TURNS), u64::from(10 * TURNS + 1))
     );
-    assert_eq!(tally.steps + tally.in_runs, u64::from(fast.retired.instructions));
+    assert_eq!(
+        tally.steps + tally.instructions_in_runs,
+        u64::from(fast.retired.instructions)
+    );
     assert_eq!(slow.stepper.tally().runs, 0);
 }
 
 /// An overflow is reported at its exact instruction, anywhere in a run.
 #[test]
-fn an_overflow_is_at_its_instruction() {
+fn overflow_is_reported_at_its_instruction() {
     let code = [&[0x90; 20][..], &[HLT]].concat();
     for overflow in 1..=20 {
-        let Some(mut stepped) = Stepped::new(&code) else {
+        let Some(mut stepped) = SteppedVcpu::new(&code) else {
             return;
         };
         stepped.overflow = overflow;
@@ -83,16 +86,16 @@ fn an_overflow_is_at_its_instruction() {
 /// A vCPU that a signal interrupts within a run has executed the preceding instructions; at the
 /// beginning of the run, none.
 #[test]
-fn a_signal_in_a_run_finds_what_has_retired() {
+fn signal_within_run_accounts_retired_instructions() {
     let code = [&[0x50; 9][..], &[HLT]].concat();
     for done in 0..9 {
-        let Some(mut stepped) = Stepped::new(&code) else {
+        let Some(mut stepped) = SteppedVcpu::new(&code) else {
             return;
         };
         if !stepped.has_runs() {
             return;
         }
-        assert_eq!(stepped.prepare(KERNEL), Prepared::Enter);
+        assert_eq!(stepped.prepare(KERNEL), StepAction::Enter);
         stepped.vcpu.request_exit();
         assert_eq!(stepped.vcpu.run().why.unwrap_err().errno(), libc::EINTR);
         stepped.vcpu.clear_exit_request();
@@ -108,35 +111,37 @@ fn a_signal_in_a_run_finds_what_has_retired() {
 /// If the vCPU stops at an address that is not an instruction boundary of the run, nothing is
 /// counted.
 #[test]
-fn a_place_that_is_none_of_the_runs_is_lost() {
+fn stop_outside_run_counts_nothing() {
     for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
         // lea rdx, [rax+5], three times; hlt
         let code = [&[0x48, 0x8d, 0x50, 0x05].repeat(3)[..], &[HLT]].concat();
-        let Some(mut stepped) = Stepped::new(&code) else {
+        let Some(mut stepped) = SteppedVcpu::new(&code) else {
             return;
         };
         if !stepped.has_runs() {
             return;
         }
-        assert_eq!(stepped.prepare(KERNEL), Prepared::Enter);
-        let mut state = State::read(&stepped.vcpu).unwrap();
+        assert_eq!(stepped.prepare(KERNEL), StepAction::Enter);
+        let mut state = VcpuState::read(&stepped.vcpu).unwrap();
         state.regs.rip = CODE.wrapping_add(offset);
         state.sregs.ss.dpl = cpl;
         let step = stepped.stepper.end(&state);
-        assert!(step.lost && step.kernel == Counts::default() && step.user == Counts::default());
+        assert!(
+            step.lost && step.kernel == RetiredCounts::default() && step.user == RetiredCounts::default()
+        );
         assert_eq!(stepped.stepper.tally().lost, 1);
     }
 }
 
 /// Self-modifying code in a run is detected and reported once, and stepped afterwards.
 #[test]
-fn code_that_changes_itself_is_lost_once() {
+fn self_modifying_code_is_lost_once() {
     // inc eax; mov [changed], al; nop; changed: mov ebx, 0
     let changed = CODE as u32 + 5 + 2 + 7 + 1 + 1;
     let mut body = vec![0xff, 0xc0, 0x88, 0x04, 0x25];
     body.extend_from_slice(&changed.to_le_bytes());
     body.extend_from_slice(&[0x90, 0xbb, 0, 0, 0, 0]);
-    let Some(mut stepped) = Stepped::new(&looped(&body, 4)) else {
+    let Some(mut stepped) = SteppedVcpu::new(&looped(&body, 4)) else {
         return;
     };
     if !stepped.has_runs() {
@@ -157,7 +162,7 @@ fn code_that_changes_itself_is_lost_once() {
 
 /// A run extends across a page boundary.
 #[test]
-fn a_run_across_a_page_is_one() {
+fn run_extends_across_page_boundary() {
     const PAGE: usize = 4096;
     const IN_FRONT: usize = 10;
     // jmp to the end of the page; there mov eax, 1 across the boundary, and as much code after it
@@ -168,7 +173,7 @@ fn a_run_across_a_page_is_one() {
     code.extend_from_slice(&[0xb8, 1, 0, 0, 0]);
     code.extend_from_slice(&[0x90; IN_FRONT]);
     code.push(HLT);
-    let Some(mut stepped) = Stepped::new(&code) else {
+    let Some(mut stepped) = SteppedVcpu::new(&code) else {
         return;
     };
     stepped.run(KERNEL, u64::MAX);
@@ -176,14 +181,17 @@ fn a_run_across_a_page_is_one() {
     assert_eq!(stepped.retired, counts([right, 1, 1, 0, 0, 0]));
     if stepped.has_runs() {
         let tally = stepped.stepper.tally();
-        assert_eq!((tally.runs, tally.in_runs), (1, 2 * IN_FRONT as u64 + 1));
+        assert_eq!(
+            (tally.runs, tally.instructions_in_runs),
+            (1, 2 * IN_FRONT as u64 + 1)
+        );
     }
 }
 
 /// Installs descriptor tables in which each exception has its own handler. A handler skips RBX
 /// bytes and resumes. Executes seven instructions with one branch, one load and one store each by
 /// ADD and INC, and the load of IRET.
-fn give_handlers(stepped: &Stepped) {
+fn give_handlers(stepped: &SteppedVcpu) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
         .iter()
@@ -216,7 +224,7 @@ fn give_handlers(stepped: &Stepped) {
 /// A faulting instruction in a run retires nothing, while the preceding instructions and the
 /// handler do, with and without straight-line runs.
 #[test]
-fn a_fault_in_a_run_retires_what_lies_before_it() {
+fn fault_within_run_retires_preceding_instructions() {
     // mov eax, [NO_PAGE]
     let page_fault = [&[0x8b, 0x04, 0x25][..], &NO_PAGE.to_le_bytes()].concat();
     // mov eax, [r8] with a non-canonical address in R8; push [r8]; mov eax, [rbp], of the stack
@@ -229,7 +237,7 @@ fn a_fault_in_a_run_retires_what_lies_before_it() {
             let skip = [&[0xbb][..], &(fault.len() as u32).to_le_bytes()].concat();
             let parts = [&skip[..], &[0x90; 8][..before], fault, &[0x50; 5], &[HLT]];
             let results = [true, false].map(|runs| {
-                let mut stepped = Stepped::with(&parts.concat(), runs)?;
+                let mut stepped = SteppedVcpu::with(&parts.concat(), runs)?;
                 give_handlers(&stepped);
                 let mut regs = stepped.vcpu.get_regs().unwrap();
                 (regs.r8, regs.rbp) = (1 << 62, 1 << 62);
@@ -253,9 +261,9 @@ fn a_fault_in_a_run_retires_what_lies_before_it() {
 /// Instructions are stepped if the guest uses its own trap flag or breakpoints, or if another user
 /// leaves too few breakpoints.
 #[test]
-fn what_needs_the_debug_state_itself_is_stepped() {
+fn guest_debug_state_disables_runs() {
     let code = [&[0x90; 9][..], &[HLT]].concat();
-    let ways: [fn(&mut Stepped); 3] = [
+    let ways: [fn(&mut SteppedVcpu); 3] = [
         |stepped| stepped.debug.set_sites(&[0x7000]),
         |stepped| {
             let mut registers = stepped.vcpu.get_debug_regs().unwrap();
@@ -270,7 +278,7 @@ fn what_needs_the_debug_state_itself_is_stepped() {
         },
     ];
     for (n, prepare) in ways.into_iter().enumerate() {
-        let Some(mut stepped) = Stepped::new(&code) else {
+        let Some(mut stepped) = SteppedVcpu::new(&code) else {
             return;
         };
         if !stepped.has_runs() {
@@ -285,29 +293,32 @@ fn what_needs_the_debug_state_itself_is_stepped() {
 
 /// The cache of decoded runs is bounded.
 #[test]
-fn the_decode_that_is_kept_has_a_bound() {
+fn decode_cache_is_bounded() {
     let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
     memory.write_slice(&[0x90; 0x10000], GuestAddress(0)).unwrap();
-    let mut runs = decoded::Runs::default();
+    let mut runs = decoded::RunCache::default();
     let mut meter = vpmu::exact::StepMeter::new(Vendor::Intel);
-    let state = State {
+    let state = VcpuState {
         regs: Default::default(),
         sregs: Default::default(),
     };
     for at in 0x8000..0xa000 {
-        let found = runs.find(at, &mut meter, &mut Linear::new(&memory, &state));
-        assert_eq!(found.map(|run| run.len()), Some(vpmu::exact::LONGEST_RUN));
+        let found = runs.find(at, &mut meter, &mut LinearMemory::new(&memory, &state));
+        assert_eq!(
+            found.map(|run| run.len()),
+            Some(vpmu::exact::MAX_RUN_INSTRUCTIONS)
+        );
     }
-    assert_eq!(runs.kept.len(), decoded::KEPT);
+    assert_eq!(runs.kept.len(), decoded::CACHE_SLOTS);
     // Changed code at the same address is decoded again.
     memory
         .write_slice(&[0x50, 0x50, 0xc3], GuestAddress(0x100))
         .unwrap();
-    let found = runs.find(0x100, &mut meter, &mut Linear::new(&memory, &state));
+    let found = runs.find(0x100, &mut meter, &mut LinearMemory::new(&memory, &state));
     assert_eq!(found, None, "too short");
     memory
         .write_slice(&[0x50, 0x50, 0x50, 0xc3], GuestAddress(0x100))
         .unwrap();
-    let found = runs.find(0x100, &mut meter, &mut Linear::new(&memory, &state));
+    let found = runs.find(0x100, &mut meter, &mut LinearMemory::new(&memory, &state));
     assert_eq!(found.map(|run| run.len()), Some(3));
 }

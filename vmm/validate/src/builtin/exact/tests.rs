@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::*;
-use crate::child::tests::nobody_stops;
+use crate::child::tests::never_stop;
 use crate::guest::tests::{counted, hello, measuring};
 use crate::host::Host;
 use crate::host::tests::{clock_host, options};
@@ -19,7 +19,7 @@ fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
 
 /// Returns the rows for a guest whose count is `answer` for each event and kind of work at CPL 0,
 /// with `None` if no count is known. At CPL 3 the count is that of the loop alone.
-fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<Row> {
+fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<ReportRow> {
     let mut results: Vec<(String, Value)> = Vec::new();
     let mut add = |pattern, count| results.push((pattern, counted(&[count])));
     add(pattern(ArchEvent::Instructions, "busy", USR), 2 * ROUNDS + 5);
@@ -41,7 +41,7 @@ fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Ve
         .iter()
         .map(|(pattern, v)| (pattern.as_str(), v.clone()))
         .collect();
-    let (options, signals) = (options(), nobody_stops());
+    let (options, signals) = (options(), never_stop());
     let builtin = Builtin {
         options: &options,
         host,
@@ -49,8 +49,8 @@ fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Ve
     };
     // The host has no counter of that name.
     let mut guest = measuring(&hello(2), &results, Vec::new());
-    let mut on_row = |_: &Row| ();
-    let mut rows = Rows::new(&mut on_row);
+    let mut on_row = |_: &ReportRow| ();
+    let mut rows = ReportRows::new(&mut on_row);
     builtin.exact_rows(&mut guest, &mut rows).unwrap();
     rows.into_vec()
 }
@@ -61,7 +61,7 @@ fn honest(_: ArchEvent, _: &str, known: Option<u64>) -> u64 {
 
 /// Correct counts pass each row. An event that stepping cannot count is reported as not supported.
 #[test]
-fn what_is_known_by_hand_passes() {
+fn correct_counts_pass() {
     let rows = rows(&clock_host(), honest);
     for row in &rows {
         let known =
@@ -74,13 +74,13 @@ fn what_is_known_by_hand_passes() {
         assert_eq!(row.verdict, right, "{row:?}");
         assert!(!row.of_time, "stepping does not go with time: {row:?}");
     }
-    let user: Vec<&Row> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    let user: Vec<&ReportRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
     assert_eq!(user.len(), 2, "instructions and branches at CPL 3");
 }
 
 /// A count that is off by one instruction, branch, load or store fails exactly its row.
 #[test]
-fn one_count_off_fails_its_row_and_no_other() {
+fn count_off_by_one_fails_its_row() {
     for event in ArchEvent::ALL {
         let Some(_) = selector(event, false).filter(|_| known(event, "busy", ROUNDS).is_some()) else {
             continue;
@@ -106,10 +106,10 @@ fn one_count_off_fails_its_row_and_no_other() {
 
 /// An event that stepping cannot count but that moves is a failure.
 #[test]
-fn what_stepping_cannot_see_must_not_move() {
+fn unsupported_event_must_not_move_when_stepped() {
     let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));
     let moved = rows.iter().filter(|row| row.verdict == Verdict::Fail);
-    let moved: Vec<&Row> = moved.collect();
+    let moved: Vec<&ReportRow> = moved.collect();
     assert!(!moved.is_empty());
     for row in moved {
         assert!(row.reason.as_ref().unwrap().contains("but it moved"), "{row:?}");
@@ -119,13 +119,13 @@ fn what_stepping_cannot_see_must_not_move() {
 
 /// If KVM cannot step CPL 3, counts at CPL 3 must be 0.
 #[test]
-fn without_steps_at_cpl_3_its_counts_must_stay_at_0() {
+fn user_counts_are_zero_without_user_stepping() {
     let host = Host {
         steps_user: false,
         ..clock_host()
     };
     let rows = rows(&host, honest);
-    let user: Vec<&Row> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    let user: Vec<&ReportRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
     assert_eq!(user.len(), 2);
     for row in user {
         assert_eq!(row.verdict, Verdict::Fail, "{row:?}");
@@ -138,19 +138,19 @@ fn without_steps_at_cpl_3_its_counts_must_stay_at_0() {
 
 /// A host without single-stepping has one row with the reason and starts no guest.
 #[test]
-fn a_host_without_steps_says_so() {
+fn host_without_stepping_has_one_row() {
     let host = Host {
         no_exact: Some("no single-stepping".into()),
         ..clock_host()
     };
-    let (options, signals) = (options(), nobody_stops());
+    let (options, signals) = (options(), never_stop());
     let builtin = Builtin {
         options: &options,
         host: &host,
         signals: &signals,
     };
-    let mut on_row = |_: &Row| ();
-    let mut rows = Rows::new(&mut on_row);
+    let mut on_row = |_: &ReportRow| ();
+    let mut rows = ReportRows::new(&mut on_row);
     builtin.exact(&mut rows).unwrap();
     let rows = rows.into_vec();
     assert_eq!(rows.len(), 1);

@@ -4,21 +4,21 @@
 use super::*;
 use crate::host::Host;
 use crate::host::tests::{clock_host, hardware_host};
-use crate::linux::tests::{Told, perf_line};
+use crate::linux::tests::{ScriptedValues, perf_line};
 
-fn row(of_time: bool, verdict: Verdict) -> Row {
-    Row {
+fn row(of_time: bool, verdict: Verdict) -> ReportRow {
+    ReportRow {
         of_time,
         verdict,
-        ..Row::new(Check::Counting, "cycles", "clock", "busy")
+        ..ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy")
     }
 }
 
 /// Only a time-dependent failure is measured again.
 #[test]
-fn only_a_measurement_that_is_off_in_time_is_taken_again() {
+fn only_time_dependent_rows_are_retried() {
     use Verdict::{Fail, Pass};
-    let again = |first, second| may_be_measured_again(&[first, second]);
+    let again = |first, second| is_retryable(&[first, second]);
     assert!(again(row(true, Fail), row(true, Pass)));
     assert!(!again(row(true, Pass), row(true, Pass)));
     assert!(!again(row(true, Fail), row(false, Fail)));
@@ -27,9 +27,9 @@ fn only_a_measurement_that_is_off_in_time_is_taken_again() {
 
 /// The row shows the number of tries, and the last one decides.
 #[test]
-fn tries_are_told_and_bounded() {
+fn tries_are_shown_and_bounded() {
     let mut measured = 0;
-    let shown = settled(|| {
+    let shown = measure_with_retries(|| {
         measured += 1;
         Ok(row(true, Verdict::Fail))
     })
@@ -39,7 +39,7 @@ fn tries_are_told_and_bounded() {
         (TRIES, TRIES, Verdict::Fail)
     );
     let mut verdicts = [Verdict::Fail, Verdict::Pass].into_iter();
-    let shown = settled(|| Ok(row(true, verdicts.next().unwrap()))).unwrap();
+    let shown = measure_with_retries(|| Ok(row(true, verdicts.next().unwrap()))).unwrap();
     assert_eq!((shown.tries, shown.verdict), (2, Verdict::Pass));
 }
 
@@ -56,19 +56,19 @@ fn an_event_is_found_by_its_name() {
 
 /// A program with one second of CPU time, for which the host saw `host` cycles and perf printed
 /// `perf`.
-fn second(perf: u64, host: u64) -> Told {
-    let told = Told {
+fn second(perf: u64, host: u64) -> ScriptedValues {
+    let told = ScriptedValues {
         cpu_ns: 1_000_000_000,
         moved: vec![host],
         operator: Some(vec![host]),
-        ..Told::default()
+        ..ScriptedValues::default()
     };
     told.prints("*-e*cycles*", perf_line("cycles", perf))
 }
 
 const SECOND: u64 = 1_000_000_000;
 
-fn cycles(told: &Told, host: &Host, backing: &'static str) -> Row {
+fn cycles(told: &ScriptedValues, host: &Host, backing: &'static str) -> ReportRow {
     told.seen(host, |linux, guest| {
         linux.ticks_of(guest, backing, "cycles", "spin 1", "busy loop")
     })
@@ -126,11 +126,11 @@ fn an_event_without_a_count_fails() {
         "",
         "spin: 5\n",
     ] {
-        let told = Told {
+        let told = ScriptedValues {
             cpu_ns: SECOND,
             moved: vec![SECOND],
             operator: Some(vec![SECOND]),
-            ..Told::default()
+            ..ScriptedValues::default()
         };
         let row = cycles(&told.prints("*", text), &clock_host(), "clock");
         assert_eq!(
@@ -164,10 +164,10 @@ const NUMBERS: [&str; 5] = [
 ];
 
 /// Returns the rows if perf prints these lines, in the order of `NUMBERS`.
-fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<Row> {
-    let mut told = Told {
+fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<ReportRow> {
+    let mut told = ScriptedValues {
         moved: vec![moved],
-        ..Told::default()
+        ..ScriptedValues::default()
     };
     for (pattern, line) in [
         "*-e\\ instructions*",
@@ -187,7 +187,7 @@ fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> 
 /// The clock backing counts no instructions. "Not supported" and 0 pass; any other count or a
 /// missing line fails.
 #[test]
-fn a_clock_must_not_seem_to_count_numbers() {
+fn clock_backing_must_not_count_instructions() {
     let rows = numbers(
         &clock_host(),
         "clock",
@@ -251,10 +251,10 @@ fn numbers_on_hardware_are_those_of_the_loop() {
 fn a_level_counts_what_runs_at_it() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
         let lines = perf_line("cycles:u", user) + &perf_line("cycles:k", kernel) + &perf_line("cycles", 1000);
-        let told = Told {
+        let told = ScriptedValues {
             cpu_ns: 1000,
             moved: vec![0],
-            ..Told::default()
+            ..ScriptedValues::default()
         };
         let told = told.prints("*nohz_full*", nohz).prints("*-C*cycles:u*", lines);
         told.rows(&clock_host(), |linux, guest, rows| {
@@ -280,13 +280,13 @@ fn a_level_counts_what_runs_at_it() {
 
 /// Swapped counts of two CPUs are detected.
 #[test]
-fn counts_of_two_cpus_are_not_taken_for_each_other() {
+fn swapped_cpu_counts_fail() {
     let rows = |first: u64, second: u64| {
         let lines = format!("CPU0,{first},,cycles,10,100.00,,\nCPU1,{second},,cycles,10,100.00,,\n");
-        let told = Told {
+        let told = ScriptedValues {
             moved: vec![500, 700],
             operator: Some(vec![500, 700]),
-            ..Told::default()
+            ..ScriptedValues::default()
         };
         let told = told.prints("*-A*", lines);
         told.rows(&hardware_host(&["cycles"]), |linux, guest, rows| {
@@ -307,12 +307,12 @@ fn counts_of_two_cpus_are_not_taken_for_each_other() {
 /// The worst scaled count is judged. Too few lines, counters for all events, or a missing reference
 /// are failures.
 #[test]
-fn of_scaled_counts_the_worst_is_judged() {
+fn worst_scaled_count_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {
-        let told = Told {
+        let told = ScriptedValues {
             moved: vec![0],
             operator: operator.map(|count| vec![count]),
-            ..Told::default()
+            ..ScriptedValues::default()
         };
         let told = told.prints("*mux_interval*", lines);
         told.seen(&clock_host(), |linux, guest| linux.scaled(guest, "clock"))
@@ -381,12 +381,12 @@ fn the_known_program_is_counted_to_the_last_instruction() {
         let lines = |[instructions, branches]: [u64; 2]| {
             perf_line("instructions:u", instructions) + &perf_line("branches:u", branches)
         };
-        let told = Told::default()
+        let told = ScriptedValues::default()
             .prints("*known\\ 1000", lines(few))
             .prints("*known\\ 3000", lines(many));
         told.rows(&clock_host(), |linux, guest, rows| linux.exact(guest, rows))
     };
-    let verdicts = |rows: Vec<Row>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
+    let verdicts = |rows: Vec<ReportRow>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
     use Verdict::{Fail, Pass};
     let whole = [2 * 1000 + 7 * 4 + 8, 1000 + 2 * 4 + 2];
     let more = |extra: u64| [whole[0] + 4000 + extra, whole[1] + 2000];

@@ -3,7 +3,7 @@
 use super::*;
 use crate::host::tests::clock_host;
 use crate::judge::Verdict;
-use crate::linux::tests::Told;
+use crate::linux::tests::ScriptedValues;
 
 #[test]
 fn a_report_is_read() {
@@ -16,17 +16,17 @@ fn a_report_is_read() {
 
 /// Returns the rows for a profile with these samples in the three functions, an operator count of
 /// `counted` periods, and this number of overflows on the host.
-fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
+fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<ReportRow> {
     let host = clock_host();
     let period = host.tsc_hz / SAMPLES_PER_SECOND;
     let line = |((name, _), hits): (&(&str, u64), u64)| format!("{hits:>6}  [.] {name}\n");
     let report: String = SHARES.iter().zip(hits).map(line).collect();
-    let told = Told {
+    let told = ScriptedValues {
         cpu_ns: 3_000_000_000,
         moved: vec![0],
         overflows,
         operator: Some(vec![counted * period]),
-        ..Told::default()
+        ..ScriptedValues::default()
     };
     let told = told.prints("*perf\\ report*", format!("# Samples: 1\n#\n{report}"));
     told.rows(&host, |linux, guest, rows| linux.sampling(guest, "clock", rows))
@@ -35,7 +35,7 @@ fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<Row> {
 /// A profile passes if the number of samples matches the periods and the overflows, and their
 /// distribution matches the work.
 #[test]
-fn a_profile_that_shows_the_work_passes() {
+fn matching_profile_passes() {
     for overflows in [Some(240), None] {
         let rows = rows([144, 72, 24], 240, overflows);
         assert!(
@@ -49,7 +49,7 @@ fn a_profile_that_shows_the_work_passes() {
 
 /// A wrong distribution fails, and so do too few samples to judge one.
 #[test]
-fn a_profile_that_shows_other_work_fails() {
+fn deviating_profile_fails() {
     let skewed = rows([72, 144, 24], 240, Some(240));
     let verdicts: Vec<Verdict> = skewed.iter().map(|row| row.verdict).collect();
     assert_eq!(

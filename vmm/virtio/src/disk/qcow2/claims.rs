@@ -1,8 +1,8 @@
-//! What a qcow2 image says of itself, looked at before anything is believed.
+//! Validation of qcow2 headers and top-level tables.
 //!
-//! Images come from strangers. What would lead to other files, take memory without bound, or search tables
-//! without end is refused here, and what we cannot read is told with a remedy. Offsets are those of QEMU's
-//! docs/interop/qcow2.txt.
+//! Images are untrusted. Headers that refer to other files, require unbounded memory or lead to
+//! unbounded table searches are rejected here, and unsupported features are reported with a remedy.
+//! Offsets are those of QEMU's docs/interop/qcow2.txt.
 
 use std::fs::File;
 use std::io;
@@ -13,17 +13,17 @@ use thiserror::Error;
 use crate::disk::open::SECTOR_BYTES;
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Bytes of a header of version 2, and of what version 3 adds at least.
+/// Sizes of the version 2 header and of the minimum version 3 header, in bytes.
 const V2_BYTES: usize = 72;
 const V3_BYTES: usize = 104;
-/// log2 of the bytes of a cluster: from QEMU's least to its most.
+/// log2 of the supported cluster sizes in bytes, the same range as in QEMU.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Longest name of a backing file.
+/// Maximum length of a backing file name, in bytes.
 const MAX_NAME: u32 = 1023;
-/// Most bytes of the L1 table and of the refcount table: QEMU's limits.
+/// Maximum sizes of the L1 table and the refcount table, in bytes: QEMU's limits.
 const MAX_L1_BYTES: u64 = 32 << 20;
 const MAX_REFCOUNT_BYTES: u64 = 8 << 20;
-/// The bits of an entry of either table that are an offset.
+/// Offset bits of a table entry.
 pub const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 const DIRTY: u64 = 1 << 0;
@@ -32,194 +32,194 @@ const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 
-/// Why an image is refused.
+/// The reason why an image is rejected.
 #[derive(Debug, Error)]
-pub enum ClaimError {
-    /// Shorter than a header.
+pub enum Qcow2FormatError {
+    /// The file is shorter than a header.
     #[error("it has {0} bytes, and a header has {V2_BYTES} at least")]
     Short(u64),
-    /// Something else.
+    /// The file is not a qcow2 image.
     #[error("it does not begin as one does; leave format=qcow2 out if it is a raw image")]
     Magic,
-    /// One that is not known.
+    /// The version is unsupported.
     #[error("it has version {0}; 2 and 3 are known")]
     Version(u32),
-    /// Clusters of a size that is not known.
+    /// The cluster size is unsupported.
     #[error("its clusters have 2^{0} bytes; 2^9 to 2^21 are possible")]
     Cluster(u32),
-    /// Counts of references that have no known width.
+    /// The width of reference counts is unsupported.
     #[error("its refcounts have 2^{0} bits; 2^0 to 2^6 are possible")]
     Refcount(u32),
-    /// No disk.
+    /// The disk size is invalid.
     #[error("it holds a disk of {0} bytes: a disk has a multiple of {SECTOR_BYTES}, at least one")]
     Size(u64),
-    /// Only its owner can read it.
+    /// The image is encrypted.
     #[error("it is encrypted; qemu-img convert makes an image that is not")]
     Encrypted,
-    /// Its counts of references may be wrong.
+    /// The dirty bit is set: reference counts may be wrong.
     #[error("it was not closed as it should be (dirty); qemu-img check -r all repairs it")]
     Dirty,
-    /// Somebody has found damage.
+    /// The corrupt bit is set.
     #[error("it is marked as corrupt; qemu-img check -r all may repair it")]
     Corrupt,
-    /// Its data is elsewhere.
+    /// The image uses an external data file.
     #[error(
         "its data is in another file, and an image cannot name files to us; qemu-img convert -O qcow2 \
          makes one file of both"
     )]
     DataFile,
-    /// Not deflate.
+    /// The compression type is not deflate.
     #[error("its compression is not zlib; qemu-img convert -O qcow2 makes one that we read")]
     Compression,
-    /// Subclusters.
+    /// The image uses extended L2 entries (subclusters).
     #[error("it has extended L2 entries; qemu-img convert -O qcow2 makes one that we read")]
     ExtendedL2,
-    /// What nobody knew when this was written.
+    /// Unknown incompatible feature bits are set.
     #[error("it has features that are not known ({0:#x})")]
     Unknown(u64),
-    /// A table that is not in the file, or is where no table can be.
+    /// A table is misaligned or outside the file.
     #[error("its {what} is at byte {at} with {bytes} bytes, in a file of {file}: it is short or damaged")]
     Place {
-        /// Which table.
+        /// Name of the table.
         what: &'static str,
-        /// Where it should be.
+        /// Offset of the table, in bytes.
         at: u64,
-        /// How long it should be.
+        /// Size of the table, in bytes.
         bytes: u64,
-        /// The file's size.
+        /// Size of the file, in bytes.
         file: u64,
     },
-    /// A table that is too small for the disk, or larger than any.
+    /// The L1 table is too small for the disk, or exceeds the limit.
     #[error("its L1 table has {entries} entries, and the size of its disk asks for {wanted}")]
     L1 {
-        /// How many there are.
+        /// Number of entries.
         entries: u32,
-        /// How many there should be.
+        /// Required number of entries.
         wanted: u64,
     },
-    /// A table that leads out of the file, or twice to the same place.
+    /// A table entry is outside the file, or two entries have the same offset.
     #[error("entry {index} of its {what} leads to byte {at}: it is damaged")]
     Entry {
-        /// Which table.
+        /// Name of the table.
         what: &'static str,
-        /// Which entry.
+        /// Index of the entry.
         index: usize,
-        /// Where it leads.
+        /// Offset in the entry, in bytes.
         at: u64,
     },
-    /// What is looked through has a bound.
+    /// The metadata exceeds the limits of the consistency check.
     #[error("its file or its tables are too large; qemu-img convert -o cluster_size=2M makes them smaller")]
     Large,
-    /// Data that is not there.
+    /// A data cluster is outside the file.
     #[error("its tables lead to byte {0}, which is not in the file: it has lost its end, or is damaged")]
     Outside(u64),
-    /// Data and something else in one place.
+    /// A cluster is referenced more than once.
     #[error("its tables lead to byte {0} twice; qemu-img check says what is wrong")]
     Twice(u64),
-    /// A cluster that would be taken for a free one.
+    /// A used cluster has a reference count of zero.
     #[error("its cluster at byte {0} is in use and not counted; qemu-img check -r all repairs that")]
     Uncounted(u64),
-    /// No name.
+    /// The backing file name is invalid.
     #[error("the name of its backing file is damaged")]
     BackingName,
-    /// The host cannot write it.
+    /// A write to the file failed.
     #[error("its counts cannot be written")]
     Write(#[source] io::Error),
-    /// The host cannot read it.
+    /// A read from the file failed.
     #[error("it cannot be read")]
     Read(#[source] io::Error),
 }
 
-/// What is believed of an image.
+/// Validated header fields of an image.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Claims {
-    /// 2 or 3.
+pub struct Qcow2Header {
+    /// Version of the format, 2 or 3.
     pub version: u32,
-    /// Bytes of the disk.
+    /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Bytes of a cluster.
+    /// Cluster size, in bytes.
     pub cluster_bytes: u64,
-    /// The file that it says it is based on.
+    /// Name of the backing file in the header.
     pub backing: Option<String>,
 }
 
-/// Where an image's tables are.
+/// Location and geometry of an image's tables.
 #[derive(Debug)]
-pub struct Layout {
-    /// log2 of the bytes of a cluster.
+pub struct Qcow2Layout {
+    /// log2 of the cluster size in bytes.
     pub cluster_bits: u32,
-    /// log2 of the bits of a count.
+    /// log2 of the width of a reference count in bits.
     pub count_order: u32,
-    /// The L1 table and the refcount table: where each begins, and its entries' offsets.
+    /// Offset of the L1 table and the offsets in its entries.
     pub l1: (u64, Vec<u64>),
-    /// Likewise.
+    /// Offset of the refcount table and the offsets in its entries.
     pub counts: (u64, Vec<u64>),
 }
 
-/// A table of offsets in the file.
-struct Table {
+/// A table of file offsets.
+struct OffsetTable {
     what: &'static str,
     at: u64,
     bytes: u64,
 }
 
-impl Claims {
-    /// Reads and checks what the image in `file` of `bytes` bytes says; and its first tables, with which
-    /// [`super::tables::check`] goes on.
+impl Qcow2Header {
+    /// Reads and validates the header and the top-level tables of the image in `file`, whose size
+    /// is `bytes`. [`super::tables::check`] continues with the returned layout.
     ///
     /// # Errors
-    /// [`ClaimError`].
-    pub fn read(file: &File, bytes: u64) -> Result<(Self, Layout), ClaimError> {
+    /// Returns a [`Qcow2FormatError`] if the image is invalid or unsupported.
+    pub fn read(file: &File, bytes: u64) -> Result<(Self, Qcow2Layout), Qcow2FormatError> {
         let mut header = [0; V3_BYTES];
         let count = usize::try_from(bytes).map_or(V3_BYTES, |bytes| bytes.min(V3_BYTES));
         file.read_exact_at(&mut header[..count], 0)
-            .map_err(ClaimError::Read)?;
+            .map_err(Qcow2FormatError::Read)?;
         let small = |at: usize| u32::from_be_bytes(std::array::from_fn(|n| header[at + n]));
         let large = |at: usize| u64::from_be_bytes(std::array::from_fn(|n| header[at + n]));
         if count < V2_BYTES {
-            return Err(ClaimError::Short(bytes));
+            return Err(Qcow2FormatError::Short(bytes));
         }
         if header[..4] != MAGIC {
-            return Err(ClaimError::Magic);
+            return Err(Qcow2FormatError::Magic);
         }
         let version = small(4);
         if !matches!(version, 2 | 3) {
-            return Err(ClaimError::Version(version));
+            return Err(Qcow2FormatError::Version(version));
         }
         if version == 3 {
             if count < V3_BYTES {
-                return Err(ClaimError::Short(bytes));
+                return Err(Qcow2FormatError::Short(bytes));
             }
             check_features(large(72))?;
             if small(96) > 6 {
-                return Err(ClaimError::Refcount(small(96)));
+                return Err(Qcow2FormatError::Refcount(small(96)));
             }
         }
         let cluster_bits = small(20);
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(ClaimError::Cluster(cluster_bits));
+            return Err(Qcow2FormatError::Cluster(cluster_bits));
         }
         if small(32) != 0 {
-            return Err(ClaimError::Encrypted);
+            return Err(Qcow2FormatError::Encrypted);
         }
         let cluster_bytes = 1 << cluster_bits;
         let size = large(24);
         if size == 0 || !size.is_multiple_of(SECTOR_BYTES) || i64::try_from(size).is_err() {
-            return Err(ClaimError::Size(size));
+            return Err(Qcow2FormatError::Size(size));
         }
-        // An L2 table is a cluster of entries of eight bytes, each of which is for a cluster.
+        // An L2 table is one cluster of eight-byte entries, one per data cluster.
         let entries = small(36);
         let wanted = size.div_ceil(cluster_bytes * (cluster_bytes / 8));
         if u64::from(entries) < wanted || u64::from(entries) * 8 > MAX_L1_BYTES {
-            return Err(ClaimError::L1 { entries, wanted });
+            return Err(Qcow2FormatError::L1 { entries, wanted });
         }
-        let first = Table {
+        let first = OffsetTable {
             what: "L1 table",
             at: large(40),
             bytes: u64::from(entries) * 8,
         };
         let l1 = first.check(file, bytes, cluster_bytes)?;
-        let refcounts = Table {
+        let refcounts = OffsetTable {
             what: "refcount table",
             at: large(48),
             bytes: u64::from(small(56)) * cluster_bytes,
@@ -234,9 +234,9 @@ impl Claims {
             cluster_bytes,
             backing: backing_name(file, large(8), small(16))?,
         };
-        let layout = Layout {
+        let layout = Qcow2Layout {
             cluster_bits,
-            // Two bytes in version 2.
+            // Version 2 has a fixed width of two bytes.
             count_order: if version == 3 { small(96) } else { 4 },
             l1: (first.at, l1),
             counts: (refcounts.at, counts),
@@ -245,45 +245,45 @@ impl Claims {
     }
 }
 
-/// Whether a file begins as an image does: reason to ask whether somebody forgot to say so, and for no more.
-/// A guest can write that to its raw disk.
-pub fn begins_as_one(file: &File) -> bool {
+/// Returns whether a file has the qcow2 magic. Used only to suggest a forgotten format option,
+/// because a guest can write the magic to its raw disk.
+pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];
     file.read_exact_at(&mut first, 0).is_ok() && first == MAGIC
 }
 
-fn check_features(bits: u64) -> Result<(), ClaimError> {
+fn check_features(bits: u64) -> Result<(), Qcow2FormatError> {
     let has = |bit| bits & bit != 0;
     match bits {
-        _ if has(CORRUPT) => Err(ClaimError::Corrupt),
-        _ if has(DIRTY) => Err(ClaimError::Dirty),
-        _ if has(DATA_FILE) => Err(ClaimError::DataFile),
-        _ if has(COMPRESSION) => Err(ClaimError::Compression),
-        _ if has(EXTENDED_L2) => Err(ClaimError::ExtendedL2),
+        _ if has(CORRUPT) => Err(Qcow2FormatError::Corrupt),
+        _ if has(DIRTY) => Err(Qcow2FormatError::Dirty),
+        _ if has(DATA_FILE) => Err(Qcow2FormatError::DataFile),
+        _ if has(COMPRESSION) => Err(Qcow2FormatError::Compression),
+        _ if has(EXTENDED_L2) => Err(Qcow2FormatError::ExtendedL2),
         0 => Ok(()),
-        unknown => Err(ClaimError::Unknown(unknown)),
+        unknown => Err(Qcow2FormatError::Unknown(unknown)),
     }
 }
 
-/// `None`: it says that it has none.
-fn backing_name(file: &File, at: u64, bytes: u32) -> Result<Option<String>, ClaimError> {
+/// Returns `None` if the image has no backing file.
+fn backing_name(file: &File, at: u64, bytes: u32) -> Result<Option<String>, Qcow2FormatError> {
     if at == 0 {
         return Ok(None);
     }
     if bytes == 0 || bytes > MAX_NAME {
-        return Err(ClaimError::BackingName);
+        return Err(Qcow2FormatError::BackingName);
     }
     let mut name = vec![0; bytes as usize];
     file.read_exact_at(&mut name, at)
-        .map_err(|_| ClaimError::BackingName)?;
+        .map_err(|_| Qcow2FormatError::BackingName)?;
     String::from_utf8(name)
         .map(Some)
-        .map_err(|_| ClaimError::BackingName)
+        .map_err(|_| Qcow2FormatError::BackingName)
 }
 
-impl Table {
-    fn misplaced(&self, file: u64) -> ClaimError {
-        ClaimError::Place {
+impl OffsetTable {
+    fn misplaced(&self, file: u64) -> Qcow2FormatError {
+        Qcow2FormatError::Place {
             what: self.what,
             at: self.at,
             bytes: self.bytes,
@@ -291,31 +291,33 @@ impl Table {
         }
     }
 
-    /// It is in the file, and each of its entries leads to a cluster of its own in the file: so a search
-    /// through all that it leads to ends with the file. Its entries.
-    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, ClaimError> {
+    /// Checks that the table is in the file and that each entry refers to a distinct cluster in the
+    /// file, so that a walk over all entries terminates. Returns the entries.
+    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, Qcow2FormatError> {
         let end = self.at.checked_add(self.bytes);
         if self.at == 0 || !self.at.is_multiple_of(cluster_bytes) || end.is_none_or(|end| end > file_bytes) {
             return Err(self.misplaced(file_bytes));
         }
         let mut data = vec![0; usize::try_from(self.bytes).map_err(|_| self.misplaced(file_bytes))?];
-        file.read_exact_at(&mut data, self.at).map_err(ClaimError::Read)?;
+        file.read_exact_at(&mut data, self.at)
+            .map_err(Qcow2FormatError::Read)?;
         let entries: Vec<u64> = data
             .chunks_exact(8)
             .map(|entry| u64::from_be_bytes(std::array::from_fn(|n| entry[n])) & OFFSET)
             .collect();
         let mut places: Vec<(u64, usize)> = Vec::new();
         for (index, at) in entries.iter().copied().enumerate().filter(|(_, at)| *at != 0) {
-            // A table that is being extended may end with the file; it has begun in it.
+            // A table that is being extended may reach beyond the end of the file, but starts
+            // within it.
             if !at.is_multiple_of(cluster_bytes) || at >= file_bytes {
                 let what = self.what;
-                return Err(ClaimError::Entry { what, index, at });
+                return Err(Qcow2FormatError::Entry { what, index, at });
             }
             places.push((at, index));
         }
         places.sort_unstable();
         match places.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            Some(&[_, (at, index)]) => Err(ClaimError::Entry {
+            Some(&[_, (at, index)]) => Err(Qcow2FormatError::Entry {
                 what: self.what,
                 index,
                 at,

@@ -1,15 +1,15 @@
-//! A qcow2 image and those behind it, by the crate `imago`.
+//! qcow2 images and their backing files, based on the crate `imago`.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | [`claims`] | what an image says of itself, before it is believed |
-//! | [`tables`] | the clusters that its tables lead to |
-//! | this one | opening it and what the operator named behind it, reading and writing |
+//! | [`claims`] | validation of headers and top-level tables |
+//! | [`tables`] | consistency check of all referenced clusters |
+//! | this module | opening an image with its backing files, reading and writing |
 //!
-//! `imago` is used without its asynchronous half: a disk's thread serves one request after the other and
-//! would do nothing else while it waits. Its code never sees guest memory, which changes while it is looked
-//! at: data goes through a buffer of ours. What an image makes it stumble over (a panic) ends the disk, not
-//! the VM.
+//! Only the synchronous half of `imago` is used, because a disk's thread processes requests
+//! sequentially. `imago` never accesses guest memory, which can change at any time: data is copied
+//! through a private buffer. If an image causes a panic in `imago`, the disk fails but the VM
+//! continues.
 
 pub mod claims;
 pub mod tables;
@@ -28,21 +28,21 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
 use thiserror::Error;
 use vm_memory::{Address, Bytes, GuestMemoryMmap};
 
-use self::claims::{ClaimError, Claims};
-use super::config::{Backing, Format};
-use super::open::{Lock, OpenError, Opened, open};
-use super::raw::Piece;
+use self::claims::{Qcow2FormatError, Qcow2Header};
+use super::config::{BackingFile, DiskFormat};
+use super::open::{DiskOpenError, FileLock, LockedFile, open};
+use super::raw::GuestSegment;
 
-/// The most data that is in the buffer at once.
+/// Maximum amount of data in the buffer, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Why an image cannot be a disk.
+/// The reason why a qcow2 image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
-    /// What it says of itself.
+    /// The header or the tables are invalid.
     #[error("{} cannot be used as a qcow2 image", .0.display())]
-    Claims(PathBuf, #[source] ClaimError),
-    /// It names a file that the operator has not named.
+    Qcow2Header(PathBuf, #[source] Qcow2FormatError),
+    /// The image has a backing file that the operator has not named.
     #[error(
         "{} is based on '{}', and no file is opened because an image says so; type backing=FILE behind \
          format=qcow2 (and backing-format=qcow2 if it is no raw image)",
@@ -50,73 +50,73 @@ pub enum Qcow2Error {
         name.escape_debug()
     )]
     Unnamed {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What it names.
+        /// Name of the backing file in the header.
         name: String,
     },
-    /// The operator names a file that it does not ask for.
+    /// The operator named a backing file for an image that has none.
     #[error("{} has no backing file; leave backing={} out", path.display(), backing.display())]
     Alone {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What was named.
+        /// The backing file that the operator named.
         backing: PathBuf,
     },
-    /// A file behind it.
+    /// A backing file cannot be opened.
     #[error("backing=")]
-    Backing(#[source] OpenError),
-    /// What is in it makes no sense.
+    BackingFile(#[source] DiskOpenError),
+    /// `imago` rejected the image.
     #[error("{} is damaged; qemu-img check says how", .0.display())]
     Damaged(PathBuf, #[source] io::Error),
 }
 
-/// What `imago` did that it should not have done.
+/// A panic in `imago`.
 #[derive(Debug, Error)]
-enum Stumble {
-    /// Just now.
+enum ReaderPanic {
+    /// The current request caused the panic.
     #[error("the image is damaged: its reader panicked, and the disk stays as it is")]
     Now,
-    /// Before.
+    /// An earlier request caused the panic.
     #[error("the image was found to be damaged before")]
     Before,
 }
 
-/// An open image.
+/// An open qcow2 image.
 #[derive(Debug)]
 pub struct Qcow2 {
-    state: Mutex<State>,
-    claims: Claims,
-    /// Those of the files behind it; dropped after them.
-    _locks: Vec<Lock>,
+    state: Mutex<ReaderState>,
+    claims: Qcow2Header,
+    /// Locks of the backing files, dropped after the files.
+    _locks: Vec<FileLock>,
 }
 
 #[derive(Debug)]
-struct State {
-    /// `None`: it stumbled.
+struct ReaderState {
+    /// The image, or `None` after a panic.
     image: Option<FormatAccess<Storage>>,
-    /// Data on its way.
+    /// Buffer for data in transit.
     buffer: Vec<u8>,
 }
 
 impl Qcow2 {
-    /// The image at `path`, in `file` of `file_bytes` bytes, and those in `backing` behind it, which are
-    /// opened and locked to be read only.
+    /// Opens the image at `path`, whose file is `file` of `file_bytes` bytes, with the backing
+    /// files in `backing`, which are opened read-only and locked.
     ///
     /// # Errors
-    /// [`Qcow2Error`].
+    /// Returns a [`Qcow2Error`] if the image is invalid or a backing file cannot be opened.
     pub fn open(
         path: &Path,
         (file, file_bytes): (File, u64),
         read_only: bool,
-        backing: &[Backing],
+        backing: &[BackingFile],
     ) -> Result<Self, Qcow2Error> {
-        let claims = believed(path, &file, file_bytes, backing, !read_only)?;
+        let claims = validate(path, &file, file_bytes, backing, !read_only)?;
         let mut locks = Vec::new();
         let behind = backing.first().map(|_| chain(backing, &mut locks)).transpose()?;
         let image = qcow2(path, file, !read_only, behind)?;
         Ok(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(ReaderState {
                 image: Some(image),
                 buffer: Vec::new(),
             }),
@@ -125,91 +125,94 @@ impl Qcow2 {
         })
     }
 
-    /// Bytes of the disk.
+    /// Returns the size of the disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.claims.bytes
     }
 
-    /// The unit in which space can be given back, in bytes; `None`: it cannot.
+    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
-        // Version 2 has no entry that reads as zeros.
+        // Version 2 has no entry type that reads as zeros.
         (self.claims.version >= 3).then_some(self.claims.cluster_bytes)
     }
 
-    /// Reads the disk from byte `at` into `pieces` of guest memory.
+    /// Reads the disk from byte offset `at` into segments of guest memory.
     ///
     /// # Errors
-    /// That of the host or of what is in the image; `InvalidInput` for `pieces` that are not RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the error of the host or of the image format, or `InvalidInput` if `pieces` are
+    /// outside guest RAM.
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
-            let mut guest = Cursor { pieces, done: 0 };
-            for (at, count) in steps(at, length(pieces)) {
+            let mut guest = SegmentCursor { pieces, done: 0 };
+            for (at, count) in split_range(at, length(pieces)) {
                 let data = room(buffer, count);
-                foreign(image.read(&mut *data, at))?;
+                convert_error(image.read(&mut *data, at))?;
                 guest.each(data, |data, at| memory.write_slice(data, at))?;
             }
             Ok(())
         })
     }
 
-    /// Reads the disk from byte `at` into `data`, which is no guest memory.
+    /// Reads the disk from byte offset `at` into `data`, which is not guest memory.
     ///
     /// # Errors
-    /// As [`Qcow2::read`].
+    /// Returns the same errors as [`Qcow2::read`].
     pub fn look(&self, data: &mut [u8], at: u64) -> io::Result<()> {
-        self.with(|image, _| foreign(image.read(&mut *data, at)))
+        self.with(|image, _| convert_error(image.read(&mut *data, at)))
     }
 
-    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// As [`Qcow2::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+    /// Returns the same errors as [`Qcow2::read`].
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
-            let mut guest = Cursor { pieces, done: 0 };
-            for (at, count) in steps(at, length(pieces)) {
+            let mut guest = SegmentCursor { pieces, done: 0 };
+            for (at, count) in split_range(at, length(pieces)) {
                 let data = room(buffer, count);
                 guest.each(data, |data, at| memory.read_slice(data, at))?;
-                foreign(image.write(&*data, at))?;
+                convert_error(image.write(&*data, at))?;
             }
             Ok(())
         })
     }
 
-    /// Writes what is known of the image and not in its file yet, and waits until all is on the disk.
+    /// Writes cached metadata to the file and flushes it to stable storage.
     ///
     /// # Errors
-    /// That of the host.
+    /// Returns the error of the host.
     pub fn flush(&self) -> io::Result<()> {
         self.with(|image, _| {
-            foreign(image.flush())?;
-            foreign(image.sync())
+            convert_error(image.flush())?;
+            convert_error(image.sync())
         })
     }
 
-    /// Writes what is known of the image and not in its file yet.
+    /// Writes cached metadata to the file.
     ///
     /// # Errors
-    /// That of the host.
+    /// Returns the error of the host.
     pub fn write_back(&self) -> io::Result<()> {
-        self.with(|image, _| foreign(image.flush()))
+        self.with(|image, _| convert_error(image.flush()))
     }
 
-    /// Gives the space of whole clusters in these `bytes` from byte `at` on back to the image; they read
-    /// zeros afterwards.
+    /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. They read as zeros
+    /// afterwards.
     ///
     /// # Errors
-    /// `Unsupported` where [`Qcow2::discard_bytes`] is `None`; what else the host says.
+    /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
+    /// host.
     pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
-        self.with(|image, _| foreign(image.discard_to_any(at, bytes)))
+        self.with(|image, _| convert_error(image.discard_to_any(at, bytes)))
     }
 
-    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    /// Writes zeros to `bytes` bytes at byte offset `at`. With `unmap`, the space may be
+    /// deallocated.
     ///
     /// # Errors
-    /// What the host says.
+    /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
-        // imago 0.2.6 zeros whole clusters well, and computes past zero with parts of one.
+        // imago 0.2.6 zeros whole clusters correctly but underflows on partial ones.
         let whole = self.whole_clusters(at, bytes);
         self.with(|image, buffer| {
             let count = whole.end - whole.start;
@@ -221,23 +224,23 @@ impl Qcow2 {
             let by_hand = match made {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => [at..at + bytes, 0..0],
                 made => {
-                    foreign(made)?;
+                    convert_error(made)?;
                     [at..whole.start, whole.end..at + bytes]
                 }
             };
             for part in by_hand {
-                for (at, count) in steps(part.start, part.end - part.start) {
+                for (at, count) in split_range(part.start, part.end - part.start) {
                     let data = room(buffer, count);
                     data.fill(0);
-                    foreign(image.write(&*data, at))?;
+                    convert_error(image.write(&*data, at))?;
                 }
             }
             Ok(())
         })
     }
 
-    /// The whole clusters in the `bytes` from `at` on; the last of the disk may be shorter. Where there are
-    /// none, an empty range in between.
+    /// Returns the range of whole clusters in the `bytes` bytes at `at`. The last cluster of the
+    /// disk may be shorter. Returns an empty range if there are none.
     fn whole_clusters(&self, at: u64, bytes: u64) -> Range<u64> {
         let (cluster, end) = (self.claims.cluster_bytes, at + bytes);
         let first = at.next_multiple_of(cluster).min(end);
@@ -249,27 +252,27 @@ impl Qcow2 {
         first..last.max(first)
     }
 
-    /// Does `work` with the image. If that panics, the image is left as it is from then on.
+    /// Calls `work` with the image. After a panic, the image is not used again.
     fn with<T>(
         &self,
         work: impl FnOnce(&mut FormatAccess<Storage>, &mut Vec<u8>) -> io::Result<T>,
     ) -> io::Result<T> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { image, buffer } = &mut *state;
+        let ReaderState { image, buffer } = &mut *state;
         let Some(access) = image.as_mut() else {
-            return Err(io::Error::other(Stumble::Before));
+            return Err(io::Error::other(ReaderPanic::Before));
         };
         catch_unwind(AssertUnwindSafe(|| work(access, buffer))).unwrap_or_else(|_| {
-            // To drop it would write to the file what it has in mind, which may be half done.
+            // Dropping the image would write its metadata, which may be inconsistent.
             std::mem::forget(image.take());
-            Err(io::Error::other(Stumble::Now))
+            Err(io::Error::other(ReaderPanic::Now))
         })
     }
 }
 
 impl Drop for Qcow2 {
     fn drop(&mut self) {
-        // It writes what is not in the file yet.
+        // Dropping the image writes its cached metadata.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let image = state.image.take();
         if catch_unwind(AssertUnwindSafe(|| drop(image))).is_err() {
@@ -278,16 +281,17 @@ impl Drop for Qcow2 {
     }
 }
 
-/// What the image at `path` says, if it may be used with this `backing`, and perhaps `written`.
-fn believed(
+/// Validates the image at `path` for use with `backing`, and repairs its reference counts if it
+/// will be `written`.
+fn validate(
     path: &Path,
     file: &File,
     bytes: u64,
-    backing: &[Backing],
+    backing: &[BackingFile],
     written: bool,
-) -> Result<Claims, Qcow2Error> {
-    let refused = |error| Qcow2Error::Claims(path.into(), error);
-    let (claims, layout) = Claims::read(file, bytes).map_err(refused)?;
+) -> Result<Qcow2Header, Qcow2Error> {
+    let refused = |error| Qcow2Error::Qcow2Header(path.into(), error);
+    let (claims, layout) = Qcow2Header::read(file, bytes).map_err(refused)?;
     match (&claims.backing, backing.first()) {
         (Some(name), None) => Err(Qcow2Error::Unnamed {
             path: path.into(),
@@ -311,21 +315,21 @@ fn believed(
     }
 }
 
-/// The images of `backing`, each in front of the next, and their `locks`.
-fn chain(backing: &[Backing], locks: &mut Vec<Lock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
+/// Opens the images in `backing` as a chain and adds their locks to `locks`.
+fn chain(backing: &[BackingFile], locks: &mut Vec<FileLock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
     let mut behind = None;
     for (n, image) in backing.iter().enumerate().rev() {
-        let Opened { file, bytes, lock } = open(&image.path, true).map_err(Qcow2Error::Backing)?;
+        let LockedFile { file, bytes, lock } = open(&image.path, true).map_err(Qcow2Error::BackingFile)?;
         locks.push(lock);
         behind = Some(match image.format {
-            Format::Raw => raw(&image.path, file)?,
-            Format::Qcow2 => {
-                believed(&image.path, &file, bytes, &backing[n + 1..], false)?;
+            DiskFormat::Raw => raw(&image.path, file)?,
+            DiskFormat::Qcow2 => {
+                validate(&image.path, &file, bytes, &backing[n + 1..], false)?;
                 qcow2(&image.path, file, false, behind)?
             }
         });
     }
-    // Whoever calls has looked that there is one.
+    // The caller ensures that `backing` is not empty.
     behind.ok_or_else(|| Qcow2Error::Damaged(PathBuf::new(), io::ErrorKind::NotFound.into()))
 }
 
@@ -348,7 +352,7 @@ fn qcow2(
             .write(write)
             .data_file(None)
             .backing(behind);
-        // All that it may use is named above: whatever else the image says, nothing is opened.
+        // All permitted files are opened above. The image must not open any other file.
         builder.open(DenyImplicitOpenGate::default())
     })
     .map(FormatAccess::new)
@@ -356,23 +360,24 @@ fn qcow2(
 
 fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qcow2Error> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(io::Error::other(Stumble::Now)))
+        .unwrap_or_else(|_| Err(io::Error::other(ReaderPanic::Now)))
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// An error of `imago`. What it calls invalid input is the image's fault, never the guest's.
-fn foreign<T>(done: io::Result<T>) -> io::Result<T> {
+/// Converts an error of `imago`. Its `InvalidInput` refers to the image, never to the guest's
+/// request.
+fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),
         _ => error,
     })
 }
 
-fn length(pieces: &[Piece]) -> u64 {
+fn length(pieces: &[GuestSegment]) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// The first `count` bytes of the buffer, which grows for them.
+/// Returns the first `count` bytes of the buffer, which grows as needed.
 fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     if buffer.len() < count {
         buffer.resize(count, 0);
@@ -380,9 +385,9 @@ fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     &mut buffer[..count]
 }
 
-/// Parts of the `bytes` from `at` on, each in the buffer at once: none goes over a multiple of its size, so
-/// that no cluster is changed in two parts.
-fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
+/// Splits `bytes` bytes at `at` into parts that fit into the buffer. Parts do not cross multiples
+/// of the buffer size, so that no cluster is modified in two parts.
+fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let end = at.saturating_add(bytes);
     std::iter::from_fn(move || {
         let whole = BUFFER_BYTES as u64;
@@ -393,15 +398,15 @@ fn steps(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     })
 }
 
-/// Goes through pieces of guest memory.
-struct Cursor<'p> {
-    pieces: &'p [Piece],
-    /// Bytes of the first that were passed.
+/// Iterator over segments of guest memory.
+struct SegmentCursor<'p> {
+    pieces: &'p [GuestSegment],
+    /// Number of bytes consumed from the first segment.
     done: usize,
 }
 
-impl Cursor<'_> {
-    /// Hands each part of `data` to `copy` with the place in guest memory that it belongs to.
+impl SegmentCursor<'_> {
+    /// Calls `copy` for each part of `data` with its address in guest memory.
     fn each<'d, E>(
         &mut self,
         mut data: &'d mut [u8],

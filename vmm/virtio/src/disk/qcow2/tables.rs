@@ -1,26 +1,29 @@
-//! The clusters that an image's tables lead to: each is in the file, is counted, and is there once.
+//! Consistency check of the clusters that an image's tables refer to: each is in the file, has a
+//! reference count, and is referenced only once.
 //!
-//! `imago` believes its tables. With a cluster that nothing counts its search for a free one has no end
-//! (0.2.6), and one that holds data and a table at once lets a guest write tables. So the tables are looked
-//! through before, as `qemu-img check` does it, in time and memory that have bounds.
+//! `imago` trusts its tables. A used cluster without a reference count makes its search for a free
+//! cluster endless (0.2.6), and a cluster that holds both data and a table lets a guest write
+//! tables. The tables are therefore checked first, like `qemu-img check`, in bounded time and
+//! memory.
 
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use super::claims::{ClaimError, Layout, OFFSET};
+use super::claims::{OFFSET, Qcow2FormatError, Qcow2Layout};
 
-/// The most clusters of a file: so many bits of memory are needed for them.
+/// Maximum number of clusters in a file, which is also the size of the check's bitmaps in bits.
 const MAX_CLUSTERS: u64 = 1 << 30;
-/// The most bytes of L2 tables, which are read: of a disk of 8 TiB with clusters of 64 KiB.
+/// Maximum total size of the L2 tables, in bytes, which corresponds to a disk of 8 TiB with
+/// clusters of 64 KiB.
 const MAX_L2_BYTES: u64 = 1 << 30;
-/// An entry of an L2 table is for compressed data.
+/// Flag of an L2 entry for compressed data.
 const COMPRESSED: u64 = 1 << 62;
 
-/// A bit for each cluster of the file.
-struct Clusters(Vec<u64>);
+/// Bitmap of the clusters of a file.
+struct ClusterSet(Vec<u64>);
 
-impl Clusters {
+impl ClusterSet {
     fn new(count: u64) -> Self {
         Self(vec![0; usize::try_from(count.div_ceil(64)).unwrap_or(0)])
     }
@@ -37,7 +40,7 @@ impl Clusters {
         self.0.get(word).is_some_and(|bits| bits & bit != 0)
     }
 
-    /// The clusters that are here or in `other`.
+    /// Returns the clusters that are in this set or in `other`.
     fn with<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = u64> + 'a {
         let words = (0u64..).zip(self.0.iter().zip(&other.0));
         let taken = words
@@ -50,7 +53,7 @@ impl Clusters {
         })
     }
 
-    /// Adds a cluster; whether it is in the file and was not there.
+    /// Adds a cluster. Returns `true` if it is in the file and was not in the set.
     fn add(&mut self, cluster: u64) -> bool {
         let (word, bit) = Self::word(cluster);
         let Some(bits) = self.0.get_mut(word) else {
@@ -62,47 +65,52 @@ impl Clusters {
     }
 }
 
-/// What is looked through.
-struct Walk<'f> {
+/// State of the consistency check.
+struct ConsistencyCheck<'f> {
     file: &'f File,
-    layout: &'f Layout,
-    /// Clusters of the file, the last perhaps a part of one.
+    layout: &'f Qcow2Layout,
+    /// Number of clusters in the file. The last one may be partial.
     count: u64,
-    /// Those that belong to one thing.
-    whole: Clusters,
-    /// Those that compressed data is in, of which several may be in one.
-    shared: Clusters,
+    /// Set of clusters with a single owner.
+    whole: ClusterSet,
+    /// Set of clusters with compressed data, which may be shared.
+    shared: ClusterSet,
 }
 
-/// Looks through the tables in `layout` of the image in `file` of `file_bytes` bytes. In an image that is to
-/// be `written`, each cluster is counted afterwards: how many were not before.
+/// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If the image
+/// will be `written`, sets the missing reference counts and returns their number.
 ///
-/// A VM that is killed, and a host that loses power, may leave clusters that are in use and have a count of
-/// 0, because counts and what leads to clusters are written one after the other.
+/// A killed VM or a power loss may leave used clusters with a reference count of 0, because counts
+/// and references are not written atomically.
 ///
 /// # Errors
-/// [`ClaimError`].
-pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Result<u64, ClaimError> {
+/// Returns a [`Qcow2FormatError`] if the tables are inconsistent or too large.
+pub fn check(
+    file: &File,
+    file_bytes: u64,
+    layout: &Qcow2Layout,
+    written: bool,
+) -> Result<u64, Qcow2FormatError> {
     let count = file_bytes.div_ceil(1 << layout.cluster_bits);
     let l2_bytes = (layout.l1.1.iter().filter(|at| **at != 0).count() as u64) << layout.cluster_bits;
     if count > MAX_CLUSTERS || l2_bytes > MAX_L2_BYTES {
-        return Err(ClaimError::Large);
+        return Err(Qcow2FormatError::Large);
     }
-    let mut walk = Walk {
+    let mut walk = ConsistencyCheck {
         file,
         layout,
         count,
-        whole: Clusters::new(count),
-        shared: Clusters::new(count),
+        whole: ClusterSet::new(count),
+        shared: ClusterSet::new(count),
     };
     walk.run()?;
-    // Nothing is looked for in an image that is only read.
+    // No cluster is allocated in a read-only image.
     if written { walk.count() } else { Ok(0) }
 }
 
-impl Walk<'_> {
-    fn run(&mut self) -> Result<(), ClaimError> {
-        // The header.
+impl ConsistencyCheck<'_> {
+    fn run(&mut self) -> Result<(), Qcow2FormatError> {
+        // The first cluster contains the header.
         self.take(0)?;
         for (at, entries) in [&self.layout.l1, &self.layout.counts] {
             let bytes = entries.len() as u64 * 8;
@@ -129,44 +137,44 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// A cluster that belongs to one thing, at byte `at`.
-    fn take(&mut self, at: u64) -> Result<(), ClaimError> {
+    /// Marks the cluster at byte offset `at` as used by a single owner.
+    fn take(&mut self, at: u64) -> Result<(), Qcow2FormatError> {
         let cluster = at >> self.layout.cluster_bits;
         let aligned = at.is_multiple_of(1 << self.layout.cluster_bits);
         if !aligned || cluster >= self.count {
-            return Err(ClaimError::Outside(at));
+            return Err(Qcow2FormatError::Outside(at));
         }
         if self.shared.has(cluster) || !self.whole.add(cluster) {
-            return Err(ClaimError::Twice(at));
+            return Err(Qcow2FormatError::Twice(at));
         }
         Ok(())
     }
 
-    /// The clusters of compressed data; the last may be behind the file's end, which is no multiple of
-    /// sectors.
-    fn take_compressed(&mut self, entry: u64) -> Result<(), ClaimError> {
-        // Behind bit 61 - (cluster_bits - 8) there are the sectors that follow that of the offset.
+    /// Marks the clusters of compressed data. The last one may be beyond the end of the file, whose
+    /// size need not be a multiple of the sector size.
+    fn take_compressed(&mut self, entry: u64) -> Result<(), Qcow2FormatError> {
+        // Bits above 61 - (cluster_bits - 8) hold the number of additional sectors.
         let offset_bits = 62 - (self.layout.cluster_bits - 8);
         let at = entry & ((1 << offset_bits) - 1);
         let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
         let first = at >> self.layout.cluster_bits;
         if first >= self.count {
-            return Err(ClaimError::Outside(at));
+            return Err(Qcow2FormatError::Outside(at));
         }
         let end = (at & !511) + (sectors + 1) * 512;
         let last = ((end - 1) >> self.layout.cluster_bits).min(self.count - 1);
         for cluster in first..=last {
             if self.whole.has(cluster) {
-                return Err(ClaimError::Twice(at));
+                return Err(Qcow2FormatError::Twice(at));
             }
             self.shared.add(cluster);
         }
         Ok(())
     }
 
-    /// Counts each cluster that was taken and has no count.
-    fn count(&self) -> Result<u64, ClaimError> {
-        // A block of counts is a cluster.
+    /// Sets the missing reference counts of used clusters and returns their number.
+    fn count(&self) -> Result<u64, Qcow2FormatError> {
+        // A refcount block is one cluster.
         let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
         let mut block = vec![0; 1 << self.layout.cluster_bits];
         let (mut read, mut missing) = (None, 0);
@@ -174,7 +182,7 @@ impl Walk<'_> {
             let index = usize::try_from(cluster / per_block).unwrap_or(usize::MAX);
             let at = self.layout.counts.1.get(index).copied().unwrap_or(0);
             if at == 0 {
-                return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+                return Err(Qcow2FormatError::Uncounted(cluster << self.layout.cluster_bits));
             }
             if read != Some(index) {
                 self.read(&mut block, at)?;
@@ -182,23 +190,24 @@ impl Walk<'_> {
             }
             let within = cluster % per_block;
             if is_zero(&block, within, self.layout.count_order) {
-                // Whatever is in it more than once is not what a machine that ended left.
+                // Several runs of compressed data may share the cluster, so a count of 1 may be
+                // wrong. An interrupted VM does not leave this state.
                 if self.shared.has(cluster) {
-                    return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+                    return Err(Qcow2FormatError::Uncounted(cluster << self.layout.cluster_bits));
                 }
                 let changed = set_one(&mut block, within, self.layout.count_order);
                 let place = at + changed.start as u64;
                 self.file
                     .write_all_at(&block[changed], place)
-                    .map_err(ClaimError::Write)?;
+                    .map_err(Qcow2FormatError::Write)?;
                 missing += 1;
             }
         }
         Ok(missing)
     }
 
-    /// Reads at `at`; zeros behind the file's end.
-    fn read(&self, data: &mut [u8], at: u64) -> Result<(), ClaimError> {
+    /// Reads at byte offset `at`. Bytes beyond the end of the file read as zeros.
+    fn read(&self, data: &mut [u8], at: u64) -> Result<(), Qcow2FormatError> {
         let mut done = 0;
         while done < data.len() {
             match self.file.read_at(&mut data[done..], at + done as u64) {
@@ -208,15 +217,15 @@ impl Walk<'_> {
                 }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(ClaimError::Read(error)),
+                Err(error) => return Err(Qcow2FormatError::Read(error)),
             }
         }
         Ok(())
     }
 }
 
-/// Whether count `index` in a block of counts of 2^`order` bits is zero. Those of less than a byte begin with
-/// the lowest bits.
+/// Returns whether reference count `index` is zero in a block of counts of 2^`order` bits. Counts
+/// narrower than a byte start at the least significant bits.
 fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
@@ -229,11 +238,11 @@ fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     }
 }
 
-/// Makes count `index`, which is zero, 1; the bytes that have changed.
+/// Sets reference count `index`, which is zero, to 1 and returns the range of modified bytes.
 fn set_one(block: &mut [u8], index: u64, order: u32) -> Range<usize> {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
-    // Big-endian, or the lowest bit of a part of a byte.
+    // Big-endian counts, or the lowest bit of a count narrower than a byte.
     let (byte, one) = if bits >= 8 {
         ((bit + bits) / 8 - 1, 1)
     } else {
@@ -253,13 +262,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_of_each_width_are_found() {
+    fn reference_counts_of_all_widths_are_read() {
         for order in 0..=6 {
             for index in [0u64, 1, 7, 8, 63] {
                 let mut block = vec![0; 512];
                 assert!(is_zero(&block, index, order));
                 let bit = usize::try_from(index << order).unwrap();
-                // The highest bit of the count.
+                // Most significant bit of the count.
                 if order < 3 {
                     let highest = bit + (1 << order) - 1;
                     block[highest / 8] |= 1 << (highest % 8);

@@ -1,4 +1,5 @@
-//! Images that qemu-img makes, read and written by us and judged by qemu-img.
+//! Interoperability tests: images created by qemu-img are read and written here and checked by
+//! qemu-img.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -10,14 +11,14 @@ use vm_memory::GuestAddress;
 
 use super::*;
 use crate::disk::config::DiskConfig;
-use crate::disk::image::{Image, ImageError};
-use crate::disk::view::View;
+use crate::disk::image::{DiskImage, ImageError};
+use crate::disk::view::DiskView;
 use crate::serve::testing::{BUFFERS, memory};
 
-/// Bytes of the disks here.
+/// Size of the test disks, in bytes.
 const DISK: usize = 1 << 20;
 
-/// A directory for images, if there is a qemu-img to make them.
+/// Creates a directory for images, or returns `None` if qemu-img is not installed.
 fn directory() -> Option<TempDir> {
     if Command::new("qemu-img").arg("--version").output().is_err() {
         eprintln!("SKIPPED: no qemu-img (Debian's package qemu-utils)");
@@ -26,7 +27,7 @@ fn directory() -> Option<TempDir> {
     Some(tempfile::tempdir().unwrap())
 }
 
-/// What qemu-img says, and its status.
+/// Runs qemu-img and returns its exit status and output.
 fn ask(dir: &Path, words: &str) -> (i32, String) {
     let mut command = Command::new("qemu-img");
     let output = command.args(words.split(' ')).current_dir(dir).output().unwrap();
@@ -50,19 +51,19 @@ fn config(dir: &Path, words: &str) -> DiskConfig {
         .unwrap()
 }
 
-fn open_image(dir: &Path, words: &str) -> Image {
-    Image::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
+fn open_image(dir: &Path, words: &str) -> DiskImage {
+    DiskImage::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
 }
 
 fn refusal(dir: &Path, words: &str) -> String {
-    let line = error_line(&Image::open(&config(dir, words)).unwrap_err());
+    let line = error_line(&DiskImage::open(&config(dir, words)).unwrap_err());
     assert!(!line.contains('\n'), "{line}");
     line
 }
 
-fn read(image: &Image, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
+fn read(image: &DiskImage, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
     let memory = memory();
-    // In two pieces, of which the first is odd.
+    // Two segments, the first of odd length.
     let pieces = [
         (GuestAddress(BUFFERS + 1), bytes / 3),
         (GuestAddress(BUFFERS + 0x20_0000), bytes - bytes / 3),
@@ -75,13 +76,13 @@ fn read(image: &Image, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
     Ok(data)
 }
 
-fn write(image: &Image, at: u64, data: &[u8]) -> io::Result<()> {
+fn write(image: &DiskImage, at: u64, data: &[u8]) -> io::Result<()> {
     let memory = memory();
     memory.write_slice(data, GuestAddress(BUFFERS + 3)).unwrap();
     image.write(&memory, &[(GuestAddress(BUFFERS + 3), data.len())], at)
 }
 
-/// A disk's content: half of it zeros, the rest different everywhere.
+/// Returns disk contents of which half are zeros and the rest is non-repeating.
 fn content(seed: u8) -> Vec<u8> {
     (0..DISK)
         .map(|at| match (at / 70_000) % 2 {
@@ -91,7 +92,7 @@ fn content(seed: u8) -> Vec<u8> {
         .collect()
 }
 
-/// The kinds of images that there are, by qemu-img's options.
+/// Variants of images, as qemu-img options.
 const KINDS: [&str; 9] = [
     "-o compat=1.1",
     "-o compat=0.10",
@@ -110,7 +111,7 @@ fn make(dir: &Path, name: &str, kind: &str, content: &[u8]) {
 }
 
 #[test]
-fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
+fn image_variants_interoperate_with_qemu() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in KINDS {
@@ -120,7 +121,7 @@ fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
         assert_eq!(image.sectors() * 512, DISK as u64);
         assert!(read(&image, 0, DISK).unwrap() == model, "{kind}");
 
-        // Over what is there and what is not, within and across clusters.
+        // Allocated and unallocated areas, within and across clusters.
         for (at, bytes) in [(512, 512), (69_632, 1024), (130_048, 90_112), (DISK - 512, 512)] {
             let data: Vec<u8> = (0..bytes).map(|n| u8::try_from(n % 253).unwrap()).collect();
             write(&image, at as u64, &data).unwrap();
@@ -129,7 +130,8 @@ fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
         for (at, bytes, unmap) in [
             (4096, 140_288, true),
             (300_032, 140_800, false),
-            // Within a cluster, to its end, and from within the last to the disk's.
+            // Within a cluster, up to its end, and from the middle of the last cluster to the end
+            // of the disk.
             (460_800, 512, true),
             (461_824, 512, false),
             (523_776, 512, true),
@@ -150,10 +152,10 @@ fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
     }
 }
 
-/// What the guest has flushed is there when the VM is killed, and what it has not may be; the image is
-/// whole, but for space that is lost.
+/// Flushed data survives the kill of the VM, unflushed data may be lost. The image is consistent
+/// except for leaked clusters.
 #[test]
-fn what_was_flushed_survives_a_vm_that_is_killed() {
+fn flushed_data_survives_kill() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -171,14 +173,14 @@ fn what_was_flushed_survives_a_vm_that_is_killed() {
     let unflushed = read(&image, 300_032, 512).unwrap();
     assert!(unflushed.iter().all(|b| *b == 0 || *b == 0xA5));
 
-    // One that ends as it should leaves nothing behind.
+    // A clean shutdown leaks no clusters.
     let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
     assert_eq!(status, 0, "{said}");
 }
 
-/// A reset of the device writes to the file what is known of the image.
+/// A device reset writes cached metadata to the file.
 #[test]
-fn what_is_written_back_is_in_the_file() {
+fn write_back_updates_file() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -192,7 +194,7 @@ fn what_is_written_back_is_in_the_file() {
 }
 
 #[test]
-fn discarded_space_is_free_again() {
+fn discarded_clusters_are_freed() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -205,7 +207,7 @@ fn discarded_space_is_free_again() {
         image.flush().unwrap();
         assert!(read(&image, 0, 524_288).unwrap().iter().all(|b| *b == 0));
     }
-    // Eight times the data would be 4 MiB.
+    // Eight copies of the data would take 4 MiB.
     assert!(size() < 2 << 20, "{}", size());
     drop(image);
     let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
@@ -217,7 +219,7 @@ fn discarded_space_is_free_again() {
 }
 
 #[test]
-fn snapshots_in_an_image_stay_as_they_are() {
+fn internal_snapshots_are_preserved() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let model = content(0x22);
@@ -236,7 +238,7 @@ fn snapshots_in_an_image_stay_as_they_are() {
 }
 
 #[test]
-fn images_behind_it_are_read_and_never_written() {
+fn backing_files_are_never_written() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let base = content(0x33);
@@ -262,9 +264,9 @@ fn images_behind_it_are_read_and_never_written() {
     model[73_728..73_728 + 66_048].fill(0);
     assert!(read(&image, 0, DISK).unwrap() == model);
 
-    // Each of them is locked: nobody writes it meanwhile.
+    // Each backing file is locked against writers.
     for behind in ["middle", "base"] {
-        let line = error_line(&Image::open(&DiskConfig::raw(dir.join(behind))).unwrap_err());
+        let line = error_line(&DiskImage::open(&DiskConfig::raw(dir.join(behind))).unwrap_err());
         assert!(line.contains("in use by"), "{line}");
     }
     drop(image);
@@ -276,10 +278,10 @@ fn images_behind_it_are_read_and_never_written() {
     assert!(std::fs::read(dir.join("middle")).unwrap() == middle_before);
 }
 
-/// An image of a stranger's that is based on a file of the host does not get to it: only words of the
-/// operator's name files.
+/// A backing file named in an untrusted image is never opened. Only files named by the operator are
+/// used.
 #[test]
-fn no_file_is_opened_because_an_image_says_so() {
+fn qcow2_rejects_unnamed_backing_file() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     std::fs::write(dir.join("secret"), [0x53; 4096]).unwrap();
@@ -290,18 +292,18 @@ fn no_file_is_opened_because_an_image_says_so() {
         line.contains("is based on 'secret'") && line.contains("type backing=FILE"),
         "{line}"
     );
-    // What the operator names is used, whatever the image says.
+    // The operator's backing file takes precedence over the one in the image.
     let named = dir.join("named").display().to_string();
     let image = open_image(dir, &format!("evil.qcow2,backing={named}"));
     assert_eq!(read(&image, 0, 4096).unwrap(), [0x4E; 4096]);
     drop(image);
 
-    // One image further.
+    // A chain of two backing files.
     qemu_img(dir, "create -f qcow2 -b evil.qcow2 -F qcow2 top.qcow2 4096");
     let evil = dir.join("evil.qcow2").display().to_string();
     let line = refusal(dir, &format!("top.qcow2,backing={evil},backing-format=qcow2"));
     assert!(line.contains("is based on 'secret'"), "{line}");
-    // Taken as raw it leads nowhere, although it says that it is a qcow2 image.
+    // A backing file opened as raw cannot refer to further files, even if it has a qcow2 header.
     let image = open_image(dir, &format!("top.qcow2,backing={evil}"));
     assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
     drop(image);
@@ -315,15 +317,15 @@ fn no_file_is_opened_because_an_image_says_so() {
     let line = refusal(dir, &format!("plain.qcow2,backing={named}"));
     assert!(line.contains("has no backing file"), "{line}");
 
-    // Raw, unless a word says otherwise: so a guest that writes a header to its raw disk gains nothing.
+    // The format defaults to raw, so a guest that writes a header to its raw disk gains nothing.
     let file = std::fs::File::options().write(true).open(dir.join("evil.qcow2"));
     file.unwrap().set_len(262_144).unwrap();
-    let image = Image::open(&DiskConfig::raw(dir.join("evil.qcow2"))).unwrap();
+    let image = DiskImage::open(&DiskConfig::raw(dir.join("evil.qcow2"))).unwrap();
     assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
 }
 
 #[test]
-fn what_cannot_be_read_is_told_with_a_remedy() {
+fn unsupported_features_are_reported_with_remedy() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let made = |options: &str, expected: &str| {
@@ -338,9 +340,9 @@ fn what_cannot_be_read_is_told_with_a_remedy() {
     assert!(taken.contains("cannot be opened"), "{taken}");
 }
 
-/// A byte of the header or of a table that is not what it was.
+/// Modified bytes in the header or in a table.
 #[test]
-fn a_damaged_or_short_image_is_refused_in_one_line() {
+fn damaged_or_truncated_image_is_rejected() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let refused = |what: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
@@ -427,7 +429,7 @@ fn a_damaged_or_short_image_is_refused_in_one_line() {
         &put(8, &[0x7F, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9]),
         "name of its backing file",
     );
-    // The tables of such an image: refcounts in cluster 1, L1 in 3.
+    // Layout of this image: refcount table in cluster 1, L1 table in cluster 3.
     refused(
         "refcounts far away",
         &put(65_536, &(1u64 << 40).to_be_bytes()),
@@ -446,10 +448,11 @@ fn a_damaged_or_short_image_is_refused_in_one_line() {
     );
 }
 
-/// What `imago` would believe: clusters that nobody counts, of which it looks for a free one without end;
-/// data in the place of a table, or of other data; data behind the end of the file.
+/// Inconsistencies that `imago` does not detect: clusters without a reference count (its search for
+/// a free cluster would not terminate), data that overlaps tables or other data, and data beyond
+/// the end of the file.
 #[test]
-fn tables_that_lead_where_they_must_not_are_refused() {
+fn inconsistent_tables_are_rejected() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     let refused = |kind: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
@@ -479,7 +482,7 @@ fn tables_that_lead_where_they_must_not_are_refused() {
         "-o compat=0.10",
     ] {
         let l2 = |file: &std::fs::File| word(file, word(file, 40)) & OFFSET;
-        // The entry of the first data, and the one behind it.
+        // Entry of the first data cluster, and the following entry.
         let first = |file: &std::fs::File| {
             let table = l2(file);
             (table..)
@@ -501,7 +504,7 @@ fn tables_that_lead_where_they_must_not_are_refused() {
         let half = |f: &std::fs::File| f.set_len(f.metadata().unwrap().len() / 2).unwrap();
         refused(kind, &half, "not in the file");
     }
-    // Compressed data in the place of the table that leads to it.
+    // Compressed data that overlaps the table that refers to it.
     let compressed = |f: &std::fs::File| {
         let table = word(f, word(f, 40)) & OFFSET;
         let at = (table..).step_by(8).find(|at| word(f, *at) >> 62 == 1).unwrap();
@@ -515,9 +518,9 @@ fn tables_that_lead_where_they_must_not_are_refused() {
     refused("-c", &uncounted, "in use and not counted");
 }
 
-/// Counts that a VM which was killed did not write are made when the image is to be written again.
+/// Reference counts that a killed VM did not write are repaired before the image is written.
 #[test]
-fn what_is_in_use_is_counted_before_it_is_written() {
+fn missing_reference_counts_are_repaired() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in &KINDS[..7] {
@@ -533,12 +536,12 @@ fn what_is_in_use_is_counted_before_it_is_written() {
             file.read_exact_at(&mut bytes, at).unwrap();
             u64::from_be_bytes(bytes)
         };
-        // Counts of the first clusters; there are at least three whatever their width is.
+        // Reference counts of the first clusters. At least three exist for any width.
         let block = word(word(48)) & 0x00FF_FFFF_FFFF_FE00;
         file.write_all_at(&[0; 32], block).unwrap();
         let (status, _) = ask(dir, "check -f qcow2 a.qcow2");
         assert_eq!(status, 2, "{kind}: qemu-img calls it corrupt");
-        // Nobody writes to it to read it.
+        // An image opened for reading is not modified.
         assert!(read(&open_image(dir, "a.qcow2,ro"), 0, DISK).unwrap() == model);
         assert_eq!(ask(dir, "check -f qcow2 a.qcow2").0, 2, "{kind}");
         let image = open_image(dir, "a.qcow2");
@@ -549,10 +552,9 @@ fn what_is_in_use_is_counted_before_it_is_written() {
     }
 }
 
-/// Nothing of what is right is refused: images that were written, with snapshots, and with space that is
-/// lost.
+/// Consistent images are accepted: after writes, with snapshots, and with leaked clusters.
 #[test]
-fn tables_that_are_right_are_not_refused() {
+fn consistent_tables_are_accepted() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in KINDS {
@@ -561,13 +563,13 @@ fn tables_that_are_right_are_not_refused() {
         write(&image, 8192, &[0x31; 131_072]).unwrap();
         image.write_zeros(262_144, 262_144, true).unwrap();
         image.flush().unwrap();
-        // As a VM that is killed leaves it.
+        // Leaves the image in the state of a killed VM.
         write(&image, 700_416, &[0x32; 65_536]).unwrap();
         std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
         drop(image);
         for name in ["a.qcow2", "b.qcow2"] {
             drop(open_image(dir, name));
-            // A count of one bit does not count to two.
+            // One-bit reference counts cannot represent 2.
             if kind.contains("refcount_bits=1") {
                 continue;
             }
@@ -580,10 +582,9 @@ fn tables_that_are_right_are_not_refused() {
     }
 }
 
-/// What tables say that are looked at later is an error of the disk at most, and the file stays the only one
-/// that is touched.
+/// Corrupt table entries detected at run time cause I/O errors only, and no other file is accessed.
 #[test]
-fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
+fn corrupt_tables_fail_requests_only() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     make(dir, "good", "-o cluster_size=512", &content(0x66));
@@ -604,7 +605,7 @@ fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
             bad[at] = [0, 0xFF, 0x80, 1, u8::try_from(next() % 256).unwrap()][next() % 5];
         }
         std::fs::write(dir.join("bad"), &bad).unwrap();
-        let Ok(image) = Image::open(&config(dir, "bad")) else {
+        let Ok(image) = DiskImage::open(&config(dir, "bad")) else {
             continue;
         };
         opened += 1;
@@ -624,7 +625,7 @@ fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
 }
 
 #[test]
-fn a_piece_that_is_no_ram_is_an_error_of_the_guest() {
+fn segment_outside_ram_is_a_guest_error() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
@@ -638,7 +639,7 @@ fn a_piece_that_is_no_ram_is_an_error_of_the_guest() {
             assert_eq!(error.raw_os_error(), None);
         }
     }
-    // The image still works.
+    // The image is still usable.
     write(&image, 0, &[1; 512]).unwrap();
 }
 
@@ -652,19 +653,19 @@ fn one_writer_or_many_readers() {
     drop(writer);
     let _readers = [(); 2].map(|()| open_image(dir, "a.qcow2,ro"));
     assert!(matches!(
-        Image::open(&config(dir, "a.qcow2")),
-        Err(ImageError::Open(OpenError::Locked { .. }))
+        DiskImage::open(&config(dir, "a.qcow2")),
+        Err(ImageError::Open(DiskOpenError::Locked { .. }))
     ));
 }
 
-/// What panics inside of the reader ends the disk: the thread goes on, and each later request fails.
+/// After a panic in the qcow2 reader, the thread continues and each later request fails.
 #[test]
-fn a_reader_that_panics_is_a_disk_that_fails() {
+fn qcow2_panic_disables_disk() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     qemu_img(dir, "create -f qcow2 a.qcow2 1M");
     let disk = config(dir, "a.qcow2");
-    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let LockedFile { file, bytes, .. } = open(&disk.path, false).unwrap();
     let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     let error = image.with(|_, _| -> io::Result<()> { panic!("as a test wants it") });
     assert!(error.unwrap_err().to_string().contains("its reader panicked"));
@@ -673,11 +674,11 @@ fn a_reader_that_panics_is_a_disk_that_fails() {
 }
 
 #[test]
-fn whole_clusters_are_those_that_are_in_a_range() {
+fn whole_clusters_are_within_range() {
     let Some(dir) = directory() else { return };
     qemu_img(dir.path(), "create -f qcow2 a.qcow2 200704");
     let disk = config(dir.path(), "a.qcow2");
-    let Opened { file, bytes, .. } = open(&disk.path, false).unwrap();
+    let LockedFile { file, bytes, .. } = open(&disk.path, false).unwrap();
     let image = Qcow2::open(&disk.path, (file, bytes), false, &[]).unwrap();
     assert_eq!(image.whole_clusters(512, 1024), 1536..1536);
     assert_eq!(image.whole_clusters(512, 65_024), 65_536..65_536);
@@ -689,8 +690,8 @@ fn whole_clusters_are_those_that_are_in_a_range() {
 }
 
 #[test]
-fn steps_end_at_the_buffers_multiples() {
-    let all = |at, bytes| steps(at, bytes).collect::<Vec<_>>();
+fn split_ranges_are_buffer_aligned() {
+    let all = |at, bytes| split_range(at, bytes).collect::<Vec<_>>();
     assert_eq!(all(512, 1024), [(512, 1024)]);
     assert_eq!(all(0, 0), []);
     let most = BUFFER_BYTES as u64;
@@ -700,29 +701,29 @@ fn steps_end_at_the_buffers_multiples() {
     );
 }
 
-/// The tables of an image are kept once they were read, and a VM goes on writing.
+/// A view that is reloaded contains the writes that a VM made after the tables were cached.
 #[test]
-fn an_image_that_is_looked_at_again_has_what_a_vm_wrote_meanwhile() {
+fn reloaded_view_sees_new_writes() {
     let Some(dir) = directory() else { return };
     let dir = dir.path();
     for kind in ["-o compat=1.1", "-o lazy_refcounts=on", "-c"] {
         let mut model = content(0x33);
         make(dir, "a.qcow2", kind, &model);
         let image = open_image(dir, "a.qcow2");
-        let view = View::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        let view =
+            DiskView::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
         let seen = || {
             let mut data = vec![0; DISK];
             view.read(0, &mut data).map(|()| data).unwrap()
         };
         assert!(seen() == model, "{kind}");
-        // The first is in a cluster that was nowhere, the second in one that was.
+        // One write to an unallocated cluster, one to an allocated cluster.
         for at in [1024, 71_680] {
             write(&image, at as u64, &[0x5a; 512]).unwrap();
             model[at..at + 512].fill(0x5a);
         }
         image.flush().unwrap();
-        view.look_again()
-            .unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        view.reload().unwrap_or_else(|error| panic!("{kind}: {error:?}"));
         assert!(seen() == model, "{kind}");
     }
 }

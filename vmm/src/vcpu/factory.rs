@@ -13,36 +13,36 @@ use super::affinity::Pinning;
 use super::control::RunControl;
 use super::debugctl::DebugControl;
 use super::failure::{RestartError, VcpuError};
-use super::gate::{Gate, PlantedGate};
+use super::gate::{GpHandlerGate, GpHandlerTrap};
 use super::kvm_vcpu::KvmVcpu;
 use super::pmi::Lvtpc;
-use super::rdpmc::Rdpmc;
+use super::rdpmc::RdpmcEmulator;
 use super::running::Vcpu;
-use super::seat::Seat;
+use super::slot::VcpuSlot;
 use super::step::Stepper;
 use crate::boot;
 use crate::devices::Bus;
-use crate::kernels::running::RunningKernels;
+use crate::kernels::running::RunningKernelPatcher;
 use crate::kvm::stepping::Stepping;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
-use crate::rdpmc::sites::{Sites, SitesOfVcpu};
+use crate::rdpmc::sites::{RdpmcSites, VcpuRdpmcSites};
 
 /// RDPMC emulation shared by the vCPUs of a VM.
-pub struct RdpmcParts {
+pub struct RdpmcConfig {
     /// The guest kernel is Linux.
     pub linux: bool,
     /// Replaced RDPMC instructions.
-    pub sites: Arc<Sites>,
+    pub sites: Arc<RdpmcSites>,
     /// Trap in the #GP handler for RDPMC elsewhere, shared by all vCPUs if planted in memory, with
     /// the kernel's symbols.
-    pub gate: Option<(Option<Arc<PlantedGate>>, Arc<PackedSymbols>)>,
+    pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<PackedSymbols>)>,
     /// Patches RDPMC in kernels that the guest starts itself.
-    pub running: Option<Arc<RunningKernels>>,
+    pub running: Option<Arc<RunningKernelPatcher>>,
 }
 
 /// Single-stepping configuration shared by the vCPUs of a VM.
-pub struct StepperParts {
+pub struct StepperConfig {
     /// CPU vendor of the guest model.
     pub vendor: Vendor,
     /// Stepping capabilities of the host.
@@ -54,7 +54,7 @@ pub struct StepperParts {
 }
 
 /// Factory for the vCPUs of a VM.
-pub struct VcpuMaker {
+pub struct VcpuFactory {
     /// KVM virtual machine.
     pub vm: Arc<VmFd>,
     /// Device bus.
@@ -68,31 +68,31 @@ pub struct VcpuMaker {
     /// Linear addresses of RDPMC instructions that are emulated with hardware breakpoints.
     pub breakpoints: Vec<u64>,
     /// IA32_DEBUGCTL is trapped.
-    pub keeps_debug_control: bool,
+    pub traps_debug_control: bool,
     /// RDPMC emulation; `None` if RDPMC is not emulated.
-    pub rdpmc: Option<RdpmcParts>,
+    pub rdpmc: Option<RdpmcConfig>,
     /// Single-stepping configuration for the exact backing.
-    pub stepper: Option<StepperParts>,
+    pub stepper: Option<StepperConfig>,
     /// Pinning of vCPUs to host CPUs.
     pub pins: Pinning,
     /// Entry state of the boot processor for the loaded kernel.
-    pub entry: boot::Entry,
+    pub entry: boot::EntryState,
 }
 
-impl fmt::Debug for VcpuMaker {
+impl fmt::Debug for VcpuFactory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("VcpuMaker").finish_non_exhaustive()
     }
 }
 
-impl VcpuMaker {
-    /// Creates a runnable vCPU for `seat`, with all VMM state in its initial state.
+impl VcpuFactory {
+    /// Creates a runnable vCPU for `slot`, with all VMM state in its initial state.
     ///
     /// # Errors
     /// Returns the [`VcpuError`] together with the KVM vCPU.
-    pub fn make(&self, kvm: KvmVcpu, seat: &Arc<Seat>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
+    pub fn make(&self, kvm: KvmVcpu, slot: &Arc<VcpuSlot>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
         let vcpu_pmu = self.pmu.vcpu(kvm.id(), kvm.tsc_khz());
-        self.make_with(kvm, seat, Some(vcpu_pmu))
+        self.make_with(kvm, slot, Some(vcpu_pmu))
     }
 
     /// Restores the initial state of a KVM vCPU. vCPU 0 is also prepared to enter the loaded
@@ -112,13 +112,13 @@ impl VcpuMaker {
     pub(super) fn make_with(
         &self,
         kvm: KvmVcpu,
-        seat: &Arc<Seat>,
+        slot: &Arc<VcpuSlot>,
         vcpu_pmu: Option<VcpuPmu>,
     ) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
         let masks = vcpu_pmu
             .as_ref()
             .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);
-        let debug_control = self.keeps_debug_control.then(|| {
+        let debug_control = self.traps_debug_control.then(|| {
             DebugControl::new(kvm.cpuid()).ok_or(VcpuError::Os(
                 "making an MSR list",
                 io::ErrorKind::OutOfMemory.into(),
@@ -138,24 +138,28 @@ impl VcpuMaker {
             self.vm.clone(),
             self.bus.clone(),
             vcpu_pmu,
-            seat.clone(),
+            slot.clone(),
             self.control.clone(),
         );
-        vcpu.stay_on(pin);
-        vcpu.stop_at_rdpmc(&self.breakpoints);
+        vcpu.pin_to_host_cpu(pin);
+        vcpu.set_rdpmc_breakpoints(&self.breakpoints);
         if let Some(control) = debug_control {
-            vcpu.keep_debug_control(control);
+            vcpu.set_debug_control(control);
         }
         if let Some(parts) = &self.rdpmc {
-            let sites = SitesOfVcpu::new(parts.sites.clone());
-            let mut rdpmc = Rdpmc::new(self.memory.clone(), parts.linux, sites);
+            let sites = VcpuRdpmcSites::new(parts.sites.clone());
+            let mut rdpmc = RdpmcEmulator::new(self.memory.clone(), parts.linux, sites);
             if let Some((planted, symbols)) = &parts.gate {
-                rdpmc = rdpmc.with_gate(Gate::new(planted.clone(), self.memory.clone(), symbols.clone()));
+                rdpmc = rdpmc.with_gate(GpHandlerGate::new(
+                    planted.clone(),
+                    self.memory.clone(),
+                    symbols.clone(),
+                ));
             }
             if let Some(running) = &parts.running {
                 rdpmc = rdpmc.with_running(running.clone());
             }
-            vcpu.serve_rdpmc(rdpmc);
+            vcpu.set_rdpmc_emulator(rdpmc);
         }
         if let Some(parts) = &self.stepper {
             let mut stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
@@ -164,7 +168,7 @@ impl VcpuMaker {
             if self.vm.syncs_registers() && !parts.host.user {
                 stepper = stepper.with_synced_registers();
             }
-            vcpu.step_with(if parts.without_runs {
+            vcpu.set_stepper(if parts.without_runs {
                 stepper.without_runs()
             } else {
                 stepper

@@ -3,27 +3,27 @@
 use crate::events::{Backing, EventRequest};
 use crate::index::CounterIndex;
 
-pub use perf_core::FailureCause as Lack;
+pub use perf_core::EventFailureCause as UnavailableReason;
 
 /// Result of enabling a counter's event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Enabled {
+pub enum EnableOutcome {
     /// The preferred backing counts.
     Counting(Backing),
     /// The preferred backing is unavailable for the given reason, and another backing counts
     /// instead.
-    Fallback(Backing, Lack),
+    Fallback(Backing, UnavailableReason),
     /// No backing counts, for the given reason.
-    Refused(Lack),
+    Refused(UnavailableReason),
 }
 
 /// Time and reason at which an event stopped counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Loss {
+pub struct EventLoss {
     /// Time of the loss, in nanoseconds of the vCPU's event time.
     pub since_ns: u64,
     /// Reason for the loss.
-    pub cause: Lack,
+    pub cause: UnavailableReason,
 }
 
 /// Time enabled and time running of a counter's event.
@@ -51,7 +51,7 @@ pub trait CounterEvents {
     /// `overflow_in` requests a notification, delivered through [`crate::Vpmu::overflowed`], after
     /// that many further counts; `None` requests no notification. Each call tries the best backing
     /// first. If the backing changes, the returned count is that of the new backing.
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64);
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64);
 
     /// Stops counting and returns the final count, which [`Self::count`] then keeps returning.
     fn disable(&mut self, counter: CounterIndex) -> u64;
@@ -81,7 +81,7 @@ pub trait CounterEvents {
 
     /// Returns when and why the counter's enabled event stopped counting, or `None` if it is
     /// counting.
-    fn lost(&mut self, counter: CounterIndex) -> Option<Loss>;
+    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss>;
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;

@@ -5,22 +5,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::exit_times::ExitTable;
 use super::kvm_vcpu::KvmVcpu;
-use super::mailbox::Mailbox;
+use super::request_queue::VcpuRequestQueue;
 use super::stats::VcpuStats;
-use crate::kvm::call::CallError;
+use crate::kvm::call::KvmIoctlError;
 
 /// Maximum number of triple faults that are logged per vCPU.
-const MOST_SHUTDOWNS_TOLD: u64 = 16;
+const MAX_LOGGED_TRIPLE_FAULTS: u64 = 16;
 
 /// State that a vCPU shares with other threads. Persists when the vCPU is removed.
 #[derive(Debug)]
-pub struct Seat {
+pub struct VcpuSlot {
     id: u8,
     /// A vCPU thread runs or is about to run.
     taken: AtomicBool,
     /// The thread is asked to stop.
     leave: AtomicBool,
-    mailbox: Mailbox,
+    request_queue: VcpuRequestQueue,
     stats: VcpuStats,
     exits: Arc<ExitTable>,
     parked: Mutex<Option<KvmVcpu>>,
@@ -30,14 +30,14 @@ pub struct Seat {
     shutdowns: AtomicU64,
 }
 
-impl Seat {
+impl VcpuSlot {
     /// Creates a free seat for a vCPU that has not run yet.
     pub(super) fn new(vcpu: KvmVcpu) -> Self {
         Self {
             id: vcpu.id(),
             taken: AtomicBool::new(false),
             leave: AtomicBool::new(false),
-            mailbox: Mailbox::default(),
+            request_queue: VcpuRequestQueue::default(),
             stats: VcpuStats::default(),
             exits: Arc::default(),
             parked: Mutex::new(Some(vcpu)),
@@ -52,8 +52,8 @@ impl Seat {
     }
 
     /// Returns the queue of requests to the vCPU thread.
-    pub fn mailbox(&self) -> &Mailbox {
-        &self.mailbox
+    pub fn request_queue(&self) -> &VcpuRequestQueue {
+        &self.request_queue
     }
 
     /// Returns the run-loop statistics, accumulated over all threads of this vCPU.
@@ -68,12 +68,12 @@ impl Seat {
 
     /// Returns `true` if the vCPU thread is asked to stop. Costs one relaxed load.
     #[inline]
-    pub fn is_to_leave(&self) -> bool {
+    pub fn is_stop_requested(&self) -> bool {
         self.leave.load(Ordering::Relaxed)
     }
 
     /// Records the kernel thread ID at the start of a vCPU thread.
-    pub(super) fn begins_on(&self, thread: u32) {
+    pub(super) fn set_thread_id(&self, thread: u32) {
         self.thread.store(thread, Ordering::Relaxed);
     }
 
@@ -84,8 +84,8 @@ impl Seat {
 
     /// Counts a triple fault and returns `true` if it should be logged. The limit exists because a
     /// guest may reset the machine by triple faults indefinitely.
-    pub(super) fn may_tell_shutdown(&self) -> bool {
-        self.shutdowns.fetch_add(1, Ordering::Relaxed) < MOST_SHUTDOWNS_TOLD
+    pub(super) fn should_log_triple_fault(&self) -> bool {
+        self.shutdowns.fetch_add(1, Ordering::Relaxed) < MAX_LOGGED_TRIPLE_FAULTS
     }
 
     /// Parks the KVM vCPU and frees the seat, at the end of the vCPU thread.
@@ -105,14 +105,14 @@ impl Seat {
     }
 
     /// Asks the thread to stop.
-    pub(super) fn dismiss(&self) {
+    pub(super) fn request_stop(&self) {
         self.leave.store(true, Ordering::SeqCst);
     }
 
     /// Takes the parked KVM vCPU to start it. Discards requests that were sent to the removed vCPU.
     pub(super) fn unpark(&self) -> Option<KvmVcpu> {
         let parked = self.lock().take()?;
-        let _ = self.mailbox.take();
+        let _ = self.request_queue.take();
         self.leave.store(false, Ordering::SeqCst);
         Some(parked)
     }
@@ -123,7 +123,7 @@ impl Seat {
     }
 
     /// Restores the initial state of the parked KVM vCPU.
-    pub(super) fn restore_parked(&self) -> Result<(), CallError> {
+    pub(super) fn restore_parked(&self) -> Result<(), KvmIoctlError> {
         self.lock().as_ref().map_or(Ok(()), KvmVcpu::restore)
     }
 

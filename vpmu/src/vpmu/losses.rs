@@ -1,13 +1,13 @@
 //! Detection of counters whose event has lost its slot, and their uncounted time.
 
 use super::Vpmu;
+use crate::counter_events::CounterEvents;
 use crate::index::counters_in;
-use crate::source::CounterEvents;
 
 impl Vpmu {
     /// Marks counters whose event has lost its slot as uncounted since the time of the loss.
     #[cold]
-    pub(super) fn look_for_losses(&mut self, events: &mut dyn CounterEvents) {
+    pub(super) fn detect_losses(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.running | self.paused.counters) {
             let Some(loss) = events.lost(counter) else {
                 continue;
@@ -38,7 +38,7 @@ impl Vpmu {
     }
 
     /// Returns how often a counter lost its slot or failed to get one when it was enabled.
-    pub fn places_lost(&self) -> u64 {
+    pub fn slot_losses(&self) -> u64 {
         self.lost.times()
     }
 

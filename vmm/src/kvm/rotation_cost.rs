@@ -19,21 +19,21 @@ use super::host::HostError;
 use super::tiny::{DATA, TinyGuest};
 
 /// Maximum fraction of guest time for rotations, if the VMM chooses the multiplexing interval.
-const MOST: f64 = 0.01;
+const MAX_GUEST_TIME_FRACTION: f64 = 0.01;
 /// Minimum multiplexing interval that the VMM chooses. docs/measurements.md gives the reason.
-pub const SHORTEST: Duration = Duration::from_micros(584);
+pub const MIN_MUX_INTERVAL: Duration = Duration::from_micros(584);
 /// Maximum multiplexing interval that the VMM chooses. With it, a guest still sees a rotation of
 /// eight events in less than one second.
-pub const LONGEST: Duration = Duration::from_millis(100);
+pub const MAX_MUX_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Length of a measuring period, and number of periods of each kind. The best period counts,
 /// because other load on the host can only increase the cost.
-const WHILE: Duration = Duration::from_millis(2);
-const WHILES: usize = 6;
+const MEASURING_PERIOD: Duration = Duration::from_millis(2);
+const MEASURING_PERIODS: usize = 6;
 /// Interval between two rotations of a measuring period.
-const BETWEEN: Duration = Duration::from_micros(30);
+const ROTATION_INTERVAL: Duration = Duration::from_micros(30);
 /// Timeout for the guest to start.
-const PATIENCE: Duration = Duration::from_secs(1);
+const START_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` to the first; `hlt`, which faults
 /// at CPL 3 and ends the guest.
@@ -44,22 +44,22 @@ const COUNT: [u8; 19] = [
 
 /// Cost of one rotation of one event to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-pub struct TurnCost {
+pub struct RotationCost {
     /// Lost guest time per rotation, in microseconds.
     pub cost_us: f64,
 }
 
-impl TurnCost {
+impl RotationCost {
     /// Returns the shortest multiplexing interval whose rotations take at most 1 % of guest time,
-    /// between [`SHORTEST`] and [`LONGEST`].
+    /// between [`MIN_MUX_INTERVAL`] and [`MAX_MUX_INTERVAL`].
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "a duration; beyond its range the cast saturates"
     )]
     pub fn turn(self) -> Duration {
-        let least = Duration::from_nanos((self.cost_us * 1e3 / MOST) as u64);
-        least.clamp(SHORTEST, LONGEST)
+        let least = Duration::from_nanos((self.cost_us * 1e3 / MAX_GUEST_TIME_FRACTION) as u64);
+        least.clamp(MIN_MUX_INTERVAL, MAX_MUX_INTERVAL)
     }
 
     /// Describes the interval that `--mux auto` selects.
@@ -87,7 +87,7 @@ impl TurnCost {
 /// - [`HostError::Probe`] if KVM refuses a call that every VM needs.
 /// - [`HostError::Event`] if the host refuses the event.
 /// - [`HostError::Silent`] if the guest does not start.
-pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<TurnCost, HostError> {
+pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, HostError> {
     let mut guest = TinyGuest::new(kvm, 3, &COUNT)?;
     let TinyGuest { vcpu, memory, .. } = &mut guest;
     let memory = &*memory;
@@ -110,19 +110,19 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<TurnCost, HostError> {
     })
 }
 
-fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Result<TurnCost, HostError> {
+fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Result<RotationCost, HostError> {
     let rounds = || memory.read_obj::<u64>(GuestAddress(DATA)).unwrap_or(0);
     let begun = Instant::now();
     while rounds() == 0 {
-        if begun.elapsed() > PATIENCE {
+        if begun.elapsed() > START_TIMEOUT {
             return Err(HostError::Silent);
         }
-        thread::sleep(BETWEEN);
+        thread::sleep(ROTATION_INTERVAL);
     }
     let mut event = event(tid.load(Ordering::Acquire), perf)?;
-    let (mut quiet, mut costs) = (0.0f64, Vec::with_capacity(WHILES));
-    let mut disturbed = Vec::with_capacity(WHILES);
-    for _ in 0..WHILES {
+    let (mut quiet, mut costs) = (0.0f64, Vec::with_capacity(MEASURING_PERIODS));
+    let mut disturbed = Vec::with_capacity(MEASURING_PERIODS);
+    for _ in 0..MEASURING_PERIODS {
         let (length, done, _) = during(&rounds, || ());
         quiet = quiet.max(done / length);
         disturbed.push(during(&rounds, || {
@@ -133,7 +133,7 @@ fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Resul
     for (length, done, turns) in disturbed {
         costs.push((length - done / quiet).max(0.0) / turns);
     }
-    Ok(TurnCost {
+    Ok(RotationCost {
         cost_us: 1e6 * costs.into_iter().fold(f64::INFINITY, f64::min),
     })
 }
@@ -142,10 +142,10 @@ fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Resul
 /// number of rotations.
 fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) {
     let (begun, first, mut turns) = (Instant::now(), rounds(), 0.0);
-    while begun.elapsed() < WHILE {
+    while begun.elapsed() < MEASURING_PERIOD {
         turn();
         turns += 1.0;
-        thread::sleep(BETWEEN);
+        thread::sleep(ROTATION_INTERVAL);
     }
     (begun.elapsed().as_secs_f64(), (rounds() - first) as f64, turns)
 }
@@ -172,22 +172,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dear_turns_are_long_and_cheap_ones_as_short_as_is_worth_while() {
-        let turn = |cost_us| TurnCost { cost_us }.turn();
-        assert_eq!(turn(0.0), SHORTEST);
-        assert_eq!(turn(3.0), SHORTEST);
+    fn mux_interval_follows_rotation_cost() {
+        let turn = |cost_us| RotationCost { cost_us }.turn();
+        assert_eq!(turn(0.0), MIN_MUX_INTERVAL);
+        assert_eq!(turn(3.0), MIN_MUX_INTERVAL);
         assert_eq!(turn(10.0), Duration::from_millis(1));
         assert_eq!(turn(65.0), Duration::from_micros(6_500));
-        assert_eq!(turn(1e9), LONGEST);
+        assert_eq!(turn(1e9), MAX_MUX_INTERVAL);
         for cost_us in [1.0, 10.0, 65.0, 900.0] {
-            let cost = TurnCost { cost_us };
+            let cost = RotationCost { cost_us };
             assert!(cost.percent(cost.turn()) <= 1.000_001);
         }
     }
 
     /// A rotation interrupts the guest and costs less than the interval between two rotations.
     #[test]
-    fn a_turn_costs_something() {
+    fn rotation_cost_is_finite_and_nonnegative() {
         let Ok(kvm) = super::super::host::open() else {
             eprintln!("SKIP: no KVM");
             return;

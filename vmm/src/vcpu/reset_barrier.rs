@@ -4,7 +4,7 @@
 //!   exits the guest, closes the guest's counters and reaches the barrier (`wait_for_restart`). The
 //!   thread stays attached to the perf core, so events of operators continue.
 //! 2. When all vCPUs have arrived, the main loop resets memory and devices and releases the barrier
-//!   ([`RunControl::go_on`]).
+//!   ([`RunControl::release_reset_barrier`]).
 //! 3. Each thread restores the initial state of its KVM vCPU and waits for the others. No vCPU
 //!   enters the guest before all are restored, because the boot processor may start the others with
 //!   its first instructions.
@@ -13,83 +13,83 @@ use super::control::{RunControl, RunState};
 use crate::devices::cpu_plug::VcpuSet;
 
 impl RunControl {
-    /// Waits outside the guest until the machine is reset. Returns [`Waited::Mail`] if `has_mail`
-    /// returns `true`.
-    pub(super) fn wait_for_restart(&self, vcpu: u8, has_mail: impl Fn() -> bool) -> Waited {
+    /// Waits outside the guest until the machine is reset. Returns [`ResetWait::RequestPending`] if
+    /// `has_requests` returns `true`.
+    pub(super) fn wait_for_restart(&self, vcpu: u8, has_requests: impl Fn() -> bool) -> ResetWait {
         let me = VcpuSet::of(vcpu);
         let mut ends = self.lock();
-        if ends.meeting.arrived.within(me).is_empty() {
-            ends.meeting.arrived = ends.meeting.arrived.with(me);
-            self.look_at_reset();
+        if ends.reset_barrier.arrived.within(me).is_empty() {
+            ends.reset_barrier.arrived = ends.reset_barrier.arrived.with(me);
+            self.signal_reset();
         }
         loop {
             if self.state() != RunState::Resetting {
-                ends.meeting.arrived = ends.meeting.arrived.without(me);
-                return Waited::Over;
+                ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
+                return ResetWait::Over;
             }
-            if ends.meeting.ready && ends.meeting.missing.has(vcpu) {
-                return Waited::Restart;
+            if ends.reset_barrier.ready && ends.reset_barrier.missing.has(vcpu) {
+                return ResetWait::Restart;
             }
-            if has_mail() {
-                return Waited::Mail;
+            if has_requests() {
+                return ResetWait::RequestPending;
             }
             ends = self.wait(ends);
         }
     }
 
     /// Removes a vCPU from the barrier, because its thread ends.
-    pub(super) fn leaves_meeting(&self, vcpu: u8) {
+    pub(super) fn leave_reset_barrier(&self, vcpu: u8) {
         let mut ends = self.lock();
-        ends.meeting.arrived = ends.meeting.arrived.without(VcpuSet::of(vcpu));
+        ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(VcpuSet::of(vcpu));
     }
 
     /// Notifies a pending reset that a vCPU thread has ended.
-    pub(super) fn has_left(&self) {
+    pub(super) fn notify_thread_ended(&self) {
         // Taking the lock ensures that a reset that begins later observes the ended thread.
         let ends = self.lock();
         let resetting = self.state() == RunState::Resetting;
         drop(ends);
         if resetting {
-            self.look_at_reset();
+            self.signal_reset();
         }
     }
 
     /// Returns the vCPUs that wait outside the guest for a reset.
     pub fn arrived(&self) -> VcpuSet {
-        self.lock().meeting.arrived
+        self.lock().reset_barrier.arrived
     }
 
     /// Returns `true` while the vCPUs are being restored after a reset.
     pub fn is_restoring(&self) -> bool {
-        self.lock().meeting.ready
+        self.lock().reset_barrier.ready
     }
 
     /// Releases the barrier for `vcpus`, which must be all present vCPUs and must have arrived.
-    /// Their [`VcpuMaker`](super::maker::VcpuMaker) must already have been replaced.
-    pub fn go_on(&self, vcpus: VcpuSet) {
+    /// Their [`VcpuFactory`](super::maker::VcpuMaker) must already have been replaced.
+    pub fn release_reset_barrier(&self, vcpus: VcpuSet) {
         let mut ends = self.lock();
-        ends.meeting.missing = vcpus;
-        ends.meeting.ready = true;
+        ends.reset_barrier.missing = vcpus;
+        ends.reset_barrier.ready = true;
         drop(ends);
-        self.tell();
+        self.wake_waiters();
     }
 
     /// Marks a vCPU as restored. Blocks until all vCPUs are restored or the VM has ended.
-    pub(super) fn is_restored(&self, vcpu: u8) {
+    pub(super) fn mark_restored_and_wait(&self, vcpu: u8) {
         let mut ends = self.lock();
         let me = VcpuSet::of(vcpu);
-        ends.meeting.missing = ends.meeting.missing.without(me);
-        ends.meeting.arrived = ends.meeting.arrived.without(me);
-        if ends.meeting.missing.is_empty() {
-            ends.meeting.ready = false;
+        ends.reset_barrier.missing = ends.reset_barrier.missing.without(me);
+        ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
+        if ends.reset_barrier.missing.is_empty() {
+            ends.reset_barrier.ready = false;
             if self.state() == RunState::Resetting {
-                self.set_as_wanted(&ends);
+                self.apply_requested_state(&ends);
             }
             drop(ends);
-            self.tell();
+            self.wake_waiters();
             return;
         }
-        while ends.meeting.missing != VcpuSet::default() && self.state() == RunState::Resetting {
+        while ends.reset_barrier.missing != VcpuSet::default() && self.state() == RunState::Resetting {
             ends = self.wait(ends);
         }
     }
@@ -97,11 +97,11 @@ impl RunControl {
 
 /// Result of waiting for the restart.
 #[derive(Debug)]
-pub(super) enum Waited {
+pub(super) enum ResetWait {
     /// The vCPU must be rebuilt.
     Restart,
     /// A request is pending, or the vCPU was asked to stop.
-    Mail,
+    RequestPending,
     /// The reset was cancelled because the VM ended.
     Over,
 }

@@ -11,7 +11,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer};
 
-use super::call::CallError;
+use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
 /// MSRs that are not restored: the time stamp counter, its offset and its deadline timer (the state
@@ -21,10 +21,10 @@ const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
 /// MSRs of Hyper-V, some of which are state of the VM. No guest is offered them.
 const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
 /// Maximum number of MSRs in one KVM call (`KVM_MAX_MSR_ENTRIES`).
-const MOST_AT_ONCE: usize = 256;
+const MAX_MSRS_PER_CALL: usize = 256;
 
 /// Complete initial state of a vCPU.
-pub struct FirstState {
+pub struct InitialVcpuState {
     mp_state: kvm_mp_state,
     regs: kvm_regs,
     sregs: kvm_sregs,
@@ -38,7 +38,7 @@ pub struct FirstState {
     nested: Option<Box<KvmNestedStateBuffer>>,
 }
 
-impl std::fmt::Debug for FirstState {
+impl std::fmt::Debug for InitialVcpuState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("FirstState")
             .field("mp_state", &self.mp_state.mp_state)
@@ -47,20 +47,20 @@ impl std::fmt::Debug for FirstState {
     }
 }
 
-impl FirstState {
+impl InitialVcpuState {
     /// Reads the state of a vCPU that is configured and has not run yet.
     ///
     /// # Errors
-    /// Returns a [`CallError`] if KVM cannot read a part of the state.
-    pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CallError> {
+    /// Returns a [`KvmIoctlError`] if KVM cannot read a part of the state.
+    pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, KvmIoctlError> {
         let list = kvm
             .get_msr_index_list()
-            .map_err(CallError::of("KVM_GET_MSR_INDEX_LIST"))?;
+            .map_err(KvmIoctlError::of("KVM_GET_MSR_INDEX_LIST"))?;
         let nested = kvm.check_extension(Cap::NestedState).then(|| {
             let mut buffer = Box::new(KvmNestedStateBuffer::empty());
             match vcpu.raw().nested_state(&mut buffer) {
                 Ok(_) => Ok(buffer),
-                Err(e) => Err(CallError::of("KVM_GET_NESTED_STATE")(e)),
+                Err(e) => Err(KvmIoctlError::of("KVM_GET_NESTED_STATE")(e)),
             }
         });
         Ok(Self {
@@ -70,7 +70,7 @@ impl FirstState {
             fpu: vcpu.get_fpu()?,
             xcrs: kvm
                 .check_extension(Cap::Xcrs)
-                .then(|| vcpu.raw().get_xcrs().map_err(CallError::of("KVM_GET_XCRS")))
+                .then(|| vcpu.raw().get_xcrs().map_err(KvmIoctlError::of("KVM_GET_XCRS")))
                 .transpose()?,
             debug: vcpu.get_debug_regs()?,
             lapic: vcpu.get_lapic()?,
@@ -83,18 +83,20 @@ impl FirstState {
     /// Restores this state. No thread may run the vCPU.
     ///
     /// # Errors
-    /// Returns a [`CallError`] if KVM refuses a part of the state.
-    pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), CallError> {
+    /// Returns a [`KvmIoctlError`] if KVM refuses a part of the state.
+    pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), KvmIoctlError> {
         if let Some(nested) = &self.nested {
             vcpu.raw()
                 .set_nested_state(nested)
-                .map_err(CallError::of("KVM_SET_NESTED_STATE"))?;
+                .map_err(KvmIoctlError::of("KVM_SET_NESTED_STATE"))?;
         }
         vcpu.set_regs(&self.regs)?;
         vcpu.set_sregs(&self.sregs)?;
         vcpu.set_fpu(&self.fpu)?;
         if let Some(xcrs) = &self.xcrs {
-            vcpu.raw().set_xcrs(xcrs).map_err(CallError::of("KVM_SET_XCRS"))?;
+            vcpu.raw()
+                .set_xcrs(xcrs)
+                .map_err(KvmIoctlError::of("KVM_SET_XCRS"))?;
         }
         vcpu.set_debug_regs(&self.debug)?;
         write_msrs(vcpu, &self.msrs)?;
@@ -106,12 +108,12 @@ impl FirstState {
     }
 }
 
-fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, CallError> {
-    Msrs::from_entries(entries).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
+fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmIoctlError> {
+    Msrs::from_entries(entries).map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
 /// Reads the MSRs of `indices` and skips unreadable ones.
-fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallError> {
+fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmIoctlError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
     let mut wanted: Vec<kvm_msr_entry> = indices
         .iter()
@@ -124,7 +126,7 @@ fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallE
         .collect();
     let mut read = Vec::with_capacity(wanted.len());
     while !wanted.is_empty() {
-        let mut msrs = msrs_of(&wanted[..wanted.len().min(MOST_AT_ONCE)])?;
+        let mut msrs = msrs_of(&wanted[..wanted.len().min(MAX_MSRS_PER_CALL)])?;
         let done = vcpu.get_msrs(&mut msrs)?;
         read.extend_from_slice(&msrs.as_slice()[..done.min(msrs.as_slice().len())]);
         // KVM stops at an MSR that it lists but cannot read.
@@ -135,10 +137,10 @@ fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallE
 }
 
 /// Writes the MSRs of `entries` and skips read-only ones.
-fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), CallError> {
+fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), KvmIoctlError> {
     let mut rest = entries;
     while !rest.is_empty() {
-        let now = &rest[..rest.len().min(MOST_AT_ONCE)];
+        let now = &rest[..rest.len().min(MAX_MSRS_PER_CALL)];
         let done = vcpu.set_msrs(&msrs_of(now)?)?;
         if let Some(kept) = now.get(done) {
             // The MSR is read-only and therefore unchanged.
@@ -158,7 +160,7 @@ mod tests {
 
     /// Restoring returns a modified vCPU to its initial state.
     #[test]
-    fn a_vcpu_is_as_it_was_made() {
+    fn restore_returns_vcpu_to_initial_state() {
         let Ok(kvm) = Kvm::new() else {
             eprintln!("SKIP: no /dev/kvm here");
             return;
@@ -167,7 +169,7 @@ mod tests {
         vm.add_irqchip().unwrap();
         let _first = vm.create_vcpu(0).unwrap();
         let vcpu = vm.create_vcpu(1).unwrap();
-        let first = FirstState::of(&kvm, &vcpu).unwrap();
+        let first = InitialVcpuState::of(&kvm, &vcpu).unwrap();
         assert_eq!(first.mp_state.mp_state, KVM_MP_STATE_UNINITIALIZED);
 
         let mut regs = first.regs;
@@ -193,11 +195,11 @@ mod tests {
         vcpu.set_lapic(&lapic).unwrap();
         vcpu.set_mp_state(kvm_mp_state { mp_state: 0 }).unwrap();
         vcpu.nmi().unwrap();
-        let changed = FirstState::of(&kvm, &vcpu).unwrap();
+        let changed = InitialVcpuState::of(&kvm, &vcpu).unwrap();
         assert_ne!(values(&changed), values(&first));
 
         first.restore(&vcpu).unwrap();
-        let again = FirstState::of(&kvm, &vcpu).unwrap();
+        let again = InitialVcpuState::of(&kvm, &vcpu).unwrap();
         assert_eq!(values(&again), values(&first));
     }
 
@@ -211,7 +213,7 @@ mod tests {
         Vec<(u32, u64)>,
     );
 
-    fn values(state: &FirstState) -> Values {
+    fn values(state: &InitialVcpuState) -> Values {
         (
             state.mp_state.mp_state,
             state.regs,

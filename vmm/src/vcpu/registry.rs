@@ -3,7 +3,7 @@
 //! Each possible vCPU number has a *seat*. A seat is either taken by a vCPU whose thread runs, or
 //! holds the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU gets new VMM state:
 //! its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored to its
-//! initial state (see `kvm::first_state`). Run-loop statistics and the request queue belong to the
+//! initial state (see `kvm::initial_state`). Run-loop statistics and the request queue belong to the
 //! seat.
 //!
 //! A vCPU is added in two steps: it is started and attached to the perf core, where it waits for
@@ -20,23 +20,23 @@ use arc_swap::ArcSwap;
 use perf_core::guest_log;
 
 use super::control::{RunControl, RunState};
-use super::failure::{BeginError, VcpuError};
+use super::factory::VcpuFactory;
+use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::Kicker;
 use super::kvm_vcpu::KvmVcpu;
-use super::maker::VcpuMaker;
-use super::running::{Begins, Vcpu};
-use super::seat::Seat;
-use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
-use crate::kvm::call::CallError;
+use super::running::{StartNotifier, Vcpu};
+use super::slot::VcpuSlot;
+use crate::devices::cpu_plug::{CpuPlug, CpuPlugState, VcpuSet};
+use crate::kvm::call::KvmIoctlError;
 
 /// Maximum time for a vCPU thread to open its events.
-const START_PATIENCE: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum interval between two notifications of the guest about the same change.
-const REMINDER: Duration = Duration::from_secs(1);
+const REMINDER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Error of changing the number of vCPUs.
 #[derive(Debug, thiserror::Error)]
-pub enum RosterError {
+pub enum VcpuRegistryError {
     /// The VM was started without CPU hot-plug.
     #[error("the number of this VM's vCPUs is fixed at {0}; start it with --cpus N,max=M to add some later")]
     Fixed(u8),
@@ -56,47 +56,47 @@ pub enum RosterError {
     Leaving(u8),
     /// The KVM vCPU cannot be restored to its initial state.
     #[error("vCPU {0} cannot be added")]
-    State(u8, #[source] CallError),
+    State(u8, #[source] KvmIoctlError),
     /// The vCPU cannot be created.
     #[error("vCPU {0} cannot be added")]
     Make(u8, #[source] VcpuError),
     /// The vCPU could not attach to the perf core, for example because a VM-wide event finds no
     /// free counter on it.
     #[error("vCPU {0} cannot be added")]
-    Start(u8, #[source] BeginError),
+    Start(u8, #[source] VcpuStartError),
     /// The vCPU thread does not respond.
-    #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_PATIENCE.as_secs())]
+    #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_TIMEOUT.as_secs())]
     Slow(u8),
 }
 
 /// The vCPUs of a VM.
 #[derive(Debug)]
-pub struct Roster {
-    seats: Vec<Arc<Seat>>,
+pub struct VcpuRegistry {
+    slots: Vec<Arc<VcpuSlot>>,
     /// Factory of vCPUs, replaced by a reset.
-    makers: Arc<ArcSwap<VcpuMaker>>,
+    makers: Arc<ArcSwap<VcpuFactory>>,
     kicker: Kicker,
     control: Arc<RunControl>,
-    /// vCPUs that were added by a reset and not yet reported by [`Roster::take_came_back`].
-    came_back: Mutex<VcpuSet>,
+    /// vCPUs that were added by a reset and not yet reported by [`VcpuRegistry::take_restarted`].
+    restarted: Mutex<VcpuSet>,
     /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
     plug: Option<Arc<CpuPlug>>,
     reminded: Mutex<Option<Instant>>,
 }
 
-impl Roster {
+impl VcpuRegistry {
     /// Creates a free seat for each of `vcpus`, which must be in ascending order of their numbers.
     pub fn new(
         vcpus: Vec<KvmVcpu>,
-        maker: VcpuMaker,
+        factory: VcpuFactory,
         control: Arc<RunControl>,
         plug: Option<Arc<CpuPlug>>,
     ) -> Self {
-        let seat = |vcpu: KvmVcpu| Arc::new(Seat::new(vcpu));
+        let slot = |vcpu: KvmVcpu| Arc::new(VcpuSlot::new(vcpu));
         Self {
-            seats: vcpus.into_iter().map(seat).collect(),
-            makers: Arc::new(ArcSwap::from_pointee(maker)),
-            came_back: Mutex::default(),
+            slots: vcpus.into_iter().map(slot).collect(),
+            makers: Arc::new(ArcSwap::from_pointee(factory)),
+            restarted: Mutex::default(),
             kicker: Kicker::default(),
             control,
             plug,
@@ -105,24 +105,24 @@ impl Roster {
     }
 
     /// Returns the seats of all possible vCPUs.
-    pub fn seats(&self) -> &[Arc<Seat>] {
-        &self.seats
+    pub fn slots(&self) -> &[Arc<VcpuSlot>] {
+        &self.slots
     }
 
     /// Returns the maximum number of vCPUs.
     pub fn max(&self) -> u8 {
-        u8::try_from(self.seats.len()).unwrap_or(u8::MAX)
+        u8::try_from(self.slots.len()).unwrap_or(u8::MAX)
     }
 
     /// Returns the present vCPUs.
     pub fn present(&self) -> VcpuSet {
-        let taken = self.taken().map(|seat| VcpuSet::of(seat.id()));
+        let taken = self.taken().map(|slot| VcpuSet::of(slot.id()));
         taken.fold(VcpuSet::default(), VcpuSet::with)
     }
 
     /// Returns the seats of the present vCPUs.
-    pub fn taken(&self) -> impl Iterator<Item = &Arc<Seat>> {
-        self.seats.iter().filter(|seat| seat.is_taken())
+    pub fn taken(&self) -> impl Iterator<Item = &Arc<VcpuSlot>> {
+        self.slots.iter().filter(|slot| slot.is_taken())
     }
 
     /// Returns the handles with which all vCPUs are kicked.
@@ -137,13 +137,13 @@ impl Roster {
 
     /// Returns the hot-plug state that the guest has reported, or `None` if the number of vCPUs is
     /// fixed. Repeats the notification if the guest has not responded to a change for a while.
-    pub fn plug_state(&self) -> Option<PlugState> {
+    pub fn plug_state(&self) -> Option<CpuPlugState> {
         let plug = self.plug.as_ref()?;
         let mut reminded = self.reminded.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        if reminded.is_none_or(|last| now.duration_since(last) >= REMINDER) {
+        if reminded.is_none_or(|last| now.duration_since(last) >= REMINDER_INTERVAL) {
             *reminded = Some(now);
-            plug.remind();
+            plug.repeat_interrupt();
         }
         Some(plug.state())
     }
@@ -153,72 +153,76 @@ impl Roster {
     /// the first guest instruction.
     ///
     /// # Errors
-    /// Returns [`RosterError`] if a vCPU cannot be created. Threads that were already started
+    /// Returns [`VcpuRegistryError`] if a vCPU cannot be created. Threads that were already started
     /// continue to run.
-    pub fn start(&self, vcpus: u8, first_entry: Option<Box<dyn FnOnce() + Send>>) -> Result<(), RosterError> {
+    pub fn start(
+        &self,
+        vcpus: u8,
+        first_entry: Option<Box<dyn FnOnce() + Send>>,
+    ) -> Result<(), VcpuRegistryError> {
         let mut first_entry = first_entry;
         let (begins, all_began) = channel();
-        for seat in self.seats.iter().take(vcpus.into()) {
-            let mut vcpu = self.make(seat)?;
+        for slot in self.slots.iter().take(vcpus.into()) {
+            let mut vcpu = self.make(slot)?;
             if let Some(f) = first_entry.take() {
                 vcpu.on_first_entry(f);
             }
-            seat.take();
+            slot.take();
             let thread = vcpu
-                .spawn(self.makers.clone(), Begins::WithVm(begins.clone()))
-                .map_err(|e| RosterError::Make(seat.id(), e))?;
+                .spawn(self.makers.clone(), StartNotifier::WithVm(begins.clone()))
+                .map_err(|e| VcpuRegistryError::Make(slot.id(), e))?;
             self.kicker.add(thread);
         }
         drop(begins);
         // A vCPU that failed to start has ended the VM and dropped its sender.
-        if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_PATIENCE) {
-            log::warn!("not all vCPUs have begun after {} s", START_PATIENCE.as_secs());
+        if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_TIMEOUT) {
+            log::warn!("not all vCPUs have begun after {} s", START_TIMEOUT.as_secs());
         }
         Ok(())
     }
 
     /// Starts to change the number of vCPUs to `count`. Missing vCPUs are started and returned; the
-    /// caller announces them with [`Roster::show`]. For surplus vCPUs, the guest is asked to eject
+    /// caller announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to eject
     /// those with the highest numbers. Previous eject requests that the guest has not honored are
     /// withdrawn.
     ///
     /// # Errors
-    /// Returns [`RosterError`], with the number of vCPUs unchanged.
-    pub fn begin(&self, count: u32) -> Result<VcpuSet, RosterError> {
+    /// Returns [`VcpuRegistryError`], with the number of vCPUs unchanged.
+    pub fn begin(&self, count: u32) -> Result<VcpuSet, VcpuRegistryError> {
         let max = self.max();
         let Some(plug) = &self.plug else {
-            return Err(RosterError::Fixed(max));
+            return Err(VcpuRegistryError::Fixed(max));
         };
         let wanted = match u8::try_from(count) {
             Ok(n) if (1..=max).contains(&n) => n,
-            _ => return Err(RosterError::OutOfRange { asked: count, max }),
+            _ => return Err(VcpuRegistryError::OutOfRange { asked: count, max }),
         };
         match self.control.state() {
             RunState::Running => {}
-            RunState::Paused => return Err(RosterError::NotRunning("paused")),
-            RunState::Held => return Err(RosterError::NotRunning("stopped by a debugger")),
-            RunState::Stopped => return Err(RosterError::NotRunning("ending")),
-            RunState::Resetting => return Err(RosterError::NotRunning("starting again")),
+            RunState::Paused => return Err(VcpuRegistryError::NotRunning("paused")),
+            RunState::Held => return Err(VcpuRegistryError::NotRunning("stopped by a debugger")),
+            RunState::Stopped => return Err(VcpuRegistryError::NotRunning("ending")),
+            RunState::Resetting => return Err(VcpuRegistryError::NotRunning("starting again")),
         }
         let leaving = set(self
             .taken()
-            .filter(|seat| seat.is_to_leave())
-            .map(|seat| seat.id()));
+            .filter(|slot| slot.is_stop_requested())
+            .map(|slot| slot.id()));
         let present = self.present().without(leaving);
         let missing = usize::from(wanted).saturating_sub(present.len() as usize);
         let spare = (present.len() as usize).saturating_sub(wanted.into());
         if missing > 0
             && let Some(vcpu) = leaving.numbers().next()
         {
-            return Err(RosterError::Leaving(vcpu));
+            return Err(VcpuRegistryError::Leaving(vcpu));
         }
-        plug.ask_for(set(present.numbers().rev().take(spare)));
-        self.remembers_to_remind();
+        plug.request_ejection(set(present.numbers().rev().take(spare)));
+        self.restart_reminder_timer();
         let coming = VcpuSet::below(max).without(present).numbers().take(missing);
         let mut started = VcpuSet::default();
         for vcpu in coming {
             if let Err(e) = self.start_one(vcpu) {
-                self.dismiss(started);
+                self.request_stop(started);
                 return Err(e);
             }
             started = started.with(VcpuSet::of(vcpu));
@@ -232,26 +236,26 @@ impl Roster {
             && !vcpus.is_empty()
         {
             plug.show(vcpus);
-            self.remembers_to_remind();
+            self.restart_reminder_timer();
         }
     }
 
     /// Withdraws eject requests that the guest has not honored.
-    pub fn withdraw(&self) {
+    pub fn withdraw_eject_requests(&self) {
         if let Some(plug) = &self.plug {
-            plug.ask_for(VcpuSet::default());
+            plug.request_ejection(VcpuSet::default());
         }
     }
 
     /// Stops the vCPUs that the guest has ejected.
-    pub fn let_go(&self) {
+    pub fn stop_ejected(&self) {
         let Some(plug) = &self.plug else { return };
         let ejected = plug.take_ejected();
         if ejected.is_empty() {
             return;
         }
         guest_log!(Info, "the guest has ejected {}", named(ejected));
-        self.dismiss(ejected);
+        self.request_stop(ejected);
     }
 
     /// Advances a reset of the machine. Has no effect until all vCPUs are outside the guest; then
@@ -259,11 +263,11 @@ impl Roster {
     /// of the machine, and restarts the vCPUs.
     ///
     /// # Errors
-    /// Returns the error of `machine`, or [`RosterError`] if a vCPU cannot be started.
-    pub fn restart<E: From<RosterError>>(
+    /// Returns the error of `machine`, or [`VcpuRegistryError`] if a vCPU cannot be started.
+    pub fn restart<E: From<VcpuRegistryError>>(
         &self,
         vcpus: u8,
-        machine: impl FnOnce() -> Result<VcpuMaker, E>,
+        machine: impl FnOnce() -> Result<VcpuFactory, E>,
     ) -> Result<(), E> {
         if self.control.state() != RunState::Resetting || self.control.is_restoring() {
             return Ok(());
@@ -271,72 +275,73 @@ impl Roster {
         let arrived = self.control.arrived();
         let staying = self.present();
         // An ejected vCPU may still be in the guest. The end of its thread triggers another call.
-        let leaving = self.taken().any(|seat| seat.is_to_leave());
+        let leaving = self.taken().any(|slot| slot.is_stop_requested());
         if leaving || !staying.without(arrived).is_empty() {
             self.kicker.kick();
             return Ok(());
         }
         let all = VcpuSet::below(vcpus);
-        self.dismiss(staying.without(all));
+        self.request_stop(staying.without(all));
         let missing = all.without(staying);
         for vcpu in missing.numbers() {
             self.start_one(vcpu)?;
         }
-        let mut came_back = self.came_back.lock().unwrap_or_else(PoisonError::into_inner);
-        *came_back = came_back.with(missing);
-        drop(came_back);
+        let mut restarted = self.restarted.lock().unwrap_or_else(PoisonError::into_inner);
+        *restarted = restarted.with(missing);
+        drop(restarted);
         self.makers.store(Arc::new(machine()?));
-        self.control.go_on(all);
+        self.control.release_reset_barrier(all);
         Ok(())
     }
 
     /// Returns the vCPUs that a reset has added since the last call.
-    pub fn take_came_back(&self) -> VcpuSet {
-        std::mem::take(&mut *self.came_back.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn take_restarted(&self) -> VcpuSet {
+        std::mem::take(&mut *self.restarted.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn remembers_to_remind(&self) {
+    fn restart_reminder_timer(&self) {
         *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
     /// Asks the threads of `vcpus` to stop.
-    fn dismiss(&self, vcpus: VcpuSet) {
-        for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id())) {
-            seat.dismiss();
+    fn request_stop(&self, vcpus: VcpuSet) {
+        for slot in self.slots.iter().filter(|slot| vcpus.has(slot.id())) {
+            slot.request_stop();
         }
         self.control.wake_parked();
         self.kicker.kick();
     }
 
-    /// Creates a vCPU from the KVM vCPU parked in `seat`.
-    fn make(&self, seat: &Arc<Seat>) -> Result<Vcpu, RosterError> {
-        let Some(parked) = seat.unpark() else {
-            return Err(RosterError::Leaving(seat.id()));
+    /// Creates a vCPU from the KVM vCPU parked in `slot`.
+    fn make(&self, slot: &Arc<VcpuSlot>) -> Result<Vcpu, VcpuRegistryError> {
+        let Some(parked) = slot.unpark() else {
+            return Err(VcpuRegistryError::Leaving(slot.id()));
         };
-        self.makers.load().make(parked, seat).map_err(|(parked, e)| {
-            seat.park_again(parked);
-            RosterError::Make(seat.id(), e)
+        self.makers.load().make(parked, slot).map_err(|(parked, e)| {
+            slot.park_again(parked);
+            VcpuRegistryError::Make(slot.id(), e)
         })
     }
 
     /// Starts a vCPU and waits until it is attached to the perf core.
-    fn start_one(&self, vcpu: u8) -> Result<(), RosterError> {
-        let seat = &self.seats[usize::from(vcpu)];
-        seat.restore_parked().map_err(|e| RosterError::State(vcpu, e))?;
-        let made = self.make(seat)?;
+    fn start_one(&self, vcpu: u8) -> Result<(), VcpuRegistryError> {
+        let slot = &self.slots[usize::from(vcpu)];
+        slot.restore_parked()
+            .map_err(|e| VcpuRegistryError::State(vcpu, e))?;
+        let made = self.make(slot)?;
         let (began, begins) = sync_channel(1);
         // The seat is taken before the thread runs, because the thread frees it.
-        seat.take();
-        match made.spawn(self.makers.clone(), Begins::Later(began)) {
+        slot.take();
+        match made.spawn(self.makers.clone(), StartNotifier::Later(began)) {
             Ok(thread) => self.kicker.add(thread),
-            Err(e) => return Err(RosterError::Make(vcpu, e)),
+            Err(e) => return Err(VcpuRegistryError::Make(vcpu, e)),
         }
-        match begins.recv_timeout(START_PATIENCE) {
+        match begins.recv_timeout(START_TIMEOUT) {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(why)) => Err(RosterError::Start(vcpu, why)),
+            Ok(Err(why)) => Err(VcpuRegistryError::Start(vcpu, why)),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                self.dismiss(VcpuSet::of(vcpu));
-                Err(RosterError::Slow(vcpu))
+                self.request_stop(VcpuSet::of(vcpu));
+                Err(VcpuRegistryError::Slow(vcpu))
             }
         }
     }
@@ -371,7 +376,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn vcpus_are_named_as_people_do() {
+    fn vcpu_numbers_are_formatted_as_ranges() {
         let named = |vcpus: &[u8]| super::named(set(vcpus.iter().copied()));
         assert_eq!(named(&[]), "no vCPU");
         assert_eq!(named(&[63]), "vCPU 63");

@@ -9,7 +9,7 @@ use control_api::protocol::VcpuView;
 
 /// Pending requests to a vCPU thread.
 #[derive(Debug, Default)]
-pub struct Mail {
+pub struct VcpuRequests {
     /// Generation of a requested view of the guest's counters.
     pub view: Option<u64>,
     /// Event filter to use from now on.
@@ -20,7 +20,7 @@ pub struct Mail {
 
 #[derive(Debug, Default)]
 struct Inner {
-    mail: Mail,
+    mail: VcpuRequests,
     /// Generation of the last requested view.
     asked: Option<u64>,
     /// Generation and contents of the last view.
@@ -30,20 +30,20 @@ struct Inner {
 /// Request queue of one vCPU. After posting a request, the sender must kick the vCPU and wake it if
 /// it is parked.
 #[derive(Debug, Default)]
-pub struct Mailbox {
+pub struct VcpuRequestQueue {
     waiting: AtomicBool,
     inner: Mutex<Inner>,
 }
 
-impl Mailbox {
+impl VcpuRequestQueue {
     /// Returns `true` if a request is pending. Costs one relaxed load, for use in the run loop.
     #[inline]
-    pub fn has_mail(&self) -> bool {
+    pub fn has_requests(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
     }
 
     /// Takes the pending requests. Called on the vCPU thread.
-    pub fn take(&self) -> Mail {
+    pub fn take(&self) -> VcpuRequests {
         let mut inner = self.lock();
         self.waiting.store(false, Ordering::SeqCst);
         std::mem::take(&mut inner.mail)
@@ -55,7 +55,7 @@ impl Mailbox {
     }
 
     /// Requests a view of the guest's counters.
-    pub fn ask_view(&self, generation: u64) {
+    pub fn request_view(&self, generation: u64) {
         let mut inner = self.lock();
         inner.mail.view = Some(generation);
         inner.asked = Some(generation);
@@ -64,20 +64,20 @@ impl Mailbox {
     }
 
     /// Requests a search for the guest's kernel.
-    pub fn ask_kernel(&self) {
+    pub fn request_kernel_search(&self) {
         self.lock().mail.find_kernel = true;
         self.waiting.store(true, Ordering::SeqCst);
     }
 
     /// Posts a new event filter.
-    pub fn send_filter(&self, filter: Arc<EventFilter>) {
+    pub fn post_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
     /// Returns `true` if view `generation` was requested from this vCPU. A vCPU that was added
     /// later returns `false`.
-    pub fn was_asked(&self, generation: u64) -> bool {
+    pub fn is_view_requested(&self, generation: u64) -> bool {
         self.lock().asked.is_some_and(|asked| asked >= generation)
     }
 
@@ -99,16 +99,16 @@ mod tests {
 
     /// A request is never answered with an older view.
     #[test]
-    fn a_view_is_that_of_its_request_or_later() {
-        let mailbox = Mailbox::default();
-        assert!(!mailbox.has_mail());
-        assert!(!mailbox.was_asked(2));
-        mailbox.ask_view(2);
-        assert!(mailbox.was_asked(2) && !mailbox.was_asked(3));
-        assert!(mailbox.has_mail());
-        assert_eq!(mailbox.take().view, Some(2));
-        assert!(!mailbox.has_mail());
-        assert_eq!(mailbox.view(1), None);
+    fn view_is_not_older_than_request() {
+        let request_queue = VcpuRequestQueue::default();
+        assert!(!request_queue.has_requests());
+        assert!(!request_queue.is_view_requested(2));
+        request_queue.request_view(2);
+        assert!(request_queue.is_view_requested(2) && !request_queue.is_view_requested(3));
+        assert!(request_queue.has_requests());
+        assert_eq!(request_queue.take().view, Some(2));
+        assert!(!request_queue.has_requests());
+        assert_eq!(request_queue.view(1), None);
         let view = VcpuView {
             vcpu: 0,
             pmis: Some(0),
@@ -116,9 +116,9 @@ mod tests {
             places_lost: Some(0),
             counters: Vec::new(),
         };
-        mailbox.answer(2, view.clone());
-        assert_eq!(mailbox.view(1), Some(view.clone()));
-        assert_eq!(mailbox.view(2), Some(view));
-        assert_eq!(mailbox.view(3), None);
+        request_queue.answer(2, view.clone());
+        assert_eq!(request_queue.view(1), Some(view.clone()));
+        assert_eq!(request_queue.view(2), Some(view));
+        assert_eq!(request_queue.view(3), None);
     }
 }

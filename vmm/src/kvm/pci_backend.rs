@@ -9,8 +9,8 @@ use kvm_bindings::{
     kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irq_routing_msi__bindgen_ty_1,
 };
 use kvm_ioctls::{IoEventAddress, NoDatamatch};
-use virtio_devices::device::LastResort;
-use virtio_devices::transport::machine::{Machine, Message};
+use virtio_devices::device::FatalErrorCallback;
+use virtio_devices::transport::machine::{MsiMessage, PciBackend};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::vm_fd::VmFd;
@@ -22,26 +22,26 @@ const PIC_INPUTS: u32 = 16;
 const INPUTS_OF_A_PIC: u32 = 8;
 
 /// KVM back end for the functions of one VM's PCI bus.
-pub struct KvmMachine {
+pub struct KvmPciBackend {
     vm: Arc<VmFd>,
     /// The MSI message last routed for each line.
-    messages: Mutex<Vec<Option<Message>>>,
-    last_resort: LastResort,
+    messages: Mutex<Vec<Option<MsiMessage>>>,
+    fatal_error_callback: FatalErrorCallback,
 }
 
-impl KvmMachine {
-    /// Creates the back end for a VM with in-kernel interrupt controllers. `last_resort` terminates
+impl KvmPciBackend {
+    /// Creates the back end for a VM with in-kernel interrupt controllers. `fatal_error_callback` terminates
     /// the VM on a fatal error.
-    pub fn new(vm: Arc<VmFd>, last_resort: LastResort) -> Self {
+    pub fn new(vm: Arc<VmFd>, fatal_error_callback: FatalErrorCallback) -> Self {
         Self {
             vm,
             messages: Mutex::default(),
-            last_resort,
+            fatal_error_callback,
         }
     }
 
     /// Updates KVM's GSI routing if the message of `line` has changed.
-    fn route(&self, line: u32, message: Message) -> io::Result<()> {
+    fn route(&self, line: u32, message: MsiMessage) -> io::Result<()> {
         let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         let n = usize::try_from(line).map_err(io::Error::other)?;
         if messages.len() <= n {
@@ -59,7 +59,7 @@ impl KvmMachine {
     }
 }
 
-impl Machine for KvmMachine {
+impl PciBackend for KvmPciBackend {
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()> {
         Ok(self
             .vm
@@ -74,7 +74,7 @@ impl Machine for KvmMachine {
             .unregister_ioevent(kick, &IoEventAddress::Mmio(address), NoDatamatch)?)
     }
 
-    fn connect(&self, line: u32, message: Message, vector: &EventFd) -> io::Result<()> {
+    fn connect(&self, line: u32, message: MsiMessage, vector: &EventFd) -> io::Result<()> {
         self.route(line, message)?;
         Ok(self.vm.raw().register_irqfd(vector, gsi(line))?)
     }
@@ -83,8 +83,8 @@ impl Machine for KvmMachine {
         Ok(self.vm.raw().unregister_irqfd(vector, gsi(line))?)
     }
 
-    fn last_resort(&self) -> LastResort {
-        self.last_resort.clone()
+    fn fatal_error_callback(&self) -> FatalErrorCallback {
+        self.fatal_error_callback.clone()
     }
 }
 
@@ -96,7 +96,7 @@ fn gsi(line: u32) -> u32 {
 /// Returns the complete GSI routing table, which KVM replaces as a whole. Interrupt controller
 /// inputs are as in KVM's default table: each input of a PIC is also an input of the I/O APIC, and
 /// the timer interrupt, 0, is its input 0 (`boot/acpi.rs` relies on this).
-fn routing(messages: &[Option<Message>]) -> io::Result<KvmIrqRouting> {
+fn routing(messages: &[Option<MsiMessage>]) -> io::Result<KvmIrqRouting> {
     let pics = (0..PIC_INPUTS).map(|input| {
         let chip = if input < INPUTS_OF_A_PIC {
             KVM_IRQCHIP_PIC_MASTER
@@ -124,7 +124,7 @@ fn chip_entry(input: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "halves of an address")]
-fn message_entry(line: u32, message: Message) -> kvm_irq_routing_entry {
+fn message_entry(line: u32, message: MsiMessage) -> kvm_irq_routing_entry {
     kvm_irq_routing_entry {
         gsi: gsi(line),
         type_: KVM_IRQ_ROUTING_MSI,
@@ -146,21 +146,21 @@ mod tests {
 
     use super::*;
 
-    fn machine() -> Option<KvmMachine> {
+    fn machine() -> Option<KvmPciBackend> {
         let Ok(kvm) = crate::kvm::host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return None;
         };
         let vm = Arc::new(VmFd::new(&kvm).unwrap());
         vm.add_irqchip().unwrap();
-        Some(KvmMachine::new(vm, LastResort::default()))
+        Some(KvmPciBackend::new(vm, FatalErrorCallback::default()))
     }
 
     #[test]
-    fn a_vector_is_connected_once_and_keeps_its_signals_afterwards() {
+    fn msi_vector_keeps_signals_after_disconnect() {
         let Some(machine) = machine() else { return };
         let vector = EventFd::new(EFD_NONBLOCK).unwrap();
-        let message = Message {
+        let message = MsiMessage {
             address: 0xFEE0_0000,
             data: 0x41,
         };
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_doorbell_at_an_address_is_refused() {
+    fn duplicate_doorbell_is_rejected() {
         let Some(machine) = machine() else { return };
         let [one, other] = [(); 2].map(|()| EventFd::new(EFD_NONBLOCK).unwrap());
         machine.add_doorbell(0xE000_3000, &one).unwrap();
