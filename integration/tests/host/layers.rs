@@ -146,7 +146,7 @@ fn read_imports(folder: &Path, module: Option<&str>, imports: &mut Imports) {
         let path = entry.unwrap().path();
         let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
         let module = module.unwrap_or(&stem);
-        // Tests may use anything.
+        // Test code may import anything.
         if ["tests", "testing"].contains(&stem.as_str()) {
             continue;
         }
