@@ -40,7 +40,7 @@ const RBP: usize = 6;
 const RA: usize = 16;
 /// Callee-saved registers (System V ABI: rbx, rbp, r12 to r15).
 const KEPT: [usize; 6] = [3, 6, 12, 13, 14, 15];
-/// First address above the user address space.
+/// First address beyond the user address space.
 const USER_END: u64 = 1 << 56;
 
 type Slice<'t> = EndianSlice<'t, LittleEndian>;
