@@ -1,4 +1,5 @@
-//! The lab's clock is set a day ahead and back while a VM runs, is counted and recorded.
+//! Tests a VM that runs, is counted and is recorded while the lab's clock is set a day ahead and
+//! back.
 
 use integration::lab::LabOptions;
 use integration::lease::Access;
@@ -8,7 +9,7 @@ use integration::process::Command;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Sets the clock a day ahead and back until the file exists.
+/// Returns a command that sets the clock a day ahead and back until the file `stop` exists.
 fn clock_setter(stop: &str) -> Command {
     let set = |sign: char| format!("date -s @$(($(date +%s) {sign} 86400)) >/dev/null; sleep 0.05");
     Command::shell(format!(
