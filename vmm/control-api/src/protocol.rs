@@ -14,7 +14,6 @@ pub const MAX_EVENTS: usize = 1024;
 pub const MAX_CODE: u32 = 64 << 10;
 /// Maximum number of data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
-
 /// Maximum number of bytes of process memory per reply.
 pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
 /// Maximum number of executable mappings per reply.
