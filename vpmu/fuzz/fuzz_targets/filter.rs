@@ -1,10 +1,5 @@
-<<<<<<< HEAD
-//! Fuzzes the event filter parser: each input is rejected with a one-line error or yields a usable
-//! filter.
-=======
 //! Fuzzes the event filter parser. Text must be rejected with a one-line error or result in a
 //! usable filter.
->>>>>>> 84b1550992e147be686d6d1bbe4ec3f61188cb7a
 #![no_main]
 
 use vpmu::{EventFilter, EventSelect, EventSelection, UnitMask};

@@ -1,9 +1,5 @@
 //! Fuzzes the PMU against the reference model with a hostile guest and a busy host: MSRs, RDPMC,
-<<<<<<< HEAD
-//! CPUID, overflows, PMIs, filter changes, save and restore. Periodically reports the number of
-=======
 //! CPUID, overflows, PMIs, filter changes, save and restore. Periodically prints the number of
->>>>>>> 84b1550992e147be686d6d1bbe4ec3f61188cb7a
 //! operations.
 #![no_main]
 
@@ -12,11 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[path = "../../testing/mod.rs"]
 mod testing;
 
-<<<<<<< HEAD
-/// Number of operations between two progress reports.
-=======
 /// Number of operations between progress messages.
->>>>>>> 84b1550992e147be686d6d1bbe4ec3f61188cb7a
 const STEP: u64 = 1_000_000;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
