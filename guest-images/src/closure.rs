@@ -225,11 +225,9 @@ mod tests {
     }
 
     #[test]
-    fn needed_libraries_of_test_binary_are_listed() {
-        // The test binary itself is dynamically linked.
-        let names = needed(&std::env::current_exe().unwrap()).unwrap();
+    fn needed_libraries_of_dynamic_program_are_listed() {
+        let names = needed(Path::new("/bin/sh")).unwrap();
         assert!(names.iter().any(|name| name == "libc.so.6"), "{names:?}");
-        assert!(names.iter().any(|name| name.starts_with("ld-linux")), "{names:?}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What tests need built first: guest images and static binaries. Built on demand, once.
+//! Builds guest images and static binaries for tests, on demand and once per process.
 
 use std::io::{BufRead, BufReader, IsTerminal, Read, stderr};
 use std::path::{Path, PathBuf};
@@ -10,26 +10,27 @@ use guest_images::linux::{self, GuestImages, KernelChoice};
 use guest_images::progress::Progress;
 use guest_images::qemu::{self, Qemu};
 
-/// Target of the static binaries: the host's own, linked statically so that they run in the lab,
-/// which has no shared libraries.
+/// Target of the static binaries. The lab has no shared libraries, so the host's target is linked
+/// statically.
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Something tests need could not be built. The text says what and why, with the remedy.
+/// An artefact could not be built. The message names the artefact, the cause and a remedy.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct ArtefactError(String);
 
-/// Top of the source tree.
+/// Returns the top directory of the source tree.
 pub fn workspace() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .unwrap_or(Path::new("."))
 }
 
-/// What `cargo metadata` says of the workspace with these arguments besides, without a network.
+/// Returns the output of `cargo metadata` for the workspace with additional arguments, without
+/// network access.
 ///
 /// # Panics
-/// When cargo fails, with what it printed.
+/// Panics with cargo's output if cargo fails.
 pub fn cargo_metadata(arguments: &[&str]) -> serde_json::Value {
     let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
         .current_dir(workspace())
@@ -45,7 +46,7 @@ pub fn cargo_metadata(arguments: &[&str]) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("cargo metadata: {error}"))
 }
 
-/// Cargo's target directory, where everything built is kept.
+/// Returns cargo's target directory.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(directory) => workspace().join(directory),
@@ -53,10 +54,10 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// Directory for consoles and logs of test runs.
+/// Returns the directory for consoles and logs of test runs.
 ///
 /// # Errors
-/// When it cannot be created.
+/// Returns an error if the directory cannot be created.
 pub fn log_dir() -> Result<PathBuf, ArtefactError> {
     let directory = target_dir().join("integration");
     std::fs::create_dir_all(&directory)
@@ -64,10 +65,10 @@ pub fn log_dir() -> Result<PathBuf, ArtefactError> {
     Ok(directory)
 }
 
-/// The images of the default kernel, built if need be.
+/// Returns the images of the default kernel and builds them if necessary.
 ///
 /// # Errors
-/// When they are not there and cannot be built, for instance without network.
+/// Returns an error if the images cannot be built, for example without network access.
 pub fn images() -> Result<&'static GuestImages, ArtefactError> {
     static IMAGES: OnceLock<Result<GuestImages, ArtefactError>> = OnceLock::new();
     IMAGES
@@ -76,10 +77,10 @@ pub fn images() -> Result<&'static GuestImages, ArtefactError> {
         .map_err(Clone::clone)
 }
 
-/// The images of a kernel of choice, built if need be.
+/// Returns the images of the given kernel and builds them if necessary.
 ///
 /// # Errors
-/// When they are not there and cannot be built.
+/// Returns an error if the images cannot be built.
 pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
     linux::ensure(&target_dir(), choice, false, &Progress::new("guest")).map_err(|error| {
         ArtefactError(format!(
@@ -89,10 +90,10 @@ pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
     })
 }
 
-/// The lab's QEMU, with what it needs.
+/// Returns the lab's QEMU with its plugin.
 ///
 /// # Errors
-/// When none is installed, or its plugin cannot be built.
+/// Returns an error if QEMU is not installed or its plugin cannot be built.
 pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
     static QEMU: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
     let ensure = || qemu::ensure(&target_dir(), &Progress::new("lab"));
@@ -101,15 +102,15 @@ pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
         .map_err(Clone::clone)
 }
 
-/// Directory with the bare-metal guests as files, `NAME.elf`.
+/// Returns the directory of the bare-metal guests, `NAME.elf`.
 ///
 /// # Errors
-/// When they cannot be written.
+/// Returns an error if the files cannot be written.
 pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
     static DIRECTORY: OnceLock<Result<PathBuf, ArtefactError>> = OnceLock::new();
     let directory = DIRECTORY.get_or_init(|| {
         let directory = log_dir()?.join("bare-metal");
-        // Files that are right are not written again: another process may be reading them.
+        // Do not rewrite unchanged files: another process may be reading them.
         let current = guest_images::bare_metal::GUESTS.iter().all(|guest| {
             std::fs::read(directory.join(format!("{}.elf", guest.name)))
                 .is_ok_and(|data| data == guest.image())
@@ -126,21 +127,21 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
 /// Static programs for the lab.
 #[derive(Debug, Clone)]
 pub struct Binaries {
-    /// The VMM.
+    /// Path of the VMM.
     pub perfvisor: PathBuf,
-    /// The lab's agent.
+    /// Path of the lab's agent.
     pub lab_agent: PathBuf,
-    /// The agent of `perfvisor exec` and `cp`, for guests.
+    /// Path of the guest agent for `perfvisor exec` and `cp`.
     pub guest_agent: PathBuf,
 }
 
-/// Builds the static binaries, or finds that they are up to date.
+/// Builds the static binaries unless they are up to date.
 ///
-/// They are the release build: what `make build` has built is not built again.
-/// `PERFVISOR_STATIC_DIR` names a directory with ready binaries.
+/// Uses the release profile and shares the results of `make build`. `PERFVISOR_STATIC_DIR` names a
+/// directory with prebuilt binaries.
 ///
 /// # Errors
-/// When the build fails.
+/// Returns an error if the build fails.
 pub fn binaries() -> Result<&'static Binaries, ArtefactError> {
     static BINARIES: OnceLock<Result<Binaries, ArtefactError>> = OnceLock::new();
     BINARIES
@@ -160,17 +161,17 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     }
     build_static(
         "perfvisor and the agents (a few minutes the first time)",
-        // As `make build` does: other packages would change features, and the product would be compiled again.
+        // The same packages as `make build`. Other packages would change features and cause a
+        // rebuild.
         &["build", "-p", "perfvisor", "-p", "guest-agent", "-p", "lab-agent"],
     )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
 }
 
-/// Builds `what` by running `cargo` with `arguments` so that the result is static, and returns what
-/// cargo prints on standard output.
+/// Builds `what` statically by running `cargo` with `arguments`. Returns cargo's standard output.
 ///
-/// On a terminal cargo shows its own progress. Elsewhere a line every ten seconds says what cargo
-/// does.
+/// On a terminal cargo displays its own progress. Otherwise a line with its state is printed every
+/// ten seconds.
 fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError> {
     let progress = Progress::new("lab");
     progress.step(&format!("building {what}"));
@@ -184,7 +185,7 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
         .args(rest)
         .arg("--target-dir")
         .arg(target_dir())
-        // Flags of the surrounding build, such as sanitizers, are not for the lab.
+        // Flags of the surrounding build, such as sanitizers, do not apply to the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("RUSTFLAGS")
         .stdin(Stdio::null())
@@ -212,8 +213,8 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Reads what cargo prints on standard error until it ends. Prints a line every ten seconds with
-/// cargo's last one, and returns cargo's warnings and errors.
+/// Reads cargo's standard error until it ends. Prints cargo's last line every ten seconds and
+/// returns its warnings and errors.
 fn follow_cargo(progress: &Progress, messages: impl Read) -> String {
     let last = Arc::new(Mutex::new((0, String::from("starting"))));
     let shown = Arc::clone(&last);
@@ -223,7 +224,7 @@ fn follow_cargo(progress: &Progress, messages: impl Read) -> String {
     });
     let mut kept = String::new();
     for line in BufReader::new(messages).lines().map_while(Result::ok) {
-        // Progress is a verb, aligned to the right.
+        // cargo's progress lines start with a right-aligned verb.
         let step = line.trim_start();
         if line.starts_with(' ') && step.starts_with(|c: char| c.is_ascii_uppercase()) {
             let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,11 +238,11 @@ fn follow_cargo(progress: &Progress, messages: impl Read) -> String {
     kept
 }
 
-/// Builds the integration tests `names` of `package` as static programs, to be run inside a guest. In their
-/// order.
+/// Builds the integration tests `names` of `package` as static programs for a guest. Returns their
+/// paths in the same order.
 ///
 /// # Errors
-/// When the build fails.
+/// Returns an error if the build fails.
 pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
     let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
     for name in names {
@@ -263,7 +264,8 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
         .collect()
 }
 
-/// The program `name` that was built with the one that runs, or else that of the search path.
+/// Returns the program `name` built together with the running one, otherwise the one in the search
+/// path.
 pub fn beside(name: &str) -> PathBuf {
     let built = std::env::current_exe().map(|exe| exe.with_file_name(name));
     built
@@ -272,7 +274,7 @@ pub fn beside(name: &str) -> PathBuf {
         .unwrap_or_else(|| name.into())
 }
 
-/// An error with its causes on one line.
+/// Formats an error and its sources on one line.
 pub fn describe(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,13 +1,13 @@
-//! QEMU in the lab, to be measured beside Perfvisor there.
+//! QEMU inside the lab, measured for comparison with Perfvisor.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use crate::artefacts::qemu;
 
-/// Where the lab finds QEMU.
+/// Path of QEMU in the lab.
 pub const QEMU: &str = "/usr/bin/qemu-system-x86_64";
-/// What QEMU's machine `pc` boots kernels by.
+/// Firmware files of QEMU's machine `pc`.
 pub const PC_FIRMWARE: [&str; 5] = [
     "/usr/share/seabios/bios-256k.bin",
     "/usr/share/qemu/kvmvapic.bin",
@@ -15,19 +15,19 @@ pub const PC_FIRMWARE: [&str; 5] = [
     "/usr/share/qemu/linuxboot_dma.bin",
     "/usr/share/qemu/multiboot.bin",
 ];
-/// What its machine `microvm` boots them by.
+/// Firmware files of QEMU's machine `microvm`.
 pub const MICROVM_FIRMWARE: [&str; 3] = [
     "/usr/share/qemu/bios-microvm.bin",
     "/usr/share/qemu/pvh.bin",
     "/usr/share/qemu/linuxboot_dma.bin",
 ];
 
-/// QEMU and all that it needs, `firmware` among it, as files of the lab.
+/// Returns QEMU, its libraries and the given firmware as files for the lab.
 ///
 /// # Errors
-/// When there is no QEMU, or nobody tells which libraries it needs.
+/// Returns an error if QEMU is not installed or its libraries cannot be determined.
 pub fn qemu_files(firmware: &[&str]) -> Result<Vec<(String, PathBuf)>, Box<dyn std::error::Error>> {
-    // A name alone is one of the search path's.
+    // A bare name refers to the search path.
     let program = qemu()?.program();
     let found = std::env::var_os("PATH")
         .iter()

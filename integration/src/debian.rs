@@ -1,4 +1,4 @@
-//! The Debian image that `make debian` makes, where a VM can have it: once as each of several disks.
+//! The Debian image built by `make debian`, provided to VMs as one or more disks.
 
 use std::path::PathBuf;
 
@@ -8,28 +8,28 @@ use crate::limit::Limit;
 use crate::place::{Place, PlaceError};
 use crate::process::{Command, Process};
 
-/// Where a VM finds its root file system, and that a vCPU's clock is the guest's.
+/// Kernel command line: root file system, console and clock.
 pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_check nokaslr";
-/// What its console says when somebody has logged in.
+/// Shell prompt after login.
 pub const PROMPT: &str = "root@perfvisor-debian";
 
-/// A place with the image in it.
+/// A test host that contains the image.
 pub struct Debian {
-    /// Where VMs run.
+    /// Host on which the VMs run.
     pub place: Place,
-    /// Paths there: the image's kernel,
+    /// Path of the image's kernel.
     pub kernel: String,
-    /// its initrd,
+    /// Path of the image's initrd.
     pub initrd: String,
-    /// and raw images, each a copy of its own. What is written to them is lost.
+    /// Paths of raw images, each an independent copy. Writes to them are discarded.
     pub disks: Vec<String>,
 }
 
 impl Debian {
-    /// Puts the image into a place as `disks` disks. `options` are for a lab, if that is the place.
+    /// Provides the image as `disks` disks. `options` apply if the host is a lab.
     ///
     /// # Errors
-    /// When the image was not built, or the place cannot be had.
+    /// Returns an error if the image has not been built or the host cannot be prepared.
     pub fn new(disks: u8, options: LabOptions) -> Result<Self, PlaceError> {
         let (kernel, initrd, disk) = (built("vmlinuz")?, built("initrd.img")?, built("disk.img")?);
         let mut options = options;
@@ -52,7 +52,7 @@ impl Debian {
         }
         let mut copies = Vec::new();
         for n in 0..disks {
-            // A copy takes no space for what is empty.
+            // The copy is sparse.
             let copy = place.scratch(&format!("debian-{n}.img"));
             let command = Command::new("cp").args(["--sparse=always", &disk.to_string_lossy(), &copy]);
             let output = place.run(&command, Limit::GENEROUS)?;
@@ -72,10 +72,11 @@ impl Debian {
         })
     }
 
-    /// The command that runs the image on its disk number `disk` as VM `name`. More arguments may follow.
+    /// Returns the command that runs the image on disk number `disk` as VM `name`. Arguments may be
+    /// appended.
     ///
     /// # Errors
-    /// When there is no Perfvisor.
+    /// Returns an error if Perfvisor cannot be built.
     pub fn command(&self, name: &str, disk: usize) -> Result<Command, PlaceError> {
         Ok(Command::new(self.place.perfvisor()?)
             .args(["run", "--name", name, "--kernel", &self.kernel])
@@ -84,7 +85,7 @@ impl Debian {
     }
 }
 
-/// A file that `make debian` has made.
+/// Returns the path of a file built by `make debian`.
 fn built(name: &str) -> Result<PathBuf, PlaceError> {
     let path = target_dir().join("debian").join(name);
     if path.is_file() {
@@ -96,7 +97,7 @@ fn built(name: &str) -> Result<PathBuf, PlaceError> {
     })
 }
 
-/// A guest did not print what was waited for.
+/// A guest did not print an expected text.
 #[derive(Debug, thiserror::Error)]
 #[error("the guest has not printed {text:?}; its console:\n{console}")]
 pub struct NotSaid {
@@ -107,7 +108,7 @@ pub struct NotSaid {
 /// Waits until the guest has printed `text`.
 ///
 /// # Errors
-/// It has not, with what it has printed.
+/// Returns [`NotSaid`] with the guest's output if it does not.
 pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), NotSaid> {
     if vm.wait_for(text, limit) {
         return Ok(());

@@ -1,26 +1,26 @@
-//! What a VMM holds of its host beside the guest's memory.
+//! Measures the host resources that a VMM uses in addition to guest memory.
 
 use crate::limit::Limit;
 use crate::place::{Place, PlaceError};
 use crate::process::Command;
 
-/// Where a VMM that was started by [`tracked`] is found.
+/// File with the process ID of a VMM started by [`tracked`].
 const PID_FILE: &str = "vmm.pid";
 
-/// What a process holds.
+/// Resources of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
-    /// Resident memory but for the guest's, in KiB: what other processes share is in it.
+    /// Resident memory without guest memory, in KiB, including shared pages.
     pub rss_kib: u64,
-    /// What of it is no page of a file, and so nobody else's.
+    /// Anonymous resident memory without guest memory, in KiB.
     pub anonymous_kib: u64,
-    /// Open descriptors.
+    /// Number of open file descriptors.
     pub descriptors: u64,
-    /// Threads.
+    /// Number of threads.
     pub threads: u64,
 }
 
-/// `command`, so that [`footprint`] finds the process. There is one at a time.
+/// Wraps `command` so that [`footprint`] finds its process. Supports one process at a time.
 pub fn tracked(place: &Place, command: &Command) -> Command {
     let keep = format!("echo $$ >'{}'; exec \"$@\"", place.scratch(PID_FILE));
     Command::new("sh")
@@ -28,10 +28,11 @@ pub fn tracked(place: &Place, command: &Command) -> Command {
         .args(command.argv.iter().cloned())
 }
 
-/// What the tracked VMM holds. Its guest has `guest_mib` MiB; the mapping of about that size is left out.
+/// Measures the tracked VMM. Its guest has `guest_mib` MiB; the mapping of about that size is
+/// excluded.
 ///
 /// # Errors
-/// There is none.
+/// Returns an error if no tracked VMM runs.
 pub fn footprint(place: &Place, guest_mib: u64) -> Result<Footprint, PlaceError> {
     let pid = place.scratch(PID_FILE);
     let big = guest_mib * 1024 * 9 / 10;

@@ -1,4 +1,4 @@
-//! Starting a Linux guest with a script in it, and taking its console apart.
+//! Runs a Linux guest with a script and parses its console.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,29 +17,30 @@ use crate::place::{Place, PlaceError};
 use crate::process::{Command, Output, ProcessError, last_lines};
 use crate::report;
 
-/// The section that the guest's init writes behind the script: what its kernel may have complained of.
+/// Section with kernel messages that the guest's init prints after the script.
 const KERNEL_LOG: &str = "kernel-log";
 
-/// Longest kernel command line on x86 (`COMMAND_LINE_SIZE`), with room for what the VMM adds.
+/// Maximum length of the kernel command line on x86 (`COMMAND_LINE_SIZE`), minus a reserve for what
+/// the VMM adds.
 const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 
-/// What every Linux guest gets on its command line.
+/// Kernel command line of every Linux guest.
 const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 
-/// What a guest does.
+/// The script of a guest.
 #[derive(Debug, Clone)]
 enum Script {
-    /// This.
+    /// Text of the script.
     Text(String),
-    /// What is in its initrd under this name.
+    /// Name of a script in the guest's initrd.
     Named(String),
 }
 
-/// A Linux guest to be run by Perfvisor.
+/// A Linux guest to run with Perfvisor.
 #[derive(Debug, Clone)]
 pub struct LinuxGuest {
     name: String,
-    /// Path there; the guest's own `vmlinux` if none.
+    /// Path of the kernel on the test host; `None` for the default `vmlinux`.
     kernel: Option<String>,
     initrd: Option<String>,
     pmu: String,
@@ -55,7 +56,7 @@ pub struct LinuxGuest {
     limit: Limit,
 }
 
-/// A file that a guest gets in its initrd.
+/// A file added to the guest's initrd.
 #[derive(Debug, Clone)]
 struct GuestFile {
     path: String,
@@ -64,8 +65,8 @@ struct GuestFile {
 }
 
 impl LinuxGuest {
-    /// A guest with one vCPU, 512 MiB, and this value for `--pmu`. Its console is kept under
-    /// this name.
+    /// Creates a guest with one vCPU, 512 MiB and the given value of `--pmu`. Its console is saved
+    /// as `name`.
     pub fn new(name: impl Into<String>, pmu: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -85,63 +86,63 @@ impl LinuxGuest {
         }
     }
 
-    /// Boots another kernel: a path at the place, for instance [`Place::guest_file`]`("bzImage")`
-    /// or a file put there by [`LabOptions::files`](crate::lab::LabOptions).
+    /// Sets the kernel, a path on the test host such as [`Place::guest_file`]`("bzImage")` or a
+    /// file from [`LabOptions::files`](crate::lab::LabOptions).
     pub fn kernel(mut self, path: impl Into<String>) -> Self {
         self.kernel = Some(path.into());
         self
     }
 
-    /// Takes another initrd, a path at the place. Its init must know `pv.script`.
+    /// Sets the initrd, a path on the test host. Its init must support `pv.script`.
     pub fn initrd(mut self, path: impl Into<String>) -> Self {
         self.initrd = Some(path.into());
         self
     }
 
-    /// Number of vCPUs.
+    /// Sets the number of vCPUs.
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self
     }
 
-    /// Most vCPUs, if some can be added later.
+    /// Sets the maximum number of vCPUs, for hot-plug.
     pub fn max_cpus(mut self, max_cpus: u32) -> Self {
         self.max_cpus = Some(max_cpus);
         self
     }
 
-    /// Guest memory.
+    /// Sets the guest memory, in MiB.
     pub fn memory_mib(mut self, memory_mib: u32) -> Self {
         self.memory_mib = memory_mib;
         self
     }
 
-    /// More words for the kernel command line.
+    /// Appends words to the kernel command line.
     pub fn cmdline(mut self, words: &str) -> Self {
         self.cmdline = words.to_owned();
         self
     }
 
-    /// Lets the kernel randomise its addresses.
+    /// Enables or disables kernel address space randomization.
     pub fn kaslr(mut self, kaslr: bool) -> Self {
         self.kaslr = kaslr;
         self
     }
 
-    /// The shell script the guest runs. `section NAME COMMAND...` marks output to be found by
-    /// [`GuestRun::section`], `send FILE` passes a file out.
+    /// Sets the shell script. `section NAME COMMAND...` marks output for [`GuestRun::section`], and
+    /// `send FILE` copies a file out.
     pub fn script(mut self, script: impl Into<String>) -> Self {
         self.script = Script::Text(script.into());
         self
     }
 
-    /// Runs one of the scripts in the guest's initrd, such as `demo`, instead.
+    /// Runs a script of the guest's initrd instead, such as `demo`.
     pub fn named_script(mut self, name: &str) -> Self {
         self.script = Script::Named(name.to_owned());
         self
     }
 
-    /// Puts a file into the guest, `path` without the leading slash. Its directory is made.
+    /// Adds a file to the guest. `path` has no leading slash; missing directories are created.
     pub fn file(mut self, path: &str, mode: u32, data: Vec<u8>) -> Self {
         self.files.push(GuestFile {
             path: path.to_owned(),
@@ -151,30 +152,29 @@ impl LinuxGuest {
         self
     }
 
-    /// Unpacks another initrd first, for what is in it besides; the guest's own files replace those of equal
-    /// names.
+    /// Unpacks another initrd first. The guest's own files replace files of the same name.
     pub fn laid_over(mut self, archive: Vec<u8>) -> Self {
         self.below = archive;
         self
     }
 
-    /// More arguments for `perfvisor run`.
+    /// Adds arguments of `perfvisor run`.
     pub fn args<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// Bounds for its run, [`Limit::GENEROUS`] unless set.
+    /// Sets the limits of the run, [`Limit::GENEROUS`] by default.
     pub fn limit(mut self, limit: impl Into<Limit>) -> Self {
         self.limit = limit.into();
         self
     }
 
-    /// The command that runs this guest. Files, and a script too long for the command line, are put into an
-    /// initrd of its own there.
+    /// Returns the command that runs this guest. Files, and a script too long for the command line,
+    /// are stored in an additional initrd on the host.
     ///
     /// # Errors
-    /// When the files it needs cannot be built or moved.
+    /// Returns an error if the guest's files cannot be built or copied.
     pub fn command(&self, place: &Place) -> Result<Command, PlaceError> {
         let mut cmdline = BASE_CMDLINE.to_owned();
         if !self.kaslr {
@@ -224,7 +224,7 @@ impl LinuxGuest {
             .args(self.arguments.iter().cloned()))
     }
 
-    /// Puts `initrd` with this guest's files and a script appended at a scratch place, and returns its path.
+    /// Appends this guest's files and the script to `initrd`, in a scratch file. Returns its path.
     fn joined_initrd(
         &self,
         place: &Place,
@@ -235,7 +235,7 @@ impl LinuxGuest {
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let extra = place.scratch(&format!("extra-{number}.cpio"));
         let below = place.scratch(&format!("below-{number}.cpio"));
-        // One file, overwritten by the next guest's: the lab's memory is not endless.
+        // Reuse one file for all guests, because the lab's memory is limited.
         let joined = place.scratch("initrd-joined");
         let archive = self.archive(script).map_err(|error| PlaceError::File {
             path: extra.clone().into(),
@@ -257,12 +257,12 @@ impl LinuxGuest {
         }
     }
 
-    /// This guest's files and the script.
+    /// Builds an archive of this guest's files and the script.
     fn archive(&self, script: Option<&String>) -> std::io::Result<Vec<u8>> {
         let mut archive = Archive::new(Vec::new());
         let mut made = BTreeSet::new();
         for file in &self.files {
-            // Parents from the top: the kernel makes none by itself.
+            // Add parent directories first, because the kernel does not create them.
             for (at, _) in file.path.match_indices('/') {
                 if made.insert(&file.path[..at]) {
                     archive.directory(&file.path[..at])?;
@@ -276,19 +276,19 @@ impl LinuxGuest {
         archive.finish()
     }
 
-    /// The bounds for its run.
+    /// Returns the limits of the run.
     pub fn limits(&self) -> Limit {
         self.limit
     }
 
-    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`], and reads its
-    /// kernel's messages: all of them, after the last of its script has run.
+    /// Parses the console of a guest started with [`LinuxGuest::command`] and checks all of its
+    /// kernel messages.
     ///
     /// # Errors
-    /// When the console cannot be kept, or the guest's kernel complained.
+    /// Returns an error if the console cannot be saved or the guest's kernel reported a problem.
     pub fn finish(&self, output: &Output) -> Result<GuestRun, PlaceError> {
         let run = GuestRun::new(&self.name, output)?;
-        // A guest that did not come to its end fails its test by that.
+        // A guest that did not run to its end fails its test anyway.
         let why = match run.console.sections.get(KERNEL_LOG) {
             Some(section) => judge_kernel_log(&section.text)
                 .err()
@@ -302,48 +302,48 @@ impl LinuxGuest {
         }
     }
 
-    /// Runs the guest to its end, takes its console apart and reads its kernel's messages.
+    /// Runs the guest to its end, parses its console and checks its kernel messages.
     ///
     /// # Errors
-    /// When it cannot be started or passes its limit, and when its kernel complained. That the guest's script
-    /// failed is no error here.
+    /// Returns an error if the guest cannot be started, exceeds a limit, or its kernel reported a
+    /// problem. A failed script is not an error.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         let process = place.start(&self.command(place)?)?;
         let result = process.wait_or_look(self.limit, || place.look_at_a_hang());
         if let Err(ProcessError::TimedOut { .. }) = &result
             && let Place::Lab(host) = place
         {
-            // Not for this guest: for those that come after it.
+            // The replacement is for later guests.
             host.replace_if_hung();
         }
         self.finish(&result?)
     }
 }
 
-/// Output of one section of a guest's script.
+/// The output of one section of a guest's script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
-    /// What the command printed, both streams.
+    /// Standard output and standard error of the command.
     pub text: String,
-    /// Its exit status; `None` if the guest ended before the command did.
+    /// Exit status of the command; `None` if the guest ended first.
     pub status: Option<i32>,
 }
 
-/// What a guest printed, taken apart by its markers.
+/// The parsed console of a guest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Console {
-    /// Seconds of guest time from the kernel's start to its first process.
+    /// Guest time from the start of the kernel to its first process, in seconds.
     pub boot_seconds: Option<f64>,
-    /// Output by section name. Of sections with equal names the last one.
+    /// Output by section name. A later section replaces an earlier one of the same name.
     pub sections: BTreeMap<String, Section>,
-    /// Files that were sent, by name. A file that arrived damaged is left out.
+    /// Files sent by the guest, by name. Damaged files are omitted.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Exit status of the guest's script; `None` if it did not come that far.
+    /// Exit status of the guest's script; `None` if it did not finish.
     pub done: Option<i32>,
 }
 
 impl Console {
-    /// Takes a console apart.
+    /// Parses the text of a console.
     pub fn parse(text: &str) -> Self {
         enum In {
             Nothing,
@@ -354,7 +354,7 @@ impl Console {
         let mut state = In::Nothing;
         for line in text.lines() {
             let line = line.trim_end_matches('\r');
-            // A program may have left its last line without an end: look for the marker in it.
+            // The marker may follow an unterminated last line of a program.
             let (before, marker) = match line.find("@@pv ") {
                 Some(at) => (&line[..at], Some(&line[at + 5..])),
                 None => (line, None),
@@ -377,7 +377,7 @@ impl Console {
                 ("done", _) => console.done = argument.parse().ok(),
                 ("begin", _) => {
                     state = In::Section(argument.to_owned(), String::new());
-                    // Recorded now, in case the guest does not reach the end of it.
+                    // Record the section now, in case the guest ends before the section does.
                     console.sections.insert(
                         argument.to_owned(),
                         Section {
@@ -406,17 +406,17 @@ impl Console {
     }
 }
 
-/// A guest that has run to its end.
+/// The result of a completed guest.
 pub struct GuestRun {
-    /// What the guest printed, taken apart.
+    /// Parsed console.
     pub console: Console,
-    /// All of it.
+    /// Complete text of the console.
     pub text: String,
-    /// What Perfvisor itself printed on standard error.
+    /// Standard error of Perfvisor.
     pub vmm_log: String,
     /// Exit status of Perfvisor.
     pub status: Option<i32>,
-    /// From the start of Perfvisor to its end.
+    /// Run time of Perfvisor.
     pub elapsed: Duration,
     log: PathBuf,
 }
@@ -436,16 +436,16 @@ impl GuestRun {
         })
     }
 
-    /// Where the console is kept.
+    /// Returns the path of the saved console.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Output of a section whose command succeeded.
+    /// Returns the output of a section whose command succeeded.
     ///
     /// # Panics
-    /// When there is no such section, it did not end, or its command failed: the test fails with
-    /// the end of the console.
+    /// Panics with the end of the console if the section is missing or incomplete, or if its
+    /// command failed.
     #[track_caller]
     pub fn section(&self, name: &str) -> &str {
         match self.console.sections.get(name) {
@@ -462,10 +462,10 @@ impl GuestRun {
         }
     }
 
-    /// Checks that the script ran to its end with status 0 and Perfvisor ended with status 0.
+    /// Checks that the script and Perfvisor exited with status 0.
     ///
     /// # Panics
-    /// Otherwise, with the end of the console.
+    /// Panics with the end of the console otherwise.
     #[track_caller]
     pub fn expect_success(&self) {
         assert!(
@@ -486,7 +486,8 @@ impl fmt::Display for GuestRun {
     }
 }
 
-/// What the test programs of a section panicked with: the last lines need not show which of them did.
+/// Returns the panic messages of test programs in a section, because the last lines may not include
+/// them.
 fn panics(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = String::new();
@@ -504,7 +505,7 @@ fn panics(text: &str) -> String {
     found
 }
 
-/// Writes a console to `target/integration/guest-NAME.log`, over the one of the last run.
+/// Saves a console as `target/integration/guest-NAME.log`, replacing the previous one.
 fn keep_console(name: &str, text: &str, vmm_log: &str) -> Result<PathBuf, PlaceError> {
     let log = artefacts::log_dir()?.join(format!("guest-{name}.log"));
     std::fs::write(&log, format!("{text}\n--- perfvisor's standard error\n{vmm_log}")).map_err(|error| {

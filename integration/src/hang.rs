@@ -1,7 +1,7 @@
-//! What a guest that does not end was doing, and the lab under it, told before it is killed.
+//! Collects the state of a hung guest and of its lab before they are killed.
 //!
-//! A guest that hangs once in many runs, on a machine that nobody can look at, is understood only by what the
-//! failed test prints. The lab itself may be what hangs: then its emulator is asked.
+//! A guest that hangs once in many runs on a remote machine can only be diagnosed by the output of
+//! the failed test. If the lab itself hangs, its emulator is queried.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -9,17 +9,18 @@ use std::time::Duration;
 use crate::lab::Lab;
 use crate::process::{Command, last_lines};
 
-/// How long a lab may take to run `true`.
+/// Timeout of `true` in a responsive lab.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// How often the processors' registers are read, and how long after each other.
+/// Number of register snapshots, and the time between them.
 const SNAPSHOTS: u32 = 5;
 const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 
-/// How long the look into the lab may take.
+/// Timeout of the diagnosis inside the lab.
 const LOOK_LIMIT: Duration = Duration::from_secs(300);
 
-/// What a person would type: are the VMM's threads running, what has the guest programmed, where does it run.
+/// Shell commands that show the VMM's threads, the guest's PMU programming and the code that the
+/// guest executes.
 const LOOK: &str = r#"
 cat /proc/uptime /proc/loadavg
 threads() {
@@ -39,8 +40,8 @@ timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && 
 rm -f /tmp/hang.data
 "#;
 
-/// Looks at a lab in which something did not end in time. Takes up to six minutes, on a machine that is quiet
-/// a few seconds.
+/// Diagnoses a lab in which a process timed out. Takes up to six minutes; a few seconds on an idle
+/// machine.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {

@@ -1,4 +1,5 @@
-//! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/guide/lab.md`.
+//! The lab host: a Linux with a working KVM, emulated by QEMU without hardware virtualization. See
+//! `docs/guide/lab.md`.
 
 mod error;
 mod initrd;
@@ -37,27 +38,29 @@ use link::{Link, TransferBuffer};
 pub use options::LabOptions;
 use remains::{Ending, Remains};
 
-/// How long the lab may take from QEMU's start to the agent's greeting. It takes about four seconds on an
-/// idle machine, and took 45 on one with nine times as much to do as it has processors.
+/// Maximum time from the start of QEMU to the agent's handshake. Measured: about 4 s on an idle
+/// machine, 45 s at nine times as much load as processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
-/// A running lab host. It is switched off when this is dropped, or when the process ends.
+/// A running lab host. Switched off on drop and when the process exits.
 pub struct Lab {
     link: Arc<Link>,
     log: PathBuf,
     kernel_release: String,
     boot_time: Duration,
     ending: Arc<Ending>,
-    /// None when QEMU's monitor could not be reached, which nothing but a look at a hang needs.
+    /// Connection to QEMU's monitor, used only to diagnose a hang; `None` if it could not be
+    /// established.
     monitor: Option<Mutex<Monitor>>,
 }
 
 impl Lab {
-    /// Boots a lab with Perfvisor and the Linux guest in it, and waits until it answers. Once more where the
-    /// emulator's own fault ended it (`is_emulators_fault`).
+    /// Boots a lab with Perfvisor and the Linux guest and waits for its agent. Retries once if a
+    /// known emulator bug ended the lab (`is_emulators_fault`).
     ///
     /// # Errors
-    /// When QEMU is missing, something cannot be built, or the lab does not come up in time.
+    /// Returns an error if QEMU is missing, a part cannot be built, or the lab does not boot in
+    /// time.
     pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
         match Self::boot_once(options) {
             Err(LabError::Boot { log, .. }) if is_emulators_fault(&log) => {
@@ -110,7 +113,7 @@ impl Lab {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(qemu_output)
-            // Ctrl-C on the terminal is for us, who end the lab in order.
+            // Ctrl-C must reach this process only, which shuts the lab down in order.
             .process_group(0);
         let (up, is_up) = channel();
         start_qemu(command, &ending, &options.cancelled, is_up).map_err(LabError::Start)?;
@@ -132,7 +135,7 @@ impl Lab {
         let stream = accept(&listener, deadline, &ending).map_err(|error| boot_error(error.to_string()))?;
         let hello = greeting(&stream, deadline).map_err(|error| boot_error(error.to_string()))?;
 
-        // The end of the boot, for the thread that watches QEMU.
+        // Tell the thread that watches QEMU that the boot has finished.
         drop(up);
         let reader = stream
             .try_clone()
@@ -150,23 +153,23 @@ impl Lab {
         })
     }
 
-    /// Whether it has ended, by itself or not; nothing can be run in it any more.
+    /// Returns whether the lab has ended and can no longer run processes.
     pub fn is_gone(&self) -> bool {
         self.ending.has_come() || self.link.is_gone()
     }
 
-    /// Whether it still does something when asked, within `limit`.
+    /// Returns whether the lab executes a command within `limit`.
     pub fn answers(&self, limit: Duration) -> bool {
         self.start(&Command::new("true"))
             .and_then(|process| process.wait(limit))
             .is_ok_and(|output| output.success())
     }
 
-    /// Where each of QEMU's processors is, `snapshots` times with `between` after each other, whether the lab
-    /// answers or not.
+    /// Samples the instruction pointers of QEMU's processors `snapshots` times at intervals of
+    /// `between`, even if the lab is unresponsive.
     ///
     /// # Errors
-    /// When QEMU's monitor does not answer.
+    /// Returns an error if QEMU's monitor does not answer.
     pub fn instruction_pointers(
         &self,
         snapshots: u32,
@@ -179,23 +182,23 @@ impl Lab {
             .instruction_pointers(snapshots, between)
     }
 
-    /// Ends it by force.
+    /// Kills the lab.
     pub fn abandon(&self) {
         self.ending.abandoned.store(true, Ordering::Relaxed);
         self.ending.wait(Duration::from_secs(10));
     }
 
-    /// The console of the lab host.
+    /// Returns the path of the lab's console log.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// The release of the lab's kernel.
+    /// Returns the release of the lab's kernel.
     pub fn kernel_release(&self) -> &str {
         &self.kernel_release
     }
 
-    /// From the start of the preparations to the agent's greeting.
+    /// Returns the time from the start of the preparations to the agent's handshake.
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
@@ -203,17 +206,17 @@ impl Lab {
     /// Starts a process in the lab.
     ///
     /// # Errors
-    /// When the lab is gone. That the program does not exist is reported by [`Process::wait`].
+    /// Returns an error if the lab has ended. A missing program is reported by [`Process::wait`].
     pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
         let (process, _) = self.start_with(command, StreamMode::Pipes, Progress::default())?;
         Ok(process)
     }
 
-    /// Starts a process in the lab whose output goes to `sink` as it comes, and returns it with
-    /// what reaches it from other threads.
+    /// Starts a process in the lab and passes its output to `sink` as it arrives. Also returns a
+    /// handle for use from other threads.
     ///
     /// # Errors
-    /// Returns an error if the lab is gone, as [`Lab::start`] does.
+    /// Returns an error if the lab has ended, as [`Lab::start`] does.
     pub fn stream(
         &self,
         command: &Command,
@@ -258,7 +261,7 @@ impl Lab {
     /// Writes a file in the lab.
     ///
     /// # Errors
-    /// When the lab refuses it, or is gone.
+    /// Returns an error if the lab refuses the file or has ended.
     pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), LabError> {
         let id = self.link.start_transfer(TransferBuffer::Memory(Vec::new()));
         let send = || -> io::Result<()> {
@@ -282,7 +285,7 @@ impl Lab {
     /// Reads a file in the lab.
     ///
     /// # Errors
-    /// There is no such file, or the lab is gone.
+    /// Returns an error if the file does not exist or the lab has ended.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, LabError> {
         match self.fetch(path, TransferBuffer::Memory(Vec::new()))? {
             TransferBuffer::Memory(data) => Ok(data),
@@ -290,11 +293,11 @@ impl Lab {
         }
     }
 
-    /// Copies a file in the lab to `file`, up to `limit` bytes.
+    /// Copies a file of at most `limit` bytes from the lab to `file`.
     ///
     /// # Errors
-    /// Returns [`LabError::Transfer`] if there is no such file, if it is not a regular file or
-    /// larger than the limit, if `file` cannot be written, or if the lab is gone.
+    /// Returns [`LabError::Transfer`] if the source does not exist, is not a regular file or
+    /// exceeds the limit, if `file` cannot be written, or if the lab has ended.
     pub fn get_into(&self, path: &str, file: File, limit: u64) -> Result<(), LabError> {
         let left = limit;
         self.fetch(path, TransferBuffer::File { file, left, limit })
@@ -315,13 +318,13 @@ impl Lab {
 
 impl Drop for Lab {
     fn drop(&mut self) {
-        // The agent reads the end of the stream, ends, and init powers the machine off.
+        // The agent sees end of file and exits, and init powers the machine off.
         self.link.hang_up();
         self.ending.wait(Duration::from_secs(10));
     }
 }
 
-/// A process in the lab, as it is reached from here.
+/// A remote handle of a process in the lab.
 #[derive(Clone)]
 pub struct RemoteProcess {
     link: Arc<Link>,
@@ -329,10 +332,10 @@ pub struct RemoteProcess {
 }
 
 impl RemoteProcess {
-    /// Writes to its standard input or terminal. An empty slice is the end of input.
+    /// Writes to the standard input or terminal of the process. An empty slice means end of file.
     ///
     /// # Errors
-    /// Returns the system's error if the lab is gone.
+    /// Returns an error if the lab has ended.
     pub fn write(&self, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return self.link.send(Kind::Stdin, self.id, &[]);
@@ -343,13 +346,13 @@ impl RemoteProcess {
         Ok(())
     }
 
-    /// Sends a signal to its process group, best effort.
+    /// Sends a signal to the process group, best effort.
     pub fn signal(&self, number: i32) {
-        // A lab that is gone runs no process any more.
+        // The processes end with the lab, so the error can be ignored.
         let _ = self.link.send(Kind::Signal, self.id, &number.to_le_bytes());
     }
 
-    /// Sets the window size of its terminal, best effort.
+    /// Sets the window size of the terminal, best effort.
     pub fn resize(&self, size: WindowSize) {
         if let Ok(payload) = serde_json::to_vec(&size) {
             let _ = self.link.send(Kind::Resize, self.id, &payload);
@@ -367,11 +370,11 @@ impl Control for RemoteProcess {
     }
 }
 
-/// Starts QEMU and reports its end to `ending`. Until the sender of `is_up` is dropped, `cancelled`
-/// ends it.
+/// Starts QEMU and reports its exit to `ending`. `cancelled` kills QEMU until the sender of `is_up`
+/// is dropped.
 ///
-/// The parent-death signal is tied to the thread that starts QEMU, so that thread stays until QEMU
-/// has ended.
+/// The parent-death signal is bound to the thread that starts QEMU, so that thread waits until QEMU
+/// exits.
 fn start_qemu(
     mut command: std::process::Command,
     ending: &Arc<Ending>,
@@ -409,7 +412,7 @@ fn start_qemu(
         .unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
-/// The file name of this process's next lab console.
+/// Returns the file name of this process's next lab console.
 fn log_name() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let program = std::env::current_exe().ok();
@@ -429,7 +432,7 @@ fn log_name() -> String {
     }
 }
 
-/// QEMU's command line without its consoles.
+/// Returns QEMU's command line without the console options.
 fn command_line(
     qemu: &Qemu,
     host: &GuestImages,
@@ -443,7 +446,7 @@ fn command_line(
         .args(qemu.arguments())
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-accel", "tcg,thread=multi", "-cpu", &qemu.processor()])
-        // The lab's init keeps everything off the first, and says why.
+        // The lab's init keeps all processes off the first processor; see there for the reason.
         .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
         .arg("-kernel")
@@ -453,7 +456,7 @@ fn command_line(
         .arg("-append")
         .arg("console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off panic=-1");
     for (n, disk) in options.disks.iter().enumerate() {
-        // A comma in a value is written twice.
+        // A comma in an option value must be doubled.
         let file = disk.display().to_string().replace(',', ",,");
         command
             .arg("-drive")
@@ -463,8 +466,9 @@ fn command_line(
     command
 }
 
-/// Whether the lab whose console is in `log` ended because QEMU executed a translation of a breakpoint that
-/// the kernel had taken out again. Dropping such translations comes too late for the one that is found.
+/// Returns whether a known QEMU bug ended the lab whose console is in `log`: QEMU executed a cached
+/// translation of a breakpoint that the kernel had already removed. The plugin invalidates such
+/// translations too late for the current one.
 fn is_emulators_fault(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))
@@ -472,7 +476,7 @@ fn is_emulators_fault(log: &Path) -> bool {
     has(log, "Oops: int3") && has(&log.with_extension("qemu"), "executes a breakpoint that is gone")
 }
 
-/// Why the agent of a lab that was started was not heard.
+/// Why no handshake was received from the agent of a lab.
 #[derive(Debug, thiserror::Error)]
 enum Silence {
     #[error(transparent)]
@@ -532,7 +536,7 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, Silence> {
     Ok(hello)
 }
 
-/// Writes the lab's initrd, in a directory that goes when what is returned does.
+/// Writes the lab's initrd to a temporary directory, which the returned value removes on drop.
 fn make_initrd(
     host: &GuestImages,
     binaries: &Binaries,

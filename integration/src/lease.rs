@@ -1,4 +1,4 @@
-//! Places that tests lease from the pool of this process.
+//! Leases of test hosts from the pool of this process.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -18,10 +18,12 @@ pub use crate::pool::Access;
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
-/// Labs that could not be prepared, by their options. Each attempt may take many minutes, so there is one.
+/// Labs that failed to boot, by their options. An attempt may take many minutes, so there is only
+/// one.
 static FAILED: Mutex<BTreeMap<String, Arc<PlaceError>>> = Mutex::new(BTreeMap::new());
 
-/// What a test leaves in a lab: VMs and servers that are about to end, network devices, files.
+/// Removes what a test leaves in a lab: VMs and servers that are about to exit, network devices,
+/// and files.
 const CLEAN: &str = "
 left() { pidof perfvisor virtiofsd httpd >/dev/null; }
 left && kill -9 $(pidof perfvisor virtiofsd httpd)
@@ -39,13 +41,13 @@ done
 rm -rf /run/perfvisor /tmp/* || exit 1
 ";
 
-/// Why a place cannot be leased.
+/// Why a test host cannot be leased.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LeaseError {
-    /// The pool does not admit the request.
+    /// The pool rejected the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The place could not be prepared, now or for an earlier test.
+    /// The test host could not be prepared, now or for an earlier test.
     #[error("{}", artefacts::describe(.0.as_ref()))]
     Prepare(Arc<PlaceError>),
 }
@@ -56,14 +58,14 @@ impl From<PlaceError> for LeaseError {
     }
 }
 
-/// A part of the pool's limit.
+/// An admission to the pool, which counts against its limit.
 struct Admission {
     watch: Watch,
     grant: Grant<LabHost>,
 }
 
 impl Admission {
-    /// Waits for a part of the limit, and for a lab of that kind if one is booted.
+    /// Waits for admission, and for a lab of the required kind if one is booted.
     fn new(access: Access, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
         let pool = POOL.as_ref().map_err(PoolError::clone)?;
         let watch = Watch::begin();
@@ -73,10 +75,11 @@ impl Admission {
 }
 
 impl LabHost {
-    /// Waits until the pool has room for another lab, and boots one.
+    /// Waits until the pool admits another lab and boots it.
     ///
     /// # Errors
-    /// Returns an error if the calling thread holds a lease, or as [`Lab::boot`](crate::lab::Lab::boot).
+    /// Returns an error if the calling thread holds a lease, or the error of
+    /// [`Lab::boot`](crate::lab::Lab::boot).
     pub fn boot(options: &LabOptions) -> Result<Self, PlaceError> {
         let need = LabNeed {
             key: None,
@@ -90,54 +93,56 @@ impl LabHost {
 }
 
 impl Place {
-    /// Leases a place for Linux guests from the pool, beside which other tests run.
+    /// Leases a test host for Linux guests; other tests may run at the same time.
     ///
-    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the place.
+    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the host.
     ///
     /// # Errors
-    /// Returns an error if the place cannot be prepared, or the calling thread holds a lease.
+    /// Returns an error if the host cannot be prepared or the calling thread holds a lease.
     pub fn shared() -> Result<PlaceLease, LeaseError> {
         Self::lease(&LabOptions::default(), Access::Shared)
     }
 
-    /// Leases a place for Linux guests that are compared with the clock: no other test has a place meanwhile.
+    /// Leases a test host for time measurements of Linux guests; no other test runs at the same
+    /// time.
     ///
     /// # Errors
-    /// As [`Place::shared`].
+    /// Returns the same errors as [`Place::shared`].
     pub fn alone() -> Result<PlaceLease, LeaseError> {
         Self::lease(&LabOptions::default(), Access::Exclusive)
     }
 
-    /// Leases a place, which is a lab with these options if it is a lab. Tests with equal options use the
-    /// same labs, one after the other.
+    /// Leases a test host. If the host is a lab, it has these options. Tests with equal options
+    /// share a lab one after the other.
     ///
     /// # Errors
-    /// As [`Place::shared`].
+    /// Returns the same errors as [`Place::shared`].
     pub fn lease(options: &LabOptions, access: Access) -> Result<PlaceLease, LeaseError> {
         PlaceLease::new((!Self::is_direct()?).then_some(options), access)
     }
 
-    /// Leases a lab, also where Linux guests run on this machine.
+    /// Leases a lab, even if this machine can run Linux guests.
     ///
     /// # Errors
-    /// As [`Place::shared`].
+    /// Returns the same errors as [`Place::shared`].
     pub fn lab(access: Access) -> Result<PlaceLease, LeaseError> {
         PlaceLease::new(Some(&LabOptions::default()), access)
     }
 
-    /// Leases the place for bare-metal guests: this machine when it has any usable KVM, else a lab.
+    /// Leases a test host for bare-metal guests: this machine if it has a usable KVM, otherwise a
+    /// lab.
     ///
     /// # Errors
-    /// As [`Place::shared`].
+    /// Returns the same errors as [`Place::shared`].
     pub fn for_bare_metal(access: Access) -> Result<PlaceLease, LeaseError> {
         let options = LabOptions::default();
         PlaceLease::new((probe_kvm() == Kvm::None).then_some(&options), access)
     }
 
-    /// Prepares a place like the leased ones that no other test uses later.
+    /// Prepares a test host for exclusive use, which is not returned to the pool.
     ///
     /// # Errors
-    /// As [`Place::shared`].
+    /// Returns the same errors as [`Place::shared`].
     pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
         if Self::is_direct()? {
             Self::direct()
@@ -147,10 +152,10 @@ impl Place {
     }
 }
 
-/// A place that one test has until this is dropped. A lab is then cleaned and left to the next test, or
-/// switched off if the test has failed.
+/// A test host leased by one test. On drop, a lab is cleaned and returned to the pool, or switched
+/// off if the test has failed.
 pub struct PlaceLease {
-    /// `None` while it is dropped.
+    /// `None` during drop.
     leased: Option<(Place, Admission)>,
     need: Option<LabNeed>,
 }
@@ -179,7 +184,7 @@ impl PlaceLease {
     }
 }
 
-/// Boots a lab unless one with the same options has failed to.
+/// Boots a lab unless one with the same options has failed to boot.
 fn boot(options: &LabOptions) -> Result<LabHost, LeaseError> {
     let failed = || FAILED.lock().unwrap_or_else(PoisonError::into_inner);
     let key = format!("{options:?}");
@@ -235,7 +240,7 @@ impl Drop for PlaceLease {
     }
 }
 
-/// Brings a lab into the state in which the next test expects it.
+/// Restores the initial state of a lab for the next test.
 fn clean(host: &LabHost) -> Result<(), String> {
     let lab = host.last();
     let output = lab

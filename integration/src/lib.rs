@@ -1,10 +1,10 @@
-//! Running real guests and reading what they print.
+//! Runs real guests and parses their output.
 //!
-//! A *scenario* is a guest with a script in it. It runs in a [`place::Place`]: directly on this
-//! machine's KVM where that can run Linux, else in the lab host, a QEMU that emulates a processor
-//! with AMD-V and boots in seconds. Tests do not know the difference.
+//! A *scenario* is a guest with a script. It runs in a [`place::Place`]: on this machine's KVM if
+//! that supports Linux guests, otherwise in the lab host, a QEMU that emulates a processor with
+//! AMD-V. Tests are independent of this choice.
 //!
-//! Everything has a time limit. Consoles are kept in `target/integration`.
+//! All operations have time limits. Consoles are saved in `target/integration`.
 
 pub mod artefacts;
 pub mod beside;

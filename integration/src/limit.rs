@@ -1,35 +1,36 @@
-//! How long something may take: long while it gets on, not so long when nothing happens any more.
+//! Time limits that depend on progress: long while a process makes progress, shorter if it does
+//! not.
 //!
-//! A fixed time is too short on a slow machine, and on a fast one it lets a hang wait. What is watched
-//! instead is whether the process prints, and whether it and its children use CPU time: a vCPU that is
-//! stepped or that spins does, one that waits for an interrupt that was lost does not.
+//! A fixed limit is too short on a slow machine, and wastes time on a hang on a fast one. Progress
+//! means output, or CPU time used by the process and its children. A vCPU that is single-stepped or
+//! spins uses CPU time; a vCPU that waits for a lost interrupt does not.
 
 use std::fmt;
 use std::time::Duration;
 
-/// Bounds for a process.
+/// Time limits of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limit {
-    /// Without output and without CPU time.
+    /// Maximum time without output and without CPU use.
     pub still: Duration,
-    /// Without output, though it uses CPU time.
+    /// Maximum time without output, regardless of CPU use.
     pub silent: Duration,
-    /// From the start, whatever it does.
+    /// Maximum total run time.
     pub overall: Duration,
 }
 
 impl Limit {
-    /// For a guest that may be single-stepped in the lab, on a slow machine that does other things as well.
-    /// What takes longest in silence there, 14 s where these tests were written, took 42 s on a machine a
-    /// third as fast.
+    /// Limits for a guest that may be single-stepped in the lab, on a slow machine under load. The
+    /// longest measured time without output is 14 s on the development machine and 42 s on a
+    /// machine with a third of its speed.
     pub const GENEROUS: Self = Self {
         still: Duration::from_secs(120),
         silent: Duration::from_secs(600),
         overall: Duration::from_secs(3600),
     };
 
-    /// Which bound is passed after `since_start`, so long after the last output and after the last sign of
-    /// life of any kind.
+    /// Returns the limit that is exceeded after `since_start`, given the time since the last output
+    /// and since the last progress of any kind.
     pub(crate) fn overrun(
         &self,
         since_start: Duration,
@@ -47,7 +48,7 @@ impl Limit {
         }
     }
 
-    /// How long none of the bounds can be passed, from what is known now.
+    /// Returns the minimum time until any limit can be exceeded.
     pub(crate) fn left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
         (self.overall.saturating_sub(since_start))
             .min(self.silent.saturating_sub(silent))
@@ -55,7 +56,7 @@ impl Limit {
     }
 }
 
-/// So long in all, for commands that are known to be short and for those that must not go on.
+/// Converts a total run time to limits, for short commands and for commands that must be stopped.
 impl From<Duration> for Limit {
     fn from(overall: Duration) -> Self {
         Self {
@@ -66,14 +67,14 @@ impl From<Duration> for Limit {
     }
 }
 
-/// The bound that was passed.
+/// The limit that was exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overrun {
-    /// [`Limit::still`].
+    /// [`Limit::still`] was exceeded.
     Still(Duration),
-    /// [`Limit::silent`].
+    /// [`Limit::silent`] was exceeded.
     Silent(Duration),
-    /// [`Limit::overall`].
+    /// [`Limit::overall`] was exceeded.
     Overall(Duration),
 }
 

@@ -1,7 +1,6 @@
-//! Measurements of time, which a machine that does other things may spoil, and tests that cannot be run.
+//! Repeated time measurements on machines with other load, and skipped tests.
 //!
-//! Nothing else is tried again: a guest that dies, a count that is not there and a kernel that complains fail
-//! at once.
+//! Nothing else is retried: a crashed guest, a missing count and a kernel complaint fail at once.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,26 +10,27 @@ use std::path::{Path, PathBuf};
 
 use crate::artefacts;
 
-/// How often a measurement of time is taken.
+/// Maximum number of attempts of a time measurement.
 const TRIES: usize = 3;
 
-/// A time, or a rate, is not what it should be.
+/// A measured time or rate is outside its tolerance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Off(pub String);
 
-/// [`Off`] unless `right`.
+/// Returns [`Off`] unless `right` is `true`.
 ///
 /// # Errors
-/// As said.
+/// Returns [`Off`] with the text of `what`.
 pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
     if right { Ok(()) } else { Err(Off(what())) }
 }
 
-/// Takes a measurement of time until it is right, at most three times. Further tries are part of the result:
-/// they are printed, and added to `target/integration/tries.txt`. `once` gets the number of its try, from 0.
+/// Repeats a time measurement until it is within its tolerance, at most three times. Repetitions
+/// are part of the result: they are printed and appended to `target/integration/tries.txt`. `once`
+/// receives the number of the attempt, starting from 0.
 ///
 /// # Panics
-/// When it was never right, with what was measured each time.
+/// Panics with all measured values if no attempt was within the tolerance.
 #[track_caller]
 pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), Off>) {
     measured_into(tries_file().as_deref(), name, once);
@@ -56,16 +56,17 @@ fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) ->
     panic!("{name}: off in {TRIES} of {TRIES} tries:{offs}");
 }
 
-/// How often a measurement of several parts is taken. What spoils one part of it seldom spoils the same
-/// again.
+/// Maximum number of attempts of a measurement of several parts. Interference rarely affects the
+/// same part again.
 const TRIES_OF_PARTS: usize = 15;
 
-/// Takes a measurement of several times until each of them could be told once, at most fifteen times. `once`
-/// gets the number of its try, from 0, and returns the name of each part and whether it could be told; what
-/// is wrong with a part it asserts itself. Further tries are part of the result, as with [`measured`].
+/// Repeats a measurement of several parts until each part has been conclusive once, at most fifteen
+/// times. `once` receives the number of the attempt, starting from 0, and returns the name of each
+/// part and whether it was conclusive; `once` itself asserts that a part is correct. Repetitions
+/// are recorded as in [`measured`].
 ///
 /// # Panics
-/// When a part was never told, with its name.
+/// Panics with the name of the part if a part was never conclusive.
 #[track_caller]
 pub fn measured_in_parts(name: &str, once: impl FnMut(usize) -> Vec<(String, bool)>) {
     measured_in_parts_into(tries_file().as_deref(), name, once);
@@ -104,12 +105,12 @@ fn measured_in_parts_into(
     panic!("{name}: not all told in {TRIES_OF_PARTS} tries:{offs}");
 }
 
-/// Where results of more than one try are added.
+/// Returns the file that records measurements with more than one attempt.
 fn tries_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("tries.txt"))
 }
 
-/// A result that is only printed is not seen of a test that passes.
+/// Appends a line to the file, because printed output of a passing test is not shown.
 fn keep(file: Option<&Path>, line: &str) {
     let file = file.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
     if let Some(mut file) = file {
@@ -117,11 +118,11 @@ fn keep(file: Option<&Path>, line: &str) {
     }
 }
 
-/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there
-/// that is not.
+/// Reports that a test is skipped and why. `able` tells whether this machine could run the test if
+/// the missing prerequisite were installed.
 ///
 /// # Panics
-/// When it is able and the environment has `CI`: there a test that does not run has failed.
+/// Panics if `able` is `true` and `CI` is set, where tests must not be skipped.
 #[track_caller]
 pub fn skipped(why: &str, able: bool) {
     let ci = std::env::var_os("CI").is_some_and(|value| !["", "0", "false"].iter().any(|no| value == *no));

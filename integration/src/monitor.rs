@@ -1,4 +1,4 @@
-//! QEMU's monitor, which says where the processors of a lab are when nothing else does.
+//! Reads the state of a lab's processors through QEMU's monitor.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead as _, BufReader, Write as _};
@@ -7,14 +7,14 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// How long QEMU may take to answer its monitor: it does so even when what it emulates has gone astray.
+/// Timeout of a monitor command. QEMU answers even if the emulated machine hangs.
 const MONITOR_LIMIT: Duration = Duration::from_secs(5);
 
-/// QEMU's monitor, by its machine protocol.
+/// A connection to QEMU's monitor (QMP).
 pub(crate) struct Monitor(BufReader<UnixStream>);
 
 impl Monitor {
-    /// Connects, and ends the negotiation.
+    /// Connects to the monitor and completes the capability negotiation.
     pub(crate) fn connect(socket: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(MONITOR_LIMIT))?;
@@ -23,7 +23,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Sends a command and returns the text it returns; events and the greeting are passed over.
+    /// Executes a command and returns its output. Events and the greeting are skipped.
     fn ask(&mut self, command: &str) -> io::Result<String> {
         writeln!(self.0.get_mut(), "{command}")?;
         loop {
@@ -41,7 +41,7 @@ impl Monitor {
         }
     }
 
-    /// Where each processor is, again and again.
+    /// Samples the instruction pointer of each processor repeatedly.
     pub(crate) fn instruction_pointers(
         &mut self,
         snapshots: u32,
@@ -61,8 +61,8 @@ impl Monitor {
     }
 }
 
-/// Processor, and instruction pointer with privilege level and whether it is halted, from
-/// `info registers -a`.
+/// Parses `info registers -a` into pairs of processor and instruction pointer, the latter with
+/// privilege level and halt state.
 fn pointers(registers: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut processor = String::new();

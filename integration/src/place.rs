@@ -1,4 +1,4 @@
-//! Where scenarios run: directly on this machine's KVM, or in the lab.
+//! Test hosts on which scenarios run: this machine's KVM, or the lab.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -14,57 +14,57 @@ use crate::pool::PoolError;
 use crate::process::{Command, Output, Process, ProcessError};
 use crate::report;
 
-/// Why a scenario could not be run.
+/// Why a scenario could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
-    /// The lab cannot be used.
+    /// The lab is unavailable.
     #[error(transparent)]
     Lab(#[from] LabError),
-    /// Something to run could not be built.
+    /// An artefact could not be built.
     #[error(transparent)]
     Artefact(#[from] ArtefactError),
     /// A process could not be run to its end.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The pool of labs does not admit a request.
+    /// The pool of labs rejected a request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// A file here could not be read or written.
+    /// A local file could not be read or written.
     #[error("{path}: {message}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// Description of the failure.
         message: String,
     },
-    /// A guest's kernel is not content.
+    /// The guest's kernel reported a problem.
     #[error("{0}")]
     Guest(String),
-    /// `perfvisor check` does not say what it should.
+    /// The output of `perfvisor check` lacks a value.
     #[error("perfvisor check --json has no {pointer}:\n{output}")]
     Check {
-        /// What was looked for.
+        /// JSON pointer of the value.
         pointer: String,
-        /// What it printed.
+        /// Output of the command.
         output: String,
     },
-    /// The environment variable that chooses is wrong.
+    /// The environment variable that selects the test host is invalid.
     #[error("PERFVISOR_PLACE={0}: must be \"direct\", \"lab\" or unset")]
     Choice(String),
 }
 
-/// Where Linux guests can run.
+/// Kinds of KVM, by the guests that they can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kvm {
-    /// VT-x or AMD-V behind /dev/kvm: Linux guests run here.
+    /// KVM with VT-x or AMD-V, which can run Linux guests.
     Hardware,
-    /// /dev/kvm without hardware help: bare-metal guests only.
+    /// KVM without hardware virtualization, which can run bare-metal guests only.
     SoftwareOnly,
     /// No usable /dev/kvm.
     None,
 }
 
-/// What /dev/kvm on this machine is.
+/// Determines the kind of KVM on this machine.
 pub fn probe_kvm() -> Kvm {
     if fs::OpenOptions::new()
         .read(true)
@@ -81,15 +81,15 @@ pub fn probe_kvm() -> Kvm {
     Kvm::Hardware
 }
 
-/// Somewhere to run scenarios.
+/// A host that can run scenarios.
 pub enum Place {
-    /// This machine, with a directory for files of scenarios.
+    /// This machine, with a directory for scratch files.
     Direct(ScratchDirectory),
     /// The lab host.
     Lab(LabHost),
 }
 
-/// A directory that is removed when this is dropped.
+/// A directory that is removed on drop.
 pub struct ScratchDirectory(PathBuf);
 
 impl ScratchDirectory {
@@ -108,11 +108,12 @@ impl Drop for ScratchDirectory {
     }
 }
 
-/// A lab, and for later tests another one like it should it die. The test it died under has failed.
+/// A lab that is replaced by a new one of the same kind if it dies, for later tests. The current
+/// test fails in that case.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
-    /// What is dropped after the lab has been switched off.
+    /// Value that is dropped after the lab has been switched off.
     _guard: Option<Box<dyn Send + Sync>>,
 }
 
@@ -120,7 +121,7 @@ impl LabHost {
     /// Boots the first lab.
     ///
     /// # Errors
-    /// As [`Lab::boot`].
+    /// Returns the same errors as [`Lab::boot`].
     pub(crate) fn boot_first(options: &LabOptions) -> Result<Self, LabError> {
         Ok(Self {
             options: options.clone(),
@@ -129,7 +130,7 @@ impl LabHost {
         })
     }
 
-    /// Keeps a value until the lab has been switched off.
+    /// Keeps a value alive until the lab has been switched off.
     pub(crate) fn keep(self, guard: Box<dyn Send + Sync>) -> Self {
         Self {
             _guard: Some(guard),
@@ -137,10 +138,11 @@ impl LabHost {
         }
     }
 
-    /// The lab that lives. Files put into a former one are gone.
+    /// Returns the running lab, booting a new one if necessary. Files copied to a previous one are
+    /// lost.
     ///
     /// # Errors
-    /// As [`Lab::boot`].
+    /// Returns the same errors as [`Lab::boot`].
     pub fn current(&self) -> Result<Arc<Lab>, LabError> {
         let mut lab = self.lab.lock().unwrap_or_else(PoisonError::into_inner);
         if lab.is_gone() {
@@ -150,14 +152,14 @@ impl LabHost {
         Ok(Arc::clone(&lab))
     }
 
-    /// The name of the lab's console file, without its extension.
+    /// Returns the name of the lab's console file, without its extension.
     pub(crate) fn name(&self) -> String {
         let lab = self.last();
         let stem = lab.log().file_stem().unwrap_or_default();
         stem.to_string_lossy().into_owned()
     }
 
-    /// Ends a lab that does not answer, so that the next use boots another.
+    /// Kills a lab that is unresponsive, so that the next use boots a new one.
     pub fn replace_if_hung(&self) {
         let lab = self.last();
         if !lab.is_gone() && !lab.answers(ANSWER_LIMIT) {
@@ -169,17 +171,17 @@ impl LabHost {
         }
     }
 
-    /// The lab, dead or alive.
+    /// Returns the current lab, running or not.
     pub fn last(&self) -> Arc<Lab> {
         Arc::clone(&self.lab.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Place {
-    /// Returns whether Linux guests run on this machine and not in labs.
+    /// Returns whether Linux guests run on this machine instead of in labs.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Choice`] if `PERFVISOR_PLACE` has another value.
+    /// Returns [`PlaceError::Choice`] if `PERFVISOR_PLACE` is invalid.
     pub fn is_direct() -> Result<bool, PlaceError> {
         match std::env::var("PERFVISOR_PLACE").as_deref() {
             Ok("direct") => Ok(true),
@@ -189,15 +191,15 @@ impl Place {
         }
     }
 
-    /// This machine.
+    /// Uses this machine.
     ///
     /// # Errors
-    /// When there is no place for files.
+    /// Returns an error if the scratch directory cannot be created.
     pub fn direct() -> Result<Place, PlaceError> {
         Ok(Place::Direct(ScratchDirectory::new()?))
     }
 
-    /// One line that says where this is.
+    /// Describes the test host in one line.
     pub fn describe(&self) -> String {
         match self {
             Place::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
@@ -212,10 +214,10 @@ impl Place {
         }
     }
 
-    /// Path of the `perfvisor` binary there.
+    /// Returns the path of the `perfvisor` binary on the test host.
     ///
     /// # Errors
-    /// When it cannot be built.
+    /// Returns an error if the binary cannot be built.
     pub fn perfvisor(&self) -> Result<String, PlaceError> {
         Ok(match self {
             Place::Direct(_) => text(&artefacts::binaries()?.perfvisor),
@@ -223,10 +225,10 @@ impl Place {
         })
     }
 
-    /// Path there of one of the guest's files: `vmlinux`, `bzImage` or `initrd`.
+    /// Returns the path on the test host of a guest file: `vmlinux`, `bzImage` or `initrd`.
     ///
     /// # Errors
-    /// When the images cannot be built.
+    /// Returns an error if the images cannot be built.
     pub fn guest_file(&self, name: &str) -> Result<String, PlaceError> {
         Ok(match self {
             Place::Direct(_) => text(&artefacts::images()?.directory.join(name)),
@@ -234,10 +236,10 @@ impl Place {
         })
     }
 
-    /// Path there of a bare-metal guest, by its name without `.elf`.
+    /// Returns the path on the test host of a bare-metal guest, given by its name without `.elf`.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn bare_metal_guest(&self, name: &str) -> Result<String, PlaceError> {
         let file = format!("{name}.elf");
         Ok(match self {
@@ -246,7 +248,8 @@ impl Place {
         })
     }
 
-    /// Path there for a scratch file of this name. It is removed at the end of a lease.
+    /// Returns the path on the test host of a scratch file. The file is removed at the end of a
+    /// lease.
     pub fn scratch(&self, name: &str) -> String {
         match self {
             Place::Direct(directory) => text(&directory.0.join(name)),
@@ -254,10 +257,10 @@ impl Place {
         }
     }
 
-    /// Starts a process there.
+    /// Starts a process on the test host.
     ///
     /// # Errors
-    /// When it cannot be started.
+    /// Returns an error if the process cannot be started.
     pub fn start(&self, command: &Command) -> Result<Process, PlaceError> {
         Ok(match self {
             Place::Direct(_) => Process::start_here(command)?,
@@ -265,19 +268,20 @@ impl Place {
         })
     }
 
-    /// Runs a process there to its end, within the bounds of `limit`.
+    /// Runs a process on the test host to its end, within `limit`.
     ///
     /// # Errors
-    /// When it cannot be started or passes a bound.
+    /// Returns an error if the process cannot be started or exceeds a limit.
     pub fn run(&self, command: &Command, limit: impl Into<Limit>) -> Result<Output, PlaceError> {
         Ok(self.start(command)?.wait(limit)?)
     }
 
-    /// What `perfvisor check` says of this host, a truth value by its JSON pointer, as
-    /// `/kvm/Ok/rdpmc_faults`.
+    /// Returns a Boolean value in the output of `perfvisor check`, given by its JSON pointer, such
+    /// as `/kvm/Ok/rdpmc_faults`.
     ///
     /// # Errors
-    /// When it does not run there, or has no such value.
+    /// Returns [`PlaceError::Check`] if the value is missing, or another error if the command
+    /// fails.
     pub fn check(&self, pointer: &str) -> Result<bool, PlaceError> {
         let command = Command::new(self.perfvisor()?).args(["check", "--json"]);
         let output = self.run(&command, Limit::GENEROUS)?.stdout_text();
@@ -290,7 +294,7 @@ impl Place {
             })
     }
 
-    /// What a guest is doing that does not end, and the machine under it.
+    /// Diagnoses a hung guest and the machine on which it runs.
     pub fn look_at_a_hang(&self) -> String {
         match self {
             Place::Direct(_) => String::new(),
@@ -305,10 +309,10 @@ impl Place {
         }
     }
 
-    /// Writes a file there.
+    /// Writes a file on the test host.
     ///
     /// # Errors
-    /// When that fails.
+    /// Returns an error if the file cannot be written.
     pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), PlaceError> {
         match self {
             Place::Lab(host) => Ok(host.current()?.put(path, mode, data)?),
@@ -318,10 +322,10 @@ impl Place {
         }
     }
 
-    /// Reads a file there.
+    /// Reads a file on the test host.
     ///
     /// # Errors
-    /// When that fails.
+    /// Returns an error if the file cannot be read.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, PlaceError> {
         match self {
             Place::Lab(host) => Ok(host.current()?.get(path)?),
@@ -330,7 +334,7 @@ impl Place {
     }
 }
 
-/// Boots a lab and counts it.
+/// Boots a lab and updates the statistics.
 fn boot(options: &LabOptions) -> Result<Lab, LabError> {
     let lab = Lab::boot(options)?;
     report::lab_booted(lab.boot_time());

@@ -1,29 +1,29 @@
-//! The labs of one process: how many exist at once, and which test uses which.
+//! Limits the number of labs of this process and assigns them to tests.
 //!
-//! A [`Pool`] admits requests until its limit of labs or of memory is reached. A [`Grant`] is an admitted
-//! request; dropping it makes room for the next one. Labs that tests share stay in the pool between two
-//! grants, by their options.
+//! A [`Pool`] admits requests up to its limits of labs and memory. A [`Grant`] is an admitted
+//! request; dropping it frees its share. Shared labs remain in the pool between two grants, by
+//! their options.
 //!
-//! The order of admission is in [`State::next`]. Requests that find their lab booted come first, those for
-//! which another lab has to be switched off come later, and exclusive ones come last, so that a run switches
-//! between these phases once. A request that others have passed [`MAX_PASSED`] times is next, whatever it
-//! needs.
+//! [`State::next`] determines the order of admission. Requests whose lab is booted come first, then
+//! requests that require switching off another lab, and finally exclusive requests, so that a run
+//! switches between these phases only once. A request that has been overtaken [`MAX_PASSED`] times
+//! is next, whatever it needs.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 /// Environment variable with the maximum number of labs.
 const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
-/// Maximum number of labs unless the variable says otherwise. A lab keeps about one processor busy.
+/// Default maximum number of labs. A lab keeps about one processor busy.
 const DEFAULT_LIMIT: usize = 2;
-/// Memory of QEMU beside the lab's, most of it for translated code, in MiB.
+/// Memory of QEMU besides the lab's, mostly translated code, in MiB.
 const OVERHEAD_MIB: u64 = 1024;
-/// Memory that stays free for the rest of the machine, in MiB.
+/// Memory reserved for the rest of the machine, in MiB.
 const RESERVE_MIB: u64 = 1024;
-/// Number of later requests that may be admitted before a waiting one.
+/// Maximum number of times that a waiting request may be overtaken.
 const MAX_PASSED: u32 = 64;
 
-/// Modules of tests that run longest, the longest first. Their requests are admitted before others.
+/// Test modules with the longest run time, in descending order. Their requests are admitted first.
 const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
@@ -31,46 +31,46 @@ const LONGEST_FIRST: [&str; 8] = [
 /// How a request shares the pool with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Up to the pool's limit of requests run at once.
+    /// Runs concurrently with other requests, up to the pool's limit.
     Shared,
-    /// Nothing else runs: for measurements of time.
+    /// Runs alone, for time measurements.
     Exclusive,
 }
 
 /// The lab that a request needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LabNeed {
-    /// What labs that may be used instead of each other have in common; `None` for a lab that is not kept.
+    /// Key that interchangeable labs have in common; `None` for a lab that is not kept.
     pub(crate) key: Option<String>,
-    /// The lab's memory in MiB.
+    /// Memory of the lab, in MiB.
     pub(crate) memory_mib: u64,
 }
 
-/// Why a request is not admitted.
+/// Why a request was rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
-    /// The thread holds a grant already. Two such threads could wait for each other for ever.
+    /// The thread already holds a grant. Two such threads could deadlock.
     #[error("this thread holds a place already; drop it before another one is requested")]
     AlreadyHeld,
-    /// The environment variable is wrong.
+    /// The environment variable is invalid.
     #[error("{LIMIT_VARIABLE}={0}: must be a number from 1")]
     Limit(String),
 }
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug)]
 struct Request {
     ticket: u64,
     thread: ThreadId,
     access: Access,
     lab: Option<LabNeed>,
-    /// Position of its module in [`LONGEST_FIRST`].
+    /// Index of the test's module in [`LONGEST_FIRST`].
     rank: usize,
-    /// Number of later requests that were admitted since it came.
+    /// Number of times that the request has been overtaken.
     passed: u32,
 }
 
-/// A request that was admitted.
+/// An admitted request.
 #[derive(Debug)]
 struct Running {
     ticket: u64,
@@ -79,7 +79,7 @@ struct Running {
     lab_mib: Option<u64>,
 }
 
-/// A booted lab that nobody uses.
+/// A booted lab that is not in use.
 #[derive(Debug)]
 struct Idle<L> {
     key: String,
@@ -87,21 +87,21 @@ struct Idle<L> {
     lab: L,
 }
 
-/// The state of all requests and labs.
+/// All requests and labs.
 #[derive(Debug)]
 struct State<L> {
     limit: usize,
-    /// Memory for labs, in MiB.
+    /// Memory available for labs, in MiB.
     memory_mib: u64,
     tickets: u64,
     waiting: Vec<Request>,
     running: Vec<Running>,
-    /// The least recently used first.
+    /// Unused labs, least recently used first.
     idle: Vec<Idle<L>>,
 }
 
 impl<L> State<L> {
-    /// The request to be admitted now.
+    /// Returns the next request to admit.
     fn next(&self) -> Option<&Request> {
         if self
             .running
@@ -123,7 +123,7 @@ impl<L> State<L> {
             .min_by_key(|request| (self.evictions(request) > 0, request.rank, request.ticket))
     }
 
-    /// Returns whether a request can be admitted beside those that run.
+    /// Returns whether a request can be admitted in addition to the running ones.
     fn fits(&self, request: &Request) -> bool {
         if self.running.is_empty() {
             return true;
@@ -133,7 +133,7 @@ impl<L> State<L> {
         request.access == Access::Shared && self.running.len() < self.limit && has_memory
     }
 
-    /// Number of idle labs that have to be switched off before a request has its lab.
+    /// Returns the number of idle labs that must be switched off to admit a request.
     fn evictions(&self, request: &Request) -> usize {
         let Some(need) = cost_mib(request.lab.as_ref()) else {
             return 0;
@@ -159,13 +159,14 @@ impl<L> State<L> {
         (0..idle.len()).find(fits).unwrap_or(idle.len())
     }
 
-    /// The idle lab that a request can use.
+    /// Returns the index of an idle lab that a request can use.
     fn warm(&self, request: &Request) -> Option<usize> {
         let key = request.lab.as_ref()?.key.as_ref()?;
         self.idle.iter().position(|idle| idle.key == *key)
     }
 
-    /// Admits a request: the lab it gets, if one is booted, and those that must be switched off before.
+    /// Admits a request. Returns its lab, if one is booted, and the labs that must be switched off
+    /// first.
     fn admit(&mut self, ticket: u64) -> (Option<L>, Vec<L>) {
         let Some(at) = self.waiting.iter().position(|request| request.ticket == ticket) else {
             return (None, Vec::new());
@@ -188,19 +189,19 @@ impl<L> State<L> {
     }
 }
 
-/// Memory that a lab takes with its emulator, in MiB.
+/// Returns the memory of a lab including its emulator, in MiB.
 fn cost_mib(lab: Option<&LabNeed>) -> Option<u64> {
     lab.map(|lab| lab.memory_mib + OVERHEAD_MIB)
 }
 
-/// Labs of type `L`, and who uses them.
+/// A pool of labs of type `L`.
 pub(crate) struct Pool<L> {
     state: Mutex<State<L>>,
     changed: Condvar,
 }
 
 impl<L> Pool<L> {
-    /// A pool with the limits of this machine and of the environment.
+    /// Creates a pool with the limits of this machine and the environment.
     pub(crate) fn of_this_machine() -> Result<Self, PoolError> {
         let limit = match std::env::var(LIMIT_VARIABLE) {
             Ok(text) if !text.is_empty() => match text.parse() {
@@ -228,12 +229,12 @@ impl<L> Pool<L> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<L>> {
-        // Each change is made as a whole; a test that panicked has not left half of one.
+        // Each update is complete before it can panic, so a poisoned state is consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a request is admitted. `None` for `lab` is a request that needs no lab and counts as one
-    /// all the same.
+    /// Waits until a request is admitted. A request without a lab (`None`) counts against the
+    /// limit, too.
     ///
     /// # Errors
     /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
@@ -262,7 +263,7 @@ impl<L> Pool<L> {
         }
         let (warm, evicted) = state.admit(ticket);
         drop(state);
-        // Another request may fit beside this one.
+        // Another request may fit in addition to this one.
         self.changed.notify_all();
         drop(evicted);
         let pool = Arc::clone(self);
@@ -298,14 +299,14 @@ impl<L> Drop for Grant<L> {
     }
 }
 
-/// Position of a test's module in [`LONGEST_FIRST`], or behind it.
+/// Returns the index of a test's module in [`LONGEST_FIRST`], or the length of the list.
 fn rank(test: &str) -> usize {
     let module = test.split("::").next().unwrap_or_default();
     let known = LONGEST_FIRST.iter().position(|name| *name == module);
     known.unwrap_or(LONGEST_FIRST.len())
 }
 
-/// Memory that programs can have without swapping, in MiB.
+/// Returns the memory available without swapping, in MiB.
 fn available_mib() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -328,7 +329,7 @@ mod tests {
         })
     }
 
-    /// A state with room for two labs.
+    /// Returns a state with capacity for two labs.
     fn state() -> State<u32> {
         State {
             limit: 2,
@@ -417,7 +418,7 @@ mod tests {
         let first = ask(&mut state, "a::x", Access::Shared, need("a"));
         state.admit(first);
         end(&mut state, first, Some(("a", 1)));
-        // Room for one more.
+        // Capacity for one more.
         let second = ask(&mut state, "b::x", Access::Shared, need(""));
         assert_eq!(state.admit(second), (None, vec![]));
         let third = ask(&mut state, "c::x", Access::Shared, need("c"));
@@ -437,12 +438,13 @@ mod tests {
         state.admit(first);
         ask(&mut state, "b::x", Access::Shared, need("a"));
         assert_eq!(next(&state), None);
-        // This machine takes no memory for a lab.
+        // A request for this machine takes no lab memory.
         let here = ask(&mut state, "c::x", Access::Shared, None);
         assert_eq!(next(&state), Some(here));
     }
 
-    /// Many threads, some of which panic: every request is admitted, and exclusive ones are alone.
+    /// With many threads, some of which panic, every request is admitted and exclusive requests run
+    /// alone.
     #[test]
     fn every_request_of_many_threads_is_admitted() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));

@@ -1,4 +1,4 @@
-//! Processes here and in the lab, behind one handle.
+//! Runs processes locally and in the lab through one interface.
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -16,56 +16,56 @@ use crate::limit::{Limit, Overrun};
 /// Why a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
-    /// It could not be started.
+    /// The process could not be started.
     #[error("cannot start {command}: {message}")]
     Start {
-        /// The command line.
+        /// Command line of the process.
         command: String,
-        /// What the system said.
+        /// Error message of the system.
         message: String,
     },
-    /// It took longer than allowed, or did nothing any more, and was killed.
+    /// The process exceeded a limit and was killed.
     #[error("{command}: {overrun}; last output, {silent:.0?} before:\n{tail}")]
     TimedOut {
-        /// The command line.
+        /// Command line of the process.
         command: String,
-        /// The bound it passed.
+        /// Limit that was exceeded.
         overrun: Overrun,
-        /// For how long it had printed nothing: all the time tells a hang from slowness.
+        /// Time since the last output. A long time suggests a hang, a short time slowness.
         silent: Duration,
-        /// The end of what it printed.
+        /// Last lines of the output.
         tail: String,
     },
-    /// The lab went away while it ran.
+    /// The lab ended while the process was running.
     #[error("{command}: the lab host is gone: {message}")]
     LabGone {
-        /// The command line.
+        /// Command line of the process.
         command: String,
-        /// What became of the lab.
+        /// Description of the lab's end.
         message: String,
     },
-    /// It could not be written to.
+    /// Writing to the standard input of the process failed.
     #[error("cannot write to {command}")]
     Stdin {
-        /// The command line.
+        /// Command line of the process.
         command: String,
-        /// Why.
+        /// Error of the write.
         #[source]
         source: io::Error,
     },
 }
 
-/// A program with its arguments and what to add to its environment.
+/// A program with its arguments and additional environment variables.
 #[derive(Debug, Clone)]
 pub struct Command {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Variables added to the environment.
+    /// Additional environment variables.
     pub env: Vec<(String, String)>,
 }
 
 impl Command {
-    /// A program, so far without arguments.
+    /// Creates a command without arguments.
     pub fn new(program: impl Into<String>) -> Self {
         Self {
             argv: vec![program.into()],
@@ -73,7 +73,7 @@ impl Command {
         }
     }
 
-    /// A shell command line.
+    /// Creates a command that runs a shell command line.
     pub fn shell(line: impl Into<String>) -> Self {
         Self::new("sh").arg("-c").arg(line)
     }
@@ -96,42 +96,42 @@ impl Command {
         self
     }
 
-    /// The command line for messages.
+    /// Returns the command line for messages.
     pub fn line(&self) -> String {
         self.argv.join(" ")
     }
 }
 
-/// What a process printed and how it ended.
+/// The output and exit status of a process.
 #[derive(Debug, Clone)]
 pub struct Output {
     /// Standard output.
     pub stdout: Vec<u8>,
     /// Standard error.
     pub stderr: Vec<u8>,
-    /// Exit status, or the signal that killed it.
+    /// Exit status, or the signal that killed the process.
     pub ended: Ended,
-    /// From start to end, as seen from here.
+    /// Run time as seen locally.
     pub elapsed: Duration,
 }
 
 impl Output {
-    /// Exit status; `None` if a signal killed it.
+    /// Returns the exit status, or `None` if a signal killed the process.
     pub fn code(&self) -> Option<i32> {
         self.ended.code
     }
 
-    /// Whether it ended with status 0.
+    /// Returns whether the process exited with status 0.
     pub fn success(&self) -> bool {
         self.ended.code == Some(0)
     }
 
-    /// Standard output as text, carriage returns removed.
+    /// Returns standard output as text without carriage returns.
     pub fn stdout_text(&self) -> String {
         text(&self.stdout)
     }
 
-    /// Standard error as text, carriage returns removed.
+    /// Returns standard error as text without carriage returns.
     pub fn stderr_text(&self) -> String {
         text(&self.stderr)
     }
@@ -141,11 +141,12 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
-/// A function that takes the output of a process as it comes, instead of its being kept. It may
-/// block: then the process waits as well, once the buffers between them are full.
+/// A function that receives the output of a process as it arrives, instead of a buffer. If it
+/// blocks, the process blocks too once the buffers in between are full.
 pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 
-/// What is known of a process so far; shared between its handle and the threads that feed it.
+/// The output and state of a process, shared between its handle and the threads that receive its
+/// output.
 #[derive(Default)]
 pub(crate) struct Progress {
     state: Mutex<State>,
@@ -157,9 +158,9 @@ pub(crate) struct Progress {
 struct State {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
-    /// When the last of it came.
+    /// Time of the last output.
     heard: Option<Instant>,
-    /// What CPU time was last known to be used, and when that had changed.
+    /// CPU time at the last check, and the time of its last change.
     ticks: u64,
     worked: Option<Instant>,
     end: Option<End>,
@@ -173,7 +174,7 @@ enum End {
 }
 
 impl Progress {
-    /// The progress of a process whose output goes to `sink`.
+    /// Creates the progress of a process whose output goes to `sink`.
     pub(crate) fn with_sink(sink: OutputSink) -> Self {
         Self {
             sink: Some(sink),
@@ -185,9 +186,9 @@ impl Progress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes output of the process.
+    /// Records output of the process.
     pub(crate) fn output(&self, stream: OutputStream, bytes: &[u8]) {
-        // Not under the lock: the sink may be slow.
+        // Call the sink without the lock, because it may be slow.
         if let Some(sink) = &self.sink {
             sink(stream, bytes);
         }
@@ -218,7 +219,7 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    /// So much CPU time has been used.
+    /// Records the CPU time used so far.
     pub(crate) fn used(&self, ticks: u64) {
         let mut state = self.lock();
         if state.ticks != ticks {
@@ -227,8 +228,8 @@ impl Progress {
         }
     }
 
-    /// Waits until `done` says so; if a bound is passed before, counted from `start`, says which. A silence
-    /// before this call is none: nobody waited for a word.
+    /// Waits until `done` returns a value. Returns the limit that is exceeded first, counted from
+    /// `start`. Time without output before this call does not count.
     fn wait_until(
         &self,
         start: Instant,
@@ -255,7 +256,7 @@ impl Progress {
         }
     }
 
-    /// Watches the CPU time of a process group of this machine until it has ended.
+    /// Monitors the CPU time of a local process group until it exits.
     fn watch(&self, group: i32) {
         while self
             .wait_until(Instant::now(), WATCH_PERIOD.into(), |state| state.end.is_some())
@@ -266,15 +267,15 @@ impl Progress {
     }
 }
 
-/// How to reach a process: it is here or in the lab.
+/// Controls a process, either local or in the lab.
 pub(crate) trait Control: Send {
-    /// Writes to its standard input; an empty slice closes it.
+    /// Writes to standard input. An empty slice closes it.
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()>;
-    /// Sends a signal to it and its children.
+    /// Sends a signal to the process and its children.
     fn signal(&mut self, number: i32);
 }
 
-/// A running process. Dropping the handle kills it.
+/// A running process, killed when the handle is dropped.
 pub struct Process {
     command: String,
     started: Instant,
@@ -295,7 +296,7 @@ impl Process {
     /// Starts a process on this machine.
     ///
     /// # Errors
-    /// When the program does not exist or cannot be executed.
+    /// Returns an error if the program does not exist or cannot be executed.
     pub fn start_here(command: &Command) -> Result<Self, ProcessError> {
         let start_error = |message: String| ProcessError::Start {
             command: command.line(),
@@ -346,20 +347,20 @@ impl Process {
         Ok(Self::new(command, progress, Box::new(control)))
     }
 
-    /// Waits until the process has ended; kills it when it passes one of the bounds of `limit`, which begin
-    /// with its start.
+    /// Waits until the process exits. Kills it if it exceeds a limit, counted from its start.
     ///
     /// # Errors
-    /// When it could not be started, took too long, or the lab went away.
+    /// Returns an error if the process could not be started or exceeded a limit, or if the lab
+    /// ended.
     pub fn wait(self, limit: impl Into<Limit>) -> Result<Output, ProcessError> {
         self.wait_or_look(limit, String::new)
     }
 
-    /// As [`Process::wait`]. What `look` says of a process that took too long, before it is killed, is told
-    /// with its last output.
+    /// Waits like [`Process::wait`]. If the process exceeds a limit, the output of `look` is added
+    /// to the error before the process is killed.
     ///
     /// # Errors
-    /// Those of [`Process::wait`].
+    /// Returns the same errors as [`Process::wait`].
     pub fn wait_or_look(
         mut self,
         limit: impl Into<Limit>,
@@ -386,13 +387,13 @@ impl Process {
         }
     }
 
-    /// Waits until standard output contains `text`, within the bounds of `limit` from now on. Returns
-    /// whether it does; false also when the process ended without printing it.
+    /// Waits until standard output contains `text`, within `limit` from now on. Returns `false` if
+    /// the process ended or exceeded a limit without printing it.
     pub fn wait_for(&self, text: &str, limit: impl Into<Limit>) -> bool {
         self.wait_for_in(|state| &state.stdout, text, limit.into())
     }
 
-    /// As [`Process::wait_for`], on standard error.
+    /// Waits like [`Process::wait_for`], but on standard error.
     pub fn wait_for_message(&self, text: &str, limit: impl Into<Limit>) -> bool {
         self.wait_for_in(|state| &state.stderr, text, limit.into())
     }
@@ -407,8 +408,8 @@ impl Process {
         self.progress.wait_until(Instant::now(), limit, done).is_ok() && contains(&self.progress.lock())
     }
 
-    /// Passes what it prints on standard output to `sink` as it comes, until it has ended or
-    /// it has passed a bound of `limit`. Call [`Process::wait`] afterwards.
+    /// Passes standard output to `sink` as it arrives until the process exits or exceeds a limit.
+    /// Call [`Process::wait`] afterwards.
     pub fn follow(&self, limit: impl Into<Limit>, mut sink: impl FnMut(&[u8])) {
         let mut seen = 0;
         let limit = limit.into();
@@ -419,7 +420,7 @@ impl Process {
                 seen = state.stdout.len();
                 !fresh.is_empty() || state.end.is_some()
             });
-            // Not under the lock: the sink may be slow.
+            // Call the sink without the lock, because it may be slow.
             sink(&fresh);
             if result.is_err() || fresh.is_empty() {
                 return;
@@ -427,28 +428,28 @@ impl Process {
         }
     }
 
-    /// What it has printed on standard output so far.
+    /// Returns the standard output so far.
     pub fn stdout_so_far(&self) -> String {
         text(&self.progress.lock().stdout)
     }
 
-    /// Writes to its standard input.
+    /// Writes to standard input.
     ///
     /// # Errors
-    /// When it no longer reads.
+    /// Returns an error if the process no longer reads it.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
         self.send(bytes)
     }
 
-    /// Closes its standard input.
+    /// Closes standard input.
     ///
     /// # Errors
-    /// When the lab is gone.
+    /// Returns an error if the lab has ended.
     pub fn close_stdin(&mut self) -> Result<(), ProcessError> {
         self.send(&[])
     }
 
-    /// Sends a signal, such as `libc::SIGTERM`, to it and its children.
+    /// Sends a signal, such as `libc::SIGTERM`, to the process and its children.
     pub fn signal(&mut self, number: i32) {
         self.control.signal(number);
     }
@@ -467,7 +468,7 @@ impl Process {
             tail.push_str(&last_lines(&text(&state.stderr), 10));
             (state.heard.unwrap_or(self.started).elapsed(), tail)
         };
-        // Not under the lock: more of its output may come meanwhile.
+        // Call `look` without the lock, because more output may arrive.
         tail.push_str(&look());
         ProcessError::TimedOut {
             command: self.command.clone(),
@@ -486,7 +487,7 @@ impl Drop for Process {
     }
 }
 
-/// The last `count` lines of `text`.
+/// Returns the last `count` lines of `text`.
 pub(crate) fn last_lines(text: &str, count: usize) -> String {
     let lines: Vec<_> = text.lines().collect();
     let mut out = String::new();
@@ -529,7 +530,7 @@ impl Control for Here {
     #[expect(unsafe_code, reason = "calls of the system")]
     fn signal(&mut self, number: i32) {
         if self.pid > 0 {
-            // SAFETY: kill(2) takes two integers and touches no memory of ours.
+            // SAFETY: kill(2) takes two integers and accesses no memory of this process.
             unsafe { libc::kill(-self.pid, number) };
         }
     }
@@ -565,7 +566,7 @@ mod tests {
         assert!(*silent > Duration::ZERO, "{error}");
     }
 
-    /// A VM that runs a load says nothing for half an hour, and then it is told to end.
+    /// A VM under load may print nothing for half an hour before it is asked to stop.
     #[test]
     fn a_silence_from_before_the_wait_is_no_hang() {
         let limit = Limit {
@@ -579,7 +580,7 @@ mod tests {
         assert!(process.wait(limit).unwrap().success());
     }
 
-    /// The bound on stillness is what tells a hang from slowness: it must not end what works in silence.
+    /// The limit on stillness must detect hangs without ending a process that works silently.
     #[test]
     fn a_process_that_works_in_silence_is_not_taken_for_one_that_hangs() {
         let limit = Limit {

@@ -1,8 +1,9 @@
-//! What the tests of a process do: progress while they run, how long each of them used a place, and totals.
+//! Reports the progress of the tests of a process, the time for which each test used a test host,
+//! and totals.
 //!
-//! The test harness shows the output of a test when the test has ended, and none of one that passes. What
-//! this module prints goes to standard error directly. Times are kept in `target/integration/times.tsv`, the
-//! last ones of each test.
+//! The test harness shows the output of a test after it has ended, and none of a passing test. This
+//! module therefore prints directly to standard error. The latest times of each test are saved in
+//! `target/integration/times.tsv`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use crate::artefacts;
 
-/// How often progress is printed.
+/// Interval between progress reports.
 const PERIOD: Duration = Duration::from_secs(10);
 /// First line of the file of times.
 const HEADING: &str = "# test\tseconds\tseconds waited\tplace";
@@ -25,28 +26,28 @@ static LABS: AtomicU32 = AtomicU32::new(0);
 static LABS_MS: AtomicU64 = AtomicU64::new(0);
 static GUESTS: AtomicU32 = AtomicU32::new(0);
 
-/// Counts a lab that was booted.
+/// Counts a booted lab.
 pub(crate) fn lab_booted(time: Duration) {
     LABS.fetch_add(1, Ordering::Relaxed);
     let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     LABS_MS.fetch_add(ms, Ordering::Relaxed);
 }
 
-/// Counts a Linux guest that was started.
+/// Counts a started Linux guest.
 pub(crate) fn guest_started() {
     GUESTS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What a test with a place does.
+/// The activity of a test that uses a test host.
 #[derive(Debug, Clone)]
 struct Activity {
     test: String,
     since: Instant,
-    /// Where it runs and how long it had waited; `None` while it waits.
+    /// Name of the test host and the time waited for it; `None` while waiting.
     place: Option<(String, Duration)>,
 }
 
-/// Seconds with a place and seconds before it, and which place.
+/// Seconds of use and of waiting, and the name of the test host.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Times {
     seconds: f64,
@@ -58,7 +59,7 @@ struct Times {
 struct Report {
     next: u64,
     activities: BTreeMap<u64, Activity>,
-    /// Of this process.
+    /// The times of this process.
     times: BTreeMap<String, Times>,
 }
 
@@ -72,16 +73,17 @@ fn report() -> MutexGuard<'static, Report> {
     REPORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The use of a place by a test, from its request to its end.
+/// Tracks the use of a test host by a test, from its request to its end.
 #[derive(Debug)]
 pub(crate) struct Watch(u64);
 
 impl Watch {
-    /// Begins with the request of the calling thread's test.
+    /// Starts tracking at the request of the calling thread's test.
     pub(crate) fn begin() -> Self {
         static ONCE: Once = Once::new();
         let thread = thread::current();
-        // The harness names the threads of tests after them. Programs that are no tests print for themselves.
+        // The harness names test threads after their tests. Programs other than tests print their
+        // own progress.
         if let Some(name) = thread.name().filter(|name| *name != "main") {
             ONCE.call_once(start);
             let mut report = report();
@@ -98,7 +100,7 @@ impl Watch {
         Self(0)
     }
 
-    /// The test has its place.
+    /// Records that the test has obtained its test host.
     pub(crate) fn runs_in(&self, place: &str) {
         if let Some(activity) = report().activities.get_mut(&self.0) {
             activity.place = Some((place.to_owned(), activity.since.elapsed()));
@@ -126,11 +128,11 @@ impl Drop for Watch {
 
 /// Prints a line that the harness does not capture.
 fn say(line: &str) {
-    // Nobody may read standard error any more.
+    // Ignore the error: standard error may be closed.
     _ = writeln!(io::stderr(), "{line}");
 }
 
-/// Starts the thread that prints progress, and has the totals printed at the end of the process.
+/// Starts the thread that prints progress, and registers the totals to be printed at exit.
 fn start() {
     sum_up_at_exit();
     if io::stderr().is_terminal() {
@@ -148,7 +150,7 @@ fn start() {
     });
 }
 
-/// One line for all activities; `None` where there is none.
+/// Formats all activities in one line, or returns `None` if there are none.
 fn progress(activities: &[Activity]) -> Option<String> {
     let mut line = String::new();
     for activity in activities {
@@ -182,8 +184,8 @@ fn sum_up_at_exit() {
             GUESTS.load(Ordering::Relaxed),
         ));
     }
-    // SAFETY: `sum_up` has the signature that atexit(3) asks for, uses nothing but statics, which are never
-    // destroyed, and does not unwind: it ignores errors of writing.
+    // SAFETY: `sum_up` has the signature required by atexit(3). It uses only statics, which are
+    // never destroyed, and does not unwind, because it ignores write errors.
     unsafe { libc::atexit(sum_up) };
 }
 
@@ -191,7 +193,8 @@ fn times_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("times.tsv"))
 }
 
-/// Writes times over those of the same tests. They are only information: a failure to keep them is ignored.
+/// Saves times and replaces earlier ones of the same tests. Failures are ignored, because the times
+/// are informational.
 fn keep(times: &BTreeMap<String, Times>) {
     let Some(file) = times_file() else { return };
     let mut all = read(&fs::read_to_string(&file).unwrap_or_default());
@@ -204,14 +207,14 @@ fn keep(times: &BTreeMap<String, Times>) {
             times.seconds, times.waited, times.place
         );
     }
-    // Whole at each moment, for another process that reads it.
+    // Replace the file atomically, for other processes that read it.
     let new = file.with_extension(format!("tsv-{}", std::process::id()));
     if fs::write(&new, text).is_ok() {
         _ = fs::rename(&new, &file);
     }
 }
 
-/// The rows of a file of times; others are left out.
+/// Parses a file of times and skips invalid rows.
 fn read(text: &str) -> BTreeMap<String, Times> {
     let row = |line: &str| {
         let mut columns = line.split('\t');

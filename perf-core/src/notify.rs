@@ -23,9 +23,10 @@ bitflags! {
 
 /// The poll state of one event, with an eventfd that is created on first use.
 ///
-/// [`PollNotifier::signal`] sets the state before it signals the eventfd, and [`PollNotifier::take`] drains the
-/// eventfd before it takes the state, so a reader cannot miss a notification between its check and
-/// its sleep. `HUP` has its own bit, so a later `IN` cannot hide it.
+/// [`PollNotifier::signal`] sets the state before it signals the eventfd, and
+/// [`PollNotifier::take`] drains the eventfd before it takes the state, so a reader cannot miss a
+/// notification between its check and its sleep. `HUP` has its own bit, so a later `IN` cannot hide
+/// it.
 #[derive(Debug, Default)]
 pub(crate) struct PollNotifier {
     state: AtomicU32,

@@ -1,5 +1,5 @@
-//! `make demo-disk`: a Debian disk image boots to a login, its perf counts and samples, and the recording
-//! comes out over vsock.
+//! `make demo-disk`: boots a Debian disk image to a login, counts and samples with the guest's
+//! perf, and fetches the recording over vsock.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -11,12 +11,11 @@ use integration::limit::Limit;
 use integration::process::Command;
 
 const LIMIT: Limit = Limit::GENEROUS;
-/// Of the VM.
 const NAME: &str = "debian";
-/// Random reads of the image's own disk, past the guest's page cache.
+/// Reads the disk of the running image at random, bypassing the guest's page cache.
 const FIO: &str = "fio --name=reads --filename=/dev/vda --readonly --direct=1 --rw=randread --bs=4k --iodepth=16 \
                    --ioengine=libaio --time_based --runtime=3 | grep -E 'read:|cpu'";
-/// Ends well whether rr can record or not.
+/// Succeeds regardless of whether rr can record.
 const RR: &str = "rr record -n true 2>&1 | grep . | head -n 4";
 
 fn main() -> ExitCode {
@@ -79,11 +78,11 @@ fn show() -> Result<(), Box<dyn Error>> {
     let record = format!("perf record -q -F 500 -o /root/perf.data {load}");
     run(&["exec", NAME, "--", "sh", "-c", &record])?;
     run(&["exec", NAME, "--", "sh", "-c", FIO])?;
-    // rr tests the PMU at its start and says itself what it misses: docs/guide/debian.md.
+    // rr checks the PMU at startup and reports missing features: docs/guide/debian.md.
     run(&["exec", NAME, "--", "sh", "-c", RR])?;
     let data = place.scratch("demo-disk.data");
     run(&["cp", &format!("{NAME}:/root/perf.data"), &data])?;
-    // By the host's perf, of what the guest recorded.
+    // Uses the host's perf to show what the guest recorded.
     let report = Command::shell(format!(
         "perf report --stdio --sort comm,dso -i '{data}' 2>/dev/null | grep -v '^#' | grep . | head -n 12"
     ));

@@ -1,4 +1,4 @@
-//! `make demo`: the main job, shown. A Linux guest whose perf counts and samples.
+//! `make demo`: runs a Linux guest in which perf counts and samples.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the demo and returns whether the numbers are what they should be.
+/// Runs the demo and returns whether the numbers are as expected.
 fn show(pmu: &str) -> Result<bool, PlaceError> {
     match probe_kvm() {
         Kvm::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
@@ -65,7 +65,7 @@ fn show(pmu: &str) -> Result<bool, PlaceError> {
     Ok(good)
 }
 
-/// Compares the guest's numbers with what is known of them.
+/// Compares the guest's numbers with their expected values.
 fn verdict(run: &GuestRun) -> bool {
     let text = |name: &str| run.console.sections.get(name).map_or("", |s| s.text.as_str());
     let stat = parse_stat(text("stat"));
@@ -104,7 +104,7 @@ fn verdict(run: &GuestRun) -> bool {
     good
 }
 
-/// A command line that can be pasted into a shell.
+/// Formats a command line for pasting into a shell.
 fn quoted(argv: &[String]) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+".contains(c);
     let words: Vec<String> = argv
@@ -120,7 +120,7 @@ fn quoted(argv: &[String]) -> String {
     words.join(" ")
 }
 
-/// Shows a console line by line, without the markers meant for programs.
+/// Prints a console line by line, without machine-readable markers.
 #[derive(Default)]
 struct Lines {
     rest: Vec<u8>,
@@ -132,7 +132,7 @@ impl Lines {
         while let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.rest.drain(..=end).collect();
             if !line.starts_with(b"@@pv ") {
-                // A closed pipe ends the display, not the demo.
+                // A closed pipe ends the output, but not the demo.
                 let _ = io::stdout().write_all(&line);
             }
         }

@@ -1,4 +1,4 @@
-//! Why the lab cannot be used.
+//! Errors of the lab.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,40 +8,41 @@ use crate::artefacts::ArtefactError;
 /// Part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
 
-/// Why the lab cannot be used.
+/// Why the lab is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// The program that starts QEMU, and ends it with us, does not run. That QEMU does was seen before.
+    /// The program that starts QEMU and ends it together with this process cannot be executed. QEMU
+    /// itself was checked before.
     #[error("{SETPRIV} cannot be started: it is in the package util-linux")]
     Start(#[source] io::Error),
-    /// Something to put into the lab could not be built.
+    /// A file for the lab could not be built.
     #[error(transparent)]
     Artefact(#[from] ArtefactError),
-    /// A file could not be read or written here.
+    /// A local file could not be read or written.
     #[error("{path}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What went wrong.
+        /// Error of the operation.
         #[source]
         source: io::Error,
     },
-    /// It did not come up.
+    /// The lab did not boot.
     #[error("the lab host did not come up: {reason}; its console is in {log}, and ends with:\n{tail}")]
     Boot {
-        /// What was waited for.
+        /// The event that did not occur.
         reason: String,
-        /// Its console.
+        /// Path of the console log.
         log: PathBuf,
-        /// The end of it.
+        /// Last lines of the console.
         tail: String,
     },
-    /// A file could not be moved.
+    /// A file could not be copied to or from the lab.
     #[error("{path} in the lab: {message}")]
     Transfer {
-        /// The file in the lab.
+        /// Path of the file in the lab.
         path: String,
-        /// What the agent said.
+        /// Message of the agent.
         message: String,
     },
 }

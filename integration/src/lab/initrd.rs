@@ -1,4 +1,4 @@
-//! What is in the lab's initrd.
+//! Builds the lab's initrd.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use guest_images::linux::GuestImages;
 use super::options::LabOptions;
 use crate::artefacts::Binaries;
 
-/// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.
+/// Writes the lab's own initrd, followed by an archive with Perfvisor, the agent and the guest.
 pub(super) fn write_initrd(
     path: &Path,
     host: &GuestImages,
@@ -26,8 +26,8 @@ pub(super) fn write_initrd(
         append(&host.perf_cpio)?;
     }
     let mut archive = Archive::new(out);
-    // Directories of the archives before this one may come again: the kernel leaves those that are there as
-    // they are, but for their mode.
+    // Directories may repeat those of previous archives: the kernel keeps existing directories and
+    // only changes their mode.
     for directory in directories(&options.files) {
         archive.directory(directory)?;
     }
@@ -51,10 +51,10 @@ pub(super) fn write_initrd(
     archive.finish()?.flush()
 }
 
-/// Directories of the lab that its init mounts something over, which hides what an initrd had there.
+/// Directories of the lab that init mounts over, which hides files of the initrd.
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
-/// Why a file cannot be at `place` in the lab, beside `others`, if it cannot.
+/// Returns why the lab cannot have a file at `place` in addition to `others`, or `None` if it can.
 pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');
@@ -85,8 +85,8 @@ pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>)
     ))
 }
 
-/// The directories that the lab's own files and `files` are in, each behind the one it is in: the kernel
-/// makes none for a file, and leaves the file out.
+/// Returns the directories of the lab's own files and of `files`, parents first. The kernel creates
+/// no directories and skips a file whose directory is missing.
 fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
     let mut directories = BTreeSet::from(["guest", "tests"]);
     for (name, _) in files {

@@ -16,10 +16,10 @@ use lab_agent::ordered::OutputStream;
 use crate::process::Progress;
 use lab_agent::wire::{Ended, Frame, Kind, read_frame, write_frame};
 
-/// How long moving one file may take.
+/// Timeout of one file transfer.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 
-/// The connection to the agent and everything that waits for an answer on it.
+/// The connection to the agent, with all requests that wait for an answer.
 pub(super) struct Link {
     stream: Mutex<UnixStream>,
     next_id: AtomicU32,
@@ -34,14 +34,14 @@ struct Waiting {
     gone: Option<Refusal>,
 }
 
-/// A file on its way.
+/// A file transfer in progress.
 struct Transfer {
     data: TransferBuffer,
     result: Option<Result<(), Refusal>>,
 }
 
 impl Transfer {
-    /// Takes a piece of the file. After a failure the rest is dropped.
+    /// Appends a chunk of the file. Chunks after a failure are dropped.
     fn take(&mut self, piece: &[u8]) {
         if self.result.is_none()
             && let Err(refusal) = self.data.extend(piece)
@@ -51,17 +51,17 @@ impl Transfer {
     }
 }
 
-/// Where the contents of a file that comes from the lab are put.
+/// The destination of a file received from the lab.
 pub(super) enum TransferBuffer {
-    /// Memory.
+    /// A buffer in memory.
     Memory(Vec<u8>),
-    /// A file that may still grow by so many bytes.
+    /// A file of limited size.
     File {
-        /// The file, written from its current position.
+        /// The file, written at its current position.
         file: File,
-        /// Bytes that it may take.
+        /// Number of bytes that may still be written.
         left: u64,
-        /// The limit that is named when it is exceeded.
+        /// Size limit for the error message.
         limit: u64,
     },
 }
@@ -82,7 +82,7 @@ impl TransferBuffer {
     }
 }
 
-/// What the agent, or the lab's end, says to what was asked.
+/// The reason why the agent refused a request, or why the lab ended.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal(pub(super) String);
 
@@ -96,12 +96,12 @@ impl Link {
         }
     }
 
-    /// Whether the agent has hung up.
+    /// Returns whether the agent has closed the connection.
     pub(super) fn is_gone(&self) -> bool {
         self.waiting().gone.is_some()
     }
 
-    /// What is sent of process `id` goes to `progress`; or why nothing will be sent any more.
+    /// Delivers frames of process `id` to `progress`, or returns why the connection has ended.
     pub(super) fn report_to(&self, id: u32, progress: &Arc<Progress>) -> Result<(), Refusal> {
         let mut waiting = self.waiting();
         if let Some(reason) = &waiting.gone {
@@ -129,7 +129,7 @@ impl Link {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Delivers what the agent sends until it hangs up.
+    /// Dispatches received frames until the agent closes the connection.
     pub(super) fn receive(&self, mut stream: UnixStream, remains: &Remains) {
         let reason = loop {
             match read_frame(&mut stream) {
@@ -161,7 +161,7 @@ impl Link {
                     OutputStream::Stderr
                 };
                 let progress = waiting.processes.get(&id).cloned();
-                // The receiver of the output may be slow, and others need the lock.
+                // Release the lock, because the receiver of the output may be slow.
                 drop(waiting);
                 if let Some(progress) = progress {
                     progress.output(stream, &payload);
@@ -204,7 +204,7 @@ impl Link {
                     self.answered.notify_all();
                 }
             }
-            // Not for us; an agent that sends them is broken, and the waits have limits.
+            // Frames for the agent. An agent that sends them is broken; waiting requests time out.
             Kind::Hello
             | Kind::Start
             | Kind::Stdin
@@ -215,7 +215,7 @@ impl Link {
         }
     }
 
-    /// Announces a transfer whose contents, if any come, go to `data`.
+    /// Registers a transfer whose contents are stored in `data`.
     pub(super) fn start_transfer(&self, data: TransferBuffer) -> u32 {
         let id = self.new_id();
         let mut waiting = self.waiting();
@@ -224,7 +224,7 @@ impl Link {
         id
     }
 
-    /// Waits for the end of a transfer and returns where its contents went.
+    /// Waits for the end of a transfer and returns its destination.
     pub(super) fn finish_transfer(&self, id: u32, path: &str) -> Result<TransferBuffer, LabError> {
         let (mut waiting, timeout) = self
             .answered

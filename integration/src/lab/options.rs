@@ -1,4 +1,4 @@
-//! How a lab is set up.
+//! Configuration of a lab.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,24 +6,24 @@ use std::sync::atomic::AtomicBool;
 
 use guest_images::linux::KernelChoice;
 
-/// How a lab is set up.
+/// The configuration of a lab.
 #[derive(Debug, Clone)]
 pub struct LabOptions {
-    /// Virtual processors for what runs in it, each a thread of QEMU. There is one more, where no guest may
-    /// run.
+    /// Number of virtual processors for guests, each a thread of QEMU. One more processor is
+    /// reserved for the lab itself.
     pub cpus: u32,
-    /// Memory in MiB. Files in the lab live in memory too.
+    /// Memory in MiB, which also holds the files of the lab.
     pub memory_mib: u32,
-    /// Whether perf is put into the lab itself. The guest always has it.
+    /// `true` to install perf in the lab itself. Guests always have it.
     pub perf: bool,
-    /// The kernel of the lab itself. Its guests have the default one.
+    /// Kernel of the lab itself. Its guests use the default kernel.
     pub kernel: KernelChoice,
-    /// More files: path in the lab and path here. Copied with their permissions.
+    /// Additional files: path in the lab and local path. Permissions are copied.
     pub files: Vec<(String, PathBuf)>,
-    /// Raw images that are `/dev/vda`, `/dev/vdb` and so on there; one may be there twice. What is written to
-    /// them is lost with the lab.
+    /// Raw images for `/dev/vda`, `/dev/vdb` and so on; an image may occur twice. Writes are
+    /// discarded with the lab.
     pub disks: Vec<PathBuf>,
-    /// Set to true, it ends a boot that has not come to its end, which is then an error.
+    /// Set to `true` to abort a boot in progress with an error.
     pub cancelled: Arc<AtomicBool>,
 }
 

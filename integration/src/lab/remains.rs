@@ -1,4 +1,4 @@
-//! The end of a lab, and what it leaves to be read.
+//! The exit of a lab and the logs that it leaves.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use crate::process::last_lines;
 
-/// The end of QEMU, which another thread waits for.
+/// The exit of QEMU, which another thread waits for.
 #[derive(Default)]
 pub(super) struct Ending {
     pub(super) how: Mutex<Option<String>>,
     pub(super) changed: Condvar,
-    /// QEMU is of no use any more and is to be killed.
+    /// `true` if QEMU is no longer needed and must be killed.
     pub(super) abandoned: AtomicBool,
 }
 
@@ -27,7 +27,7 @@ impl Ending {
         self.how.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// How QEMU ended, if it does so within `limit`.
+    /// Waits up to `limit` for QEMU to exit and returns its exit status.
     pub(super) fn wait(&self, limit: Duration) -> Option<String> {
         let how = self.how.lock().unwrap_or_else(PoisonError::into_inner);
         let (how, _) = self
@@ -38,7 +38,7 @@ impl Ending {
     }
 }
 
-/// What is left to read after a lab has gone.
+/// The logs of a lab that has ended.
 pub(super) struct Remains {
     pub(super) ending: Arc<Ending>,
     pub(super) console: PathBuf,
@@ -46,7 +46,7 @@ pub(super) struct Remains {
 }
 
 impl Remains {
-    /// The ends of the console and of what QEMU printed.
+    /// Returns the last lines of the console and of QEMU's output.
     pub(super) fn tail(&self) -> String {
         let console = fs::read(&self.console).unwrap_or_default();
         let said = fs::read(&self.qemu_log).unwrap_or_default();
@@ -55,7 +55,7 @@ impl Remains {
         tail
     }
 
-    /// All that is known about the death of a lab whose connection ended for `reason`.
+    /// Describes the end of a lab whose connection was closed for `reason`.
     pub(super) fn obituary(&self, reason: &str) -> String {
         let how = self
             .ending

@@ -1,9 +1,9 @@
-//! The guest kernel's messages.
+//! Parses messages of the guest's kernel.
 
-/// What the kernel says its TSC runs at, in Hz.
+/// Returns the TSC frequency reported by the kernel, in Hz.
 ///
-/// "tsc: Detected 2899.999 MHz processor" comes from CPUID or a paravirtual clock; a calibration
-/// against another timer afterwards refines it.
+/// "tsc: Detected 2899.999 MHz processor" is the value from CPUID or a paravirtual clock; a later
+/// calibration against another timer refines it.
 pub fn tsc_hz(dmesg: &str) -> Option<f64> {
     let mhz = |line: &str, before: &str| -> Option<f64> {
         line.split_once(before)?.1.split_whitespace().next()?.parse().ok()
@@ -16,7 +16,7 @@ pub fn tsc_hz(dmesg: &str) -> Option<f64> {
         .map(|mhz| mhz * 1e6)
 }
 
-/// The lines in which the kernel tells which PMU driver it uses.
+/// Returns the messages about the kernel's PMU driver.
 pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
     dmesg
         .lines()
@@ -24,13 +24,13 @@ pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// What a kernel says when something is wrong with it or with the machine under it.
+/// Texts that occur in messages about problems of the kernel or its machine.
 const COMPLAINTS: [&str; 19] = [
-    // An NMI that no handler knew: a PMI that should not have come, or came too late.
+    // An NMI without a handler: a spurious or late PMI.
     "Uhhuh",
     "Dazed and confused",
     "unknown reason",
-    // A register that is announced and does not exist.
+    // An advertised register does not exist.
     "unchecked MSR access",
     "WARNING:",
     "BUG:",
@@ -43,14 +43,14 @@ const COMPLAINTS: [&str; 19] = [
     "soft lockup",
     "hard LOCKUP",
     "blocked for more than",
-    // The PMU's driver.
+    // Messages of the PMU driver.
     "Broken PMU",
     "irq loop stuck",
     "[Firmware Bug]: the BIOS",
     "arch/x86/events/",
 ];
 
-/// Complaints that are known, each with its exact words or place in the kernel and the reason.
+/// Known problems: the exact text or code location, and the reason.
 const KNOWN: [(&str, &str); 3] = [
     (
         "Speculative Return Stack Overflow: WARNING: See https://",
@@ -63,7 +63,7 @@ const KNOWN: [(&str, &str); 3] = [
     ("Spectre V2 : WARNING: Unprivileged eBPF is enabled", "the same"),
 ];
 
-/// The lines in which the kernel complains, known ones left out.
+/// Returns the messages about problems, without known ones.
 pub fn complaints(dmesg: &str) -> Vec<&str> {
     dmesg
         .lines()
@@ -72,24 +72,24 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Why a guest's kernel cannot be called sound.
+/// Why the log of a guest's kernel is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KernelLogError {
-    /// The first message is not there.
+    /// The first message is missing.
     #[error("the kernel's messages do not begin with its version, some are lost: {0:?}")]
     Beginning(String),
-    /// Too few messages, or no number of them.
+    /// There are too few messages, or their number is missing.
     #[error("{0:?} messages of the kernel: not all were read")]
     Few(String),
-    /// It complains.
+    /// The kernel reported problems.
     #[error("the guest's kernel complains:\n{}", .0.join("\n"))]
     Complaints(Vec<String>),
 }
 
-/// Judges a guest's section `kernel-log`.
+/// Checks a guest's section `kernel-log`.
 ///
 /// # Errors
-/// [`KernelLogError`]: a complaint, or messages that are not all there.
+/// Returns a [`KernelLogError`] if the kernel reported a problem or the log is incomplete.
 pub fn judge_kernel_log(section: &str) -> Result<(), KernelLogError> {
     let mut lines = section.lines();
     let (first, count) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! Reading what perf, the kernel and the test guests print.
+//! Parsers for the output of perf, the kernel and the test guests.
 
 mod dmesg;
 mod report;

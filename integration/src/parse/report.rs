@@ -1,6 +1,6 @@
-//! `perf report --stdio`, without call chains (`-g none`).
+//! Parses `perf report --stdio` without call chains (`-g none`).
 
-/// One line of the table.
+/// A line of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportLine {
     /// Share of the period, in percent.
@@ -9,27 +9,27 @@ pub struct ReportLine {
     pub command: String,
     /// Program, library or `[kernel.kallsyms]`.
     pub object: String,
-    /// Whether the sample was taken in the kernel: `[k]`, against `[.]`.
+    /// `true` for a kernel sample (`[k]`), `false` for a user sample (`[.]`).
     pub kernel: bool,
-    /// The function, or a bare address when it has no symbol.
+    /// Function name, or an address without a symbol.
     pub symbol: String,
 }
 
-/// A whole report.
+/// A parsed report.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
-    /// Number of samples from the header.
+    /// Number of samples according to the header.
     pub samples: f64,
-    /// "Event count (approx.)".
+    /// Event count according to the header, "Event count (approx.)".
     pub event_count: f64,
-    /// Samples the kernel had to drop.
+    /// Number of samples lost by the kernel.
     pub lost: u64,
-    /// The table, in the order printed.
+    /// Lines of the table in printed order.
     pub lines: Vec<ReportLine>,
 }
 
 impl Report {
-    /// Share of a function, in percent; 0 if it has no line.
+    /// Returns the share of a function, in percent; 0 if it is not listed.
     pub fn percent(&self, symbol: &str) -> f64 {
         self.lines
             .iter()
@@ -38,7 +38,7 @@ impl Report {
             .sum()
     }
 
-    /// Whether some sample was resolved to a kernel (or user) function.
+    /// Returns whether at least one sample resolves to a kernel (or user) function.
     pub fn has_symbols(&self, kernel: bool) -> bool {
         self.lines
             .iter()
@@ -46,7 +46,7 @@ impl Report {
     }
 }
 
-/// Reads a report. Colours are removed; lines that belong to no table are skipped.
+/// Parses a report. Removes color codes and skips lines outside tables.
 pub fn parse_report(text: &str) -> Report {
     let mut report = Report::default();
     for line in text.lines() {
@@ -62,7 +62,7 @@ pub fn parse_report(text: &str) -> Report {
 
 fn parse_header(header: &str, report: &mut Report) {
     if let Some(rest) = header.strip_prefix("Samples:") {
-        // "# Samples: 501  of event 'cpu-clock'", or "2K of event" when there are many.
+        // "# Samples: 501  of event 'cpu-clock'", or "2K of event" for large numbers.
         report.samples += rest.split_whitespace().next().map_or(0.0, scaled);
     } else if let Some(rest) = header.strip_prefix("Event count (approx.):") {
         report.event_count += rest.trim().parse().unwrap_or(0.0);
@@ -71,7 +71,7 @@ fn parse_header(header: &str, report: &mut Report) {
     }
 }
 
-/// "501" or "2K" or "1M".
+/// Parses "501", "2K" or "1M".
 fn scaled(text: &str) -> f64 {
     let (digits, factor) = match text.as_bytes().last() {
         Some(b'K') => (&text[..text.len() - 1], 1e3),
@@ -88,7 +88,7 @@ fn parse_row(line: &str) -> Option<ReportLine> {
     let level = words
         .iter()
         .position(|word| matches!(*word, "[k]" | "[.]" | "[H]" | "[g]" | "[u]" | "[h]"))?;
-    // Task names may contain blanks, objects do not.
+    // Task names may contain spaces, object names do not.
     let (command, object) = words[..level].split_at(level.checked_sub(1)?);
     Some(ReportLine {
         percent,

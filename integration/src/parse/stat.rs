@@ -1,48 +1,47 @@
-//! `perf stat`: the table for people and the fields of `-x,`.
+//! Parses `perf stat`: its table and its CSV output (`-x,`).
 
-/// One event's line.
+/// A line for one event.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Count {
-    /// The event as perf prints it, for instance `cycles` or `cycles:u`.
+    /// Event name as printed by perf, such as `cycles` or `cycles:u`.
     pub event: String,
-    /// CPU the line is for, with `-A`: the number in `CPU0`.
+    /// CPU number with `-A`, printed as `CPU0`.
     pub cpu: Option<u32>,
-    /// The number; `None` for `<not supported>` and `<not counted>`.
+    /// Value of the counter; `None` for `<not supported>` and `<not counted>`.
     pub value: Option<f64>,
-    /// Its unit, for instance `msec`; empty for counts.
+    /// Unit such as `msec`; empty for counts.
     pub unit: String,
-    /// Share of the time the event was on a counter, in percent. In the table it is printed only
-    /// when it is less than 100.
+    /// Share of time for which the event was counted, in percent. The table omits the value 100.
     pub running_percent: f64,
-    /// The time it was on, in ns; the table does not have it.
+    /// Time running, in nanoseconds; `None` if parsed from a table.
     pub running_ns: Option<u64>,
 }
 
-/// A whole `perf stat` output.
+/// A parsed `perf stat` output.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stat {
-    /// Events in the order printed.
+    /// Lines in printed order.
     pub counts: Vec<Count>,
-    /// "seconds time elapsed".
+    /// Value of "seconds time elapsed".
     pub elapsed_seconds: Option<f64>,
 }
 
-/// What is wrong with a `perf stat` output.
+/// Why a count is missing from a `perf stat` output.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StatError {
-    /// The event has no line.
+    /// The event is not listed.
     #[error("perf stat printed no line for {0}")]
     NoSuchEvent(String),
-    /// The event has a line without a number.
+    /// The event is listed without a number.
     #[error("perf stat did not count {0}")]
     NotCounted(String),
 }
 
 impl Stat {
-    /// The number of an event, all CPUs added up.
+    /// Returns the count of an event, summed over all CPUs.
     ///
     /// # Errors
-    /// When there is no line for it, or one without a number.
+    /// Returns [`StatError::NoSuchEvent`] or [`StatError::NotCounted`].
     pub fn value(&self, event: &str) -> Result<f64, StatError> {
         let mut sum = None;
         for count in self.counts.iter().filter(|count| count.event == event) {
@@ -54,10 +53,10 @@ impl Stat {
         sum.ok_or_else(|| StatError::NoSuchEvent(event.to_owned()))
     }
 
-    /// The number of an event on one CPU, of an output with `-A`.
+    /// Returns the count of an event on one CPU, from output with `-A`.
     ///
     /// # Errors
-    /// As [`Stat::value`].
+    /// Returns the same errors as [`Stat::value`].
     pub fn value_on(&self, event: &str, cpu: u32) -> Result<f64, StatError> {
         let count = self
             .counts
@@ -68,8 +67,8 @@ impl Stat {
     }
 }
 
-/// Reads the table `perf stat` prints for people. Lines that are no event's are skipped, so the
-/// measured program's own output may be mixed in.
+/// Parses the table of `perf stat`. Skips other lines, so the output of the measured program may be
+/// mixed in.
 pub fn parse_stat(text: &str) -> Stat {
     let mut stat = Stat::default();
     let mut in_table = false;
@@ -82,7 +81,7 @@ pub fn parse_stat(text: &str) -> Stat {
             continue;
         }
         if let Some(number) = line.trim().strip_suffix("seconds time elapsed") {
-            // With -r it reads "1.002 +- 0.001 seconds time elapsed".
+            // With -r, the line is "1.002 +- 0.001 seconds time elapsed".
             stat.elapsed_seconds = number.split_whitespace().next().and_then(|n| n.parse().ok());
         } else if let Some(count) = parse_table_line(line) {
             stat.counts.push(count);
@@ -92,7 +91,7 @@ pub fn parse_stat(text: &str) -> Stat {
 }
 
 fn parse_table_line(line: &str) -> Option<Count> {
-    // What follows the mark are ratios made from counts.
+    // Derived metrics follow the '#'.
     let (counts, remark) = line.split_once('#').unwrap_or((line, ""));
     let running_percent = parse_running(remark)
         .or_else(|| parse_running(counts))
@@ -144,14 +143,14 @@ fn parse_table_line(line: &str) -> Option<Count> {
     })
 }
 
-/// The "(66.7%)" at the end of a line. "( +- 0.5% )" is something else.
+/// Parses "(66.7%)" at the end of a line, but not "( +- 0.5% )".
 fn parse_running(text: &str) -> Option<f64> {
     let start = text.rfind('(')?;
     text[start + 1..].trim().strip_suffix("%)")?.trim().parse().ok()
 }
 
-/// Reads `perf stat -x,`: value, unit, event, time running in ns, percent running, remarks; with
-/// `-A` the CPU comes first. Lines of other programs are skipped.
+/// Parses `perf stat -x,`: value, unit, event, time running in ns, share running in percent,
+/// metrics. With `-A` the CPU comes first. Skips lines of other programs.
 pub fn parse_stat_csv(text: &str) -> Stat {
     let counts = text.lines().filter_map(parse_csv_line).collect();
     Stat {
@@ -186,30 +185,30 @@ fn parse_csv_line(line: &str) -> Option<Count> {
     })
 }
 
-/// What is wrong with what `perf stat -d` shows.
+/// Why the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DetailError {
-    /// A line with a number that nobody counted.
+    /// A line contains a count of 0.
     #[error("nobody counted this: {0}")]
     Uncounted(String),
-    /// An event that must be there is not.
+    /// A required event is missing.
     #[error("perf stat -d shows no {0}")]
     Missing(String),
-    /// There are fewer than a plain `perf stat -d` has on any vendor.
+    /// There are fewer hardware events than a plain `perf stat -d` has on any vendor.
     #[error("perf stat -d shows {0} hardware events only")]
     Few(usize),
 }
 
-/// Judges what `perf stat -x, -d` shows a guest: each hardware event was counted, or is `<not supported>`,
-/// which those in `counted` must not be. A 0 is a number that nobody counted. Returns how many hardware
-/// events there are.
+/// Checks the output of `perf stat -x, -d` in a guest: each hardware event must have a nonzero
+/// count or be `<not supported>`; events in `counted` must have a count. Returns the number of
+/// hardware events.
 ///
 /// # Errors
-/// The first line that is otherwise, or what is missing.
+/// Returns a [`DetailError`] for the first invalid line or a missing event.
 pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> {
-    /// Of the kernel, and counted always.
+    /// Software events, which are always counted.
     const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
-    /// A plain `perf stat -d` has more of them on every vendor.
+    /// Minimum number of hardware events; a plain `perf stat -d` has more on every vendor.
     const LEAST: usize = 8;
     let mut found = Vec::new();
     for line in text.lines() {
@@ -220,7 +219,7 @@ pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> 
         if event.is_empty() || SOFTWARE.iter().any(|software| event.contains(software)) {
             continue;
         }
-        // Without a modifier.
+        // Strip the modifier.
         let name = event.split(':').next().unwrap_or(event);
         let right = match value.parse::<u64>() {
             Ok(count) => count > 0,
@@ -244,7 +243,7 @@ pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> 
 mod tests {
     use super::*;
 
-    /// `perf stat -e task-clock,cycles,... spin 2` of Debian's perf 6.1.
+    /// Output of `perf stat -e task-clock,cycles,... spin 2` with Debian's perf 6.1.
     const TABLE: &str = "\
 spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
 

@@ -1,28 +1,28 @@
-//! TAP, the Test Anything Protocol, which the bare-metal test guests print.
+//! Parses TAP, the Test Anything Protocol, which the bare-metal test guests print.
 
 /// The result of a TAP run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tap {
-    /// Number of tests the plan announced; `None` if there was no plan.
+    /// Number of planned tests; `None` without a plan.
     pub planned: Option<usize>,
-    /// Why everything was skipped, from a plan of no tests.
+    /// Reason for skipping all tests, from a plan without tests.
     pub skipped_all: Option<String>,
-    /// Descriptions of tests that passed.
+    /// Descriptions of passed tests.
     pub passed: Vec<String>,
-    /// Descriptions of tests that were skipped, with the reason.
+    /// Descriptions of skipped tests, with the reason.
     pub skipped: Vec<String>,
-    /// Descriptions of tests that failed.
+    /// Descriptions of failed tests.
     pub failed: Vec<String>,
 }
 
 impl Tap {
-    /// Whether as many tests ran as were planned and none failed.
+    /// Returns whether all planned tests ran and none failed.
     pub fn all_passed(&self) -> bool {
         self.failed.is_empty() && self.planned == Some(self.passed.len() + self.skipped.len())
     }
 }
 
-/// Reads TAP 13; lines that are not TAP are skipped.
+/// Parses TAP 13. Skips other lines.
 pub fn parse_tap(text: &str) -> Tap {
     let mut tap = Tap::default();
     for line in text.lines() {
@@ -49,7 +49,7 @@ pub fn parse_tap(text: &str) -> Tap {
     tap
 }
 
-/// "3 - reset values" is "reset values".
+/// Returns "reset values" for "3 - reset values".
 fn description(test: &str) -> String {
     test.trim_start_matches(|c: char| c.is_ascii_digit())
         .trim_start_matches([' ', '-'])

@@ -1,8 +1,8 @@
-//! The form of a refusal: one line on standard error, exit status 2, and nothing on standard output.
+//! Checks the form of a refusal: one line on standard error, exit status 2, and no standard output.
 
 use integration::process::Output;
 
-/// Checks that `output`, of what `what` describes, is a refusal that contains all of `words`.
+/// Checks that `output` of the command `what` is a refusal that contains all of `words`.
 #[track_caller]
 pub fn check_refusal(output: &Output, what: &str, words: &[&str]) {
     let stderr = output.stderr_text();

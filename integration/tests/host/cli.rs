@@ -1,4 +1,5 @@
-//! Bad input: one line that names it, exit status 2, nothing started.
+//! Tests that invalid input is refused in one line that names it, with exit status 2, before
+//! anything starts.
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +51,7 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&[], &["run"]);
 }
 
-/// What operators mistype: the line names the value, and how the command is right.
+/// The message for a common mistake names the value and the correct form of the command.
 #[test]
 fn mistakes_of_operators_name_the_remedy() {
     refused(&["recrod"], &["'recrod'", "did you mean 'record'?"]);
@@ -68,7 +69,7 @@ fn mistakes_of_operators_name_the_remedy() {
         &["list", "vendor", "--cpuid", "Genuine"],
         &["'Genuine'", "GenuineIntel-6-8E-9"],
     );
-    // No perf has a table of it; where there is no perf, that is said.
+    // perf has no event table for it; without perf, the message says so.
     refused(
         &["list", "vendor", "--cpuid", "Nobodys-1-2-3"],
         &["vendor's events by name are not known"],
@@ -79,8 +80,8 @@ fn mistakes_of_operators_name_the_remedy() {
     refused(&["diff", "/no/such/file", "/no/other"], &["/no/such/file"]);
 }
 
-/// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to
-/// do instead.
+/// KVM's own vPMU handles RDPMC and delivers PMIs itself, so options for these are refused. If KVM
+/// has no vPMU, the message says so and names an alternative.
 #[test]
 fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
     refused(
@@ -122,7 +123,7 @@ fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
     refused(&["run", "--kernel", &text], &["text", "not a kernel"]);
     let empty = file("empty", b"");
     refused(&["run", "--kernel", &empty], &["empty"]);
-    // What is tried first with a disk image.
+    // A disk image instead of a kernel, a common first attempt.
     let mut sectors = vec![0; 4096];
     sectors[510..512].copy_from_slice(&[0x55, 0xAA]);
     let disk = file("disk", &sectors);

@@ -1,11 +1,11 @@
-//! Every crate we build with is under a licence that `deny.toml` allows, and the rust-vmm crates
-//! come in one version each. Works without network and without cargo-deny.
+//! Tests that `deny.toml` allows the licence of every dependency, and that there is one version of
+//! each rust-vmm crate. Needs neither network access nor cargo-deny.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use integration::artefacts::{cargo_metadata, workspace};
 
-/// What deny.toml allows: for all crates, and more for single ones.
+/// Licences that deny.toml allows, for all crates and for individual ones.
 struct Allowed {
     all: BTreeSet<String>,
     exceptions: BTreeMap<String, BTreeSet<String>>,
@@ -46,7 +46,7 @@ impl Allowed {
     }
 }
 
-/// (name, version, licence) of every crate that is built on this platform.
+/// Returns name, version and licence of every crate built on this platform.
 fn packages() -> Vec<(String, String, String)> {
     let metadata = cargo_metadata(&["--filter-platform", "x86_64-unknown-linux-gnu"]);
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
@@ -64,9 +64,9 @@ fn packages() -> Vec<(String, String, String)> {
         .collect()
 }
 
-/// Whether an SPDX expression can be satisfied with allowed licences: AND binds closer than OR.
+/// Returns whether allowed licences satisfy an SPDX expression. AND binds more tightly than OR.
 fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
-    // The old way to write OR.
+    // `/` is the old form of OR.
     let expression = expression
         .replace('/', " OR ")
         .replace('(', " ( ")
@@ -81,7 +81,7 @@ fn any_of(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
     let mut permitted = all_of(words, at, allowed);
     while words.get(*at) == Some(&"OR") {
         *at += 1;
-        // Both sides are always read.
+        // Parse both operands in any case.
         permitted |= all_of(words, at, allowed);
     }
     permitted

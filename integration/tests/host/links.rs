@@ -1,5 +1,5 @@
-//! Every link between our pages leads to a page and a heading that exist, and every page that the code names
-//! exists.
+//! Tests that links between pages refer to existing pages and headings, and that pages named in the
+//! code exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use integration::artefacts::workspace;
 
-/// The files under `directory` whose name ends with one of `endings`. Build outputs and hidden folders are
-/// left out.
+/// Collects the files under `directory` whose names end with one of `endings`, without build
+/// outputs and hidden folders.
 fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -23,7 +23,7 @@ fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The lines of a page that are text: fenced and indented blocks are examples.
+/// Returns the text lines of a page, without fenced and indented blocks.
 fn text(page: &str) -> Vec<&str> {
     let mut fenced = false;
     page.lines()
@@ -37,7 +37,8 @@ fn text(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The anchor that GitHub gives a heading: letters, digits, `-` and `_` in lower case, `-` for each blank.
+/// Returns the anchor that GitHub generates for a heading: letters, digits, `-` and `_` in lower
+/// case, and `-` for each space.
 fn anchor(heading: &str) -> String {
     heading
         .trim()
@@ -59,7 +60,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The targets of a page's links, images included. Code in backticks has none.
+/// Returns the link targets of a page, including images but not code in backticks.
 fn targets(page: &str) -> Vec<String> {
     let mut found = Vec::new();
     for line in text(page) {
@@ -73,7 +74,7 @@ fn targets(page: &str) -> Vec<String> {
     found
 }
 
-/// What is wrong with the links of `page`, which lies at `at`.
+/// Returns the broken links of `page`, located at `at`.
 fn broken(at: &Path, page: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     for target in targets(page) {
@@ -137,7 +138,7 @@ fn every_page_under_docs_that_a_file_names_exists() {
     for path in &sources {
         let source = fs::read_to_string(path).unwrap();
         for (start, _) in source.match_indices("docs/") {
-            // A longer path: `../docs/…`, or another project's, as in a URL.
+            // A longer path (`../docs/…`), or a URL of another project.
             if source[..start].ends_with(['/', '-', '.']) && !source[..start].ends_with("../") {
                 continue;
             }
@@ -158,8 +159,8 @@ fn every_page_under_docs_that_a_file_names_exists() {
     assert_eq!(missing, BTreeMap::new(), "pages that do not exist");
 }
 
-/// What is wrong with the places that `walks` names: `NAME` (`FILE`) where the file does not have that name,
-/// and files that do not exist. `read` gives a file's text. With it the number of places.
+/// Checks the code locations that `walks` names: `NAME` (`FILE`). Returns their number and the
+/// missing names and files. `read` returns the text of a file.
 fn lost(walks: &str, read: impl Fn(&str) -> Option<String>) -> (usize, Vec<String>) {
     let words: Vec<&str> = walks.split('`').collect();
     let (mut places, mut wrong) = (0, Vec::new());
@@ -193,7 +194,7 @@ fn is_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
 }
 
-/// The two walks of architecture.md lead through code that is there.
+/// The two walks through the code in architecture.md refer to existing code.
 #[test]
 fn the_walks_lead_through_what_there_is() {
     let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();

@@ -1,4 +1,4 @@
-//! Tests that boot no guest: of the command line, of packages, of the documents and of the tree itself.
+//! Tests without guests: command line, packages, documentation and source tree.
 
 mod cli;
 mod layers;

@@ -1,14 +1,13 @@
-//! What only one room of the machine may do: system calls of KVM are made in `vmm/src/kvm`, where each has
-//! an owning type and an error that names it.
+//! Tests that KVM system calls are made only in `vmm/src/kvm`, where each has an owning type and an
+//! error that names it.
 
 use std::path::{Path, PathBuf};
 
-/// The repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// All Rust sources below `folder`.
+/// Collects all Rust sources below `folder`.
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -20,7 +19,8 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Lines of `text`, with their numbers, that name what only KVM's room may name. Comments may.
+/// Returns the lines of `text`, with their numbers, that use names reserved for the KVM folder,
+/// except in comments.
 fn calls_of_kvm(text: &str) -> Vec<(usize, &str)> {
     let code = |line: &&str| !line.trim_start().starts_with("//");
     let names = ["kvm_ioctls", "KVMIO", "ioctl_ior_nr", "ioctl_iow_nr"];
@@ -30,7 +30,7 @@ fn calls_of_kvm(text: &str) -> Vec<(usize, &str)> {
         .collect()
 }
 
-/// A reader who looks for what the VMM asks of KVM finds all of it in one folder.
+/// All KVM calls of the VMM are in one folder.
 #[test]
 fn kvm_is_called_in_its_room_alone() {
     let machine = root().join("vmm/src");
@@ -57,7 +57,7 @@ fn kvm_is_called_in_its_room_alone() {
     );
 }
 
-/// The test above sees what it is to see.
+/// The test above detects a violation.
 #[test]
 fn a_planted_call_is_seen() {
     let text = "// kvm_ioctls in a comment\nuse kvm_ioctls::VcpuFd;\nlet x = 1;\n";

@@ -1,5 +1,6 @@
-//! docs/reference/vpmu-tests.md names a test for each behaviour of the virtual PMU, docs/faults.md for faults
-//! around a VM. Every test that they name exists, and each register of docs/reference/vpmu.md has a row.
+//! Tests that the tests named in docs/reference/vpmu-tests.md (behavior of the virtual PMU) and
+//! docs/faults.md (faults around a VM) exist, and that each register of docs/reference/vpmu.md has
+//! a row.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,7 +14,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// The columns of each row of the tables of `page`, headings and rules left out.
+/// Returns the columns of each table row of `page`, without headings and rules.
 fn rows(page: &str) -> Vec<Vec<&str>> {
     let mut found = Vec::new();
     let mut lines = page.lines().peekable();
@@ -26,7 +27,7 @@ fn rows(page: &str) -> Vec<Vec<&str>> {
     found
 }
 
-/// The part of `page` below a heading, up to the next one of its rank.
+/// Returns the section of `page` below a heading, up to the next heading of the same level.
 fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     let (_, rest) = page
         .split_once(&format!("\n{heading}\n"))
@@ -35,14 +36,14 @@ fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     rest.split(&format!("\n{rank} ")).next().unwrap_or_default()
 }
 
-/// Whether `source` has a test of this name: Rust's or that of a guest.
+/// Returns whether `source` contains a test with this name, in Rust or in a guest's language.
 fn has_test(source: &str, name: &str, is_rust: bool) -> bool {
     if !is_rust {
         return source.contains(&format!("\nTEST({name}, "));
     }
     let lines: Vec<&str> = source.lines().map(str::trim).collect();
     lines.iter().enumerate().any(|(n, line)| {
-        // Attributes stand between.
+        // Attributes may precede the function.
         let attributes = lines[..n]
             .iter()
             .rev()
@@ -51,7 +52,8 @@ fn has_test(source: &str, name: &str, is_rust: bool) -> bool {
     })
 }
 
-/// What is wrong with what a page names in backticks: FILE::TEST, or FILE with all its tests.
+/// Returns the missing tests among those that a page names in backticks: FILE::TEST, or FILE for
+/// all of its tests.
 fn missing(page: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     let tables = rows(page);

@@ -1,4 +1,4 @@
-//! The guests Perfvisor ships itself, on this machine's KVM of whatever kind and in the lab.
+//! Tests the built-in guests on this machine's KVM of any kind and in the lab.
 
 use integration::lease::{Access, PlaceLease};
 use integration::limit::Limit;
@@ -11,7 +11,8 @@ const LIMIT: Limit = Limit::GENEROUS;
 
 const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
-/// This machine when it has any KVM. One guest at a time: they compare counts with the clock.
+/// Leases this machine if it has any KVM. Guests run one at a time, because they compare counts
+/// with the clock.
 fn here() -> PlaceLease {
     Place::for_bare_metal(Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -26,7 +27,7 @@ fn run(place: &Place, arguments: &[&str]) -> Output {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What to show when a guest failed.
+/// Formats the output of a failed guest.
 fn shown(output: &Output) -> String {
     format!(
         "status {:?}\n{}\n--- standard error\n{}",
@@ -38,7 +39,8 @@ fn shown(output: &Output) -> String {
 
 fn the_built_in_guest_sees_what_it_expects(place: &Place) {
     for model in ["intel", "amd"] {
-        // The guest itself says where the host was too busy for it to tell; what is wrong is wrong at once.
+        // The guest reports measurements that host load made inconclusive; actual errors fail at
+        // once.
         measured_in_parts(&format!("built-in guest, {model}"), |_| {
             let output = run(place, &["--pmu", model, "--cmdline", "selftest lines"]);
             let text = output.stdout_text();
@@ -60,7 +62,7 @@ fn the_built_in_guest_sees_what_it_expects(place: &Place) {
             }
             let all_told = parts.iter().all(|(_, told)| *told);
             assert!(!all_told || output.success(), "{}", shown(&output));
-            // Cycles can be counted on every backing there is.
+            // Every backing can count cycles.
             let cycles = |line: &&str| line.contains("cycles") && line.contains("verdict=ok");
             parts.push(("cycles".to_owned(), results.iter().any(cycles)));
             parts
@@ -72,10 +74,10 @@ fn the_vpmu_test_kernel_passes(place: &Place) {
     let kernel = place
         .bare_metal_guest("vpmu")
         .unwrap_or_else(|error| panic!("{error}"));
-    // A guest in xAPIC mode is one of its own for how PMIs are delivered, most of all for Intel models.
+    // Delivery of PMIs differs in xAPIC mode, especially on Intel models.
     let kinds = MODELS.map(|model| (model, "")).into_iter();
     for (model, apic) in kinds.chain([("intel-v2", " xapic"), ("amd", " xapic")]) {
-        // The one backing that every host has.
+        // The only backing that every host supports.
         let words = format!("model={model} backing=clock{apic}");
         let output = run(
             place,
@@ -124,7 +126,8 @@ fn the_vpmu_test_kernel_passes_here() {
     the_vpmu_test_kernel_passes(&here());
 }
 
-/// The lab's KVM is the real kvm_amd; where this machine's own is hardware too, that is enough.
+/// The lab runs the real kvm_amd. If this machine has hardware virtualization, its KVM is
+/// sufficient.
 #[test]
 fn the_built_in_guest_sees_what_it_expects_on_a_real_kvm() {
     if probe_kvm() == Kvm::Hardware {
@@ -149,17 +152,18 @@ fn without_a_pmu_the_built_in_guest_says_so() {
     assert!(output.success(), "{}", shown(&output));
 }
 
-/// What is said at the guest's first instruction.
+/// Log message at the guest's first instruction.
 const FIRST: &str = "first guest instruction ";
-/// System calls that lead there, at most: some 850 do.
+/// Maximum number of system calls before the first instruction; about 850 are made.
 const MOST_CALLS: usize = 1500;
-/// VMs that are made for it: the probe of KVM, and the guest's own. Each waits for all processors, several
-/// times.
+/// Maximum number of VMs created: one to probe KVM, and the guest's own. Creating a VM waits for
+/// all processors several times.
 const MOST_VMS: usize = 2;
-/// The program has more code and constants, and no thread has a stack of that size: bytes.
+/// Minimum size of a large mapping, in bytes. Exceeds any thread stack, but not the program's code
+/// and constants.
 const LARGE: u64 = 4 << 20;
 
-/// How long a start takes is a matter of the machine (docs/measurements.md); what it does is counted.
+/// The start-up time depends on the machine (docs/measurements.md), so the test counts operations.
 #[test]
 fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     let place = here();
@@ -192,8 +196,8 @@ fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     let log = String::from_utf8_lossy(&out.stderr);
     let time_ms = first_instruction_ms(&log).unwrap_or_else(|| panic!("not told\n{log}"));
     let trace = std::fs::read_to_string(file).unwrap();
-    // What it says is a call too, and the last one that counts. A call that another thread's interrupts has
-    // two lines.
+    // The log message is a system call itself, and the last one that counts. A call interrupted by
+    // another thread's takes two lines.
     let before = trace.lines().take_while(|line| !line.contains(FIRST));
     let calls: Vec<&str> = before.filter(|line| !line.contains("<... ")).collect();
     let of = |name: &str| calls.iter().filter(|line| line.contains(name)).count();
@@ -206,7 +210,7 @@ fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     assert!(calls.len() <= MOST_CALLS, "{} calls", calls.len());
     assert!((1..=MOST_VMS).contains(&vms), "{vms} VMs");
     assert_eq!(sleeps, 0);
-    // What the start needed of the program is let go once, when all threads have begun.
+    // Start-up memory of the program is released once, when all threads have started.
     let lets_go = |line: &&str| {
         let (_, arguments) = line.split_once("madvise(")?;
         let (length, advice) = arguments.split_once(", ")?.1.split_once(", ")?;
@@ -217,7 +221,7 @@ fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
     assert_eq!(all.filter_map(|line| lets_go(&line)).count(), 1);
 }
 
-/// From "first guest instruction 12.3 ms after exec".
+/// Parses "first guest instruction 12.3 ms after exec".
 fn first_instruction_ms(log: &str) -> Option<f64> {
     let (_, rest) = log.split_once(FIRST)?;
     rest.split_whitespace().next()?.parse().ok()

@@ -1,5 +1,5 @@
-//! Invalid input and unusable hosts as the command line reports them, where that takes a host that can be
-//! broken. `integration/tests/host/cli.rs` has the rest.
+//! Tests the messages for invalid input and unusable hosts that require a host that can be broken.
+//! The other messages are tested in `integration/tests/host/cli.rs`.
 
 use integration::lease::Access;
 use integration::limit::Limit;
@@ -10,7 +10,7 @@ use crate::refusal::check_refusal;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// A lab is a host that can be broken at will. It is repaired for the tests after this one.
+/// The lab is broken deliberately and repaired for later tests.
 #[test]
 fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
     let place = Place::lab(Access::Shared).unwrap_or_else(|error| panic!("{error}"));

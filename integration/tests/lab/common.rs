@@ -1,14 +1,14 @@
-//! A Linux guest under load, and commands that look at it from outside.
+//! A Linux guest under load, and commands that observe it from outside.
 
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
 use integration::place::Place;
 use integration::process::{Command, Process};
 
-/// How long anything may take.
+/// Limits of every operation.
 pub const LIMIT: Limit = Limit::GENEROUS;
 
-/// What a command that must succeed prints, on both streams.
+/// Runs a command that must succeed and returns both output streams.
 #[track_caller]
 pub fn run(place: &Place, command: &Command) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
@@ -16,7 +16,8 @@ pub fn run(place: &Place, command: &Command) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
-/// Starts `guest` and waits until its script says `load-has-begun`. It ends with what this returns.
+/// Starts `guest` and waits until its script prints `load-has-begun`. Dropping the result stops the
+/// guest.
 pub fn loaded(place: &Place, guest: &LinuxGuest) -> Process {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     let begun = running.wait_for("load-has-begun", LIMIT);
@@ -24,7 +25,8 @@ pub fn loaded(place: &Place, guest: &LinuxGuest) -> Process {
     running
 }
 
-/// What `perfvisor` prints there with the arguments that it is given, on both streams.
+/// Returns a function that runs `perfvisor` with the given arguments on the test host and returns
+/// both output streams.
 pub fn perfvisor(place: &Place) -> impl Fn(&[&str]) -> (String, String) {
     let program = place.perfvisor().unwrap();
     move |args| run(place, &Command::new(program.clone()).args(args.iter().copied()))

@@ -1,7 +1,8 @@
-//! The Debian image of `make debian`, unmodified: it boots to a login with each PMU model, no unit of systemd
-//! has failed, its perf counts, and it is reached by ssh over a tap device and by vsock.
+//! Tests the unmodified Debian image of `make debian`: with each PMU model it boots to a login
+//! without failed systemd units, its perf counts, and it is reachable by ssh over a tap device and
+//! by vsock.
 //!
-//! Minutes: `make debian-test`; `make debian-test MODELS=intel,amd` boots it with those models alone.
+//! Takes minutes: `make debian-test`, or `make debian-test MODELS=intel,amd` for these models only.
 
 use std::fmt::Write as _;
 use std::thread;
@@ -16,14 +17,14 @@ use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// All of `--pmu`, but for those that are another one of them by the host.
+/// All values of `--pmu`, except those that select another model depending on the host.
 const MODELS: [&str; 10] = [
     "intel", "amd", "amd-v2", "amd-k7", "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "off",
 ];
-/// How many are up at once.
+/// Number of VMs that run concurrently.
 const AT_ONCE: usize = 2;
 
-/// Those to be tried.
+/// Returns the models to be tested.
 fn models() -> Vec<String> {
     match std::env::var("PERFVISOR_DEBIAN_MODELS") {
         Ok(chosen) if !chosen.is_empty() => chosen.split(',').map(str::to_owned).collect(),
@@ -35,7 +36,7 @@ fn run(place: &Place, command: &Command) -> Result<Output, String> {
     place.run(command, LIMIT).map_err(|error| error.to_string())
 }
 
-/// What a command prints that must end well.
+/// Runs a command that must succeed and returns its output.
 fn printed(place: &Place, command: &Command) -> Result<String, String> {
     let output = run(place, command)?;
     if output.success() {
@@ -50,7 +51,7 @@ fn printed(place: &Place, command: &Command) -> Result<String, String> {
     ))
 }
 
-/// Boots the image with PMU model `pmu` on disk `disk`, and looks at what its user would.
+/// Boots the image with PMU model `pmu` on disk `disk` and checks it as a user would.
 fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     let place = &debian.place;
     let perfvisor = place.perfvisor().map_err(|error| error.to_string())?;
@@ -65,7 +66,7 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
         let exec = Command::new(&perfvisor).args(["exec", "--wait", "120", &name, "--"]);
         run(place, &exec.args(words.iter().copied()))
     };
-    // It ends when the boot has; its status tells of units that have failed.
+    // The command waits for the end of the boot, and its status shows whether units have failed.
     let state = exec(&["systemctl", "is-system-running", "--wait"])?.stdout_text();
     let failed = exec(&["systemctl", "--failed", "--no-legend", "--plain"])?.stdout_text();
     if state.trim() != "running" || !failed.trim().is_empty() {
@@ -90,7 +91,7 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     ))
 }
 
-/// Each model boots, two at once, on disks of their own: as on a machine that is used.
+/// All models boot, two at a time, each on its own disk.
 #[test]
 #[ignore = "minutes: make debian-test"]
 fn the_image_boots_to_a_login_with_every_pmu_model() {
@@ -123,15 +124,15 @@ fn the_image_boots_to_a_login_with_every_pmu_model() {
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// The host's side, in a network namespace of its own that ends with this process. The image on another disk
-/// has the client.
+/// Host side of the network, in a namespace that ends with this process. A second image contains
+/// the client.
 const NAMESPACE: &str =
     "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 up && echo namespace-$$ && exec sleep 86399";
 const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount -t proc proc /debian/proc && \
                       mount --bind /dev /debian/dev && mount -t tmpfs tmp /debian/tmp";
 
-/// ssh, `exec` and `cp` in both directions. The guest's address is the link-local one that follows from its
-/// Ethernet address, so nobody sets anything up.
+/// ssh, `exec` and `cp` work in both directions. The guest uses the link-local address derived from
+/// its Ethernet address, so nothing is configured.
 #[test]
 #[ignore = "minutes: make debian-test"]
 fn the_image_is_reached_by_ssh_and_by_vsock() {
@@ -209,7 +210,7 @@ fn the_image_is_reached_by_ssh_and_by_vsock() {
     assert!(cycles > 1e6, "{stat}");
     eprintln!("over ssh: {cycles} cycles");
 
-    // A file that goes in by vsock is what ssh finds there, and the other way round.
+    // Files copied by vsock are visible through ssh, and vice versa.
     shell("head -c 3000000 /dev/urandom >/tmp/there");
     ours(&["cp", "/tmp/there", "reached:/root/there"]);
     let sum = shell("sha256sum </tmp/there");
@@ -222,7 +223,7 @@ fn the_image_is_reached_by_ssh_and_by_vsock() {
         other[..64]
     );
 
-    // The console takes the login that needs no password.
+    // The console accepts a login without a password.
     vm.write(b"root\n").unwrap();
     says(&vm, integration::debian::PROMPT, LIMIT).unwrap_or_else(|why| panic!("{why}"));
     ours(&["ctl", "reached", "powerdown"]);

@@ -1,5 +1,5 @@
-//! Virtio devices beside what else a machine does, under an unmodified Debian kernel: they work again each
-//! time that the guest reboots in place, and while the machine single-steps or traps RDPMC by breakpoints.
+//! Tests virtio devices under an unmodified Debian kernel in combination with other features: after
+//! each in-place reboot, during single-stepping, and with breakpoints on RDPMC.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
@@ -12,7 +12,8 @@ use crate::shared_guests::{self, Part};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// What a boot knows of those before it is on the disk. `marker-up` is said when all devices are in use.
+/// Script that stores the number of the boot on the disk and prints `marker-up` when all devices
+/// are in use.
 const REBOOTS: &str = r#"
 drivers
 boot=$(head -c 1 /dev/vda)
@@ -42,8 +43,8 @@ fn shell(place: &Place, line: &str) -> String {
     output.stdout_text()
 }
 
-/// Two disks, two network devices and entropy, three boots: what was written before a reboot is there after
-/// it, and Perfvisor holds no more descriptors and threads than after the first.
+/// With two disks, two network devices and entropy over three boots, earlier data remains on the
+/// disk, and Perfvisor holds no more descriptors and threads than after the first boot.
 #[test]
 fn disks_and_networks_work_again_after_each_reboot() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -103,7 +104,7 @@ fn disks_and_networks_work_again_after_each_reboot() {
     run.expect_success();
 }
 
-/// A program that is counted reads the disk itself, past the page cache.
+/// Script in which a counted program reads the disk, bypassing the page cache.
 const COUNTED: &str = r#"
 drivers
 seq 1 200000 | head -c 1048576 >/tmp/data
@@ -115,7 +116,7 @@ done
 section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
 "#;
 
-/// Makes the disk that [`COUNTED`] reads.
+/// Creates the disk that [`COUNTED`] reads.
 fn make_counted_disk(place: &Place) -> Result<String, PlaceError> {
     let disk = place.scratch("counted.img");
     let made = place.run(&Command::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;
@@ -123,7 +124,7 @@ fn make_counted_disk(place: &Place) -> Result<String, PlaceError> {
     Ok(disk)
 }
 
-/// What was counted each time.
+/// Returns the counts of all repetitions.
 fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     run.section("disk");
     run.expect_success();
@@ -137,7 +138,7 @@ fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     counts
 }
 
-/// The part of the shared guest that is stepped.
+/// The part that runs in the single-stepped shared guest.
 pub const STEPPED: Part = Part {
     tests: &["devices::a_stepped_guest_reads_its_disk_and_its_counts_stay_exact"],
     prepare: || {},
@@ -150,7 +151,7 @@ pub const STEPPED: Part = Part {
     },
 };
 
-/// The disk's interrupts come between the steps: what is counted is the same each time.
+/// Counts remain exact although disk interrupts occur between single steps.
 #[test]
 fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
     let counts = counts_with_a_disk(shared_guests::STEPPED.run(), "branches:u");
@@ -158,7 +159,7 @@ fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
     assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
 }
 
-/// RDPMC by hardware breakpoints, where they fire.
+/// Intercepts RDPMC by hardware breakpoints, if the host supports them.
 #[test]
 fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -181,7 +182,7 @@ fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
     assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
 }
 
-/// What nobody reads is more than the guest's and the host's buffers together.
+/// Script that writes more than the guest's and the host's buffers can hold together.
 const CONSOLE: &str = r#"
 drivers
 until [ -c /dev/hvc0 ]; do sleep 0.1; done
@@ -198,8 +199,8 @@ echo "the last line" >&3
 read word </dev/ttyS0
 "#;
 
-/// A user at the other end of a pseudo-terminal types a line and reads one. Then nobody reads: the guest gets
-/// on, and the newest of what it wrote is there for who comes later.
+/// A user at the other end of a pseudo-terminal types a line and reads one. Later nobody reads: the
+/// guest is not blocked, and the newest output is kept for the next reader.
 #[test]
 fn a_virtio_console_speaks_with_its_user_and_waits_for_nobody() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -233,7 +234,7 @@ fn a_virtio_console_speaks_with_its_user_and_waits_for_nobody() {
     let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
     run.expect_success();
     assert_eq!(run.section("word").trim(), "got typed");
-    // 108,908 bytes were written; 64 KiB wait here, and a pseudo-terminal keeps a little.
+    // 108,908 bytes were written; 64 KiB are buffered here, and a few in the pseudo-terminal.
     assert!((1000..100_000).contains(&said.len()), "{} bytes", said.len());
     assert!(said.contains("\n20000\nthe last line"), "{said}");
 }

@@ -1,5 +1,5 @@
-//! Disks, as a Debian guest uses them: what it has written and flushed is there after the VM was killed, what
-//! it must not write stays as it is, and a host that is full is an I/O error of the guest's.
+//! Tests disks of a Debian guest: flushed data survives killing the VM, read-only disks remain
+//! unchanged, and a full host causes an I/O error in the guest.
 
 use std::path::Path;
 
@@ -13,7 +13,8 @@ use tempfile::TempDir;
 const SIGKILL: i32 = 9;
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// Makes a file system on the first disk, writes to both, flushes, and waits to be killed.
+/// Script that creates a file system on the first disk, writes to both disks, flushes, and waits to
+/// be killed.
 const WRITER: &str = r#"
 load ext4
 drivers
@@ -31,7 +32,7 @@ seq 1 100000 >/mnt/never-flushed
 sleep 10000
 "#;
 
-/// Looks at what the killed machine left, and at a disk that it cannot write.
+/// Script that checks the data of the killed VM, and a read-only disk.
 const READER: &str = r#"
 load ext4
 drivers
@@ -57,7 +58,7 @@ section zeros sh -c 'head -c 1048576 /dev/vda | tr -d "\0" | wc -c'
 section interrupts grep virtio /proc/interrupts
 "#;
 
-/// Fills a disk whose host has no room for it.
+/// Script that fills a disk for which the host has no space.
 const FILLER: &str = r#"
 drivers
 section fill dd if=/dev/urandom of=/dev/vda bs=1M count=24 conv=fsync
@@ -88,7 +89,7 @@ fn status(run: &GuestRun, name: &str) -> Option<i32> {
     run.console.sections.get(name).and_then(|section| section.status)
 }
 
-/// The guests run one after the other with other virtual PMUs: a disk is a disk with all of them.
+/// The guests run one after the other with different virtual PMUs, which must not affect disks.
 #[test]
 fn what_was_flushed_is_there_after_the_vm_was_killed() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -110,7 +111,7 @@ fn what_was_flushed_is_there_after_the_vm_was_killed() {
     );
     let written = process.stdout_so_far();
 
-    // A second VM on the same disk.
+    // A second VM that uses the same disk.
     let other = guest("disks-other", "off", "true", &[format!("{first},ro")]);
     let output = place.run(&other.command(&place).unwrap(), LIMIT).unwrap();
     let said = output.stderr_text();
@@ -130,7 +131,7 @@ fn what_was_flushed_is_there_after_the_vm_was_killed() {
     let mut disks = vec![first, format!("{second},ro,serial=data-1")];
     disks.extend(third.as_ref().map(|(disk, ..)| disk.clone()));
     let run = guest("disks-reader", "amd", READER, &disks).run(&place).unwrap();
-    // 1: the journal was replayed.
+    // Status 1: the journal was replayed.
     assert!(matches!(status(&run, "replay"), Some(0 | 1)), "{run}");
     assert_eq!(status(&run, "check"), Some(0), "{run}");
     let sum = section(&run, "expected").split(' ').next().unwrap();
@@ -157,8 +158,8 @@ fn what_was_flushed_is_there_after_the_vm_was_killed() {
     }
 }
 
-/// A disk of 8 MiB in a qcow2 image that is based on a raw one, if qemu-img is there to make it: what to give
-/// to `--disk`, the image, and a directory with the one that it is based on.
+/// Creates a disk of 8 MiB as a qcow2 image with a raw backing file, if qemu-img is installed.
+/// Returns the value for `--disk`, the image, and the directory of the backing file.
 fn qcow2_disk(place: &Place) -> Option<(String, String, TempDir)> {
     let dir = tempfile::tempdir().unwrap();
     let base = [b"perfvisor".as_slice(), &[0; 503]].concat();
@@ -191,7 +192,7 @@ fn qcow2_disk(place: &Place) -> Option<(String, String, TempDir)> {
     ))
 }
 
-/// qemu-img finds nothing wrong with the image at `path`, but for space that is lost where a VM was killed.
+/// Checks the image at `path` with qemu-img. Leaked clusters are accepted after a VM was killed.
 fn whole(place: &Place, path: &str, dir: &Path) {
     std::fs::write(dir.join("top"), place.get(path).unwrap()).unwrap();
     let check = std::process::Command::new("qemu-img")

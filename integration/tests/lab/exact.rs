@@ -1,7 +1,8 @@
-//! Exact counting: hand-counted code on every PMU model, and user-mode counts of a Linux guest.
+//! Tests exact counting: code with known counts on every PMU model, and user-mode counts of a Linux
+//! guest.
 //!
-//! On this machine's KVM of whatever kind first; where that cannot step CPL 3, the rest is done in the lab.
-//! `make exact` takes every model there too.
+//! Tests run on this machine's KVM of any kind; those that need CPL 3 run in the lab if this
+//! machine cannot single-step it. `make exact` tests all models there, too.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lease::Access;
@@ -18,8 +19,8 @@ const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
 ];
 
-/// Runs `exact.elf` and requires that its tests were run: a kernel that cannot count prints a plan of none
-/// and ends with success.
+/// Runs `exact.elf` and checks that its tests ran: without exact counting, the guest prints an
+/// empty plan and exits successfully.
 fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap {
     let kernel = place
         .bare_metal_guest("exact")
@@ -55,7 +56,7 @@ fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap 
     tap
 }
 
-/// A KVM without hardware help steps CPL 0 only.
+/// KVM without hardware virtualization can step CPL 0 only.
 fn words_here() -> &'static str {
     match probe_kvm() {
         Kvm::SoftwareOnly => "no-user",
@@ -72,8 +73,8 @@ fn hand_counted_code_is_exact_here_on_every_model() {
     }
 }
 
-/// CPL 0 and CPL 3 on a KVM that runs guest code on the processor, where interrupts, faults and SYSCALL clear
-/// the trap flag.
+/// Covers CPL 0 and CPL 3 on a KVM with hardware virtualization, where interrupts, faults and
+/// SYSCALL clear the trap flag.
 #[test]
 fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -89,8 +90,8 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     }
 }
 
-/// With several vCPUs the gates are watched by hardware breakpoints instead, which do not fire on every KVM:
-/// code that takes no interrupt and no fault is exact all the same at CPL 0, while the other vCPU is there.
+/// With several vCPUs, hardware breakpoints watch the interrupt gates instead, and do not trigger
+/// on every KVM. Code without interrupts and faults is still exact at CPL 0.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -99,24 +100,25 @@ fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     }
 }
 
-/// How often user-mode counts are taken.
+/// Number of repetitions of user-mode counts.
 const RUNS: usize = 5;
 
-/// How many system calls are counted in each run. An interrupt or a page fault takes 3,300 instructions, and
-/// one may fall into any of them: so many calls in the last that a few of these do not decide.
+/// Number of system calls counted in each run. An interrupt or page fault takes 3,300 instructions,
+/// and any run may include one; the last run has so many calls that a few do not matter.
 const CALLS: [u32; 3] = [20, 20, 260];
 
-/// A Linux guest that is stepped while its perf counts.
+/// Returns a Linux guest that is single-stepped while its perf counts.
 pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
     LinuxGuest::new(name, pmu)
-        // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long
-        // start-up code takes; a minute of single steps without a context switch is a stall to RCU.
+        // The NMI watchdog would count, and thus step, the kernel permanently; addresses affect the
+        // length of start-up code; RCU regards a minute of single steps without a context switch as
+        // a stall.
         .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
         .args(["--backing", "exact", "--stats"])
         .limit(LIMIT)
 }
 
-/// The first part of the shared guest: programs, before it has any driver of a device.
+/// First part of the shared guest: programs, before any device driver is loaded.
 pub const USER_MODE: Part = Part {
     tests: &[
         "exact::user_mode_counts_of_a_linux_guest_are_exact",
@@ -137,8 +139,8 @@ pub const USER_MODE: Part = Part {
     },
 };
 
-/// The last part of the shared guest: the console that `gate` reads its lines from becomes a file, of which
-/// the end of the script is not told.
+/// Last part of the shared guest: replaces the console from which `gate` reads its lines by a file,
+/// so the end of the script is not printed.
 pub const KERNEL_MODE: Part = Part {
     tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
     prepare: || {},
@@ -157,17 +159,18 @@ pub const KERNEL_MODE: Part = Part {
     },
 };
 
-/// Two counts that `perf stat` has of a section.
+/// Returns two counts of `perf stat` in a section.
 fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
     let stat = parse_stat_csv(run.section(section));
     events.map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
 }
 
-/// What `perf stat` counts of a static program's user code is the same each time, and of a program whose
-/// instructions are all known it is what is known.
+/// User-mode counts of a static program are the same in each run, and equal to the known counts of
+/// a program whose instructions are all known.
 #[test]
 fn user_mode_counts_of_a_linux_guest_are_exact() {
-    /// `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D + 2 branches.
+    /// Counts of `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D
+    /// + 2 branches.
     const KNOWN: [f64; 2] = [2036.0, 1010.0];
     let run = shared_guests::STEPPED.run();
     let counts = |section: &str| two_counts(run, section, ["instructions:u", "branches:u"]);
@@ -179,7 +182,7 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     run.expect_success();
 }
 
-/// The first command a user types shows what is stepped, what is timed, and of the rest that it is not
+/// `perf stat` without options shows exact and time-based counts, and the other events as not
 /// supported.
 #[test]
 fn perf_stat_shows_no_number_that_nobody_counted() {
@@ -189,13 +192,12 @@ fn perf_stat_shows_no_number_that_nobody_counted() {
     eprintln!("{}", run.section("stat"));
 }
 
-/// The kernel of a Linux guest gets on while it is stepped: its timer does not eat all progress and it reads
-/// no clock for ever. What is counted of system calls that are all alike grows with their number, by what one
-/// of them executes.
+/// A single-stepped kernel makes progress: its timer does not consume all time, and loops that read
+/// the clock terminate. The counts of identical system calls grow by the instructions of one call.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
-    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount:
-    /// docs/measurements.md.
+    /// Instructions of one call in `syscalls` including its loop iteration, measured with QEMU's
+    /// -icount: docs/measurements.md.
     const REFERENCE: f64 = 384.3;
     let run = shared_guests::STEPPED.run();
     let runs: Vec<_> = (0..CALLS.len())
@@ -207,12 +209,12 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
         "instructions:k and instructions:u of {CALLS:?} system calls: {runs:?}; {each:.1} a call, {REFERENCE} by -icount"
     );
     for (counted, calls) in runs.iter().zip(CALLS) {
-        // A call executes at least its share of the entry code, the function and the way back.
+        // A call executes at least the entry code, the function and the exit code.
         assert!(counted[0] > 300.0 * f64::from(calls), "{runs:?}\n{run}");
         assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
     }
-    // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference.
-    // One interrupt or page fault in one of the runs is 11 % of eighty calls and 4 % of these.
+    // Entry and exit code depend on CPU vulnerabilities; the lab's processor is the one of the
+    // reference. A single interrupt or page fault is 11 % of eighty calls and 4 % of these.
     if !Place::is_direct().unwrap_or_else(|error| panic!("{error}")) {
         assert!(
             (each / REFERENCE - 1.0).abs() < 0.1,
@@ -222,8 +224,8 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     run.expect_success();
 }
 
-/// On an Intel model CPUID says which of the architectural events are counted, and the kernel's tables the
-/// rest.
+/// On an Intel model, CPUID lists the supported architectural events; the kernel's tables contain
+/// the others.
 #[test]
 #[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_an_intel_guest_shows_no_number_that_nobody_counted() {

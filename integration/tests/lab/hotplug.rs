@@ -1,8 +1,9 @@
-//! vCPUs that come and go under an unmodified Debian kernel: it takes them in and gives them up, its own perf
-//! counts and samples on them, and the host's counts and recordings are whole.
+//! Tests vCPU hot-plug under an unmodified Debian kernel: the guest accepts and ejects vCPUs, its
+//! perf counts and samples on them, and the host's counts and recordings are complete.
 //!
-//! One guest, 1 vCPU of 3, twice through: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the host counts the
-//! whole VM, counts each vCPU, and records, from before the first vCPU comes until after the last has gone.
+//! One guest with 1 of 3 vCPUs runs two rounds: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the
+//! host counts the whole VM and each vCPU, and records, from before the first plug until after the
+//! last unplug.
 
 use std::collections::BTreeMap;
 
@@ -14,15 +15,15 @@ use integration::process::{Command, Output, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// How often the vCPUs come and go.
+/// Number of plug and unplug rounds.
 const ROUNDS: u32 = 2;
 
-/// Period of the host's recording and of the guest's: some hundred samples in each of the guest's
-/// measurements.
+/// Sampling period of the host and the guest, which yields some hundred samples per measurement in
+/// the guest.
 const PERIOD: u64 = 20_000_000;
 
-/// Linux takes a new CPU in and leaves it offline; whoever runs the machine brings it online, as udev rules
-/// do. `begun` waits until the host says that it looks on: by a vCPU that comes.
+/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. `begun`
+/// waits until the host observes, which it signals by plugging in a vCPU.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do
@@ -53,7 +54,7 @@ section end cat /sys/devices/system/cpu/online
 section dmesg sh -c "dmesg | grep -i -E 'cpu|eject|acpi' | tail -n 60"
 "#;
 
-/// What a command that must succeed prints, on both streams.
+/// Runs a command that must succeed and returns both output streams.
 #[track_caller]
 fn run(place: &Place, command: &Command) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
@@ -66,7 +67,7 @@ fn said(output: &Output) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
-/// Waits until the guest has come that far.
+/// Waits until the guest prints `marker`.
 #[track_caller]
 fn reaches(guest: Process, marker: &str) -> Process {
     if guest.wait_for(marker, LIMIT) {
@@ -83,7 +84,7 @@ fn reaches(guest: Process, marker: &str) -> Process {
     }
 }
 
-/// Counts of `perfvisor stat -j`, by event and vCPU.
+/// Parses `perfvisor stat -j` into counts by event and vCPU.
 fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     let count = |line: &str| {
         let object: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -102,8 +103,8 @@ fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     lines.lines().map(count).collect()
 }
 
-/// Samples by vCPU, of lines that `perfvisor script` begins samples with: `comm pid [vcpu] time: period
-/// event:`.
+/// Counts samples by vCPU in the first lines of samples from `perfvisor script`: `comm pid [vcpu]
+/// time: period event:`.
 fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
     let mut by_vcpu: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     for line in script.lines() {
@@ -136,7 +137,7 @@ fn linux_takes_vcpus_in_and_gives_them_up() {
     let ours = |args: &[&str]| Command::new(perfvisor.clone()).args(args.iter().copied());
     let data = place.scratch("hotplug.data");
     let period = PERIOD.to_string();
-    // While no vCPU runs, so that all of them count the same time.
+    // Start counting while no vCPU runs, so that all events cover the same time.
     let pause = || run(&place, &ours(&["ctl", "hotplug", "pause"]));
     pause();
     let begin = |args: &[&str]| {
@@ -180,7 +181,7 @@ fn linux_takes_vcpus_in_and_gives_them_up() {
         out.push(said(&process.wait(LIMIT).unwrap()));
     }
     run(&place, &ours(&["ctl", "hotplug", "resume"]));
-    // It ends with two of three.
+    // The guest ends with two of three vCPUs.
     run(&place, &ours(&["ctl", "hotplug", "vcpus", "2"]));
     let output = running.wait(LIMIT).unwrap();
     let run_of_guest = guest.finish(&output).unwrap_or_else(|error| panic!("{error}"));
@@ -195,14 +196,14 @@ fn linux_takes_vcpus_in_and_gives_them_up() {
     the_guest_counts_on_its_new_vcpus(&run_of_guest, &out[1].0);
 }
 
-/// How long it took, as `perfvisor -v ctl` says.
+/// Returns the duration reported by `perfvisor -v ctl`.
 fn answered(stderr: &str) -> &str {
     let line = stderr.lines().find(|line| line.contains("answered after"));
     line.unwrap_or_else(|| panic!("{stderr}"))
 }
 
-/// The event of the whole VM is the sum of those on each vCPU, which those that come and go have a row of: to
-/// the last count, as all began and ended while no vCPU ran.
+/// The count of the whole VM is exactly the sum over all vCPUs, including unplugged ones, because
+/// all events started and stopped while no vCPU ran.
 fn the_host_counts_the_whole(whole: &str, each: &str) {
     let (whole, each) = (counts(whole), counts(each));
     for event in ["cycles", "kvm:exits", "task-clock"] {
@@ -213,15 +214,15 @@ fn the_host_counts_the_whole(whole: &str, each: &str) {
         assert!(parts.iter().all(|part| *part > 0.0), "{event}: {parts:?}");
         match event {
             "kvm:exits" => assert_eq!(all, sum),
-            // Each event reads its clock for itself when its vCPU leaves the guest and enters it.
+            // Each event reads the clock separately at entry and exit of its vCPU.
             _ => assert!((all / sum - 1.0).abs() < 0.001, "{event}: {all} and {sum}"),
         }
     }
 }
 
-/// Each vCPU's samples stand for what it counted, but for the period that had begun when it
-/// stopped: once for vCPU 0, and for the others each time that they left. A period that has passed
-/// by then is sampled, however late the timer is that announces it.
+/// The samples of each vCPU represent its count, except for the unfinished period: once for vCPU 0,
+/// and once per unplug for the others. A period that has elapsed is sampled even if its timer is
+/// late.
 fn the_recording_is_whole(each: &str, script: &str) {
     let (each, samples) = (counts(each), samples(script));
     for (vcpu, lives) in [(0, 1), (1, ROUNDS), (2, ROUNDS)] {
@@ -239,8 +240,8 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// The guest's own counts on its second and third CPU, in both lives of them, are never more than what the
-/// host counted there, which includes what runs besides the measured seconds.
+/// Counts of the guest on its second and third CPU, in both rounds, do not exceed the host's
+/// counts, which also include work outside the measured seconds.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {
@@ -261,7 +262,8 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
             eprintln!(
                 "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {ratio:.3} of them"
             );
-            // Of the same time, but that perf record's own start and end are counted and not sampled.
+            // Both cover the same time, but the start and end of perf record itself are counted and
+            // not sampled.
             assert!(
                 (0.3..1.02).contains(&ratio),
                 "CPU {vcpu}: {sampled} of {counted}\n{run}"
@@ -270,7 +272,7 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
         }
         let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))];
         eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
-        // It also runs what is not measured: coming, going, perf's own start and what it prints.
+        // The vCPU also runs unmeasured work: plug and unplug, perf's start and its output.
         assert!((0.2..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
     }
 }

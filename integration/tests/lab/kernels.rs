@@ -1,8 +1,9 @@
-//! Other stock kernels than the usual one: Debian's general kernel and the newest it offers, as bzImage and
-//! as ELF, with and without KASLR, on one, two and four vCPUs. Each must find its PMU, count with it on every
+//! Tests other stock kernels: Debian's default kernel and the newest one available, as bzImage and
+//! ELF, with and without KASLR, on one, two and four vCPUs. Each must find its PMU, count on every
 //! CPU, and sample.
 //!
-//! A few combinations are tested by default; `PERFVISOR_KERNELS=all` (`make kernels`) takes all of them.
+//! Only a few combinations are tested by default; `PERFVISOR_KERNELS=all` (`make kernels`) tests
+//! all of them.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -17,19 +18,20 @@ use integration::place::Place;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// Period of `perf record -c`; a sample costs a guest in the lab a millisecond and more.
+/// Sampling period of `perf record -c`. A sample costs a guest in the lab at least a millisecond.
 const PERIOD: f64 = 50_000_000.0;
 
-/// How far counts may be from the clock, and samples from counts.
+/// Relative tolerance between counts and clock, and between samples and counts.
 const TOLERANCE: f64 = 0.10;
 
-/// Cycles by CPU time while they are sampled: samples take time that is the program's and has no cycles.
+/// Ratio of cycles to CPU time while sampling. Taking a sample uses CPU time of the program, but no
+/// cycles.
 const WHILE_SAMPLED: std::ops::Range<f64> = 0.8..1.1;
 
-/// Measurements of time in one guest: guests share the machine with whatever else runs.
+/// Maximum number of time measurements in one guest, because other load disturbs them.
 const TRIES: usize = 3;
 
-/// One combination.
+/// A combination of kernel, image, vCPUs and model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Case {
     kernel: &'static str,
@@ -39,18 +41,18 @@ struct Case {
     pmu: &'static str,
 }
 
-/// What was found, for the table.
+/// The result of one combination, for the table.
 struct Found {
     release: String,
     text: String,
     cycles: f64,
     samples: f64,
-    /// Measurements it took until both were right.
+    /// Number of attempts until both measurements were within the tolerance.
     tries: usize,
     boot_seconds: f64,
 }
 
-/// Each kernel once, and each of the other choices at least once.
+/// Default combinations: each kernel once, and each of the other parameters at least once.
 const FEW: [Case; 3] = [
     Case {
         kernel: "cloud",
@@ -75,8 +77,8 @@ const FEW: [Case; 3] = [
     },
 ];
 
-/// Debian 13's kernels and the newest of its backports, by the names of [`KernelChoice::parse`]: each as
-/// packaged, the way distributions boot it, with one vCPU and with two.
+/// Kernels of Debian 13 and its newest backport, by their names in [`KernelChoice::parse`]. Each
+/// boots as packaged, with one and with two vCPUs.
 const DEBIAN_13: [&str; 4] = [
     "debian13-cloud",
     "debian13-generic",
@@ -101,7 +103,7 @@ fn all() -> Vec<Case> {
         for image in ["bzImage", "vmlinux"] {
             for kaslr in [false, true] {
                 for cpus in [1, 2, 4] {
-                    // The vendors take turns, so that each of the other choices meets both.
+                    // Alternate the vendors, so that each of the other parameters occurs with both.
                     let pmu = ["intel", "amd"][cases.len() % 2];
                     cases.push(Case {
                         kernel,
@@ -117,7 +119,7 @@ fn all() -> Vec<Case> {
     cases
 }
 
-/// A place with the kernels that `cases` need.
+/// Leases a test host with the kernels that `cases` need.
 fn place_with(cases: &[Case]) -> Place {
     let mut files = Vec::new();
     for case in cases {
@@ -127,7 +129,7 @@ fn place_with(cases: &[Case]) -> Place {
         }
     }
     let options = LabOptions {
-        // Guests with four vCPUs run on two processors, as in real life.
+        // Guests with four vCPUs run on two processors, a realistic overcommitment.
         cpus: 2,
         files,
         ..LabOptions::default()
@@ -135,7 +137,7 @@ fn place_with(cases: &[Case]) -> Place {
     Place::choose(&options).unwrap_or_else(|error| panic!("{}", artefacts::describe(&error)))
 }
 
-/// A kernel's file on this side; built if need be.
+/// Returns the local path of a kernel image and builds it if necessary.
 fn image_file(kernel: &str, image: &str) -> PathBuf {
     artefacts::images_of(&KernelChoice::parse(kernel))
         .unwrap_or_else(|error| panic!("{error}"))
@@ -173,8 +175,8 @@ impl Case {
         self.check(&run).map_err(|what| format!("{what}\n{run}"))
     }
 
-    /// What depends on time is measured several times, always, so that a guest that is off once need not be
-    /// run again.
+    /// Time measurements are always repeated in the same guest, so that a single outlier does not
+    /// require another boot.
     fn script(&self) -> String {
         let mut script = format!(
             "section release uname -r\n\
@@ -227,7 +229,7 @@ impl Case {
             let stat = parse_stat_csv(text(&format!("stat{n}"))?);
             let value = |event| stat.value(event).map_err(|error| error.to_string());
             cycles = value("cycles")? / (value("task-clock")? / 1e3 * tsc_hz);
-            // A second counter has the same life as the samples, that of the program: the time that samples
+            // A second counter covers the same time as the samples, because the time that samples
             // take is in neither.
             let record = text(&format!("record{n}"))?;
             let counted = parse_stat_csv(record)
@@ -294,7 +296,7 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
     let cases = match std::env::var("PERFVISOR_KERNELS").as_deref() {
         Ok("all") => all(),
         Ok("") | Err(_) => FEW.to_vec(),
-        // One kernel's part of the matrix.
+        // The combinations of one kernel.
         Ok(kernel) => all().into_iter().filter(|case| case.kernel == kernel).collect(),
     };
     assert!(
@@ -306,14 +308,15 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
          |---|---|---|---|---|---|---|---|---|---|\n",
     );
     let mut failures = Vec::new();
-    // Kernels are large and the lab keeps them in memory: many cases come in a lab for each kernel.
+    // Kernels are large, and the lab keeps them in memory. With many combinations, each kernel gets
+    // a lab of its own.
     let many = cases.len() > FEW.len();
     let mut place = None;
     let mut kernel = "";
     for case in &cases {
         if place.is_none() || many && case.kernel != kernel {
             kernel = case.kernel;
-            // Never two labs at a time.
+            // Never run two labs at the same time.
             drop(place.take());
             let together = |other: &&Case| !many || other.kernel == kernel;
             let same: Vec<_> = cases.iter().filter(together).copied().collect();

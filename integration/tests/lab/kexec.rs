@@ -1,5 +1,5 @@
-//! A guest starts another kernel by itself, or leaves itself to one when it panics. The VMM has loaded
-//! nothing of it; its `perf` counts and samples as the first one's.
+//! Tests that a guest can start another kernel by kexec, or after a panic by kdump, without support
+//! of the VMM, and that perf in the new kernel counts and samples as before.
 
 use guest_images::kexec;
 use integration::artefacts;
@@ -10,13 +10,14 @@ use integration::place::Place;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// The kernels.
+/// Numbers of the kernels.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// The script of all five kernels: the first starts the second where it runs itself, the second a third in
-/// its place, and that a fourth at an address of its choice. That one panics, and the fifth, loaded for
-/// that and with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its
-/// command line. Its initrd is what the first one has unpacked, this script with it.
+/// Script of all five kernels. The first kernel loads the second at another address, the second
+/// loads a third at its own address, and the third a fourth at a chosen address. The fourth one
+/// panics, and the fifth one, loaded for that purpose with one CPU, runs in reserved memory
+/// (kdump). The command line tells a kernel its number. The initrd is packed from the files of the
+/// first one, including this script.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do
@@ -77,8 +78,7 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one
-/// elsewhere, and one after a panic.
+/// Covers a new kernel at the same address, at another address, and after a panic.
 #[test]
 fn kernels_that_the_guest_starts_count_and_sample() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -113,8 +113,8 @@ fn kernels_that_the_guest_starts_count_and_sample() {
         STAGES.map(|stage| symbol_address(&run, stage)),
     );
     for stage in 0..STAGES.len() {
-        // 300,000,000 iterations of two instructions take at least half as many cycles, and a count that is
-        // off by a lost or doubled period, or by 2^48, is far away.
+        // 300,000,000 iterations of two instructions take at least half as many cycles. A count
+        // with a lost or doubled period, or off by 2^48, is far outside this range.
         assert!(
             user[stage] > 150_000_000 && user[stage] < 100 * user[0],
             "{user:?}\n{run}"
@@ -132,14 +132,15 @@ fn kernels_that_the_guest_starts_count_and_sample() {
     }
     assert_eq!(symbol_address(&run, 1), symbol_address(&run, 2), "nokaslr\n{run}");
     assert_eq!(symbol_address(&run, 2), symbol_address(&run, 3), "nokaslr\n{run}");
-    // The kernel may complain of a slow machine on the line before.
+    // The kernel may report a slow machine on the previous line.
     assert_eq!(
         run.section("crash-loaded").trim().lines().last(),
         Some("1"),
         "{run}"
     );
-    // Only a kernel that runs after a panic has the memory of the one before. (The panic's own message may
-    // be lost: the console is another CPU's while the new kernel starts.)
+    // Only a kernel that runs after a panic can access the memory of the previous one. (The panic
+    // message itself may be lost, because another CPU owns the console while the new kernel
+    // starts.)
     let vmcore = run.section("vmcore");
     assert!(
         vmcore.starts_with("ELF") && vmcore.contains("elfcorehdr="),

@@ -1,4 +1,4 @@
-//! The lab host itself: that it boots, has a KVM, and that its agent can be relied on.
+//! Tests the lab host itself: it boots, has a KVM, and its agent is reliable.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use integration::process::{Command, ProcessError};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// One boot for all of it: the lab's start is what takes the time.
+/// A single boot for all checks, because booting dominates the time.
 #[test]
 fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let options = LabOptions {
@@ -41,7 +41,7 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     assert_eq!(output.stderr_text(), "err\n");
     assert_eq!(output.code(), Some(7));
 
-    // What this host can do is no news: nothing of it is an error.
+    // Limitations of the host are reported as information, not as errors.
     let check = lab.start(&Command::new("perfvisor").args(["check"])).unwrap();
     let output = check.wait(LIMIT).unwrap();
     assert!(output.success(), "{}", output.stderr_text());
@@ -56,7 +56,7 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
         output.stderr_text()
     );
 
-    // Input, two processes at a time, and signals.
+    // Input, two concurrent processes, and signals.
     let mut cat = lab.start(&Command::new("cat")).unwrap();
     let sleeper = lab.start(&Command::shell("echo ready; sleep 1000")).unwrap();
     cat.write(b"hello").unwrap();
@@ -67,20 +67,20 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     sleeper.signal(libc::SIGTERM);
     assert_eq!(sleeper.wait(LIMIT).unwrap().ended.signal, Some(libc::SIGTERM));
 
-    // Time limits hold, and the lab is usable afterwards.
+    // Time limits are enforced, and the lab remains usable afterwards.
     let hangs = lab.start(&Command::shell("echo stuck; sleep 1000")).unwrap();
     assert!(hangs.wait_for("stuck", LIMIT));
     let error = hangs.wait(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(error, ProcessError::TimedOut { .. }), "{error}");
 
-    // Files of any bytes, larger than a frame, there and back.
+    // Files with arbitrary contents, larger than a frame, in both directions.
     let data: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
     lab.put("/tmp/a/b", 0o755, &data).unwrap();
     assert_eq!(lab.get("/tmp/a/b").unwrap(), data);
     lab.put("/tmp/empty", 0o600, &[]).unwrap();
     assert_eq!(lab.get("/tmp/empty").unwrap(), b"");
 
-    // What cannot be done is said.
+    // Failures are reported.
     let error = lab.get("/no/such/file").unwrap_err().to_string();
     assert!(
         error.contains("/no/such/file") && error.contains("No such file"),
@@ -92,7 +92,7 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let error = missing.wait(LIMIT).unwrap_err();
     assert!(matches!(error, ProcessError::Start { .. }), "{error}");
 
-    // A lab that dies says so with the end of its console, and another one takes its place.
+    // A lab that dies is reported with the end of its console, and a new one replaces it.
     let death = Command::shell("echo last words >/dev/console; echo o >/proc/sysrq-trigger; sleep 60");
     let error = lab.start(&death).unwrap().wait(LIMIT).unwrap_err();
     assert!(matches!(error, ProcessError::LabGone { .. }), "{error}");
@@ -106,14 +106,14 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let output = place.run(&Command::shell("echo alive"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive\n");
 
-    // So it is with one that hangs.
+    // The same applies to a lab that hangs.
     let Place::Lab(host) = &place else { unreachable!() };
     host.replace_if_hung();
     assert!(!host.last().is_gone(), "this one does not hang");
     let hang = Command::shell("kill -STOP $(pidof lab-agent)");
     let stopped = host.last().start(&hang).unwrap();
     stopped.wait(Duration::from_secs(2)).unwrap_err();
-    // Its emulator still tells where its processors are: one more than the lab's own.
+    // The emulator still reports the state of its processors, one more than the guests can use.
     let processors = host.last().instruction_pointers(2, Duration::ZERO).unwrap();
     assert_eq!(processors.len(), 3, "{processors:?}");
     assert!(processors.values().all(|seen| seen.len() == 2), "{processors:?}");
@@ -122,8 +122,8 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let output = place.run(&Command::shell("echo alive again"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive again\n");
 
-    // A guest that does not end is looked at before it is killed. How long it may take to begin depends on
-    // the machine, as the lab's boot did.
+    // A hung guest is diagnosed before it is killed. The time to start depends on the machine, as
+    // with the boot of the lab.
     let Place::Lab(host) = &place else { unreachable!() };
     let begun = 3 * host.last().boot_time() + Duration::from_secs(8);
     let error = LinuxGuest::new("does-not-end", "amd")
@@ -147,7 +147,7 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     }
 }
 
-/// A test finds nothing of those that had its lab before.
+/// A lab contains no traces of earlier tests.
 #[test]
 fn a_leased_lab_is_left_clean() {
     for round in 0..2 {
@@ -160,7 +160,7 @@ fn a_leased_lab_is_left_clean() {
         let found = shell("ls -A /tmp /run; ls /sys/class/net");
         assert!(!found.contains("left"), "round {round}: {found}");
         shell("touch /tmp/left; mkdir -p /run/perfvisor; tunctl -t pvleft >/dev/null");
-        // A second lease of the same thread could wait for this one for ever.
+        // A second lease of the same thread could deadlock.
         assert!(matches!(Place::lab(Access::Shared), Err(LeaseError::Pool(_))));
     }
 }

@@ -1,6 +1,6 @@
-//! PMIs in front of Linux's late acknowledge: on models from Haswell on its handler of the PMI unmasks LVTPC
-//! at its end, after it has served what overflowed meanwhile. A PMI that was kept behind the mask all the
-//! same would be an NMI that nobody knows.
+//! Tests PMIs with Linux's late acknowledgment: on models since Haswell, the PMI handler unmasks
+//! LVTPC at its end, after it has handled all overflows so far. A PMI kept pending behind the mask
+//! would then become an unknown NMI.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::place::Place;
 
-/// Two events that overflow at rates of their own (by the clock both count alike, so their periods differ)
-/// while `$WORK` is done, beside the watchdog's, which is the third.
+/// Two events overflow at different rates (both count the same on the clock backing, so their
+/// periods differ) during `$WORK`, in addition to the watchdog's event.
 const SCRIPT: &str = r#"
 section cpu grep -E -m 3 "^(cpu family|model|stepping)" /proc/cpuinfo
 section flags sh -c 'grep -o -w -m 1 x2apic /proc/cpuinfo || echo none'
@@ -19,25 +19,27 @@ section record sh -c 'perf record -q -o /tmp/perf.data -e cycles/period=40000000
 section nmis grep -E "NMI|PMI" /proc/interrupts
 "#;
 
-/// perf's own test of what it reads in CPUID, the TSC's frequency among it (`#system_tsc_freq`).
+/// perf's own test of CPUID-based values, including the TSC frequency (`#system_tsc_freq`).
 const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;
 
-/// Interrupts of the PIT, what gives the ticks, and what Linux says where it does not trust the APIC's timer.
+/// Script that shows interrupts of the PIT, the clock event device, and Linux's message if it does
+/// not trust the APIC timer.
 const TIMER: &str = r#"
 section timer sh -c 'grep -E "^ *0:" /proc/interrupts; cat /sys/devices/system/clockevents/clockevent0/current_device'
 section distrust sh -c 'dmesg | grep "APIC timer disabled due to verification failure" || echo none'
 "#;
 
-/// Models that acknowledge late.
+/// Model number of a CPU with late acknowledgment.
 const SKYLAKE: u32 = 94;
 const SKYLAKE_SERVER: u32 = 85;
 
-/// 600,000,000 instructions: seconds where guests are emulated, and less than a tenth of one nowhere.
+/// 600,000,000 instructions: seconds on an emulated guest, and at least a tenth of a second
+/// anywhere.
 const SHORT: &str = "spin 300000000x";
 
-/// Parts of the long form. Each ends with a line, which shows that the guest gets on.
+/// Number of parts of the long test. Each prints a line to show progress.
 const LONG_PARTS: usize = 20;
 
 fn samples(run: &GuestRun, event: &str) -> u64 {
@@ -50,7 +52,7 @@ fn samples(run: &GuestRun, event: &str) -> u64 {
         .unwrap_or_else(|| panic!("no samples of {event}\n{run}"))
 }
 
-/// What [`LinuxGuest::run`] makes of the kernel's log decides: an NMI for "unknown reason" is an error.
+/// [`LinuxGuest::run`] checks the kernel log: an NMI for "unknown reason" is an error.
 fn two_events_and_the_watchdog(
     name: &str,
     model: u32,
@@ -92,8 +94,9 @@ fn a_late_acknowledge_meets_no_pmi_that_was_served() {
     );
 }
 
-/// In xAPIC mode the VMM cannot show the mask bit, and keeps to it by itself. The guest's timer is not the
-/// TSC deadline's either: Linux measures the APIC's timer by the PIT, whose interrupt must come.
+/// In xAPIC mode the VMM cannot expose the mask bit and tracks it internally. The guest also lacks
+/// the TSC-deadline timer: Linux calibrates the APIC timer against the PIT, whose interrupt must be
+/// delivered.
 #[test]
 fn neither_does_one_of_a_guest_without_x2apic() {
     let run = two_events_and_the_watchdog(
@@ -114,8 +117,9 @@ fn neither_does_one_of_a_guest_without_x2apic() {
         ticks.is_some_and(|ticks| ticks > 0),
         "interrupts of the PIT: {timer}\n{run}"
     );
-    // Linux lets the APIC's timer ring for 100 ms of the PIT's and leaves it to the PIT where they differ by
-    // three ticks, as they do when the host is held up meanwhile. It says so, and the PIT's ticks suffice.
+    // Linux compares 100 ms of the APIC timer with the PIT and falls back to the PIT if they differ
+    // by three ticks, as happens if the host is delayed. The kernel reports this, and the PIT's
+    // ticks suffice.
     let distrusts = run.section("distrust").trim() != "none";
     if distrusts {
         eprintln!("the host was held up while Linux measured the APIC's timer; the PIT gives the ticks");
@@ -124,7 +128,7 @@ fn neither_does_one_of_a_guest_without_x2apic() {
         timer.contains(if distrusts { "pit" } else { "lapic" }),
         "the clock events' device: {timer}\n{run}"
     );
-    // On an Intel processor it fails where the frequency is 0, as without CPUID 15H and 16H.
+    // On an Intel processor the test fails if the frequency is 0, as without CPUID 15H and 16H.
     assert!(
         run.section("expressions")
             .lines()
@@ -133,7 +137,7 @@ fn neither_does_one_of_a_guest_without_x2apic() {
     );
 }
 
-/// What happens seldom needs many PMIs. `make late-ack SECONDS=600`; the time is the guest's.
+/// Rare errors need many PMIs to occur. `make late-ack SECONDS=600`, in guest time.
 #[test]
 #[ignore = "minutes; make late-ack"]
 fn nor_one_in_many_minutes() {
@@ -144,8 +148,8 @@ fn nor_one_in_many_minutes() {
         Err(_) => 600,
     };
     let part = f64::from(seconds) / LONG_PARTS as f64;
-    // The guest's time may pass faster or slower than that outside, by how much nobody knows: what is silent
-    // too long is hung.
+    // Guest time may pass faster or slower than host time by an unknown factor, so only silence
+    // indicates a hang.
     let limit = Limit {
         overall: Duration::from_secs(u64::from(seconds) * 20 + 600),
         ..Limit::GENEROUS

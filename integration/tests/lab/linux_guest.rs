@@ -1,6 +1,7 @@
-//! The real perf in an unmodified Debian kernel, on the virtual PMU: does it count and sample?
+//! Tests that perf in an unmodified Debian kernel counts and samples with the virtual PMU.
 //!
-//! One boot per PMU model and number of vCPUs runs everything; each test looks at its part.
+//! One boot per PMU model and number of vCPUs runs all commands; each test checks its part of the
+//! output.
 
 use std::sync::OnceLock;
 
@@ -10,15 +11,15 @@ use integration::measure::{Off, in_time, measured};
 use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::Place;
 
-/// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in
-/// the lab a millisecond and more, which is its CPU time but not its cycles (docs/reference/accuracy.md);
-/// with half of this period that was more than a tenth.
+/// Sampling period of `perf record -c`: about forty samples per second on the clock backing. A
+/// sample costs a guest in the lab at least a millisecond of CPU time, but no cycles
+/// (docs/reference/accuracy.md); with half the period the difference exceeded a tenth.
 const PERIOD: f64 = 50_000_000.0;
 
-/// For one guest; it takes about half a minute in the lab on an idle machine.
+/// Limits of one guest, which takes about half a minute in the lab on an idle machine.
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// What the guest with one vCPU does.
+/// Script of the guest with one vCPU.
 const ONE_CPU: &str = r#"
 section dmesg sh -c "dmesg | grep -i -E 'linux version|tsc|perf|pmu|nmi|mce|bug|warn'"
 section stat perf stat -e task-clock,cycles spin 1.5
@@ -32,7 +33,7 @@ section chains sh -c "perf script -i /tmp/rate -F comm,ip,sym | awk 'BEGIN { RS 
 section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
 "#;
 
-/// What the guest with two vCPUs does.
+/// Script of the guest with two vCPUs.
 const TWO_CPUS: &str = r#"
 section dmesg sh -c "dmesg | grep -i -E 'linux version|tsc|perf|pmu|nmi|mce|bug|warn'"
 section online cat /sys/devices/system/cpu/online
@@ -43,17 +44,17 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// In the lab a guest shares its emulated processor with whatever else the machine does, so a measurement of
-/// time that is off is taken again in a new guest. Nothing else is.
+/// Maximum number of guests for a time measurement, which other load on the machine can disturb in
+/// the lab. Nothing else is retried.
 const TRIES: usize = 3;
 
-/// The runs of one kind of guest, shared by the tests and made when first looked at.
+/// The runs of one kind of guest, created on demand and shared by the tests.
 type Runs = [OnceLock<Result<GuestRun, String>>; TRIES];
 
-/// A PMU model: its tests share runs of two kinds of guest.
+/// A PMU model whose tests share the runs of two kinds of guest.
 struct Model {
     pmu: &'static str,
-    /// A word of the kernel's line about its PMU driver.
+    /// Word in the kernel's message about its PMU driver.
     driver: &'static str,
     one_cpu: Runs,
     two_cpus: Runs,
@@ -69,14 +70,15 @@ impl Model {
         }
     }
 
-    /// What `check` finds off in the guest with one vCPU is measured again in another.
+    /// Applies `check` to the guest with one vCPU, and repeats a failed measurement in a new guest.
     fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), Off>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.one_cpu, n, 1, ONE_CPU))
         });
     }
 
-    /// The same with two vCPUs.
+    /// Applies `check` to the guest with two vCPUs, and repeats a failed measurement in a new
+    /// guest.
     fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), Off>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.two_cpus, n, 2, TWO_CPUS))
@@ -94,7 +96,7 @@ impl Model {
             .cpus(cpus)
             .script(script)
             .limit(LIMIT)
-            // What the vPMU did goes to the log that is kept.
+            // Add PMU statistics to the saved log.
             .args(["--stats"])
             .run(&place)
             .map_err(|error| error.to_string())?;
@@ -152,9 +154,9 @@ impl Model {
             share * 100.0
         );
         assert!(seconds > 2.9, "measured for only {seconds} s\n{run}");
-        // perf itself and the timer tick run now and then: 1.6 % of the time where this was measured. What
-        // they take is a matter of the machine's speed; that something counts that is not there is
-        // not.
+        // perf itself and the timer tick run occasionally: 1.6 % of the time where this was
+        // measured. The share depends on the speed of the machine, but a count that is too high
+        // does not.
         assert!(
             share > 0.0 && share < 0.50,
             "{:.1} % of the TSC\n{run}",
@@ -166,10 +168,10 @@ impl Model {
     }
 
     fn sampling_by_period_yields_count_over_period_samples(&self, run: &GuestRun) -> Result<(), Off> {
-        // With `:S` a sample has the count, and perf shows as its period what was counted since the
-        // sample before. That is what there was to sample. The loop's CPU time is more: it includes
-        // the VMM's work for each PMI, which is no cycle of the guest's and takes longer on a busy
-        // host.
+        // With `:S` a sample contains the count, and perf shows the count since the previous sample
+        // as its period. Their sum is the amount to be sampled. The loop's CPU time is larger,
+        // because it includes the VMM's work for each PMI, which is not a guest cycle and takes
+        // longer on a busy host.
         let text = run.section("samples-period");
         let counts: Vec<f64> = text
             .lines()
@@ -187,13 +189,13 @@ impl Model {
             longest / PERIOD
         );
         assert!(expected > 50.0, "too few to tell: {expected}\n{run}");
-        // The period may have begun before the program did.
+        // The period may have begun before the program.
         assert!(
             samples <= expected + 1.0,
             "{samples} samples for {expected:.1} periods\n{run}"
         );
-        // A sample that is late shortens the next period. Where the host takes the lab's processor
-        // away for longer than a period, Linux's driver drops what was missed
+        // A late sample shortens the next period. If the host preempts the lab's processor for
+        // longer than a period, Linux's driver drops the missed periods
         // (x86_perf_event_set_period).
         in_time(samples > expected * 0.90, || {
             format!("{samples} samples, expected {expected:.1}")
@@ -207,14 +209,14 @@ impl Model {
         let report = parse_report(run.section("report-rate"));
         let user = ["heavy", "middle", "light"].map(|name| report.percent(name));
         eprintln!("{} -F: {} samples, {user:?}", self.pmu, report.samples);
-        // 10 s and more at 100 Hz. In the lab a sample costs one or two milliseconds: at 1 kHz perf never
-        // finds the period, samples stand for very different times, and shares of them say little.
+        // At least 10 s at 100 Hz. A sample costs one or two milliseconds in the lab: at 1 kHz perf
+        // does not converge on a period, sample weights vary widely, and shares are not meaningful.
         in_time(report.samples >= 500.0, || format!("{} samples", report.samples))?;
         assert!(report.has_symbols(true), "no kernel symbol\n{run}");
         assert!(report.has_symbols(false), "no user symbol\n{run}");
         // The three functions take 60, 30 and 10 % of their program's time.
         let sum: f64 = user.iter().sum();
-        // By samples that stand for time: one that came late, because the host was held up, stands for much.
+        // Shares are weighted by time: a late sample, caused by a delayed host, has a large weight.
         let off = user.iter().zip([0.6, 0.3, 0.1]);
         let off = off.fold(0.0, |most: f64, (share, expected)| {
             most.max((share / sum - expected).abs())
@@ -246,13 +248,13 @@ impl Model {
         in_time(both.iter().all(|share| busy(*share)), || {
             format!("both: {both:.3?}")
         })?;
-        // A vCPU that the guest has started again counts like one that it has started once.
+        // A vCPU that was taken offline and online again counts like one that was started once.
         let online: Vec<_> = run.section("off-and-on").split_whitespace().collect();
         assert_eq!(online, ["0", "0-1"], "{run}");
         let again = share("one-again", 1);
         eprintln!("{}: CPU 1, off and on again: {again:.3}", self.pmu);
         in_time(busy(again), || format!("CPU 1, off and on again: {again:.3}"))?;
-        // Two threads, counted wherever they run.
+        // Two threads, counted on any CPU.
         let stat = parse_stat_csv(run.section("threads"));
         let seconds = value(run, &stat, "task-clock") / 1e3;
         let ratio = value(run, &stat, "cycles") / (seconds * tsc_hz);
@@ -267,13 +269,13 @@ impl Model {
     }
 }
 
-/// An event's value; the test fails with the console if it was not counted.
+/// Returns the value of an event. Panics with the console if it was not counted.
 #[track_caller]
 fn value(run: &GuestRun, stat: &Stat, event: &str) -> f64 {
     stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))
 }
 
-/// The number after `key` in what a test program printed.
+/// Returns the number after `key` in the output of a test program.
 #[track_caller]
 fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
     text.split_whitespace()
@@ -281,8 +283,8 @@ fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// Whether some sample in `from`, or in what interrupted it, has `to` among its callers. Samples are
-/// paragraphs.
+/// Returns whether a sample in `from`, or in an interrupt of it, has `to` among its callers.
+/// Samples are paragraphs.
 fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
     script.split("\n\n").any(|sample| {
         let mut symbols = sample.lines().filter_map(|line| {
@@ -290,7 +292,7 @@ fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
             u64::from_str_radix(words.next()?, 16).ok()?;
             words.next()
         });
-        // Above `from` there may be the interrupt the sample was taken in.
+        // Frames of an interrupt may be above `from`.
         symbols.any(|symbol| symbol == from) && symbols.any(|symbol| symbol == to)
     })
 }

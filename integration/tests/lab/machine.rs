@@ -1,6 +1,6 @@
-//! The machine under an unmodified Debian kernel: it boots again in the same VM when it reboots, with a
-//! PMU that counts and all its vCPUs, while an operator counts on; and its power button is a key that it
-//! sees. In a jail it has its disk, its vsock device and its reboots, as another user.
+//! Tests the machine under an unmodified Debian kernel: it reboots within the same VM, with a
+//! working PMU and all vCPUs, while an operator counts; its power button is visible as a key. In a
+//! jail, the VM has its disk, its vsock device and its reboots, and runs as another user.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -11,10 +11,11 @@ use integration::place::Place;
 use integration::process::{Command, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
-/// A guest that says nothing for so long does not get on; only a failure waits for it.
+/// Maximum time without output from a guest that makes progress.
 const SILENCE: std::time::Duration = std::time::Duration::from_secs(120);
 
-/// Each boot is told over the console what it is to do, as nothing is left of the one before.
+/// Each boot receives its commands through the console, because no state of the previous boot
+/// remains.
 const SCRIPT: &str = r#"
 echo marker-asks-$(cat /proc/sys/kernel/random/boot_id)
 read word </dev/ttyS0
@@ -30,7 +31,7 @@ section key sh -c "head -c 24 /dev/input/event0 | od -A n -t u2"
 section interrupts grep acpi /proc/interrupts
 "#;
 
-/// Waits until the guest has said `marker` so many times.
+/// Waits until the guest has printed `marker` the given number of times.
 #[track_caller]
 fn says(guest: &Process, marker: &str, times: usize) {
     let nth = |n: usize| guest.stdout_so_far().match_indices(marker).nth(n - 1).is_some();
@@ -104,7 +105,7 @@ fn linux_reboots_in_place_and_hears_its_power_button() {
         .collect();
     assert_eq!(boots.len(), 3, "{boots:?}");
     assert!(section("devices").contains("Power Button"), "{text}");
-    // An input event: the time, EV_KEY, KEY_POWER, pressed (linux/input-event-codes.h).
+    // An input event: time, EV_KEY, KEY_POWER, pressed (linux/input-event-codes.h).
     let words = section("key");
     let words: Vec<&str> = words.split_whitespace().collect();
     assert_eq!(words[8..], ["1", "116", "1", "0"], "{words:?}");
@@ -112,8 +113,8 @@ fn linux_reboots_in_place_and_hears_its_power_button() {
     eprintln!("boots: {boots:?}\nhost: {}\n{interrupts}", counted.stdout_text());
 }
 
-/// What a kernel notes of who loaded it, and that it has what it was handed: all memory, both vCPUs, the
-/// initrd that runs this, a PMU that counts.
+/// Script that shows the boot loader type as seen by the kernel and checks what the VMM passed to
+/// it: all memory, both vCPUs, the initrd with this script, and a PMU that counts.
 const HANDED: &str = r#"
 section loader cat /proc/sys/kernel/bootloader_type
 section cpus cat /sys/devices/system/cpu/online
@@ -121,13 +122,12 @@ section memory grep MemTotal /proc/meminfo
 section stat perf stat -x, -e cycles spin 0.2
 "#;
 
-/// The same kernel by both of its entries: they differ in who Linux thinks has loaded it, and in nothing
-/// else.
+/// Both entry points boot the same kernel; only the boot loader type differs.
 #[test]
 fn linux_boots_by_its_pvh_entry_too() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst: 0xff is
-    // none.
+    // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst:
+    // 0xff means undefined.
     for (protocol, loader) in [("pvh", "176"), ("auto", "255")] {
         let run = LinuxGuest::new(format!("machine-{protocol}"), "amd")
             .cpus(2)
@@ -150,7 +150,7 @@ fn linux_boots_by_its_pvh_entry_too() {
     }
 }
 
-/// Counts its boots on its disk, and waits for whoever comes over vsock.
+/// Script that counts its boots on its disk and waits for a vsock connection.
 const COUNTS_BOOTS: &str = r#"
 drivers
 boots=$(head -c 1 /dev/vda | tr '\0' 0)
@@ -161,11 +161,12 @@ until [ -e /tmp/end ]; do sleep 0.2; done
 section stat perf stat -a -x, -e cycles spin 0.2
 "#;
 
-/// The user that the VM is.
+/// User ID of the VM.
 const USER: u32 = 1500;
 
-/// Nothing but what was named is there, and that is enough: for the kernel and the initrd that are read
-/// again, the sockets, the disk, the counters. The lab's root is an initramfs, which cannot be left.
+/// The jail contains only the named files, which suffice for reading the kernel and the initrd
+/// again, the sockets, the disk and the counters. The lab's root is an initramfs, from which
+/// pivot_root is not possible.
 #[test]
 fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -212,7 +213,7 @@ fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
         let ended = ours(&["exec", "--wait", "60", "jailed", "--", "touch", "/tmp/end"]);
         assert!(ended.success(), "{}", ended.stderr_text());
         if boot == 0 && has_group {
-            // KVM's own threads are there, too.
+            // The list also contains KVM's own threads.
             let who = shell(&format!(
                 "for pid in $(cat {group}/cgroup.procs); do grep -q perfvisor /proc/$pid/comm && \
                  grep Uid /proc/$pid/status && ls /proc/$pid/root; done"
@@ -237,7 +238,7 @@ fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
     let left = shell(&format!("ls -A '{dir}/perfvisor'; rm -rf '{dir}'"));
     assert_eq!(left.stdout_text(), "", "{run}");
     if has_group {
-        // The lab's next tests find it as it was. KVM's threads may leave the group a moment later.
+        // Restore the lab for later tests. KVM's threads may leave the cgroup a moment later.
         let removed = shell(&format!(
             "for n in 1 2 3 4 5; do rmdir {group} && break; sleep 1; done && umount /sys/fs/cgroup"
         ));

@@ -1,11 +1,13 @@
-//! Tests that boot guests, most of them in the lab. One process, so that they share labs and guests.
+//! Tests with guests, most of them in the lab. All run in one process to share labs and guests.
 //!
-//! A test leases a place: [`Place::shared`](integration::place::Place::shared) if others may run beside it,
-//! [`Place::alone`](integration::place::Place::alone) if it measures time. Select modules by filters of the
-//! test harness: `cargo test --workspace --test lab nested::`. No test here needs a process of its own.
+//! A test leases a test host: [`Place::shared`](integration::place::Place::shared) if other tests
+//! may run concurrently, [`Place::alone`](integration::place::Place::alone) for time measurements.
+//! Select modules by filters of the test harness: `cargo test --workspace --test lab nested::`. No
+//! test here needs a process of its own.
 
 mod bare_metal;
 mod cli;
+mod clock_jumps;
 mod common;
 mod debian;
 mod devices;

@@ -1,5 +1,5 @@
-//! Every PMU model in front of an unmodified Debian kernel: the right driver with the right version and
-//! counter numbers, no complaint about the hardware, and a counter that counts. One short boot each.
+//! Tests every PMU model with an unmodified Debian kernel: correct driver, version and number of
+//! counters, no message about hardware problems, and a working counter. One short boot per model.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
@@ -8,7 +8,7 @@ use integration::place::Place;
 
 use crate::shared_guests::{self, Part};
 
-/// For one guest; it takes about eight seconds in the lab.
+/// Limits of one guest, which takes about eight seconds in the lab.
 const LIMIT: Limit = Limit::GENEROUS;
 
 const SCRIPT: &str = r#"
@@ -18,22 +18,23 @@ section detail perf stat -x, -d sleep 1
 section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
-/// The part of the shared guest. First, as it looks at the kernel's first messages.
+/// The part of the shared guest. Runs first, because it checks the kernel's first messages.
 pub const AMD: Part = Part {
     tests: &["models::amd_core"],
     prepare: || {},
     add: |_, guest| Ok((guest, SCRIPT.to_owned())),
 };
 
-/// What the guest's kernel must find out about a model.
+/// The properties that the guest's kernel must detect.
 struct Expected {
-    /// For `--pmu`.
+    /// Value of `--pmu`.
     pmu: &'static str,
-    /// For `--pmu-counters`, to have other numbers than the model's own.
+    /// Value of `--pmu-counters`, for other numbers of counters than the model's default.
     counters: Option<&'static str>,
-    /// In the line about the driver.
+    /// Text in the message about the driver.
     driver: &'static str,
-    /// "... version:": on Intel that of the architectural PMU, on AMD 2 for PerfMonV2, else 0.
+    /// Value of "... version:": the architectural PMU version on Intel; on AMD 2 for PerfMonV2,
+    /// otherwise 0.
     version: u32,
     general: u32,
     fixed: u32,
@@ -63,7 +64,7 @@ impl Expected {
         ] {
             assert_eq!(number(dmesg, what), Some(expected), "{what}\n{run}");
         }
-        // The event mask has a one for each counter: general from bit 0, fixed from bit 32.
+        // The event mask has one bit per counter: general-purpose from bit 0, fixed from bit 32.
         let mask = ones(self.general) | ones(self.fixed) << 32;
         let text = format!("... event mask:             {mask:016x}");
         assert!(dmesg.contains(&text), "no \"{text}\"\n{run}");
@@ -71,9 +72,9 @@ impl Expected {
             .value("cycles")
             .unwrap_or_else(|error| panic!("{error}\n{run}"));
         assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
-        // The first command a user types shows what was counted, or says that it was not.
+        // `perf stat` without options shows counts or reports events as unsupported.
         judge_detail(run.section("detail"), &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
-        // Nor does one who asks for more get a 0.
+        // Other events do not show a misleading 0 either.
         let reference = run.section("reference").lines();
         let reference: Vec<&str> = reference.filter(|line| line.contains("-cycles")).collect();
         assert_eq!(reference.len(), 2, "{reference:?}\n{run}");
@@ -118,14 +119,14 @@ fn ones(count: u32) -> u64 {
     (1 << count) - 1
 }
 
-/// From "... generic registers:      4".
+/// Returns the number in a message such as "... generic registers:      4".
 fn number(dmesg: &str, what: &str) -> Option<u32> {
     let before = format!("... {what}:");
     let line = dmesg.lines().find(|line| line.contains(&before))?;
     line.split_once(&before)?.1.trim().parse().ok()
 }
 
-// Linux calls its driver for version 1, which lacks the global registers, "core PMU driver".
+// Linux names its driver for version 1, which lacks the global registers, "core PMU driver".
 macro_rules! models {
     ($($name:ident: $pmu:literal $counters:expr => $driver:literal, $version:literal, $general:literal + $fixed:literal;)*) => {
         $(

@@ -1,6 +1,6 @@
-//! The hardware backing, proven although no machine here has a PMU: to whatever runs inside our Linux guest,
-//! the virtual PMU is one. perf-core's driver tests run there, and then a second Perfvisor, whose guest's
-//! counters are events of the first guest's kernel.
+//! Tests the hardware backing without a host PMU: inside our Linux guest, the virtual PMU is the
+//! hardware PMU. The guest runs perf-core's driver tests, and then a second Perfvisor whose nested
+//! guest is backed by events of the first guest's kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,10 +17,10 @@ use integration::place::{Place, PlaceError};
 
 use crate::shared_guests::{self, Part};
 
-/// For a machine that does other things too: half a minute to a minute where it does not.
+/// Limits for a machine with other load. An idle machine takes half a minute to a minute.
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// Tests of perf-core that guests run: a test program, and what the names of its tests begin with.
+/// Tests of perf-core that run in guests: a test program, and the common prefix of the test names.
 pub struct GuestTests {
     name: &'static str,
     pub program: &'static str,
@@ -28,7 +28,7 @@ pub struct GuestTests {
 }
 
 impl GuestTests {
-    /// The program, built for guests.
+    /// Builds the program for guests.
     pub fn build(&self) -> Vec<u8> {
         let programs =
             artefacts::static_tests("perf-core", &[self.program]).unwrap_or_else(|error| panic!("{error}"));
@@ -36,14 +36,14 @@ impl GuestTests {
     }
 }
 
-/// Tests that need a kernel with a hardware PMU.
+/// Tests that require a kernel with a hardware PMU.
 pub const HARDWARE: GuestTests = GuestTests {
     name: "host_hardware",
     program: "host_pmu",
     prefix: "host_hardware::",
 };
 
-/// Tests of the driver for any kernel.
+/// Driver tests for any kernel.
 const DRIVER: GuestTests = GuestTests {
     name: "host_driver",
     program: "host_pmu",
@@ -52,10 +52,10 @@ const DRIVER: GuestTests = GuestTests {
 
 const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
 
-/// One of [`HARDWARE`]: a program reads its counters by RDPMC where that works.
+/// Name of the test in [`HARDWARE`] that reads counters by RDPMC from user space, if that works.
 pub const USER_READS: &str = "user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere";
 
-/// The programs of [`DRIVER_TESTS`], by their names.
+/// Builds the programs of [`DRIVER_TESTS`], by name.
 fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
     static PROGRAMS: OnceLock<BTreeMap<&'static str, Vec<u8>>> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -69,7 +69,8 @@ fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
     })
 }
 
-/// Runs each test of a program whose name has the second argument by itself, once.
+/// Shell function that runs each test of a program whose name contains the second argument, in a
+/// separate process.
 const EACH: &str = r#"
 export PERFVISOR_EXPECT_PMU=guest RUST_BACKTRACE=1
 each() {
@@ -81,7 +82,7 @@ each() {
 }
 "#;
 
-/// The guest's kernel does not let programs execute RDPMC: nobody tries.
+/// Script for a guest whose kernel disallows RDPMC in user space, so it is not tried.
 fn user_reads_refused() -> String {
     let GuestTests { program, prefix, .. } = HARDWARE;
     format!(
@@ -94,9 +95,9 @@ fn read(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The tests' names with what became of them, from libtest's output.
+/// Parses libtest's output into test names and results.
 fn results(text: &str) -> Vec<(&str, &str)> {
-    // What a test prints may stand between its name and its result.
+    // Output of a test may appear between its name and its result.
     let mut found = Vec::new();
     let mut name = None;
     for line in text.lines() {
@@ -117,9 +118,10 @@ fn results(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-/// Adds the driver's tests to a guest, and returns the script that runs them.
+/// Adds the driver's tests to a guest and returns the script that runs them.
 fn driver_tests(place: &Place, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), PlaceError> {
-    // Where this host's KVM answers the guest's RDPMC itself, it is offered and reads something else.
+    // If the host's KVM handles the guest's RDPMC itself, the kernel offers it, but it reads wrong
+    // values.
     let works = if place.check("/kvm/Ok/rdpmc_faults")? {
         "yes"
     } else {
@@ -135,7 +137,7 @@ fn driver_tests(place: &Place, mut guest: LinuxGuest) -> Result<(LinuxGuest, Str
         prefix,
     } in DRIVER_TESTS
     {
-        // One at a time: they count the CPU they share.
+        // Run tests one at a time, because they count the shared CPU.
         script.push_str(&format!("section {name} each /tests/{program} '{prefix}'\n"));
     }
     script.push_str(&format!("section user-reads-refused {}\n", user_reads_refused()));
@@ -159,7 +161,7 @@ fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
             results.iter().all(|(_, result)| *result == "ok"),
             "{results:?}\n{run}"
         );
-        // A driver that finds the kernel multiplexing says so.
+        // The driver reports that the kernel multiplexes.
         assert!(
             !text.contains("took the counter of a pinned event away"),
             "{text}"
@@ -188,8 +190,8 @@ fn the_driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
-/// Parts of the vPMU's test kernel that a second-level guest runs with each counter an event of the first
-/// level's kernel.
+/// Tests of the vPMU's test kernel that a nested guest runs, with each counter backed by an event
+/// of the first-level kernel.
 const SECOND_LEVEL_TESTS: [&str; 5] = [
     "counting:-cycles",
     "counting:-a-counter-without-EN",
@@ -198,19 +200,19 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
-/// Those that a second-level guest runs with KVM's own vPMU, each counter an event of the first level's
-/// kernel too.
+/// Tests that a nested guest runs with KVM's own vPMU, which is also backed by events of the
+/// first-level kernel.
 const OWN_VPMU_TESTS: [&str; 3] = [
     "counting:-cycles",
     "overflow:-the-counter-goes-on",
     "rdpmc:-an-index",
 ];
 
-/// Loads KVM.
+/// Script that loads the KVM modules.
 const MODULES: &str = "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n";
 
-/// The built-in guest, five times. It is ended when it has counted: its overflow interrupts take longer than
-/// the periods between them here (docs/guide/guests.md).
+/// Runs the built-in guest five times and stops it after counting, because its overflow interrupts
+/// take longer than the periods between them here (docs/guide/guests.md).
 const COUNTS: &str = r#"
 for n in 1 2 3 4 5; do
 	perfvisor run --pmu amd --backing hardware --memory 32M --cmdline 'selftest lines' </dev/null >/tmp/count$n &
@@ -225,7 +227,7 @@ for n in 1 2 3 4 5; do
 done
 "#;
 
-/// Looks at the machine as Perfvisor sees it, and runs guests.
+/// Returns a script that shows the machine as seen by Perfvisor and runs guests.
 fn bare_metal_part() -> String {
     let mut script = format!(
         "section check perfvisor check\n\
@@ -245,7 +247,7 @@ fn bare_metal_part() -> String {
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }
-    // KVM's filter is ours translated; and what it cannot be is refused.
+    // Our filter is translated to KVM's; a filter that cannot be translated is refused.
     script.push_str(
         "printf 'action = \"deny\"\\nevents = [{ select = 0x76 }]\\n' >/tmp/deny.toml\n\
          section own-filter timeout 300 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
@@ -255,16 +257,16 @@ fn bare_metal_part() -> String {
     script
 }
 
-/// A figure of the built-in guest's result lines.
+/// Returns a value in the result lines of the built-in guest.
 fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
         .unwrap_or_else(|| panic!("no {key} in {line:?}\n{run}"))
 }
 
-/// The guest of `perfvisor validate` at the second level, on the first level's PMU, and what takes all
-/// counters of that PMU away while it counts: perf with pinned events of the whole CPU, which the kernel
-/// gives a counter before any event of a task. First a measurement without that.
+/// Runs the guest of `perfvisor validate` as a nested guest on the first-level PMU, first
+/// undisturbed, then while all counters are taken from it by perf with pinned per-CPU events, which
+/// the kernel schedules before any task event.
 const TAKEN: &str = r#"
 # If the VM is gone, the script goes on and says why.
 trap '' PIPE
@@ -320,11 +322,11 @@ section ended echo $?
 section told cat /tmp/err
 "#;
 
-/// While a guest of a guest counts, its host's kernel takes all counters away and gives them back. Nothing of
-/// that is silent: what the guest's cycles lack is the time that uncounted-ns tells it.
+/// While a nested guest counts, its host's kernel takes all counters away and returns them. The
+/// guest is informed: the cycles that it lacks correspond to the time reported by uncounted-ns.
 #[test]
 fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
-    /// How far the time may be off, of what it truly was.
+    /// Relative tolerance of the reported time.
     const OFF: f64 = 0.05;
     let Some(run) = second_levels() else { return };
     let parsed = |section: &str| -> serde_json::Value {
@@ -335,10 +337,11 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
             .unwrap_or_default();
         serde_json::from_str(line).unwrap_or_else(|error| panic!("{section}: {error}\n{run}"))
     };
-    // The guest finds its TSC's frequency by a timer, which is late here; it has the first level's.
+    // The guest calibrates its TSC with a timer, which is late here, so the frequency of the first
+    // level is used.
     let hz = tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("{run}"));
-    // What passed, what was counted of it, for how long the guest was told that it was not, and that it did
-    // not run; in ns.
+    // Elapsed time, counted time, uncounted time as reported to the guest, and steal time, in
+    // nanoseconds.
     let guest = |section: &str| {
         let result = parsed(section);
         let cpu = &result["cpus"][0];
@@ -353,12 +356,12 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     };
     let (quiet, counted, told, steal) = guest("quiet");
     assert_eq!(told, 0.0, "nothing was taken\n{run}");
-    // What the first level does for the guest in its VMM is not counted either.
+    // Work of the first level for the guest in its VMM is not counted either.
     let quiet_lack = (quiet - counted - steal) / quiet;
 
     let (passed, counted, told, steal) = guest("taken");
     let hogs = parse_stat_csv(run.section("hogs"));
-    // The kernel's own watchdog may have one of the counters: then the last finds none.
+    // The kernel's watchdog may hold one of the counters, so the last event may find none.
     let times = hogs.counts.iter().filter(|hog| hog.value.is_some());
     let times: Vec<f64> = times
         .filter_map(|hog| hog.running_ns)
@@ -381,13 +384,13 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
         steal / 1e9
     );
     assert!(told >= least * (1.0 - OFF) && told <= most * (1.0 + OFF), "{run}");
-    // Time in which another program ran is no gap, and part of it is in what the guest was told.
+    // Time in which another program ran is not a gap, but a part of it is in the reported time.
     assert!(
         lacking >= told * (1.0 - OFF) && lacking <= told * (1.0 + OFF) + steal,
         "a silent gap\n{run}"
     );
 
-    // Meanwhile the operator saw it, too.
+    // The operator observed it at the same time.
     let view = parsed("view");
     let cycles = view["counters"]
         .as_array()
@@ -404,7 +407,7 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     run.expect_success();
 }
 
-/// What a Linux guest of the second level runs, and how it is run.
+/// Script and options of a nested Linux guest.
 const DETAIL: &str = "section detail perf stat -x, -d sleep 1\n";
 const DETAIL_MODELS: [&str; 2] = ["amd", "amd-k7"];
 
@@ -417,7 +420,8 @@ fn linux(model: &str) -> String {
     )
 }
 
-/// What a Linux guest with KVM's own vPMU does with its disk while its perf counts, and how it is run.
+/// Script and options of a Linux guest with KVM's own vPMU that uses its disk while its perf
+/// counts.
 const DISK: &str = "drivers\n\
      section detail perf stat -x, -d sleep 1\n\
      section stat perf stat -x, -e cycles sh -c 'head -c 1048576 /dev/vda >/tmp/first; dd if=/tmp/first of=/dev/vda bs=64k seek=16 conv=fsync 2>/dev/null'\n\
@@ -430,8 +434,9 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
      section disk-err cat /tmp/disk-err\n\
      section disk-kept sh -c 'cat /tmp/first /tmp/first | cmp - /tmp/inner.img'\n";
 
-/// KVM's own vPMU beside a disk: no filter of ours, and the data path is the same. What the guest read and
-/// wrote again is in the image, its cycles were counted.
+/// KVM's own vPMU works together with a disk. Our filter is not used, and the data path is the
+/// same: the image contains the data that the guest read and wrote back, and its cycles were
+/// counted.
 #[test]
 fn a_guest_with_kvms_own_vpmu_has_its_disks() {
     let Some(run) = second_levels() else { return };
@@ -450,8 +455,8 @@ fn a_guest_with_kvms_own_vpmu_has_its_disks() {
     detail_is_counted("KVM's own vPMU", &inner, run);
 }
 
-/// The first command a user types, in a Linux guest of a guest: what its host's PMU does not count is not
-/// supported.
+/// In a nested Linux guest, `perf stat` without options shows events that its host's PMU lacks as
+/// not supported.
 #[test]
 fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
     let Some(run) = second_levels() else { return };
@@ -467,7 +472,7 @@ fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
     run.expect_success();
 }
 
-/// `perf stat -d` of a second-level guest.
+/// Checks `perf stat -d` of a nested guest.
 #[track_caller]
 fn detail_is_counted(what: &str, inner: &Console, run: &GuestRun) {
     let detail = inner
@@ -481,7 +486,8 @@ fn detail_is_counted(what: &str, inner: &Console, run: &GuestRun) {
     );
 }
 
-/// A lab, where KVM nests; `None`, and it is said, where guests run on this machine.
+/// Leases a lab, whose KVM supports nesting. Returns `None` and prints a message if guests run on
+/// this machine.
 fn lab() -> Option<PlaceLease> {
     if runs_elsewhere() {
         return None;
@@ -500,8 +506,8 @@ fn runs_elsewhere() -> bool {
     is_direct
 }
 
-/// A Linux guest that can run guests with the same Perfvisor: the lab's initrd has KVM's modules for the same
-/// kernel.
+/// Returns a Linux guest that can run nested guests with the same Perfvisor. The lab's initrd
+/// contains KVM's modules for this kernel.
 fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));
@@ -513,7 +519,8 @@ fn second_level(name: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// The guest of all tests of the second level: one boot, whose guests come one after the other.
+/// Returns the run of the guest for all nested tests: a single boot that runs the nested guests one
+/// after the other.
 fn second_levels() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
     if runs_elsewhere() {
@@ -568,10 +575,10 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
         "{check}"
     );
 
-    // The second level's cycles are events of the first level's kernel, which the outer vPMU counts.
+    // The nested guest's cycles are events of the first-level kernel, which the outer vPMU counts.
     let counts = run.section("counts");
-    // Its TSC goes on while the first level is preempted, which is no cycle of the second's: a measurement of
-    // time, so the best of five counts.
+    // The nested guest's TSC continues while the first level is preempted, which is not a cycle of
+    // the nested guest. As a time measurement, the best of five results counts.
     let (saw, expected, inner) = counts
         .lines()
         .filter(|line| line.starts_with("result cycles.cpl0"))
@@ -586,7 +593,8 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
         "second level: {saw} cycles in {expected} of its TSC ({:.3}); the first level's perf counted {outer} for all of it",
         saw / expected
     );
-    // What the first level does for the second is counted with it, but nothing is missing.
+    // Work of the first level for the nested guest is included in its count, but no cycles are
+    // missing.
     assert!(
         saw > 0.9 * expected && saw < outer,
         "{inner}, outer {outer}\n{run}"
@@ -626,7 +634,7 @@ fn results_are_read_from_libtests_output() {
     assert_eq!(results(text), [("a", "ok"), ("b", "ok"), ("c", "FAILED")]);
 }
 
-/// `perfvisor validate` to its end with KVM's own vPMU at the second level.
+/// `perfvisor validate` completes with KVM's own vPMU in a nested guest.
 #[test]
 #[ignore = "minutes, and a quiet machine"]
 fn validate_runs_with_kvms_own_vpmu() {
@@ -641,8 +649,8 @@ fn validate_runs_with_kvms_own_vpmu() {
     let text = run.section("validate");
     eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
     assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
-    // Other rows are off for what the levels below do (docs/reference/accuracy.md); what a busy guest
-    // counts is not.
+    // Other rows are affected by work of the levels below (docs/reference/accuracy.md), but not the
+    // counts of a busy guest.
     let passed = |workload: &str| {
         text.lines().any(|line| {
             let row: Vec<_> = line.split_whitespace().collect();

@@ -1,6 +1,6 @@
-//! A network device under an unmodified Debian kernel, on a tap device of its host: a file goes each way and
-//! arrives whole, in frames longer than the MTU; the driver can be loaded again, and the guest outlives its
-//! tap device.
+//! Tests a network device under an unmodified Debian kernel on a tap device: a file is transferred
+//! in each direction without corruption, in frames larger than the MTU; the driver can be reloaded,
+//! and the guest survives removal of the tap device.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
@@ -8,18 +8,18 @@ use integration::place::Place;
 use integration::process::{Command, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
-/// How perfvisor begins to say who moves the frames.
+/// Prefix of perfvisor's message about the backend that moves frames.
 const MOVED_BY: &str = "frames are moved by ";
 
-/// Makes the file that goes each way, to be served from `/tmp/www`: 16 MiB of lines that all differ, so that
-/// nothing can change places.
+/// Creates the file to transfer, served from `/tmp/www`: 16 MiB of distinct lines, so that
+/// reordering is detected.
 const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
 
-/// The host's side: a tap device with an address and an MTU of its own, and a server.
+/// Host side: a tap device with its own address and MTU, and a server.
 const HOST: &str = "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 mtu 1400 up && \
                     ip addr add 10.99.0.1/24 dev pvtap0 && httpd -p 10.99.0.1:5001 -h /tmp/www";
 const MTU: u64 = 1400;
-/// Before the packet in a frame.
+/// Length of the Ethernet header, in bytes.
 const ETHERNET_BYTES: u64 = 14;
 
 const SCRIPT: &str = r#"
@@ -69,7 +69,7 @@ fn first_word(text: &str) -> &str {
     text.split_whitespace().next().unwrap_or_default()
 }
 
-/// The mean length of frames, of bytes and frames below each other.
+/// Returns the mean frame length from two lines with bytes and frames.
 #[track_caller]
 fn mean_length(counts: &str) -> u64 {
     let counts: Vec<u64> = counts
@@ -79,13 +79,13 @@ fn mean_length(counts: &str) -> u64 {
     counts[0] / counts[1]
 }
 
-/// By a thread of Perfvisor's.
+/// A thread of Perfvisor moves the frames.
 #[test]
 fn linux_talks_over_a_tap_device_and_outlives_it() {
     talks("off", "a thread of Perfvisor's, as asked");
 }
 
-/// By the host's kernel, which the lab's is. It is what `--net` takes by itself there.
+/// The host's kernel (the lab's) moves the frames, which is the default of `--net` there.
 #[test]
 fn linux_talks_by_the_hosts_kernel_and_outlives_the_tap_device() {
     talks("auto", "vhost-net");
@@ -128,8 +128,8 @@ fn talks(vhost: &str, moved_by: &str) {
         assert!(text.contains("3 packets received"), "{text}");
     }
     assert_eq!(first_word(run.section("received")), first_word(&sum));
-    // If the mean of all frames is longer than what the MTU allows, there were frames that only segmentation
-    // offload makes. Acknowledgements go the other way and are not among them.
+    // A mean frame length above the MTU proves that segmentation offload is used. Acknowledgments
+    // travel in the other direction and are not included.
     let (sent, received) = (bytes / frames, mean_length(run.section("frames")));
     eprintln!("mean frame: {sent} bytes sent by the guest, {received} bytes received");
     assert!(sent > MTU + ETHERNET_BYTES, "{bytes} bytes in {frames} frames");

@@ -1,5 +1,5 @@
-//! Profiling a Linux guest from outside: kernel found in its memory, tasks named, chains through kernel and
-//! program, names of its functions; and perf itself reading what was recorded.
+//! Tests profiling of a Linux guest from the host: finding its kernel in memory, task names, call
+//! chains through kernel and program, function names, and that perf can read the recording.
 
 use std::collections::BTreeMap;
 
@@ -15,15 +15,15 @@ use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 use crate::common::{LIMIT, loaded, perfvisor, run};
 
-/// Address at which the exporter serves the profiled guest's metrics.
+/// Listen address of the exporter.
 const METRICS: &str = "127.0.0.1:19464";
 
-/// Three functions at 60, 30 and 10 % of a program's time, and system calls.
+/// Three functions with 60, 30 and 10 % of a program's time, and system calls.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
-/// A place with perf in it. Costs and shares of time are measured there.
+/// Leases a test host with perf for measurements of costs and time shares.
 fn place() -> PlaceLease {
     let options = LabOptions {
         perf: true,
@@ -32,7 +32,7 @@ fn place() -> PlaceLease {
     Place::lease(&options, Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Shares in percent of a report's last column, which ends in the symbol.
+/// Parses a report into shares in percent by symbol, the last column.
 fn shares(report: &str) -> BTreeMap<String, f64> {
     let mut shares = BTreeMap::new();
     for line in report.lines() {
@@ -46,13 +46,13 @@ fn shares(report: &str) -> BTreeMap<String, f64> {
     shares
 }
 
-/// 60, 30 and 10 %, each give or take three points, or what chance does to so few samples (four standard
-/// deviations): a slow machine makes few.
+/// Checks for shares of 60, 30 and 10 %. The tolerance is three points, or four standard deviations
+/// if a slow machine takes few samples.
 fn are_sixty_thirty_ten(report: &str, what: &str) {
     let shares = shares(report);
     let three = ["heavy", "middle", "light"].map(|name| shares.get(name).copied().unwrap_or(0.0));
     let sum: f64 = three.iter().sum();
-    // The column behind the share.
+    // The column after the share.
     let samples = report
         .lines()
         .filter_map(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
@@ -80,7 +80,7 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     assert!(exporter.wait_for_message("serving at", LIMIT));
     // The exporter opens its events at the first scrape.
     scrape(&place);
-    // The host's copy of the guest's files: its programs are one.
+    // The host's copy of the guest's files, which contains its program.
     let root = place.scratch("guest-root");
     run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
     let pvload = std::fs::read(&artefacts::images().unwrap().pvload).unwrap();
@@ -95,11 +95,12 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         "profiled",
         "-F",
         "1000",
-        // As many chains as by default where they do not hold the vCPU for as long as here.
+        // The ratio of full samples that would be the default if each one did not stop the vCPU for
+        // so long here.
         "--chain-every",
         "20",
-        // A function that is seen fifty times and never with a chain leads nowhere: so long that this does
-        // not happen.
+        // The duration is long enough for every function with fifty samples to have at least one
+        // call chain.
         "-d",
         "20",
         "--guestmount",
@@ -131,7 +132,7 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     ours(&["ctl", "profiled", "stop"]);
     drop((running, exporter));
 
-    // Names were kept in the file: nothing but it is needed.
+    // Symbols are saved in the file, so nothing else is needed.
     let (report, _) = ours(&["report", "-i", &data, "--sort", "comm,dso,sym"]);
     eprintln!("{}", report.lines().take(30).collect::<Vec<_>>().join("\n"));
     let of_three: String = report
@@ -154,7 +155,8 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         "{report}"
     );
 
-    // Chains: from the program's start to each function, and through system calls into the kernel.
+    // Call chains lead from the program's start to each function, and through system calls into the
+    // kernel.
     let (folded, _) = ours(&["flamegraph", "-i", &data, "--folded"]);
     let weight = |keep: &dyn Fn(&str) -> bool| -> u64 {
         let lines = folded.lines().filter_map(|line| line.rsplit_once(' '));
@@ -210,10 +212,9 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     keep(&place, &data, "profiled.data");
 }
 
-/// Whether a folded stack is of the system calls that the program is there to make, on the way into the
-/// kernel and out of it too: below libc's `syscall`, or without any of the program's functions. Its calls by
-/// other functions (exec, exit, printf's write) are libc's, which is built without frame pointers, and not
-/// all below main.
+/// Returns whether a folded stack belongs to the program's own system calls, including kernel entry
+/// and exit: below libc's `syscall`, or without any function of the program. Other calls (exec,
+/// exit, printf's write) come from libc, which has no frame pointers, and are not all below main.
 fn is_own_system_call(stack: &str) -> bool {
     let Some(frames) = stack.strip_prefix("syscalls;") else {
         return false;
@@ -250,7 +251,7 @@ fn scrape(place: &Place) -> String {
 fn metrics_are_sensible(place: &Place) {
     let text = scrape(place);
     assert!(text.ends_with("# EOF\n"), "{text}");
-    // The sum of a family's series that have `label`.
+    // Sums the series of a family that have `label`.
     let sum = |family: &str, label: &str| -> f64 {
         let series: Vec<f64> = text
             .lines()
@@ -265,18 +266,18 @@ fn metrics_are_sensible(place: &Place) {
     assert!(busy_s > 5.0 && busy_s <= uptime_s, "{busy_s} of {uptime_s} s");
     let exits = sum("perfvisor_vcpu_exits_total", "");
     let by_kind = sum("perfvisor_vcpu_exits_by_kind_total", "");
-    // A signal may come with an exit of another kind; the two are read one after the other.
+    // A signal may coincide with another exit, and the two values are not read atomically.
     assert!(
         exits > 1000.0 && by_kind >= 0.99 * exits && by_kind < 2.0 * exits,
         "{by_kind} of {exits}"
     );
-    // Counted since the first scrape only.
+    // The exporter counts since its first scrape only.
     let counted = sum("perfvisor_event_count_total", "kvm:exits");
     assert!(counted > 1000.0, "{counted} of {exits}");
     let ratio = sum("perfvisor_event_running_ratio", "task-clock");
     assert!((0.99..=1.0).contains(&ratio), "{ratio}");
-    // About 50 a second for 25 seconds; the light ones are the host kernel's. On a busy host, whose kernel
-    // does not see the guest, all that were asked for: 20 s of 1000 a second, 5 s of 200.
+    // About 50 full samples per second for 25 s; the host kernel takes the light ones. On a host
+    // whose kernel does not see the guest, all samples are full: 20 s at 1000 Hz and 5 s at 200 Hz.
     let samples = sum("perfvisor_vcpu_samples_total", "");
     assert!((100.0..25_000.0).contains(&samples), "{samples}");
     for nothing in [
@@ -286,7 +287,7 @@ fn metrics_are_sensible(place: &Place) {
     ] {
         assert_eq!(sum(nothing, ""), 0.0, "{nothing}");
     }
-    // The kernel's watchdog may have PMIs; whatever asks for one gets one.
+    // The kernel's watchdog may also cause PMIs; every requested PMI is delivered.
     let asked = sum("perfvisor_guest_counter_pmi_requests_total", "");
     assert!(
         sum("perfvisor_vcpu_pmis_total", "") <= asked + 1.0,
@@ -294,20 +295,20 @@ fn metrics_are_sensible(place: &Place) {
     );
 }
 
-/// Keeps a file for people to look at.
+/// Saves a file for manual inspection.
 fn keep(place: &Place, from: &str, name: &str) {
     let path = artefacts::log_dir().unwrap().join(name);
     std::fs::write(&path, place.get(from).unwrap()).unwrap();
     eprintln!("kept: {}", path.display());
 }
 
-/// A command, with what the lab has outside of its path.
+/// Creates a shell command with the lab's additional search path.
 fn shell(line: String) -> Command {
     Command::shell(format!("PATH=$PATH:/usr/bin; {line}"))
 }
 
-/// Debian's perf, without an option that names a guest, and linux-perf-data read the recording and agree
-/// with it. False: there is no perf.
+/// Checks that Debian's perf without guest options, and linux-perf-data, can read the recording and
+/// agree with it. Returns `false` if perf is not installed.
 fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
@@ -357,15 +358,15 @@ fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
     true
 }
 
-/// What is installed where the tests run reads the recording with the guest's program beside it: `perf
-/// annotate`, which needs objdump, and samply, which most machines have not.
+/// Checks that locally installed tools can read the recording together with the guest's program:
+/// `perf annotate`, which needs objdump, and samply, which is rarely installed.
 fn tools_here_read_it(data: &[u8], program: &[u8]) {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir_all(path("root/bin")).unwrap();
     std::fs::write(path("root/bin/pvload"), program).unwrap();
     std::fs::write(path("guest.data"), data).unwrap();
-    // What a tool prints; `None`: it is not there.
+    // Returns the output of a tool, or `None` if it is not installed.
     let said_by = |program: &str, args: &[&str]| {
         let mut command = std::process::Command::new(program);
         command
@@ -403,8 +404,8 @@ fn tools_here_read_it(data: &[u8], program: &[u8]) {
     samply_reads_it(&path, &said_by);
 }
 
-/// samply's import has the guest's tasks as threads, with stacks, and the program by its build-id, by which
-/// its page finds names.
+/// Checks that samply imports the guest's tasks as threads with stacks, and the program with its
+/// build ID, from which it resolves names.
 fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]) -> Option<String>) {
     let (file, profile) = (path("guest.data"), path("profile.json"));
     let import = ["import", &file, "--save-only", "-o", &profile];
@@ -425,7 +426,7 @@ fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]
             .filter(of_task)
             .map(|thread| thread["samples"]["length"].as_u64().unwrap())
             .sum();
-        // A stack is a frame and the stack of its caller.
+        // A stack consists of a frame and the stack of its caller.
         let deepest = |thread: &serde_json::Value| {
             let mut depths: Vec<usize> = Vec::new();
             for caller in list(&thread["stackTable"]["prefix"]) {
@@ -443,7 +444,7 @@ fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]
     }
 }
 
-/// Debian's perf reads the recording of a guest as one.
+/// Checks that Debian's perf reads the recording as that of a guest.
 fn perf_kvm_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     let symbols = format!("--guestkallsyms={kallsyms}");
     let vmlinux = vmlinux_with_symbols(place, kallsyms);
@@ -458,8 +459,8 @@ fn perf_kvm_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     }
 }
 
-/// The guest's kernel has no symbol table: one that has the names of `kallsyms`, and nothing else, is put
-/// there.
+/// Writes an ELF file that contains only the symbols of `kallsyms`, because the guest's kernel has
+/// no symbol table.
 fn vmlinux_with_symbols(place: &Place, kallsyms: &str) -> String {
     const TEXT: u64 = 0xffff_ffff_8100_0000;
     let names = String::from_utf8(place.get(kallsyms).unwrap()).unwrap();
@@ -497,7 +498,8 @@ fn vmlinux_with_symbols(place: &Place, kallsyms: &str) -> String {
     there
 }
 
-/// What the guest counts and records with the host looking and without.
+/// Script in which the guest counts and records, with and without a concurrent observer on the
+/// host.
 const COUNTED: &str = r#"
 recorded() {
 	perf record -q -e instructions:u -c 500 -o /tmp/perf.data busybox true
@@ -513,7 +515,8 @@ echo both-done
 sleep 1000
 "#;
 
-/// Of `perf script`'s lines of a period and an address: how many, and the periods' sum.
+/// Parses lines of `perf script` with period and address into the number of samples and the sum of
+/// their periods.
 fn samples_and_sum(section: &str) -> (usize, u64) {
     let periods = section
         .lines()
@@ -521,14 +524,15 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
     periods.fold((0, 0), |(n, sum), period| (n + 1, sum + period))
 }
 
-/// The guest counts and records with its perf while the host counts and records the same vCPU: no count is
-/// off by more than 1 %, the guest has its samples, and the host's recording stands for what was counted.
+/// The guest and the host count and record the same vCPU at the same time. No count is off by more
+/// than 1 %, the guest has its samples, and the host's recording represents its count.
 #[test]
 fn guest_and_host_do_not_disturb_each_other() {
     let place = place();
     let guest = LinuxGuest::new("counted", "amd")
         .script(COUNTED)
-        // Stepped: on a slow machine so long without a context switch that RCU would call it a stall.
+        // Single-stepping on a slow machine runs so long without a context switch that RCU would
+        // report a stall.
         .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
         .limit(LIMIT)
         .args(["--name", "counted", "--backing", "exact"]);
@@ -543,8 +547,8 @@ fn guest_and_host_do_not_disturb_each_other() {
     reaches(&running, "together-begins");
     let perfvisor = place.perfvisor().unwrap();
     let data = place.scratch("counted.data");
-    // Both begin and end while the guest waits, however long that takes, and so see the same work: counting
-    // has begun when there is a first interval, recording when it says so.
+    // Both start and stop while the guest waits, and therefore see the same work. The first
+    // interval shows that counting has started, and a message that recording has.
     let stop = place.scratch("counted.stop");
     let looking = place
         .start(&Command::shell(format!(
@@ -564,7 +568,7 @@ fn guest_and_host_do_not_disturb_each_other() {
     place.put(&stop, 0o644, b"").unwrap();
     let looked = looking.wait(LIMIT).unwrap();
     let (said, counted) = (looked.stderr_text(), looked.stdout_text());
-    // Seconds, count, unit, event, …: an interval each.
+    // Each line is an interval: seconds, count, unit, event, and so on.
     let cycles: f64 = counted
         .lines()
         .filter(|line| line.contains(",cycles"))

@@ -1,6 +1,6 @@
-//! Programs as they are, profiled from outside. One of Debian, with shared libraries and without frame
-//! pointers: its stacks by the unwind tables in the guest's memory, its functions by the names that they
-//! export, and no file of the guest at hand. And one of Go, which has no tables in memory.
+//! Tests profiling of unmodified programs from the host. A Debian program with shared libraries and
+//! without frame pointers is unwound by tables in guest memory and symbolized by exported symbols,
+//! without files of the guest. A Go program has no unwind tables in memory.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -10,14 +10,14 @@ use integration::process::Command;
 
 use crate::common::{loaded, perfvisor, run};
 
-/// Compresses perf for ever: by threads that the library makes, and beside that by the program's own thread,
-/// which is always within a function that the library exports.
+/// Compresses perf in an endless loop in threads of the library and in the program's own thread,
+/// which is always within an exported function.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
 "#;
 
-/// Weight of the folded stacks of `task`'s threads that `keep` keeps.
+/// Returns the total weight of the folded stacks of `task` that `keep` accepts.
 fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
     folded
         .lines()
@@ -67,8 +67,8 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
     drop(running);
 
     let user = |frame: &&str| !frame.ends_with("_[k]");
-    // The first thread begins in libc's start code, which is exported; the others in functions of libc that
-    // are not and are shown as its, and then in the library that made the thread.
+    // The first thread starts in libc's exported start code. Other threads start in functions of
+    // libc that are not exported, followed by the library that created the thread.
     let begins = |frames: &[&str]| {
         let of = |at: usize, file: &str| frames.get(at).is_some_and(|frame| frame.starts_with(file));
         let mut first = frames.iter().take(3);
@@ -91,7 +91,7 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
         .max_by_key(|line| line.len());
     eprintln!("{}", example.unwrap_or_default());
     assert!(all > 0 && whole * 100 >= all * 90, "{whole} of {all}\n{folded}");
-    // The recorder's own account: only an outermost frame is one.
+    // Statistics of the recorder: only chains that reached an outermost frame are complete.
     let numbers: Vec<u64> = said
         .lines()
         .find(|line| line.contains("samples had a program's stack"))
@@ -103,14 +103,14 @@ fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
         numbers[0] > 300 && numbers[1] * 100 >= numbers[0] * 90,
         "{numbers:?}"
     );
-    // Names that liblzma exports, with no file at hand.
+    // Exported names of liblzma, without a file.
     let named = weight(&folded, "xz", |frames| {
         frames.iter().any(|frame| frame.contains("lzma_code"))
     });
     assert!(named > 0, "{folded}");
 }
 
-/// Sorts strings for ever, in goroutines' own way: on a stack that Go's runtime allocates and moves.
+/// Sorts strings in an endless loop in goroutines, on stacks that Go's runtime allocates and moves.
 const GO: &str = r#"package main
 
 import ("fmt"; "os"; "sort"; "strings")
@@ -141,7 +141,7 @@ func main() {
 }
 "#;
 
-/// The program, as Go builds it. `None`: there is no Go here.
+/// Builds the program with Go. Returns `None` if Go is not installed.
 fn go_program() -> Option<Vec<u8>> {
     let directory = artefacts::log_dir().unwrap().join("go");
     std::fs::create_dir_all(&directory).unwrap();
@@ -161,9 +161,9 @@ fn go_program() -> Option<Vec<u8>> {
     }
 }
 
-/// A program of Go is followed to `main.main` in each way: by `.debug_frame`, which its file has and its
-/// memory has not; where no file is at hand by the frame pointers that Go keeps, which `dwarf` falls back to
-/// at each address that no table covers; and by `fp`.
+/// A Go program is unwound to `main.main` by each method: with `.debug_frame`, which only its file
+/// contains; without a file by Go's frame pointers, to which `dwarf` falls back at addresses
+/// without a table; and with `fp`.
 #[test]
 fn a_program_of_go_is_followed_to_its_main_function() {
     let Some(program) = go_program() else {
@@ -198,7 +198,8 @@ fn a_program_of_go_is_followed_to_its_main_function() {
         let files = if with_file { &files[..] } else { &[] };
         let (_, said) = ours(&[&record[..], files].concat());
         let (folded, _) = ours(&["flamegraph", "-i", &data, "--folded", "--guestmount", &root]);
-        // What main.main calls, the runtime's own goroutines and its scheduler's stack left out.
+        // Functions called by main.main, without the runtime's own goroutines and the scheduler's
+        // stack.
         let own = |frame: &&str| {
             ["main.", "sort.", "fmt.", "strings."]
                 .iter()

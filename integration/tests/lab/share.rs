@@ -1,7 +1,7 @@
-//! A directory of the host in a Linux guest (virtio-fs): what one side writes the other reads, one that is
-//! read-only stays as it is, and a back end that dies is followed by another.
+//! Tests sharing a host directory with a Linux guest (virtio-fs): each side reads what the other
+//! wrote, a read-only share remains unchanged, and a backend that dies can be replaced.
 //!
-//! virtiofsd and its libraries are this machine's, taken into a lab.
+//! virtiofsd and its libraries are copied from this machine to the lab.
 
 use std::path::{Path, PathBuf};
 
@@ -14,14 +14,14 @@ use integration::process::Command;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// Where Debian has it: QEMU's until 12, a program of its own since.
+/// Debian's paths of virtiofsd: part of QEMU until Debian 12, a separate program since.
 const PLACES: [&str; 2] = ["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd"];
 
-/// What the host shares.
+/// Script that creates the shared directory on the host.
 const HOST: &str = "mkdir -p /tmp/build/sub /tmp/other && echo from the host >/tmp/build/sub/hello && \
      head -c 3000000 /dev/urandom >/tmp/build/blob && echo stays >/tmp/other/file && sha256sum /tmp/build/blob";
 
-/// What the guest does with it. The second part begins when the back end has died.
+/// Script of the guest. The second part starts when the backend has died.
 const SCRIPT: &str = r#"
 drivers
 mkdir -p /mnt/build /mnt/other
@@ -37,7 +37,7 @@ until [ -e /mnt/other/died ]; do sleep 0.2; done
 section again sh -c 'umount /mnt/build; until mount -t virtiofs build /mnt/build; do sleep 0.5; done; cat /mnt/build/sub/hello'
 "#;
 
-/// Files that `program` needs, each at its own place.
+/// Returns the files that `program` needs, each with its own path.
 fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
     let ldd = std::process::Command::new("ldd").arg(program).output().unwrap();
     let text = String::from_utf8(ldd.stdout).unwrap();
@@ -86,7 +86,7 @@ fn a_directory_of_the_host_is_shared_both_ways() {
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
     let came = running.wait_for("marker-kill", LIMIT);
     if came {
-        // That of the first directory, and the other hears of it.
+        // Kill the backend of the first directory, and notify the guest through the second one.
         shell(
             &place,
             "kill -9 $(for p in $(pidof virtiofsd); do tr '\\0' ' ' </proc/$p/cmdline | grep -q /tmp/build && echo $p; done); \
@@ -119,7 +119,7 @@ fn a_directory_of_the_host_is_shared_both_ways() {
     );
     assert!(run.vmm_log.contains("the back end has ended"), "{run}");
     assert!(run.vmm_log.contains("another back end is there"), "{run}");
-    // Nothing of it is left when the VM has ended.
+    // No process remains after the VM has exited.
     let left = shell(
         &place,
         "find /run/perfvisor /tmp/perfvisor-0 -type s 2>/dev/null; pidof virtiofsd; true",

@@ -1,7 +1,9 @@
-//! Linux guests that tests of several modules look at: one boot runs the scripts of all of them.
+//! Linux guests shared by the tests of several modules: a single boot runs the scripts of all of
+//! them.
 //!
-//! A test adds a [`Part`] to a guest whose configuration it wants, and looks at its own sections. Only parts
-//! of tests that the command line selects run, so that one module's tests alone take no longer than before.
+//! A test adds a [`Part`] to the guest with the required configuration and checks its own sections.
+//! Only parts of selected tests run, so the tests of a single module take no longer than with a
+//! guest of their own.
 
 use std::error::Error;
 use std::sync::OnceLock;
@@ -12,33 +14,33 @@ use integration::place::Place;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 
-/// Adds files and options to a guest, and returns the script that the part runs in it.
+/// Adds files and options to a guest and returns the script of the part.
 type AddPart = fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
-/// The part of a shared guest that one group of tests adds.
+/// The part of a shared guest that belongs to one group of tests.
 pub struct Part {
-    /// The tests, by their names in this program.
+    /// Names of the tests in this program.
     pub tests: &'static [&'static str],
-    /// Prepares what takes long and needs no place.
+    /// Performs slow preparations that need no test host.
     pub prepare: fn(),
-    /// Adds files and arguments to the guest, and returns the script.
+    /// Adds files and arguments to the guest and returns the script.
     pub add: AddPart,
 }
 
-/// A guest and its run, made when a test first looks at it.
+/// A guest and its run, which starts when the first test needs it.
 pub struct SharedGuest {
     guest: fn() -> LinuxGuest,
     parts: &'static [&'static Part],
     run: OnceLock<Result<GuestRun, String>>,
 }
 
-/// One vCPU, model `amd`, and nothing else that differs from the defaults.
+/// A guest with one vCPU, PMU model `amd` and default options.
 pub static AMD: SharedGuest = SharedGuest::new(
     || LinuxGuest::new("shared-amd", "amd").args(["--stats", "-v"]),
     &[&models::AMD, &nested::AMD, &user_rdpmc::ANSWERED],
 );
 
-/// The guest of [`AMD`], single-stepped.
+/// The configuration of [`AMD`], single-stepped.
 pub static STEPPED: SharedGuest = SharedGuest::new(
     || exact::stepped("exact-linux", "amd"),
     &[&exact::USER_MODE, &devices::STEPPED, &exact::KERNEL_MODE],
@@ -53,7 +55,7 @@ impl SharedGuest {
         }
     }
 
-    /// The guest's run with the parts of all selected tests.
+    /// Returns the guest's run with the parts of all selected tests.
     #[track_caller]
     pub fn run(&self) -> &GuestRun {
         let run = self
@@ -91,7 +93,7 @@ pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }
 
-/// Returns whether a command line of the harness selects a test.
+/// Returns whether the command line of the harness selects a test.
 fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
     const WITH_VALUE: [&str; 6] = [
         "--test-threads",

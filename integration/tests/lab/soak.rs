@@ -1,5 +1,6 @@
-//! A VM under load for long: two disks, raw and qcow2, that are written and verified, four vCPUs, perf in the
-//! guest and recordings by the host, all at once. Nothing fails, and the VMM does not grow.
+//! Tests a VM under long load: two disks (raw and qcow2) that are written and verified, four vCPUs,
+//! perf in the guest and recordings on the host, all at the same time. Nothing may fail, and the
+//! VMM must not grow.
 //!
 //! `make soak SECONDS=1800`.
 
@@ -17,13 +18,14 @@ const LIMIT: Limit = Limit {
     ..Limit::GENEROUS
 };
 const GUEST_MIB: u64 = 1024;
-/// The VMM's first buffers and tables come with the first of each kind of load.
+/// Number of rounds in which the VMM still allocates buffers and tables, for the first load of each
+/// kind.
 const WARM_UP_ROUNDS: usize = 3;
-/// Most growth after that, in KiB. A leak of one KiB for each request would be hundreds of MiB; the
-/// allocator's own is some steps of hundreds of KiB.
+/// Maximum growth after the warm-up, in KiB. A leak of 1 KiB per request would amount to hundreds
+/// of MiB; the allocator itself grows in a few steps of hundreds of KiB.
 const GROWTH_KIB: u64 = 1024;
 
-/// What the guest does for so many seconds.
+/// Script that generates load for the given number of seconds.
 const LOAD: &str = r#"
 recordings() {
 	n=0
@@ -45,7 +47,7 @@ echo "fio-status $status"
 exit $status
 "#;
 
-/// An empty qcow2 image of 96 MiB at `path` there.
+/// Writes an empty qcow2 image of 96 MiB to `path` on the test host.
 fn put_qcow2(place: &Place, path: &str) {
     let image = tempfile::NamedTempFile::new().unwrap();
     let made = std::process::Command::new("qemu-img")
@@ -154,7 +156,7 @@ fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
     assert!(warm.len() >= 6, "too short to see growth: {seen:?}");
     let third = warm.len() / 3;
     let (early, late) = (&warm[..third], &warm[warm.len() - third..]);
-    // What is open for the guest's counters and for clients comes and goes; what leaks raises the least.
+    // Descriptors of guest counters and clients come and go, but a leak raises the minimum.
     let least = |of: &[Footprint], what: fn(&Footprint) -> u64| of.iter().map(what).min().unwrap_or(0);
     for what in [
         |held: &Footprint| held.descriptors,

@@ -1,6 +1,6 @@
-//! RDPMC outside the kernel's text: in programs, and in code made at run time. Served where KVM lets it
-//! fault; where KVM answers it itself with counters that do not count, as on AMD-V in Linux 6.1, the VMM says
-//! so with -v, and `check` does.
+//! Tests RDPMC outside the kernel's text: in programs, and in code generated at run time. It is
+//! emulated if KVM lets it fault. If KVM handles it itself with counters that do not count, as on
+//! AMD-V with Linux 6.1, the VMM reports this with -v, and so does `check`.
 
 use std::sync::OnceLock;
 
@@ -21,11 +21,12 @@ use crate::shared_guests::{self, Part, is_selected};
 const LIMIT: Limit = Limit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
 const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
-/// The newest kernel in the lab, as a guest's.
+/// Path of the newest kernel in the lab, as a guest file.
 const NEWEST: &str = "guest/newest-vmlinux";
 
-/// A lab with the newest kernel, whose KVM lets RDPMC fault; this machine where it has a real KVM. `None`
-/// where Debian's archive, its backports out of reach, has no newer kernel than 6.1.
+/// Leases a lab with the newest kernel, whose KVM lets RDPMC fault, or this machine if it has a KVM
+/// with hardware virtualization. Returns `None` if Debian's archive provides no kernel newer than
+/// 6.1.
 fn newest() -> Option<PlaceLease> {
     let kernel = KernelChoice::Newest;
     let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
@@ -36,8 +37,7 @@ fn newest() -> Option<PlaceLease> {
     };
     let place = Place::lease(&options, Access::Shared).unwrap_or_else(|error| panic!("{error}"));
     if place.describe().contains("Linux 6.1.") && !says(&place, RDPMC_FAULTS) {
-        // The archive may be out of reach; whether it is cannot be told from a release without a newer
-        // kernel.
+        // An unreachable archive cannot be distinguished from a release without a newer kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
         return None;
     }
@@ -52,7 +52,8 @@ fn says(place: &Place, pointer: &str) -> bool {
     place.check(pointer).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// By the exit in the guest's handler of #GP, and by a breakpoint there where those stop.
+/// Covers interception through an exit in the guest's #GP handler, and through a breakpoint there
+/// if breakpoints work.
 fn code_made_at_run_time_reads_counters(place: &Place) {
     assert!(says(place, RDPMC_FAULTS), "{}", place.describe());
     let breakpoints = says(place, "/stepping/breakpoints");
@@ -86,15 +87,16 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
                 output.ended,
                 output.stderr_text()
             );
-            // What the guest's file has is found in it.
+            // The instructions in the guest's file are found there.
             let in_file = output.stderr_text().matches("info: rdpmc at ").count();
             assert_eq!(in_file, 3, "{mode}, {model}: {}", output.stderr_text());
         }
     }
 }
 
-/// In a guest that is not Linux nothing changes at run time unless the user asks for it: there the exit in
-/// the handler of #GP is not Perfvisor's to plant. What is in the file is served all the same.
+/// In a guest other than Linux, code is not patched at run time unless the user requests it,
+/// because Perfvisor must not modify the #GP handler. Instructions in the guest's file are still
+/// emulated.
 fn code_made_at_run_time_is_left_alone_by_default(place: &Place) {
     let kernel = place
         .bare_metal_guest("rdpmc")
@@ -144,10 +146,10 @@ fn code_made_at_run_time_reads_counters_on_a_real_kvm() {
     }
 }
 
-/// A program that reads its own counters two hundred times.
+/// Script that runs a program that reads its own counters two hundred times.
 const SELFREAD: &str = "section selfread selfread 200\n";
 
-/// The number after `key` in what `selfread` printed.
+/// Returns the number after `key` in the output of `selfread`.
 #[track_caller]
 fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
     let text = run.section(section);
@@ -156,9 +158,9 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// What a program reads by RDPMC, as perf_event_open(2) describes it, lies between what it reads by read(2)
-/// before and after: with either vendor, and in kernels whose handler of #GP begins with CLAC, with what
-/// stands there without SMAP, or with ENDBR64.
+/// A value that a program reads by RDPMC, as described in perf_event_open(2), is between the values
+/// that it reads by read(2) before and after, for both vendors, and for #GP handlers that begin
+/// with CLAC, with its replacement without SMAP, or with ENDBR64.
 #[test]
 fn programs_of_a_linux_guest_read_their_counters() {
     let Some(intel) = intel_guest() else { return };
@@ -181,13 +183,13 @@ fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
     eprintln!("{pmu}: {}", run.section("selfread").trim());
     let [reads, in_order, width] = ["reads=", "in_order=", "width="].map(|key| field(run, "selfread", key));
     assert_eq!(width, 48, "{run}");
-    // Not all: the event may be off the PMU for a moment.
+    // Some reads may fail, because the event may be off the PMU for a moment.
     assert!(reads > 190 && in_order == reads, "{run}");
     run.expect_success();
 }
 
-/// A Perfvisor in the guest finds that programs can read counters, and does: its host driver takes them for
-/// what the kernel counts.
+/// A Perfvisor in the guest detects that programs can read counters by RDPMC, and its host driver
+/// uses this.
 #[test]
 fn the_host_driver_reads_counters_in_a_guest() {
     let Some(run) = intel_guest() else { return };
@@ -195,7 +197,8 @@ fn the_host_driver_reads_counters_in_a_guest() {
     run.expect_success();
 }
 
-/// The Intel guest of both tests above with what the selected ones of them run. `None` as for [`newest`].
+/// Returns the run of the Intel guest with the selected ones of both tests above, or `None` under
+/// the same conditions as [`newest`].
 fn intel_guest() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
@@ -247,7 +250,7 @@ pub const ANSWERED: Part = Part {
     },
 };
 
-/// Numbers that nobody counted are announced, and there is a way out.
+/// The VMM warns about misleading counts and names a remedy.
 #[test]
 fn the_vmm_says_where_rdpmc_in_programs_does_not_count() {
     let run = shared_guests::AMD.run();

@@ -1,5 +1,5 @@
-//! `perfvisor validate`: nothing fails on this machine's KVM, nor with a Linux guest on a real one; and it
-//! can fail.
+//! Tests `perfvisor validate`: all checks pass on this machine's KVM and with a Linux guest on a
+//! KVM with hardware virtualization, and the command can detect errors.
 
 use integration::lease::{Access, PlaceLease};
 use integration::limit::Limit;
@@ -8,7 +8,7 @@ use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::{Command, Output};
 use serde_json::Value;
 
-/// `validate` says nothing until it is done.
+/// Limits for `validate`, which prints nothing until it is done.
 const LIMIT: Limit = Limit {
     silent: Limit::GENEROUS.overall,
     ..Limit::GENEROUS
@@ -43,7 +43,7 @@ fn find<'a>(report: &'a Value, wanted: &'a [(&str, &str)]) -> impl Iterator<Item
         .filter(|row| wanted.iter().all(|(key, value)| row[*key] == *value))
 }
 
-/// At least one row is like `wanted`, and all such rows passed.
+/// Checks that at least one row matches `wanted` and that all matching rows passed.
 #[track_caller]
 fn passed(report: &Value, wanted: &[(&str, &str)]) {
     let found: Vec<&Value> = find(report, wanted).collect();
@@ -53,7 +53,7 @@ fn passed(report: &Value, wanted: &[(&str, &str)]) {
     }
 }
 
-/// What holds of the built-in guest's rows everywhere.
+/// Checks properties of the built-in guest's rows that hold on every host.
 #[track_caller]
 fn the_built_in_rows_are_right(report: &Value) {
     let failed: Vec<&Value> = rows(report)
@@ -85,7 +85,7 @@ fn the_built_in_rows_are_right(report: &Value) {
             ("workload", "PMIs, one a period"),
         ],
     );
-    // An interrupt for no overflow is not a matter of time.
+    // A spurious interrupt is an error regardless of timing.
     passed(
         report,
         &[
@@ -97,7 +97,7 @@ fn the_built_in_rows_are_right(report: &Value) {
     for event in ["io-exits", "mmio-exits", "halts", "msr-exits"] {
         passed(report, &[("backing", "paravirtual"), ("event", event)]);
     }
-    // Exact is exact: the guest's count, the host's and the known one are one number.
+    // Exact counts: the guest's count, the host's count and the known count are equal.
     for event in ["instructions", "branches", "loads", "stores"] {
         let exact = [built_in, ("backing", "exact"), ("event", event)];
         passed(report, &exact);
@@ -120,8 +120,8 @@ fn here_nothing_fails(pmu: &str) {
     say_what_passed(pmu, &report);
 }
 
-/// The number of rows, and those that it took more than one measurement of time to get right: `validate`
-/// itself takes these again, and says so.
+/// Prints the number of rows, and the rows that needed more than one time measurement, which
+/// `validate` itself repeats and reports.
 fn say_what_passed(pmu: &str, report: &Value) {
     eprintln!(
         "{pmu}: {} passed in {} s",
@@ -146,8 +146,8 @@ fn nothing_fails_here_with_an_amd_pmu() {
     here_nothing_fails("amd");
 }
 
-/// No clock keeps within a hundred-thousandth of a percent: the command must say so, row by row and in its
-/// exit status.
+/// No clock is accurate to a hundred-thousandth of a percent, so the command must report failures
+/// per row and in its exit status.
 #[test]
 fn what_is_off_fails() {
     let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
@@ -159,7 +159,7 @@ fn what_is_off_fails() {
         .lines()
         .find(|line| line.contains("cycles") && line.contains("busy, CPL3") && line.contains("clock"));
     assert!(cycles.is_some_and(|line| line.contains("FAIL")), "{text}");
-    // Exact counts do not depend on it.
+    // Exact counts are independent of the clock tolerance.
     let exact = text
         .lines()
         .find(|line| line.contains("instructions") && line.contains("exact"));
@@ -188,7 +188,7 @@ fn bad_input_is_one_line() {
     }
 }
 
-/// A host that cannot run Linux says so before it starts anything.
+/// A host that cannot run Linux guests is reported before anything starts.
 #[test]
 fn a_linux_guest_where_there_can_be_none_is_refused() {
     if probe_kvm() != Kvm::SoftwareOnly {

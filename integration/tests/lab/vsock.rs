@@ -1,7 +1,7 @@
-//! `perfvisor exec` and `perfvisor cp`, by the agent in a Linux guest over its vsock device: what they run
-//! and copy, how they end, and that neither a client that dies nor a flood harms the others.
+//! Tests `perfvisor exec` and `perfvisor cp` with the agent in a Linux guest over its vsock device:
+//! execution, copying, exit statuses, and that dying clients and floods do not affect others.
 //!
-//! One guest for all of it.
+//! All tests use one guest.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -11,7 +11,7 @@ use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
-/// The guest lives until the test has written a file there.
+/// The guest runs until the test creates a file in it.
 const SCRIPT: &str = "
 ls -l /dev/vsock
 until [ -e /tmp/end ]; do sleep 0.2; done
@@ -36,7 +36,7 @@ impl Guest<'_> {
         self.run(&[&["exec", "--wait", "60", "vsock-test", "--"], command].concat())
     }
 
-    /// What a command prints that must end well.
+    /// Runs a command that must succeed and returns its output.
     #[track_caller]
     fn says(&self, command: &[&str]) -> String {
         let output = self.exec(command);
@@ -49,7 +49,7 @@ impl Guest<'_> {
         output.stdout_text()
     }
 
-    /// One line, this status, and these words.
+    /// Checks that the command fails with one line that contains `why`, and with this exit status.
     #[track_caller]
     fn refused(&self, words: &[&str], status: i32, why: &str) {
         let output = self.run(words);
@@ -144,7 +144,7 @@ fn streams_and_ends(guest: &Guest<'_>) {
         (terminal.code(), terminal.stdout_text().trim()),
         (Some(0), "24 80")
     );
-    // Real work: the guest's own perf, by its vPMU.
+    // Realistic work: the guest's own perf with its vPMU.
     let perf = guest.exec(&["perf", "stat", "-x,", "-e", "cycles", "spin", "0.1"]);
     let count = perf.stderr_text();
     let cycles = count.split(',').next().and_then(|n| n.trim().parse::<u64>().ok());
@@ -166,7 +166,7 @@ fn what_is_not_there(guest: &Guest<'_>) {
 }
 
 fn copies(guest: &Guest<'_>) {
-    // 16 MiB that compress badly, there and back, and through pipes.
+    // 16 MiB of poorly compressible data in both directions, and through pipes.
     let script = "set -e; cd /tmp; head -c 16777216 /dev/urandom >big; chmod 640 big
         PV cp big vsock-test:/tmp/big; PV cp vsock-test:/tmp/big back
         cmp big back; [ \"$(stat -c %a%Y big)\" = \"$(stat -c %a%Y back)\" ]
@@ -196,7 +196,7 @@ fn a_client_that_dies(guest: &Guest<'_>) {
     client.signal(9);
     let _ = client.wait(LIMIT);
     no_command_is_left(guest);
-    // Ctrl-C of a client is the command's.
+    // Ctrl-C of a client is forwarded to the command.
     let mut client = guest.place.start(&guest.command(&words)).unwrap();
     assert!(client.wait_for("begun", LIMIT));
     client.signal(2);
@@ -204,10 +204,10 @@ fn a_client_that_dies(guest: &Guest<'_>) {
     no_command_is_left(guest);
 }
 
-/// Waits until the guest has ended what a client that is gone had started: until it says so itself, or hangs.
+/// Waits until the guest has ended the commands of a disconnected client.
 #[track_caller]
 fn no_command_is_left(guest: &Guest<'_>) {
-    // The brackets keep the search from finding itself.
+    // The brackets prevent the search from matching itself.
     guest.says(&[
         "sh",
         "-c",
@@ -216,7 +216,7 @@ fn no_command_is_left(guest: &Guest<'_>) {
 }
 
 fn a_flood(guest: &Guest<'_>) {
-    // A guest that writes without end to a client that does not read, and one that ends in the middle.
+    // A guest that writes endlessly to a client that does not read, and a client that exits early.
     let script = "PV exec vsock-test -- cat /dev/zero | sleep 3; PV exec vsock-test -- cat /dev/zero | head -c 1000000 | wc -c";
     let output = guest.shell(&script.replace("PV", &guest.perfvisor));
     assert_eq!(output.stdout_text().trim(), "1000000");

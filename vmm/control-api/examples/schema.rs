@@ -1,4 +1,5 @@
-//! Prints the JSON Schema of the control protocol: what `docs/reference/control-schema.json` is.
+//! Prints the JSON Schema of the control protocol, the contents of
+//! `docs/reference/control-schema.json`.
 
 fn main() {
     println!("{:#}", control_api::schema());

@@ -1,31 +1,31 @@
-//! How much a client takes of VMs that it does not trust.
+//! Limits on the memory and time that a client spends on untrusted VMs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Limits of a connection to a VM that may be hostile.
+/// Limits of a connection to a potentially hostile VM.
 #[derive(Clone, Debug)]
 pub struct ReplyLimits {
     /// Maximum time for one reply.
     pub timeout: Duration,
-    /// Maximum length of any reply, in bytes. Replies that are short by their kind have a lower limit.
+    /// Maximum length of any reply, in bytes. Short kinds of replies have a lower limit.
     pub max_bytes: usize,
-    /// The state that connections share.
+    /// Budget shared by several connections.
     pub budget: Arc<ReplyBudget>,
 }
 
-/// Bytes of replies that several connections may hold together.
+/// The number of reply bytes that several connections may hold together.
 #[derive(Debug)]
 pub struct ReplyBudget {
     max_bytes: usize,
     used: AtomicUsize,
-    /// A budget that this one is a part of.
+    /// Enclosing budget, which is charged too.
     parent: Option<Arc<ReplyBudget>>,
 }
 
 impl ReplyBudget {
-    /// Creates a budget of `max_bytes`, which are also taken from `parent`.
+    /// Creates a budget of `max_bytes`, which is also charged to `parent`.
     pub fn new(max_bytes: usize, parent: Option<Arc<ReplyBudget>>) -> Self {
         Self {
             max_bytes,
@@ -34,7 +34,7 @@ impl ReplyBudget {
         }
     }
 
-    /// Number of bytes that are held now.
+    /// Returns the number of bytes in use.
     pub fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
@@ -60,7 +60,7 @@ impl ReplyBudget {
     }
 }
 
-/// A share of a [`ReplyBudget`], which is given back when this is dropped.
+/// A share of a [`ReplyBudget`], returned to the budget on drop.
 #[derive(Debug)]
 pub struct HeldBytes {
     budget: Arc<ReplyBudget>,
@@ -80,7 +80,7 @@ impl HeldBytes {
         Self::none_of(&self.budget)
     }
 
-    /// Takes `bytes` more. Returns whether the budget had them.
+    /// Takes `bytes` more bytes. Returns `false` if the budget is exhausted.
     pub(crate) fn grow(&mut self, bytes: usize) -> bool {
         let taken = self.budget.take(bytes);
         if taken {
@@ -89,7 +89,7 @@ impl HeldBytes {
         taken
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes held.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

@@ -1,4 +1,4 @@
-//! The operator's side of a control socket.
+//! Client for the control socket of a VM.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -21,59 +21,60 @@ use crate::protocol::{
 };
 use crate::request::{self, Request};
 
-/// How long a VM may take to reply, where nobody says another time.
+/// Default timeout of a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long it may be silent before it is asked whether its process has been stopped.
+/// Time without a reply after which the client checks whether the VM's process is stopped.
 const SILENCE: Duration = Duration::from_millis(500);
-/// Average length of an object or array of a reply, in bytes, below which a client with [`ReplyLimits`]
-/// refuses it: `{}` may stand for a structure of hundreds of bytes.
+/// Minimum average length of the objects and arrays in a reply, in bytes. A client with
+/// [`ReplyLimits`] rejects a reply below it, because `{}` may expand to a structure of hundreds of
+/// bytes.
 const MIN_OBJECT_BYTES: usize = 32;
-/// Objects and arrays that a reply may always have.
+/// Number of objects and arrays that any reply may contain.
 const FREE_OBJECTS: usize = 64;
-/// Most descriptors that are kept.
+/// Maximum number of received descriptors kept.
 const MAX_FILES: usize = 8;
-/// Most bytes of symbols taken.
+/// Maximum size of the symbols accepted, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
-/// Why a VM did not do what it was asked.
+/// Why a request to a VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Names no socket, or the directory cannot be read.
+    /// The VM name is invalid, or the socket directory cannot be read.
     #[error(transparent)]
     Place(#[from] PlaceError),
-    /// No such VM.
+    /// No VM has this name.
     #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
-        /// The name.
+        /// Requested name.
         name: String,
-        /// Those there are.
+        /// Names of the existing VMs.
         others: Vec<String>,
     },
-    /// None is named, and there is none or more than one.
+    /// No name was given, and there is no VM or more than one.
     #[error("{}", which(.0))]
     Which(Vec<String>),
-    /// Nothing answers at the socket that was named.
+    /// No VM listens on the given socket.
     #[error("no VM can be reached at {}", path.display())]
     Socket {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// Error of the connection attempt.
         #[source]
         source: io::Error,
     },
-    /// The VM refused.
+    /// The VM refused the request.
     #[error(transparent)]
     Refused(#[from] Failure),
     /// The connection broke.
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
-    /// Its process is stopped.
+    /// The VM's process is stopped.
     #[error("the VM is not responding: its process {0} is stopped; kill -CONT {0} lets it go on")]
     Stopped(u32),
-    /// It took too long.
+    /// The VM did not reply within this time.
     #[error("the VM is not responding: it has said nothing for {} s", .0.as_secs_f64())]
     Silent(Duration),
-    /// What came is no reply.
+    /// The reply is malformed.
     #[error("the VM's reply is not understood ({0}); use the Perfvisor that runs it")]
     Reply(&'static str),
 }
@@ -96,43 +97,43 @@ fn which(names: &[String]) -> String {
 }
 
 impl ClientError {
-    /// Whether the VM is there and says nothing.
+    /// Returns whether the VM exists but does not reply.
     pub fn is_silence(&self) -> bool {
         matches!(self, Self::Stopped(_) | Self::Silent(_))
     }
 
-    /// Whether the VM has gone: it ended, or was killed.
+    /// Returns whether the VM has exited.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Io(e) if matches!(e.kind(),
             io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset))
     }
 }
 
-/// A connection to a VM.
+/// A connection to the control socket of a VM.
 #[derive(Debug)]
 pub struct Client {
     line: Line,
     info: VmInfo,
 }
 
-/// The connection before and behind the greeting.
+/// A connection, before and after the handshake.
 #[derive(Debug)]
 struct Line {
     stream: UnixStream,
     next: u64,
     incoming: Vec<u8>,
     files: VecDeque<File>,
-    /// How long it waits for the VM.
+    /// Timeout of a reply.
     patience: Duration,
-    /// When every request has to be answered, whatever `patience` says.
+    /// Absolute deadline of all requests, in addition to `patience`.
     deadline: Option<Instant>,
     /// Maximum length of a reply, in bytes.
     max_reply: usize,
-    /// Share of the budget for replies, if there is one.
+    /// Memory held for replies, if limited.
     held: Option<HeldBytes>,
 }
 
-/// A reply whose value has the type that the request names.
+/// A reply that contains a value of type `T`.
 #[derive(Deserialize)]
 #[serde(bound = "T: DeserializeOwned")]
 struct TypedReply<T> {
@@ -144,30 +145,31 @@ struct TypedReply<T> {
 }
 
 impl Client {
-    /// Connects to the VM `name` of this user, in whichever of his directories it is, or to the only one
-    /// there is in the usual one.
+    /// Connects to the VM `name` of this user in any of the user's socket directories, or without a
+    /// name to the only VM in the default directory.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake
+    /// fails.
     pub fn connect(name: Option<&str>) -> Result<Self, ClientError> {
         let dir = name.map_or_else(place::directory, place::directory_of);
         Self::connect_in(&dir, name)
     }
 
-    /// Connects to the VM whose socket is at `path`, and which may take `patience` for each reply. With
-    /// `owner`, the socket must be that user's.
+    /// Connects to the VM with the socket `path` and the reply timeout `patience`. If `owner` is
+    /// given, the socket must belong to that user.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns a [`ClientError`] if the connection or the handshake fails.
     pub fn connect_at(path: &Path, owner: Option<u32>, patience: Duration) -> Result<Self, ClientError> {
         Self::over_within(stream_at(path, owner)?, patience)
     }
 
-    /// Connects to the VM of user `owner` whose socket is at `path`, and takes no more of it than `limits`
-    /// say. All requests have to be answered by `deadline` ([`Client::set_deadline`]).
+    /// Connects to the VM of user `owner` with the socket `path` and the given limits. All requests
+    /// must be answered by `deadline` ([`Client::set_deadline`]).
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns a [`ClientError`] if the connection or the handshake fails.
     pub fn connect_limited(
         path: &Path,
         owner: u32,
@@ -181,18 +183,18 @@ impl Client {
         line.greet()
     }
 
-    /// As [`Client::connect`], with the sockets in `dir`.
+    /// Connects like [`Client::connect`], with the sockets in `dir`.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns the same errors as [`Client::connect`].
     pub fn connect_in(dir: &Path, name: Option<&str>) -> Result<Self, ClientError> {
         Self::connect_within(dir, name, REPLY_TIMEOUT)
     }
 
-    /// As [`Client::connect_in`]; the VM may take `patience` for each reply.
+    /// Connects like [`Client::connect_in`], with the reply timeout `patience`.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns the same errors as [`Client::connect`].
     pub fn connect_within(dir: &Path, name: Option<&str>, patience: Duration) -> Result<Self, ClientError> {
         let name = match name {
             Some(name) => {
@@ -221,17 +223,17 @@ impl Client {
                 let others = place::names(dir)?;
                 return Err(ClientError::NoSuchVm { name, others });
             }
-            // Those that wait are as many as may: nobody takes them in.
+            // The listener's backlog is full, so the VM does not accept connections.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(ClientError::Silent(SILENCE)),
             Err(e) => return Err(e.into()),
         };
         Self::over_within(stream, patience)
     }
 
-    /// Greets the VM at the other end of `stream`.
+    /// Performs the handshake on a connected `stream`.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns a [`ClientError`] if the handshake fails.
     pub fn over(stream: UnixStream) -> Result<Self, ClientError> {
         Self::over_within(stream, REPLY_TIMEOUT)
     }
@@ -240,36 +242,37 @@ impl Client {
         Line::new(stream, patience)?.greet()
     }
 
-    /// Sets when all later requests have to be answered.
+    /// Sets the deadline of all later requests.
     pub fn set_deadline(&mut self, deadline: Instant) {
         self.line.deadline = Some(deadline);
     }
 
-    /// Takes the share of the budget that the replies since the last call have. Keep it as long as what came
-    /// of them is kept. `None` without [`ReplyLimits`].
+    /// Takes the share of the budget used by the replies since the previous call. Keep it as long
+    /// as data from these replies. Returns `None` without [`ReplyLimits`].
     pub fn take_held(&mut self) -> Option<HeldBytes> {
         let held = self.line.held.as_mut()?;
         let none = held.same_budget();
         Some(std::mem::replace(held, none))
     }
 
-    /// What the VM said of itself at first.
+    /// Returns the VM's description from the handshake.
     pub fn info(&self) -> &VmInfo {
         &self.info
     }
 
-    /// Asks for something.
+    /// Sends a request and waits for its reply.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns a [`ClientError`] if the VM refuses the request, exits, times out or sends a
+    /// malformed reply.
     pub fn call<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
         self.line.ask(request)
     }
 
-    /// As [`Client::call`], for what comes with a descriptor.
+    /// Sends a request whose reply includes a file descriptor.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns the same errors as [`Client::call`].
     pub fn call_with_file<R: Request>(&mut self, request: R) -> Result<(R::Reply, File), ClientError> {
         self.line.files.clear();
         let reply = self.line.ask(request)?;
@@ -280,10 +283,10 @@ impl Client {
         ))
     }
 
-    /// The guest kernel's symbols as text.
+    /// Returns the guest kernel's symbols as text.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns the same errors as [`Client::call`].
     pub fn symbols(&mut self) -> Result<(SymbolsInfo, Vec<u8>), ClientError> {
         let (info, mut file) = self.call_with_file(request::Symbols)?;
         file.seek(SeekFrom::Start(0))?;
@@ -292,10 +295,10 @@ impl Client {
         Ok((info, text))
     }
 
-    /// A part of the memory of a process of the guest, and which parts of that are missing.
+    /// Reads memory of a guest process. Also returns the missing ranges.
     ///
     /// # Errors
-    /// [`ClientError`].
+    /// Returns the same errors as [`Client::call`].
     pub fn process_memory(
         &mut self,
         pid: u32,
@@ -310,11 +313,11 @@ impl Client {
     }
 }
 
-/// Connects to the socket at `path`; with `owner`, it must be that user's.
+/// Connects to the socket `path`. If `owner` is given, the socket must belong to that user.
 fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError> {
     match place::connect_at(path, owner) {
         Ok(stream) => Ok(stream),
-        // Those that wait are as many as may: nobody takes them in.
+        // The listener's backlog is full, so the VM does not accept connections.
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(ClientError::Silent(SILENCE)),
         Err(source) => Err(ClientError::Socket {
             path: path.to_owned(),
@@ -323,7 +326,7 @@ fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError>
     }
 }
 
-/// Returns whether `reply` has no more objects and arrays than its length explains.
+/// Returns whether the number of objects and arrays in `reply` is plausible for its length.
 fn is_dense(reply: &[u8]) -> bool {
     let opened = memchr::memchr2_iter(b'{', b'[', reply).count();
     opened <= FREE_OBJECTS + reply.len() / MIN_OBJECT_BYTES
@@ -350,7 +353,7 @@ impl Line {
         Ok(Client { line: self, info })
     }
 
-    /// Returns an error if the time for a reply to what was asked for at `asked` is over.
+    /// Returns an error if the request sent at `asked` has timed out.
     fn check_time(&self, asked: Instant) -> Result<(), ClientError> {
         let now = Instant::now();
         let over = self.deadline.is_some_and(|deadline| now >= deadline);
@@ -360,7 +363,8 @@ impl Line {
         Ok(())
     }
 
-    /// Nothing has come for a while of what was asked for at `asked`.
+    /// Returns an error if the VM's process is stopped or the request sent at `asked` has timed
+    /// out.
     fn may_be_silent(&self, asked: Instant) -> Result<(), ClientError> {
         if let Some(pid) = peer::stopped(&self.stream) {
             return Err(ClientError::Stopped(pid));
@@ -378,7 +382,7 @@ impl Line {
         line.push(b'\n');
         let reply = match self.stream.write_all(&line) {
             Ok(()) => self.read(max_reply)?,
-            // A VM that turns a connection away says why, and does not wait for a request.
+            // A VM that rejects a connection sends the reason without waiting for a request.
             Err(closed) if closed.kind() == io::ErrorKind::BrokenPipe => {
                 self.read(max_reply).map_err(|_| closed)?
             }
@@ -390,7 +394,7 @@ impl Line {
         parse_reply(&reply, id)
     }
 
-    /// Reads a reply of at most `max_reply` bytes.
+    /// Receives a reply of at most `max_reply` bytes.
     fn read(&mut self, max_reply: usize) -> Result<Vec<u8>, ClientError> {
         let mut seen = 0;
         let asked = Instant::now();
@@ -413,9 +417,10 @@ impl Line {
                 }
                 Err(e) => return Err(e.into()),
             };
-            // No reply has more than one, and what nobody asked for must not use up the descriptors.
+            // A reply has at most one descriptor. Drop unexpected ones, so that they cannot exhaust
+            // the descriptor table.
             self.files.extend(file.filter(|_| self.files.len() < MAX_FILES));
-            // Who sends a byte now and then holds nobody up either.
+            // A VM that trickles single bytes must time out, too.
             self.check_time(asked)?;
             if n == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the VM closed it").into());
@@ -430,7 +435,7 @@ impl Line {
     }
 }
 
-/// Reads the reply to request `id`, without building anything that its type does not have.
+/// Parses the reply to request `id` directly into its type, without an intermediate tree.
 fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientError> {
     let reply = serde_json::from_slice::<TypedReply<T>>(line);
     let wrong_type = reply.as_ref().is_err_and(|e| e.is_data());
@@ -451,7 +456,7 @@ fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientErr
     match value {
         Some(value) => Ok(value),
         None if wrong_type => Err(ClientError::Reply("fields")),
-        // Replies that say nothing but that it was done.
+        // Replies without a result.
         None => serde_json::from_value(serde_json::Value::Null).map_err(|_| ClientError::Reply("fields")),
     }
 }
@@ -493,14 +498,14 @@ mod tests {
         line
     }
 
-    /// Takes one request, and gives its number.
+    /// Receives one request and returns its number.
     fn heard(stream: &UnixStream) -> u64 {
         let mut line = String::new();
         BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
         serde_json::from_str::<RequestLine>(&line).unwrap().id
     }
 
-    /// A client of a VM that greets as it should and then does `vm`.
+    /// Creates a client of a VM that answers the handshake and then runs `vm`.
     fn client(vm: impl FnOnce(UnixStream) + Send + 'static) -> Client {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {
@@ -511,7 +516,8 @@ mod tests {
         Client::over(ours).unwrap()
     }
 
-    /// What the client makes of `reply` to its first request behind the greeting, whose number is 2.
+    /// Returns the client's error for `reply` to its first request after the handshake, which has
+    /// number 2.
     fn made_of(reply: &'static [u8]) -> ClientError {
         let mut client = client(|stream| {
             heard(&stream);
@@ -520,7 +526,8 @@ mod tests {
         client.call(request::Status).unwrap_err()
     }
 
-    /// What a VM said before it closed the connection is heard, whether the request could be sent or not.
+    /// A message that the VM sent before closing the connection is reported, even if the request
+    /// could not be sent.
     #[test]
     fn who_is_turned_away_hears_why() {
         let said = b"{\"id\":0,\"error\":{\"kind\":\"limit\",\"message\":\"32 connections are open\"}}\n";
@@ -595,7 +602,7 @@ mod tests {
         assert!(!error.is_gone());
     }
 
-    /// A VM cannot make its client take memory without end.
+    /// A VM cannot make its client allocate memory without bound.
     #[test]
     fn a_reply_without_an_end_is_given_up() {
         let mut client = client(|mut stream| {
@@ -606,7 +613,7 @@ mod tests {
         assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
     }
 
-    /// A descriptor belongs to the reply it comes with: one that came with another is not taken for it.
+    /// A descriptor is only returned with the reply that it was sent with.
     #[test]
     fn a_descriptor_is_that_of_its_own_reply() {
         let mut client = client(|stream| {
@@ -641,7 +648,7 @@ mod tests {
         ));
     }
 
-    /// Not before its time, and with the words for a VM that is there.
+    /// The request fails after the timeout and not earlier, with a message that the VM exists.
     #[test]
     fn a_vm_that_says_nothing_is_given_up() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -655,7 +662,7 @@ mod tests {
         assert!(error.to_string().contains("not responding"), "{error}");
     }
 
-    /// Nor is one that says something now and then waited for any longer.
+    /// A VM that trickles bytes does not extend the timeout.
     #[test]
     fn a_vm_that_drips_is_given_up() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
@@ -685,7 +692,7 @@ mod tests {
         assert_eq!(client.info().name, "there");
     }
 
-    /// A listener whose queue is full does not hold who connects for ever.
+    /// Connecting to a listener with a full backlog times out.
     #[test]
     fn a_vm_that_takes_nobody_in_is_given_up() {
         let temp = tempfile::tempdir().unwrap();

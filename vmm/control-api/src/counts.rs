@@ -1,11 +1,12 @@
-//! What a VM's loops have counted since it was started: the part of its metrics that no other request tells.
+//! Counters of a VM's run loops since its start, the part of its metrics that no other request
+//! provides.
 
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What the loop of one vCPU counted.
+/// Counters of one vCPU's run loop.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct VcpuCounts {
@@ -27,7 +28,7 @@ pub struct VcpuCounts {
     pub pmi_throttled: u64,
     /// Entries at which a due PMI had to wait because the guest had masked LVTPC.
     pub pmi_masked_waits: u64,
-    /// PMIs that were forgotten because the guest had served what asked for them while they waited.
+    /// PMIs that were withdrawn because the guest had cleared their cause before delivery.
     pub pmi_withdrawn: u64,
     /// Instructions that were single-stepped for the exact backing.
     pub steps: u64,
@@ -35,25 +36,25 @@ pub struct VcpuCounts {
     pub steps_lost: u64,
     /// Stretches of user code that could not be stepped.
     pub unstepped: u64,
-    /// What its perf-core context holds; `None` without a PMU.
+    /// State of the vCPU's perf-core context; `None` without a PMU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<ContextCounts>,
 }
 
-/// What the perf-core context of one vCPU holds and has done.
+/// State and counters of one vCPU's perf-core context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ContextCounts {
     /// Events that are open, the guest's and all operators'.
     pub events: u64,
-    /// Those of them that count now.
+    /// Number of open events that are counting now.
     pub active: u64,
-    /// Groups that wait for a counter of the host's PMU.
+    /// Number of groups waiting for a counter of the host's PMU.
     pub waiting_groups: u64,
     /// Samples written for operators.
     pub samples: u64,
-    /// Samples that found no room in their ring.
+    /// Samples lost because their ring was full.
     pub lost_samples: u64,
-    /// How often an event that sampled too fast was held back until the next tick.
+    /// Number of times an event was throttled until the next tick because it sampled too fast.
     pub throttles: u64,
 }

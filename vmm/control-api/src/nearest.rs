@@ -1,12 +1,13 @@
-//! "Did you mean": the known word that is nearest to one that is not known.
+//! Suggests the most similar known word for an unknown one ("did you mean").
 
-/// The one of `known` that `word` is taken for: at most a third of its letters are wrong, missing, too many
-/// or changed places. The first of the nearest. Else the only one that begins like it, with three letters or
-/// more.
+/// Returns the word in `known` that is most similar to `word`, with at most a third of the letters
+/// replaced, missing, added or transposed. The first one wins a tie. If there is none, returns the
+/// only known word that starts with `word`, if it has at least three letters.
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
-    // What is longer is no slip, and comparing takes the product of the lengths.
+    // A longer word is not a typing error, and the comparison takes time proportional to the
+    // product of the lengths.
     const LONGEST: usize = 64;
-    /// What is shorter begins many words.
+    /// Minimum length of a prefix; shorter ones are ambiguous.
     const SHORTEST: usize = 3;
     if word.len() > LONGEST {
         return None;
@@ -32,7 +33,7 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
     })
 }
 
-/// The question to put behind a message, or nothing.
+/// Returns a "did you mean" question to append to a message, or an empty string.
 pub fn did_you_mean<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> String {
     nearest(word, known).map_or_else(String::new, |known| format!("; did you mean '{known}'?"))
 }

@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket, and who we are.
+//! Peer credentials of sockets, connection attempts with a timeout, and sealed memory files.
 #![expect(unsafe_code, reason = "asks who is at the other end, and seals memory files")]
 
 use std::ffi::CString;
@@ -11,23 +11,23 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// The user at the other end, as the kernel recorded it when the connection was made (`SO_PEERCRED`,
-/// unix(7)).
+/// Returns the user ID of the peer, as recorded by the kernel when the connection was made
+/// (`SO_PEERCRED`, unix(7)).
 ///
 /// # Errors
-/// The error of `getsockopt(2)`.
+/// Returns the error of `getsockopt(2)`.
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
     peer(stream).map(|peer| peer.uid)
 }
 
-/// The process at the other end of `stream`, if it is stopped (`SIGSTOP`, or by a debugger). That of a
-/// process of another pid namespace is not known.
+/// Returns the process ID of the peer if it is stopped (`SIGSTOP`, or by a debugger). Returns
+/// `None` for a process in another PID namespace.
 pub fn stopped(stream: &UnixStream) -> Option<u32> {
     let pid = u32::try_from(peer(stream).ok()?.pid)
         .ok()
         .filter(|pid| *pid != 0)?;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the program's name, which may have any character (proc(5)).
+    // The state follows the program name, which may contain any character (proc(5)).
     let state = stat.rsplit_once(") ")?.1.chars().next()?;
     matches!(state, 'T' | 't').then_some(pid)
 }
@@ -40,8 +40,8 @@ fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
         gid: u32::MAX,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `cred` and `len` are live locals, and `len` is the size of `cred`, beyond which the kernel does
-    // not write.
+    // SAFETY: `cred` and `len` are live locals. `len` is the size of `cred`, and the kernel does
+    // not write beyond it.
     let result = unsafe {
         libc::getsockopt(
             stream.as_raw_fd(),
@@ -58,10 +58,11 @@ fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     }
 }
 
-/// As [`UnixStream::connect`], for `patience` if as many connections wait as the listener has room for.
+/// Connects like [`UnixStream::connect`], but waits up to `patience` while the listener's backlog
+/// is full.
 ///
 /// # Errors
-/// That of `connect(2)`; [`io::ErrorKind::WouldBlock`] when the time is over.
+/// Returns the error of `connect(2)`, or [`io::ErrorKind::WouldBlock`] on timeout.
 #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
 pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     let bytes = path.as_os_str().as_bytes();
@@ -69,47 +70,47 @@ pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream>
         sun_family: libc::AF_UNIX as libc::sa_family_t,
         sun_path: [0; 108],
     };
-    // One byte stays zero.
+    // The path must be NUL-terminated.
     if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     for (to, from) in address.sun_path.iter_mut().zip(bytes) {
         *to = from.cast_signed();
     }
-    // SAFETY: socket takes three numbers.
+    // SAFETY: `socket` takes integers only.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made, and nothing else owns it.
+    // SAFETY: the descriptor was just created and has no other owner.
     let stream = unsafe { UnixStream::from_raw_fd(fd) };
     stream.set_write_timeout(Some(patience))?;
     let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
-    // SAFETY: the address is a live local of the size that is given, and its path ends with a zero.
+    // SAFETY: `address` is a live local, `size` is its size, and its path is NUL-terminated.
     if unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), size) } != 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(stream)
 }
 
-/// The user this process acts as.
+/// Returns the effective user ID of this process.
 pub fn own_uid() -> u32 {
-    // SAFETY: geteuid takes nothing and cannot fail.
+    // SAFETY: `geteuid` has no parameters and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// A memory file with this text that nobody can change any more, whoever it is handed to.
+/// Creates a sealed memory file with the contents `text`, which no recipient can modify.
 ///
 /// # Errors
-/// The error of `memfd_create(2)`, of writing, or of sealing it.
+/// Returns the error of `memfd_create(2)`, of the write, or of the sealing.
 pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
     let name = CString::new(name)?;
-    // SAFETY: `name` is a live C string.
+    // SAFETY: `name` is a live, NUL-terminated C string.
     let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made, and nothing else owns it.
+    // SAFETY: the descriptor was just created and has no other owner.
     let mut file = unsafe { File::from_raw_fd(fd) };
     file.write_all(text)?;
     let seals = libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
@@ -120,10 +121,10 @@ pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// The same file under a descriptor with a position of its own, read-only.
+/// Reopens a file read-only, with a file offset of its own.
 ///
 /// # Errors
-/// The error of opening it again.
+/// Returns the error of `open(2)`.
 pub fn opened_again(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
@@ -134,7 +135,7 @@ mod tests {
 
     use super::*;
 
-    /// Clients that share a text neither change it nor move each other's place in it.
+    /// Clients that share a text can neither change it nor move each other's file offset.
     #[test]
     fn a_sealed_text_is_shared_without_harm() {
         let file = sealed_text("t", b"abc").unwrap();
@@ -151,7 +152,7 @@ mod tests {
         assert!(written.is_err());
     }
 
-    /// Both ends of a pair made here are ours.
+    /// Both ends of a local socket pair belong to this user.
     #[test]
     fn a_peer_is_known_by_its_user() {
         let (a, b) = UnixStream::pair().unwrap();

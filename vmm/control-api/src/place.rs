@@ -1,4 +1,4 @@
-//! Where control sockets are, and which VMs they lead to.
+//! Locates the directories of control sockets and the VMs in them.
 
 use std::ffi::OsString;
 use std::fs;
@@ -12,49 +12,49 @@ use sandbox::paths::{self, Directory};
 
 use crate::peer;
 
-/// Longest name of a VM, in bytes.
+/// Maximum length of a VM name, in bytes.
 pub const MAX_NAME: usize = 64;
-/// Ending of a socket's file name.
+/// Suffix of a socket's file name.
 const SUFFIX: &str = ".sock";
-/// How long a connection waits for room among those that a VM has not taken in: one that is stopped takes
-/// none in.
+/// Maximum time to wait for space in a listener's backlog. A stopped VM does not accept
+/// connections.
 const ROOM: Duration = Duration::from_millis(500);
 
-/// Why there is no socket.
+/// Why a control socket is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
-    /// A name that would be no good file name.
+    /// The name is not a valid VM name.
     #[error(
         "'{0}' is no name for a VM: use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, a dot not first"
     )]
     Name(String),
-    /// The directory is somebody else's, or open to others.
+    /// The directory belongs to another user or is accessible to others.
     #[error("{} must be a directory of user {owner} with mode 0700; remove it or set XDG_RUNTIME_DIR", .dir.display())]
     NotPrivate {
-        /// The directory.
+        /// Path of the directory.
         dir: PathBuf,
-        /// Whose it must be.
+        /// User ID that the directory must belong to.
         owner: u32,
     },
-    /// There is no directory to have one in.
+    /// The parent of the socket directory does not exist.
     #[error("{} cannot be made, as there is no {}{}", .dir.display(), .parent.display(), named(.parent))]
     NoParent {
-        /// The directory.
+        /// Path of the socket directory.
         dir: PathBuf,
-        /// Where it was to be.
+        /// Path of the parent directory.
         parent: PathBuf,
     },
-    /// A VM of that name runs.
+    /// A running VM already has this name.
     #[error("a VM named '{0}' is running; choose another --name")]
     Taken(String),
     /// A system call failed.
     #[error("{what} {}", .path.display())]
     Os {
-        /// What was done.
+        /// Name of the operation.
         what: &'static str,
-        /// To what.
+        /// Path of the affected file.
         path: PathBuf,
-        /// The error.
+        /// Error of the operation.
         #[source]
         source: io::Error,
     },
@@ -65,7 +65,7 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
     move |source| PlaceError::Os { what, path, source }
 }
 
-/// Who named this directory, and what to do about it.
+/// Returns the origin of the directory name and a remedy, as part of an error message.
 fn named(parent: &Path) -> &'static str {
     if std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|dir| Path::new(&dir) == parent) {
         ": XDG_RUNTIME_DIR names it; make it, or unset the variable"
@@ -74,17 +74,19 @@ fn named(parent: &Path) -> &'static str {
     }
 }
 
-/// Most directories in /tmp that are looked at.
+/// Maximum number of alternative directories in /tmp.
 const PLACES_IN_TMP: u32 = 16;
-/// Most entries of a directory that are looked at for directories of users: anybody can fill /tmp.
+/// Maximum number of directory entries searched, because anybody can fill /tmp.
 const MOST_ENTRIES: usize = 1 << 16;
-/// Most VMs of one directory.
+/// Maximum number of VMs in one directory.
 const MOST_VMS: usize = 4096;
 
-/// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else
-/// `/tmp/perfvisor-UID`. Where that is somebody else's, as anybody can make it, `/tmp/perfvisor-UID.1` is
-/// looked at, and so on. So is the first, for who is not root: one whom root has become (`--jail uid=`) has
-/// root's environment, and another user's VM may have been there before.
+/// Returns the directory for control sockets: `$XDG_RUNTIME_DIR/perfvisor`, or `/run/perfvisor` for
+/// root, or `/tmp/perfvisor-UID`.
+///
+/// If another user has created the last one, `/tmp/perfvisor-UID.1` and so on are tried. A non-root
+/// user also skips the first one if it belongs to another user, because a process that dropped root
+/// privileges (`--jail uid=`) inherits root's environment, in which another VM may have created it.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -100,13 +102,14 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
         .filter(|dir| !another_s(dir))
     {
         Some(dir) => dir,
-        // A minimal system may have no /run.
+        // A minimal system may not have /run.
         None if uid == 0 && Path::new("/run").is_dir() => PathBuf::from("/run/perfvisor"),
         None => in_tmp(Path::new("/tmp"), uid),
     }
 }
 
-/// The first directory that is ours alone or can be; the first of all if none is, for the error.
+/// Returns the first directory that is private to this user or can be created; if there is none,
+/// the first of all, for the error message.
 fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     let first = tmp.join(format!("perfvisor-{uid}"));
     let others = (1..PLACES_IN_TMP).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
@@ -118,20 +121,20 @@ fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     found.unwrap_or(first)
 }
 
-/// A directory with control sockets, and whose they are.
+/// A directory of control sockets and its owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The directory.
+    /// Path of the directory.
     pub dir: PathBuf,
-    /// Its owner; who listens in it must be the same.
+    /// User ID of the owner, which must also be the user ID of the listeners.
     pub owner: u32,
 }
 
 impl Place {
-    /// The names and sockets that are there, sorted, without a look whether anybody listens.
+    /// Returns the names and socket paths in the directory, sorted, without checking for listeners.
     ///
     /// # Errors
-    /// [`PlaceError::Os`] if the directory cannot be read.
+    /// Returns [`PlaceError::Os`] if the directory cannot be read.
     pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
         let mut names = listed(&self.dir)?;
         names.sort();
@@ -142,10 +145,10 @@ impl Place {
             .collect())
     }
 
-    /// The VMs there, sorted: the name of each and the path of its socket.
+    /// Returns the names and socket paths of the running VMs in the directory, sorted.
     ///
     /// # Errors
-    /// [`PlaceError::Os`] if the directory cannot be read.
+    /// Returns [`PlaceError::Os`] if the directory cannot be read.
     pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
         let names = names_in(&self.dir, self.owner == peer::own_uid())?;
         let path = |name: &str| socket_path(&self.dir, name);
@@ -156,26 +159,26 @@ impl Place {
     }
 }
 
-/// Where VMs of this host have their sockets.
+/// The socket directories of this host.
 #[derive(Debug, Default)]
 pub struct Places {
-    /// Directories that are what their names say, each once; first this user's, then in the order of their
-    /// paths.
+    /// Valid socket directories without duplicates, this user's first, then sorted by path.
     pub found: Vec<Place>,
-    /// What this user may not look into: there may be VMs.
+    /// Directories that this user may not read and that may contain VMs.
     pub closed: Vec<PathBuf>,
-    /// What has the name of such a directory and is somebody else's, or is open to the writes of others.
+    /// Directories that have the name of a socket directory, but belong to another user or are
+    /// writable by others.
     pub squatted: Vec<PathBuf>,
 }
 
 impl Places {
-    /// The directories of all users, whatever the environment says: `/run/perfvisor`,
-    /// `/run/perfvisor-NAME/perfvisor` of services, `/run/user/UID/perfvisor`, `/tmp/perfvisor-UID`, and this
-    /// user's [`directory`].
+    /// Finds the directories of all users, regardless of the environment: `/run/perfvisor`,
+    /// `/run/perfvisor-NAME/perfvisor` of services, `/run/user/UID/perfvisor`,
+    /// `/tmp/perfvisor-UID`, and this user's [`directory`].
     pub fn everywhere() -> Self {
         let mut places = Self::default();
         let (usual, own) = (directory(), peer::own_uid());
-        // Root may have named that of another user.
+        // Root's environment may name another user's directory.
         if let Ok(meta) = fs::symlink_metadata(&usual)
             && (own == 0 || meta.uid() == own)
         {
@@ -186,7 +189,7 @@ impl Places {
         places
     }
 
-    /// Those of this user.
+    /// Finds the directories of this user.
     pub fn of_this_user() -> Self {
         let mut places = Self::everywhere();
         places.found.retain(|place| place.owner == peer::own_uid());
@@ -197,7 +200,8 @@ impl Places {
         self.look(&run.join("perfvisor"), Some(0));
         for (name, dir) in entries(run) {
             if name.starts_with("perfvisor-") {
-                // Only root makes directories there, and gives them away to the service's user.
+                // Only root can create directories in /run. Root assigns them to the user of the
+                // service.
                 self.look(&dir.join("perfvisor"), None);
             }
         }
@@ -215,13 +219,13 @@ impl Places {
         }
     }
 
-    /// Takes `dir` in if it is a directory of `owner` that nobody else can write; without `owner`, of whom it
-    /// and its parent belong to.
+    /// Adds `dir` if it is a directory of `owner` that no other user can write to. Without `owner`,
+    /// `dir` and its parent must have the same owner.
     fn look(&mut self, dir: &Path, owner: Option<u32>) {
         if self.found.iter().any(|place| place.dir == dir) {
             return;
         }
-        // No link is followed.
+        // Do not follow symbolic links.
         let meta = match fs::symlink_metadata(dir) {
             Ok(meta) => meta,
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
@@ -246,22 +250,22 @@ impl Places {
     }
 }
 
-/// A socket that a VM has put for observers (`--observers`) into a directory of several users.
+/// An observer socket (`--observers`) in a directory shared by several users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Observed {
-    /// The name of its file, without what is behind the last dot.
+    /// File name without its extension.
     pub name: String,
-    /// The socket.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// Whose the file is; who listens must be the same ([`connect_at`]).
+    /// User ID of the file's owner, which must also be the listener's ([`connect_at`]).
     pub owner: u32,
 }
 
-/// The sockets in `dir`, which may be open to the writes of many: sorted by owner and name, each name of an
-/// owner once, of each owner at most `most`. No link is followed.
+/// Returns the sockets in `dir`, which may be writable by many users, sorted by owner and name
+/// without duplicates, and at most `most` per owner. Symbolic links are not followed.
 ///
 /// # Errors
-/// [`PlaceError::Os`] if the directory cannot be read.
+/// Returns [`PlaceError::Os`] if the directory cannot be read.
 pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<Observed>, PlaceError> {
     let seen = |entry: fs::DirEntry| {
         let path = entry.path();
@@ -288,7 +292,7 @@ pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<Observed>, PlaceError>
     Ok(found)
 }
 
-/// Entries of a directory with their paths, sorted; none if it cannot be read.
+/// Returns the entries of a directory with their paths, sorted; empty if it cannot be read.
 fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     let mut entries: Vec<_> = fs::read_dir(dir)
         .into_iter()
@@ -301,8 +305,8 @@ fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     entries
 }
 
-/// The directory of the VM of this user that has this name: [`directory`], unless it has none of that name
-/// and another of this user's directories has.
+/// Returns the directory of this user's VM `name`: [`directory`], unless only another directory of
+/// this user contains a running VM of that name.
 pub fn directory_of(name: &str) -> PathBuf {
     let usual = directory();
     let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), ROOM).is_ok();
@@ -314,7 +318,7 @@ pub fn directory_of(name: &str) -> PathBuf {
     found.unwrap_or(usual)
 }
 
-/// The socket of VM `name` in `dir`.
+/// Returns the path of the control socket of VM `name` in `dir`.
 pub fn socket_path(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}{SUFFIX}"))
 }
@@ -323,15 +327,15 @@ fn is_private(meta: &fs::Metadata, uid: u32) -> bool {
     meta.is_dir() && meta.uid() == uid && meta.permissions().mode() & 0o077 == 0
 }
 
-/// Where the vsock device of VM `name` listens, if it was given no other path: beside its control socket.
+/// Returns the default path of the vsock socket of VM `name`, next to its control socket.
 pub fn vsock_path(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}.vsock"))
 }
 
-/// Whether a VM can have this name.
+/// Checks that a VM name is valid.
 ///
 /// # Errors
-/// [`PlaceError::Name`].
+/// Returns [`PlaceError::Name`] if it is not.
 pub fn check_name(name: &str) -> Result<(), PlaceError> {
     let good = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if (1..=MAX_NAME).contains(&name.len()) && !name.starts_with(['.', '-']) && name.bytes().all(good) {
@@ -341,10 +345,11 @@ pub fn check_name(name: &str) -> Result<(), PlaceError> {
     }
 }
 
-/// Makes the directory if it is not there.
+/// Creates the directory if it does not exist.
 ///
 /// # Errors
-/// [`PlaceError`]; [`PlaceError::NotPrivate`] if it is not ours alone.
+/// Returns [`PlaceError::NotPrivate`] if others have access to the directory, or another
+/// [`PlaceError`] if it cannot be created.
 pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     let (inside, created) = match Directory::of(dir) {
         Ok((parent, name)) => {
@@ -369,7 +374,7 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
             });
         }
     }
-    // No link is followed: in /tmp anybody could have put one there.
+    // Do not follow symbolic links: in /tmp, anybody could have created one.
     let path = inside.as_ref().map_or(dir, |(_, path)| path.as_path());
     let meta = fs::symlink_metadata(path).map_err(os("cannot look at", dir))?;
     let owner = peer::own_uid();
@@ -382,26 +387,27 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     Ok(())
 }
 
-/// A VM's listening socket. Its file goes when this is dropped.
+/// The listening control socket of a VM. Dropping it removes the file.
 #[derive(Debug)]
 pub struct Socket {
-    /// The listener, nonblocking.
+    /// Nonblocking listener.
     pub listener: UnixListener,
     path: PathBuf,
 }
 
 impl Socket {
-    /// Listens for VM `name` in `dir`. A file that a dead VM of that name left behind is replaced.
+    /// Listens on the socket of VM `name` in `dir`. Replaces the socket of a dead VM of that name.
     ///
     /// # Errors
-    /// [`PlaceError`].
+    /// Returns [`PlaceError::Taken`] if a running VM has this name, or another [`PlaceError`] if
+    /// the socket cannot be created.
     pub fn bind(dir: &Path, name: &str) -> Result<Self, PlaceError> {
         check_name(name)?;
         make_directory(dir)?;
         let path = socket_path(dir, name);
         let directory = Directory::open(dir).map_err(os("cannot look at", dir))?;
-        // Bound under another name and linked in place: at its own name it is never seen before it listens,
-        // and of two VMs that want one name the link decides.
+        // Bind under a temporary name and link the socket to its final name. It is then never
+        // visible before it listens, and the link decides between two VMs of the same name.
         let hidden: OsString = format!(".{}-{name}", std::process::id()).into();
         let shown = dir.join(&hidden);
         let (from, to) = (
@@ -426,11 +432,11 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Listens at `path`, for those who may write a file with the permissions `mode`. A socket that a dead
-    /// process left behind is replaced, any other file is not.
+    /// Listens on the socket `path` with file permissions `mode`. Replaces the socket of a dead
+    /// process, but no other file.
     ///
     /// # Errors
-    /// [`PlaceError::Os`].
+    /// Returns [`PlaceError::Os`] if the socket cannot be created.
     pub fn bind_at(path: &Path, mode: u32) -> Result<Self, PlaceError> {
         let socket = Self {
             listener: paths::bind(path, Some(mode)).map_err(os("cannot listen at", path))?,
@@ -443,13 +449,13 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Its path.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Links `from` to `to`, which errors show as `path`.
+/// Links `from` to `to`. Errors refer to `path`.
 fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
     for _ in 0..2 {
         match fs::hard_link(from, to) {
@@ -470,20 +476,21 @@ impl Drop for Socket {
     }
 }
 
-/// Whether nobody listens any more: the VM was killed.
+/// Returns whether the socket has no listener because its VM was killed.
 fn is_dead(path: &Path) -> bool {
     matches!(peer::connect_within(path, ROOM), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Names of the VMs in `dir`, sorted. Sockets of dead ones are removed. A missing directory has none.
+/// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead ones. A missing
+/// directory contains none.
 ///
 /// # Errors
-/// [`PlaceError::Os`] if the directory cannot be read.
+/// Returns [`PlaceError::Os`] if the directory cannot be read.
 pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
     names_in(dir, true)
 }
 
-/// Names of the sockets in `dir`.
+/// Returns the names of the sockets in `dir`.
 fn listed(dir: &Path) -> Result<Vec<String>, PlaceError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -498,7 +505,8 @@ fn listed(dir: &Path) -> Result<Vec<String>, PlaceError> {
     Ok(names.take(MOST_VMS).collect())
 }
 
-/// Names of the VMs in `dir`, sorted. `tidy`: remove the sockets of dead ones; else they are left out.
+/// Returns the names of the running VMs in `dir`, sorted. If `tidy` is set, removes the sockets of
+/// dead ones.
 fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, PlaceError> {
     let mut names = listed(dir)?;
     names.retain(|name| {
@@ -513,10 +521,10 @@ fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, PlaceError> {
     Ok(names)
 }
 
-/// Connects to VM `name`.
+/// Connects to VM `name`. Removes a socket without a listener.
 ///
 /// # Errors
-/// That of `connect(2)`; a socket nobody listens at is removed.
+/// Returns the error of `connect(2)`.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let path = socket_path(dir, name);
     peer::connect_within(&path, ROOM).inspect_err(|e| {
@@ -526,11 +534,12 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     })
 }
 
-/// Connects to the VM whose socket is at `path`. With `owner`, who listens must be that user: what is there
-/// may be a link to another's socket.
+/// Connects to the socket `path`. If `owner` is given, the listener must be that user, because the
+/// path may be a link to another user's socket.
 ///
 /// # Errors
-/// That of `connect(2)`; [`io::ErrorKind::PermissionDenied`] if another user listens.
+/// Returns the error of `connect(2)`, or [`io::ErrorKind::PermissionDenied`] if another user
+/// listens.
 pub fn connect_at(path: &Path, owner: Option<u32>) -> io::Result<UnixStream> {
     let stream = peer::connect_within(path, ROOM)?;
     let uid = peer::peer_uid(&stream)?;
@@ -578,7 +587,7 @@ mod tests {
         );
     }
 
-    /// VMs of one root are different users, each with root's environment.
+    /// VMs started by root run as different users, all with root's environment.
     #[test]
     fn a_user_whom_root_becomes_passes_by_what_another_has_there() {
         let runtime = tempfile::tempdir().unwrap();
@@ -593,15 +602,15 @@ mod tests {
         }
     }
 
-    /// Anybody can make a directory in /tmp, or a link. Who finds one there takes the next place, and so does
-    /// who looks for VMs.
+    /// Anybody can create a directory or a link in /tmp. Both the creator and the search for VMs
+    /// skip it and use the next directory.
     #[test]
     fn a_directory_that_is_not_ours_is_passed_by() {
         let tmp = tempfile::tempdir().unwrap();
         let uid = peer::own_uid();
         let place = |ending: &str| tmp.path().join(format!("perfvisor-{uid}{ending}"));
         assert_eq!(in_tmp(tmp.path(), uid), place(""));
-        // One that others may look into, a link, a file.
+        // A directory that others can read, a link, and a file.
         fs::DirBuilder::new().mode(0o755).create(place("")).unwrap();
         assert_eq!(in_tmp(tmp.path(), uid), place(".1"));
         std::os::unix::fs::symlink(tmp.path(), place(".1")).unwrap();
@@ -610,7 +619,7 @@ mod tests {
         assert_eq!(found, place(".3"));
         let _socket = Socket::bind(&found, "a").unwrap();
         assert_eq!(in_tmp(tmp.path(), uid), found, "it stays there");
-        // Nothing is left: the error names the first.
+        // If no directory is usable, the error names the first one.
         for n in 3..PLACES_IN_TMP {
             let _ = fs::remove_dir_all(place(&format!(".{n}")));
             fs::write(place(&format!(".{n}")), "").unwrap();
@@ -623,8 +632,8 @@ mod tests {
         ));
     }
 
-    /// In a directory of several users a name is its owner's: the file says whose it is, not its name. What
-    /// is no socket, a link say, is passed by, and nobody fills the list.
+    /// In a shared directory, the owner of the file identifies the VM, not its name. Links and
+    /// other non-sockets are skipped, and no user can fill the list.
     #[test]
     fn sockets_of_observers_are_told_apart_by_their_owners() {
         let temp = tempfile::tempdir().unwrap();
@@ -646,8 +655,8 @@ mod tests {
         drop(listening);
     }
 
-    /// Every user's directory is found; one that somebody else has put in a place is told apart, and nothing
-    /// in it is touched.
+    /// The directories of all users are found. Directories created by another user are reported
+    /// separately and not accessed.
     #[test]
     fn places_are_found_and_squatted_ones_passed_by() {
         let temp = tempfile::tempdir().unwrap();
@@ -675,7 +684,7 @@ mod tests {
         assert!(places.closed.is_empty(), "{:?}", places.closed);
     }
 
-    /// What has ended in another user's directory is his to remove.
+    /// A dead VM's socket in another user's directory is not removed.
     #[test]
     fn only_the_owner_removes_the_sockets_of_dead_vms() {
         let temp = tempfile::tempdir().unwrap();
@@ -694,7 +703,7 @@ mod tests {
         assert!(!dead.exists());
     }
 
-    /// A user could put a link to root's socket into his directory, and have root stop the wrong VM.
+    /// A user could link to root's socket in their own directory, so that root stops the wrong VM.
     #[test]
     fn who_listens_must_be_the_directory_s_owner() {
         let temp = tempfile::tempdir().unwrap();
@@ -727,7 +736,8 @@ mod tests {
         }
     }
 
-    /// A live socket keeps its name, a dead one's is taken over and leaves the list.
+    /// The socket of a running VM keeps its name; the socket of a dead one is replaced and not
+    /// listed.
     #[test]
     fn a_name_belongs_to_who_listens() {
         let temp = tempfile::tempdir().unwrap();
@@ -736,7 +746,7 @@ mod tests {
         assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(matches!(Socket::bind(&dir, "a"), Err(PlaceError::Taken(_))));
         assert_eq!(names(&dir).unwrap(), ["a"]);
-        // A VM that is killed closes its listener and leaves its file.
+        // Killing a VM closes its listener and leaves the file.
         let dead = UnixListener::bind(dir.join("b.sock")).unwrap();
         drop(dead);
         let second = Socket::bind(&dir, "b").unwrap();

@@ -1,36 +1,36 @@
-//! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it
-//! for other programs.
+//! Messages on a control socket: one JSON object per line. `docs/reference/control.md` documents
+//! them for other programs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol. A client says which one it speaks in its first request.
+/// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;
-/// Longest request, its newline included, in bytes.
+/// Maximum length of a request including its newline, in bytes.
 pub const MAX_REQUEST: usize = 64 << 10;
-/// Most events of one connection.
+/// Maximum number of events per connection.
 pub const MAX_EVENTS: usize = 1024;
-/// Most bytes of code at a time.
+/// Maximum number of code bytes per reply.
 pub const MAX_CODE: u32 = 64 << 10;
-/// Most data pages of a ring.
+/// Maximum number of data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
 
-/// Most bytes of a process's memory in one reply.
+/// Maximum number of bytes of process memory per reply.
 pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
-/// Most mappings of code in one reply.
+/// Maximum number of executable mappings per reply.
 pub const MAX_PROCESS_CODE: usize = 1024;
 
 /// A request as it is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RequestLine {
-    /// Comes back in the reply.
+    /// Request number, repeated in the reply.
     pub id: u64,
-    /// What is asked.
+    /// The call and its parameters.
     #[serde(flatten)]
     pub call: Call,
 }
 
-/// What a client can ask.
+/// A call of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "call", rename_all = "snake_case")]
 pub enum Call {
@@ -43,32 +43,32 @@ pub enum Call {
     Status,
     /// Takes all vCPUs out of the guest; [`VmInfo::parked`] says how many have arrived.
     Pause,
-    /// Lets them go on.
+    /// Resumes all vCPUs.
     Resume,
     /// Ends the VM.
     Stop,
-    /// Presses the ACPI power button; refused if the guest does not listen to it. The guest then powers
-    /// off, or does what it likes.
+    /// Presses the ACPI power button; refused if the guest does not handle it. A guest may ignore
+    /// the button.
     Powerdown,
-    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
-    /// with the highest numbers it is asked if there are too many. Reply: [`VcpuPlug`]; ask
-    /// [`Call::VcpuPlug`] what has come of it.
+    /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
+    /// to give up those with the highest numbers. Reply: [`VcpuPlug`]; poll the progress with
+    /// [`Call::VcpuPlug`].
     Vcpus {
-        /// How many, up to what the VM was started for.
+        /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     },
-    /// Which vCPUs come and go. Reply: [`VcpuPlug`].
+    /// Progress of vCPU hot-plug. Reply: [`VcpuPlug`].
     VcpuPlug,
     /// Withdraws the request to give up vCPUs, for those that the guest still has. Reply: [`VcpuPlug`].
     VcpusWithdraw,
-    /// Who gets the host's counters from now on: guest-first, operator-first or strict.
+    /// Sets the policy that shares the host's counters: guest-first, operator-first or strict.
     Share {
-        /// Its name.
+        /// Name of the policy.
         policy: String,
     },
     /// Replaces the filter of the events the guest may count.
     Filter {
-        /// Its text, as in a file for `--pmu-filter`.
+        /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     },
     /// Opens events, disabled. Reply: a list of [`Opened`].
@@ -78,26 +78,26 @@ pub enum Call {
         /// On which vCPUs; all when left out.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
-        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are
-        /// and on those that come later, from their first instruction. Neither `vcpus` nor
-        /// `sampling` goes with it.
+        /// Opens one event per name instead of one per name and vCPU. The event counts on all
+        /// present vCPUs and on those plugged in later, from their first instruction. Excludes
+        /// `vcpus` and `sampling`.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         whole: bool,
-        /// To sample; counting only when left out.
+        /// Sampling parameters; counting only if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         sampling: Option<Sampling>,
     },
     /// Enables all events of this connection.
     Enable,
-    /// Disables them.
+    /// Disables all events of this connection.
     Disable,
-    /// The events of this connection that were opened on vCPUs which came since it asked last: those that
-    /// were asked for without naming vCPUs. They are enabled if the connection's last word was so. Reply:
+    /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
+    /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
     /// a list of [`Joined`].
     Joined,
-    /// Reads them all. Reply: a list of [`EventReading`].
+    /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read,
-    /// Closes them all.
+    /// Closes all events of this connection.
     Close,
     /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with
     /// it.
@@ -114,21 +114,22 @@ pub enum Call {
         /// The event.
         handle: u32,
     },
-    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and
-    /// call chain.
+    /// Sets how often an event with a host-kernel ring takes a full sample itself, with registers
+    /// and call chain.
     Chains {
         /// The event.
         handle: u32,
-        /// 1: all of them.
+        /// Number of samples per full sample; 1 for every sample.
         every: u32,
     },
-    /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
+    /// Number of records lost in full rings and not yet reported there. Reply: a list of
+    /// [`RingLoss`].
     RingLosses,
-    /// What the loop of each vCPU counted since the VM was started, those that have left included. Reply: a
-    /// list of [`crate::counts::VcpuCounts`].
+    /// Counters of each vCPU's run loop since the VM was started, including unplugged vCPUs. Reply:
+    /// a list of [`crate::counts::VcpuCounts`].
     Counts,
-    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
-    /// while it is looked for.
+    /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
+    /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel,
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
     /// `/proc/kallsyms`.
@@ -148,15 +149,15 @@ pub enum Call {
         /// How many bytes, at most [`MAX_PROCESS_MEMORY`].
         bytes: u32,
     },
-    /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
     GuestView,
-    /// What the vCPUs saw. Reply: [`GuestViews`].
+    /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
-        /// Which look.
+        /// Generation of the snapshot.
         generation: u64,
     },
-    /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time:
-    /// the VM counts and times them from then on. Reply: a list of [`VcpuExits`].
+    /// Exits of the vCPUs to user space by reason, since the first such call of this connection,
+    /// which starts counting and timing them. Reply: a list of [`VcpuExits`].
     Exits,
     /// Reads code out of the guest's memory, through the page tables that CR3 names. Reply: [`CodeInfo`].
     Code {
@@ -169,7 +170,7 @@ pub enum Call {
     },
 }
 
-/// How to sample.
+/// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Sampling {
     /// Events for a sample, or samples a second.
@@ -178,13 +179,13 @@ pub struct Sampling {
     pub frequency: bool,
     /// With the guest's call chain.
     pub callchain: bool,
-    /// Take the vCPU out of the guest for every so-many-th sample only, and have the host's kernel sample
-    /// the instruction pointer, where it can ([`Opened::ring`]). 1, which is what it means to leave it
-    /// out: for every sample.
+    /// Number of samples per full sample. For the others, the vCPU is not stopped and the host's
+    /// kernel samples the instruction pointer, if possible ([`Opened::ring`]). 1 (the default)
+    /// makes every sample a full one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
-    /// With the registers of the program and so many bytes of its stack, for unwinding it elsewhere; a
-    /// multiple of 8, at most 32768. 0: without.
+    /// Number of bytes of the user stack to sample, together with the user registers, for unwinding
+    /// by the client; a multiple of 8, at most 32768. 0: none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub stack_bytes: u32,
 }
@@ -201,13 +202,13 @@ fn is_one(n: &u32) -> bool {
     *n == 1
 }
 
-/// Maximum length of a reply of unlimited kind, in bytes.
+/// Maximum length of a reply of variable size, in bytes.
 pub(crate) const MAX_REPLY: usize = 16 << 20;
-/// Maximum length of a reply that says no more than that a request was done, or describes the VM, in bytes.
+/// Maximum length of a reply that only confirms a request or describes the VM, in bytes.
 pub(crate) const MAX_SHORT_REPLY: usize = 64 << 10;
 
 impl Call {
-    /// Maximum length of the reply that a client takes, in bytes.
+    /// Returns the maximum length of the reply to this call that a client accepts, in bytes.
     pub(crate) fn max_reply(&self) -> usize {
         match self {
             Call::Open { .. }
@@ -228,12 +229,12 @@ impl Call {
 /// A reply as it is sent: `ok` or `error`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplyLine {
-    /// The request's.
+    /// Number of the request.
     pub id: u64,
-    /// What it came to.
+    /// Result of a successful request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ok: Option<serde_json::Value>,
-    /// Why it came to nothing.
+    /// Error of a failed request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Failure>,
 }
@@ -242,9 +243,9 @@ pub struct ReplyLine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// For programs.
+    /// Kind of failure, for programs.
     pub kind: FailureKind,
-    /// For people: one line.
+    /// Message of one line, for people.
     pub message: String,
 }
 
@@ -286,36 +287,37 @@ pub struct VmInfo {
     pub max_vcpus: u32,
     /// Its PMU model; "off" for none.
     pub pmu: String,
-    /// What runs in it.
+    /// Description of the guest.
     pub guest: String,
-    /// Where its first serial port is, such as `tty` or `pty=/dev/pts/3`; empty from a VM that does not say.
+    /// Location of the first serial port, such as `tty` or `pty=/dev/pts/3`; empty if the VM does
+    /// not report it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub console: String,
-    /// Where its virtio console is, in the same words; empty without one.
+    /// Location of the virtio console in the same format; empty without one.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub virtio_console: String,
     /// Threads that run the vCPUs there are, in their order; empty from a VM that does not say.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<u32>,
-    /// Whether it runs.
+    /// State of the VM.
     pub state: VmState,
     /// vCPUs that are out of the guest because of a pause.
     pub parked: u32,
     /// Time since it was started, in milliseconds.
     pub uptime_ms: u64,
-    /// What the client may do.
+    /// Role of the client.
     pub role: ClientRole,
 }
 
-/// Whether a VM runs.
+/// State of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VmState {
-    /// Its vCPUs run.
+    /// The vCPUs run.
     Running,
-    /// They are out of the guest, or on their way.
+    /// The vCPUs are parked, or about to be.
     Paused,
-    /// It is ending.
+    /// The VM is ending.
     Stopped,
 }
 
@@ -329,7 +331,7 @@ impl std::fmt::Display for VmState {
     }
 }
 
-/// What a client may do.
+/// Role of a client, which determines its permissions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ClientRole {
@@ -337,24 +339,25 @@ pub enum ClientRole {
     Admin,
     /// Everything within the limits on operators: the VM's own user.
     Operator,
-    /// To look on and to count, at the observers' socket: nothing that changes the VM or shows its memory.
+    /// Only observing and counting is allowed, through the observers' socket; no request that
+    /// changes the VM or reveals its memory.
     Observer,
 }
 
-/// Which vCPUs of a VM come and go.
+/// State of vCPU hot-plug.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuPlug {
-    /// Those there are.
+    /// Present vCPUs.
     pub present: Vec<u32>,
-    /// Most there can be.
+    /// Maximum number of vCPUs.
     pub max: u32,
-    /// Those that have come and that the guest has not taken note of.
+    /// Plugged-in vCPUs that the guest has not acknowledged yet.
     pub unnoticed: Vec<u32>,
-    /// Those that the guest was asked to give up and has not.
+    /// vCPUs that the guest was asked to give up and has not ejected yet.
     pub asked_for: Vec<u32>,
-    /// Those that the guest has given up, and that are about to leave.
+    /// vCPUs that the guest has ejected and that are about to stop.
     pub leaving: Vec<u32>,
-    /// What it refused to take in or give up when it was asked last.
+    /// vCPUs that the guest refused to accept or to give up at the last request.
     pub refused: Vec<VcpuRefusal>,
 }
 
@@ -367,14 +370,14 @@ pub struct VcpuRefusal {
     pub status: u32,
 }
 
-/// Events on a vCPU that came.
+/// Events on a vCPU that was plugged in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Joined {
     /// The vCPU.
     pub vcpu: u32,
     /// Its events.
     pub events: Vec<Opened>,
-    /// Why they could not be opened: the vCPU is there, and not counted for this connection.
+    /// Why the events could not be opened; the vCPU runs, but is not counted for this connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
 }
@@ -384,21 +387,21 @@ pub struct Joined {
 pub struct Opened {
     /// Its number on this connection; `None` when it cannot be counted here.
     pub handle: Option<u32>,
-    /// Why it cannot.
+    /// Why the event is unsupported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
-    /// As in the list.
+    /// Name of the event, as in the list.
     pub name: String,
     /// Its place in the list, from 0.
     pub index: u32,
     /// On which vCPU; `None`: it counts for the whole VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpu: Option<u32>,
-    /// Who counts: hardware, clock, software, kvm or vmm.
+    /// Backing of the event: hardware, clock, software, kvm or vmm.
     pub backing: String,
-    /// Its counts are nanoseconds.
+    /// `true` if the count is in nanoseconds.
     pub nanoseconds: bool,
-    /// Its counts are an estimate even when it is on all the time.
+    /// `true` if the count is an estimate even without multiplexing.
     pub estimate: bool,
     /// The id that its samples carry.
     pub id: u64,
@@ -406,11 +409,11 @@ pub struct Opened {
     pub kind: u32,
     /// `perf_event_attr.config`.
     pub config: u64,
-    /// The host's kernel samples it too: see [`Call::HostRing`]. The event itself then takes only every
-    /// [`Sampling::chain_every`]-th sample.
+    /// `true` if the host's kernel samples the event too ([`Call::HostRing`]). The event itself
+    /// then takes only every [`Sampling::chain_every`]-th sample.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,
-    /// Why it does not, where that was asked for.
+    /// Why the host's kernel does not sample the event, if that was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_ring: Option<String>,
 }
@@ -420,26 +423,25 @@ pub struct Opened {
 pub struct EventReading {
     /// The event's number.
     pub handle: u32,
-    /// What was counted.
+    /// Count of the event.
     pub value: u64,
     /// Time it was enabled, in ns.
     pub enabled_ns: u64,
     /// Time of that it counted, in ns.
     pub running_ns: u64,
-    /// What it would have counted had it been on all the time; `None` if it was not counted.
+    /// Count scaled to the whole enabled time; `None` if the event was not counted.
     pub estimate: Option<u64>,
-    /// Standard error of `estimate`; 0 when it was counted, `None` when not known.
+    /// Standard error of `estimate`; 0 if the event was counted all the time, `None` if unknown.
     pub standard_error: Option<f64>,
-    /// The error of `estimate` is hardly more than this; `None` when nothing is known of it.
+    /// Approximate bound of the error of `estimate`; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
-    /// The event is in the error state: pinned, and no slot.
+    /// `true` if the event is in the error state: pinned, but without a slot.
     pub failed: bool,
-    /// Its vCPU has left: this is the last it counted.
+    /// `true` if the vCPU was unplugged; the reading is the final one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gone: bool,
-    /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone
-    /// included.
+    /// Readings of each vCPU, including unplugged ones, for an event opened for the whole VM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vcpus: Vec<VcpuPart>,
 }
@@ -455,7 +457,7 @@ pub struct VcpuPart {
     pub enabled_ns: u64,
     /// Time of that it counted, in ns.
     pub running_ns: u64,
-    /// What it would have counted there had it been on all the time; `None` if it was not counted.
+    /// Count scaled to the whole enabled time on this vCPU; `None` if the event was not counted.
     pub estimate: Option<u64>,
     /// As [`EventReading::standard_error`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -465,30 +467,31 @@ pub struct VcpuPart {
     pub bound: Option<f64>,
 }
 
-/// What came between two readings of an event.
+/// The change of an event between two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// What it counted, or would have counted had it been on all the time.
+    /// Increase of the count, scaled to the enabled time.
     pub count: u64,
-    /// Time it was enabled, in ns.
+    /// Time enabled, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time of that it counted, in ns.
+    /// Time running, in nanoseconds.
     pub running_ns: u64,
 }
 
 impl EventReading {
-    /// What came since `before`, or since the event was opened; `None` if it was not counted then.
+    /// Returns the change since `before`, or since the event was opened. Returns `None` if the
+    /// event was not counted in this interval.
     ///
-    /// What it would have counted while it was off is the estimator's to say for an interval too: the growth
-    /// of its estimate. An interval's own share of the time does not do, because under the adaptive
-    /// policy an event is seen less where it is steady. So the intervals add up to the estimate of the
-    /// whole, but for those in which all was counted: they are exact.
+    /// The count of a scaled interval is the growth of the estimate. Scaling by the interval's own
+    /// share of time would be wrong, because the adaptive policy runs an event less while its rate
+    /// is steady. The intervals therefore add up to the total estimate, except for intervals in
+    /// which the event ran all the time, which are exact.
     pub fn since(&self, before: Option<&Self>) -> Option<Growth> {
         if self.failed {
             return None;
         }
         if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
-            // Its vCPU was not there in this interval.
+            // The vCPU was not present in this interval.
             return Some(Growth {
                 count: 0,
                 enabled_ns: 0,
@@ -499,7 +502,7 @@ impl EventReading {
         growth(of(self), before.map(of))
     }
 
-    /// The part of `vcpu`, as a reading of its own.
+    /// Returns the reading of a single vCPU.
     pub fn on(&self, vcpu: u32) -> Option<Self> {
         let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
         Some(Self {
@@ -517,7 +520,7 @@ impl EventReading {
     }
 }
 
-/// Of value, time enabled, time running and estimate.
+/// Computes the change from tuples of value, time enabled, time running and estimate.
 fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Option<u64>)>) -> Option<Growth> {
     let (value, enabled_ns, running_ns, estimate) = before.unwrap_or_default();
     let counted = now.0.saturating_sub(value);
@@ -536,7 +539,7 @@ fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Opti
             ..grown
         });
     }
-    // An estimate of the past may be put right later, but what was counted since was counted.
+    // A correction of the earlier estimate must not make the result smaller than the exact count.
     let estimated = now_estimate.saturating_sub(estimate.unwrap_or(value));
     Some(Growth {
         count: estimated.max(counted),
@@ -551,7 +554,8 @@ pub struct RingInfo {
     pub vcpu: u32,
     /// `sample_type` of its samples.
     pub sample_type: u64,
-    /// What to add to its samples' time for the host's `CLOCK_MONOTONIC`, in ns.
+    /// Offset to add to the time of the samples to get the host's `CLOCK_MONOTONIC`, in
+    /// nanoseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock_offset_ns: Option<u64>,
 }
@@ -559,21 +563,22 @@ pub struct RingInfo {
 /// The host kernel's ring of one event. The perf event's descriptor comes with the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct HostRingInfo {
-    /// Events that each sample stands for; `None`: as the sample says.
+    /// Number of events per sample; `None` to use the period in the sample.
     pub period: Option<u64>,
-    /// What to take off the samples' time, `CLOCK_MONOTONIC`, for the time that the VM's own samples carry,
-    /// in ns.
+    /// Offset to subtract from the time of the samples (`CLOCK_MONOTONIC`) to get the clock of the
+    /// VM's own samples, in nanoseconds.
     pub clock_offset_ns: u64,
-    /// KVM interprets the guest's kernel here. The ring shows such time as the host kernel's.
+    /// `true` if KVM emulates the guest's kernel. The ring then attributes its time to the host's
+    /// kernel.
     pub interpreted: bool,
 }
 
-/// How the search for the guest's kernel is going.
+/// Progress of the search for the guest's kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KernelInfo {
-    /// Where it is.
+    /// State of the search.
     pub state: KernelState,
-    /// What was found, or why nothing was.
+    /// Description of the kernel, or the reason why none was found.
     pub detail: String,
 }
 
@@ -581,22 +586,22 @@ pub struct KernelInfo {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelState {
-    /// Nobody looked.
+    /// The search has not started.
     Unknown,
-    /// It is looked for.
+    /// The search is running.
     Looking,
     /// Samples have kernel call chains and tasks.
     Found,
-    /// It was not found.
+    /// No kernel was found.
     NotFound,
 }
 
-/// Records that found no room.
+/// Records lost in a full ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RingLoss {
     /// The vCPU.
     pub vcpu: u32,
-    /// How many.
+    /// Number of lost records.
     pub lost: u64,
 }
 
@@ -605,9 +610,10 @@ pub struct RingLoss {
 pub struct SymbolsInfo {
     /// Bytes of text.
     pub bytes: u64,
-    /// One address space for all: the guest has no user space of its own.
+    /// `true` if user space and kernel share one address space, so the guest has no user space of
+    /// its own.
     pub flat: bool,
-    /// Where they come from.
+    /// Source of the symbols.
     pub source: String,
     /// The kernel's build-id in hexadecimal digits, if it runs and has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -622,8 +628,8 @@ pub struct SymbolsInfo {
 pub struct ProcessCode {
     /// Lowest address first.
     pub mappings: Vec<CodeMapping>,
-    /// These are not all: there are more than a reply holds, or the guest's lists are too long or do not
-    /// hold together.
+    /// `true` if the list is incomplete: it exceeds the limit of a reply, or the guest's lists are
+    /// too long or inconsistent.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cut_short: bool,
 }
@@ -637,7 +643,7 @@ pub struct CodeMapping {
     pub len: u64,
     /// Offset of `start` in the file.
     pub file_offset: u64,
-    /// Where the file's first byte is mapped; left out if it is not.
+    /// Address at which the first byte of the file is mapped; omitted if it is not mapped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
     /// The file's path in the guest, printable; `//anon` and `[vdso]` for what is no file.
@@ -657,23 +663,23 @@ pub struct ProcessMemory {
     pub missing: Vec<(u32, u32)>,
 }
 
-/// Which look at the guest's counters.
+/// Identification of a snapshot of the guest's PMU programming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Generation {
-    /// Counts up.
+    /// Ascending number of the snapshot.
     pub generation: u64,
 }
 
-/// What vCPUs saw.
+/// A snapshot of the guest's PMU programming.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestViews {
-    /// All vCPUs have looked.
+    /// `true` if all vCPUs have contributed.
     pub complete: bool,
-    /// A list of counters for each vCPU that has.
+    /// Counters of each vCPU that has contributed.
     pub vcpus: Vec<VcpuView>,
 }
 
-/// What one vCPU's guest has programmed.
+/// PMU programming of the guest on one vCPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuView {
     /// The vCPU.
@@ -684,7 +690,8 @@ pub struct VcpuView {
     /// next, not known where KVM's own vPMU counts.
     #[serde(default)]
     pub uncounted_ns: Option<u64>,
-    /// How often a counter lost its place on the host, or was enabled and found none.
+    /// Number of times a counter lost its slot on the host, or was enabled and found none; `None`
+    /// if KVM's own vPMU counts.
     #[serde(default)]
     pub places_lost: Option<u64>,
     /// Its counters.
@@ -701,18 +708,18 @@ pub struct CodeInfo {
 }
 
 impl CodeInfo {
-    /// Of these bytes.
+    /// Creates the reply from these bytes.
     pub fn new(address: u64, bytes: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut hex = String::with_capacity(2 * bytes.len());
         for byte in bytes {
-            // Writing to a String does not fail.
+            // Writing to a String cannot fail.
             let _ = write!(hex, "{byte:02x}");
         }
         Self { address, hex }
     }
 
-    /// The bytes; `None` if the digits are none.
+    /// Decodes the bytes. Returns `None` if the digits are invalid.
     pub fn bytes(&self) -> Option<Vec<u8>> {
         let pairs = self.hex.as_bytes().chunks(2);
         let byte = |pair: &[u8]| match pair {
@@ -731,44 +738,44 @@ impl CodeInfo {
 pub struct VcpuExits {
     /// The vCPU.
     pub vcpu: u32,
-    /// By what they were for; what has not happened is left out.
+    /// Exits by reason; reasons without exits are omitted.
     pub exits: Vec<ExitsOfReason>,
 }
 
-/// Exits of one vCPU that were for the same. Times are those from the return of KVM_RUN to the next.
+/// Exits of one vCPU for one reason. Times are from the return of KVM_RUN to the next call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ExitsOfReason {
-    /// What for: rdmsr, wrmsr, rdpmc, port_read, port_write, mmio_read, mmio_write, debug, halt, overflow,
-    /// kick, emulation or other.
+    /// Reason of the exits: rdmsr, wrmsr, rdpmc, port_read, port_write, mmio_read, mmio_write,
+    /// debug, halt, overflow, kick, emulation or other.
     pub reason: String,
-    /// How many.
+    /// Number of exits.
     pub count: u64,
-    /// How many of them were timed: one that is being served is not yet, and one in which the VM was paused
-    /// is not.
+    /// Number of timed exits. An exit that is still being handled, or in which the VM was paused,
+    /// is not timed.
     pub timed: u64,
-    /// How long the timed ones took together, in ns.
+    /// Total time of the timed exits, in nanoseconds.
     pub time_ns: u64,
-    /// The longest since this connection asked last, in ns.
+    /// Maximum time of one exit since the previous call of this connection, in nanoseconds.
     pub max_ns: u64,
 }
 
 /// A counter of the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestCounter {
-    /// Its name: gp0, fixed1.
+    /// Name of the counter, such as gp0 or fixed1.
     pub counter: String,
-    /// The guest has it enabled.
+    /// `true` if the guest has enabled the counter.
     pub enabled: bool,
-    /// What it is to count; `None` while it selects nothing.
+    /// Selected event; `None` if no event is selected.
     pub event: Option<String>,
-    /// The filter lets it.
+    /// `true` if the filter allows the event.
     pub allowed: bool,
-    /// Who counts; `None` before it was enabled for the first time.
+    /// Backing of the counter; `None` if it has never been enabled.
     pub backing: Option<String>,
-    /// What the guest would read.
+    /// Value that the guest would read.
     pub value: u64,
-    /// What the present event has counted, whatever the guest wrote into the counter meanwhile.
-    /// Like all that follows, not known where KVM's own vPMU counts.
+    /// Count of the current event, unaffected by values that the guest writes. This and the
+    /// following fields are `None` if KVM's own vPMU counts.
     #[serde(default)]
     pub counted: Option<u64>,
     /// Time the present event was enabled, in ns.
@@ -779,10 +786,10 @@ pub struct GuestCounter {
     pub overflows: Option<u64>,
     /// Overflows that asked for a PMI.
     pub pmi_requests: Option<u64>,
-    /// It is counted now.
+    /// `true` if the counter is counting now.
     #[serde(default)]
     pub counting: Option<bool>,
-    /// The backing counts only while the one that should has no place on the host.
+    /// `true` if the backing is a substitute while the preferred one has no slot on the host.
     #[serde(default)]
     pub fallback: bool,
     /// Time the present event was enabled and not counted, in ns.

@@ -1,7 +1,7 @@
-//! Requests as types: each names what it is answered with.
+//! Typed requests, each with its reply type.
 //!
-//! [`crate::protocol::Call`] is the same as it is sent. A new request is a variant there, a line here, and
-//! one in `tests/it/protocol_1.rs`.
+//! [`crate::protocol::Call`] is the serialized form. To add a request, add a variant there, a line
+//! here, and one in `tests/it/protocol_1.rs`.
 
 use perf_core::SharePolicy;
 use schemars::{Schema, SchemaGenerator};
@@ -13,23 +13,23 @@ use crate::protocol::{
     Sampling, SymbolsInfo, VmInfo,
 };
 
-/// A request, and what it is answered with.
+/// A request with its reply type.
 pub trait Request: Into<Call> {
-    /// What the VM answers.
+    /// Type of the reply.
     type Reply: DeserializeOwned;
 }
 
-/// Any request, by its name on the wire: the answer is as it came.
+/// An untyped request, whose reply is returned as JSON.
 impl Request for Call {
     type Reply = serde_json::Value;
 }
 
-/// Declares a request that is sent as the [`Call`] of the same name.
+/// Defines requests that are sent as the [`Call`] variant of the same name.
 macro_rules! requests {
     ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ })? => $reply:ty;)+) => {
         $(requests!(@one $(#[$doc])* $name $({ $($(#[$field_doc])* $field: $type,)+ })? => $reply);)+
 
-        /// What each request is answered with, by the name of its type.
+        /// Returns the schemas of the replies, by the name of the request type.
         pub(crate) fn replies(generator: &mut SchemaGenerator) -> Vec<(&'static str, Schema)> {
             vec![
                 $((stringify!($name), generator.subschema_for::<$reply>()),)+
@@ -79,130 +79,131 @@ requests! {
     } => VmInfo;
     /// Reply: [`VmInfo`].
     Status => VmInfo;
-    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] says how many have arrived.
+    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] is the number of parked vCPUs.
     Pause => VmInfo;
-    /// Lets them go on.
+    /// Resumes all vCPUs.
     Resume => VmInfo;
     /// Ends the VM.
     Stop => VmInfo;
-    /// Presses the ACPI power button; refused if the guest does not listen to it.
+    /// Presses the ACPI power button; refused if the guest does not handle it.
     Powerdown => VmInfo;
-    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
-    /// with the highest numbers it is asked if there are too many. Reply: [`protocol::VcpuPlug`]; ask
-    /// [`VcpuPlug`] what has come of it.
+    /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
+    /// to give up those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
+    /// with [`VcpuPlug`].
     Vcpus {
-        /// How many, up to what the VM was started for.
+        /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     } => protocol::VcpuPlug;
-    /// Which vCPUs come and go. Reply: [`protocol::VcpuPlug`].
+    /// Progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
     VcpuPlug => protocol::VcpuPlug;
-    /// Withdraws the request to give up vCPUs, for those that the guest still has. Reply:
+    /// Withdraws the request to give up vCPUs that the guest has not ejected yet. Reply:
     /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
-    /// Replaces the filter of the events the guest may count.
+    /// Replaces the filter of the events that the guest may count.
     Filter {
-        /// Its text, as in a file for `--pmu-filter`.
+        /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     } => ();
-    /// Opens events, disabled. Reply: a list of [`Opened`].
+    /// Opens events in disabled state. Reply: a list of [`Opened`].
     Open {
-        /// A list in perf's syntax.
+        /// Event list in perf's syntax.
         events: String,
-        /// On which vCPUs; all when left out.
+        /// vCPUs to count on; all if omitted.
         vcpus: Option<Vec<u32>>,
-        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are
-        /// and on those that come later, from their first instruction. Neither `vcpus` nor `sampling` goes
-        /// with it.
+        /// Opens one event per name instead of one per name and vCPU. The event counts on all
+        /// present vCPUs and on those plugged in later, from their first instruction. Excludes
+        /// `vcpus` and `sampling`.
         whole: bool,
-        /// To sample; counting only when left out.
+        /// Sampling parameters; counting only if omitted.
         sampling: Option<Sampling>,
     } => Vec<Opened>;
     /// Enables all events of this connection.
     Enable => ();
-    /// Disables them.
+    /// Disables all events of this connection.
     Disable => ();
-    /// The events of this connection that were opened on vCPUs which came since it asked last: those that
-    /// were asked for without naming vCPUs. They are enabled if the connection's last word was so. Reply: a
-    /// list of [`protocol::Joined`].
+    /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
+    /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
+    /// a list of [`protocol::Joined`].
     Joined => Vec<protocol::Joined>;
-    /// Reads them all. Reply: a list of [`EventReading`].
+    /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
-    /// Closes them all.
+    /// Closes all events of this connection.
     Close => ();
-    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with
-    /// it.
+    /// Creates a ring for all sampling events of one vCPU. Reply: [`RingInfo`] and the memfd of the
+    /// ring.
     Ring {
-        /// The vCPU.
+        /// vCPU number.
         vcpu: u32,
-        /// Data pages, a power of two.
+        /// Number of data pages, a power of two.
         pages: u32,
     } => RingInfo;
-    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
-    /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor
-    /// with it, which the client maps.
+    /// Requests the host kernel's ring of an event that has one ([`Opened::ring`]), with
+    /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
+    /// perf event's descriptor, which the client maps.
     HostRing {
-        /// The event.
+        /// Handle of the event.
         handle: u32,
     } => HostRingInfo;
-    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and
-    /// call chain.
+    /// Sets how often an event with a host-kernel ring takes a full sample itself, with registers
+    /// and call chain.
     Chains {
-        /// The event.
+        /// Handle of the event.
         handle: u32,
-        /// 1: all of them.
+        /// Number of samples per full sample; 1 for every sample.
         every: u32,
     } => ();
-    /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
+    /// Number of records lost in full rings and not yet reported there. Reply: a list of
+    /// [`RingLoss`].
     RingLosses => Vec<RingLoss>;
-    /// What the loop of each vCPU counted since the VM was started, those that have left included. Reply: a
-    /// list of [`VcpuCounts`].
+    /// Counters of each vCPU's run loop since the VM was started, including unplugged vCPUs. Reply:
+    /// a list of [`VcpuCounts`].
     Counts => Vec<VcpuCounts>;
-    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
-    /// while it is looked for.
+    /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
+    /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel => KernelInfo;
-    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
-    /// `/proc/kallsyms`.
+    /// Requests the guest kernel's symbols. Reply: [`SymbolsInfo`] and a memfd with text in the
+    /// format of `/proc/kallsyms`.
     Symbols => SymbolsInfo;
-    /// The code that a process of the guest has mapped. Reply: [`protocol::ProcessCode`].
+    /// Lists the executable mappings of a guest process. Reply: [`protocol::ProcessCode`].
     ProcessCode {
-        /// Its id in the guest's first namespace.
+        /// Process ID in the guest's initial PID namespace.
         pid: u32,
     } => protocol::ProcessCode;
-    /// A part of a process's memory. Reply: [`protocol::ProcessMemory`], and a memfd with the bytes.
+    /// Reads memory of a guest process. Reply: [`protocol::ProcessMemory`] and a memfd with the
+    /// bytes.
     ProcessMemory {
-        /// Its id in the guest's first namespace.
+        /// Process ID in the guest's initial PID namespace.
         pid: u32,
-        /// The first address.
+        /// Start address.
         address: u64,
-        /// How many bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
+        /// Number of bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
         bytes: u32,
     } => protocol::ProcessMemory;
-    /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
     GuestView => Generation;
-    /// What the vCPUs saw. Reply: [`GuestViews`].
+    /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
-        /// Which look.
+        /// Generation of the snapshot.
         generation: u64,
     } => GuestViews;
-    /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time.
+    /// Exits of the vCPUs to user space by reason, since the first such call of this connection.
     /// Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
-    /// Reads code out of the guest's memory, through the page tables that CR3 names. Reply:
-    /// [`protocol::CodeInfo`].
+    /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::CodeInfo`].
     Code {
-        /// The address space: a sample's CR3.
+        /// Address space: CR3 of a sample.
         cr3: u64,
-        /// The first address.
+        /// Start address.
         address: u64,
-        /// How many bytes, up to [`protocol::MAX_CODE`].
+        /// Number of bytes, at most [`protocol::MAX_CODE`].
         length: u32,
     } => protocol::CodeInfo;
 }
 
-/// Who gets the host's counters from now on.
+/// Sets the policy that shares the host's counters between guest and operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// The policy.
+    /// Sharing policy.
     pub policy: SharePolicy,
 }
 

@@ -1,5 +1,5 @@
-//! The protocol as a JSON Schema, for clients in other languages. It is made from the types that the server
-//! and our own client use, so it cannot say anything else than they do.
+//! Generates the JSON Schema of the protocol for clients in other languages, from the types that
+//! the server and our own client use.
 
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
@@ -7,8 +7,9 @@ use serde_json::{Map, Value, json};
 use crate::protocol::{PROTOCOL, ReplyLine, RequestLine};
 use crate::request;
 
-/// The schema of the protocol, JSON Schema 2020-12. `request` and `reply` are a line in each direction, and
-/// `results` tells by the name of a call what `ok` of its reply is. The types are in `$defs`.
+/// Returns the schema of the protocol (JSON Schema 2020-12). `request` and `reply` describe one
+/// line in each direction; `results` maps the name of a call to the type of `ok` in its reply.
+/// Types are in `$defs`.
 pub fn schema() -> Value {
     let mut generator = SchemaSettings::draft2020_12().into_generator();
     let request = generator.subschema_for::<RequestLine>();
@@ -26,7 +27,7 @@ pub fn schema() -> Value {
     })
 }
 
-/// The name of a call from that of its type: `GuestView` is `guest_view`.
+/// Converts the type name of a request to the name of its call: `GuestView` to `guest_view`.
 fn snake_case(name: &str) -> String {
     let mut out = String::new();
     for c in name.chars() {

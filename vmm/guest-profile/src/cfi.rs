@@ -1,17 +1,20 @@
-//! User stacks by unwind tables: `.eh_frame`, which nearly all programs have in memory, frame pointers or
-//! not, and `.debug_frame`, which some have in their file instead.
+//! Unwinds user stacks with DWARF call frame information (CFI).
 //!
-//! It works on a copy of the stack's top that came with a sample, and on tables that were read out of the
-//! process's memory ([`crate::modules`]), so no vCPU waits for it. `gimli` reads the tables; which registers
-//! a frame's caller had is worked out here.
+//! The unwinder uses `.eh_frame`, which nearly all programs map into memory, or `.debug_frame` from
+//! the program's file. Neither needs frame pointers.
 //!
-//! A chain is complete only if it reached an outermost frame: one whose return address the tables say is
-//! undefined, as C libraries say of `_start` and of where threads begin, or is 0. Where no table covers an
-//! address, as in code made at run time, the frame pointer is taken for one if it points into the copy, and
-//! the chain is marked as guessed.
+//! Input is a copy of the top of the stack, taken with the sample, and tables read from the memory
+//! of the process ([`crate::modules`]). No vCPU waits while a stack is unwound. `gimli` parses the
+//! tables; this module computes the registers of each caller.
 //!
-//! **Tables and stacks are a hostile guest's.** Each frame is above the one before, an expression has at most
-//! `MAX_OPERATIONS` operations, an entry `MAX_ENTRY` bytes, and all arithmetic is checked.
+//! A call chain is complete only if unwinding reaches an outermost frame: a frame whose return
+//! address is 0 or marked as undefined, as C libraries mark `_start` and thread entry points. If no
+//! table covers an address (for example in JIT code), the unwinder follows the frame pointer if it
+//! points into the copy, and marks the chain as guessed.
+//!
+//! **A hostile guest controls tables and stacks.** Each frame must lie higher than the last, an
+//! expression executes at most `MAX_OPERATIONS` operations, an unwind entry has at most `MAX_ENTRY`
+//! bytes, and all arithmetic is checked.
 
 use std::sync::Arc;
 
@@ -25,52 +28,53 @@ use crate::debug_frame::DebugFrames;
 use crate::modules::{Module, Tables};
 use crate::unwind::End;
 
-/// Most operations of one expression.
+/// Maximum number of operations evaluated per expression.
 const MAX_OPERATIONS: u32 = 256;
-/// Most bytes of one function's entry, and of what several have in common. The longest of glibc has some
-/// hundred.
+/// Maximum length of an FDE or CIE, in bytes. The longest entries of glibc have a few hundred.
 const MAX_ENTRY: usize = 64 << 10;
-/// Registers by their DWARF numbers: 16 general ones and the return address.
+/// Number of registers, indexed by DWARF number: 16 general-purpose registers and the return
+/// address.
 pub const REGISTERS: usize = 17;
 const RSP: usize = 7;
 const RBP: usize = 6;
 const RA: usize = 16;
-/// Which of them a function keeps for its caller (System V ABI: rbx, rbp, r12 to r15).
+/// Callee-saved registers (System V ABI: rbx, rbp, r12 to r15).
 const KEPT: [usize; 6] = [3, 6, 12, 13, 14, 15];
-/// Addresses from here up are none of a program.
+/// First address beyond the user address space.
 const USER_END: u64 = 1 << 56;
 
 type Slice<'t> = EndianSlice<'t, LittleEndian>;
 
-/// A mapping of code of a process.
+/// An executable mapping of a process.
 #[derive(Debug, Clone)]
 pub struct Mapped {
-    /// First address.
+    /// First address of the mapping.
     pub start: u64,
-    /// The address behind it.
+    /// Exclusive end address of the mapping.
     pub end: u64,
-    /// What is mapped, and what its addresses have over linked ones, wrapping; `None` until it was read.
+    /// Load bias (run-time minus linked address, wrapping) and the mapped module; `None` until the
+    /// module is read.
     pub code: Option<(u64, Arc<Module>)>,
 }
 
-/// The code of one process, by ascending addresses.
+/// The executable mappings of one process, sorted by address.
 #[derive(Debug, Clone, Default)]
 pub struct CodeMap(Vec<Mapped>);
 
 impl CodeMap {
-    /// Of these mappings, in any order.
+    /// Creates a map from mappings in any order.
     pub fn new(mut mappings: Vec<Mapped>) -> Self {
         mappings.sort_by_key(|mapped| mapped.start);
         Self(mappings)
     }
 
-    /// The mapping that `address` is in.
+    /// Returns the mapping that contains `address`.
     pub fn find(&self, address: u64) -> Option<&Mapped> {
         let after = self.0.partition_point(|mapped| mapped.start <= address);
         self.0[..after].last().filter(|mapped| address < mapped.end)
     }
 
-    /// Says what is mapped at `address`.
+    /// Sets the module and the load bias of the mapping that contains `address`.
     pub fn set(&mut self, address: u64, bias: u64, module: Arc<Module>) {
         let after = self.0.partition_point(|mapped| mapped.start <= address);
         if let Some(mapped) = self.0[..after].last_mut() {
@@ -79,21 +83,23 @@ impl CodeMap {
     }
 }
 
-/// Where a thread was in its program: registers, and the top of its stack.
+/// User-mode state of a sampled thread: its registers and a copy of the top of its stack.
 #[derive(Debug, Clone, Copy)]
 pub struct UserState<'s> {
-    /// By DWARF number; the last is the instruction pointer. `None`: not known.
+    /// Registers by DWARF number; the last one is the instruction pointer. `None` for an unknown
+    /// register.
     pub registers: [Option<u64>; REGISTERS],
-    /// The registers are those of an interrupted instruction, not of one after a call.
+    /// `true` if the instruction pointer is the interrupted instruction, `false` if it is a return
+    /// address.
     pub exact_ip: bool,
-    /// From the stack pointer up.
+    /// Copy of the stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// The stack goes on: it was cut at what was asked for.
+    /// `true` if the stack continues beyond the copy, which was cut at the requested size.
     pub cut: bool,
 }
 
 impl UserState<'_> {
-    /// The 8 bytes at `address`.
+    /// Reads the 8 bytes at `address`.
     fn word(&self, address: u64) -> Result<u64, End> {
         let base = self.registers[RSP].ok_or(End::BadFrame)?;
         let offset = address.checked_sub(base).ok_or(End::BadFrame)?;
@@ -107,7 +113,7 @@ impl UserState<'_> {
     }
 }
 
-/// What an unwinder keeps from one stack to the next.
+/// An unwinder whose buffers are reused from one stack to the next.
 #[derive(Default)]
 pub struct Unwinder {
     context: UnwindContext<usize>,
@@ -119,27 +125,26 @@ impl std::fmt::Debug for Unwinder {
     }
 }
 
-/// How a stack ended, and whether a step of it is likely and not certain.
+/// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unwound {
-    /// How it ended.
+    /// Why unwinding ended.
     pub end: End,
-    /// See there.
+    /// `true` if at least one frame was found by its frame pointer instead of a table.
     pub guessed: bool,
 }
 
-/// Whose caller is looked for.
+/// A frame whose caller is to be computed.
 #[derive(Clone, Copy)]
 struct At<'s> {
-    /// The linked address whose entry says so.
+    /// Linked address to look up in the unwind tables.
     probe: u64,
-    /// What running addresses have over linked ones.
+    /// Load bias: run-time minus linked address.
     bias: u64,
     state: &'s UserState<'s>,
     frame: &'s Frame,
 }
 
-/// The registers of a frame.
 #[derive(Debug, Clone, Copy)]
 struct Frame {
     registers: [Option<u64>; REGISTERS],
@@ -147,7 +152,8 @@ struct Frame {
 }
 
 impl Unwinder {
-    /// Appends the addresses of the stack of `state` to `out`, innermost first, `max_frames` of them at most.
+    /// Appends the addresses of the call chain of `state` to `out`, innermost first, at most
+    /// `max_frames` of them.
     pub fn unwind(
         &mut self,
         code: &CodeMap,
@@ -181,7 +187,7 @@ impl Unwinder {
         Unwound { end, guessed }
     }
 
-    /// The frame above `frame`; `None`: that is the outermost one.
+    /// Returns the caller's frame, or `None` if `frame` is the outermost one.
     fn above(
         &mut self,
         code: &CodeMap,
@@ -190,7 +196,8 @@ impl Unwinder {
         guessed: &mut bool,
     ) -> Result<Option<Frame>, End> {
         let ip = frame.registers[RA].ok_or(End::BadFrame)?;
-        // A return address may belong to the next function when the call was the last instruction.
+        // If the call was the last instruction of a function, its return address belongs to the
+        // next function. Look up the byte before.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
         let mapped = code.find(probe).and_then(|mapped| mapped.code.as_ref());
         let by_tables = mapped.and_then(|(bias, module)| {
@@ -222,15 +229,15 @@ impl Unwinder {
         if ip == 0 {
             return Ok(None);
         }
-        // Strictly upwards, or it could go round for ever. A signal's frame may lead to another stack, which
-        // is not in the copy.
+        // Frames must strictly ascend, or unwinding could loop for ever. A signal frame may switch
+        // to another stack, which the copy does not contain.
         if sp <= before || ip >= USER_END {
             return Err(End::BadFrame);
         }
         Ok(Some(next))
     }
 
-    /// As [`Self::above`], by `.eh_frame`. `None`: no entry covers the address.
+    /// Computes the caller's frame from `.eh_frame`. Returns `None` if no entry covers the address.
     fn by_tables(&mut self, tables: &Tables, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
         let bases = BaseAddresses::default()
             .set_eh_frame_hdr(tables.index_at)
@@ -240,7 +247,8 @@ impl Unwinder {
         self.by_entry(&frames, &bases, &entry, at)
     }
 
-    /// The same by `.debug_frame`.
+    /// Computes the caller's frame from `.debug_frame`. Returns `None` if no entry covers the
+    /// address.
     fn by_debug_frames(&mut self, frames: &DebugFrames, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
         let (section, bases) = (frames.section(), BaseAddresses::default());
         let entry = section
@@ -249,7 +257,7 @@ impl Unwinder {
         self.by_entry(&section, &bases, fits(&entry, at.probe)?, at)
     }
 
-    /// The same by this entry of a section.
+    /// Computes the caller's frame from the given unwind entry.
     fn by_entry<'t, S: UnwindSection<Slice<'t>>>(
         &mut self,
         frames: &S,
@@ -312,9 +320,9 @@ impl Unwinder {
             };
             registers[number] = match value {
                 Ok(value) => value,
-                // Without one of them the stack goes on, but for these.
+                // Unwinding can continue without the other registers, but not without these.
                 Err(end) if matches!(number, RA | RSP) => return Some(Err(end)),
-                // A register that has been popped already is below the stack pointer.
+                // The slot of a register that has already been popped is below the stack pointer.
                 Err(_) => own.filter(|_| KEPT.contains(&number)),
             };
         }
@@ -335,7 +343,7 @@ fn address(cfa: u64, offset: i64) -> Result<u64, End> {
     cfa.checked_add_signed(offset).ok_or(End::BadFrame)
 }
 
-/// The entry that covers linked address `probe`.
+/// Returns the unwind entry that covers linked address `probe`.
 fn entry<'t>(
     tables: &'t Tables,
     frames: &EhFrame<Slice<'t>>,
@@ -346,7 +354,7 @@ fn entry<'t>(
         .parse(bases, 8)
         .ok()?;
     let rows = index.table()?;
-    // The search multiplies their number, which a guest may have made up.
+    // The guest controls the number of rows, and `gimli` multiplies it without a check.
     if rows.iter(bases).size_hint().0 > tables.index.len() {
         return None;
     }
@@ -359,7 +367,7 @@ fn entry<'t>(
     Some(entry)
 }
 
-/// The entry, if it covers linked address `probe` and is no longer than a function's.
+/// Returns the entry if it covers linked address `probe` and does not exceed [`MAX_ENTRY`].
 fn fits<'e, 't>(
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
     probe: u64,
@@ -368,7 +376,7 @@ fn fits<'e, 't>(
     (short && entry.contains(probe)).then_some(entry)
 }
 
-/// The caller by the frame pointer, where no table says anything.
+/// Computes the caller's frame from the frame pointer, for code that no unwind table covers.
 fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> {
     let (Some(bp), Some(sp)) = (frame.registers[RBP], frame.registers[RSP]) else {
         return Err(End::NoTable);
@@ -386,7 +394,7 @@ fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> 
     })
 }
 
-/// Evaluates the expressions of one entry for one frame.
+/// Evaluates the DWARF expressions of one unwind entry for one frame.
 struct Evaluator<'e, 't, S> {
     frames: &'e S,
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
@@ -396,7 +404,7 @@ struct Evaluator<'e, 't, S> {
 }
 
 impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
-    /// What an expression comes to, which begins with `first` on its stack.
+    /// Evaluates an expression, with `first` as the initial stack entry.
     fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, End> {
         let expression = expression.get(self.frames).map_err(|_| End::NoTable)?;
         let mut eval = Evaluation::new(expression.0, self.entry.cie().encoding());

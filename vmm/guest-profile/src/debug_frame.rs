@@ -1,9 +1,11 @@
-//! `.debug_frame` of a program's file: unwind tables of programs that have no `.eh_frame` in memory, as Go's
-//! and those built with `-fno-asynchronous-unwind-tables -g`.
+//! Reads `.debug_frame`, the unwind tables of programs that have no `.eh_frame` in memory, such as
+//! Go programs and programs built with `-fno-asynchronous-unwind-tables -g`.
 //!
-//! The section is not loaded, so only the file has it, and it has no index: one is made here.
+//! The section is not loaded, so it is read from the file. It has no index; [`DebugFrames`] builds
+//! one.
 //!
-//! **The file is a hostile guest's.** The section is bounded, decompressed or not, and so are its entries.
+//! **A hostile guest controls the file.** The size of the section, compressed and decompressed, and
+//! the number of its entries are bounded.
 
 use std::io::Read as _;
 
@@ -14,27 +16,27 @@ use gimli::{
 use kernel_images::le::u32_at;
 use object::{CompressionFormat, Object, ObjectSection};
 
-/// Most bytes of the section, as of tables in memory.
+/// Maximum size of the section, in bytes. In-memory tables have the same limit.
 const MAX_SECTION: u64 = 24 << 20;
-/// Most functions of one file.
+/// Maximum number of functions of one file.
 const MAX_FUNCTIONS: usize = 1 << 19;
-/// Most bytes of what several entries have in common, and of all that is read of it: it is read again for
-/// each entry.
+/// Maximum length of a CIE and of all CIE bytes parsed, because each FDE causes its CIE to be
+/// parsed again.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
-/// Bytes of an address.
+/// Size of an address, in bytes.
 const ADDRESS: u8 = 8;
 
-/// The section, and where in it functions have their entries.
+/// A `.debug_frame` section with an index of its functions.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DebugFrames {
     bytes: Vec<u8>,
-    /// First address, the one behind the last, and the entry's offset; ascending.
+    /// Start address, end address (exclusive) and offset of the FDE, sorted by start address.
     functions: Vec<(u64, u64, u32)>,
 }
 
 impl DebugFrames {
-    /// Of an ELF file. `None`: it has no such section, or a damaged one.
+    /// Reads the section of an ELF file. Returns `None` if the section is missing or damaged.
     pub fn of_file(file: &[u8]) -> Option<Self> {
         let file = object::File::parse(file).ok()?;
         let section = file.section_by_name(".debug_frame")?;
@@ -55,7 +57,7 @@ impl DebugFrames {
         Self::parse(bytes)
     }
 
-    /// Of what is in the section.
+    /// Builds the index from the contents of the section.
     pub(crate) fn parse(bytes: Vec<u8>) -> Option<Self> {
         let bases = BaseAddresses::default();
         let (mut functions, mut left) = (Vec::new(), MAX_COMMON_READ);
@@ -68,7 +70,7 @@ impl DebugFrames {
                 Some(left) if common <= MAX_COMMON => left,
                 Some(_) | None => continue,
             };
-            // One that is damaged covers nothing.
+            // A damaged entry covers no address.
             let Ok(entry) = partial.parse(DebugFrame::cie_from_offset) else {
                 continue;
             };
@@ -76,7 +78,7 @@ impl DebugFrames {
             let (Some(end), Ok(at)) = (start.checked_add(len), u32::try_from(entry.offset())) else {
                 continue;
             };
-            // What the linker has thrown away is at 0.
+            // The linker relocates discarded functions to address 0.
             if start == 0 || len == 0 {
                 continue;
             }
@@ -89,19 +91,19 @@ impl DebugFrames {
         (!functions.is_empty()).then_some(Self { bytes, functions })
     }
 
-    /// The section.
+    /// Returns the section as `gimli` expects it.
     pub(crate) fn section(&self) -> DebugFrame<EndianSlice<'_, LittleEndian>> {
         section(&self.bytes)
     }
 
-    /// Where the entry that covers linked address `address` is.
+    /// Returns the offset of the FDE that covers linked address `address`.
     pub(crate) fn find(&self, address: u64) -> Option<DebugFrameOffset<usize>> {
         let after = self.functions.partition_point(|(start, ..)| *start <= address);
         let (_, end, at) = self.functions[..after].last()?;
         (address < *end).then_some(DebugFrameOffset(usize::try_from(*at).ok()?))
     }
 
-    /// How much memory it takes, in bytes.
+    /// Returns the memory used, in bytes.
     pub(crate) fn size(&self) -> usize {
         self.bytes.len() + size_of_val(&*self.functions)
     }

@@ -1,16 +1,17 @@
-//! Names of functions as people read them, from names that a guest chose.
+//! Demangles function names that a guest supplies.
 //!
-//! A mangled name of a few hundred bytes can stand for one of any length, because its parts may refer to
-//! others. So no more is written than is kept.
+//! A mangled name of a few hundred bytes can expand to an arbitrarily long one, because it may
+//! contain back-references. The output is therefore bounded.
 
 use std::fmt::{self, Write};
 
 use cpp_demangle::{BorrowedSymbol, DemangleOptions};
 
-/// Longest name that is kept, in bytes.
+/// Maximum length of a demangled name, in bytes.
 pub const MAX_NAME: usize = 1024;
 
-/// `name` demangled if it is mangled, without what a terminal would act on, cut to [`MAX_NAME`].
+/// Demangles `name` if it is mangled, removes terminal control characters and truncates the result
+/// to [`MAX_NAME`].
 pub fn readable(name: &str) -> String {
     let name = &name[..name.floor_char_boundary(MAX_NAME)];
     let plain = rust(name).or_else(|| cpp(name));
@@ -20,7 +21,7 @@ pub fn readable(name: &str) -> String {
 fn rust(name: &str) -> Option<String> {
     let mut out = Bounded::default();
     let demangled = rustc_demangle::try_demangle(name).ok()?;
-    // Without the hash.
+    // The alternate form omits the hash.
     write!(out, "{demangled:#}").ok().map(|()| out.0)
 }
 
@@ -36,7 +37,7 @@ fn cpp(name: &str) -> Option<String> {
         .map(|()| out.0)
 }
 
-/// Text of at most [`MAX_NAME`] bytes; writing more fails.
+/// A string of at most [`MAX_NAME`] bytes. Writing more returns an error.
 #[derive(Default)]
 struct Bounded(String);
 
@@ -66,11 +67,12 @@ mod tests {
         assert_eq!(readable("a\x1b[2Jb"), "a?[2Jb");
     }
 
-    /// Each part is the one before it twice: 2^60 times `a`, were it written out.
+    /// Each component repeats the previous one twice. Fully expanded, the name would have 2^60
+    /// times `a`.
     #[test]
     fn a_name_that_stands_for_an_endless_one_stays_as_it_is() {
         let mut name = "_Z1fI1aE".to_owned();
-        // Each part adds two to what can be referred to, itself the second.
+        // Each component adds two substitutions; the second one is the component itself.
         for n in 0..17 {
             let of = char::from_digit(2 * n, 36).unwrap().to_ascii_uppercase();
             name.push_str(&format!("1xIS{of}_S{of}_E"));

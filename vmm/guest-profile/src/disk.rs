@@ -1,19 +1,20 @@
-//! The guest's files, read out of its disk: an ext4 file system on the whole disk or on a partition.
+//! Reads files of the guest from its disk: an ext4 file system on the whole disk or on a partition.
 //!
-//! Nothing is mounted and nothing is written. The file system is parsed by the crate `ext4-view`, which knows
-//! neither pointers nor `unsafe`. Still the bytes are the guest's, who may have made them to keep us busy or
-//! to fill our memory. So:
+//! Nothing is mounted and nothing is written. The crate `ext4-view` parses the file system; it
+//! contains no `unsafe` code. The guest controls the contents of the disk and may try to exhaust
+//! CPU time or memory. Therefore:
 //!
-//! - a thread of its own reads, and an answer that takes longer than [`PATIENCE`] is not waited for; nor is
-//!   anything asked again then, or when all answers took five minutes in all
-//! - what opening a file system, or reading a file, may read of the disk is limited
-//! - links are followed here, as the crate takes as much memory for a link's target as its inode says
-//! - what a superblock says of its size must fit the disk, as tables are allocated by it
-//! - a file is read up to the size that the caller can use
+//! - a separate thread reads the disk, and a request that takes longer than [`PATIENCE`] fails;
+//!   after that, or after five minutes for all requests together, further requests fail at once
+//! - the number of bytes read to open a file system or to read a file is bounded
+//! - this module follows symbolic links itself, because the crate allocates as much memory for the
+//!   target of a link as the inode claims
+//! - the size in the superblock must not exceed the disk, because it determines the size of tables
+//! - the caller sets the maximum size of a file
 //!
-//! A guest that runs goes on writing. What it has written lately is in the journal, which is read too, or
-//! still in its memory. A file that changes while it is read may come out wrong: who uses it must check it,
-//! as by a build-id.
+//! A running guest continues to write. Recent writes may be in the journal, which is read too, or
+//! still in the guest's memory. A file that changes while it is read may be inconsistent, so the
+//! caller must verify it, for example by its build ID.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -26,94 +27,97 @@ use std::time::{Duration, Instant};
 use ext4_view::{Ext4, Ext4Error, Ext4Read, PathBuf as Ext4Path};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// How long an answer may take.
+/// Timeout of one request.
 pub const PATIENCE: Duration = Duration::from_secs(20);
-/// How long all answers of a disk may take together: a guest can have each take nearly as long as one may.
+/// Timeout of all requests to one disk together. Without it, a guest could delay every request by
+/// almost [`PATIENCE`].
 const PATIENCE_FOR_ALL: Duration = Duration::from_secs(300);
-/// Most that is read of the disk to open a file system: descriptors of groups, and the journal's part that is
-/// not in place yet.
+/// Maximum number of bytes read to open a file system: group descriptors and the journal entries
+/// not yet checkpointed.
 const MOST_TO_OPEN: u64 = 256 << 20;
-/// Most that is read of the disk for a file, besides what is in it.
+/// Maximum number of metadata bytes read for one file.
 const MOST_BESIDES: u64 = 64 << 20;
-/// Most partitions that are looked at.
+/// Maximum number of partitions considered.
 const MOST_PARTITIONS: u32 = 128;
-/// Most groups of blocks: those of 128 TiB.
+/// Maximum number of block groups, which corresponds to 128 TiB.
 const MOST_GROUPS: u64 = 1 << 20;
-/// Most links that are followed for a path, and the longest path, as in Linux (path_resolution(7)).
+/// Maximum number of symbolic links followed for one path, and maximum path length, as in Linux
+/// (path_resolution(7)).
 const MOST_LINKS: u32 = 40;
 const LONGEST_PATH: usize = 4096;
-/// Most parts of a path, those of links with them.
+/// Maximum number of path components resolved, including those of symbolic links.
 const MOST_LOOKS: u32 = 1000;
-/// Bytes of a sector, in which partition tables count.
+/// Size of a sector, the unit of partition tables, in bytes.
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const SECTOR_BYTES: usize = 512;
 
-/// The bytes of a disk.
+/// Byte-level read access to a disk.
 pub trait DiskBytes {
-    /// How many there are.
+    /// Returns the size of the disk, in bytes.
     fn len(&self) -> u64;
 
-    /// Whether there are none.
+    /// Returns `true` if the disk is empty.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Fills `to` from byte `at` on.
+    /// Fills `to` with the bytes at offset `at`.
     ///
     /// # Errors
-    /// That of the host, or of the image's format.
+    /// Returns the error of the host, or an error of the image format.
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
 
-    /// Sees what was written meanwhile, where [`Self::read`] does not.
+    /// Refreshes cached metadata, so that later writes of the guest are visible to [`Self::read`].
     ///
     /// # Errors
-    /// As [`Self::read`]; it is seen as before.
+    /// Returns the same errors as [`Self::read`]. The previous view of the disk then remains in
+    /// use.
     fn reload(&self) -> io::Result<()> {
         Ok(())
     }
 }
 
-/// Why there is no file.
+/// Why a file could not be read from the guest's disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
-    /// No file system that can be read.
+    /// The disk has no readable ext4 file system.
     #[error("the disk has no ext4 file system that can be read{}", .0.as_ref().map_or_else(String::new, |why| format!(": {why}")))]
     NoFileSystem(Option<String>),
-    /// The file system has no such file, or it cannot be read.
+    /// The file does not exist or cannot be read.
     #[error("{0}")]
     File(String),
-    /// It is larger than is read.
+    /// The file exceeds the maximum size.
     #[error("it is larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
-    /// It took too long, now or before.
+    /// This request or an earlier one timed out.
     #[error(
         "reading the disk took longer than {} s, or {} s in all; it is not read any more",
         PATIENCE.as_secs(),
         PATIENCE_FOR_ALL.as_secs()
     )]
     Slow,
-    /// The reader stumbled over what is on the disk.
+    /// The reader thread panicked on the contents of the disk.
     #[error("what is on the disk made its reader fail; it is not read any more")]
     Stumbled,
-    /// There is no thread for it.
+    /// The reader thread could not be started.
     #[error("no thread to read the disk")]
     Thread(#[source] io::Error),
 }
 
-/// What the thread is asked.
+/// A request to the reader thread.
 enum Ask {
     Read { path: String, most: u64 },
     LookAgain,
 }
 
-/// A disk of the guest's. Its thread ends with it.
+/// A disk of the guest and the thread that reads it. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub struct GuestDisk {
     ask: SyncSender<Ask>,
     answers: Receiver<Result<Vec<u8>, DiskError>>,
-    /// How long all answers took.
+    /// Total time spent waiting for answers.
     waited: Duration,
-    /// Nothing is asked any more.
+    /// `true` once further requests are refused.
     over: bool,
 }
 
@@ -121,7 +125,7 @@ impl GuestDisk {
     /// Opens the file systems of the disk.
     ///
     /// # Errors
-    /// [`DiskError`].
+    /// Returns a [`DiskError`] if the disk has no readable file system or the reader thread fails.
     pub fn open(bytes: Box<dyn DiskBytes + Send>) -> Result<Self, DiskError> {
         let (ask, asked) = sync_channel::<Ask>(1);
         let (answer, answers) = sync_channel(1);
@@ -138,7 +142,7 @@ impl GuestDisk {
             for ask in asked {
                 let result = match (ask, &open) {
                     (Ask::LookAgain, _) => {
-                        // What is on the disk as it was seen before is better than nothing.
+                        // If the refresh fails, continue with the previous view of the disk.
                         let seen = bytes.reload();
                         open = FileSystems::open(&bytes);
                         seen.map(|()| Vec::new())
@@ -188,33 +192,35 @@ impl GuestDisk {
         self.answer()
     }
 
-    /// The file that the guest calls `path`, of at most `most` bytes. Links are followed in the file system.
+    /// Reads the guest's file `path`, of at most `most` bytes. Symbolic links are followed within
+    /// the file system.
     ///
     /// # Errors
-    /// [`DiskError`].
+    /// Returns a [`DiskError`] if the file is missing, unreadable or too large, or if the request
+    /// times out.
     pub fn read(&mut self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
         let path = path.to_owned();
         self.asked(Ask::Read { path, most })
     }
 
-    /// Looks at what the guest has written since the disk was opened.
+    /// Refreshes the view of the disk, so that recent writes of the guest are visible.
     ///
     /// # Errors
-    /// [`DiskError`].
+    /// Returns a [`DiskError`] if the disk cannot be read or the request times out.
     pub fn reload(&mut self) -> Result<(), DiskError> {
         self.asked(Ask::LookAgain).map(|_| ())
     }
 }
 
-/// How much may still be read of a disk.
+/// The number of bytes that may still be read from a disk.
 #[derive(Clone, Default)]
 struct Budget(Rc<RefCell<State>>);
 
 #[derive(Default)]
 struct State {
     left: u64,
-    /// What was read of each sector, if that is what is read of it again: a guest that writes meanwhile shall
-    /// not make something else of what was found to be in order.
+    /// First contents read of each sector, if repeated reads must return the same data. Otherwise a
+    /// concurrent write of the guest could invalidate checks that were already made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
 
@@ -223,7 +229,7 @@ impl Budget {
         self.0.borrow_mut().left = bytes;
     }
 
-    /// Whether what is read from now on stays as it is, or nothing does.
+    /// Sets whether repeated reads of a sector return the contents of the first read.
     fn keep(&self, keep: bool) {
         self.0.borrow_mut().kept = keep.then(HashMap::new);
     }
@@ -235,8 +241,8 @@ impl Budget {
         Ok(())
     }
 
-    /// `bytes` were read at `at`. In the blocks of a file system, which are read while a path is followed,
-    /// all sectors are whole.
+    /// Replaces sectors in `bytes`, read at offset `at`, with their cached contents. Path lookups
+    /// read whole file system blocks, so all sectors are complete.
     fn settle(&self, at: u64, bytes: &mut [u8]) {
         let Some(kept) = &mut self.0.borrow_mut().kept else {
             return;
@@ -247,7 +253,7 @@ impl Budget {
     }
 }
 
-/// A part of a disk.
+/// A contiguous range of a disk.
 struct Part {
     disk: Rc<dyn DiskBytes>,
     start: u64,
@@ -269,9 +275,9 @@ impl Ext4Read for Part {
     }
 }
 
-/// The file systems of a disk.
+/// The ext4 file systems of a disk.
 struct FileSystems {
-    /// That which looks like the guest's root first.
+    /// The file systems; the one that looks like the guest's root comes first.
     systems: Vec<Ext4>,
     budget: Budget,
 }
@@ -306,12 +312,12 @@ impl FileSystems {
             return Err(DiskError::NoFileSystem(why));
         }
         budget.allow(MOST_BESIDES);
-        // What it is does not matter, so no link is followed.
+        // The type of `/etc` does not matter, so symbolic links are not followed.
         systems.sort_by_key(|system| system.symlink_metadata("/etc").is_err());
         Ok(Self { systems, budget })
     }
 
-    /// Of the first file system that has it.
+    /// Reads `path` from the first file system that contains it.
     fn read(&self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
         let mut missing = None;
         for system in &self.systems {
@@ -330,7 +336,7 @@ impl FileSystems {
     }
 }
 
-/// An error and its cause: in one line, as a guest's disk has no say in it.
+/// Formats an error and its sources on one line.
 fn said(error: &Ext4Error) -> String {
     perf_core::error_line(error)
 }
@@ -339,7 +345,7 @@ fn failed(error: Ext4Error) -> DiskError {
     DiskError::File(said(&error))
 }
 
-/// `path` without links.
+/// Resolves all symbolic links of `path`.
 fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     let not = |why: &str| DiskError::File(why.into());
     let no_path = |_| not("it is no path");
@@ -347,7 +353,7 @@ fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     if !given.is_absolute() {
         return Err(not("it is no absolute path"));
     }
-    // Parts still to go, the next one last.
+    // Components that remain to be resolved, the next one last.
     let parts = |path: &[u8]| -> Vec<Vec<u8>> {
         let parts = path.split(|byte| *byte == b'/').rev();
         parts
@@ -414,7 +420,7 @@ fn read_file(mut file: ext4_view::File, most: u64) -> Result<Vec<u8>, DiskError>
     }
 }
 
-/// Why a file system is not read: its tables have a size that cannot be.
+/// Why a file system is rejected: its superblock claims impossible table sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum ImpossibleSize {
     #[error("its blocks are larger than any")]
@@ -425,9 +431,9 @@ enum ImpossibleSize {
     Groups,
 }
 
-/// Whether there is an ext2, ext3 or ext4 file system there whose tables have a size that can be.
+/// Returns whether an ext2, ext3 or ext4 file system with plausible table sizes starts at `start`.
 fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, ImpossibleSize> {
-    // Where the superblock is, and what it begins with (the kernel's Documentation/filesystems/ext4).
+    // Offset and magic number of the superblock (the kernel's Documentation/filesystems/ext4).
     const AT: u64 = 1024;
     const MAGIC: u16 = 0xef53;
     const LARGEST_BLOCK: u32 = 6;
@@ -452,15 +458,15 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, Impossibl
     Ok(true)
 }
 
-/// Where there may be file systems, as first byte and length: the whole disk, and the partitions of a GUID
-/// partition table (UEFI 2.10, 5.3) or the primary ones of an MBR (5.2).
+/// Returns offset and length of all candidates for a file system: the whole disk, the partitions of
+/// a GUID partition table (UEFI 2.10, 5.3) or the primary partitions of an MBR (5.2).
 fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
     let mut found = vec![(0, disk.len())];
     let mut add = |first: u64, sectors: u64| {
         let (Some(start), Some(len)) = (first.checked_mul(SECTOR), sectors.checked_mul(SECTOR)) else {
             return;
         };
-        // The table may say anything.
+        // The partition table is untrusted.
         let inside = start.checked_add(len).is_some_and(|end| end <= disk.len());
         if inside && start > 0 && len > 0 {
             found.push((start, len));

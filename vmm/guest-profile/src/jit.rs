@@ -1,29 +1,31 @@
-//! Functions that a program made while it ran, as it tells of them in `/tmp/perf-PID.map`: a line for each,
-//! with its first address and its length in hexadecimal digits, and its name (the kernel's
-//! tools/perf/Documentation/jit-interface.txt). The file is the guest's, so it is read within bounds.
+//! Reads `/tmp/perf-PID.map`, in which a program lists its JIT-compiled functions. Each line
+//! contains start address and length in hexadecimal, and the name (the kernel's
+//! tools/perf/Documentation/jit-interface.txt). The guest controls the file, so its size and the
+//! number of functions are bounded.
 
 use crate::demangle::readable;
 
-/// Largest file that is read, in bytes.
+/// Maximum size of a perf map, in bytes.
 pub const MAX_MAP: u64 = 64 << 20;
-/// Most functions of a file.
+/// Maximum number of functions in a perf map.
 const MOST_FUNCTIONS: usize = 1 << 20;
 
-/// The functions of one process.
+/// The JIT-compiled functions of one process.
 #[derive(Debug, Default)]
 pub struct JitMap {
-    /// By their first address; what was told last first, as code is made where other code was.
+    /// Functions sorted by start address. At the same address the latest one comes first, because
+    /// JIT compilers reuse code memory.
     functions: Vec<(u64, u64, String)>,
 }
 
 impl JitMap {
-    /// Where a process says what it has made.
+    /// Returns the path of the perf map of process `pid`.
     pub fn path(pid: u32) -> String {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// What is in such a file, as far as it takes `most` bytes. Lines that are none are left out, so is the
-    /// last one if it is not complete.
+    /// Parses a perf map until the functions take `most` bytes of memory. Skips malformed lines,
+    /// including an incomplete last line.
     pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes
             .iter()
@@ -39,19 +41,19 @@ impl JitMap {
                 Some(function)
             })
             .collect();
-        // Of those at one place the last goes first.
+        // Of several functions at the same address, the last one in the file must come first.
         functions.reverse();
         functions.sort_by_key(|(start, ..)| *start);
         functions.dedup_by_key(|(start, ..)| *start);
         Self { functions }
     }
 
-    /// About how many bytes it takes.
+    /// Returns the approximate memory used, in bytes.
     pub fn bytes(&self) -> u64 {
         self.functions.iter().map(bytes_of).sum()
     }
 
-    /// The function that `address` is in, with its first address and its end.
+    /// Returns start, end (exclusive) and name of the function that contains `address`.
     pub fn resolve(&self, address: u64) -> Option<(u64, u64, &str)> {
         let after = self.functions.partition_point(|(start, ..)| *start <= address);
         let (start, end, name) = self.functions[..after].last()?;

@@ -1,46 +1,46 @@
-//! What a guest executes, seen from outside: from its memory and registers to call chains, tasks and names,
-//! and from samples to `perf.data`, tables and flame graphs.
+//! Profiles a guest from outside: reads call chains, tasks and symbols from its memory and
+//! registers, and turns samples into `perf.data`, tables and flame graphs.
 //!
-//! In the VM, per sample, from a guest that is not trusted:
+//! Modules that run in the VM for each sample and read an untrusted guest:
 //!
-//! | module | finds |
+//! | module | purpose |
 //! |---|---|
-//! | [`memory`] | what a walk stands on: guest memory, registers, the budget |
-//! | [`paging`] | guest-physical addresses, through 4- and 5-level page tables |
-//! | [`unwind`] | the call chain of a sample: kernel part, then user part |
-//! | [`task`] | the current task, its mappings and their files |
-//! | [`mappings`] | mappings told with the samples that need them, once |
-//! | [`sample`] | a sample's raw data, in the ring and in a file |
-//! | [`locate`] | the running kernel: its slide, and its image when none was given |
-//! | [`search`] | the same, by a process that has nothing to lose |
+//! | [`memory`] | guest memory, vCPU registers and the budget of a walk |
+//! | [`paging`] | guest-virtual to guest-physical translation through 4- and 5-level page tables |
+//! | [`unwind`] | call chain of a sample: kernel part, then user part |
+//! | [`task`] | current task, its mappings and their files |
+//! | [`mappings`] | reports mappings once, with the first sample that needs them |
+//! | [`sample`] | raw data of a sample, in the ring and in a file |
+//! | [`locate`] | the running kernel: its slide, and its image if none was given |
+//! | [`search`] | kernel search in an unprivileged process |
 //!
-//! In the operator's process:
+//! Modules that run in the operator's process:
 //!
-//! | module | does |
+//! | module | purpose |
 //! |---|---|
-//! | [`merge`] | makes one profile of the VM's samples and the host kernel's |
-//! | [`programs`] | names addresses of user programs, through a guest's files: in a directory or on its disk |
-//! | [`disk`] | a guest's files, read out of its disk |
-//! | [`jit`] | functions that programs made while they ran |
-//! | [`modules`] | programs and libraries in a process's memory: exported names, unwind tables |
-//! | [`debug_frame`] | unwind tables that only a program's file has |
-//! | [`cfi`] | user stacks by these tables |
-//! | [`demangle`] | names as people read them |
+//! | [`merge`] | merges the samples of the VM and of the host kernel into one profile |
+//! | [`programs`] | symbolizes user addresses with the guest's files, in a directory or on its disk |
+//! | [`disk`] | reads files of the guest from its disk |
+//! | [`jit`] | JIT-compiled functions |
+//! | [`modules`] | programs and libraries in the memory of a process: exported symbols, unwind tables |
+//! | [`debug_frame`] | unwind tables that only a program's file contains |
+//! | [`cfi`] | unwinds user stacks with these tables |
+//! | [`demangle`] | demangles names |
 //! | [`export`] | perf.data, tables, scripts, flame graphs, pprof |
 //!
-//! Start with [`unwind::walk`] for a chain, with [`export::Profile`] for what is made of samples.
+//! Start with [`unwind::walk`] for call chains and with [`export::Profile`] for the output formats.
 //!
-//! **A guest is hostile.** It can put anything into its page tables, stacks and kernel data, so every walk is
-//! bounded in memory reads and in time ([`Budget`]), every address is checked before it is used, and the
-//! walks made per sample allocate nothing. A `perf.data` file is hostile, too. Fuzz targets: `guest_stack`,
-//! `user_stack`, `perf_data`.
+//! **A guest is hostile.** It controls its page tables, stacks and kernel data. Every walk is
+//! therefore bounded in memory reads and in time ([`Budget`]), every address is checked before use,
+//! and walks made per sample do not allocate. A `perf.data` file is hostile, too. Fuzz targets:
+//! `guest_stack`, `user_stack`, `perf_data`.
 //!
-//! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples. This crate
-//! knows neither KVM nor sockets nor the command line.
+//! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples.
+//! This crate does not depend on KVM, sockets or the command line.
 //!
-//! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
-//! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one
-//! address of a call chain.
+//! Terms: a **gva** is a guest-virtual address, a **gpa** a guest-physical address. The **slide**
+//! is the offset of the running kernel from its linked addresses (KASLR); arithmetic with it wraps.
+//! A **frame** is one address of a call chain.
 #![cfg_attr(
     not(test),
     warn(
@@ -50,7 +50,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// A library prints nothing: what there is to say goes to the log or to the caller.
+// Libraries do not print; messages go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cfi;

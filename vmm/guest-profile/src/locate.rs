@@ -1,8 +1,9 @@
-//! Finding the kernel that runs in a guest: its slide, or the whole of it when no image was given.
+//! Locates the kernel that runs in a guest: its slide, or its complete image if none was given.
 //!
-//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the system-call
-//! entry, and the IDT, whose first gate is the divide error's handler. Both are where the image's symbols say
-//! plus the slide. Which it is is then checked by comparing the kernel's version line in guest memory.
+//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the
+//! system-call entry point, and the IDT base, whose first gate points to the divide-error handler.
+//! The slide is the difference between such an address and the image's symbol. Comparing the
+//! kernel's version string in guest memory verifies it.
 
 use super::paging::{AddressSpace, Hole, Unsupported};
 use super::{Budget, GuestPhys, GuestRegs};
@@ -10,61 +11,62 @@ use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
 use serde::{Deserialize, Serialize};
 
-/// The registers that point into the kernel; 0 for those not known.
+/// The registers that point into the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Anchors {
-    /// MSR 0xC0000082.
+    /// IA32_LSTAR (MSR 0xC0000082).
     pub lstar: u64,
     /// Base of the IDT (`sregs.idt.base`).
     pub idt_base: u64,
 }
 
-/// A kernel's place.
+/// The location of a running kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Running address less the image's address.
+    /// Run-time address minus the address in the image, wrapping.
     pub slide: u64,
-    /// The version line in guest memory is the image's. Otherwise the image has no version line to compare,
-    /// or no symbol for it, and the slide rests on the register alone.
+    /// `true` if the version string in guest memory matches the image. `false` if the image has no
+    /// version string or no symbol for it; the slide then depends on the register alone.
     pub verified: bool,
 }
 
-/// Why the kernel was not found.
+/// Why the kernel was not located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
-    /// No walk knows the vCPU's paging mode.
+    /// The paging mode of the vCPU is unsupported.
     #[error("the guest's page tables are not walked")]
     Mode(#[from] Unsupported),
     /// No register points into a kernel yet.
     #[error("the guest has not set up its kernel yet, or it is no 64-bit Linux")]
     NoAnchor,
-    /// The image's symbols are needed and missing.
+    /// The image has no symbols, which are required.
     #[error("the kernel image has no symbols to find its slide by")]
     NoSymbols,
-    /// Memory at the place has another version line than the image.
+    /// The version string in guest memory differs from the image's.
     #[error("the guest runs another kernel than the image given")]
     OtherKernel,
-    /// The kernel's symbol table was not found in its memory.
+    /// The kernel's symbol table was not found in guest memory.
     #[error("no kernel symbols in guest memory")]
     Kallsyms(#[from] KallsymsError),
 }
 
-/// Kernels are loaded in the top 2 GiB, slid by multiples of 2 MiB within 1 GiB.
+/// Kernels are loaded in the top 2 GiB. KASLR moves them by multiples of 2 MiB within 1 GiB.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const SLIDE_ALIGN: u64 = 2 << 20;
 const MAX_SLIDE: u64 = 1 << 30;
-/// Reads allowed to place a kernel. None of this is done per sample.
+/// Maximum number of memory reads to locate a kernel. This does not run per sample.
 const PLACE_READS: u32 = 4096;
-/// Most of a kernel that is read from memory.
+/// Maximum number of bytes of a kernel read from memory.
 const MAX_KERNEL: u64 = 128 << 20;
-/// Freed parts of a kernel (its init sections) leave holes; a longer one is its end.
+/// Maximum length of a hole in a kernel. The kernel frees its init sections, which leaves holes; a
+/// longer hole marks the end.
 const MAX_GAP: u64 = 32 << 20;
 
 fn plausible(slide: u64) -> bool {
     slide.is_multiple_of(SLIDE_ALIGN) && slide < MAX_SLIDE
 }
 
-/// Finds where `image` runs.
+/// Locates `image` in guest memory.
 pub fn place<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -103,7 +105,7 @@ pub fn place<M: GuestPhys + ?Sized>(
     let at = at.address.wrapping_add(slide);
     let mut read = space.read(at, &mut found, &mut budget);
     if read.is_err() {
-        // At CPL 3 under page-table isolation the kernel is in the sibling tables.
+        // At CPL 3 with page-table isolation, the kernel is mapped only in the sibling tables.
         read = space.kernel_sibling().read(at, &mut found, &mut budget);
     }
     match read {
@@ -119,7 +121,7 @@ pub fn place<M: GuestPhys + ?Sized>(
     }
 }
 
-/// The handler in gate 0 of the IDT (Intel SDM vol. 3, "64-Bit Mode IDT").
+/// Returns the handler address in gate 0 of the IDT (Intel SDM vol. 3, "64-Bit Mode IDT").
 fn idt_gate<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     idt_base: u64,
@@ -132,9 +134,9 @@ fn idt_gate<M: GuestPhys + ?Sized>(
     (gate[5] & 0x80 != 0).then_some(high << 32 | half(6) << 16 | half(0))
 }
 
-/// Reads a running Linux kernel out of guest memory, without any image: symbols, unwind tables and type
-/// information at their running addresses (so the slide to use is 0). Slow (tens of MiB are copied); for once
-/// per guest.
+/// Reads a running Linux kernel from guest memory without an image: symbols, unwind tables and type
+/// information at their run-time addresses, so the slide is 0. Copies tens of MiB; call it once per
+/// guest.
 pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -159,11 +161,11 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     result
 }
 
-/// The memory of the kernel that `anchor` points into, copied: where it starts, and its bytes, holes as
+/// Copies the kernel memory around `anchor`. Returns the start address and the bytes, with holes as
 /// zeros. Slow.
 ///
 /// # Errors
-/// [`LocateError::Mode`].
+/// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
 pub fn memory_around<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -173,7 +175,8 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
     Ok(mapped_around(&mut space, anchor))
 }
 
-/// The mapped range that `anchor` is in, holes in it up to [`MAX_GAP`] as zeros. It ends with what is mapped.
+/// Copies the mapped range that contains `anchor`, with holes of up to [`MAX_GAP`] bytes as zeros.
+/// The copy ends with the last mapped page.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
     let mut budget = Budget::new(u32::MAX, None);
@@ -192,7 +195,7 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
                 t.page_size.min(SLIDE_ALIGN) - at % t.page_size.min(SLIDE_ALIGN),
                 Some(t.gpa),
             ),
-            // A missing table stands for all it would map.
+            // A missing table leaves its whole range unmapped.
             Err(Hole::NotPresent(level)) => {
                 let covers = 1u64 << (12 + 9 * u32::from(level - 1));
                 (covers - at % covers, None)
@@ -202,7 +205,8 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
         let size = size.min(MAX_KERNEL);
         let end = bytes.len();
         let read = gpa.is_some_and(|gpa| {
-            // Only now is it known that the hole before this, if there is one, is not the kernel's end.
+            // Fill the preceding hole only now: without this page it would have been the end of the
+            // kernel.
             let from = (at - start).min(MAX_KERNEL) as usize;
             bytes.resize(from + size as usize, 0);
             space.phys().read(gpa, &mut bytes[from..])
@@ -226,8 +230,8 @@ mod tests {
     use super::*;
     use crate::testing::TestGuest;
 
-    /// A hole within a kernel is zeros, and that behind its end takes no memory: it was 32 MiB of zeros, for
-    /// the kernel's tables to be looked for in.
+    /// Holes inside a kernel read as zeros, and the hole after its end takes no memory. Formerly 32
+    /// MiB of trailing zeros were searched for kernel tables.
     #[test]
     fn a_kernel_s_memory_has_its_holes_and_ends_with_it() {
         let mut guest = TestGuest::new(64 << 12, false);
@@ -238,7 +242,7 @@ mod tests {
         for gpa in (0x1000..0x3000).step_by(8) {
             guest.put(gpa, gpa);
         }
-        // Beyond RAM: it cannot be read, which is a hole too.
+        // An address beyond RAM is unreadable, which also counts as a hole.
         guest.map(start + (5 << 12), 1 << 30, 1);
         let regs = GuestRegs {
             cr0: 1 << 31 | 1,

@@ -1,12 +1,12 @@
-//! The files that guest programs have mapped, told once with the samples that need them.
+//! Reports the file mappings of guest programs once, with the first samples that need them.
 //!
-//! A sample's user addresses lie in mappings of the task's memory. Looking one up walks the guest kernel's
-//! data, which is too much for every sample; so each vCPU remembers what it told lately. It tells it again
-//! after a while, because programs map other files at the same place, because records get lost, and because a
-//! recording may begin at any time.
+//! User addresses of a sample belong to mappings of the task. Looking up a mapping walks the data
+//! structures of the guest kernel, which is too expensive for every sample, so each vCPU remembers
+//! the mappings that it reported recently. It reports them again after a while, because programs
+//! remap addresses, records get lost, and a recording may start at any time.
 //!
-//! Behind the mappings come their files' build-ids, in entries whose length is 0: readers that do not know
-//! them end there.
+//! The build IDs of the files follow the mappings, in entries of length 0. Readers that do not
+//! support build IDs stop there.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,21 +18,21 @@ use crate::task::{Mapping, TaskReader};
 use crate::{Budget, GuestPhys};
 use kernel_images::build_id::{self, BuildId};
 
-/// Mappings a vCPU remembers.
+/// Number of reported mappings that a vCPU remembers.
 const REMEMBERED: usize = 64;
-/// How long it does.
+/// Time after which a mapping is reported again.
 const MEMORY: Duration = Duration::from_secs(2);
-/// Most mappings told with one sample.
+/// Maximum number of mappings reported with one sample.
 const PER_SAMPLE: usize = 4;
-/// Most bytes of a path that is told. A longer path loses its beginning.
+/// Maximum length of a reported path, in bytes. A longer path loses its beginning.
 pub const MAX_PATH: usize = 240;
-/// Reads of guest memory for one sample's mappings.
+/// Maximum number of guest memory reads for the mappings of one sample.
 const READS: u32 = 1500;
-/// Time for them.
+/// Maximum time to read the mappings of one sample.
 const TIME: Duration = Duration::from_micros(500);
 
-/// A mapping before its path, which is padded to a multiple of 8. The layout is the protocol's:
-/// docs/reference/control.md.
+/// The header of a reported mapping; the path follows, padded to a multiple of 8. The protocol
+/// defines the layout: docs/reference/control.md.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Head {
@@ -43,18 +43,19 @@ struct Head {
     zero: [u8; 6],
 }
 
-/// Bytes of a mapping before its path.
+/// Size of the header, in bytes.
 const HEAD: usize = size_of::<Head>();
 const _: () = assert!(HEAD == 32);
-/// Most bytes that one sample's mappings take.
+/// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
-/// Counts up whenever somebody begins to listen: what was told before must be told again.
+/// A generation counter that increments when a client starts to listen, so that all mappings are
+/// reported again.
 #[derive(Debug, Default)]
 pub struct Listeners(AtomicU64);
 
 impl Listeners {
-    /// Somebody listens from now on.
+    /// Registers a new listener.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -64,21 +65,21 @@ impl Listeners {
     }
 }
 
-/// A mapping as it is told.
+/// A mapping reported with a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToldMapping<'a> {
-    /// First address.
+    /// Start address of the mapping.
     pub start: u64,
-    /// Length in bytes.
+    /// Length of the mapping, in bytes.
     pub len: u64,
-    /// Offset of `start` in the file.
+    /// Offset of `start` in the file, in bytes.
     pub file_offset: u64,
-    /// The file's path in the guest; its claim, printable.
+    /// Path of the file as claimed by the guest, with printable characters only.
     pub path: &'a str,
 }
 
-/// Whose memory: the process, and its memory descriptor, which changes when the process executes another
-/// program and is used again for another process.
+/// An address space: process ID and address of the memory descriptor. The descriptor changes on
+/// exec and may be reused by another process.
 pub type Memory = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -89,7 +90,7 @@ struct Told {
     at: Instant,
 }
 
-/// The mappings that a vCPU has told lately.
+/// The mappings that a vCPU has reported recently.
 #[derive(Debug, Default)]
 pub struct TellOnce {
     told: Vec<Told>,
@@ -98,7 +99,7 @@ pub struct TellOnce {
 }
 
 impl TellOnce {
-    /// Nothing told yet. Allocates all it will need.
+    /// Creates an empty set and allocates all memory that it will need.
     pub fn new() -> Self {
         Self {
             told: Vec::with_capacity(REMEMBERED),
@@ -107,8 +108,8 @@ impl TellOnce {
         }
     }
 
-    /// Writes to `out` the mappings of the process `whose` that hold `addresses`, except those told lately.
-    /// Returns the number of bytes. Allocates nothing.
+    /// Writes to `out` the mappings of process `whose` that contain `addresses`, except those
+    /// reported recently. Returns the number of bytes written. Does not allocate.
     pub fn tell<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
@@ -134,8 +135,8 @@ impl TellOnce {
                 if budget.is_spent() {
                     break;
                 }
-                // Not to be asked again for every sample, if it can be helped: the page is taken for a
-                // mapping of no file.
+                // Remember the page as a mapping without a file, to avoid a lookup for every
+                // sample.
                 let page = address & !0xfff;
                 self.remember(whose, page, page.saturating_add(0x1000), now);
                 continue;
@@ -193,12 +194,13 @@ impl TellOnce {
     }
 }
 
-/// What perf calls the kernel's code for programs, and memory without a file.
+/// Names that perf uses for the vDSO and for anonymous memory.
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
-/// What a mapping of process memory `mm` is of: a file's path, written into `buf` ([`MAX_PATH`] bytes do), or
-/// what perf calls that which is no file. `None` once the budget is spent.
+/// Returns the name of a mapping in process memory `mm`: the path of its file, written to `buf` (at
+/// most [`MAX_PATH`] bytes), or the name that perf uses for memory without a file. Returns `None`
+/// if the budget is exhausted.
 pub fn name_of<'b, M: GuestPhys + ?Sized>(
     reader: &mut TaskReader<'_, '_, M>,
     mm: u64,
@@ -234,7 +236,7 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {
     len
 }
 
-/// The entries in what [`TellOnce::tell`] wrote.
+/// Parses the entries written by [`TellOnce::tell`].
 fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (Head, &[u8])> {
     std::iter::from_fn(move || {
         let (head, rest) = Head::ref_from_prefix(bytes).ok()?;
@@ -245,7 +247,7 @@ fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (Head, &[u8])> {
     })
 }
 
-/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first bytes that are no mapping.
+/// Parses the mappings written by [`TellOnce::tell`]. Stops at the first malformed entry.
 pub fn read(bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
     entries(bytes).map_while(|(head, path)| {
         let len = head.len.get();
@@ -260,7 +262,7 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
     })
 }
 
-/// The build-id of the file whose mapping begins at `start`, if it was told with it.
+/// Returns the build ID of the file mapped at `start`, if it was reported.
 pub fn build_id(bytes: &[u8], start: u64) -> Option<BuildId> {
     entries(bytes)
         .skip_while(|(head, _)| head.len.get() > 0)
@@ -306,7 +308,7 @@ mod tests {
         assert_eq!(told[1].path.len(), MAX_PATH);
         assert_eq!(build_id(out, 0x40_0000), BuildId::new(&id));
         assert_eq!(build_id(out, 0x7f00_0000_0000), None);
-        // What does not fit is not begun.
+        // An entry that does not fit is not written at all.
         assert_eq!(put(&mut [0; 40], &mapping(0), b"/a/long/path"), 0);
     }
 
@@ -317,7 +319,7 @@ mod tests {
         once.remember((7, 1), 0x1000, 0x2000, now);
         assert!(once.knows((7, 1), 0x1fff, now));
         assert!(!once.knows((7, 1), 0x2000, now) && !once.knows((7, 2), 0x1fff, now));
-        // A descriptor that serves another process.
+        // The memory descriptor is reused by another process.
         assert!(!once.knows((8, 1), 0x1fff, now));
         assert!(!once.knows((7, 1), 0x1fff, now + MEMORY));
         for i in 0..200 {

@@ -1,4 +1,4 @@
-//! What a walk stands on: the guest's memory, the registers of one vCPU, and how much it may do.
+//! Input of the memory walks: guest memory, the registers of one vCPU, and the budget of a walk.
 
 use std::time::{Duration, Instant};
 
@@ -8,18 +8,18 @@ use vm_memory::{
     MemoryRegionAddress, VolatileMemory, VolatileSlice,
 };
 
-/// Guest-physical memory, as far as profiling needs it. Nothing here allocates or touches devices.
+/// Read access to guest-physical memory. Implementations do not allocate or touch devices.
 pub trait GuestPhys {
-    /// A page of it.
+    /// A page of guest memory.
     type Page<'a>: GuestPage
     where
         Self: 'a;
 
-    /// The page of 4 KiB that `gpa` is in, as far as it is RAM from its beginning on.
+    /// Returns the 4-KiB page that contains `gpa`, up to the end of RAM.
     fn page(&self, gpa: u64) -> Option<Self::Page<'_>>;
 
-    /// Fills `buf` from guest-physical address `gpa`. `false` when any byte of it is not RAM; `buf` is then
-    /// undefined.
+    /// Fills `buf` from guest-physical address `gpa`. Returns `false` if any byte is outside RAM;
+    /// the contents of `buf` are then unspecified.
     fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
         let mut at = gpa;
         let mut rest = buf;
@@ -38,20 +38,20 @@ pub trait GuestPhys {
         true
     }
 
-    /// The 8 bytes at `gpa`, a multiple of 8, little endian.
+    /// Reads the 8 bytes at `gpa`, which must be a multiple of 8, in little-endian order.
     #[inline]
     fn read_u64(&self, gpa: u64) -> Option<u64> {
         self.page(gpa)?.read_u64(offset_in_page(gpa))
     }
 }
 
-/// A page of guest memory: found once, it can be read from without looking for it again.
+/// A page of guest memory that can be read repeatedly without another lookup.
 pub trait GuestPage {
-    /// Fills `buf` from `offset` on. `false` when that is not all in the page and RAM; `buf` is then
-    /// undefined.
+    /// Fills `buf` from `offset`. Returns `false` if the range exceeds the page or RAM; the
+    /// contents of `buf` are then unspecified.
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
 
-    /// The 8 bytes at `offset`, little endian.
+    /// Reads the 8 bytes at `offset` in little-endian order.
     #[inline]
     fn read_u64(&self, offset: usize) -> Option<u64> {
         let mut raw = [0; 8];
@@ -106,7 +106,7 @@ impl GuestPage for VolatileSlice<'_> {
     }
 }
 
-/// RAM from address 0, for tests and memory files.
+/// RAM that starts at address 0, for tests and memory files.
 impl GuestPhys for [u8] {
     type Page<'a> = &'a [u8];
 
@@ -127,22 +127,22 @@ impl GuestPage for &[u8] {
     }
 }
 
-/// The registers of one vCPU that a sample needs. All values are the guest's.
+/// The vCPU registers that a sample needs. The guest controls all values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct GuestRegs {
     pub rip: u64,
     pub rsp: u64,
     pub rbp: u64,
-    /// With `r11`: what SYSCALL keeps of the user's registers, RIP and RFLAGS (SDM vol. 2, SYSCALL).
+    /// RCX. SYSCALL saves the user's RIP in RCX and RFLAGS in R11 (SDM vol. 2, SYSCALL).
     pub rcx: u64,
-    /// With `rdi`, `r10` and `r13`: registers that unwind entries of the kernel's own assembly refer to.
+    /// RDX. Unwind entries of the kernel's assembly code refer to RDX, RDI, R10 and R13.
     pub rdx: u64,
     pub rdi: u64,
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// With these, what unwinding a program by its tables may ask for.
+    /// RAX. This and the following registers are needed to unwind user programs by their tables.
     pub rax: u64,
     pub rbx: u64,
     pub rsi: u64,
@@ -158,24 +158,25 @@ pub struct GuestRegs {
     pub efer: u64,
     /// Current privilege level, 0 to 3.
     pub cpl: u8,
-    /// CS.L: the code segment is a 64-bit one.
+    /// CS.L: `true` for a 64-bit code segment.
     pub code64: bool,
-    /// Base of GS as the current code sees it.
+    /// GS base of the current code.
     pub gs_base: u64,
-    /// IA32_KERNEL_GS_BASE (MSR 0xC0000102): the other one; 0 when the caller does not know it.
+    /// IA32_KERNEL_GS_BASE (MSR 0xC0000102), the inactive GS base; 0 if unknown.
     pub kernel_gs_base: u64,
-    /// Base of the task state segment, which has the stacks that the CPU and the kernel's entry code change
-    /// to.
+    /// Base of the task state segment, which contains the stack pointers that the CPU and the
+    /// kernel's entry code use.
     pub tss_base: u64,
     /// Base of the interrupt descriptor table.
     pub idt_base: u64,
 }
 
 impl GuestRegs {
-    /// The base of this CPU's kernel data, found from the two GS bases: the kernel's is the one in the upper
-    /// half. `None` when neither is (before the kernel set it up, or `kernel_gs_base` is not known at CPL 3).
+    /// Returns the base of the kernel's per-CPU data: the GS base in the upper half of the address
+    /// space. Returns `None` if there is none (before the kernel sets it up, or if `kernel_gs_base`
+    /// is unknown at CPL 3).
     ///
-    /// A vCPU's base does not change once its kernel runs, so a caller may keep it.
+    /// The base of a vCPU does not change once its kernel runs, so callers may cache it.
     pub fn kernel_per_cpu_base(&self) -> Option<u64> {
         let upper = |v: u64| v >> 63 == 1;
         let (first, second) = if self.cpl == 3 {
@@ -187,12 +188,14 @@ impl GuestRegs {
     }
 }
 
-/// How much a walk may do: memory reads, and optionally time. Shared by all walks of one sample.
+/// The limits of a walk: number of memory reads, and optionally time. All walks of one sample share
+/// one budget.
 ///
-/// The clock is looked at every few reads, from the first such look on, and what passed since the last look
-/// counts as a quarter of the time at most. A walk of few reads, as most are, never looks. A thread that had
-/// to wait for a processor is not charged for that, and a guest that makes reads slow (pages that the host
-/// has yet to find) still has four such stretches after the first and no more.
+/// The clock is read every few memory reads, starting with the first such check, and each interval
+/// is charged with at most a quarter of the time limit. Short walks, the common case, never read
+/// the clock. A thread that is preempted once is therefore not charged in full. A guest that makes
+/// reads slow (for example by pages that the host must fault in) exhausts the budget after four
+/// such intervals.
 #[derive(Debug, Clone)]
 pub struct Budget {
     reads_left: u32,
@@ -209,7 +212,7 @@ struct TimeLeft {
 }
 
 impl TimeLeft {
-    /// Takes off the time that has passed at `now`. `false` once nothing is left.
+    /// Charges the time since the previous check. Returns `false` if no time is left.
     fn look(&mut self, now: Instant) -> bool {
         if let Some(last) = self.last_look.replace(now) {
             let passed = now.saturating_duration_since(last).min(self.at_most);
@@ -220,10 +223,10 @@ impl TimeLeft {
 }
 
 impl Budget {
-    /// Reads between two looks at the clock.
+    /// Number of memory reads between two clock checks.
     const CLOCK_EVERY: u32 = 16;
 
-    /// At most `reads` reads of guest memory and, if given, at most `time`.
+    /// Creates a budget of at most `reads` memory reads and, if given, at most `time`.
     pub fn new(reads: u32, time: Option<Duration>) -> Self {
         Self {
             reads_left: if time == Some(Duration::ZERO) { 0 } else { reads },
@@ -237,7 +240,7 @@ impl Budget {
         }
     }
 
-    /// Takes one read out of the budget; `false` once it is spent.
+    /// Charges one memory read. Returns `false` if the budget is exhausted.
     #[inline]
     pub fn take(&mut self) -> bool {
         if self.reads_left == 0
@@ -257,12 +260,12 @@ impl Budget {
         self.time.as_mut().is_none_or(|time| time.look(Instant::now()))
     }
 
-    /// Reads of guest memory made so far.
+    /// Returns the number of memory reads so far.
     pub fn reads_used(&self) -> u32 {
         self.reads_used
     }
 
-    /// Whether a read was refused.
+    /// Returns whether a read was refused.
     pub fn is_spent(&self) -> bool {
         self.expired
     }
@@ -272,8 +275,7 @@ impl Budget {
 mod tests {
     use super::*;
 
-    /// RAM of two regions, the second of one and a half pages; what is read agrees with vm-memory's own
-    /// reading wherever there is RAM.
+    /// With RAM of two regions, the second of one and a half pages, all reads agree with vm-memory.
     #[test]
     fn guest_memory_is_read_across_pages_and_not_beyond_ram() {
         let memory =
@@ -301,8 +303,8 @@ mod tests {
         }
     }
 
-    /// A thread that waits once for a processor still gets its chain; reads that are slow again and again do
-    /// not go on.
+    /// A thread that is preempted once still gets its call chain; repeated slow reads exhaust the
+    /// budget.
     #[test]
     fn one_long_wait_does_not_spend_the_time_and_many_do() {
         const TIME: Duration = Duration::from_micros(500);

@@ -1,157 +1,162 @@
-//! One profile out of two streams of samples of the same event on the same vCPU.
+//! Merges two sample streams of the same event on the same vCPU into one profile.
 //!
-//! The host's kernel samples the guest's instruction pointer without leaving the guest: *light* samples. The
-//! VM samples a fraction as often, taking the vCPU out of the guest each time: *full* samples, with
-//! registers, task and call chain. The two are taken independently of each other.
+//! The host's kernel samples the guest's instruction pointer without an exit: *light* samples. The
+//! VM takes samples at a fraction of that rate and forces an exit for each: *full* samples with
+//! registers, task and call chain. The two streams are independent.
 //!
-//! - A full sample takes the place of the light one that is nearest in time. So a profile has as many samples
-//!   as it would have with full ones only.
-//! - The VM counts what it samples: the full samples' periods add up to the event's count. What the light
-//!   samples before a full one do not stand for is that one's weight: its own share, and what the host's
-//!   kernel did not show, as KVM's work for the guest and light samples that were lost. So the weights add up
-//!   to the count, too.
-//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time; a
-//!   program's address not that of one in a thread of the kernel, but of the nearest in a program.
-//! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every
-//!   sample, and only full ones count, until the guest shows again. Likewise where KVM's own work for the
-//!   guest is so much that a few full samples would stand for most of the count.
-//! - Unless the user says how many are to be full, there are fewer of them where each holds the vCPU for
+//! - A full sample replaces the light sample that is nearest in time. A profile therefore has as
+//!   many samples as if all were full.
+//! - The VM counts the event that it samples, so the periods of the full samples add up to the
+//!   event's count. The weight of a full sample is the part of its period that the preceding light
+//!   samples do not represent: its own share, KVM's work for the guest, and lost light samples. The
+//!   weights therefore also add up to the count.
+//! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
+//!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
+//!   sample of a user task.
+//! - If the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take
+//!   every sample, and only full ones are used until the guest is visible again. The same applies
+//!   if KVM's own work is so large that a few full samples would represent most of the count.
+//! - Unless the user sets the ratio of full samples, it decreases if each one stops the vCPU for
 //!   long.
 
 use std::collections::VecDeque;
 
 use perf_core::pmu::host::{GuestSample, Side};
 
-/// Light samples between two decisions.
+/// Number of light samples between two decisions.
 const WINDOW: u64 = 40;
-/// Likewise, where the share of KVM's own work is decided on: one that is 10 % in truth is not taken for
-/// twice that.
+/// Number of light samples between two decisions about KVM's own work. Large enough that a true
+/// share of 10 % is not measured as 20 %.
 const WORK_WINDOW: u64 = 10 * WINDOW;
-/// Full samples after which going back to light ones is considered.
+/// Number of full samples before a return to light ones is considered.
 const FULL_WINDOW: u32 = 100;
-/// The share of time unseen from which on every sample is taken full. Where KVM interprets the guest's
-/// kernel, below it the few full samples in the guest's kernel stand for all of the unseen time: how much
-/// that was is known, and where, to a point or two after some seconds.
+/// Share of unseen time above which every sample is taken full. Below it, on hosts where KVM
+/// emulates the guest's kernel, the few full samples in that kernel represent all unseen time: its
+/// amount is known, and its distribution is accurate to a percentage point or two after some
+/// seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// The share of full samples in the guest's kernel, or of KVM's own work, below which light ones are enough
-/// again.
+/// Share of full samples in the guest's kernel, or of KVM's own work, below which light samples
+/// suffice again.
 const KERNEL_LIMIT: f64 = 0.15;
-/// How far the unseen share must be above one that turned out not to be the guest's.
+/// Margin by which the unseen share must exceed an earlier one that turned out not to be guest
+/// code.
 const MARGIN: f64 = 0.05;
-/// A light sample waits for the next full one at most for so long, ns.
+/// Maximum time that a light sample waits for the next full one, in nanoseconds.
 const PATIENCE_NS: u64 = 500_000_000;
-/// The share of its time that a vCPU may be held for full samples: among light ones, and where all are full.
+/// Maximum share of time that a vCPU may be stopped for full samples: in light mode, and in full
+/// mode.
 const MOST_HELD: f64 = 0.005;
 const MOST_HELD_INSTEAD: f64 = 0.03;
-/// Full samples that tell what one costs: the middle one of so many.
+/// Number of full samples whose median determines the cost of one.
 const COSTS: usize = 15;
-/// Most light samples that wait.
+/// Maximum number of pending light samples.
 const MOST_PENDING: usize = 1 << 16;
 
-/// A sample of the host's kernel in the guest.
+/// A sample of the guest taken by the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Light {
-    /// Time of the VM's own samples, ns.
+    /// Time on the clock of the VM's own samples, in nanoseconds.
     pub time_ns: u64,
     /// Instruction pointer.
     pub ip: u64,
-    /// At privilege level 3, as the host's kernel says.
+    /// `true` if the host's kernel reports privilege level 3.
     pub user: bool,
-    /// Events it stands for.
+    /// Number of events that the sample represents.
     pub period: u64,
 }
 
-/// Whose a full sample was.
+/// The task that a full sample belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Whose {
-    /// Time, ns.
+    /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
-    /// Process, thread, address space.
+    /// Guest process ID.
     pub pid: u32,
-    /// Thread.
+    /// Guest thread ID.
     pub tid: u32,
     /// CR3.
     pub cr3: u64,
-    /// It is a thread of the kernel, which never runs a program's code.
+    /// `true` for a kernel thread, which never runs user code.
     pub kernel_thread: bool,
 }
 
-/// What became of the samples, for the user.
+/// Sample counts of a merged profile, shown to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Light samples in the profile.
+    /// Number of light samples in the profile.
     pub light: u64,
-    /// Full samples in the profile.
+    /// Number of full samples in the profile.
     pub full: u64,
-    /// Of these, taken because the light ones did not show the guest.
+    /// Number of full samples taken because the light ones did not show the guest.
     pub instead: u64,
-    /// Light samples that fell into the host's kernel or the VMM and show no guest code.
+    /// Number of light samples in the host's kernel or the VMM, which show no guest code.
     pub host: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
-    /// Light samples with a full one now and then.
+    /// Mostly light samples, with occasional full ones.
     Light,
     /// Full samples only.
     Full,
 }
 
-/// How the host's ring is to be read.
+/// Parameters for interpreting the host's sample ring.
 #[derive(Clone, Copy, Debug)]
 pub struct RingTerms {
-    /// Events of each light sample; `None`: as the sample says.
+    /// Number of events per light sample; `None` to use the period in the sample.
     pub period: Option<u64>,
-    /// What to take off its time, ns.
+    /// Offset to subtract from the time of a light sample, in nanoseconds.
     pub clock_offset_ns: u64,
-    /// KVM interprets the guest's kernel here.
+    /// `true` if KVM emulates the guest's kernel on this host.
     pub interpreted: bool,
-    /// A full sample for so many.
+    /// Number of sample periods per full sample.
     pub chain_every: u32,
-    /// Time from one light sample to the next while the vCPU runs, ns, if full samples may be made rarer
-    /// where they cost much.
+    /// Time between two light samples of a running vCPU, in nanoseconds, if expensive full samples
+    /// may be taken less often; `None` for a fixed ratio.
     pub adapt_to_ns: Option<u64>,
 }
 
-/// The streams of one event on one vCPU.
+/// Merges the two streams of one event on one vCPU.
 #[derive(Debug)]
 pub struct Merge {
     terms: RingTerms,
     mode: Mode,
-    /// A full sample for so many, as was last decided.
+    /// Number of sample periods per full sample, as last decided.
     every: u32,
-    /// How long the last full samples held the vCPU, ns.
+    /// Times for which the last full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
-    /// Since when, in the samples' time.
+    /// Start of the current mode, on the clock of the samples.
     since_ns: u64,
     pending: VecDeque<Light>,
     whose: VecDeque<Whose>,
-    /// The last one before the first of these that was no kernel thread.
+    /// Latest user-task sample before the first entry of `whose`.
     program: Option<Whose>,
-    /// KVM interprets the guest's kernel: events of time that was not seen, for the next full sample in that
-    /// kernel.
+    /// Number of events in unseen time, to be assigned to the next full sample in the guest's
+    /// kernel. Used only if KVM emulates that kernel.
     unseen: u64,
-    /// Events that the VM counted and no sample stands for yet; below 0, more than it counted so far.
+    /// Number of events that the VM counted and that no sample represents yet. Negative if samples
+    /// represent more events than counted so far.
     owed: i64,
-    /// Up to here light samples have been taken off what is owed.
+    /// Time up to which light samples have been subtracted from `owed`.
     paid_to_ns: u64,
-    /// The first full sample since every one is taken full is still to come.
+    /// `true` until the first full sample after the switch to full mode.
     first: bool,
-    /// Since the last decision.
+    /// Sample counts since the last decision.
     guest: u64,
     host: u64,
     full: u32,
     full_kernel: u32,
-    /// The guest was seen at least once.
+    /// `true` once a light sample has shown the guest.
     ever_seen: bool,
-    /// The unseen share beyond which to change over, and the one that led to the last change.
+    /// Unseen share above which full mode starts, and the share that caused the last switch.
     limit: f64,
     share: f64,
     totals: Totals,
 }
 
 impl Merge {
-    /// Nothing sampled yet.
+    /// Creates a merge without samples.
     pub fn new(terms: RingTerms) -> Self {
         Self {
             terms,
@@ -177,12 +182,12 @@ impl Merge {
         }
     }
 
-    /// What became of the samples so far.
+    /// Returns the sample counts so far.
     pub fn totals(&self) -> Totals {
         self.totals
     }
 
-    /// Whether the host's ring has never shown the guest.
+    /// Returns whether the host's ring has never shown the guest.
     pub fn is_blind(&self) -> bool {
         !self.terms.interpreted && !self.ever_seen && self.mode == Mode::Full
     }
@@ -195,7 +200,7 @@ impl Merge {
         }
     }
 
-    /// A sample of the host's kernel. To be called for all of a drain before the full samples of the same
+    /// Adds a light sample. Add all light samples of a drain before the full samples of the same
     /// time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
@@ -206,7 +211,7 @@ impl Merge {
                 self.ever_seen = true;
                 if self.mode_at(time_ns) == Mode::Light && self.pending.len() < MOST_PENDING {
                     if time_ns <= self.paid_to_ns {
-                        // It came after a full sample that is later.
+                        // The sample arrived after a later full sample.
                         self.owed = self.owed.saturating_sub_unsigned(period);
                     }
                     self.pending.push_back(Light {
@@ -230,12 +235,13 @@ impl Merge {
         }
     }
 
-    /// A full sample at privilege level `cpl` that stands for `period` events by itself. The events it is to
-    /// stand for in the profile.
+    /// Adds a full sample at privilege level `cpl` with a period of `period` events. Returns its
+    /// weight in the profile.
     pub fn full(&mut self, whose: Whose, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
-        // Rings are in order of time; a doubtful clock must not make a mess of it.
+        // Rings are ordered by time. Ignore samples that violate the order, for example because of
+        // an unstable clock.
         if self.whose.back().is_none_or(|last| last.time_ns <= whose.time_ns) {
             self.whose.push_back(whose);
         }
@@ -243,8 +249,8 @@ impl Merge {
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == Mode::Full {
             self.totals.instead += 1;
-            // The change began a new period. The first sample stands for what was left of the long one too,
-            // which light samples stand for already.
+            // The switch started a new period. The first sample also includes the rest of the long
+            // period, which light samples already represent.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
                 (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
                 _ => period,
@@ -263,7 +269,7 @@ impl Merge {
         self.pay_to(whose.time_ns);
         let replaced = self.take_nearest(whose.time_ns);
         if self.terms.interpreted {
-            // What is not seen is the kernel's, and this is no sample of it.
+            // Unseen time belongs to the kernel, and this sample does not.
             return replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         }
         self.owed = self.owed.saturating_add_unsigned(period);
@@ -272,17 +278,18 @@ impl Merge {
         {
             self.owed = self.owed.saturating_add_unsigned(light.period);
         }
-        // The two kinds have timers of their own, so that a light sample more or less may lie between two
-        // full ones.
+        // The streams have independent timers, so the number of light samples between two full ones
+        // varies by one.
         let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         let weight = u64::try_from(self.owed).unwrap_or(0).max(share / 2).max(1);
-        // Full samples that were lost for want of room must not make all later ones light.
+        // Bound the debt, so that full samples lost in a full ring do not reduce the weight of all
+        // later ones.
         let least = 0i64.saturating_sub_unsigned(period.saturating_mul(2));
         self.owed = self.owed.saturating_sub_unsigned(weight).max(least);
         weight
     }
 
-    /// Takes the light samples up to `time_ns` off what is owed.
+    /// Subtracts the light samples up to `time_ns` from `owed`.
     fn pay_to(&mut self, time_ns: u64) {
         let from = self.pending.partition_point(|l| l.time_ns <= self.paid_to_ns);
         let to = self.pending.partition_point(|l| l.time_ns <= time_ns);
@@ -304,7 +311,7 @@ impl Merge {
         self.pending.remove(nearest?)
     }
 
-    /// Passes on the light samples whose task is known by now, with it.
+    /// Emits the light samples whose task is known by now, with that task.
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(Light, Option<Whose>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(PATIENCE_NS));
@@ -316,14 +323,15 @@ impl Merge {
             && light.time_ns <= due
         {
             self.pending.pop_front();
-            // The list ends with the first one after the sample, or with the last there is.
+            // Keep only the last full sample before the light one, and its successors.
             while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
                 self.forget_first();
             }
             let mut before = self.whose.front().copied();
             let mut after = self.whose.get(1).copied();
             if light.ip >> 63 == 0 {
-                // The upper half is the kernel's. If only threads of the kernel are known, it is one of them.
+                // A user address (lower half) belongs to a user task, unless only kernel threads
+                // are known.
                 let program = |w: &Whose| !w.kernel_thread;
                 let earlier = before.filter(program).or(self.program);
                 let later = self.whose.iter().skip(1).copied().find(program);
@@ -356,7 +364,7 @@ impl Merge {
         }
     }
 
-    /// A full sample held the vCPU for so long.
+    /// Records the time for which a full sample stopped the vCPU.
     pub fn cost(&mut self, held_ns: u32) {
         if held_ns > 0 {
             if self.costs.len() == COSTS {
@@ -366,7 +374,8 @@ impl Merge {
         }
     }
 
-    /// One full sample for how many periods, so that they do not hold the vCPU for too much of its time.
+    /// Returns the number of periods per full sample that keeps the vCPU's stopped time within the
+    /// limit.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -384,11 +393,12 @@ impl Merge {
         costs.sort_unstable();
         let cost_ns = costs.get(costs.len() / 2).copied().unwrap_or(0);
         let every = f64::from(cost_ns) / (most_held * period_ns.max(1) as f64);
-        // As much as a vCPU that is to have a few in ten seconds can do with.
+        // At most 2000: even a mostly idle vCPU should get a few full samples in ten seconds.
         (every.ceil() as u32).clamp(least, least.max(2000))
     }
 
-    /// Whether the VM is to take full samples at another rate from now on: one for so many.
+    /// Decides the rate of full samples. Returns the new number of periods per full sample, or
+    /// `None` if unchanged.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
             Mode::Light => self.shows_too_little().map(|little| little.then_some(Mode::Full)),
@@ -405,7 +415,7 @@ impl Merge {
             return Some(self.every);
         }
         let every = self.affordable();
-        // Small changes are not worth a word to the VM.
+        // Do not reconfigure the VM for small changes.
         let differs = every.abs_diff(self.every) > self.every / 4;
         if self.costs.len() < COSTS || !differs {
             return None;
@@ -415,7 +425,8 @@ impl Merge {
         Some(every)
     }
 
-    /// `None`: not enough seen to tell.
+    /// Returns whether the light samples show too little of the guest, or `None` if there are too
+    /// few to decide.
     fn shows_too_little(&mut self) -> Option<bool> {
         let seen = self.guest + self.host;
         if seen < WINDOW {
@@ -433,7 +444,7 @@ impl Merge {
 
     fn shows_enough(&mut self) -> Option<bool> {
         if !self.terms.interpreted {
-            // The light ones go on, only to be counted.
+            // In full mode, light samples continue but are only counted.
             let seen = self.guest + self.host;
             if self.share == 0.0 {
                 return (self.guest > 0).then_some(true);
@@ -445,7 +456,7 @@ impl Merge {
         }
         let enough = f64::from(self.full_kernel) < KERNEL_LIMIT * f64::from(self.full);
         if enough {
-            // What was not seen then was no guest code.
+            // The unseen time was not guest code.
             self.limit = self.limit.max(self.share + MARGIN);
         }
         Some(enough)
@@ -502,18 +513,19 @@ mod tests {
         for t in [10, 40, 60, 90, 130] {
             m.light(sample(t, Side::GuestUser));
         }
-        // Each takes the place of one light sample, and stands for what the others before it do not.
+        // Each full sample replaces one light sample and represents the remaining events before it.
         assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
         assert_eq!(m.full(whose(91, 2), 3, 20 * PERIOD), 19 * PERIOD);
         assert_eq!(settled(&mut m, 100), [(10, Some(1)), (60, Some(1))]);
-        // The last one waits for what comes after it.
+        // The last light sample waits for the next full one.
         assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
         m.light(sample(150, Side::GuestUser));
         assert_eq!(settled(&mut m, 150 + PATIENCE_NS), [(150, Some(3))]);
     }
 
-    /// A kernel thread was sampled nearest to them, but programs' addresses are a program's.
+    /// The nearest full samples belong to a kernel thread, but user addresses are assigned to a
+    /// user task.
     #[test]
     fn programs_code_is_not_charged_to_a_thread_of_the_kernel() {
         let thread = |time_ns| Whose {
@@ -535,7 +547,7 @@ mod tests {
         }
         let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
         assert_eq!(settled(&mut m, 201), expected.map(|(t, pid)| (t, Some(pid))));
-        // Nothing but a thread of the kernel is known.
+        // Only a kernel thread is known.
         let mut m = merge(false);
         m.full(thread(5), 0, PERIOD);
         m.light(sample(10, Side::GuestUser));
@@ -550,7 +562,7 @@ mod tests {
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
 
-    /// A host that never shows the guest: every sample is taken full, and counts by itself.
+    /// On a host that never shows the guest, every sample is taken full and keeps its own period.
     #[test]
     fn a_blind_ring_is_noticed_and_a_seeing_one_is_not() {
         let mut m = merge(false);
@@ -559,15 +571,16 @@ mod tests {
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
-        // Of the long period that the change cut short, the first one stands for its own part only.
+        // The switch interrupted the long period; the first full sample represents only its own
+        // part.
         assert_eq!(m.full(whose(101, 1), 0, 13 * PERIOD), PERIOD);
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
-        // It shows after all.
+        // The guest becomes visible after all.
         m.light(sample(200, Side::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
-        // A host that works for its guest now and then is no such host.
+        // Occasional KVM work is no reason to switch.
         for t in 300..300 + WORK_WINDOW {
             let work = t % 8 == 0;
             m.light(sample(t, if work { Side::HostKernel } else { Side::GuestUser }));
@@ -575,8 +588,7 @@ mod tests {
         assert_eq!(m.decide(1000), None);
     }
 
-    /// Where most of the time is KVM's work, a few full samples would stand for it: all are, until there is
-    /// less of it.
+    /// If KVM's work dominates, all samples are taken full until its share decreases.
     #[test]
     fn much_work_of_kvm_has_all_samples_taken_full() {
         let mut m = merge(false);
@@ -602,7 +614,7 @@ mod tests {
         assert_eq!(pass(&mut m, 10).0, Some(20));
     }
 
-    /// Full samples that hold the vCPU for long are taken less often, and more often again when they do not.
+    /// Full samples are taken less often while they are expensive, and more often afterwards.
     #[test]
     fn dear_full_samples_become_rare() {
         let terms = RingTerms {
@@ -617,25 +629,25 @@ mod tests {
         };
         assert_eq!(pass([65_000; COSTS]), None, "20 of 65 µs a second are 0.3 %");
         assert_eq!(pass([250_000; COSTS]), Some(50));
-        // One that had to wait for a processor is no reason.
+        // A single outlier caused by preemption changes nothing.
         let mut waited = [250_000; COSTS];
         waited[3] = 50_000_000;
         assert_eq!(pass(waited), None);
         assert_eq!(pass([240_000; COSTS]), None);
         assert_eq!(pass([10_000; COSTS]), Some(20));
         assert_eq!(pass([u32::MAX; COSTS]), Some(2000));
-        // Where the guest is not seen, all are full: one in so many as 3 % allow.
+        // In full mode, the rate is limited to 3 % of stopped time.
         let mut m = Merge::new(terms);
         (0..COSTS).for_each(|_| m.cost(250_000));
         (0..WINDOW).for_each(|t| m.light(sample(t, Side::HostKernel)));
         assert_eq!(m.decide(100), Some(9));
-        // The user has said how many.
+        // The user has set the ratio.
         let mut m = merge(false);
         (0..COSTS).for_each(|_| m.cost(250_000));
         assert_eq!(m.decide(2), None);
     }
 
-    /// Where the guest's kernel is interpreted, time that is not seen is the kernel's.
+    /// If KVM emulates the guest's kernel, unseen time belongs to that kernel.
     #[test]
     fn hidden_kernel_time_is_kept_and_then_sampled() {
         let mut m = merge(true);
@@ -647,7 +659,7 @@ mod tests {
             };
             m.light(sample(t, side));
         }
-        // Half of it was hidden, and the next sample of the kernel stands for it.
+        // Half of the time was unseen; the next kernel sample represents it.
         assert_eq!(m.full(whose(WINDOW, 1), 0, 20 * PERIOD), WINDOW / 2 * PERIOD);
         assert_eq!(m.decide(WINDOW + 1), Some(1));
         for t in 0..u64::from(FULL_WINDOW) {
@@ -660,7 +672,8 @@ mod tests {
         assert_eq!(m.decide(3000), Some(20), "only programs run");
     }
 
-    /// A full sample for each 20 periods, and as many light ones as those leave: all weigh the same.
+    /// With one full sample per 20 periods and light samples for the rest, all samples have the
+    /// same weight.
     #[test]
     fn samples_weigh_the_same_where_all_is_seen() {
         let mut m = merge(false);
@@ -673,8 +686,8 @@ mod tests {
     }
 
     proptest! {
-        /// However many light samples fall into the host's kernel or get lost, and in whatever order the
-        /// rings are read: the weights add up to what the VM counted.
+        /// The weights add up to the VM's count regardless of lost samples, host-kernel samples and
+        /// the order in which rings are drained.
         #[test]
         fn weights_add_up_to_the_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
             let mut m = merge(false);
@@ -695,7 +708,7 @@ mod tests {
             prop_assert!(weights.abs_diff(count) <= 20 * PERIOD, "{weights} of {count}");
         }
 
-        /// Whatever comes: every light sample of the guest is passed on once or replaced by a full one, in
+        /// For any input, every light guest sample is emitted once or replaced by a full one, in
         /// order.
         #[test]
         fn nothing_is_lost_or_doubled(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {

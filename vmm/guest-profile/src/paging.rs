@@ -1,17 +1,19 @@
-//! Page-table walks of a hostile guest.
+//! Page-table walks in a hostile guest.
 //!
-//! What is walked is long mode: 4-level tables, or 5-level with CR4.LA57 (Intel SDM vol. 3 ch. "Paging", AMD
-//! APM vol. 2 ch. 5). 32-bit and PAE modes are declined. A walk makes at most five reads, whatever the tables
-//! say, so cycles cannot hold it; each read counts against the caller's [`Budget`].
+//! Supports the 4-level and 5-level (CR4.LA57) tables of long mode (Intel SDM vol. 3 ch. "Paging",
+//! AMD APM vol. 2 ch. 5). 32-bit and PAE paging are unsupported. A walk makes at most five reads
+//! regardless of the tables, so cycles are harmless; each read counts against the caller's
+//! [`Budget`].
 //!
-//! Access rights are not checked: the walk stands in for a debugger, not for the CPU. Present, page-size and
-//! the reserved bits that give an entry another meaning are.
+//! Access rights are not checked, because the walk acts as a debugger and not as the CPU. The
+//! present bit, the page-size bit and reserved bits that change the meaning of an entry are
+//! checked.
 
 use super::{Budget, GuestPage, GuestPhys, GuestRegs};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// Bits 51:12 of an entry or of CR3: the physical address.
+/// Bits 51:12 of an entry or of CR3, the physical address.
 const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
@@ -19,13 +21,13 @@ const CR4_LA57: u64 = 1 << 12;
 const EFER_LMA: u64 = 1 << 10;
 const PAGE: u64 = 4096;
 
-/// Why there is nothing to walk. The vCPU's mode is not one whose tables are understood.
+/// A paging mode of a vCPU that the walk does not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
     /// CR0.PG is clear: addresses are physical.
     #[error("paging is off")]
     PagingOff,
-    /// Paging without PAE, the 32-bit tables of two levels.
+    /// 32-bit paging with two levels.
     #[error("the guest uses 32-bit paging")]
     Legacy,
     /// PAE paging outside long mode.
@@ -33,65 +35,67 @@ pub enum Unsupported {
     Pae,
 }
 
-/// Why an address has no translation. All of these are the guest's doing, none an error of ours.
+/// Why an address has no translation. The guest causes all of these; none is an internal error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hole {
-    /// The upper bits do not repeat the highest translated bit.
+    /// The address is not canonical.
     NonCanonical,
-    /// An entry is not present. The level counts from 5 (PML5) or 4 (PML4) down to 1 (page table).
+    /// An entry is not present. The level is 5 (PML5) or 4 (PML4) down to 1 (page table).
     NotPresent(u8),
-    /// An entry has a reserved bit set.
+    /// An entry at this level has a reserved bit set.
     Reserved(u8),
-    /// A table, or the page itself, is not in RAM.
+    /// A page table, or the page itself, is outside RAM.
     OutsideMemory,
-    /// The budget is spent.
+    /// The budget is exhausted.
     Spent,
 }
 
-/// A translated address and the extent of the page it is in.
+/// A translated address and its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Translation {
-    /// Guest-physical address of the byte asked for.
+    /// Guest-physical address.
     pub gpa: u64,
     /// Size of the page in bytes: 4 KiB, 2 MiB or 1 GiB.
     pub page_size: u64,
-    /// Every level allows user access.
+    /// `true` if every level allows user access.
     pub user: bool,
 }
 
-/// A page that was walked to.
+/// A cached translation.
 struct Cached<P> {
-    /// Its address, divided by its size.
+    /// Page number: the virtual address divided by the page size.
     number: u64,
-    /// Where it is in guest-physical memory.
+    /// Guest-physical address of the page.
     base: u64,
-    /// `None`: not in RAM.
+    /// The page; `None` if it is outside RAM.
     ram: Option<P>,
 }
 
-/// Slots of the translation cache: a chain touches the kernel stack, the user stack and little else.
+/// Number of slots of the translation cache. A call chain accesses the kernel stack, the user stack
+/// and little else.
 const CACHE_SLOTS: usize = 8;
 
-/// The table in which a walk found its page: pages near that one are found in it, too. What processors call a
-/// paging-structure cache (SDM vol. 3 §5.10.3).
+/// The last-level table of the previous walk, which also maps neighboring pages. Corresponds to a
+/// paging-structure cache of the CPU (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
-    /// The part of an address that leads to it, and how far that is shifted.
+    /// Address prefix that the table covers, and the number of bits by which it is shifted.
     prefix: u64,
     prefix_shift: u32,
     level: u8,
     table: u64,
-    /// Every level above it allows user access.
+    /// `true` if every level above the table allows user access.
     user: bool,
 }
 
-/// Whether the vCPU's page tables have five levels.
+/// Returns whether the vCPU uses 5-level page tables.
 pub fn has_five_levels(regs: &GuestRegs) -> bool {
     regs.cr4 & CR4_LA57 != 0
 }
 
-/// One address space of a guest: a root table and the way it is walked, with a small cache of 4 KiB
-/// translations. Make a new one for each sample, for the guest may change its tables at any time.
+/// An address space of the guest: a root table and its depth, with a small cache of 4-KiB
+/// translations. Create a new one for each sample, because the guest may change its tables at any
+/// time.
 pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
     phys: &'m M,
     root: u64,
@@ -101,7 +105,7 @@ pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
 }
 
 impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
-    /// The address space the vCPU is in.
+    /// Returns the current address space of the vCPU.
     pub fn of(phys: &'m M, regs: &GuestRegs) -> Result<Self, Unsupported> {
         if regs.cr0 & CR0_PG == 0 {
             Err(Unsupported::PagingOff)
@@ -114,7 +118,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         }
     }
 
-    /// Long-mode tables at `cr3` (PCID and flag bits are dropped), five levels deep if `la57`.
+    /// Returns the long-mode address space with root `cr3` (PCID and flag bits are ignored), with
+    /// five levels if `la57`.
     pub fn with_root(phys: &'m M, cr3: u64, la57: bool) -> Self {
         let root = cr3 & ADDRESS;
         let levels = if la57 { 5 } else { 4 };
@@ -123,7 +128,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             root,
             levels,
             cache: [const { None }; CACHE_SLOTS],
-            // The root, to which every address leads.
+            // The root table covers every address.
             last_table: LastTable {
                 prefix: 0,
                 prefix_shift: 63,
@@ -134,29 +139,29 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         }
     }
 
-    /// The same tables but for the root. Linux with page-table isolation keeps the kernel's root in the page
-    /// before the user's, that is, with bit 12 clear.
+    /// Returns the kernel's counterpart of a user address space. With page-table isolation, Linux
+    /// keeps the kernel's root table in the page before the user's: the address with bit 12 clear.
     pub fn kernel_sibling(&self) -> Self {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }
 
-    /// Guest memory under this address space.
+    /// Returns the guest memory.
     pub fn phys(&self) -> &'m M {
         self.phys
     }
 
-    /// Whether `gva` is canonical for this depth of tables.
+    /// Returns whether `gva` is canonical for the depth of the tables.
     pub fn is_canonical(&self, gva: u64) -> bool {
         let unused = 64 - self.address_bits();
         ((gva << unused).cast_signed() >> unused).cast_unsigned() == gva
     }
 
-    /// Whether `gva` is a canonical address of the lower half, where Linux keeps user space.
+    /// Returns whether `gva` is canonical and in the lower half, where Linux maps user space.
     pub fn is_user_half(&self, gva: u64) -> bool {
         gva >> (self.address_bits() - 1) == 0
     }
 
-    /// Whether `gva` is a canonical address of the upper half, where Linux keeps the kernel.
+    /// Returns whether `gva` is canonical and in the upper half, where Linux maps the kernel.
     pub fn is_kernel_half(&self, gva: u64) -> bool {
         gva >> 63 == 1 && self.is_canonical(gva)
     }
@@ -165,8 +170,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         12 + 9 * u32::from(self.levels)
     }
 
-    /// Translates `gva`, walking the tables, or only the last of them where the walk before ended in the same
-    /// one.
+    /// Translates `gva`. Reuses the last-level table of the previous walk if possible, otherwise
+    /// walks all levels.
     pub fn translate(&mut self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
         if !self.is_canonical(gva) {
             return Err(Hole::NonCanonical);
@@ -199,7 +204,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 // PS is reserved in PML4 and PML5 entries.
                 return Err(Hole::Reserved(level));
             }
-            // Between PAT (bit 12) and the page's own size the address bits of a large page are reserved.
+            // In the entry of a large page, the address bits between PAT (bit 12) and the page size
+            // are reserved.
             if level > 1 && entry & (size - 1) & ADDRESS & !PAGE != 0 {
                 return Err(Hole::Reserved(level));
             }
@@ -235,7 +241,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             if !page.ram.as_ref().is_some_and(|ram| ram.read(offset, now)) {
                 return Err(Hole::OutsideMemory);
             }
-            // An address space ends at the top: going round to 0 would be another place altogether.
+            // Do not wrap around at the top of the address space.
             match at.checked_add(now.len() as u64) {
                 Some(next) => at = next,
                 None if later.is_empty() => break,
@@ -246,12 +252,12 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(())
     }
 
-    /// Guest-physical address of the byte at `gva`; a page that was looked up before is not walked to again.
+    /// Returns the guest-physical address of `gva`, from the cache if possible.
     pub fn physical(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
         Ok(self.page(gva, budget)?.base + gva % PAGE)
     }
 
-    /// The page that `gva` is in.
+    /// Returns the page that contains `gva`.
     #[inline]
     fn page(&mut self, gva: u64, budget: &mut Budget) -> Result<&Cached<M::Page<'m>>, Hole> {
         let number = gva / PAGE;
@@ -264,11 +270,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 ram: self.phys.page(base),
             });
         }
-        // Always there by now.
+        // The slot has been filled above.
         self.cache[slot].as_ref().ok_or(Hole::OutsideMemory)
     }
 
-    /// The 8 bytes at `gva`, little endian.
+    /// Reads the 8 bytes at `gva` in little-endian order.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_u64(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
@@ -289,7 +295,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(u64::from_le_bytes(raw))
     }
 
-    /// Two words of 8 bytes: that at `gva` and the next.
+    /// Reads the 8-byte words at `gva` and at the following address.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_pair(&mut self, gva: u64, budget: &mut Budget) -> Result<(u64, u64), Hole> {
@@ -309,7 +315,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok((first, self.read_u64(second, budget)?))
     }
 
-    /// The `N` bytes, 8 at most, at `gva`.
+    /// Reads the `N` bytes (at most 8) at `gva`.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_few<const N: usize>(&mut self, gva: u64, budget: &mut Budget) -> Result<[u8; N], Hole> {
@@ -323,7 +329,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(few)
     }
 
-    /// The 4 bytes at `gva`, little endian.
+    /// Reads the 4 bytes at `gva` in little-endian order.
     pub fn read_u32(&mut self, gva: u64, budget: &mut Budget) -> Result<u32, Hole> {
         self.read_few(gva, budget).map(u32::from_le_bytes)
     }
@@ -368,7 +374,7 @@ mod tests {
             g.map(0xffff_8000_0040_0000, 0x8000, 1);
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, la57);
             let levels = if la57 { 5 } else { 4 };
-            // Of another table; of the first one again; in the upper half; with a hole between.
+            // Another table, the first one again, the upper half, and a hole in between.
             for (gva, found, reads) in [
                 (0x40_0010, Ok(0x5010), levels),
                 (0x41_0020, Ok(0x7020), 1),
@@ -461,8 +467,8 @@ mod tests {
         );
     }
 
-    /// Pairs and few bytes are what single reads find, wherever they lie: in a page, across two, before a
-    /// hole, at the end of RAM.
+    /// `read_pair` and `read_few` agree with single reads within a page, across pages, before a
+    /// hole and at the end of RAM.
     #[test]
     fn pairs_and_few_bytes_agree_with_single_reads() {
         let mut g = TestGuest::new((1 << 16) + 20, false);
@@ -473,7 +479,7 @@ mod tests {
             *byte = (i * 13 + i / 256) as u8;
         }
         for gva in (0x1fe0..0x2010).chain(0x2fe0..0x3010).chain(0x4000..0x4020) {
-            // The RAM's last bytes are found byte by byte.
+            // The last bytes of RAM are readable byte by byte.
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
             let mut b = Budget::new(1000, None);
             let mut word = |at| space.read_u64(at, &mut b);
@@ -482,7 +488,7 @@ mod tests {
             let mut bytes = [0; 5];
             let read = space.read(gva, &mut bytes, &mut b);
             let few = space.read_few::<5>(gva, &mut b);
-            // A word that is not all RAM may hide five bytes that are.
+            // A word that extends past RAM may contain five readable bytes.
             assert!(
                 few == read.map(|()| bytes) || few == Err(Hole::OutsideMemory),
                 "{gva:#x}"

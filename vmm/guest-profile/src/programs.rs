@@ -1,4 +1,4 @@
-//! Names for addresses of user programs, found through the guest's files.
+//! Symbolizes addresses of user programs with the guest's files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,69 +15,69 @@ use perf_core::error_line;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 use rustix::io::Errno;
 
-/// A name for a user address.
+/// A symbol for a user address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserSymbol {
-    /// Function name, demangled.
+    /// Demangled function name.
     pub name: String,
-    /// Offset into the function.
+    /// Offset into the function, in bytes.
     pub offset: u64,
-    /// Bytes from the function's start to its end; 1 where the file does not tell its size.
+    /// Length of the function, in bytes; 1 if the file does not contain its size.
     pub length: u64,
 }
 
-/// Why a guest file gives no symbols.
+/// Why a guest file provides no symbols.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestFileError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// The file under the guest mount.
+        /// Path of the file below the guest mount.
         path: PathBuf,
-        /// What the host said.
+        /// Error of the host.
         #[source]
         source: std::io::Error,
     },
-    /// It is larger than is read for symbols.
+    /// The file exceeds the maximum size.
     #[error("{path} is larger than {} MiB", .most >> 20)]
     TooLarge {
-        /// The file under the guest mount.
+        /// Path of the file below the guest mount.
         path: PathBuf,
-        /// The most that is read, in bytes.
+        /// Maximum size, in bytes.
         most: u64,
     },
-    /// It cannot be had from the guest's disk.
+    /// The file cannot be read from the guest's disk.
     #[error("cannot read {path} on the guest's disk")]
     Disk {
-        /// As the guest calls it.
+        /// Path of the file in the guest.
         path: String,
-        /// Why.
+        /// Cause of the failure.
         #[source]
         source: DiskError,
     },
-    /// What was read before fills the room that there is.
+    /// Symbols of other files have exhausted the memory limit.
     #[error("{path} is not read: there is room for {} MiB of names", MOST_KEPT >> 20)]
     NoRoom {
-        /// As the guest calls it.
+        /// Path of the file in the guest.
         path: String,
     },
-    /// It is no ELF file.
+    /// The file is not a valid ELF file.
     #[error("{path} is no ELF file")]
     Elf {
-        /// The file, as the guest calls it.
+        /// Path of the file in the guest.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Error of the ELF parser.
         #[source]
         source: object::Error,
     },
 }
 
 const MAX_FILE: u64 = 1 << 30;
-/// Most bytes of functions that are kept of a file: its symbols may all have the same long name.
+/// Maximum memory for the functions of one file, in bytes. All symbols may have the same long name.
 const MOST_OF_FILE: u64 = 512 << 20;
-/// Most bytes that are kept of all files of a guest.
+/// Maximum memory for the functions of all files of a guest, in bytes.
 const MOST_KEPT: u64 = 2 << 30;
-/// How often a path is looked up whose directories are moved meanwhile.
+/// Maximum number of lookups of a path whose directories are moved concurrently.
 const MOST_LOOKS: u32 = 16;
 
 struct Function {
@@ -89,15 +89,16 @@ struct Function {
 /// The functions of one user program or library.
 pub struct UserObject {
     functions: Vec<Function>,
-    /// (file offset, size, address) of the loaded segments.
+    /// File offset, size and address of the loadable segments.
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
-    /// About how many bytes this takes.
+    /// Approximate memory used, in bytes.
     bytes: u64,
 }
 
-/// Lets functions pass until they take `most` bytes. The guest chose how many there are, and their names.
+/// Passes functions through until they take `most` bytes. The guest controls their number and
+/// names.
 fn bounded<F>(
     functions: impl Iterator<Item = F>,
     most: u64,
@@ -112,7 +113,8 @@ fn bounded<F>(
 }
 
 impl UserObject {
-    /// Reads an ELF file: its symbol tables, dynamic ones included, and its line table if there is one.
+    /// Parses an ELF file: its symbol tables, including the dynamic one, and its line table if
+    /// present.
     pub fn parse(data: &[u8]) -> Result<Self, object::Error> {
         let file = object::File::parse(data)?;
         let found = file
@@ -139,7 +141,7 @@ impl UserObject {
             .iter()
             .map(|f| size_of::<Function>() + f.name.len())
             .sum();
-        // The line tables refer to copies of what the file has.
+        // The line tables refer to copies of the file's contents.
         let tables = if has_lines { data.len() } else { 0 };
         let lines = gimli::Dwarf::load(|id| -> Result<_, gimli::Error> {
             let data = file
@@ -163,7 +165,7 @@ impl UserObject {
         })
     }
 
-    /// The link-time address of a byte of the file, as mapped by its loaded segments.
+    /// Returns the link-time address of a file offset, according to the loadable segments.
     pub fn address_of_file_offset(&self, offset: u64) -> Option<u64> {
         let (from, _, address) = self
             .segments
@@ -172,12 +174,12 @@ impl UserObject {
         address.checked_add(offset - from)
     }
 
-    /// What names this build of it.
+    /// Returns the build ID of the file.
     pub fn build_id(&self) -> Option<BuildId> {
         self.build_id
     }
 
-    /// The function that link-time address `address` is in.
+    /// Returns the function that contains link-time address `address`.
     pub fn resolve(&self, address: u64) -> Option<UserSymbol> {
         let after = self.functions.partition_point(|f| f.start <= address);
         let f = self.functions[..after]
@@ -192,27 +194,27 @@ impl UserObject {
         })
     }
 
-    /// "file:line" of link-time address `address`, where the file has line tables.
+    /// Returns "file:line" for link-time address `address`, if the file has a line table.
     pub fn line(&self, address: u64) -> Option<String> {
         let location = self.lines.as_ref()?.find_location(address).ok()??;
         Some(format!("{}:{}", location.file?, location.line?))
     }
 }
 
-/// The guest's files.
+/// The source of the guest's files.
 #[derive(Debug)]
 pub enum GuestFiles {
-    /// Mounted or unpacked in a directory of the host.
+    /// A directory of the host in which the files are mounted or unpacked.
     Directory(PathBuf),
-    /// On a disk of the guest's.
+    /// A disk of the guest.
     Disk(GuestDisk),
 }
 
 impl GuestFiles {
-    /// What is in the guest's file `guest_path`, of at most `most` bytes.
+    /// Reads the guest's file `guest_path`, of at most `most` bytes.
     ///
     /// # Errors
-    /// [`GuestFileError`].
+    /// Returns [`GuestFileError::Read`], [`GuestFileError::TooLarge`] or [`GuestFileError::Disk`].
     pub fn read(&mut self, guest_path: &str, most: u64) -> Result<Vec<u8>, GuestFileError> {
         let root = match self {
             Self::Directory(root) => root,
@@ -243,40 +245,40 @@ impl GuestFiles {
         Ok(bytes)
     }
 
-    /// As [`Self::read`], of a program or library.
+    /// Reads a program or library of the guest.
     ///
     /// # Errors
-    /// [`GuestFileError`].
+    /// Returns the same errors as [`Self::read`].
     pub fn program(&mut self, guest_path: &str) -> Result<Vec<u8>, GuestFileError> {
         self.read(guest_path, MAX_FILE)
     }
 
-    /// Sees what the guest has written to its disk in the meantime.
+    /// Makes recent writes of the guest to its disk visible.
     pub fn reload(&mut self) {
         if let Self::Disk(disk) = self {
-            // What is read next says the same again.
+            // Ignore the error; the next read reports it again.
             let _ = disk.reload();
         }
     }
 }
 
-/// Names for user addresses out of the guest's files.
+/// Symbolizes user addresses with the guest's files, and caches the parsed files.
 pub struct GuestMount {
     files: GuestFiles,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<UserObject>>,
-    /// How many bytes may still be kept of them.
+    /// Remaining memory for parsed files, in bytes.
     left: u64,
     problems: Vec<String>,
 }
 
 impl GuestMount {
-    /// Files under `root`, which is the guest's `/`.
+    /// Uses the files below `root`, the guest's `/`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::of(GuestFiles::Directory(root.into()))
     }
 
-    /// These files.
+    /// Uses the given source of files.
     pub fn of(files: GuestFiles) -> Self {
         Self {
             files,
@@ -287,8 +289,8 @@ impl GuestMount {
         }
     }
 
-    /// The object a guest path names, read at first use. `None` if there is none or it is not usable; why is
-    /// in [`Self::problems`].
+    /// Returns the parsed file `guest_path`, which is read at first use. Returns `None` if it is
+    /// missing or unusable; [`Self::problems`] contains the reason.
     pub fn object(&mut self, guest_path: &str) -> Option<&UserObject> {
         if !self.objects.contains_key(guest_path) {
             let object = match self.load(guest_path) {
@@ -303,7 +305,8 @@ impl GuestMount {
         self.objects.get(guest_path)?.as_ref()
     }
 
-    /// The same, if it is the build that the guest runs, where that is known.
+    /// Returns the parsed file, unless its build ID differs from `running`, the build ID of the
+    /// file that the guest runs.
     pub fn object_of(&mut self, guest_path: &str, running: Option<BuildId>) -> Option<&UserObject> {
         let object = self.object(guest_path)?;
         let other = running
@@ -312,7 +315,7 @@ impl GuestMount {
         (!other).then_some(object)
     }
 
-    /// Files that could not be used so far, a line each.
+    /// Returns one message for each file that could not be used so far.
     pub fn problems(&self) -> &[String] {
         &self.problems
     }
@@ -332,21 +335,22 @@ impl GuestMount {
         left.map(|_| object).ok_or_else(no_room)
     }
 
-    /// The build-id of the guest's file `guest_path`. `None`: it is not there, not usable
-    /// ([`Self::problems`]) or without build-id.
+    /// Returns the build ID of the guest's file `guest_path`, or `None` if the file is missing,
+    /// unusable ([`Self::problems`]) or has no build ID.
     pub fn build_id(&mut self, guest_path: &str) -> Option<BuildId> {
         self.object(guest_path)?.build_id()
     }
 
-    /// The files.
+    /// Returns the source of files.
     pub fn files(&mut self) -> &mut GuestFiles {
         &mut self.files
     }
 
-    /// The function that process `pid` says it has made at `address`, with its first address and its end.
+    /// Returns start, end (exclusive) and name of the JIT-compiled function of process `pid` at
+    /// `address`.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         let map = self.jit.entry(pid).or_insert_with(|| {
-            // Most processes have none. Each may be told of in the same large file.
+            // Most processes have no perf map. Several processes may share the same large one.
             let bytes = match self.left {
                 0 => Vec::new(),
                 _ => self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default(),
@@ -359,17 +363,17 @@ impl GuestMount {
     }
 }
 
-/// A program's file, for its code.
+/// The contents of a program file, used to read its code.
 pub struct ProgramFile<'d> {
     data: &'d [u8],
     file: object::File<'d>,
 }
 
 impl<'d> ProgramFile<'d> {
-    /// Reads an ELF file of this processor.
+    /// Parses an ELF file for x86-64.
     ///
     /// # Errors
-    /// [`GuestFileError::Elf`], with `path` in it.
+    /// Returns [`GuestFileError::Elf`], which contains `path`.
     pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, GuestFileError> {
         let file = object::File::parse(data).map_err(|source| GuestFileError::Elf {
             path: path.to_owned(),
@@ -378,25 +382,25 @@ impl<'d> ProgramFile<'d> {
         Ok(Self { data, file })
     }
 
-    /// What names this build of it.
+    /// Returns the build ID of the file.
     pub fn build_id(&self) -> Option<BuildId> {
         self.file.build_id().ok().flatten().and_then(BuildId::new)
     }
 
-    /// The link-time address of a symbol.
+    /// Returns the link-time address of a symbol.
     pub fn address_of(&self, name: &str) -> Option<u64> {
         let symbol = self.file.symbols().find(|symbol| symbol.name() == Ok(name))?;
         Some(symbol.address())
     }
 
-    /// What the file has at `offset`, at most `length` bytes.
+    /// Returns up to `length` bytes at file offset `offset`.
     pub fn at_offset(&self, offset: u64, length: usize) -> Option<&'d [u8]> {
         let from = self.data.get(usize::try_from(offset).ok()?..)?;
         let bytes = &from[..length.min(from.len())];
         (!bytes.is_empty()).then_some(bytes)
     }
 
-    /// What is loaded at a link-time address, at most `length` bytes.
+    /// Returns up to `length` bytes that are loaded at a link-time address.
     pub fn at_address(&self, address: u64, length: usize) -> Option<&'d [u8]> {
         let place = |start: u64, size: u64, (offset, in_file): (u64, u64)| {
             let at = address.checked_sub(start).filter(|at| *at < size.min(in_file))?;
@@ -407,7 +411,7 @@ impl<'d> ProgramFile<'d> {
             .segments()
             .find_map(|s| place(s.address(), s.size(), s.file_range()))
             .or_else(|| {
-                // A debugging file has sections only.
+                // A separate debug file has no loadable contents, only sections.
                 let sections = self.file.sections();
                 let mut code = sections.filter(|s| s.kind() == object::SectionKind::Text);
                 code.find_map(|s| place(s.address(), s.size(), s.file_range()?))
@@ -415,11 +419,12 @@ impl<'d> ProgramFile<'d> {
     }
 }
 
-/// The plain file that the guest, whose `/` is `root`, calls `guest_path`. The kernel follows links and `..`
-/// as if `root` were its root directory (`RESOLVE_IN_ROOT`, openat2(2)): none leads out of it, whatever a
-/// guest that has its files there changes meanwhile.
+/// Opens the regular file `guest_path` of the guest whose `/` is `root`. The kernel resolves links
+/// and `..` as if `root` were the root directory (`RESOLVE_IN_ROOT`, openat2(2)), so no path leaves
+/// it, even if the guest modifies its files concurrently.
 ///
-/// What is no plain file is not opened: a device may act when it is, and a FIFO wait.
+/// Other file types are not opened: opening a device may have side effects, and opening a FIFO may
+/// block.
 fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
     let root = open(
         root,
@@ -435,11 +440,11 @@ fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
     if FileType::from_raw_mode(fstat(&found)?.st_mode) != FileType::RegularFile {
         return Err(io::Error::other("not a regular file"));
     }
-    // What was found, whatever is at its path by now.
+    // Open the file that was checked, even if its path now refers to another one.
     File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
 }
 
-/// A descriptor that names the file and has not opened it.
+/// Resolves the path to an `O_PATH` descriptor, without opening the file.
 fn look_up(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let look = || {
@@ -454,7 +459,7 @@ fn look_up(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let mut looks = 1;
     loop {
         match look() {
-            // Something was moved, and the kernel cannot tell whether ".." led out.
+            // A concurrent rename prevents the kernel from proving that ".." stayed inside.
             Err(Errno::AGAIN | Errno::INTR) if looks < MOST_LOOKS => looks += 1,
             found => return found,
         }
@@ -511,7 +516,7 @@ mod tests {
         }
     }
 
-    /// A guest that has its files there while they are read: a directory is now one, now a link out.
+    /// A guest concurrently replaces a directory by a symbolic link that points outside.
     #[test]
     fn no_path_leaves_the_mount_while_it_changes() {
         let dir = tempfile::tempdir().unwrap();
@@ -543,7 +548,7 @@ mod tests {
             let mut files = GuestFiles::Directory(root.clone());
             let mut inside = 0;
             let mut reads = 0;
-            // Each is now there and now not.
+            // Each outcome must occur at least once.
             let mut led_out = false;
             while reads < 20_000 && !led_out {
                 for path in ["/lib/file", "/deep/lib/file", "/deep/other/../lib/file"] {
@@ -559,12 +564,12 @@ mod tests {
         });
     }
 
-    /// To open a device can do something. What is not opened is not waited for either.
+    /// Opening a device can have side effects.
     #[test]
     fn a_device_is_not_opened() {
         let dir = tempfile::tempdir().unwrap();
         let pid = std::process::id();
-        // A device without a driver: to open it is ENXIO, or ENODEV.
+        // A device without a driver: opening it returns ENXIO or ENODEV.
         let path = dir.path().join("device");
         let made = std::process::Command::new("mknod")
             .arg(&path)
@@ -578,7 +583,7 @@ mod tests {
         assert_eq!(error.to_string(), "not a regular file");
     }
 
-    /// A FIFO in the place of a program holds nobody up, and a device is not read.
+    /// A FIFO in place of a program does not block the reader, and a device is not read.
     #[test]
     fn nothing_but_plain_files_is_read() {
         let dir = tempfile::tempdir().unwrap();
@@ -600,7 +605,7 @@ mod tests {
         );
     }
 
-    /// A guest may have as many processes and programs as it likes: what is kept of all has a bound.
+    /// The memory for all files is bounded, regardless of the number of processes and programs.
     #[test]
     fn what_is_kept_of_all_files_is_bounded() {
         let dir = tempfile::tempdir().unwrap();

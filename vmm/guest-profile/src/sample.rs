@@ -1,9 +1,9 @@
-//! A sample's raw data: what the VM knows of a sample beyond what a perf event says.
+//! Raw data of a sample: guest state that a perf event cannot express.
 //!
-//! [`RingHead`] is what the vCPU thread writes into a ring and a client reads there
-//! (docs/reference/control.md has its layout, which is part of the control protocol). [`FileRaw`] is what a
-//! `perf.data` file keeps of it. Both are read and written as they are defined here and nowhere else. Fields
-//! are little-endian; nothing in them is aligned.
+//! The vCPU thread writes [`RingHead`] to a ring, where a client reads it
+//! (docs/reference/control.md documents the layout, which is part of the control protocol).
+//! [`FileRaw`] is the part that a `perf.data` file stores. This module is the only place that reads
+//! and writes both. Fields are little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -13,16 +13,15 @@ use crate::task::COMM_LEN;
 use crate::unwind::Ends;
 use kernel_images::build_id::BuildId;
 
-/// In a ring: the raw data's head. Mappings ([`mappings`]) may follow.
+/// Header of the raw data in a ring. Mappings ([`mappings`]) may follow.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RingHead {
     cr3: U64,
-    /// Privilege level.
     cpl: u8,
-    /// [`TASK_KNOWN`], [`KERNEL_THREAD`].
+    /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
     flags: u8,
-    /// [`Ends::to_bytes`].
+    /// Encoded by [`Ends::to_bytes`].
     ends: [u8; 2],
     pid: U32,
     tid: U32,
@@ -31,33 +30,33 @@ pub struct RingHead {
     zero: [u8; 4],
 }
 
-/// Process, thread and name are those of a task that was found.
+/// Flag: process ID, thread ID and name are valid.
 const TASK_KNOWN: u8 = 1;
-/// The task is a thread of the kernel.
+/// Flag: the task is a kernel thread.
 const KERNEL_THREAD: u8 = 2;
 
-/// Bytes of a sample's raw data before the mappings told with it: with its length word a multiple of 8.
+/// Size of a sample's raw data before its mappings, in bytes; a multiple of 8 together with the
+/// length word.
 pub const RAW_BYTES: usize = size_of::<RingHead>();
 const _: () = assert!(RAW_BYTES == 44);
 
-/// In a file: the raw data of a `PERF_RECORD_SAMPLE`.
+/// Raw data of a `PERF_RECORD_SAMPLE` in a file.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct FileRaw {
     magic: [u8; 4],
     cr3: U64,
-    /// Privilege level.
     cpl: u8,
-    /// [`Ends::to_bytes`].
+    /// Encoded by [`Ends::to_bytes`].
     ends: [u8; 2],
     zero: [u8; 5],
 }
 
-/// What [`FileRaw`] begins with.
+/// Magic number of [`FileRaw`].
 const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
 impl FileRaw {
-    /// Of a sample.
+    /// Creates the raw data of a sample.
     pub fn new(cr3: u64, cpl: u8, ends: Ends) -> Self {
         Self {
             magic: FILE_MAGIC,
@@ -68,32 +67,34 @@ impl FileRaw {
         }
     }
 
-    /// CR3, privilege level and how the chain ended; `None` when the raw data is no file's of ours.
+    /// Returns CR3, privilege level and the end reasons of the call chain, or `None` if the raw
+    /// data has another format.
     pub fn read(raw: &[u8]) -> Option<(u64, u8, Ends)> {
         let (file, _) = Self::ref_from_prefix(raw).ok()?;
         (file.magic == FILE_MAGIC).then(|| (file.cr3.get(), file.cpl & 3, Ends::from_bytes(file.ends)))
     }
 }
 
-/// What a sample's raw data holds.
+/// The decoded raw data of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RawSample {
     /// CR3.
     pub cr3: u64,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
-    /// How the call chain ended.
+    /// Why unwinding of the call chain ended.
     pub ends: Ends,
-    /// The guest's task: process id, thread id, name; `None` when it was not found.
+    /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
-    /// How long the vCPU was held for the sample before this one, ns; 0 where that was not measured.
+    /// Time for which the vCPU was stopped for the previous sample, in nanoseconds; 0 if not
+    /// measured.
     pub held_ns: u32,
-    /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
+    /// `true` for a kernel thread, which has no user memory and never runs user code.
     pub kernel_thread: bool,
 }
 
 impl RawSample {
-    /// As it goes into a ring.
+    /// Encodes the data for a ring.
     #[inline]
     pub fn head(&self) -> RingHead {
         let (pid, tid, comm) = self.task.unwrap_or_default();
@@ -115,7 +116,7 @@ impl RawSample {
         }
     }
 
-    /// Reads what is in a ring; `None` if it is no raw data of a sample of ours.
+    /// Decodes raw data from a ring. Returns `None` if it has another format.
     pub fn decode(raw: &[u8]) -> Option<Self> {
         let (head, _) = RingHead::ref_from_prefix(raw).ok()?;
         let known = head.flags & TASK_KNOWN != 0;
@@ -129,12 +130,12 @@ impl RawSample {
         })
     }
 
-    /// The mappings of the task that were told with the sample.
+    /// Returns the task's mappings that were reported with the sample.
     pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
         mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
     }
 
-    /// The build-id of the file of one of these mappings, by where it starts.
+    /// Returns the build ID of the file whose mapping starts at `start`, if it was reported.
     pub fn build_id(raw: &[u8], start: u64) -> Option<BuildId> {
         mappings::build_id(raw.get(RAW_BYTES..)?, start)
     }
@@ -145,7 +146,7 @@ mod tests {
     use super::*;
     use crate::unwind;
 
-    /// The layout is the protocol's: docs/reference/control.md.
+    /// The protocol defines the layout: docs/reference/control.md.
     #[test]
     fn the_ring_s_layout_is_what_the_protocol_says() {
         let raw = RawSample {

@@ -1,15 +1,15 @@
-//! The search for a running kernel, in two processes: one that has the guest, and one that reads tables of
-//! the guest's making and can be done without.
+//! Searches for a running kernel in two processes: the asker holds guest memory, and the reader,
+//! which is sandboxed and expendable, parses tables that the guest controls.
 //!
-//! | file | story |
+//! | file | contents |
 //! |---|---|
-//! | `wire` | messages between the two, and how long they may be |
-//! | `reader` | the process that reads: asks for guest memory, sends what it found |
-//! | `asker` | the process that has the guest: lends memory, believes nothing |
+//! | `wire` | messages between the processes, and their maximum lengths |
+//! | `reader` | the process that parses tables: requests guest memory and sends its result |
+//! | `asker` | the process that holds guest memory: serves reads and validates the result |
 //! | `found` | a kernel that was found |
 //!
-//! Both ends are of one program, so the messages have no version. The reader is taken for hostile all the
-//! same: a guest may have taken it over.
+//! Both processes run the same program, so the messages have no version. The reader is still
+//! treated as hostile, because a guest may have compromised it.
 
 mod asker;
 mod found;

@@ -1,9 +1,10 @@
-//! The current task of a vCPU and its mappings, read out of the guest kernel's data.
+//! Reads the current task of a vCPU and its mappings from the guest kernel's data structures.
 //!
-//! The offsets come from the kernel's own type information; nothing is assumed about its version but the ways
-//! data has been kept: the current task in `current_task` or in `pcpu_hot`, mappings in a maple tree (since
-//! 6.1) or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the
-//! guest: good for naming, never for deciding anything.
+//! The kernel's type information (BTF) provides the offsets. The only assumptions about kernel
+//! versions are the known layouts: the current task is in `current_task` or `pcpu_hot`, and
+//! mappings are in a maple tree (since Linux 6.1) or in a list. All data may be inconsistent,
+//! because the guest is running, or malicious. Results are claims of the guest, suitable for
+//! display but not for decisions.
 
 pub mod areas;
 mod cache;
@@ -19,13 +20,13 @@ use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// No structure of a kernel is larger.
+/// Upper bound of member offsets; no kernel structure is larger.
 const MAX_OFFSET: u64 = 1 << 32;
 
-/// Offsets of the members, in bytes.
+/// Offsets of the members that are read, in bytes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TaskLayout {
-    /// From the per-CPU base to the pointer to the current task.
+    /// Offset from the per-CPU base to the pointer to the current task.
     current: u64,
     comm: u64,
     pid: u64,
@@ -35,14 +36,14 @@ pub struct TaskLayout {
     list: Option<ListLayout>,
 }
 
-/// Where all tasks are found.
+/// Locations from which all tasks are found.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
-    /// The first one's address.
+    /// Address of the first task.
     first: u64,
-    /// In `task_struct`: the link to the next process.
+    /// Offset in `task_struct` of the link to the next process.
     tasks: u64,
-    /// In `mm_struct`: the root of the page tables.
+    /// Offset in `mm_struct` of the root page table.
     pgd: u64,
 }
 
@@ -54,7 +55,7 @@ struct MapsLayout {
     vm_pgoff: u64,
     vm_flags: u64,
     vm_file: u64,
-    /// In `mm_struct`: where the vDSO is.
+    /// Offset in `mm_struct` of the vDSO address.
     vdso: Option<u64>,
     files: Option<FilesLayout>,
     cache: Option<CacheLayout>,
@@ -91,7 +92,8 @@ struct FilesLayout {
     mount_point: u64,
 }
 
-/// A member's offset that came from another process, as far as one can be: it is added to without a look.
+/// Deserializes a member offset from another process and checks its bound, because offsets are
+/// later added without overflow checks.
 fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     let offset = u64::deserialize(from)?;
     if offset > MAX_OFFSET {
@@ -100,19 +102,19 @@ fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(offset)
 }
 
-/// Why tasks cannot be named.
+/// Why the tasks of a kernel cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
-    /// No type information.
+    /// The kernel has no type information.
     #[error("the kernel has no type information (CONFIG_DEBUG_INFO_BTF)")]
     NoBtf,
-    /// A member is not in it.
+    /// The type information lacks the named member.
     #[error("the kernel's type information lacks {0}")]
     Missing(&'static str),
 }
 
 impl TaskLayout {
-    /// From an image that runs `slide` above its addresses.
+    /// Reads the layout from an image that runs `slide` bytes above its linked addresses.
     pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
         let btf = image.btf().ok_or(LayoutError::NoBtf)?;
         let member = |path: &'static str| {
@@ -120,8 +122,9 @@ impl TaskLayout {
                 .ok_or(LayoutError::Missing(path))
         };
         let variable = |name: &str| {
-            // Per-CPU symbols are offsets from a per-CPU area linked at 0 or, from 6.15 on, addresses in the
-            // kernel image, which slide with it. Either is added to the base.
+            // Per-CPU symbols are offsets from a per-CPU area linked at 0 or, since Linux 6.15,
+            // addresses in the kernel image, which move with the slide. Both are added to the
+            // per-CPU base.
             let symbol = image
                 .symbols()
                 .and_then(|s| s.by_name(name))
@@ -156,7 +159,7 @@ impl TaskLayout {
         })
     }
 
-    /// Whether mappings can be looked up, not only tasks.
+    /// Returns whether mappings can be looked up, in addition to tasks.
     pub fn has_maps(&self) -> bool {
         self.maps.is_some()
     }
@@ -206,28 +209,28 @@ impl MapsLayout {
     }
 }
 
-/// Length of `comm`, NUL included.
+/// Length of `comm`, including the NUL terminator.
 pub const COMM_LEN: usize = 16;
 
-/// A task as its kernel describes it.
+/// A task as described by its kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Task {
-    /// Thread id in the guest's first namespace.
+    /// Thread ID in the guest's initial PID namespace.
     pub tid: u32,
-    /// Process id (thread group).
+    /// Process ID (thread group ID).
     pub pid: u32,
-    /// Address of its memory descriptor; 0 for kernel threads.
+    /// Address of the memory descriptor; 0 for kernel threads.
     pub mm: u64,
     comm: [u8; COMM_LEN],
 }
 
 impl Task {
-    /// The task's name. `?` stands for bytes that are not printable ASCII.
+    /// Returns the name of the task, with `?` for bytes that are not printable ASCII.
     pub fn comm(&self) -> impl std::fmt::Display + '_ {
         Printable(&self.comm)
     }
 
-    /// The raw name, with zeros behind it.
+    /// Returns the raw name, padded with zeros.
     pub fn comm_padded(&self) -> [u8; COMM_LEN] {
         let mut comm = [0; COMM_LEN];
         let name = self.comm_bytes();
@@ -235,7 +238,7 @@ impl Task {
         comm
     }
 
-    /// The raw name, without padding.
+    /// Returns the raw name without padding.
     pub fn comm_bytes(&self) -> &[u8] {
         until_nul(&self.comm)
     }
@@ -262,44 +265,46 @@ impl std::fmt::Display for Printable<'_> {
     }
 }
 
-/// One mapping of a process.
+/// A mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapping {
-    /// First address.
+    /// Start address of the mapping.
     pub start: u64,
-    /// Address after the last.
+    /// End address of the mapping (exclusive).
     pub end: u64,
     /// Offset of `start` in the file, in bytes.
     pub file_offset: u64,
-    /// VM_EXEC is set.
+    /// `true` if VM_EXEC is set.
     pub executable: bool,
     /// Address of the `struct file`; 0 for anonymous memory.
     pub file: u64,
 }
 
-/// Bounds on what the guest's lists and trees can make us do.
+/// Maximum numbers of list and tree entries followed, because the guest controls these structures.
 const MAX_AREAS: u32 = 1024;
 const MAX_TREE_DEPTH: u32 = 12;
 const MAX_COMPONENTS: u32 = 64;
 const MAX_MOUNTS: u32 = 16;
 const VM_EXEC: u64 = 4;
-/// Slots of the two maple-tree nodes (`include/linux/maple_tree.h`, 64-bit).
+/// Number of slots of the two maple-tree node types (`include/linux/maple_tree.h`, 64-bit).
 const RANGE_SLOTS: u64 = 16;
-/// Mappings of one file between its code and its beginning, program headers of it, and bytes of a segment of
-/// notes that are looked at for its build-id.
+/// Maximum number of mappings between a file's code and its first page, of its program headers, and
+/// of bytes of a note segment searched for the build ID.
 const MAX_PARTS: u32 = 4;
 const MAX_PROGRAM_HEADERS: u16 = 32;
 const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
-/// Reads tasks of one vCPU's kernel. Make one for each sample, like the address space it holds.
+/// Reads tasks of one vCPU's kernel. Create a new reader for each sample, because the address space
+/// that it holds may change.
 pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
     layout: &'l TaskLayout,
     space: AddressSpace<'m, M>,
 }
 
 impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
-    /// Makes a reader of the kernel data reachable from `regs`. `None` if no walk knows the paging mode.
+    /// Creates a reader for the kernel data reachable from `regs`. Returns `None` if the paging
+    /// mode is unsupported.
     pub fn new(layout: &'l TaskLayout, mem: &'m M, regs: &GuestRegs) -> Option<Self> {
         Some(Self {
             layout,
@@ -307,13 +312,15 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// The task running on the CPU whose per-CPU base is given ([`GuestRegs::kernel_per_cpu_base`]).
+    /// Returns the current task of the CPU with the given per-CPU base
+    /// ([`GuestRegs::kernel_per_cpu_base`]).
     pub fn current(&mut self, per_cpu_base: u64, budget: &mut Budget) -> Option<Task> {
         let slot = per_cpu_base.wrapping_add(self.layout.current);
         let task = match self.space.read_u64(slot, budget) {
             Ok(task) => task,
             Err(_) => {
-                // User tables under page-table isolation do not map it; the kernel's, next to them, do.
+                // With page-table isolation, the user tables do not map the task. Use the kernel's
+                // tables.
                 self.space = self.space.kernel_sibling();
                 self.space.read_u64(slot, budget).ok()?
             }
@@ -328,13 +335,13 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Where the vDSO, code of the kernel for its programs, is in process memory `mm`.
+    /// Returns the address of the vDSO in process memory `mm`.
     pub fn vdso(&mut self, mm: u64, budget: &mut Budget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
-    /// The mapping of process memory `mm` that `address` is in.
+    /// Returns the mapping of process memory `mm` that contains `address`.
     pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<Mapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
@@ -356,7 +363,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .filter(|mapping| (mapping.start..mapping.end).contains(&address))
     }
 
-    /// What the `vm_area_struct` at `area` says.
+    /// Reads the `vm_area_struct` at `area`.
     fn area(&mut self, area: u64, budget: &mut Budget) -> Option<Mapping> {
         let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
@@ -374,9 +381,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Descends a maple tree: the area that `address` is in, if any, and the last address of which the same
-    /// is true. An encoded node pointer carries the node's type in bits 3 to 6; the root says by bit 1
-    /// whether it is a node at all.
+    /// Looks up `address` in a maple tree. Returns the area that contains it, if any, and the last
+    /// address with the same result. Bits 3 to 6 of an encoded node pointer contain the node's
+    /// type; bit 1 of the root tells whether it is a node.
     fn maple_lookup(
         &mut self,
         areas: &Areas,
@@ -397,7 +404,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         let (mut entry, mut last) = (root, u64::MAX);
         let area = |entry: u64| (entry >> 63 == 1).then_some(entry);
         if entry & 3 != 2 {
-            // The root of a tree of one range is that range's entry.
+            // The root of a tree with a single range is the entry of that range.
             return Some((area(entry), last));
         }
         for _ in 0..MAX_TREE_DEPTH {
@@ -408,7 +415,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
                 3 => (false, arange_pivot, arange_slot, ARANGE_SLOTS),
                 _ => return None,
             };
-            // The last slot has no pivot, and 0 stands for "up to the node's end" where fewer are in use.
+            // The last slot has no pivot. In a partly used node, pivot 0 means "up to the end of
+            // the node".
             let mut slot = count - 1;
             for i in 0..count - 1 {
                 let pivot = self.kernel_u64(node.wrapping_add(pivots + 8 * i), budget)?;
@@ -429,8 +437,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         None
     }
 
-    /// The path of a mapping's file into the end of `buf`; the part of it that was filled. What is not
-    /// printable ASCII reads `?`. `None` when it cannot be read; a path too long loses its beginning.
+    /// Writes the path of a mapping's file to the end of `buf` and returns it, with `?` for bytes
+    /// that are not printable ASCII. A path that is too long loses its beginning. Returns `None` if
+    /// the path cannot be read.
     pub fn file_path<'b>(&mut self, file: u64, buf: &'b mut [u8], budget: &mut Budget) -> Option<&'b str> {
         let f = self.layout.maps.as_ref()?.files.as_ref()?;
         let mut dentry = self.kernel_u64(file.wrapping_add(f.dentry), budget)?;
@@ -442,8 +451,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         for _ in 0..MAX_COMPONENTS {
             let parent = self.kernel_u64(dentry.wrapping_add(f.parent), budget)?;
             if parent == dentry {
-                // The root of a file system: go on where it is mounted, until the mount that is its own
-                // parent.
+                // At the root of a file system, continue at its mount point, until a mount is its
+                // own parent.
                 let above = self.kernel_u64(mount.wrapping_add(f.mount_parent), budget);
                 let point = self.kernel_u64(mount.wrapping_add(f.mount_point), budget);
                 match (above, point) {
@@ -475,8 +484,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         (!path.is_empty()).then_some(path)
     }
 
-    /// The build-id of the program or library that `mapping` is of: from its headers, which are mapped below
-    /// its code. `None` when it has none, they have never been touched, or the program is one of 32 bits.
+    /// Returns the build ID of the file of `mapping`, read from its headers, which are mapped below
+    /// its code. Returns `None` if the file has no build ID, is a 32-bit program, or its headers
+    /// are not in memory.
     pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<BuildId> {
         let first = self.first_part(mm, mapping, budget)?;
         let mut header = [0; 64];
@@ -503,7 +513,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// The mapping of the beginning of the file that `mapping` is of, below it.
+    /// Returns the mapping, below `mapping`, of the first page of the same file.
     fn first_part(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<Mapping> {
         let mut first = *mapping;
         let mut left = MAX_PARTS;
@@ -517,7 +527,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(first)
     }
 
-    /// Bytes of a file from `offset` on, of which `first` has the beginning mapped.
+    /// Reads bytes of a file from `offset`; `first` is the mapping of its first page.
     fn file_bytes(
         &mut self,
         first: &Mapping,

@@ -1,17 +1,17 @@
-//! A small guest made of bytes, for tests: page tables are built with a bump allocator at the top of RAM.
+//! A small synthetic guest for tests. Page tables are allocated downwards from the end of RAM.
 
-/// RAM from guest-physical 0, with page tables growing down from its end.
+/// RAM from guest-physical address 0, with page tables that grow down from its end.
 pub struct TestGuest {
-    /// The memory.
+    /// Contents of RAM.
     pub ram: Vec<u8>,
-    /// Value for CR3.
+    /// CR3 value: address of the root table.
     pub root: u64,
     la57: bool,
     next: u64,
 }
 
 impl TestGuest {
-    /// `bytes` of RAM (a multiple of 4 KiB) and an empty root table.
+    /// Creates a guest with `bytes` bytes of RAM (a multiple of 4 KiB) and an empty root table.
     pub fn new(bytes: usize, la57: bool) -> Self {
         let root = bytes as u64 - 4096;
         Self {
@@ -22,7 +22,8 @@ impl TestGuest {
         }
     }
 
-    /// Maps the page of `gva` to `gpa`; `level` 1, 2 or 3 for 4 KiB, 2 MiB or 1 GiB.
+    /// Maps the page of `gva` to `gpa`. `level` 1, 2 or 3 selects a page size of 4 KiB, 2 MiB or 1
+    /// GiB.
     pub fn map(&mut self, gva: u64, gpa: u64, level: u32) {
         let mut table = self.root;
         for l in (level + 1..=if self.la57 { 5 } else { 4 }).rev() {
@@ -44,7 +45,7 @@ impl TestGuest {
         );
     }
 
-    /// The 8 bytes at `gpa`.
+    /// Reads the 8 bytes at `gpa`.
     pub fn get(&self, gpa: u64) -> u64 {
         u64::from_le_bytes(self.ram[gpa as usize..gpa as usize + 8].try_into().unwrap())
     }
@@ -55,7 +56,7 @@ impl TestGuest {
     }
 }
 
-/// The two sections of ORC tables for (address, sp_offset, bp_offset, flags) rows.
+/// Builds the two sections of ORC tables from rows of address, sp_offset, bp_offset and flags.
 pub(crate) fn orc_sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
     for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {

@@ -1,22 +1,24 @@
-//! The call chain of one sample: kernel frames, then user frames, innermost first.
+//! Unwinds the call chain of a sample: kernel frames, then user frames, innermost first.
 //!
-//! What is exact and what is not:
-//! - **Kernel by ORC** is exact wherever the tables cover the address (all of vmlinux; not modules, JIT
-//!   code). Where they do not, a frame pointer is tried once, as the kernel does, and the chain is marked as
-//!   guessed.
-//! - **Kernel by frame pointers**, for kernels built with them.
-//! - **User by frame pointers** is right for code that keeps them. Where the frame pointer is known to be
-//!   late it is mended: in the first instructions of a function and at its `ret`, by looking at the
-//!   instruction interrupted (this is certain). Two more cases are likely and marked as guessed: system-call
-//!   stubs of C libraries, which keep no frame, by the return address at `rsp` when a call instruction
-//!   precedes it; and leaf functions (compilers keep no frame in them even when told to keep frame pointers),
-//!   when the call that precedes the return address at `rsp` goes to just below the interrupted address and
-//!   its target does not begin with `push rbp`.
-//! - **From kernel to user**: by the `pt_regs` the unwinding arrives at; if it did not arrive, by the one at
-//!   the top of the kernel stack, after checking that it looks like one (then also marked as guessed). In the
-//!   entry code, where no `pt_regs` is complete, by what SYSCALL and the entry code keep (see `entry`).
+//! Accuracy of the methods:
+//! - **Kernel by ORC** is exact for all addresses that the tables cover (vmlinux, but not modules
+//!   and JIT code). For other addresses, the frame pointer is tried once, as the kernel does, and
+//!   the chain is marked as guessed.
+//! - **Kernel by frame pointers** is used for kernels built with them.
+//! - **User by frame pointers** is correct for code built with them. The first instructions of a
+//!   function and its `ret`, where the frame pointer is not the function's own, are recognized by
+//!   the interrupted instruction (exact). Two more cases are probable only and marked as guessed:
+//!   system-call stubs of C libraries, which have no frame, use the return address at `rsp` if a
+//!   call instruction precedes it; leaf functions, which have no frame even if compiled with frame
+//!   pointers, use it if that call targets an address just below the interrupted one that does not
+//!   begin with `push rbp`.
+//! - **From kernel to user**, the walk uses the `pt_regs` at which kernel unwinding arrives. If it
+//!   does not arrive there, it uses the `pt_regs` at the top of the kernel stack after a
+//!   plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
+//!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
 //!
-//! A walk is bounded by the slice given, by [`Limits`], and by its own rule that a stack goes one way.
+//! A walk is bounded by the output slice, by [`Limits`], and by the rule that stack addresses must
+//! ascend.
 
 pub mod context;
 mod entry;
@@ -31,12 +33,12 @@ use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
 pub use parts::{End, KernelUnwind};
 use parts::{Others, Out, USER32_CS, UserRegs, end_of, plausible_user};
 
-/// `PERF_CONTEXT_GUEST_KERNEL`: the frames after it are the guest kernel's.
+/// `PERF_CONTEXT_GUEST_KERNEL`: marks the following frames as guest kernel frames.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
-/// `PERF_CONTEXT_GUEST_USER`: the frames after it are guest user space's.
+/// `PERF_CONTEXT_GUEST_USER`: marks the following frames as guest user frames.
 pub const CONTEXT_GUEST_USER: u64 = (-2560i64).cast_unsigned();
 
-/// `struct pt_regs` of x86-64: offsets in bytes.
+/// Offsets in `struct pt_regs` of x86-64, in bytes.
 mod pt_regs {
     pub const R13: u64 = 16;
     pub const BP: u64 = 32;
@@ -49,22 +51,22 @@ mod pt_regs {
 
 /// Kernel stacks are 16 KiB and aligned to their size.
 const THREAD_SIZE: u64 = 16 << 10;
-/// Stacks a kernel chain may pass through: NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry, task.
+/// Maximum number of stacks in a kernel chain: NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry, task.
 const MAX_STACK_SWITCHES: u32 = 9;
 
-/// What one chain may cost.
+/// The limits of one call chain.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Frames of kernel and user together (markers not counted).
+    /// Maximum number of kernel and user frames, without context markers.
     pub max_frames: usize,
-    /// Reads of guest memory.
+    /// Maximum number of guest memory reads.
     pub max_reads: u32,
-    /// Time. `None` leaves it to `max_reads`.
+    /// Maximum time; `None` for no time limit.
     pub max_time: Option<Duration>,
 }
 
 impl Default for Limits {
-    /// perf's default depth, and four times the reads that such a chain takes.
+    /// Returns perf's default depth, and four times the reads that such a chain takes.
     fn default() -> Self {
         Self {
             max_frames: 127,
@@ -74,19 +76,19 @@ impl Default for Limits {
     }
 }
 
-/// How a chain ended, as it is told with a sample.
+/// Why the parts of a call chain ended, as stored in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ends {
-    /// How the kernel part ended; `None`: there is none.
+    /// Why the kernel part ended; `None` without a kernel part.
     pub kernel: Option<End>,
-    /// Likewise the user part.
+    /// Why the user part ended; `None` without a user part.
     pub user: Option<End>,
-    /// A step was taken that is likely and not certain.
+    /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
 }
 
 impl Ends {
-    /// In two bytes.
+    /// Encodes the value in two bytes.
     pub fn to_bytes(self) -> [u8; 2] {
         [
             End::code(self.kernel) | End::code(self.user) << 4,
@@ -94,7 +96,7 @@ impl Ends {
         ]
     }
 
-    /// Decodes these two bytes. Any bytes are accepted.
+    /// Decodes two bytes. Accepts any value.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
             kernel: End::from_code(ends & 15),
@@ -103,36 +105,36 @@ impl Ends {
         }
     }
 
-    /// The bound that cut the chain short, if one did.
+    /// Returns the name of the limit that truncated the chain, if any.
     pub fn cut_short(self) -> Option<&'static str> {
         let bound = |end: Option<End>| end.and_then(End::bound);
         bound(self.user).or(bound(self.kernel))
     }
 }
 
-/// What a walk found.
+/// The result of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
-    /// Entries of the slice that are filled, markers included.
+    /// Number of slice entries filled, including context markers.
     pub len: usize,
-    /// Kernel frames among them.
+    /// Number of kernel frames.
     pub kernel_frames: usize,
-    /// User frames among them.
+    /// Number of user frames.
     pub user_frames: usize,
-    /// How the kernel part ended; `None` when the sample is a user one.
+    /// Why the kernel part ended; `None` for a user sample.
     pub kernel_end: Option<End>,
-    /// How the user part ended; `None` when there is none.
+    /// Why the user part ended; `None` without a user part.
     pub user_end: Option<End>,
-    /// A step was taken that is likely and not certain.
+    /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
-    /// Reads of guest memory made.
+    /// Number of guest memory reads.
     pub reads: u32,
-    /// Where the program is, or where the kernel was entered from.
+    /// User registers at the sample or at the kernel entry.
     user: Option<UserRegs>,
 }
 
 impl Chain {
-    /// How it ended.
+    /// Returns why the parts of the chain ended.
     pub fn ends(&self) -> Ends {
         Ends {
             kernel: self.kernel_end,
@@ -142,10 +144,10 @@ impl Chain {
     }
 }
 
-/// Walks the stacks of a stopped vCPU into `out`.
+/// Unwinds the stacks of a stopped vCPU into `out`.
 ///
-/// The chain starts with the interrupted address itself. Without `kernel` (none known) a kernel sample has
-/// that one frame, and the user part is still looked for. Allocates nothing.
+/// The chain starts with the interrupted address. If `kernel` is `None`, a kernel sample has only
+/// that frame, and the user part is still unwound if its registers are found. Does not allocate.
 pub fn walk<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -201,7 +203,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain
 }
 
-/// No page tables to walk: the interrupted address is all there is.
+/// Without page tables, the chain consists of the interrupted address only.
 fn without_tables(user: Option<UserRegs>, chain: &mut Chain, out: &mut Out<'_>) {
     match user {
         None => {
@@ -218,8 +220,8 @@ fn without_tables(user: Option<UserRegs>, chain: &mut Chain, out: &mut Out<'_>) 
     chain.len = out.len;
 }
 
-/// Walks the kernel's stack, behind the interrupted address, which is in `out`. Where the kernel was entered
-/// from a program: the program's registers.
+/// Unwinds the kernel stack. The interrupted address is already in `out`. Returns the user
+/// registers if the kernel was entered from user mode.
 fn walk_kernel<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -268,12 +270,12 @@ struct State {
     ip: u64,
     sp: u64,
     bp: u64,
-    /// Registers other than these are known at the first frame and just above a `pt_regs`.
+    /// Registers that are known only at the first frame and just above a `pt_regs`.
     dx: Option<u64>,
     di: Option<u64>,
     r10: Option<u64>,
     r13: Option<u64>,
-    /// The address is that of an interrupted instruction, not of one after a call.
+    /// `true` if the address is the interrupted instruction, not a return address.
     exact_ip: bool,
 }
 
@@ -301,7 +303,7 @@ struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     user: Option<UserRegs>,
 }
 
-/// The result of one step of the kernel part.
+/// The result of one step of kernel unwinding.
 enum Step {
     Frame,
     Boundary,
@@ -319,7 +321,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         let mut switches = 0;
         loop {
             let before = self.state.sp;
-            // A return address may belong to the next function when the call was the last instruction.
+            // If the call was the last instruction of a function, its return address belongs to the
+            // next function. Look up the byte before.
             let probe = self.state.ip.wrapping_sub(u64::from(!self.state.exact_ip));
             let step = match orc.find(probe.wrapping_sub(slide)) {
                 Some(OrcEntry {
@@ -406,8 +409,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(Step::Frame)
     }
 
-    /// Goes on from a `pt_regs` at `at`; with `bp` given only its last five words are there. True when those
-    /// registers are user space's.
+    /// Continues from the `pt_regs` at `at`. If `bp` is given, only the last five words are valid.
+    /// Returns `true` if the registers are those of user mode.
     fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<bool, End> {
         let hardware = at.wrapping_add(pt_regs::IP);
         let ip = self.word(hardware)?;
@@ -419,16 +422,17 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             None => self.word(at.wrapping_add(pt_regs::BP))?,
         };
         if cs & 3 == 3 {
-            // orig_ax, just below ip, is a system call's number or, for interrupts, negative or an error
-            // code; which it was matters only to how the first user frame is mended, and that looks at the
-            // code.
+            // orig_ax, just below ip, contains a system-call number, an error code or a negative
+            // value. The distinction matters only for the first user frame, which is determined
+            // from the code.
             self.user = Some(UserRegs {
                 ip,
                 sp,
                 bp,
                 wide: cs & 0xFFFF != USER32_CS,
                 exact_ip: false,
-                // On the way into the kernel, and out of it, some are still in the vCPU: which is not known.
+                // On entry to and exit from the kernel, an unknown subset of the registers is still
+                // in the vCPU.
                 others: if partial { Others::Lost } else { Others::At(at) },
             });
             return Ok(true);
@@ -453,8 +457,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(false)
     }
 
-    /// An address without a table entry: a module's, or generated code. Its caller is taken from the frame
-    /// pointer if that points into this stack and at a kernel address.
+    /// Guesses the caller of an address without a table entry (a module or generated code): the
+    /// frame pointer must point into this stack, and to a kernel address.
     fn guess_by_frame_pointer(&mut self) -> Result<Step, End> {
         let State { sp, bp, .. } = self.state;
         if bp < sp || bp - sp > THREAD_SIZE || bp % 8 != 0 {
@@ -484,8 +488,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(Step::Frame)
     }
 
-    /// For kernels built with frame pointers. At entries from an exception the kernel leaves the address of
-    /// the `pt_regs` in rbp with bit 0 set; a system call leaves 0.
+    /// Unwinds kernels built with frame pointers. On exception entry, the kernel sets rbp to the
+    /// address of the `pt_regs` with bit 0 set; on system-call entry, it sets rbp to 0.
     fn by_frame_pointers(&mut self) -> End {
         let mut switches = 0;
         loop {
@@ -521,8 +525,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// The user registers a task's kernel stack has at its top, for chains that did not reach them. After a
-    /// complete chain by tables there is nothing to look for: it ended where no user registers are.
+    /// Takes the user registers from the top of the task's kernel stack if the walk did not reach
+    /// them. Not done after a complete walk by tables, which ended where no user registers exist.
     fn user_from_stack_top(&mut self, end: End, frame_pointers: bool) {
         if matches!(end, End::Spent | End::Full) || (end == End::Complete && !frame_pointers) {
             return;

@@ -1,13 +1,13 @@
-//! A chain is walked at every sample on a vCPU's thread: it must not allocate.
+//! Tests that unwinding does not allocate, because a vCPU thread unwinds a chain at every sample.
 //!
-//! A program of its own, because `allocation-counter` replaces the global allocator.
+//! A separate test binary, because `allocation-counter` replaces the global allocator.
 
 use allocation_counter::measure;
 use guest_profile::unwind::{KernelUnwind, Limits, walk};
 use guest_profile::{Budget, GuestRegs};
 use kernel_images::orc::OrcTable;
 
-/// The lower and the upper half both map guest-physical 0 with one 1 GiB page.
+/// The lower and the upper half both map guest-physical address 0 with one 1-GiB page.
 const UPPER: u64 = 0xffff_8000_0000_0000;
 
 fn guest() -> Vec<u8> {
@@ -16,7 +16,8 @@ fn guest() -> Vec<u8> {
     put(0x1000, 0x2007);
     put(0x1000 + 8 * 256, 0x2007);
     put(0x2000, 0x87);
-    // Kernel stack at 0x8000: a frame, then user registers; user stack at 0x4000 with two frames.
+    // The kernel stack at 0x8000 has one frame and the user registers; the user stack at 0x4000 has
+    // two frames.
     put(0x8010, UPPER + 0x9021);
     for (i, v) in [0x5050, 0x33, 0x202, 0x4000, 0x2b].into_iter().enumerate() {
         put(0x8018 + 128 + 8 * i, v);

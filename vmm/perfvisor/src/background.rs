@@ -1,4 +1,5 @@
-//! A VM without a terminal: in a shell's background, as a daemon of its own, under a service manager.
+//! Running a VM without a terminal: as a background job of a shell, as a daemon ([`daemonize`]), or
+//! under a service manager ([`ServiceManager`]).
 #![expect(unsafe_code, reason = "fork(2), setsid(2), dup2(2), signal(2)")]
 
 use std::ffi::OsStr;
@@ -12,48 +13,53 @@ use std::path::Path;
 
 use crate::exit::ExitStatus;
 
-/// What the parent is told when the VM runs.
+/// Byte that the daemon writes to its parent once the VM runs.
 const RUNS: u8 = b'R';
 
-/// Why there is no daemon.
+/// Failure to start the daemon: the operation, and the operating system's error.
 #[derive(Debug, thiserror::Error)]
 #[error("--daemonize: {0} failed")]
 pub struct DaemonError(&'static str, #[source] io::Error);
 
-/// A terminal's job control must not stop the VM: writing to a terminal from the background is allowed
-/// whatever `stty tostop` says, and reading from it fails instead of stopping the process. The terminal
-/// is then left as it is, and the guest has no input.
+/// Ignores SIGTTIN and SIGTTOU, so that a terminal's job control cannot stop the VM.
+///
+/// A process in the background can then write to the terminal even with `stty tostop`, and its
+/// reads fail instead of stopping it. The caller must leave the terminal settings unchanged and
+/// give the guest no input.
 pub fn survive_job_control() {
-    // SAFETY: ignoring these signals runs no code of ours. SIGTTIN and SIGTTOU have no other use here.
+    // SAFETY: ignoring these signals runs no code of this process. SIGTTIN and SIGTTOU have no
+    // other use here.
     unsafe {
         libc::signal(libc::SIGTTIN, libc::SIG_IGN);
         libc::signal(libc::SIGTTOU, libc::SIG_IGN);
     }
 }
 
-/// The process that becomes the daemon, until its VM runs.
+/// A daemon process whose VM does not run yet.
 pub struct Starting {
     tell: PipeWriter,
-    /// `/dev/null`. When the VM runs it is too late to open it: landlock keeps the process from such files.
+    /// `/dev/null`, opened early because landlock denies it once the VM runs.
     null: File,
 }
 
-/// Goes on in a process of its own, in a session of its own. The first process waits until the VM runs,
-/// or does not, and ends with 0 or with the other's exit status: this returns in the second process only.
+/// Forks, and continues in the child in a new session.
 ///
-/// No other thread may exist yet.
+/// The parent waits until the VM runs and then exits with 0, or exits with the child's exit status
+/// if the child ends before. This function therefore returns only in the child. The process must
+/// have a single thread.
 ///
 /// # Errors
-/// [`DaemonError`].
+/// Returns [`DaemonError`] if a system call fails.
 pub fn daemonize() -> Result<Starting, DaemonError> {
     let failed = |what| move |e| DaemonError(what, e);
     let (hear, tell) = io::pipe().map_err(failed("pipe"))?;
-    // SAFETY: the process has one thread, so the child has all that it needs, and no lock is held by another.
+    // SAFETY: the process has one thread, so the child inherits no lock that another thread holds.
     match unsafe { libc::fork() } {
         -1 => Err(DaemonError("fork", io::Error::last_os_error())),
         0 => {
             drop(hear);
-            // SAFETY: the call takes nothing. The child leads no process group, so it does not fail.
+            // SAFETY: setsid takes no arguments. The child is no process group leader, so the call
+            // cannot fail.
             unsafe { libc::setsid() };
             let null = File::options().read(true).write(true).open("/dev/null");
             let null = null.map_err(failed("opening /dev/null"))?;
@@ -67,14 +73,14 @@ pub fn daemonize() -> Result<Starting, DaemonError> {
     }
 }
 
-/// The exit status of the first process.
+/// Waits until the VM runs or the child ends, and returns the exit status of the parent.
 fn wait_for(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     let mut word = [0];
     if matches!(hear.read(&mut word), Ok(1)) && word[0] == RUNS {
         return 0;
     }
     let mut status = 0;
-    // SAFETY: `status` is a valid place for the length of the call.
+    // SAFETY: `status` is valid for writes during the call.
     let ended = unsafe { libc::waitpid(child, &mut status, 0) };
     if ended == child && libc::WIFEXITED(status) {
         return libc::WEXITSTATUS(status);
@@ -82,9 +88,9 @@ fn wait_for(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     ExitStatus::Internal.code().into()
 }
 
-/// `null` in the place of a standard stream.
+/// Redirects a standard stream to `null`.
 fn replace(stream: i32, null: &File) -> io::Result<()> {
-    // SAFETY: both are descriptors of this process; a standard stream's owner is the process.
+    // SAFETY: both descriptors are open in this process, which owns its standard streams.
     if unsafe { libc::dup2(null.as_raw_fd(), stream) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -92,35 +98,37 @@ fn replace(stream: i32, null: &File) -> io::Result<()> {
 }
 
 impl Starting {
-    /// Where the streams of the daemon lead.
+    /// Returns `/dev/null`, to which the daemon's standard streams are redirected.
     pub fn null(&self) -> &File {
         &self.null
     }
 
-    /// The VM runs: the first process ends with 0, and the standard streams are let go.
+    /// Makes the parent exit with 0 and redirects the standard streams to `/dev/null`. Called once
+    /// the VM runs.
     ///
     /// # Errors
-    /// [`DaemonError`].
+    /// Returns [`DaemonError`] if a standard stream cannot be redirected.
     pub fn runs(mut self) -> Result<(), DaemonError> {
         for stream in [libc::STDOUT_FILENO, libc::STDERR_FILENO] {
             replace(stream, &self.null).map_err(|e| DaemonError("dup2", e))?;
         }
-        // Nobody hears it if the first process was killed: the VM runs all the same.
+        // The write fails if the parent was killed. The VM continues in that case.
         let _ = self.tell.write_all(&[RUNS]);
         Ok(())
     }
 }
 
-/// Variable with the address of the service manager's socket (sd_notify(3)).
+/// Environment variable with the address of the service manager's socket (sd_notify(3)).
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// The connection to a service manager. It is made before the VM's threads have their filters: afterwards
-/// none of them can connect to anything.
+/// A connection to the service manager, if one started this process.
+///
+/// Must be created before the VM's threads install their seccomp filters, which forbid connect(2).
 #[derive(Debug, Default)]
 pub struct ServiceManager(Option<UnixDatagram>);
 
 impl ServiceManager {
-    /// Connects to the service manager that started this process, if one did. A failure is logged.
+    /// Connects to the service manager that started this process, if any. Logs a failure.
     pub fn connect() -> Self {
         let Some(address) = std::env::var_os(NOTIFY_SOCKET) else {
             return Self(None);
@@ -133,12 +141,12 @@ impl ServiceManager {
         Self(connected.inspect_err(|e| log::warn!("NOTIFY_SOCKET: {e}")).ok())
     }
 
-    /// Tells that the VM runs.
+    /// Notifies the service manager that the VM runs.
     pub fn ready(&self) {
         self.notify(&format!("READY=1\nMAINPID={}\n", std::process::id()));
     }
 
-    /// Tells that the VM is ending.
+    /// Notifies the service manager that the VM is shutting down.
     pub fn stopping(&self) {
         self.notify("STOPPING=1\n");
     }
@@ -150,7 +158,7 @@ impl ServiceManager {
     }
 }
 
-/// The address that `NOTIFY_SOCKET` names: an absolute path, or an abstract name after `@`.
+/// Parses the value of `NOTIFY_SOCKET`: an absolute path, or an abstract name after `@`.
 fn address_of(text: &[u8]) -> io::Result<SocketAddr> {
     match text {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
@@ -162,9 +170,10 @@ fn address_of(text: &[u8]) -> io::Result<SocketAddr> {
     }
 }
 
-/// A file that reaches the limit of file sizes fails with an error, instead of ending the VM (SIGXFSZ).
+/// Ignores SIGXFSZ, so that a write beyond the file size limit fails with EFBIG instead of killing
+/// the VM.
 pub fn survive_file_size_limit() {
-    // SAFETY: ignoring the signal runs no code of ours; write(2) returns EFBIG then.
+    // SAFETY: ignoring the signal runs no code of this process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 

@@ -1,4 +1,4 @@
-//! `perfvisor check`: what this host can do, in words or as JSON.
+//! `perfvisor check`: reports the capabilities of this host as text or as JSON.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -23,61 +23,56 @@ use perfvisor_vmm::pmu::backing;
 use perfvisor_vmm::pmu::fit::{self, fit};
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 
-/// Everything `perfvisor check` says.
+/// The complete report of `perfvisor check`.
 #[derive(Debug, Serialize)]
 struct Report {
-    /// Version of this program.
     perfvisor: &'static str,
-    /// The host's kernel release.
     kernel: String,
-    /// KVM, or why there is none.
     #[serde(serialize_with = "or_line")]
     kvm: Result<KvmCapabilities, HostError>,
-    /// KVM's own vPMU, or why there is none.
+    /// KVM's own vPMU, or the reason why it is unavailable.
     #[serde(serialize_with = "or_line")]
     own_pmu: Result<KvmPmuOffer, CheckError>,
-    /// What the exact backing can step.
+    /// Single-stepping capabilities for the exact backing.
     stepping: Option<Stepping>,
-    /// Whether the host's kernel can move frames of network devices, or why not.
+    /// Whether vhost-net is available, or the reason why not.
     #[serde(serialize_with = "or_line")]
     vhost_net: Result<bool, VhostError>,
-    /// perf events.
     perf: HostProbe,
     /// Whether the limits of perf_event_paranoid apply to this process.
     paranoid_applies: bool,
-    /// What `--pmu auto` gives here.
+    /// PMU model that `--pmu auto` selects on this host.
     pmu_auto: String,
-    /// What the model that was asked about gives here.
+    /// Description of the PMU model given by `--pmu`.
     pmu_asked: Option<String>,
-    /// How counters of that model compete for the host's, in one line.
+    /// One-line summary of how the model's counters compete for the host's counters.
     pmu_competition: Option<String>,
-    /// What `--pmu auto` gives with `--backing kvm`; `None` where there is no such backing.
+    /// PMU model that `--pmu auto` selects with `--backing kvm`; `None` if KVM has no vPMU.
     own_pmu_auto: Option<String>,
-    /// What the model that was asked about gives with it, or why it cannot be.
+    /// Description of the model given by `--pmu` with `--backing kvm`, or the reason why KVM cannot
+    /// provide it.
     #[serde(serialize_with = "or_line_if_asked")]
     own_pmu_asked: Option<Result<String, KvmVpmuModelError>>,
-    /// How counters of that model compete for the host's, in one line.
+    /// One-line summary of how the counters of KVM's vPMU compete for the host's counters.
     own_pmu_competition: Option<String>,
-    /// What a turn costs a guest where events share counters; `None` where there are no counters, else why
-    /// it is not known.
+    /// Cost of one multiplexing rotation for a guest; `None` without hardware counters.
     #[serde(serialize_with = "or_line_if_asked")]
     turns: Option<Result<RotationCost, HostError>>,
-    /// What operators may take where `perfvisor run` is told nothing else.
+    /// Default operator limits of `perfvisor run`.
     limits: Limits,
-    /// What counts each event of a guest under `--backing auto`.
+    /// Backing of each guest event under `--backing auto`.
     events: Vec<EventBacking>,
 }
 
-/// What operators may take by default.
+/// Default limits for operators.
 #[derive(Debug, Serialize)]
 struct Limits {
-    /// `--sample-limit`.
     samples_per_second: u64,
-    /// `--ring-memory`, of a user who is not root.
+    /// Default of `--ring-memory` for a user other than root, in bytes.
     ring_bytes: u64,
-    /// `--reserve-counters`.
+    /// Default of `--reserve-counters`.
     reserved_counters: usize,
-    /// The most that `--reserve-counters` takes here.
+    /// Maximum value of `--reserve-counters` on this host.
     reservable_counters: usize,
 }
 
@@ -94,41 +89,36 @@ impl Limits {
     }
 }
 
-/// What counts one guest event.
+/// The backing of one guest event.
 #[derive(Debug, Serialize)]
 struct EventBacking {
     event: &'static str,
     backing: &'static str,
-    /// What a user must know to read the number.
+    /// Hint for the interpretation of the count.
     note: &'static str,
 }
 
-/// Why the host cannot run any guest, or cannot be looked at.
+/// Errors of `perfvisor check`.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
-    /// KVM cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// No KVM, and so no vPMU of its own.
     #[error("there is no KVM to ask")]
     NoKvm,
-    /// KVM has no vPMU of its own.
     #[error(transparent)]
     KvmVpmuUnavailable(#[from] KvmVpmuUnavailable),
-    /// No such model.
     #[error(transparent)]
     PmuModel(#[from] ModelError),
-    /// What was printed is not complete.
     #[error(transparent)]
     Output(#[from] OutputError),
 }
 
-/// A result as JSON: the error as one line.
+/// Serializes a result, with the error as a one-line string.
 fn or_line<T: Serialize, E: Error, S: Serializer>(result: &Result<T, E>, to: S) -> Result<S::Ok, S::Error> {
     result.as_ref().map_err(|e| error_line(e)).serialize(to)
 }
 
-/// The same where there may be none.
+/// Serializes an optional result like [`or_line`].
 fn or_line_if_asked<T: Serialize, E: Error, S: Serializer>(
     result: &Option<Result<T, E>>,
     to: S,
@@ -142,7 +132,7 @@ fn or_line_if_asked<T: Serialize, E: Error, S: Serializer>(
 /// Prints the report.
 ///
 /// # Errors
-/// [`CheckError`], when the host cannot run any guest.
+/// Returns [`CheckError`] if the host cannot run any guest or the output is incomplete.
 pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
     let report = Report::collect(args)?;
     if args.json {
@@ -217,7 +207,7 @@ impl Report {
         })
     }
 
-    /// What this KVM can do.
+    /// Adds the capabilities of KVM to the report.
     fn about_kvm(&self, kvm: &KvmCapabilities, line: &mut dyn FnMut(&str, &str)) {
         line("KVM", &kvm.flavour.to_string());
         line(
@@ -386,7 +376,7 @@ fn yes(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
-/// What backs each event under `--backing auto` on a host of this vendor.
+/// Returns the backing of each event under `--backing auto` on a host of this vendor.
 fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
     let (other, refused) = match vendor {
         Vendor::Intel => (
@@ -411,7 +401,8 @@ fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
                     "clock",
                     "vCPU run time x TSC frequency; :u or :k alone is an estimate",
                 ),
-                // Generic cache events are the last level's on one vendor and the second's on the other.
+                // Generic cache events refer to the last-level cache on Intel and to the L2 cache
+                // on AMD.
                 Some(backing) if auto.known(event, other).is_none() => (backing.name(), refused),
                 Some(backing) => (backing.name(), ""),
             };
@@ -424,7 +415,7 @@ fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
         .collect()
 }
 
-/// Whether this process has CAP_PERFMON or CAP_SYS_ADMIN (capabilities(7)) in effect.
+/// Returns whether CAP_PERFMON or CAP_SYS_ADMIN is in the effective set (capabilities(7)).
 fn has_perfmon_capability() -> bool {
     const CAP_SYS_ADMIN: u32 = 21;
     const CAP_PERFMON: u32 = 38;
@@ -443,7 +434,7 @@ mod tests {
 
     use super::*;
 
-    /// A host that counts cache events says that a model of the other vendor does not.
+    /// On a host that counts cache events, the note names the vendor whose models refuse them.
     #[test]
     fn refused_cache_events_of_another_vendor_are_mentioned() {
         let opens = |name: &str| GenericEvent {

@@ -1,7 +1,8 @@
-//! The command line: what can be asked for, checked before anything is started.
+//! The command line: subcommands, options and their validation.
 //!
-//! Every mistake is one line on standard error that names the value and what is allowed, and exit
-//! status 2. Adding an option: a field here with its doc comment, and a parser with its test (`values`).
+//! An invalid argument produces one line on standard error that names the value and the valid
+//! values, and exit status 2. A new option needs a field with a doc comment (its help text), and a
+//! value parser with a test in `values`.
 
 mod other_words;
 mod perf_options;
@@ -148,12 +149,12 @@ pub struct KeepShareArgs {
     pub command: Vec<OsString>,
 }
 
-/// The program's command line, with what clap is not told by the types.
+/// Returns the clap command with the settings that derive attributes cannot express.
 pub fn command() -> clap::Command {
     with_negative_numbers(perf_options::taken(Cli::command()))
 }
 
-/// `-1` after an option is a value, so that what is said of it is what is wrong with the value.
+/// Treats `-1` after an option as its value, so that the error message is about the value.
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command
         .mut_args(|arg| {
@@ -167,7 +168,7 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
         .mut_subcommands(with_negative_numbers)
 }
 
-/// The names of what `path` (`perfvisor ctl`) can be asked to do.
+/// Returns the names of the subcommands of `path`, such as `perfvisor ctl`.
 fn commands_of(path: &str) -> String {
     let mut command = command();
     for name in path.split(' ').skip(1) {
@@ -384,16 +385,16 @@ pub struct RunArgs {
     pub stats: bool,
 }
 
-/// What parsing the arguments led to instead of a command.
+/// Reason why parsing ends without a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CliExit {
-    /// Help or version text, for standard output; exit status 0.
+    /// Help or version text for standard output. The exit status is 0.
     Text(String),
-    /// One line, for standard error; exit status 2.
+    /// One-line error message for standard error. The exit status is 2.
     Error(String),
 }
 
-/// Parses arguments, the program's name first.
+/// Parses the arguments; the first one is the program name.
 pub fn parse<I, T>(args: I) -> Result<Cli, CliExit>
 where
     I: IntoIterator<Item = T>,
@@ -403,8 +404,10 @@ where
     parse_run(&args).map_or_else(|| parse_any(args), Ok)
 }
 
-/// A right command line of `run` alone, without a file of options: a guest is to run soon, and the
-/// description of all commands takes a while. `None`: anything else, and whatever is wrong.
+/// Parses a valid `run` command line without building the clap description of all commands, which
+/// would delay the start of the guest.
+///
+/// Returns `None` for other commands, for `--config`, and for invalid arguments.
 fn parse_run(args: &[OsString]) -> Option<Cli> {
     let mut words = args.iter().skip(1).map(|arg| arg.to_str());
     let verbose = |word: &&str| word.starts_with("-v") || *word == "--verbose";
@@ -426,7 +429,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     let command = command();
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
     let mut args = args;
-    // "help record", as many programs have it, is "record --help".
+    // `help record` is an alias of `record --help`, as in many programs.
     if args.get(1).is_some_and(|word| word == "help") {
         args.remove(1);
         args.push("--help".into());
@@ -453,7 +456,8 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     Ok(cli)
 }
 
-/// What to say of a mistake in `ctl status one`: the VM's name comes first. `None`: that is not the mistake.
+/// Returns the error message for `ctl status one`, where the action precedes the VM's name; `None`
+/// for any other error.
 fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
     let ctl = command.find_subcommand("ctl")?;
     let is_action = |word: &str| ctl.find_subcommand(word).is_some();
@@ -470,7 +474,7 @@ fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
         None => Some(format!(
             "the VM's name is missing, which comes first: perfvisor ctl NAME {action}; perfvisor ps lists the names"
         )),
-        // The name of a VM may be that of an action.
+        // A VM may have the name of an action.
         Some(name) if is_action(name) => None,
         Some(name) => {
             let rest: String = words.map(|word| format!(" {word}")).collect();
@@ -481,7 +485,7 @@ fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
     }
 }
 
-/// Whether a mistake is about one of these options, or about which go together.
+/// Returns whether the error is about one of these options or about a conflict with one.
 fn names_one_of(error: &clap::Error, options: &[String]) -> bool {
     if matches!(
         error.kind(),
@@ -493,14 +497,14 @@ fn names_one_of(error: &clap::Error, options: &[String]) -> bool {
         Some(ContextValue::String(name)) => name.as_str(),
         _ => return false,
     };
-    // As in `--cpus <N>`.
+    // Strips the value name, as in `--cpus <N>`.
     let long = named.split([' ', '=']).next().unwrap_or_default();
     options
         .iter()
         .any(|option| long.strip_prefix("--") == Some(option))
 }
 
-/// clap's several lines as one.
+/// Condenses clap's multi-line error into one line.
 fn explain(error: &clap::Error) -> CliExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
@@ -509,7 +513,7 @@ fn explain(error: &clap::Error) -> CliExit {
     };
     let path = command_of(error);
     let see = format!("see `{path} --help`");
-    // clap's own guess.
+    // clap's suggestion.
     let meant = |kind| match context(kind) {
         guess if guess.is_empty() => String::new(),
         guess => format!("; did you mean '{guess}'?"),
@@ -597,7 +601,7 @@ fn explain(error: &clap::Error) -> CliExit {
     CliExit::Error(one_line(&line))
 }
 
-/// What does here what the command `typed` does in other programs, or an action of `ctl` without `ctl`.
+/// Returns a hint for a command of another program, or for an action of `ctl` without `ctl`.
 fn other_command(typed: &str) -> Option<String> {
     let command = command();
     let ctl = command.find_subcommand("ctl");
@@ -605,7 +609,7 @@ fn other_command(typed: &str) -> Option<String> {
     other_words::command(typed, actions.map(clap::Command::get_name))
 }
 
-/// What somebody may have meant who typed a word that is no option behind the command `path`.
+/// Returns a hint about the option for a stray positional argument of the command `path`.
 fn named_by_option(path: &str) -> &'static str {
     match path.split_whitespace().last() {
         Some("run") => "; a kernel is named by --kernel FILE, the VM by --name NAME",
@@ -614,8 +618,7 @@ fn named_by_option(path: &str) -> &'static str {
     }
 }
 
-/// What clap and the standard library say of a number, in the words of the other messages. `None`: they say
-/// something else.
+/// Rewords clap's and the standard library's number parsing errors; `None` for any other reason.
 fn in_words(reason: &str) -> Option<String> {
     if let Some((_, range)) = reason.split_once(" is not in ") {
         let (from, to) = range.split_once("..")?;
@@ -638,7 +641,7 @@ fn in_words(reason: &str) -> Option<String> {
     })
 }
 
-/// The command that was being parsed, from the usage that clap would print: `perfvisor run`.
+/// Returns the command being parsed, such as `perfvisor run`, from clap's usage string.
 fn command_of(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let usage = text

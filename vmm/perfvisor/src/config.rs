@@ -1,9 +1,8 @@
-//! `run --config FILE`: a TOML file whose keys are the options of `perfvisor run`, and `--dump-config`, which
-//! writes one.
+//! `run --config FILE` and `--dump-config`: the options of `perfvisor run` as a TOML file.
 //!
-//! The file becomes arguments, which clap reads as it reads those of the command line. So an option has one
-//! parser, one check and one message, and a new option is in the file by being an option. What is on the
-//! command line is taken instead of what the file says.
+//! The keys of the file become command-line arguments, which clap then parses. An option therefore
+//! has one parser, one validation and one error message, and a new option is available in the file
+//! without further code. The command line overrides the file.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -17,78 +16,58 @@ use toml::{Table, Value};
 
 use crate::input;
 
-/// Largest file that is read, in bytes.
+/// Maximum size of the file, in bytes.
 const MOST_BYTES: u64 = 1 << 20;
-/// Options that are no keys.
+/// Options that cannot be keys.
 const NO_KEYS: [&str; 3] = ["config", "dump-config", "help"];
 
-/// What is wrong with a file of options. Each is one line.
+/// Errors of the configuration file. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// It cannot be read.
     #[error("--config {}: cannot read it", .0.display())]
     Read(PathBuf, #[source] std::io::Error),
-    /// It has no end, or is something else.
     #[error("--config {}: it has more than 1 MiB, so it is no file of options", .0.display())]
     TooLarge(PathBuf),
-    /// It is not TOML.
     #[error("--config {}: line {line}: {why}", path.display())]
-    Syntax {
-        /// The file.
-        path: PathBuf,
-        /// Where.
-        line: usize,
-        /// What is wrong there.
-        why: String,
-    },
-    /// No such option.
+    Syntax { path: PathBuf, line: usize, why: String },
     #[error("--config {}: unknown key '{key}'{hint}; known are {known}", path.display())]
     Unknown {
-        /// The file.
         path: PathBuf,
-        /// The key.
         key: String,
-        /// The one that may be meant, as a question.
         hint: String,
-        /// Those that there are.
         known: String,
     },
-    /// A value of a kind that the option does not take.
     #[error("--config {}: {key}: must be {wanted}, not {found}", path.display())]
     Kind {
-        /// The file.
         path: PathBuf,
-        /// The key.
         key: String,
-        /// What it takes.
         wanted: &'static str,
-        /// What is there.
         found: &'static str,
     },
-    /// A value that cannot be written as TOML.
     #[error("--dump-config: the value of --{0} is no UTF-8 text, which a TOML file cannot hold")]
     NotText(String),
 }
 
-/// The arguments with those of the file that `--config` names, and which keys that were.
+/// The arguments after the expansion of `--config`.
 #[derive(Debug)]
 pub struct Expanded {
     /// All arguments.
     pub args: Vec<OsString>,
-    /// The file, and the keys in it that count.
+    /// The file, and the keys that the command line does not override.
     pub from_file: Option<(PathBuf, Vec<String>)>,
 }
 
-/// Puts the options of the file that `run --config` names into `args`, unless the same option is there.
+/// Inserts the options of the file named by `run --config` into `args`, except those that `args`
+/// contains already.
 ///
 /// # Errors
-/// [`ConfigError`].
+/// Returns [`ConfigError`] if the file cannot be read or is invalid.
 pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, ConfigError> {
     let unchanged = |args| Expanded {
         args,
         from_file: None,
     };
-    // What is wrong with the arguments is said when all of them are there.
+    // Errors in the arguments are reported after the expansion.
     let lenient = command.clone().ignore_errors(true);
     let Ok(matches) = lenient.try_get_matches_from(&args) else {
         return Ok(unchanged(args));
@@ -130,7 +109,7 @@ fn run_of(command: &Command) -> &Command {
     command.find_subcommand("run").unwrap_or(command)
 }
 
-/// The options that can be keys.
+/// Returns the options that can be keys.
 fn options(run: &Command) -> impl Iterator<Item = &Arg> {
     run.get_arguments().filter(|option| {
         !option.is_hide_set() && option.get_long().is_some_and(|long| !NO_KEYS.contains(&long))
@@ -158,7 +137,7 @@ fn read(path: &Path) -> Result<Table, ConfigError> {
     })
 }
 
-/// What a key and its value are on a command line.
+/// Converts a key and its value to command-line arguments.
 fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<OsString>, ConfigError> {
     let wrong = |wanted| ConfigError::Kind {
         path: path.into(),
@@ -202,15 +181,17 @@ fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<
     }
 }
 
-/// Whether the option may be given without its value, as `--vsock`: `true` in a file.
+/// Returns whether the value of the option is optional, as of `--vsock`. In a file, `true` stands
+/// for the missing value.
 fn may_be_bare(option: &Arg) -> bool {
     option.get_num_args().is_some_and(|count| count.min_values() == 0)
 }
 
-/// The options of `run` as such a file: those that were given, and as comments the defaults of the others.
+/// Writes the options of `run` as a configuration file, with the defaults of unused options as
+/// comments.
 ///
 /// # Errors
-/// [`ConfigError::NotText`].
+/// Returns [`ConfigError::NotText`] if a value cannot be represented in TOML.
 pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError> {
     let mut out = String::new();
     for option in options(run_of(command)) {
@@ -224,7 +205,7 @@ pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError
             "# "
         };
         if matches!(option.get_action(), ArgAction::SetTrue) {
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ = writeln!(out, "{comment}{key} = {}", given.get_flag(id));
             continue;
         }
@@ -238,7 +219,7 @@ pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError
         let value = match (option.get_action(), texts) {
             (_, texts) if texts.is_empty() => continue,
             (ArgAction::Append, texts) => Value::Array(texts),
-            // What clap takes for the value that is not there.
+            // clap reports an omitted value as an empty string.
             (_, texts) if may_be_bare(option) && texts == [Value::String(String::new())] => {
                 Value::Boolean(true)
             }
@@ -296,7 +277,7 @@ mod tests {
         assert_eq!(args.mux_turn.unwrap().as_micros(), 500);
     }
 
-    /// `vsock = true` was refused as a value `on`.
+    /// Regression test: `vsock = true` was rejected as the value `on`.
     #[test]
     fn an_option_whose_value_may_be_left_out_is_true_or_false_in_a_file() {
         let bare = with_file("vsock = true\njail = true\n", &[]).unwrap();
@@ -336,7 +317,7 @@ mod tests {
             let line = line(text, &[]);
             assert!(parts.iter().all(|part| line.contains(part)), "{text:?}: {line}");
         }
-        // What is wrong on the command line is not the file's.
+        // Errors on the command line are not attributed to the file.
         let Err(CliExit::Error(own)) = with_file("memory = \"64M\"", &["--cpus", "0"]) else {
             panic!("0 vCPUs");
         };
@@ -351,7 +332,7 @@ mod tests {
         assert!(endless.contains("1 MiB"), "{endless}");
     }
 
-    /// What is dumped and read again is the same: as arguments, and dumped once more.
+    /// A dump gives the same arguments when it is read again, and the same dump.
     #[test]
     fn a_dump_is_read_as_what_it_was_made_of() {
         let args = [

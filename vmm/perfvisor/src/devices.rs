@@ -1,4 +1,4 @@
-//! The virtio devices of a machine, as the arguments of `perfvisor run` ask for them.
+//! Creates the virtio devices that the arguments of `perfvisor run` request.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -26,66 +26,53 @@ use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 use crate::cli::RunArgs;
 use perf_core::error_line;
 
-/// Why a device cannot be had: bad input of the user.
+/// Errors of the device options.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// No disk.
     #[error("--disk")]
     Disk(#[source] ImageError),
-    /// No tap device.
     #[error("--net")]
     Tap(#[source] TapError),
-    /// A tap device that cannot be asked.
     #[error("--net tap={0}: its MTU cannot be read")]
     Mtu(String, #[source] io::Error),
-    /// The host's kernel cannot move its frames.
     #[error("--net tap={0},vhost=on")]
     VhostMode(String, #[source] VhostError),
-    /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
-    /// Two network devices with the same address.
     #[error("--net: mac={0} is there twice: give each network device an address of its own")]
     MacTwice(MacAddress),
-    /// Two disks with the same serial number.
     #[error(
         "--disk: serial={0} is there twice: give each disk a serial number of its own (without one it is disk0, disk1, ...)"
     )]
     SerialTwice(String),
-    /// A disk, and nothing to boot what is on it by.
     #[error(
         "--disk without --kernel: Perfvisor has no firmware that boots a disk; give the kernel of the system on it \
          with --kernel, its initrd with --initrd, and root= in --cmdline"
     )]
     NoKernel,
-    /// No shared directory.
     #[error("--share-dir")]
     FsDevice(#[from] BackendError),
-    /// Two by the same name.
     #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
     TagTwice(String),
-    /// No directory for its socket.
     #[error("--share-dir")]
     Place(#[from] place::PlaceError),
-    /// This program cannot be found again, to keep a back end running.
     #[error("--share-dir: this program's own path")]
     OwnPath(#[source] io::Error),
-    /// Messages cannot go where they should.
     #[error("--share-dir: the log")]
     Log(#[source] io::Error),
-    /// No entropy.
     #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
     EntropyDevice(#[source] io::Error),
-    /// No sockets between the guest and the host.
     #[error("--vsock")]
     Vsock(#[from] VsockError),
 }
 
-/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them. `log` is where
-/// their processes' messages go; standard error if nothing is there. `broker` connects to sockets for them.
+/// Creates the devices of VM `vm` in the order in which the guest discovers them.
+///
+/// `log` receives the messages of device processes; the default is standard error. `broker`
+/// connects to sockets on behalf of the devices.
 ///
 /// # Errors
-/// [`DeviceError`]; nothing of the guest's has been touched.
+/// Returns [`DeviceError`]; no file of the guest has been modified in that case.
 pub fn wanted(
     args: &RunArgs,
     vm: &str,
@@ -105,7 +92,7 @@ pub fn wanted(
         let share = share(config, &format!("share{i}"), &tag((i, config)), vm, log)?;
         devices.push(Box::new(share.with_broker(broker)?));
     }
-    // The built-in guests have no use for one.
+    // The built-in guests do not use an entropy device.
     if args.rng && args.kernel.is_some() {
         devices.push(Box::new(
             EntropyDevice::new().map_err(DeviceError::EntropyDevice)?,
@@ -117,8 +104,8 @@ pub fn wanted(
     Ok(devices)
 }
 
-/// Refuses what cannot be there twice, before anything is opened or started: a guest would take two disks or
-/// network devices for one.
+/// Rejects duplicate taps, MAC addresses, serial numbers and tags before any device is opened. A
+/// guest would take two disks or network devices with the same identity for one.
 fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     let serials = args.disk.iter().enumerate().map(|(i, config)| {
         let serial = config.serial.clone();
@@ -131,14 +118,14 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     once(taps).map_err(DeviceError::TapTwice)?;
     once(macs).map_err(DeviceError::MacTwice)?;
     once(tags).map_err(DeviceError::TagTwice)?;
-    // The built-in guests would ignore it, and their test of the PMU is not what was asked for.
+    // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
     if args.kernel.is_none() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
     }
     Ok(())
 }
 
-/// The first that was there before is the error.
+/// Returns the first duplicate as the error.
 fn once<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
     let mut seen = HashSet::new();
     all.into_iter().try_for_each(|one| {
@@ -150,24 +137,24 @@ fn once<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
     })
 }
 
-/// The name of disk `index`, which is its serial number too if it has no other.
+/// Returns the name of disk `index`, which is also its default serial number.
 fn disk_name(index: usize) -> String {
     format!("disk{index}")
 }
 
-/// The guest's address of a network device.
+/// Returns the guest's MAC address of a network device.
 fn mac(config: &NetConfig, vm: &str) -> MacAddress {
     config
         .mac
         .unwrap_or_else(|| MacAddress::derived_from(&format!("{vm}/{}", config.tap)))
 }
 
-/// What the guest mounts a shared directory by.
+/// Returns the mount tag of a shared directory.
 fn tag((index, config): (usize, &ShareConfig)) -> String {
     config.tag.clone().unwrap_or_else(|| format!("share{index}"))
 }
 
-/// Shared directory `name` of VM `vm`.
+/// Creates the device of shared directory `name` of VM `vm`.
 fn share(
     config: &ShareConfig,
     name: &str,
@@ -192,25 +179,25 @@ fn share(
     )?)
 }
 
-/// The vsock device of VM `vm`.
+/// Creates the vsock device of VM `vm`.
 fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
     let path = vsock_socket(config, vm);
     log::info!("vsock: guest address {}, {}", config.cid, path.display());
     VsockDevice::new(config.cid, &path)
 }
 
-/// The socket at which the virtiofsd of shared directory `name` listens.
+/// Returns the path of the virtiofsd socket of shared directory `name`.
 fn share_socket(vm: &str, name: &str) -> PathBuf {
     place::directory().join(format!("{vm}.{name}"))
 }
 
-/// The socket of the vsock device.
+/// Returns the path of the vsock device's socket.
 fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
     let beside = || place::vsock_path(&place::directory(), vm);
     config.socket.clone().unwrap_or_else(beside)
 }
 
-/// The sockets at which the devices of VM `vm` listen.
+/// Returns the paths of all sockets at which the devices of VM `vm` listen.
 pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
     let shares = args.share_dir.iter().enumerate();
     let shares = shares.filter(|(_, share)| matches!(share.source, ShareSource::Directory { .. }));
@@ -221,7 +208,7 @@ pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Network device `index` of VM `vm`.
+/// Creates network device `index` of VM `vm`.
 fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, DeviceError> {
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
@@ -254,7 +241,7 @@ mod tests {
         check(&args, "vm").map_err(|e| error_line(&e))
     }
 
-    /// Neither the files nor the taps are there: nothing is opened.
+    /// The check precedes any access: the files and taps of this test do not exist.
     #[test]
     fn what_a_guest_would_take_for_one_is_refused() {
         for (words, said) in [

@@ -1,32 +1,32 @@
-//! How a command ends: its exit status.
+//! Exit statuses of the commands.
 
-/// How `perfvisor run` ended, as its exit status. The guest's own statuses, written to the
-/// debug-exit port, are odd; all of ours are even.
+/// The exit status of a command.
+///
+/// Guest statuses, written to the debug-exit port, are odd; all statuses of Perfvisor are even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
-    /// The guest powered off, or the operator ended it with Ctrl-A x.
+    /// The guest powered off, or the operator ended the VM with Ctrl-A x.
     PoweredOff,
-    /// The guest wrote to the debug-exit port: (value << 1) | 1.
+    /// The guest wrote a value to the debug-exit port; the status is (value << 1) | 1.
     Guest(u8),
-    /// What a command in the guest ended with (`perfvisor exec`).
+    /// Exit status of a command in the guest (`perfvisor exec`).
     Command(u8),
-    /// `perfvisor validate` found something wrong, `record` could not write all samples, or `cp` left
-    /// something out.
+    /// `perfvisor validate` found a deviation, `record` lost samples, or `cp` skipped a file.
     CheckFailed,
-    /// Bad input: an option, a file, the host.
+    /// Invalid option, unusable file or unsuitable host.
     BadInput,
-    /// The guest asked for a reset.
+    /// The guest requested a reset.
     Reset,
-    /// A triple fault or another shutdown of a vCPU.
+    /// Triple fault or other shutdown of a vCPU.
     TripleFault,
-    /// Perfvisor or KVM failed.
+    /// Internal error of Perfvisor or KVM.
     Internal,
     /// Ended by SIGTERM or SIGINT.
     Terminated,
 }
 
 impl ExitStatus {
-    /// The number.
+    /// Returns the numeric exit status.
     pub fn code(self) -> u8 {
         match self {
             ExitStatus::PoweredOff => 0,

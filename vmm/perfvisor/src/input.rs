@@ -1,5 +1,5 @@
-//! Files that a user names and that are read from their beginning to their end. They may be anything: what a
-//! file says of its size need not be true, and a pipe may have nobody who writes to it.
+//! Sequential reading of files named by the user. A file may report a wrong size, and a pipe may
+//! have no writer.
 
 use std::fs::File;
 use std::io::{self, Chain, Cursor, ErrorKind, Read};
@@ -11,23 +11,23 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::signals::asked_to_end;
 
-/// What is read at once to see whether somebody writes to a pipe, in bytes.
+/// Number of bytes read at first to detect whether a pipe has a writer.
 const FIRST: usize = 4096;
 
-/// Between two looks for Ctrl-C while somebody else has to write first.
+/// Polling interval for Ctrl-C while a read waits for a writer.
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
 
-/// A file that was opened by [`open`].
+/// A file opened by [`open`].
 pub type Input = Chain<Cursor<Vec<u8>>, Waiting>;
 
-/// A file whose writer may take its time: a signal to end ends a read, also where signals are blocked.
+/// A file whose writer may be slow. A stop signal ends a read even in a thread that blocks signals.
 #[derive(Debug)]
 pub struct Waiting {
     file: File,
-    /// Nobody has to write first.
+    /// `true` for a regular file, which needs no writer.
     is_file: bool,
 }
 
@@ -42,21 +42,24 @@ impl Read for Waiting {
     }
 }
 
-/// What is said of a pipe that was being waited for.
+/// The error of a read interrupted by a stop signal.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted before its end was read")]
 pub struct EndedBySignal;
 
-/// What is said of a pipe without a writer: a plain open(2) would wait for one, perhaps for ever.
+/// The error of opening a pipe without a writer, for which a blocking open(2) would wait
+/// indefinitely.
 #[derive(Debug, thiserror::Error)]
 #[error("it is a pipe that nobody writes to; give a file, or a pipe with a writer as of <(COMMAND)")]
 pub struct NobodyWrites;
 
-/// Opens `path` for reading without waiting for anybody. A pipe that somebody writes to, as a shell makes of
-/// `<(COMMAND)`, is a file like another: reading it waits for its writer, or for a signal to end.
+/// Opens `path` for reading without blocking.
+///
+/// Pipes with a writer are accepted, such as those of the shell's `<(COMMAND)`. Reads from a pipe
+/// wait for the writer or for a stop signal.
 ///
 /// # Errors
-/// Those of open(2); a pipe that nobody writes to ([`NobodyWrites`]).
+/// Returns the error of open(2), or [`NobodyWrites`] if a pipe has no writer.
 pub fn open(path: &Path) -> io::Result<Input> {
     let mut file = without_waiting(path)?;
     let mut begin = Vec::new();
@@ -66,21 +69,22 @@ pub fn open(path: &Path) -> io::Result<Input> {
         match file.read(&mut bytes) {
             Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NobodyWrites)),
             Ok(count) => begin.extend_from_slice(&bytes[..count]),
-            // Somebody has it open, and has not written yet.
+            // The pipe has a writer that has not written yet.
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
             Err(e) => return Err(e),
         }
     }
-    // A descriptor of its own, also for what a shell names /dev/fd/N: nobody else's flags change.
+    // The descriptor has its own file description even for /dev/fd/N, so other descriptors keep
+    // their flags.
     fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
     let is_file = kind.is_file() || kind.is_dir();
     Ok(Cursor::new(begin).chain(Waiting { file, is_file }))
 }
 
-/// Whether `path` can be opened for reading, without waiting and without reading.
+/// Checks that `path` can be opened for reading, without blocking and without reading.
 ///
 /// # Errors
-/// Those of open(2).
+/// Returns the error of open(2).
 pub fn can_be_read(path: &Path) -> io::Result<()> {
     without_waiting(path).map(drop)
 }
@@ -114,23 +118,23 @@ mod tests {
         let why = text(&pipe).unwrap_err();
         assert!(why.to_string().contains("nobody writes"), "{why}");
         can_be_read(&pipe).unwrap();
-        // More than is looked at first, and more than a pipe holds.
+        // More than the first read and more than the capacity of a pipe.
         let many = "0123456789abcdef".repeat(20_000);
         for late in [false, true] {
-            // Both ends, so that neither open waits.
+            // A descriptor for both ends, so that neither open blocks.
             let both = File::options().read(true).write(true).open(&pipe).unwrap();
             let mut writer = File::options().write(true).open(&pipe).unwrap();
             let words = many.clone();
             let write = move || io::Write::write_all(&mut writer, words.as_bytes()).unwrap();
             let opened = if late {
-                // Somebody has it open and has written nothing yet.
+                // The pipe has a writer that has not written yet.
                 let opened = open(&pipe).unwrap();
                 drop(both);
                 let writes = std::thread::spawn(write);
                 (opened, writes)
             } else {
                 let writes = std::thread::spawn(write);
-                // The writer has begun before it is opened, and cannot end before it is read.
+                // The writer starts before the pipe is opened and cannot finish before it is read.
                 while rustix::io::ioctl_fionread(&both).unwrap() == 0 {
                     std::thread::yield_now();
                 }

@@ -1,25 +1,25 @@
-//! `--jail`: whom a VM's process becomes, and what it may take of the host.
+//! `--jail`: the user, control group and resource limits of a VM's process.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::values::{ValueError, parse_bytes, whole};
 
-/// Highest number of a user or a group; the one above means nobody in particular to the kernel.
+/// Maximum user or group ID. The kernel reserves the next value as an invalid ID.
 const MAX_ID: u64 = u32::MAX as u64 - 1;
 
-/// Limits of the number of descriptors: a VM with a few devices fits into the least; the most is the kernel's
-/// default of `fs.nr_open`.
+/// Range of the descriptor limit. The minimum suffices for a VM with a few devices; the maximum is
+/// the kernel's default of `fs.nr_open`.
 const DESCRIPTORS: std::ops::RangeInclusive<u64> = 64..=1 << 20;
 
-/// What `--jail` was given.
+/// The parsed value of `--jail`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailConfig {
-    /// The user to become.
+    /// User ID of the process.
     pub uid: Option<u32>,
-    /// The group to become; that of the user's number if only a user is given.
+    /// Group ID of the process; the default is the user ID.
     pub gid: Option<u32>,
-    /// The control group to join: a directory of cgroup v2 that is there.
+    /// Control group to join: an existing cgroup v2 directory.
     pub cgroup: Option<PathBuf>,
     /// Maximum size of a file that the VM writes, in bytes (`RLIMIT_FSIZE`).
     pub file_size: Option<u64>,
@@ -27,24 +27,19 @@ pub struct JailConfig {
     pub descriptors: Option<u64>,
 }
 
-/// What is wrong with the words of `--jail`.
+/// Errors of parsing `--jail`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JailConfigError {
-    /// No such word.
     #[error(
         "'{0}' is nothing that a jail has; known are uid=N, gid=N and cgroup=DIR, and the limits fsize=SIZE and no-file=N, separated by commas"
     )]
     Unknown(String),
-    /// The same word again.
     #[error("{0}= is there twice")]
     Twice(&'static str),
-    /// No number.
     #[error("{0}=")]
     Number(&'static str, #[source] ValueError),
-    /// No directory.
     #[error("cgroup= without a directory: name one of cgroup v2, as /sys/fs/cgroup/vms/web")]
     NoDirectory,
-    /// A group without a user.
     #[error("gid= without uid=: the user would stay; name both")]
     GroupAlone,
 }

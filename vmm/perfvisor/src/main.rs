@@ -1,26 +1,25 @@
 //! The `perfvisor` program: the command line and its commands.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `cli` | what can be asked for, checked before anything is started |
-//! | `run` | `perfvisor run`: puts a machine, a console and the servers together, and waits for the end |
-//! | `jail` | whom a VM becomes by `--jail` |
-//! | `devices` | the virtio devices that the arguments ask for |
-//! | `check` | `perfvisor check`: what this host can do |
-//! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
-//! | `exporter` | `perfvisor exporter`: all VMs of the host over HTTP |
+//! | `cli` | command line parsing and validation |
+//! | `run` | `perfvisor run`: creates the machine, consoles and servers, and runs the VM to its end |
+//! | `jail` | the options of `--jail` |
+//! | `devices` | virtio devices from the arguments |
+//! | `check` | `perfvisor check`: capabilities of this host |
+//! | `commands` | operator commands for running VMs and recordings |
+//! | `exporter` | `perfvisor exporter`: metrics of all VMs over HTTP |
 //! | `config` | the options of `run` as a TOML file |
-//! | `background` | a VM without a terminal: daemon, service |
-//! | `stopping` | the signals that end a VM, and its power button |
-//! | `signals` | the signals that end a command or a VM |
-//! | `vendor` | the events that a processor's vendor has by name, from perf's tables |
-//! | `values` | the values of options, and what is said of wrong ones |
-//! | `input` | files that a user names, which may be anything |
+//! | `background` | VMs without a terminal: daemon, service |
+//! | `stopping` | stop signals of a VM, and the power button |
+//! | `signals` | signals as file descriptors |
+//! | `vendor` | vendor-specific event names from perf's tables |
+//! | `values` | value parsers of options, and their error messages |
+//! | `input` | sequential reading of user-supplied files |
 //! | `exit` | exit statuses |
 //!
-//! Start with `main` below. Everything that is worth using from another program is in the crates under this
-//! one: `vmm` (the machine), `control-api`, `guest-profile`, `kernel-images`, `validate`. Nothing depends on
-//! this one.
+//! Start reading at `main`. The reusable parts are in the crates below: `vmm` (the machine),
+//! `control-api`, `guest-profile`, `kernel-images` and `validate`. No crate depends on this one.
 
 #![cfg_attr(
     not(test),
@@ -31,7 +30,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// They panic when the reader has gone away; `commands::print` and `say` do not.
+// The standard macros panic if the reader has closed the pipe; `commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 mod background;
@@ -107,12 +106,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// The file for messages cannot be written.
+/// Failure to open the log file.
 #[derive(Debug, thiserror::Error)]
 #[error("--log-file {}", .0.display())]
 struct LogFileError(PathBuf, #[source] io::Error);
 
-/// Does what was asked for. Each command has an error type of its own; here they end.
+/// Executes the command. The error types of all commands are unified here.
 fn obey(
     command: Command,
     start: run::StartTime,
@@ -140,7 +139,7 @@ fn obey(
         Command::Pprof(args) => files::pprof(&args)?,
         Command::Generate(args) => generate::generate(&args, cli::command())?,
         Command::KeepShare(args) => {
-            // virtiofsd maps the guest's memory, and a guest may be able to crash it.
+            // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.
             privileges::forbid_core_dumps();
             keeper::keep(&args.command)?;
             ExitStatus::PoweredOff
@@ -148,10 +147,11 @@ fn obey(
     })
 }
 
-/// Has the kernel kill this process when the thread that started it ends. Returns whether `parent` is there.
+/// Makes the kernel kill this process when the thread that started it ends. Returns whether
+/// `parent` still exists.
 fn ends_with(parent: u32) -> bool {
     let set = set_parent_process_death_signal(Some(Signal::KILL));
-    // The process may have ended before.
+    // The parent may have ended before prctl.
     let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
     set.is_ok() && current == Some(parent)
 }
@@ -161,8 +161,9 @@ fn bad_input(line: &str) -> ExitCode {
     ExitCode::from(ExitStatus::BadInput.code())
 }
 
-/// Messages go to standard error or to `file`; `-v` shows more, and `RUST_LOG` has the last word.
-/// `own_guest`: a guest of ours runs. Returns that file.
+/// Initializes logging to standard error or to `file`, and returns that file.
+///
+/// `-v` raises the level, and `RUST_LOG` overrides it. `own_guest` is `true` for a built-in guest.
 fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<File>, LogFileError> {
     let level = match verbose {
         0 => log::LevelFilter::Warn,
@@ -171,12 +172,12 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
         _ => log::LevelFilter::Trace,
     };
     let mut builder = env_logger::Builder::new();
-    // A raw terminal needs the carriage return; files and pipes do not want it.
+    // A terminal in raw mode needs a carriage return; files and pipes do not.
     let mut end = if io::stderr().is_terminal() { "\r\n" } else { "\n" };
     let mut kept = None;
     if let Some(path) = file {
         let failed = |e: io::Error| {
-            // open(2) of a pipe without a reader, if it does not wait.
+            // A nonblocking open(2) of a pipe without a reader fails with ENXIO.
             let nobody = e.raw_os_error() == Some(libc::ENXIO);
             let e = if nobody {
                 io::Error::other("nobody reads there")
@@ -185,7 +186,7 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
             };
             LogFileError(path.into(), e)
         };
-        // Not blocking: a pipe that nobody reads is refused here rather than waited for.
+        // The nonblocking open rejects a pipe without a reader instead of waiting for one.
         let file = paths::append(path, 0o666).map_err(failed)?;
         kept = Some(file.try_clone().map_err(failed)?);
         builder.target(Target::Pipe(Box::new(file)));
@@ -193,14 +194,15 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
     }
     builder
         .filter_level(level)
-        // It logs what a guest does to its queues, without a limit. Our devices log the same within one.
+        // The crate logs guest-triggered queue errors without a rate limit. Perfvisor's devices log
+        // the same errors with one.
         .filter_module(
             "virtio_queue",
             if verbose < 2 { log::LevelFilter::Off } else { level },
         )
-        // It tells of each packet that it does not know.
+        // The crate warns about each unknown packet.
         .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
-        // Its own table says which events are not supported here.
+        // Perfvisor reports unsupported events in a table of its own.
         .filter_module(
             "vpmu::vpmu",
             if own_guest && verbose == 0 {

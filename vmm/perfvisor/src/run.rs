@@ -1,4 +1,5 @@
-//! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
+//! `perfvisor run`: builds a machine from the arguments, runs the VM, and maps its end to an exit
+//! status.
 #![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
 
 mod children;
@@ -56,31 +57,31 @@ use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
 use perfvisor_vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig};
 
-/// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
+/// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
 const DESCRIPTORS: u64 = 64;
-/// Descriptors of a vCPU without events of the host: of KVM, its statistics, its timers, its run time.
+/// Number of descriptors of a vCPU without host events: for KVM, statistics, timers and run time.
 const DESCRIPTORS_OF_A_VCPU: u64 = 8;
-/// What failed, where signals that end the VM did.
+/// Description of the stop signals in an error message.
 const STOP_SIGNALS: &str = "the signals that end it";
-/// How long the guest's last output may take to be written after its end.
+/// Time limit for writing the guest's remaining console output after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 
-/// When the program started.
+/// The start time of the program.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime {
     main: Instant,
-    /// CPU time the process had used before `main`: loading and relocation.
+    /// CPU time consumed before `main` by loading and relocation.
     before_main: Duration,
 }
 
 impl StartTime {
-    /// To be called first in `main`.
+    /// Returns the current time. Must be the first call in `main`.
     pub fn now() -> Self {
         let mut used = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the pointer is to a live local of the right type.
+        // SAFETY: the pointer refers to a live local variable of the right type.
         unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut used) };
         Self {
             main: Instant::now(),
@@ -104,17 +105,18 @@ impl StartTime {
     }
 }
 
-/// Runs a guest to its end. `log_file`: where its messages go besides standard error.
+/// Runs a guest to its end. `log_file` receives log messages in addition to standard error.
 ///
 /// # Errors
-/// [`RunError`]; the exit status is that of bad input.
+/// Returns [`RunError`] if the VM cannot start or fails; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
     let starting = args
         .daemonize
         .then(background::daemonize)
         .transpose()
         .map_err(RunError::Daemon)?;
-    // A daemon's processes hold no stream of whoever started it, who may wait for its end.
+    // Child processes of a daemon must not hold the streams of its starter, which may wait for
+    // their end.
     let log = log_file.or(starting.as_ref().map(Starting::null));
     let inherited = Inherited::mark();
     inherited::clear_environment();
@@ -122,42 +124,44 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     jail::become_user(args)?;
     background::survive_job_control();
     footprint::give_back_what_is_freed();
-    // Another process, so before this one has threads, signals and descriptors of its own.
+    // A separate process, started before this one has threads, signal handlers and descriptors.
     let kernel_reader = kernel_reader(args)?;
     let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
         .map_err(RunError::PerfBroker)?;
     let broker =
         SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
-    // Last of all, the broker removes the VM's sockets.
+    // Dropped last: the broker then removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
     begin_sandbox(args, opener.counting(), log_file)?;
-    // Before any thread exists, so that all of them inherit the mask.
+    // Signals are blocked before the first thread starts, so that all threads inherit the mask.
     let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
     kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
     ignore_sigio().map_err(RunError::start("sigaction failed"))?;
 
     let kvm = host::open()?;
-    // A jail is for a process of one thread.
+    // A process can be jailed only while it has a single thread.
     let begun = args.jail.is_none().then(PendingKvmSetup::now);
-    // By a thread with the rights of whoever opens events later; with more it would find more.
+    // The probe runs with the capabilities that are available for opening events later. With more,
+    // it would find more.
     let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
     let mut config = machine::asked_for(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
     tell_of_few_descriptors(descriptors, &config, &probe);
 
-    // Mistakes in what is asked for end it before anything runs.
+    // Configuration errors end the start before any thread runs.
     config.pmu.core_config().check()?;
     let (name, ends) = Ends::open(args)?;
     let mut devices = devices::wanted(args, &name, log, &broker)?;
     let manager = Arc::new(ServiceManager::connect());
-    // What is of the host's network and of other processes is open. A process to be jailed has no thread yet.
+    // All sockets of the host's network and files of other processes are open. A process to be
+    // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
     let begun = begun.unwrap_or_else(PendingKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
-    // Last: the others stay where guests know them.
+    // Appended last, so that the other devices keep their addresses.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let console = consoles.serial().writer();
     let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, console)?;
@@ -188,12 +192,12 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         starting.runs().map_err(RunError::Daemon)?;
     }
     manager.ready();
-    // All threads have begun, which takes more of the code than a VM needs from then on.
+    // All threads have started, which required more code than the running VM does.
     footprint::let_go_of_the_start();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     manager.stopping();
     drop(gdb);
-    // Whatever ended the loop: no vCPU may wait for room in the console any more.
+    // Whatever ended the loop, no vCPU may keep waiting for console space.
     consoles.stop();
     running.stop_and_join();
     let lost = consoles.finish(CONSOLE_DRAIN);
@@ -208,13 +212,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     Ok(exit_status(running.control()))
 }
 
-/// Who reads what runs in the guest, for operators: a process that is started for it when somebody asks, with
-/// no rights.
+/// Creates the handle for kernel readers: unprivileged processes, started on demand, that parse the
+/// guest kernel for operators.
 fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
     Ok(Arc::new(KernelReader::start(confinement(args))?))
 }
 
-/// How the processes that work for the VM are confined.
+/// Returns the confinement of the VM's helper processes.
 fn confinement(args: &RunArgs) -> ProcessConfinement {
     ProcessConfinement {
         seccomp: args.seccomp,
@@ -222,7 +226,7 @@ fn confinement(args: &RunArgs) -> ProcessConfinement {
     }
 }
 
-/// Ends the socket broker when it is dropped, however the run ends.
+/// A guard that ends the socket broker on drop.
 struct FinishBroker(Arc<SocketBroker>);
 
 impl Drop for FinishBroker {
@@ -231,8 +235,8 @@ impl Drop for FinishBroker {
     }
 }
 
-/// Has faults, panics and forbidden system calls end the process with a line, and makes the filters and rules
-/// that [`confine`] takes on.
+/// Installs the handlers that end the process with one line after a fault, a panic or a forbidden
+/// system call, and prepares the filters and rules that [`confine`] activates.
 fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
     let will = TerminationActions {
         first: restore_terminal,
@@ -246,8 +250,7 @@ fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&Fi
     Ok(())
 }
 
-/// All that the VM needs of the host is open: from here on the process keeps no rights that it has no use
-/// for.
+/// Drops all remaining privileges. Called when every host resource of the VM is open.
 fn confine(args: &RunArgs) -> Result<(), RunError> {
     jail::limit_file_size(args)?;
     privileges::drop_privileges()?;
@@ -258,20 +261,20 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
     sandbox::confine().map_err(|e| RunError::Sandbox(args.seccomp, e))
 }
 
-/// Sockets of operators, observers and debuggers, before a server takes them.
+/// Sockets for operators, observers and debuggers, before the servers start.
 struct Ends {
     sockets: Vec<(SocketAccess, Socket)>,
     gdb: Option<GdbSocket>,
 }
 
 impl Ends {
-    /// The paths of the control sockets.
+    /// Returns the paths of the control sockets.
     fn socket_paths(&self) -> Vec<PathBuf> {
         let sockets = self.sockets.iter();
         sockets.map(|(_, socket)| socket.path().to_owned()).collect()
     }
 
-    /// Opens those that are asked for; the VM's name, too.
+    /// Opens the requested sockets, and returns them with the VM's name.
     fn open(args: &RunArgs) -> Result<(String, Self), RunError> {
         let (name, socket) = control_socket(args.name.as_deref())?;
         let observed = args
@@ -294,7 +297,7 @@ impl Ends {
         Ok((name, ends))
     }
 
-    /// What serves them: of the main loop, and debuggers' thread.
+    /// Starts the servers on the sockets, in the main loop and in the debugger thread.
     fn serve(
         self,
         controlled: ControlledVm,
@@ -310,19 +313,19 @@ impl Ends {
     }
 }
 
-/// A panic is a fault of Perfvisor's. It is said in one line, and ends the VM: at once, unless the thread has
-/// somebody who ends it in order.
+/// Installs a panic hook that logs one line and ends the VM. A panic in a thread with an orderly
+/// shutdown path ends the VM through that path, any other panic immediately.
 fn panics_are_one_line(will: TerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();
         if matches!(kind, Some(ThreadKind::Device | ThreadKind::Socket)) {
-            // Their devices say it.
+            // The device reports the panic.
             return;
         }
         let place = info.location().map(ToString::to_string).unwrap_or_default();
         let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
         if kind == Some(ThreadKind::Profiler) {
-            // Who waits for what it looks for is told.
+            // The operator who waits for the result receives an error.
             log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
             return;
         }
@@ -340,7 +343,7 @@ fn panics_are_one_line(will: TerminationActions) {
     }));
 }
 
-/// Whether what a restart loads can be read without the capabilities that the process began with.
+/// Checks that the files that a restart loads are readable without the initial capabilities.
 fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
         input::can_be_read(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
@@ -348,7 +351,7 @@ fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(),
     Ok(())
 }
 
-/// Says so if `limit` is less than the descriptors that a VM of `config` may come to need.
+/// Logs a warning if `limit` is less than the number of descriptors that a VM of `config` may need.
 fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
     let PmuConfig { model, policy, .. } = &config.pmu;
     let cpus = config.cpus.max();
@@ -368,8 +371,8 @@ fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
     }
 }
 
-/// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need
-/// be.
+/// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
+/// without a control socket.
 fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceError> {
     let dir = place::directory();
     match name {
@@ -390,7 +393,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceE
     }
 }
 
-/// What operators may see of the VM and do to it.
+/// Returns the state and operations of the VM that operators can access.
 fn controlled(
     name: String,
     pmu_name: String,
@@ -448,7 +451,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
         .iter()
         .map(|slot| slot.stats())
         .collect();
-    // Not those that could have come and never did.
+    // Omits exit reasons that never occurred.
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
@@ -467,7 +470,8 @@ fn exit_status(control: &RunControl) -> ExitStatus {
     }
 }
 
-/// The main thread's loop: console input, signals, operators, the perf core's tick, the end of the VM.
+/// Runs the event loop of the main thread: console input, signals, operators, perf-core ticks, and
+/// the end of the VM.
 fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
@@ -513,7 +517,7 @@ fn io_error(e: io::Error) -> event_manager::Error {
     ))
 }
 
-/// What ends or paces a VM from outside its vCPUs.
+/// Signals and timers that end or pace the VM from outside the vCPU threads.
 struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
@@ -522,12 +526,12 @@ struct Housekeeping {
     ticks: TickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,
-    /// Unless a reset ends the VM.
+    /// `None` if a guest reset ends the VM.
     restarter: Option<Restarter>,
 }
 
 impl Housekeeping {
-    /// After anything happened in the loop: operators may have opened events.
+    /// Called after any loop event, because operators may have opened perf events.
     fn shorten_interval(&mut self) {
         self.ticks.shorten_interval(self.pmu.core());
         self.turns.follow(self.pmu.core());
@@ -560,7 +564,7 @@ impl MutEventSubscriber for Housekeeping {
         } else if fd == self.ticks.as_raw_fd() {
             self.ticks.handle_expiration(self.pmu.core());
             if self.pmu.core().has_unhandled_errors() {
-                // A counter lost its place, and its vCPU may stay in the guest for long.
+                // A counter lost its hardware slot, and its vCPU may stay in the guest for long.
                 self.registry.kicker().kick();
             }
         } else if fd == self.turns.as_raw_fd() {
@@ -576,7 +580,7 @@ impl MutEventSubscriber for Housekeeping {
         {
             self.registry.stop_ejected();
         }
-        // The stopped event needs no action: the loop looks at the reason.
+        // The loop checks the reason, so the stop event needs no handler.
     }
 
     fn init(&mut self, ops: &mut EventOps) {

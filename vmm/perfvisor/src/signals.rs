@@ -1,8 +1,8 @@
-//! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the
-//! middle; SIGWINCH and SIGCHLD as others.
+//! Signals as file descriptors: SIGTERM, SIGINT and SIGHUP for an orderly shutdown, SIGWINCH, and
+//! SIGCHLD.
 //!
-//! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal
-//! of the process, in its set or not, and the vCPUs are kicked by signals a thousand times a second.
+//! A thread waits for the signals instead of a signalfd. The kernel wakes the waiters of a signalfd
+//! on every signal of the process, and vCPUs are kicked by signals a thousand times per second.
 #![expect(unsafe_code, reason = "blocks signals and waits for them by system calls")]
 
 use std::io;
@@ -16,20 +16,20 @@ use perfvisor_vmm::privileges;
 use sandbox::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// The signals that ask the VM to end.
+/// Signals that request the end of the VM.
 const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// One of them came and was taken by the thread that waits for them.
+/// Set when the waiting thread has received a stop signal.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// Whether one of the stop signals came since they were blocked: for what waits where no [`StopSignals`] is
-/// at hand. Where they are not blocked, they end the process.
+/// Returns whether a stop signal has arrived since the signals were blocked. For code that has no
+/// [`StopSignals`]; unblocked signals end the process.
 pub fn asked_to_end() -> bool {
     if TAKEN.load(Ordering::SeqCst) {
         return true;
     }
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigpending initialises the set it is given, or fails; sigismember gets an initialised one.
+    // SAFETY: sigpending initializes the set or fails, and sigismember receives an initialized set.
     unsafe {
         libc::sigpending(set.as_mut_ptr()) == 0
             && STOP_SIGNALS
@@ -38,27 +38,27 @@ pub fn asked_to_end() -> bool {
     }
 }
 
-/// The blocked stop signals. The descriptor is readable when one came.
+/// Blocked stop signals and a descriptor that is readable after a signal.
 #[derive(Debug)]
 pub struct StopSignals {
     came: EventFd,
     last: Arc<AtomicI32>,
     resized: EventFd,
     child_ended: EventFd,
-    /// The first one that comes stays for all who look.
+    /// `true` if the first signal stays readable for all threads.
     stays: bool,
 }
 
-/// Signals that are blocked in the calling thread and in those that it starts. Who takes them is to be said
-/// by [`BlockedSignals::wait`]: until then they stay pending.
+/// Signals blocked in the calling thread and its future child threads. The signals stay pending
+/// until [`BlockedSignals::wait`] starts their receiver.
 pub struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
-    /// Blocks the signals that a VM's process handles: those that end it, SIGWINCH
+    /// Blocks the signals that a VM process handles: the stop signals, SIGWINCH
     /// ([`StopSignals::resized`]) and SIGCHLD ([`StopSignals::child_ended`]).
     ///
     /// # Errors
-    /// The system call's error.
+    /// Returns the error of the system call.
     pub fn of_vm() -> io::Result<Self> {
         let [a, b, c] = STOP_SIGNALS;
         Self::all(&[a, b, c, libc::SIGWINCH, libc::SIGCHLD])
@@ -66,7 +66,7 @@ impl BlockedSignals {
 
     fn all(signals: &[libc::c_int]) -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: sigemptyset initialises the set it is given; the later calls get that initialised set.
+        // SAFETY: sigemptyset initializes the set, and the later calls receive the initialized set.
         unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             for signal in signals {
@@ -80,10 +80,10 @@ impl BlockedSignals {
         }
     }
 
-    /// Has a thread wait for them as long as the process lives.
+    /// Starts a thread that receives the signals for the lifetime of the process.
     ///
     /// # Errors
-    /// The system call's error.
+    /// Returns the error of the system call.
     pub fn wait(self) -> io::Result<StopSignals> {
         let set = self.0;
         let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
@@ -96,9 +96,9 @@ impl BlockedSignals {
             privileges::drop_thread_capabilities();
             sandbox::enter(ThreadKind::Signals);
             let mut signal = 0;
-            // SAFETY: both point to valid values of this thread for the length of the call.
+            // SAFETY: both pointers refer to valid values of this thread during the call.
             while unsafe { libc::sigwait(&set, &mut signal) } == 0 {
-                // A counter that is full says what these writes would.
+                // A failed write means that the eventfd counter is full and thus readable.
                 let tell_other = match signal {
                     libc::SIGWINCH => Some(&tell_size),
                     libc::SIGCHLD => Some(&tell_child),
@@ -124,39 +124,39 @@ impl BlockedSignals {
 }
 
 impl StopSignals {
-    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread
-    /// wait for them as long as the process lives.
+    /// Blocks the stop signals in the calling thread and its future child threads, and starts a
+    /// thread that receives them.
     ///
     /// # Errors
-    /// The system call's error.
+    /// Returns the error of the system call.
     pub fn block() -> io::Result<Self> {
         BlockedSignals::all(&STOP_SIGNALS)?.wait()
     }
 
-    /// A descriptor that is readable when the terminal's window has got another size.
+    /// Returns a descriptor that is readable after the terminal window has changed its size.
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the process has no free descriptor.
     pub fn resized(&self) -> io::Result<EventFd> {
         self.resized.try_clone()
     }
 
-    /// Returns a descriptor that is readable when a child process has ended or stopped, if SIGCHLD is
-    /// blocked ([`BlockedSignals::of_vm`]).
+    /// Returns a descriptor that is readable after a child process has ended or stopped, provided
+    /// that SIGCHLD is blocked ([`BlockedSignals::of_vm`]).
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the process has no free descriptor.
     pub fn child_ended(&self) -> io::Result<EventFd> {
         self.child_ended.try_clone()
     }
 
-    /// For several threads that all end at the first signal.
+    /// Makes the first signal visible to several threads.
     #[must_use]
     pub fn for_all(self) -> Self {
         Self { stays: true, ..self }
     }
 
-    /// The number of the last signal that came, if one did since the last call.
+    /// Returns the number of the last stop signal since the previous call, if any.
     pub fn take(&self) -> Option<i32> {
         if self.stays {
             return Some(self.last.load(Ordering::SeqCst)).filter(|signal| *signal != 0);

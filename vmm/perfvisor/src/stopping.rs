@@ -1,5 +1,7 @@
-//! Signals that end a VM. SIGTERM presses the guest's power button first, as a service manager wants it; who
-//! does not listen to that, or takes too long, loses its power.
+//! Orderly shutdown of a VM on signals.
+//!
+//! SIGTERM first presses the guest's power button, as service managers expect. A guest that ignores
+//! the button or exceeds the time limit is powered off.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,12 +15,12 @@ use vmm_sys_util::timerfd::TimerFd;
 use crate::background::ServiceManager;
 use crate::signals::StopSignals;
 
-/// The signals, and the time that the guest has.
+/// Stop signals, and the time limit for the guest's shutdown.
 pub struct Stopping {
     signals: StopSignals,
     timer: TimerFd,
     timeout: Duration,
-    /// The signal after which the button was pressed.
+    /// Signal that pressed the power button.
     pressed: Option<i32>,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
@@ -26,10 +28,10 @@ pub struct Stopping {
 }
 
 impl Stopping {
-    /// Of a VM whose guest has `timeout` to power off.
+    /// Creates the handler for a VM whose guest has `timeout` to power off.
     ///
     /// # Errors
-    /// That of timerfd_create.
+    /// Returns the error of timerfd_create(2).
     pub fn new(
         signals: StopSignals,
         timeout: Duration,
@@ -48,12 +50,13 @@ impl Stopping {
         })
     }
 
-    /// To be watched.
+    /// Returns the descriptors to poll.
     pub fn fds(&self) -> [RawFd; 2] {
         [self.signals.as_raw_fd(), self.timer.as_raw_fd()]
     }
 
-    /// One of them is readable. Whether it was one of them.
+    /// Handles a readable descriptor. Returns `false` if the descriptor belongs to another
+    /// component.
     pub fn serve(&mut self, fd: RawFd) -> bool {
         if fd == self.signals.as_raw_fd() {
             if let Some(signal) = self.signals.take() {

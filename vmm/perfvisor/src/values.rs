@@ -1,6 +1,6 @@
-//! The values of options: their parsers, and what is said of a value that is wrong.
+//! Value parsers of options, and their error messages.
 //!
-//! A type that is parsed where it is defined (`PmuModelName`, `VcpuNumbers`) needs nothing here.
+//! Types with a parser of their own (`PmuModelName`, `VcpuNumbers`) are not repeated here.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -13,35 +13,34 @@ use perf_core::SharePolicy;
 use perfvisor_vmm::gdb::config::{GdbConfig, GdbConfigError};
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
-/// Shortest interval of `stat -I`, in milliseconds.
+/// Minimum interval of `stat -I`, in milliseconds.
 const MIN_INTERVAL_MS: u64 = 10;
-/// Longest interval of `stat -I`, in milliseconds: a day.
+/// Maximum interval of `stat -I`, in milliseconds: one day.
 const MAX_INTERVAL_MS: u64 = 86_400_000;
-/// Numbers of vCPUs in a list stay below this.
+/// Exclusive upper bound of vCPU indices in a list.
 const MAX_VCPU: u32 = 1024;
 
-/// Shortest turn of events that share counters, in milliseconds: the main loop takes turns together that are
-/// closer.
+/// Minimum multiplexing interval, in milliseconds. The main loop would coalesce shorter intervals.
 const MIN_TURN_MS: f64 = 0.2;
-/// Longest turn, in milliseconds.
+/// Maximum multiplexing interval, in milliseconds.
 const MAX_TURN_MS: f64 = 100.0;
-/// Most samples a second of an event: a sample takes a microsecond at least.
+/// Maximum sampling frequency of an event, in Hz. A sample takes at least one microsecond.
 pub const MAX_SAMPLE_RATE_HZ: u64 = 1_000_000;
-/// Least memory for rings.
+/// Minimum memory for rings, in bytes.
 const MIN_RING_BYTES: u64 = 64 << 10;
-/// Most memory for rings.
+/// Maximum memory for rings, in bytes.
 const MAX_RING_BYTES: u64 = 64 << 30;
 
-/// Longest time that a guest may be given to power off, in seconds: a day.
+/// Maximum time for the guest to power off, in seconds: one day.
 const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
 
-/// Whom a guest is for.
+/// The security profile of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Profile {
-    /// Who has the host.
+    /// The guest belongs to the owner of the host.
     #[default]
     Own,
-    /// One of several, who are not to learn of each other.
+    /// The guest is one of several tenants that must not observe each other.
     Tenant,
 }
 
@@ -57,31 +56,29 @@ impl FromStr for Profile {
     }
 }
 
-/// Where observers come in.
+/// The socket for observers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObserversAt {
-    /// The socket.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// The permissions of its file.
+    /// Permissions of the socket's file.
     pub mode: u32,
 }
 
-/// The permissions of the observers' socket if nobody says others: its user and its group.
+/// Default permissions of the observer socket: owner and group.
 const OBSERVERS_MODE: u32 = 0o660;
 
-/// Maximum length of the path of a Unix socket, in bytes (`sun_path` in unix(7) has 108 with the NUL).
+/// Maximum length of the path of a Unix socket, in bytes (`sun_path` in unix(7) has 108 with the
+/// NUL).
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Reason why a text is not `PATH[,mode=MODE]` of a Unix socket.
+/// Errors of parsing `PATH[,mode=MODE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocketPathError {
-    /// The permissions are not octal, or the owner could not connect with them.
     #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
     Mode,
-    /// The path is empty.
     #[error("the path of a socket is missing")]
     Missing,
-    /// The path is too long or has a NUL.
     #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
     Unusable,
 }
@@ -118,102 +115,70 @@ impl FromStr for ObserversAt {
     }
 }
 
-/// What is wrong with a value. Who prints it names the option and the value before it.
+/// Errors of option values. The caller prefixes the message with the option and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
-    /// No built-in guest of that name.
     #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
     Builtin,
-    /// No place for a debugger.
     #[error(transparent)]
     Gdb(GdbConfigError),
-    /// A port of TCP for a debugger.
     #[error(
         "must be the path of a Unix socket, or PATH,wait: gdb connects by `target remote PATH`, not by TCP"
     )]
     GdbPort,
-    /// No profile.
     #[error("must be own or tenant")]
     Profile,
-    /// No size.
     #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
     Size,
-    /// A size of 16 EiB or more.
     #[error("does not fit into 64 bits")]
     SizeTooLarge,
-    /// Less memory than a guest can have.
     #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
-    /// Memory that is no whole number of pages.
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
     MemoryGranule,
-    /// A width that no counter has.
     #[error("the counter width must be 32 to 48 bits")]
     Width,
-    /// No whole number, or out of its range.
     #[error("must be a whole number, {from} to {to}", to = large((*to).into()))]
-    Whole {
-        /// The least.
-        from: u64,
-        /// The largest.
-        to: u64,
-    },
-    /// No limit of PMIs.
+    Whole { from: u64, to: u64 },
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
-    /// No turn that the main loop could keep.
     #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
     Turn,
-    /// No limit of samples.
     #[error("must be a number of samples per second, 1 to {MAX_SAMPLE_RATE_HZ}")]
     SampleLimit,
-    /// No room for one ring, or more than any host gives.
     #[error("must be {}K to {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
     RingMemory,
-    /// Neither on nor off.
     #[error("must be on or off")]
     OnOff,
-    /// No policy; a directory is what other programs share.
     #[error(
         "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
     )]
     Share,
-    /// No list of vCPUs.
     #[error("must be vCPU numbers and ranges, as in 0,2-3")]
     Vcpus,
-    /// No time.
     #[error("must be a number of seconds above 0, as in 2.5")]
     Seconds,
-    /// No time, or more than a day.
     #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
     StopTimeout,
-    /// An interval that is none, too short or too long.
     #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
     Interval,
-    /// Nothing between fields.
     #[error("must not be empty")]
     Empty,
-    /// A share that is none.
     #[error("must be a share from 0 to 100")]
     Percent,
-    /// No tolerance.
     #[error("must be a number of percent, 0 to 50")]
     Tolerance,
-    /// A column that a report does not have.
     #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
     SortKey(String),
-    /// No label of a profile.
     #[error("'{0}' is no label; known are task, event, vcpu and pid")]
     Label(String),
-    /// A recording on standard output.
     #[error("a recording is not written in order, so not to standard output; name a file")]
     RecordingOnStdout,
-    /// Nothing that `perfvisor validate` can be asked to validate.
     #[error("must be all or kvm")]
     ValidatedBacking,
 }
 
-/// A limit; one of more digits than are read at a glance as a power of two, if it is next to one.
+/// Formats a limit. A large limit just below a power of two is written as `2^N - 1`.
 pub fn large(limit: i128) -> String {
     let power = limit.cast_unsigned() + 1;
     if limit > 9_999_999 && power.is_power_of_two() {
@@ -223,7 +188,7 @@ pub fn large(limit: i128) -> String {
     }
 }
 
-/// A parser of whole numbers in a range, which it tells of all that is none of them.
+/// Returns a parser of integers in a range.
 pub fn whole(
     range: std::ops::RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<u64, ValueError> + Clone + Send + Sync + 'static {
@@ -236,13 +201,13 @@ pub fn whole(
     }
 }
 
-/// The built-in guest of this name.
+/// Parses the name of a built-in guest.
 pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
     guest.ok_or(ValueError::Builtin)
 }
 
-/// A size in bytes: a number, or one followed by K, M, G or T.
+/// Parses a size in bytes: a number with an optional suffix K, M, G or T.
 pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
@@ -261,7 +226,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
     bytes.ok_or(ValueError::SizeTooLarge)
 }
 
-/// The memory of a guest.
+/// Parses the size of guest memory.
 pub fn parse_memory(text: &str) -> Result<u64, ValueError> {
     let bytes = parse_bytes(text)?;
     if bytes < MIN_RAM_BYTES {
@@ -273,31 +238,31 @@ pub fn parse_memory(text: &str) -> Result<u64, ValueError> {
     Ok(bytes)
 }
 
-/// The width of counters.
+/// Parses the width of counters, in bits.
 pub fn parse_width(text: &str) -> Result<u8, ValueError> {
     let width = text.parse().ok().filter(|n| (32..=48).contains(n));
     width.ok_or(ValueError::Width)
 }
 
-/// A limit of PMIs a second.
+/// Parses a limit of PMIs per second.
 pub fn parse_pmi_limit(text: &str) -> Result<u32, ValueError> {
     text.parse().map_err(|_| ValueError::PmiLimit)
 }
 
-/// How long turns are.
+/// Parses the multiplexing interval.
 pub fn parse_turn(text: &str) -> Result<Duration, ValueError> {
     let ms = parse_number(text, MIN_TURN_MS..=MAX_TURN_MS).ok_or(ValueError::Turn)?;
     Ok(Duration::from_secs_f64(ms / 1e3))
 }
 
-/// A limit of samples a second.
+/// Parses a limit of samples per second.
 pub fn parse_sample_limit(text: &str) -> Result<u64, ValueError> {
     let hz = text.parse().ok();
     hz.filter(|hz| (1..=MAX_SAMPLE_RATE_HZ).contains(hz))
         .ok_or(ValueError::SampleLimit)
 }
 
-/// Memory for rings.
+/// Parses the memory limit for rings.
 pub fn parse_ring_memory(text: &str) -> Result<u64, ValueError> {
     let bytes = parse_bytes(text)?;
     let range = MIN_RING_BYTES..=MAX_RING_BYTES;
@@ -306,7 +271,7 @@ pub fn parse_ring_memory(text: &str) -> Result<u64, ValueError> {
         .ok_or(ValueError::RingMemory)
 }
 
-/// On or off.
+/// Parses `on` or `off`.
 pub fn parse_on_off(text: &str) -> Result<bool, ValueError> {
     match text {
         "on" => Ok(true),
@@ -315,16 +280,16 @@ pub fn parse_on_off(text: &str) -> Result<bool, ValueError> {
     }
 }
 
-/// Who gets the host's counters.
+/// Parses the policy for sharing the host's counters.
 pub fn parse_share(text: &str) -> Result<SharePolicy, ValueError> {
     text.parse().map_err(|_| ValueError::Share)
 }
 
-/// A list of vCPUs.
+/// A list of vCPU indices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VcpuList(pub Vec<u32>);
 
-/// A list of vCPUs: numbers and ranges, as in 0,2-3.
+/// Parses a list of vCPU indices and ranges, such as `0,2-3`.
 pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
     let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < MAX_VCPU);
     let mut list = Vec::new();
@@ -340,7 +305,8 @@ pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
     Ok(VcpuList(list))
 }
 
-/// Where gdb connects. QEMU's `tcp::1234` and `:1234` would be sockets of such names.
+/// Parses the debugger socket. QEMU's `tcp::1234` and `:1234` are rejected, because they would name
+/// Unix sockets.
 pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
     let path = text.split_once(',').map_or(text, |(path, _)| path);
     let port = path.rsplit_once(':').filter(|(host, _)| !host.contains('/'));
@@ -350,7 +316,7 @@ pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
     text.parse().map_err(ValueError::Gdb)
 }
 
-/// A duration in seconds.
+/// Parses a duration in seconds.
 pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
     match text.parse::<f64>() {
         Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
@@ -358,7 +324,7 @@ pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
     }
 }
 
-/// How long a guest may take to end, in seconds; 0 is no time.
+/// Parses the guest's shutdown time limit in seconds; 0 is valid.
 pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
     match text.parse::<f64>() {
         Ok(s) if (0.0..=MAX_STOP_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
@@ -366,7 +332,7 @@ pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
     }
 }
 
-/// An interval in milliseconds.
+/// Parses an interval in milliseconds.
 pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
     match text.parse::<u64>() {
         Ok(ms) if (MIN_INTERVAL_MS..=MAX_INTERVAL_MS).contains(&ms) => Ok(Duration::from_millis(ms)),
@@ -374,7 +340,7 @@ pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
     }
 }
 
-/// What stands between fields. As in perf, a backslash and a t are a tab.
+/// Parses the field separator. As in perf, `\t` is a tab.
 pub fn parse_separator(text: &str) -> Result<String, ValueError> {
     match text {
         "" => Err(ValueError::Empty),
@@ -383,26 +349,26 @@ pub fn parse_separator(text: &str) -> Result<String, ValueError> {
     }
 }
 
-/// A number within `range`.
+/// Parses a number within `range`.
 fn parse_number(text: &str, range: std::ops::RangeInclusive<f64>) -> Option<f64> {
     text.parse().ok().filter(|number| range.contains(number))
 }
 
-/// A share in percent.
+/// Parses a percentage.
 pub fn parse_percent(text: &str) -> Result<f64, ValueError> {
     parse_number(text, 0.0..=100.0).ok_or(ValueError::Percent)
 }
 
-/// How far counts of time may be off, in percent.
+/// Parses the tolerance of time counts, in percent.
 pub fn parse_tolerance(text: &str) -> Result<f64, ValueError> {
     parse_number(text, 0.0..=50.0).ok_or(ValueError::Tolerance)
 }
 
-/// Columns of a report.
+/// Sort keys of a report.
 #[derive(Clone, Debug)]
 pub struct SortKeys(pub Vec<SortKey>);
 
-/// Columns of a report, as in comm,dso.
+/// Parses the sort keys of a report, such as `comm,dso`.
 pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
     let key = |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ValueError::SortKey(key.to_owned()));
     text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
@@ -412,14 +378,14 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels(pub Vec<Label>);
 
-/// Labels of a profile's samples, as in task,event.
+/// Parses the labels of a profile's samples, such as `task,event`.
 pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
     let label = |name: &str| {
         let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
         found.ok_or_else(|| ValueError::Label(name.to_owned()))
     };
     let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
-    // Each once.
+    // Removes duplicates.
     Ok(Labels(
         Label::ALL
             .into_iter()
@@ -428,7 +394,7 @@ pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
     ))
 }
 
-/// The file of a recording.
+/// Parses the path of a recording.
 pub fn parse_output(text: &str) -> Result<PathBuf, ValueError> {
     match text {
         "-" => Err(ValueError::RecordingOnStdout),
@@ -436,16 +402,16 @@ pub fn parse_output(text: &str) -> Result<PathBuf, ValueError> {
     }
 }
 
-/// What is validated.
+/// The backings to validate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValidatedBacking {
-    /// All that Perfvisor counts with on this host.
+    /// All backings of Perfvisor that this host supports.
     All,
     /// KVM's own vPMU.
     Kvm,
 }
 
-/// What is validated, by its name.
+/// Parses the backing to validate.
 pub fn parse_validated(text: &str) -> Result<ValidatedBacking, ValueError> {
     match text {
         "all" => Ok(ValidatedBacking::All),

@@ -1,13 +1,14 @@
-//! The events that one model of processor has by name, such as `l1d.replacement`, from the tables in perf.
+//! Model-specific event names such as `l1d.replacement`, from the tables compiled into perf.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `cpu` | a processor, as perf's tables name it |
-//! | `parse` | what `perf list` prints, old and new |
-//! | `perf` | asks the perf that is installed, within bounds |
+//! | `cpu` | processor names as in perf's tables |
+//! | `parse` | parsers of the output of `perf list`, text and JSON |
+//! | `perf` | runs the installed perf with limits on time and output |
 //!
-//! perf has the tables of all processors compiled in and shows those of the host's PMU. It looks for the PMU
-//! below a directory that `SYSFS_PATH` can name, so it shows them where there is none, too.
+//! perf contains the tables of all processors and shows those of the host's PMU. perf searches the
+//! PMU below the directory given by `SYSFS_PATH`, which makes the tables available on hosts without
+//! a PMU.
 
 pub mod cpu;
 mod parse;
@@ -20,48 +21,36 @@ use cpu::CpuName;
 pub use parse::{Select, VendorEvent};
 pub use perf::{PerfError, events_of};
 
-/// Why a list of events cannot be used.
+/// Errors of resolving vendor event names.
 #[derive(Debug, thiserror::Error)]
 pub enum NamedError {
-    /// It does not parse, whatever the vendor's events are.
     #[error(transparent)]
     List(#[from] ListError),
-    /// It may be one of the vendor's, and perf does not tell.
     #[error("unknown event '{event}'; the vendor's events by name are not known here")]
     Unasked {
-        /// The event.
         event: String,
-        /// Why perf does not tell.
         #[source]
         source: PerfError,
     },
-    /// The vendor has none of that name either.
     #[error("unknown event '{event}'{meant}; perfvisor list vendor shows those of {cpu}")]
     Unknown {
-        /// The event.
         event: String,
-        /// Which may be meant.
         meant: String,
-        /// The processor whose events were looked through.
         cpu: CpuName,
     },
-    /// The vendor has it, and a selector alone does not make it.
     #[error(
         "event '{event}' needs '{term}' beside its selector, and only event, umask, edge, inv and cmask can be counted by name"
     )]
-    NeedsMore {
-        /// The event.
-        event: String,
-        /// What else it needs.
-        term: String,
-    },
+    NeedsMore { event: String, term: String },
 }
 
-/// The list of events with a selector in place of each of the vendor's names, for the processor of this host.
-/// perf is asked only when there is a name that is nobody else's.
+/// Replaces each vendor event name in a list with its selector on this host's processor.
+///
+/// perf runs only if the list contains an unknown name. The returned list is always syntactically
+/// valid.
 ///
 /// # Errors
-/// [`NamedError`]. What is returned parses.
+/// Returns [`NamedError`] if the list is invalid, a name is unknown, or perf fails.
 pub fn by_selector(events: &str) -> Result<String, NamedError> {
     with_tables(events, || {
         let cpu = CpuName::host();
@@ -115,8 +104,8 @@ fn with_tables(
     Ok(out)
 }
 
-/// The names of a list's events, each with the place where it begins, without modifiers. Events in perf's
-/// form with slashes have none.
+/// Returns the event names of a list without modifiers, each with its byte offset. Events in perf's
+/// slash syntax have no name.
 fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     let (mut slashed, mut from, mut found) = (false, 0, Vec::new());
     for (at, c) in events.char_indices().chain([(events.len(), ',')]) {
@@ -137,13 +126,14 @@ fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Whether a name looks like one of a vendor's and is no other event's. Other names that are not known are
-/// slips, and what is said of them does not depend on perf.
+/// Returns whether a name is no built-in event and resembles a vendor event. Other unknown names
+/// are typing errors, whose message must not depend on perf.
 fn is_foreign(name: &str) -> bool {
     looks_like_a_vendors(name) && list::parse(name).is_err()
 }
 
-/// Whether it has what nearly all names in vendors' tables have and ours do not.
+/// Returns whether the name has the characteristics of vendor event names, which built-in names
+/// lack.
 fn looks_like_a_vendors(name: &str) -> bool {
     name.contains(['.', '_'])
         && name
@@ -165,7 +155,7 @@ mod tests {
         Ok((parse::from_text(text), cpu()))
     }
 
-    /// The selector, the name with its modifiers and the modifiers are what the parser of lists makes of it.
+    /// The parser of event lists accepts the selector, the name with modifiers, and the modifiers.
     #[test]
     fn a_vendors_name_becomes_its_selector_and_keeps_its_name() {
         let out = with_tables("cycles,{L1D.REPLACEMENT:uk, task-clock}:D,cpu/event=1/", tables).unwrap();
@@ -204,7 +194,7 @@ mod tests {
         let none = || Err(PerfError::NotInstalled);
         let asked = with_tables("l1d.replacement", none).unwrap_err();
         assert!(error_line(&asked).contains("linux-perf"), "{asked}");
-        // A modifier that is none is refused as with any event.
+        // An invalid modifier is rejected as for any other event.
         assert!(error("l1d.replacement:x").contains("modifier"));
     }
 }

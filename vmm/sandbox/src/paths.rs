@@ -3,9 +3,10 @@
 //! A VM that changes its user (`--jail uid=N`) keeps root's capabilities until all resources are
 //! open, and a VM of root may be configured to log into a directory of another user. [`Directory`]
 //! resolves the directory of a path without following symbolic links of other users, and holds it
-//! open so that later operations apply to the same directory. [`Directory::without_file_capabilities`] performs an
-//! operation with the file capabilities only if no other user can influence the result. [`bind`]
-//! and [`append`] are based on it. No permissions are changed by path.
+//! open so that later operations apply to the same directory.
+//! [`Directory::without_file_capabilities`] performs an operation with the file capabilities only
+//! if no other user can influence the result. [`bind`] and [`append`] are based on it. No
+//! permissions are changed by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
 
 use std::collections::VecDeque;

@@ -40,10 +40,10 @@ pub fn request_exit_of_current_vcpu() {
 
 /// Writes `value` to `immediate_exit` of `page`, the page of an [`ArmedVcpu`] of this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
-    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns. `ImmediateExitGuard` is
-    // dropped before the descriptor and clears `PAGE`. Neither can leave this thread, because
-    // `ImmediateExitGuard` holds a raw pointer and is therefore not `Send`. The write is volatile because the
-    // kernel reads the byte and a signal handler may write it.
+    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns.
+    // `ImmediateExitGuard` is dropped before the descriptor and clears `PAGE`. Neither can leave
+    // this thread, because `ImmediateExitGuard` holds a raw pointer and is therefore not `Send`.
+    // The write is volatile because the kernel reads the byte and a signal handler may write it.
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 

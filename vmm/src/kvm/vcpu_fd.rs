@@ -22,7 +22,7 @@ macro_rules! calls {
                 $(#[doc = $doc])*
                 ///
                 /// # Errors
-                #[doc = concat!("[`CallError`] of ", $call, ".")]
+                #[doc = concat!("[`KvmIoctlError`] of ", $call, ".")]
                 #[inline]
                 pub fn $method(&self $(, $arg: $of)?) -> Result<$gives, KvmIoctlError> {
                     self.0.$method($($arg)?).map_err(KvmIoctlError::of($call))

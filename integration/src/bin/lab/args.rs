@@ -1,4 +1,4 @@
-//! The command line.
+//! Parses the command line.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -29,98 +29,98 @@ With COMMAND, runs it there, shows its output as it comes, and ends with its exi
 
 Example: lab --get /tmp/guest.pprof=guest.pprof perfvisor check";
 
-/// A request of the command line.
+/// A parsed command line.
 #[derive(Debug)]
 pub enum Request {
-    /// Print [`USAGE`].
+    /// Prints [`USAGE`].
     Help,
-    /// Build, and boot nothing.
+    /// Builds the lab without booting it.
     BuildOnly,
-    /// Boot a lab.
+    /// Boots a lab.
     Lab(Box<LabRequest>),
 }
 
-/// A lab and what to do in it.
+/// A lab and the command to run in it.
 #[derive(Debug)]
 pub struct LabRequest {
-    /// The lab.
+    /// Options of the lab.
     pub options: LabOptions,
     /// Program and arguments; empty for a shell.
     pub argv: Vec<String>,
-    /// A terminal for the command.
+    /// `true` to give the command a terminal.
     pub tty: bool,
     /// Files to copy out after the command.
     pub gets: Vec<FileRequest>,
-    /// Longest duration of the command.
+    /// Maximum duration of the command.
     pub time_limit: Duration,
 }
 
 /// A file to copy out of the lab.
 #[derive(Debug, PartialEq, Eq)]
 pub struct FileRequest {
-    /// The file in the lab.
+    /// Path of the file in the lab.
     pub lab_path: String,
-    /// The file here.
+    /// Path of the destination.
     pub file: PathBuf,
 }
 
-/// Longest duration of a command without `--minutes`.
+/// Maximum duration of a command without `--minutes`.
 const DEFAULT_TIME_LIMIT: Duration = Duration::from_secs(600);
 
 /// Maximum number of `--get` options.
 const MAX_GETS: usize = 64;
 
-/// A command line that cannot be understood.
+/// Why a command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
-    /// No such option.
+    /// The option does not exist.
     #[error("unknown option {0}")]
     Unknown(String),
-    /// No LABPATH=FILE.
+    /// The value is not of the form LABPATH=FILE.
     #[error("{0}: expected LABPATH=FILE")]
     Pair(&'static str),
-    /// No such file.
+    /// The file does not exist.
     #[error("--file: {}: not a file", .0.display())]
     NoFile(PathBuf),
-    /// A path in the lab where no file can be.
+    /// The path is not a valid location for a file in the lab.
     #[error("--file: {0}")]
     LabPath(String),
-    /// A destination that cannot be written as a file.
+    /// The destination cannot be written.
     #[error("--get: {}: {reason}", file.display())]
     Destination {
-        /// The file.
+        /// Path of the destination.
         file: PathBuf,
-        /// The reason.
+        /// Reason for the failure.
         reason: &'static str,
     },
-    /// Too many files.
+    /// The number of `--get` options exceeds the maximum.
     #[error("--get: at most {MAX_GETS} files")]
     TooManyGets,
-    /// No image.
+    /// The disk image is missing.
     #[error("--disk: expected a raw image")]
     Disk,
-    /// No kernel.
+    /// The kernel is unknown.
     #[error("--kernel: expected cloud, generic, newest or a package")]
     Kernel,
-    /// A number that is none or out of range.
+    /// The value is not a number or is out of range.
     #[error("{option}: must be between {minimum} and {maximum}")]
     Number {
-        /// The option.
+        /// Name of the option.
         option: &'static str,
-        /// Its minimum.
+        /// Minimum value.
         minimum: u32,
-        /// Its maximum.
+        /// Maximum value.
         maximum: u32,
     },
-    /// A terminal is the shell's anyway.
+    /// `--tty` was given without a command; a shell has a terminal anyway.
     #[error("--tty: expected a COMMAND; the shell has a terminal if this is one")]
     TtyWithoutCommand,
 }
 
-/// Parses the arguments behind the program's name.
+/// Parses the arguments without the program name.
 ///
 /// # Errors
-/// Returns [`UsageError`], which names the option.
+/// Returns a [`UsageError`] that names the option.
 pub fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, UsageError> {
     let mut request = LabRequest {
         options: LabOptions {
@@ -196,7 +196,7 @@ fn add_file(options: &mut LabOptions, value: Option<&str>) -> Result<(), UsageEr
 }
 
 impl LabRequest {
-    /// Adds `--get LABPATH=FILE`. A destination that cannot be written is refused before the lab
+    /// Adds `--get LABPATH=FILE`. Rejects a destination that cannot be written before the lab
     /// boots.
     fn add_get(&mut self, value: Option<&str>) -> Result<(), UsageError> {
         let (lab_path, file) = pair("--get", value)?;
@@ -230,7 +230,7 @@ fn pair(option: &'static str, value: Option<&str>) -> Result<(String, PathBuf), 
         .ok_or(UsageError::Pair(option))
 }
 
-/// The directory that a file is in.
+/// Returns the directory of a file.
 pub fn directory_of(file: &Path) -> &Path {
     match file.parent() {
         Some(parent) if parent != Path::new("") => parent,

@@ -1,4 +1,4 @@
-//! The lab host for people: a shell in it, or one command.
+//! Runs a shell or a single command in the lab host.
 
 mod args;
 mod session;
@@ -33,9 +33,9 @@ fn main() -> ExitCode {
     }
 }
 
-/// Boots the lab and does what is asked there.
+/// Boots the lab and runs the requested command.
 fn run(mut request: LabRequest) -> ExitCode {
-    // Before signals are handled: Ctrl-C ends a build as it ends any.
+    // Build before signals are handled, so that Ctrl-C ends the build as usual.
     let built = build().and_then(|_| artefacts::images_of(&request.options.kernel));
     if let Err(error) = built {
         return failure(&describe(&error));
@@ -63,8 +63,8 @@ fn run(mut request: LabRequest) -> ExitCode {
     }
 }
 
-/// Builds all that a lab needs. The last part of the programs' build keeps one processor busy: the
-/// images are made beside it.
+/// Builds everything that a lab needs. The images are built in parallel, because the last part of
+/// the program build uses only one processor.
 fn build() -> Result<&'static Qemu, ArtefactError> {
     std::thread::scope(|scope| {
         let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));

@@ -1,4 +1,4 @@
-//! A command or a shell in the lab: its streams, its terminal, its signals, and its files
+//! A command or a shell in the lab: its streams, terminal and signals, and the files copied out
 //! afterwards.
 
 use std::fs::Permissions;
@@ -22,18 +22,18 @@ use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{FileRequest, LabRequest, directory_of};
 
-/// Exit status of a command that took too long, as of timeout(1).
+/// Exit status of a command that timed out, as in timeout(1).
 const TIMED_OUT: u8 = 124;
-/// Largest file that `--get` copies, in bytes.
+/// Maximum size of a file that `--get` copies, in bytes.
 const MAX_GET_BYTES: u64 = 4 << 30;
-/// How long a command may take to end after Ctrl-C, before it is killed.
+/// Time for a command to exit after Ctrl-C before it is killed.
 const END_PATIENCE: Duration = Duration::from_secs(10);
-/// Window size of a terminal whose own size is not known.
+/// Window size of a terminal of unknown size.
 const DEFAULT_SIZE: WindowSize = WindowSize {
     rows: 24,
     columns: 80,
 };
-/// Byte that begins an escape on a terminal: Ctrl-A, as in QEMU.
+/// First byte of an escape sequence on a terminal: Ctrl-A, as in QEMU.
 const ESCAPE: u8 = 1;
 
 const WELCOME: &str = "
@@ -45,19 +45,19 @@ This is the lab host: Debian's kernel with a real kvm_amd, in QEMU.
 Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
 ";
 
-/// An event that a session handles, besides the end of the command.
+/// An event during a session, other than the exit of the command.
 enum Event {
-    /// A signal that asks this program to end.
+    /// A signal that requests termination.
     Stop(Signal),
-    /// The window has another size.
+    /// The window size has changed.
     Resized,
-    /// The reader of our standard output or standard error has gone.
+    /// The reader of our standard output or standard error has closed it.
     OutputClosed,
-    /// Ctrl-A x.
+    /// The user typed Ctrl-A x.
     Escaped,
 }
 
-/// The signals that ask this program to end, and SIGWINCH.
+/// Termination signals and SIGWINCH.
 pub struct Signals {
     events: Receiver<Event>,
     sender: Sender<Event>,
@@ -65,11 +65,11 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Handles the signals from now on, in this thread and those that it starts. The first one that
-    /// asks to end sets `cancelled`.
+    /// Starts to handle the signals in this thread and the threads that it creates. The first
+    /// termination signal sets `cancelled`.
     ///
     /// # Errors
-    /// Returns the system's error if signals cannot be blocked.
+    /// Returns an error if signals cannot be blocked.
     pub fn handle(cancelled: Arc<AtomicBool>) -> io::Result<Self> {
         let mut set = SigSet::empty();
         for signal in [
@@ -106,7 +106,7 @@ impl Signals {
         })
     }
 
-    /// The first signal that asked to end, if one came.
+    /// Returns the first termination signal, if any.
     pub fn received(&self) -> Option<Signal> {
         self.received.get().copied()
     }
@@ -122,7 +122,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
         eprintln!("{WELCOME}");
     }
     let status = match start(&lab, request, wants_terminal, signals) {
-        // A shell that a person leaves is no failure, whatever the last command was.
+        // Leaving an interactive shell is a success, regardless of its last command.
         Ok(_) if is_shell && is_terminal => 0,
         Ok(status) => status,
         Err(Failure { status, message }) => {
@@ -130,20 +130,20 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
             status
         }
     };
-    // Each is tried, also after one that failed.
+    // Try every file, even after a failure.
     let failed = request.gets.iter().filter(|get| !copy_out(&lab, get)).count();
-    // Nothing of it is kept: it need not shut down in order.
+    // The lab's state is discarded, so no orderly shutdown is needed.
     lab.abandon();
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// A command that did not come to its own end.
+/// Why a command did not exit by itself.
 struct Failure {
     status: u8,
     message: String,
 }
 
-/// Starts the command and waits for its end.
+/// Starts the command and waits until it exits.
 fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals) -> Result<u8, Failure> {
     let streams = if terminal {
         StreamMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
@@ -160,7 +160,7 @@ fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals)
         None
     };
     let is_raw = raw.is_some();
-    // A command without a terminal reads nothing: it must see the end of input.
+    // A command without a terminal has no input and must see end of file.
     if terminal || request.argv.is_empty() {
         let (input, events) = (remote.clone(), signals.sender.clone());
         thread::spawn(move || forward_input(&input, is_raw, &events));
@@ -179,7 +179,7 @@ fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals)
         Limit::from(request.time_limit)
     };
     let result = process.wait(limit);
-    // Messages from here on are for a terminal in its usual mode.
+    // Restore the terminal mode before printing messages.
     drop(raw);
     let reaction = *reaction.lock().unwrap_or_else(PoisonError::into_inner);
     match (result, reaction) {
@@ -189,7 +189,7 @@ fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals)
     }
 }
 
-/// The command of a request, or a shell.
+/// Returns the command of a request, or a shell.
 fn command(request: &LabRequest, terminal: bool) -> Command {
     let mut command = Command {
         argv: request.argv.clone(),
@@ -207,19 +207,19 @@ fn command(request: &LabRequest, terminal: bool) -> Command {
 fn failure(error: &ProcessError) -> Failure {
     let status = match error {
         ProcessError::TimedOut { .. } => TIMED_OUT,
-        // As a shell says that there is no such command.
+        // The status that a shell returns for a missing command.
         ProcessError::Start { .. } => 127,
         _ => 1,
     };
     let message = match error {
-        // Its output has been shown.
+        // The output has already been shown.
         ProcessError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
         _ => describe(error),
     };
     Failure { status, message }
 }
 
-/// The exit status that stands for the end of a command, as a shell has it.
+/// Converts the end of a command to an exit status, as a shell does.
 fn exit_status(ended: Ended) -> u8 {
     let code = match (ended.code, ended.signal) {
         (Some(code), _) => code,
@@ -229,7 +229,7 @@ fn exit_status(ended: Ended) -> u8 {
     u8::try_from(code).unwrap_or(1)
 }
 
-/// The exit status of a program that a signal ended, as a shell has it.
+/// Returns the exit status of a program killed by a signal, as a shell does.
 pub fn signal_status(signal: Signal) -> ExitCode {
     ExitCode::from(exit_status(Ended {
         code: None,
@@ -237,7 +237,7 @@ pub fn signal_status(signal: Signal) -> ExitCode {
     }))
 }
 
-/// Writes each piece of output to its own stream here.
+/// Writes output to the corresponding stream of this process.
 fn output_sink(events: Sender<Event>) -> OutputSink {
     let events = Mutex::new(events);
     let closed = AtomicBool::new(false);
@@ -262,8 +262,8 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     out.flush()
 }
 
-/// Reacts to signals until the lab is gone. What ends the command before its own end is kept in
-/// `reaction`, as the exit status for it.
+/// Handles events until the lab ends. If an event ends the command, `reaction` receives the exit
+/// status for it.
 fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reaction: &Mutex<Option<u8>>) {
     let mut stopping = false;
     loop {
@@ -294,7 +294,7 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
                     code: None,
                     signal: Some(signal as i32),
                 }));
-                // The second one is meant seriously.
+                // A second signal kills the command.
                 if stopping {
                     abandon();
                 } else {
@@ -320,7 +320,7 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
     }
 }
 
-/// Passes our standard input on to the command, until its end or an escape on a raw terminal.
+/// Forwards our standard input to the command until end of file or an escape on a raw terminal.
 fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
     let mut buffer = [0; 4096];
     let mut escape = Escape::default();
@@ -351,14 +351,14 @@ fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
     }
 }
 
-/// Escapes in what is typed on a raw terminal: Ctrl-A x ends the lab, Ctrl-A a is Ctrl-A.
+/// Processes escapes typed on a raw terminal: Ctrl-A x ends the lab, and Ctrl-A a sends Ctrl-A.
 #[derive(Default)]
 struct Escape {
     begun: bool,
 }
 
 impl Escape {
-    /// Returns the bytes for the command, or `None` if the lab is to end.
+    /// Returns the bytes for the command, or `None` to end the lab.
     fn filter(&mut self, typed: &[u8]) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
         for byte in typed {
@@ -367,7 +367,7 @@ impl Escape {
                 (false, byte) => bytes.push(byte),
                 (true, b'x' | b'X') => return None,
                 (true, b'a' | ESCAPE) => bytes.push(ESCAPE),
-                // No escape after all.
+                // Not an escape sequence: pass both bytes on.
                 (true, byte) => bytes.extend([ESCAPE, byte]),
             }
         }
@@ -375,8 +375,8 @@ impl Escape {
     }
 }
 
-/// Copies a file out of the lab; prints one line if that fails. An older file is replaced only by a
-/// whole one.
+/// Copies a file out of the lab and prints one line on failure. Replaces an existing file only by a
+/// complete copy.
 fn copy_out(lab: &Lab, get: &FileRequest) -> bool {
     let report = |error: &dyn std::error::Error| {
         let file = get.file.display();
@@ -385,7 +385,7 @@ fn copy_out(lab: &Lab, get: &FileRequest) -> bool {
     };
     let part = tempfile::Builder::new()
         .prefix(".lab-get-")
-        // The process's umask applies.
+        // The umask of the process applies.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(directory_of(&get.file));
     let part = match part {

@@ -1,31 +1,31 @@
-//! Numbers as `perf stat` prints them.
+//! Formats numbers like `perf stat`.
 
-/// What was counted for one event.
+/// The result of counting one event.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Counted {
-    /// The event is not possible here.
+    /// The event is unsupported.
     NotSupported,
-    /// It never got a counter.
+    /// The event never ran on a counter.
     NotCounted,
-    /// A value.
+    /// The event was counted.
     Value {
-        /// The count, scaled if `running < enabled`.
+        /// Count, scaled if `running < enabled`.
         count: u64,
-        /// Time it was enabled.
+        /// Time enabled, in nanoseconds.
         enabled_ns: u64,
-        /// Time it counted.
+        /// Time running, in nanoseconds.
         running_ns: u64,
     },
 }
 
-/// Width of perf stat's column of values.
+/// Width of perf stat's value column.
 const VALUE_WIDTH: usize = 18;
-/// Width of its column of events.
+/// Width of perf stat's event column.
 const EVENT_WIDTH: usize = 32;
-/// Width of what it says behind `#`.
+/// Width of perf stat's comment after `#`.
 const NOTE_WIDTH: usize = 32;
 
-/// The nearest whole number of something; 0 for what is negative or none.
+/// Rounds to the nearest integer; negative values and NaN become 0.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -36,7 +36,7 @@ pub fn rounded(n: f64) -> u64 {
     n.round() as u64
 }
 
-/// 1234567 as `1,234,567`.
+/// Formats 1234567 as `1,234,567`.
 pub fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
@@ -49,37 +49,38 @@ pub fn thousands(n: u64) -> String {
     out
 }
 
-/// Nanoseconds as milliseconds with two places and thousands, the way clocks are shown: `1,234.50`.
+/// Formats nanoseconds as milliseconds with two decimals and thousands separators, like perf's
+/// clock events: `1,234.50`.
 pub fn milliseconds(ns: u64) -> String {
-    // Rounded half up at the second place.
+    // Round half up to two decimals.
     let hundredths = ns / 10_000 + u64::from(ns % 10_000 >= 5_000);
     format!("{}.{:02}", thousands(hundredths / 100), hundredths % 100)
 }
 
-/// How a value is shown.
+/// The unit of a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
-    /// A number.
+    /// A number of events.
     Count,
-    /// Nanoseconds, shown as `msec`.
+    /// Nanoseconds, displayed as `msec`.
     Nanoseconds,
 }
 
-/// What is known of the error of a number, in percent of it.
+/// The uncertainty of a number, in percent of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Doubt {
-    /// There is none, or nothing is said of it.
+    /// No uncertainty, or none to display.
     Silent,
-    /// The standard error.
+    /// Standard error.
     Error(f64),
-    /// The error is hardly more than this.
+    /// Approximate bound of the error.
     Within(f64),
-    /// It was estimated, and nobody can tell how far it is off.
+    /// The number is an estimate with unknown error.
     Unknown,
 }
 
 impl Doubt {
-    /// The standard error, if that is what is known.
+    /// Returns the standard error, if known.
     pub fn error(self) -> Option<f64> {
         match self {
             Self::Error(percent) => Some(percent),
@@ -88,11 +89,11 @@ impl Doubt {
     }
 }
 
-/// One line of a table, without indentation of its own beyond perf's:
-/// value, unit, event, then what is said behind `#`, the error, and the share of time counted.
+/// Formats one line of a table with perf's indentation: value, unit, event, comment after `#`,
+/// uncertainty, and share of time running.
 ///
-/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx% )` or `( +-
-/// unknown )`; the share only when the event was not on all the time.
+/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx%
+/// )` or `( +- unknown )`. The share is shown only if the event did not run all the time.
 pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>, doubt: Doubt) -> String {
     let value = match counted {
         Counted::NotSupported => "<not supported>".to_owned(),
@@ -131,26 +132,27 @@ pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>,
     line
 }
 
-/// Share of its enabled time an event counted, in percent; `None` when it was all of it.
+/// Returns the share of the enabled time that an event was running, in percent, or `None` if it ran
+/// all the time.
 pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
 }
 
-/// What perf tells programs of a count, as CSV and as JSON.
+/// The fields of a count in perf's CSV and JSON output.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fields {
-    /// The count, or why there is none.
+    /// Count, or the reason why there is none.
     pub value: String,
-    /// Its unit; empty for a number of events.
+    /// Name of the unit; empty for a number of events.
     pub unit: &'static str,
-    /// For how long the event counted.
+    /// Time running, in nanoseconds.
     pub running_ns: u64,
-    /// The share of its enabled time, in percent.
+    /// Share of the enabled time, in percent.
     pub share: f64,
 }
 
 impl Fields {
-    /// Of this count. Times are in milliseconds, with so many digits behind the point.
+    /// Formats a count. Times are in milliseconds with `digits` decimals.
     pub fn of(counted: &Counted, unit: Unit, digits: usize) -> Self {
         let (value, running_ns, share) = match counted {
             Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
@@ -181,9 +183,9 @@ impl Fields {
     }
 }
 
-/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (of repeated runs), time
-/// running, share running, and what is derived with its unit. `separator` stands within no field: where it
-/// would, the field is quoted.
+/// Formats a CSV line with the fields of `perf stat -x`: value, unit, event, error (of repeated
+/// runs), time running, share running, and the derived metric with its unit. A field that contains
+/// `separator` is quoted.
 pub fn csv_line(
     event: &str,
     counted: &Counted,
@@ -216,8 +218,8 @@ pub fn csv_line(
     fields.join(separator)
 }
 
-/// Mean and its standard error in percent of the mean, over repeated runs (Welford's method). `None` for the
-/// error with fewer than two runs or a mean of 0.
+/// Returns the mean of repeated runs and its standard error in percent of the mean (Welford's
+/// method). The error is `None` for fewer than two runs or a mean of 0.
 pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
     let (mut mean, mut m2) = (0.0, 0.0);
     for (i, v) in values.iter().enumerate() {
@@ -289,7 +291,7 @@ mod tests {
                 "branches"
             )
         );
-        // No number where none is known.
+        // An unknown uncertainty is not shown as a number.
         for (doubt, text) in [
             (Doubt::Within(12.5), "( within 12.50% )"),
             (Doubt::Unknown, "( +- unknown )"),

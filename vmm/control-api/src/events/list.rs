@@ -1,4 +1,4 @@
-//! The list after `-e`, in perf's syntax.
+//! Parses event lists (option `-e`) in perf's syntax.
 //!
 //! ```text
 //! list      = item { "," item }
@@ -10,8 +10,8 @@
 //! modifiers = { "u" | "k" | "h" | "G" | "H" | "p" | "P" | "D" | "e" | "I" }
 //! ```
 //!
-//! An event of ours counts a guest, so `:G` is the default and `:u`, `:k` are guest user and kernel; `:H`
-//! asks for the host's share and is passed on for the caller to accept or refuse.
+//! Events count a guest, so `:G` is the default, and `:u` and `:k` select guest user and guest
+//! kernel. `:H` requests the host's share; the caller accepts or rejects it.
 
 use std::fmt;
 
@@ -20,78 +20,79 @@ use crate::nearest::did_you_mean;
 use super::names::{self, cache, hardware, paravirtual, software};
 pub use super::names::{HardwareEvent, SoftwareEvent};
 
-/// Most events of one list.
+/// Maximum number of events in a list.
 pub const MAX_EVENTS: usize = 256;
-/// Longest list, in bytes.
+/// Maximum length of a list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
-/// Why a list of events does not parse.
+/// Why an event list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ListError {
-    /// No event.
+    /// The list is empty.
     #[error("the event list is empty; give at least one event, for example -e cycles")]
     Empty,
-    /// Too long.
+    /// The list exceeds the maximum length or number of events.
     #[error(
         "the event list is too long; the limits are {} bytes and {} events",
         MAX_LIST,
         MAX_EVENTS
     )]
     TooLong,
-    /// Braces that do not match, or within each other.
+    /// Braces are unbalanced or nested.
     #[error("unbalanced or nested braces in the event list; write groups as {{a,b}}")]
     Braces,
-    /// A group without events.
+    /// A group has no events.
     #[error("an empty group in the event list")]
     EmptyGroup,
-    /// Two commas in a row, or one at an end.
+    /// Two commas in a row, or a comma at either end.
     #[error("an event is missing beside a comma in the event list")]
     MissingEvent,
-    /// A name that is no event's.
+    /// The event name is unknown.
     #[error("unknown event '{}'{}", .0, names::known(.0))]
     Unknown(String),
-    /// A character that is no modifier.
+    /// The character is not a modifier.
     #[error("unknown modifier '{modifier}' of event '{event}'; known are u k h G H p P D e I")]
     Modifier {
-        /// The event.
+        /// Name of the event.
         event: String,
-        /// The character.
+        /// Unknown modifier.
         modifier: char,
     },
-    /// More than three p.
+    /// More than three `p` modifiers.
     #[error("event '{0}' asks for more precision than ppp")]
     Precision(String),
-    /// A term of a `pmu/…/` event.
+    /// A term of a `pmu/…/` event is invalid.
     #[error("term '{term}' of event '{event}': {why}")]
     Term {
-        /// The event.
+        /// Name of the event.
         event: String,
-        /// The term.
+        /// Text of the term.
         term: String,
-        /// What is wrong, and what would be right.
+        /// Description of the problem and the accepted values.
         why: &'static str,
     },
     /// A slash is missing.
     #[error("event '{0}' has no closing '/'")]
     Slash(String),
-    /// A PMU that there is none of.
+    /// The PMU does not exist.
     #[error("unknown PMU '{}'{}; known are cpu, software, kvm and pv", .0, did_you_mean(.0, names::PMUS))]
     Pmu(String),
-    /// A raw selector that is no number of at most 64 bits.
+    /// The raw selector is not a number of at most 64 bits.
     #[error("'{0}' is no raw event; write r and up to 16 hexadecimal digits")]
     Raw(String),
 }
 
-/// What an event counts.
+/// The quantity that an event counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EventKind {
     /// A generic hardware event.
     Hardware(HardwareEvent),
     /// A software event.
     Software(SoftwareEvent),
-    /// A generic cache event: `PERF_TYPE_HW_CACHE` config, cache | operation << 8 | result << 16.
+    /// A generic cache event. Contains the `PERF_TYPE_HW_CACHE` config: cache | operation << 8 |
+    /// result << 16.
     Cache(u64),
-    /// A selector as the vendor's event-select register has it.
+    /// A selector in the format of the vendor's event-select register.
     Raw {
         /// Event select, unit mask and flags.
         config: u64,
@@ -100,44 +101,44 @@ pub enum EventKind {
         /// `config2`.
         config2: u64,
     },
-    /// A KVM binary statistic by its name (`exits`, `halt_exits`).
+    /// A KVM binary statistic, by name (`exits`, `halt_exits`).
     Kvm(String),
-    /// A paravirtual event by its name (`vm-exits`, `steal-ns`), as the guest can count it.
+    /// A paravirtual event, by name (`vm-exits`, `steal-ns`), which the guest can count too.
     Paravirtual(&'static str),
 }
 
-/// Letters after a colon.
+/// Event modifiers, the letters after a colon.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Modifiers {
-    /// `u`: user space is asked for.
+    /// `u`: count user space.
     pub user: bool,
-    /// `k`: the kernel is asked for.
+    /// `k`: count the kernel.
     pub kernel: bool,
-    /// `h`: a hypervisor is asked for.
+    /// `h`: count the hypervisor.
     pub hypervisor: bool,
-    /// `G`: the guest is asked for.
+    /// `G`: count the guest.
     pub guest: bool,
-    /// `H`: the host is asked for.
+    /// `H`: count the host.
     pub host: bool,
-    /// Number of `p`, 0 to 3.
+    /// Number of `p` modifiers, 0 to 3.
     pub precise: u8,
-    /// `P`: the most precise there is.
+    /// `P`: maximum precision.
     pub precise_max: bool,
-    /// `D`: pinned, always on or in error.
+    /// `D`: pinned.
     pub pinned: bool,
-    /// `e`: alone on the PMU.
+    /// `e`: exclusive use of the PMU.
     pub exclusive: bool,
-    /// `I`: not while idle.
+    /// `I`: exclude idle time.
     pub exclude_idle: bool,
 }
 
 impl Modifiers {
-    /// Not user space: some level is asked for and it is not this one.
+    /// Returns whether user space is excluded: other levels are selected, but not this one.
     pub fn exclude_user(&self) -> bool {
         (self.kernel || self.hypervisor) && !self.user
     }
 
-    /// Not the kernel.
+    /// Returns whether the kernel is excluded.
     pub fn exclude_kernel(&self) -> bool {
         (self.user || self.hypervisor) && !self.kernel
     }
@@ -167,8 +168,8 @@ impl Modifiers {
         Ok(())
     }
 
-    /// A group's modifiers are added to each of its events'. A group that is pinned or exclusive is so by its
-    /// leader.
+    /// Adds a group's modifiers to those of one of its events. Pinned and exclusive apply to the
+    /// leader only.
     fn merge(&mut self, group: &Self, leader: bool) {
         self.user |= group.user;
         self.kernel |= group.kernel;
@@ -183,32 +184,33 @@ impl Modifiers {
     }
 }
 
-/// One event of a list.
+/// An event of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventSpec {
-    /// What the operator wrote, or the name the event was given by a `name=` term.
+    /// Text written by the operator, or the name set by a `name=` term.
     pub name: String,
-    /// What it counts.
+    /// Quantity to count.
     pub kind: EventKind,
-    /// How.
+    /// The modifiers of the event.
     pub modifiers: Modifiers,
-    /// From a `period=` term.
+    /// Sampling period from a `period=` term.
     pub period: Option<u64>,
-    /// From a `freq=` term, in Hz.
+    /// Sampling frequency from a `freq=` term, in Hz.
     pub frequency_hz: Option<u64>,
 }
 
-/// Events that count together: one, or a leader and its siblings.
+/// Events that are scheduled together: a single event, or a leader and its siblings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventGroup {
-    /// The leader first. Never empty.
+    /// The events, leader first. Never empty.
     pub events: Vec<EventSpec>,
-    /// It was written in braces.
+    /// `true` if the group was written in braces.
     pub braced: bool,
 }
 
 impl EventSpec {
-    /// Whether it counts for the whole VM, on whichever vCPU it is opened: one of KVM's statistics of the VM.
+    /// Returns whether the event counts for the whole VM regardless of the vCPU, as KVM's
+    /// statistics of the VM do.
     pub fn is_of_vm(&self) -> bool {
         matches!(&self.kind, EventKind::Kvm(name) if name.starts_with("vm:"))
     }
@@ -220,7 +222,7 @@ impl fmt::Display for EventSpec {
     }
 }
 
-/// Parses a list. The order of groups and events is the operator's.
+/// Parses an event list. Preserves the order of groups and events.
 pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
     if list.len() > MAX_LIST {
         return Err(ListError::TooLong);
@@ -267,7 +269,7 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
     }
 }
 
-/// Splits at commas outside braces and slashes.
+/// Splits a list at commas outside braces and slashes.
 fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, ListError> {
     if list.trim().is_empty() {
         return Ok(Vec::new());
@@ -315,7 +317,8 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
         modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
         return with_terms(text, pmu, terms, modifiers);
     }
-    // kvm:NAME has a colon of its own, and kvm:vm:NAME, a statistic of the whole VM, two.
+    // `kvm:NAME` contains a colon itself, and `kvm:vm:NAME`, a statistic of the whole VM, contains
+    // two.
     let (prefix, rest) = text.strip_prefix("kvm:").map_or(("", text), |rest| ("kvm", rest));
     let own = match (prefix, rest.strip_prefix("vm:")) {
         ("kvm", Some(_)) => "vm:".len(),
@@ -325,7 +328,7 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
         Some(at) => (&rest[..own + at], &rest[own + at + 1..]),
         None => (rest, ""),
     };
-    // The name first: what follows the colon of an event of no kind we know is no list of modifiers.
+    // Check the name first: after an unknown event, the text after the colon may not be modifiers.
     let known = match prefix {
         "kvm" => Some(kvm(name)?),
         _ => hardware(name)
@@ -364,8 +367,7 @@ fn kvm(name: &str) -> Result<EventKind, ListError> {
     }
 }
 
-/// A field of the event-select register: lowest bit, width, and what its next 4 bits up are (AMD has 12-bit
-/// events).
+/// Fields of the event-select register: name, lowest bit and width.
 const FIELDS: [(&str, u32, u32); 7] = [
     ("umask", 8, 8),
     ("edge", 18, 1),
@@ -376,13 +378,13 @@ const FIELDS: [(&str, u32, u32); 7] = [
     ("in_tx", 32, 1),
 ];
 
-/// What the terms of an event say so far.
+/// The terms of an event parsed so far.
 #[derive(Default)]
 struct Terms {
     name: Option<String>,
-    /// An event that was named.
+    /// Event given by name.
     named: Option<EventKind>,
-    /// A field of the selector was given.
+    /// `true` if a term has set a field of the selector.
     selected: bool,
     config: u64,
     config1: u64,
@@ -392,7 +394,8 @@ struct Terms {
 }
 
 impl Terms {
-    /// Takes `key=number`, in which a flag without a value is 1. Else: why not.
+    /// Applies the term `key=number`; a flag without a value is 1. Returns the reason if the term
+    /// is invalid.
     fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
         match key {
             "period" if number > 0 => self.period = Some(number),
@@ -423,7 +426,7 @@ impl Terms {
         self.selected = true;
     }
 
-    /// The event that they name, together. Else: why there is none.
+    /// Returns the event that the terms select together, or the reason if there is none.
     fn kind(&mut self) -> Result<EventKind, &'static str> {
         match (self.named.take(), self.selected) {
             (Some(kind), false) => Ok(kind),
@@ -676,7 +679,6 @@ mod tests {
         );
     }
 
-    /// Every name that is shown can be asked for.
     #[test]
     fn every_name_parses() {
         let hardware = names::HARDWARE.iter().map(|(name, _)| (*name).to_owned());

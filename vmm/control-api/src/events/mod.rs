@@ -1,4 +1,4 @@
-//! Events as operators write and read them: perf's event lists, their names, and perf stat's number formats.
+//! Event lists in perf's syntax, event names, and perf stat's number formats.
 
 pub mod format;
 pub mod list;

@@ -1,8 +1,8 @@
-//! The names of events: perf's, and those of what only Perfvisor counts.
+//! Names of perf's events and of events that only Perfvisor counts.
 
 use crate::nearest::did_you_mean;
 
-/// A hardware event, by perf's generic numbers (`PERF_COUNT_HW_*`).
+/// A generic hardware event (`PERF_COUNT_HW_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "perf's names")]
 pub enum HardwareEvent {
@@ -36,10 +36,10 @@ pub enum SoftwareEvent {
     CgroupSwitches = 11,
 }
 
-/// The PMUs of `pmu/…/`.
+/// Names of the PMUs in `pmu/…/`.
 pub(super) const PMUS: [&str; 4] = ["cpu", "software", "kvm", "pv"];
 
-/// Generic hardware events; where two names are one event, the first is the usual one.
+/// Names of the generic hardware events. The first of several names of an event is the usual one.
 pub const HARDWARE: [(&str, HardwareEvent); 14] = [
     ("cycles", HardwareEvent::Cycles),
     ("cpu-cycles", HardwareEvent::Cycles),
@@ -57,7 +57,8 @@ pub const HARDWARE: [(&str, HardwareEvent); 14] = [
     ("ref-cycles", HardwareEvent::RefCycles),
 ];
 
-/// Software events of a vCPU's thread; where two names are one event, the first is the usual one.
+/// Names of the software events of a vCPU thread. The first of several names of an event is the
+/// usual one.
 pub const SOFTWARE: [(&str, SoftwareEvent); 15] = [
     ("cpu-clock", SoftwareEvent::CpuClock),
     ("task-clock", SoftwareEvent::TaskClock),
@@ -76,7 +77,7 @@ pub const SOFTWARE: [(&str, SoftwareEvent); 15] = [
     ("cgroup-switches", SoftwareEvent::CgroupSwitches),
 ];
 
-/// The paravirtual events' names.
+/// Names of the paravirtual events.
 pub const PARAVIRTUAL: [&str; 12] = [
     "vm-exits",
     "io-exits",
@@ -92,7 +93,7 @@ pub const PARAVIRTUAL: [&str; 12] = [
     "uncounted-ns",
 ];
 
-/// Caches, by perf's numbers.
+/// Cache names and their numbers in perf.
 const CACHES: [(&str, u64); 8] = [
     ("L1-dcache", 0),
     ("L1-icache", 1),
@@ -103,7 +104,7 @@ const CACHES: [(&str, u64); 8] = [
     ("bpu", 5),
     ("node", 6),
 ];
-/// Operation and result, by perf's numbers.
+/// Names of cache operations and results, with their numbers in perf.
 const OPERATIONS: [(&str, u64, u64); 9] = [
     ("-load-misses", 0, 1),
     ("-loads", 0, 0),
@@ -131,7 +132,7 @@ pub(super) fn paravirtual(name: &str) -> Option<&'static str> {
     PARAVIRTUAL.into_iter().find(|n| *n == name)
 }
 
-/// `L1-dcache-load-misses` and its like: cache, operation and result.
+/// Parses a cache event such as `L1-dcache-load-misses` into cache, operation and result.
 pub(super) fn cache(name: &str) -> Option<u64> {
     let (cache, rest) = CACHES
         .iter()
@@ -140,7 +141,7 @@ pub(super) fn cache(name: &str) -> Option<u64> {
     Some(cache | operation << 8 | result << 16)
 }
 
-/// The names of the cache events, those of different events once.
+/// Returns the names of the cache events, one per distinct event.
 pub fn caches() -> Vec<String> {
     let mut seen = std::collections::HashSet::new();
     let all = CACHES.iter().flat_map(|(cache, _)| {
@@ -152,7 +153,7 @@ pub fn caches() -> Vec<String> {
         .collect()
 }
 
-/// What is said behind the name of an event that is not known: which one may be meant, else which there are.
+/// Returns a hint for an unknown event name: the most similar name, otherwise the known events.
 pub(super) fn known(name: &str) -> String {
     let name = name.split([':', '/']).next().unwrap_or(name);
     let caches = caches();

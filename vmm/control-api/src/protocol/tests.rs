@@ -1,4 +1,4 @@
-//! Requests as they are written, and intervals of readings.
+//! Tests of the serialized requests and of the intervals between readings.
 
 use super::*;
 use proptest::prelude::*;
@@ -39,9 +39,9 @@ fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) 
     }
 }
 
-/// An event that was on in half of an interval is estimated as the estimator says, and not by the
-/// interval's share of the time: it may have been off in the lively half. The intervals add up to the
-/// whole.
+/// The interval of an event that ran half of the time uses the growth of the estimate, not the
+/// share of time, because the event may have been off in the busier half. The intervals add up to
+/// the total.
 #[test]
 fn intervals_are_the_growth_of_the_estimate() {
     let readings = [

@@ -1,6 +1,8 @@
-//! A VM is not trusted by its client: what is at the other end of a control socket may be another program, a
-//! VM that dies at any point, or one whose guest has taken it over. Whatever it sends, the client gives one
-//! error, takes no memory or descriptors without bound, and does not wait for what will not come.
+//! Tests that a client does not trust its VM.
+//!
+//! The peer of a control socket may be another program, a VM that dies at any point, or a VM
+//! compromised by its guest. Whatever it sends, the client returns one error, uses a bounded amount
+//! of memory and descriptors, and does not wait indefinitely.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -13,10 +15,10 @@ use control_api::protocol::{Call, ClientRole, FailureKind, MAX_PROCESS_MEMORY, R
 use control_api::request;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-/// The first reply of a VM that says no more than it must.
+/// The first reply of a VM with required fields only.
 const HELLO: &str = r#"{"protocol":1,"version":"1","name":"vm","pid":1,"vcpus":1,"pmu":"off","guest":"g","state":"running","parked":0,"uptime_ms":0,"role":"observer"}"#;
 
-/// Takes one request, and gives its number.
+/// Receives one request and returns its number.
 fn heard(stream: &UnixStream) -> u64 {
     let mut line = String::new();
     BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
@@ -27,7 +29,7 @@ fn say(mut stream: &UnixStream, line: &str) {
     stream.write_all(format!("{line}\n").as_bytes()).unwrap();
 }
 
-/// A client whose VM answers the greeting and then does `vm`.
+/// Creates a client whose VM answers the handshake and then runs `vm`.
 fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
@@ -38,12 +40,13 @@ fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     Client::over(ours).unwrap()
 }
 
-/// Returns the client's reading of `reply` to `request`. `ID` in it is the request's number.
+/// Returns how the client interprets `reply` to `request`. `ID` in `reply` is replaced by the
+/// request's number.
 fn reply_to<R: request::Request>(request: R, reply: &str) -> Result<R::Reply, ClientError> {
     let reply = reply.to_owned();
     let mut client = client(move |stream| {
         let id = heard(stream);
-        // The client closes the connection in the middle of a reply that is too long.
+        // The client closes the connection while it receives a reply that is too long.
         let reply = reply.replace("ID", &id.to_string());
         let _ = (&mut &*stream).write_all(format!("{reply}\n").as_bytes());
     });
@@ -54,7 +57,7 @@ fn status(reply: &str) -> Result<String, ClientError> {
     reply_to(request::Status, reply).map(|info| info.name)
 }
 
-/// An older VM leaves out what it does not know, a newer one adds what the client does not.
+/// An older VM omits new fields, and a newer one adds fields that the client ignores.
 #[test]
 fn a_vm_may_say_less_or_more_than_its_client_knows() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -70,7 +73,7 @@ fn a_vm_may_say_less_or_more_than_its_client_knows() {
     assert_eq!(newer.unwrap(), "vm");
 }
 
-/// Numbers out of their range, texts where a number belongs, states that there are not, keys twice.
+/// Covers numbers out of range, strings instead of numbers, unknown states and duplicate keys.
 #[test]
 fn fields_that_are_not_as_agreed_are_refused() {
     let with = |from: &str, to: &str| format!(r#"{{"id":ID,"ok":{}}}"#, HELLO.replace(from, to));
@@ -104,7 +107,7 @@ fn fields_that_are_not_as_agreed_are_refused() {
     }
 }
 
-/// A reply that is nested deeply does not use up the client's stack.
+/// A deeply nested reply does not overflow the client's stack.
 #[test]
 fn a_reply_of_many_levels_is_refused() {
     for (open, close) in [("[", "]"), (r#"{"a":"#, "}")] {
@@ -115,7 +118,7 @@ fn a_reply_of_many_levels_is_refused() {
     }
 }
 
-/// A refusal is one, whatever is beside it, and even if it names no request.
+/// An error takes precedence over a result, even if it contains no request number.
 #[test]
 fn a_refusal_goes_before_a_result() {
     for id in ["ID", "0"] {
@@ -132,7 +135,7 @@ fn a_refusal_goes_before_a_result() {
     }
 }
 
-/// A long reply with counts is taken whole: that of a VM with many events is not refused for its length.
+/// A long reply with counts, as from a VM with many events, is accepted.
 #[test]
 fn a_long_reply_is_taken_whole() {
     let name = "n".repeat(8 << 20);
@@ -140,7 +143,7 @@ fn a_long_reply_is_taken_whole() {
     assert_eq!(reply.as_str().map(str::len), Some(name.len()));
 }
 
-/// A description of a VM is short: one of megabytes is refused before it is taken.
+/// The description of a VM is short; one of several megabytes is rejected while it is received.
 #[test]
 fn a_long_description_of_a_vm_is_refused() {
     let described = |length: usize| {
@@ -153,7 +156,8 @@ fn a_long_description_of_a_vm_is_refused() {
     assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
 }
 
-/// It dies before its greeting, in the middle of a reply, or between two: each time it is gone, and stays so.
+/// A VM that dies before the handshake, during a reply or between two replies is reported as gone,
+/// also for later requests.
 #[test]
 fn a_vm_that_dies_is_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -174,8 +178,8 @@ fn a_vm_that_dies_is_gone() {
     }
 }
 
-/// Descriptors that nobody asked for do not pile up in the client: it keeps a few and closes the others, and
-/// when it asks for one it closes those, too.
+/// The client keeps a few unexpected descriptors and closes the others. It closes the kept ones
+/// when it requests a descriptor.
 #[test]
 fn descriptors_do_not_pile_up() {
     const SENT: usize = 200;
@@ -190,7 +194,7 @@ fn descriptors_do_not_pile_up() {
         say(stream, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
         heard(stream);
     });
-    // An end that is closed everywhere reads as the end of its file.
+    // A socket end that is closed in all processes reads as end of file.
     let open = || {
         let kept = ours.iter().filter(|end| {
             end.set_nonblocking(true).unwrap();
@@ -206,7 +210,7 @@ fn descriptors_do_not_pile_up() {
     assert_eq!(open(), 0, "those of another reply");
 }
 
-/// Of a file without end as much is read as may have been asked for, from its beginning.
+/// At most the requested number of bytes is read from an endless file, starting at its beginning.
 #[test]
 fn memory_is_read_up_to_its_limit() {
     let mut client = client(|stream| {
@@ -224,7 +228,7 @@ fn memory_is_read_up_to_its_limit() {
     assert_eq!(&memory[..5], b"first");
 }
 
-/// A descriptor that is no file, and would be read for ever, is refused at once.
+/// A descriptor that is not a regular file, and could be read for ever, is rejected immediately.
 #[test]
 fn a_descriptor_that_is_no_file_is_refused() {
     let (never, _writes) = UnixStream::pair().unwrap();

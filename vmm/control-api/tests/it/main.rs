@@ -1,4 +1,4 @@
-//! Integration tests of the control protocol and its client: one program, with a module for each subject.
+//! Integration tests of the control protocol and its client, one module per subject.
 
 mod hostile_vm;
 mod protocol_1;

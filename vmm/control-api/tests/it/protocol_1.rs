@@ -1,6 +1,7 @@
-//! Version 1 of the control protocol, line by line. These lines are what other programs send and expect: a
-//! change of one is a change of the protocol and needs a new version, unless it only adds what may be left
-//! out.
+//! Pins version 1 of the control protocol line by line.
+//!
+//! Other programs send and expect these lines. Changing one changes the protocol and requires a new
+//! version, unless the change only adds optional fields.
 
 use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
 use control_api::request::{self, Request};
@@ -9,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// A request is sent as `line` says, and is understood as the same.
+/// Checks that a request serializes to `line` and is parsed from it.
 #[track_caller]
 fn asks(request: impl Into<Call>, line: &str) {
     let call = request.into();
@@ -23,7 +24,7 @@ fn asks(request: impl Into<Call>, line: &str) {
     assert_eq!((understood.id, understood.call), (7, call));
 }
 
-/// What a request is answered with reads `json` and writes the same.
+/// Checks that the reply type parses `json` and serializes to the same.
 #[track_caller]
 fn answers<R: Request>(json: &str)
 where
@@ -108,7 +109,6 @@ fn requests_are_sent_as_version_1_says() {
     );
 }
 
-/// What may be left out is left out.
 #[test]
 fn opening_leaves_out_what_is_as_usual() {
     let open = request::Open {
@@ -230,7 +230,7 @@ fn a_reply_is_an_answer_or_a_failure() {
     }
 }
 
-/// What came to version 1 later: a client that does not know it is not answered with it.
+/// Calls added to version 1 later. A client that does not use them does not receive their replies.
 #[test]
 fn vcpus_come_and_go_as_version_1_says() {
     asks(
@@ -269,7 +269,7 @@ fn vcpus_come_and_go_as_version_1_says() {
     answers::<request::Joined>(r#"[{"vcpu":1,"events":[]},{"vcpu":2,"events":[],"refused":"why"}]"#);
 }
 
-/// Replies of what came later, with all that may be left out.
+/// Replies of later additions, with all optional fields.
 #[test]
 fn what_may_be_left_out_may_be_there() {
     answers::<request::Status>(
@@ -290,7 +290,7 @@ fn what_may_be_left_out_may_be_there() {
             "pmi_throttled":5,"pmi_masked_waits":6,"pmi_withdrawn":7,"steps":8,"steps_lost":9,"unstepped":10,
             "context":{"events":1,"active":2,"waiting_groups":3,"samples":4,"lost_samples":5,"throttles":6}}]"#,
     );
-    // A VM that counts less leaves the others at nothing.
+    // Counters that a VM does not report are 0.
     let less: control_api::counts::VcpuCounts = serde_json::from_str(r#"{"vcpu":1,"exits":9}"#).unwrap();
     assert_eq!(
         (less.vcpu, less.exits, less.pmi_nmi, less.context),
@@ -318,14 +318,14 @@ fn what_may_be_left_out_may_be_there() {
     }
 }
 
-/// Calls that change the VM's state are answered with what it is then.
+/// Checks that a call that changes the VM's state returns the new state.
 #[track_caller]
 fn answers_status(call: &str) {
     let schema = control_api::schema();
     assert_eq!(schema["results"][call], schema["results"]["status"], "{call}");
 }
 
-/// What is no request is none, and one with words that this version does not know is the same without them.
+/// An invalid line is rejected, and unknown fields of a valid request are ignored.
 #[test]
 fn lines_that_are_no_requests_are_refused() {
     for line in [

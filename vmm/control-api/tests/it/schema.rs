@@ -1,4 +1,4 @@
-//! The schema that other programs get says what version 1 of the protocol is.
+//! Tests that the published schema describes version 1 of the protocol.
 
 use std::collections::BTreeSet;
 
@@ -9,8 +9,8 @@ const PAGE: &str = concat!(
     "/../../docs/reference/control-schema.json"
 );
 
-/// The schema of the types is the file in the documentation: whoever changes one sees that the protocol
-/// changes.
+/// The documented schema equals the schema of the types, so that a change of the protocol is
+/// noticed.
 #[test]
 fn the_documented_schema_is_that_of_the_types() {
     let page: Value = serde_json::from_str(&std::fs::read_to_string(PAGE).unwrap()).unwrap();
@@ -21,7 +21,6 @@ fn the_documented_schema_is_that_of_the_types() {
     );
 }
 
-/// Each call has a result, and each result a call.
 #[test]
 fn each_call_has_its_result() {
     let schema = control_api::schema();
@@ -37,7 +36,7 @@ fn each_call_has_its_result() {
     assert_eq!(calls, results);
 }
 
-/// The values that `call` can have.
+/// Collects the values that `call` can have.
 fn collect_calls<'a>(schema: &'a Value, calls: &mut BTreeSet<&'a str>) {
     match schema {
         Value::Object(object) => {
@@ -51,7 +50,7 @@ fn collect_calls<'a>(schema: &'a Value, calls: &mut BTreeSet<&'a str>) {
     }
 }
 
-/// Every reference leads to a type of the schema, so that generators of code can use it.
+/// Every reference resolves to a type of the schema, as code generators require.
 #[test]
 fn every_reference_leads_somewhere() {
     fn references<'a>(schema: &'a Value, found: &mut Vec<&'a str>) {

@@ -1,12 +1,12 @@
 use super::*;
-use crate::modules::tests::{own_base, own_memory};
+use crate::modules::tests::{libc_of_process, process_memory};
 use proptest::prelude::*;
 
 const CODE: u64 = 0x5555_0000_0000;
 const STACK: u64 = 0x7fff_0000_0000;
 
-/// `.eh_frame` and its index for functions at `(start, len, instructions)`, ascending; all callers' addresses
-/// are at CFA-8 and CFA is rsp+8 at first.
+/// Builds `.eh_frame` and its index for functions given as `(start, len, instructions)` in
+/// ascending order. Initially the CFA is rsp+8 and the return address is at CFA-8.
 fn tables(functions: &[(u64, u32, &[u8])]) -> Tables {
     const INDEX_AT: u64 = 0x1000;
     const FRAMES_AT: u64 = 0x2000;
@@ -79,8 +79,8 @@ fn unwind(code: &CodeMap, state: &UserState<'_>) -> (Vec<u64>, Unwound) {
     (out, unwound)
 }
 
-/// A leaf, a function that has saved rbp and uses it for something else, one whose frame is found by rbx,
-/// and the program's start, whose caller's address is undefined.
+/// A leaf function, a function that saves rbp and uses it as a general register, a function whose
+/// CFA is based on rbx, and the entry point, whose return address is undefined.
 const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x100, 0x20, &[]),
     // At +1: CFA = rsp+16, rbp at CFA-16; at +5 CFA = rsp+32.
@@ -90,7 +90,7 @@ const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x400, 0x20, &[0x07, 16]),
 ];
 
-/// Two frames up, in rbx, is where a frame is: what a walk by rbp alone does not know.
+/// The CFA of the third frame depends on rbx, which a walk along rbp cannot restore.
 #[test]
 fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
     let code = code(tables(FUNCTIONS));
@@ -103,7 +103,8 @@ fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
     assert!(!unwound.guessed);
 }
 
-/// The same functions in `.debug_frame`, as a file has them whose process has no tables in memory.
+/// `.debug_frame` of the program's file replaces `.eh_frame` if the process has no unwind tables in
+/// memory.
 #[test]
 fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
     let entry = |id: u32, body: &[u8]| {
@@ -134,7 +135,7 @@ fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
     let (chain, unwound) = unwind(&code, &state);
     assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
     assert_eq!((unwound.end, unwound.guessed), (End::Complete, false));
-    // Cut anywhere, it is read as far as it goes.
+    // A section truncated at any byte must not cause a panic.
     for len in 0..section.len() {
         if let Some(frames) = DebugFrames::parse(section[..len].to_vec()) {
             assert!(frames.find(0x50).is_none());
@@ -142,7 +143,7 @@ fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
     }
 }
 
-/// A copy that ends too early, a stack that is not there, and one whose frames go down are not complete.
+/// A truncated copy, an unmapped stack and descending frames all yield an incomplete chain.
 #[test]
 fn what_does_not_reach_the_outermost_frame_is_not_complete() {
     let code = code(tables(FUNCTIONS));
@@ -166,7 +167,8 @@ fn what_does_not_reach_the_outermost_frame_is_not_complete() {
     );
 }
 
-/// Code without an entry: by its frame pointer, if that is one; then it is said that this was guessed.
+/// Code without an unwind entry is unwound by its frame pointer, and the chain is marked as
+/// guessed.
 #[test]
 fn code_without_tables_is_passed_by_its_frame_pointer() {
     let code = code(tables(FUNCTIONS));
@@ -179,7 +181,7 @@ fn code_without_tables_is_passed_by_its_frame_pointer() {
     assert_eq!((unwound.end, unwound.guessed), (End::Complete, true));
 }
 
-/// An expression that jumps to its own beginning, and one that is computed as linkers do for their stubs.
+/// Covers an endless loop and the expression that linkers generate for PLT stubs.
 #[test]
 fn expressions_are_evaluated_and_end() {
     // DW_CFA_def_cfa_expression, 3 bytes: DW_OP_skip -3.
@@ -187,7 +189,8 @@ fn expressions_are_evaluated_and_end() {
     let stack = words(&[CODE + 0x410; 8]);
     let (chain, unwound) = unwind(&code(tables(endless)), &state(CODE + 0x110, &stack));
     assert_eq!((chain.len(), unwound.end), (1, End::BadFrame));
-    // breg7 8, breg16 0, lit15, and, lit11, ge, lit3, shl, plus: rsp+8, from the 11th byte on rsp+16.
+    // breg7 8, breg16 0, lit15, and, lit11, ge, lit3, shl, plus: rsp+8, and rsp+16 from the 11th
+    // byte on.
     let stub: &[u8] = &[
         0x0f, 11, 0x77, 8, 0x80, 0, 0x3f, 0x1a, 0x3b, 0x2a, 0x33, 0x24, 0x22,
     ];
@@ -207,7 +210,7 @@ fn expressions_are_evaluated_and_end() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Small tables with anything overwritten, and any stack: each ends, with no more frames than allowed.
+    /// Unwinding terminates within the frame limit for randomly corrupted tables and any stack.
     #[test]
     fn hostile_tables_end(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..24),
@@ -240,11 +243,11 @@ proptest! {
     }
 }
 
-/// The tables of this very C library, with random bytes overwritten, for addresses all over it.
+/// Corrupts the unwind tables of a C library at random and unwinds from addresses all over it.
 #[test]
 fn a_real_library_s_tables_may_say_anything() {
-    let base = own_base("libc.so");
-    let module = Module::read(&mut own_memory(), base, true).unwrap();
+    let (base, _) = libc_of_process();
+    let module = Module::read(&mut process_memory(), base, true).unwrap();
     let real = module.tables().unwrap();
     let mut seed = 0x9e37_79b9_7f4a_7c15u64;
     let mut random = move || {
@@ -282,12 +285,12 @@ fn a_real_library_s_tables_may_say_anything() {
     assert!(frames > 40 * 200, "some stacks go on: {frames}");
 }
 
-/// Found by fuzzing: the number of rows was multiplied without a look at it, which is checked in a release,
-/// too, and ended the recorder.
+/// Regression test found by fuzzing: the number of rows was multiplied without a check. Release
+/// builds check overflow too, so the recorder panicked.
 #[test]
 fn an_index_that_claims_more_rows_than_it_has_bytes_is_not_searched() {
     let mut tables = tables(FUNCTIONS);
-    // The number has 8 bytes.
+    // Store the number of rows as 8 bytes.
     tables.index[2] = 4;
     drop(tables.index.splice(12..16, u64::MAX.to_le_bytes()));
     let code = code(tables);

@@ -1,4 +1,4 @@
-//! Disks with file systems that `mke2fs` makes, and what a guest might make of them.
+//! Tests with file systems made by `mke2fs`, intact and maliciously modified.
 
 use std::path::Path;
 use std::process::Command;
@@ -23,12 +23,13 @@ impl DiskBytes for InMemory {
     }
 }
 
-/// A file system with these files, of 8 MiB; `None` where there is no `mke2fs`.
+/// Creates a file system of 8 MiB with these files. Returns `None` if `mke2fs` is not installed.
 fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     file_system_of(&[], files)
 }
 
-/// With options of `mke2fs`. Without a directory `etc` there is a link of that name.
+/// Creates a file system with additional options of `mke2fs`. If `files` contains no directory
+/// `etc`, a symbolic link of that name is created.
 fn file_system_of(options: &[&str], files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     let program = ["/usr/sbin/mke2fs", "/sbin/mke2fs"]
         .into_iter()
@@ -105,7 +106,7 @@ fn files_are_read_and_links_followed() {
     }
 }
 
-/// On the whole disk, on a partition of either kind of table, and where the table says nonsense.
+/// Covers the whole disk, partitions of both table types, and invalid tables.
 #[test]
 fn file_systems_are_found_on_partitions() {
     let Some(system) = example() else { return };
@@ -145,7 +146,7 @@ fn what_is_no_file_system_is_said() {
     }
 }
 
-/// A superblock that says that tables without end follow takes no memory for them.
+/// A superblock that claims an excessive number of block groups does not cause a large allocation.
 #[test]
 fn sizes_that_do_not_fit_the_disk_are_not_believed() {
     let Some(bytes) = example() else { return };
@@ -159,7 +160,7 @@ fn sizes_that_do_not_fit_the_disk_are_not_believed() {
     }
 }
 
-/// Whatever is overwritten, there is an answer, and no more of a file than was asked for.
+/// For any corruption, a read returns and yields at most the requested number of bytes.
 #[test]
 fn damaged_file_systems_end_in_an_answer() {
     let Some(whole) = example() else { return };
@@ -173,7 +174,7 @@ fn damaged_file_systems_end_in_an_answer() {
     for _ in 0..60 {
         let mut bytes = whole.clone();
         for _ in 0..1 + next() % 64 {
-            // Mostly in what is not data: the beginning.
+            // Corrupt mostly the beginning, which holds metadata.
             let within = if next() % 4 == 0 { bytes.len() } else { 256 << 10 };
             let at = usize::try_from(next()).unwrap_or_default() % within;
             bytes[at] = next().to_le_bytes()[0];
@@ -187,15 +188,15 @@ fn damaged_file_systems_end_in_an_answer() {
     }
 }
 
-/// A link says how long its target is, and the target is read into memory of that size: neither a file's path
-/// nor the look for a root directory follows such a link.
+/// The inode of a link determines the buffer size for its target. Neither path resolution nor the
+/// search for a root directory follows a link with an implausible size.
 #[test]
 fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
     let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
         return eprintln!("skipped: no mke2fs here");
     };
     let target = b"/usr/bin/prog";
-    // A short target is in the inode, 0x28 bytes into it; its length is at 4 and 0x6c.
+    // The inode stores a short target at offset 0x28 and its length at offsets 4 and 0x6c.
     let places: Vec<usize> = (0..bytes.len() - target.len())
         .filter(|at| bytes[*at..].starts_with(target))
         .collect();
@@ -211,19 +212,19 @@ fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
     assert_eq!(disk.read("/file", 100).unwrap(), b"here");
 }
 
-/// A guest whose files each take nearly as long as one may does not hold a command up for hours.
+/// A guest whose files each take almost the full timeout cannot delay a command for hours.
 #[test]
 fn a_disk_that_took_long_in_all_is_read_no_more() {
     let Some(bytes) = example() else { return };
     let mut disk = open(bytes).unwrap();
     disk.waited = PATIENCE_FOR_ALL;
-    // The answer that goes over the limit is taken.
+    // The answer that exceeds the total timeout is still returned.
     disk.read("/etc/hostname", 100).unwrap();
     assert!(matches!(disk.read("/etc/hostname", 100), Err(DiskError::Slow)));
     assert!(matches!(disk.reload(), Err(DiskError::Slow)));
 }
 
-/// The guest writes while a path is followed: what was looked at cannot become something else.
+/// A concurrent write of the guest cannot change blocks that path resolution has already checked.
 #[test]
 fn what_is_read_of_a_path_is_read_once() {
     struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);
@@ -280,8 +281,8 @@ fn a_disk_that_is_gone_is_an_error_and_no_wait() {
     ));
 }
 
-/// What a guest's disk is read for: a library's names, its unwinding tables and its build, and functions that
-/// a process says it has made.
+/// Reads what a profile needs from a library on the disk: symbols, unwind tables and build ID, and
+/// the perf map of a process.
 #[test]
 fn a_library_on_the_disk_has_names_tables_and_its_build() {
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";

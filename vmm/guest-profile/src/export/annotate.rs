@@ -1,7 +1,8 @@
-//! The instructions of a function with their shares of its samples, in the form `perf annotate --stdio` has.
+//! Shows the instructions of a function with their shares of its samples, in the format of `perf
+//! annotate --stdio`.
 //!
-//! A profile has addresses only. The code's bytes come from elsewhere, and may be other ones than those that
-//! ran: samples that are at no instruction tell so ([`Annotated::astray`]).
+//! A profile contains only addresses. The code is read from another source and may differ from the
+//! code that ran; samples that match no instruction reveal the difference ([`Annotated::astray`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -12,35 +13,35 @@ use iced_x86::{Decoder, DecoderOptions, Formatter, GasFormatter, Instruction};
 use super::symbolize::Symbolizer;
 use super::{EventInfo, Profile, frames};
 
-/// Most bytes of a function that are shown.
+/// Maximum number of code bytes shown per function.
 pub const MAX_CODE: u64 = 64 << 10;
-/// Bytes of an instruction, at most (SDM vol. 2 §2.3.11).
+/// Maximum length of an instruction, in bytes (SDM vol. 2 §2.3.11).
 const LONGEST: u64 = 15;
 
-/// A function of a profile, and what fell into it.
+/// A function of a profile with its samples.
 #[derive(Debug, Clone)]
 pub struct Function {
-    /// Its name.
+    /// Name of the function.
     pub name: String,
-    /// File it is in.
+    /// File that contains the function.
     pub object: Rc<str>,
-    /// Of the kernel.
+    /// `true` for a kernel function.
     pub kernel: bool,
-    /// First address, in the process `pid`.
+    /// Start address in process `pid`.
     pub start: u64,
-    /// Address after the last, as far as it is known: at least that after the last sample.
+    /// End address (exclusive) as far as known, at least the address after the last sample.
     pub end: u64,
-    /// A process in which it is at these addresses.
+    /// ID of a process that has the function mapped at these addresses.
     pub pid: u32,
-    /// CR3 of that process; 0 if no sample at these addresses had registers.
+    /// CR3 of that process; 0 if no sample at these addresses has registers.
     pub cr3: u64,
-    /// Samples and their periods by offset into the function.
+    /// Number of samples and sum of their periods, by offset into the function.
     pub offsets: BTreeMap<u64, (u64, u64)>,
-    /// Sum of the periods.
+    /// Sum of the periods of all samples.
     pub period: u64,
 }
 
-/// The functions in which samples of `event` fell, the one with the most first.
+/// Returns the functions that have samples of `event`, sorted by descending period.
 pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventInfo) -> Vec<Function> {
     let mut found: HashMap<(Rc<str>, String), Function> = HashMap::new();
     for sample in profile.samples().filter(|s| s.event_id == event.id) {
@@ -64,11 +65,12 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
             offsets: BTreeMap::new(),
             period: 0,
         });
-        // A sample that the host kernel took has no registers, and so no address space to read code in.
+        // Samples taken by the host kernel have no registers, so no address space to read the code
+        // from.
         if function.cr3 == 0 && sample.cr3 != 0 && start == function.start {
             (function.pid, function.cr3) = (sample.pid, sample.cr3);
         }
-        // Where it is in another process it has the same offsets.
+        // Another process may map the function elsewhere, but the offsets are the same.
         let end = symbols.end(frame, sample.pid).unwrap_or(0).wrapping_sub(start);
         let length = (function.end - function.start).max(named.offset + 1);
         let length = if end <= MAX_CODE { length.max(end) } else { length };
@@ -84,42 +86,43 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
 }
 
 impl Function {
-    /// Bytes of code that are wanted: an instruction may reach over the last sample.
+    /// Returns the number of code bytes to read. The last instruction may extend past the last
+    /// sample.
     pub fn length(&self) -> u64 {
         let last = self.offsets.keys().next_back().map_or(0, |last| last + LONGEST);
         (self.end - self.start).max(last).min(MAX_CODE)
     }
 
-    /// Samples in it.
+    /// Returns the number of samples in the function.
     pub fn samples(&self) -> u64 {
         self.offsets.values().map(|(samples, _)| samples).sum()
     }
 }
 
-/// One instruction.
+/// One disassembled instruction with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
-    /// Its address.
+    /// Address of the instruction.
     pub address: u64,
-    /// Samples at it.
+    /// Number of samples at this instruction.
     pub samples: u64,
-    /// Their periods.
+    /// Sum of the periods of these samples.
     pub period: u64,
-    /// In AT&T's syntax.
+    /// Instruction in AT&T syntax.
     pub text: String,
 }
 
-/// A function's code with its samples.
+/// The disassembled code of a function with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Annotated {
-    /// Its instructions.
+    /// Instructions in ascending order of address.
     pub lines: Vec<Line>,
-    /// Samples that are at none of them: the code that ran was another one.
+    /// Number of samples that match no instruction, because different code ran.
     pub astray: u64,
 }
 
-/// Decodes `code`, which is at the function's start, and puts the samples at its instructions. `name_of`
-/// names an address that an instruction goes to.
+/// Disassembles `code`, which starts at the start of the function, and assigns the samples to its
+/// instructions. `name_of` resolves branch targets to names.
 pub fn annotate(
     function: &Function,
     code: &[u8],
@@ -157,7 +160,7 @@ pub fn annotate(
             text,
         });
     }
-    // What fills up to the next function.
+    // Drop the padding up to the next function.
     while lines.last().is_some_and(is_padding) {
         lines.pop();
     }
@@ -167,16 +170,16 @@ pub fn annotate(
     }
 }
 
-/// An instruction that does nothing and that no sample is at.
+/// Returns whether the line is a NOP without samples.
 fn is_padding(line: &Line) -> bool {
     let fills = ["nop", "int3", "xchg %ax,%ax", "data16", "cs nop"];
     line.samples == 0 && fills.iter().any(|fill| line.text.starts_with(fill))
 }
 
-/// The annotated function as text. `source`: where its code comes from.
+/// Formats the annotated function. `source` names the origin of the code.
 pub fn render(event: &str, function: &Function, annotated: &Annotated, source: &str) -> String {
     let mut out = String::new();
-    // Writing to a String does not fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(out, "# {} of {}", function.name, function.object);
     let _ = writeln!(out, "# Samples: {} of event '{event}'", function.samples());
     let _ = writeln!(out, "# Code: {source}");
@@ -257,7 +260,7 @@ mod tests {
         list.remove(0)
     }
 
-    /// Each sample is at its instruction, and the shares are those of the function.
+    /// Each sample is assigned to its instruction, and shares are relative to the function.
     #[test]
     fn samples_are_at_their_instructions() {
         let function = only(&profile(&[0x1004, 0x1004, 0x1004, 0x1001]));
@@ -288,7 +291,7 @@ mod tests {
         assert_eq!(only(&profile).cr3, 0x5000);
     }
 
-    /// What stands between two functions is of neither; a NOP that was sampled stays.
+    /// Padding between two functions is hidden, but a sampled NOP is shown.
     #[test]
     fn padding_is_not_shown() {
         let padded = [&CODE[..], &[0x90, 0x66, 0x90, 0xcc]].concat();
@@ -301,7 +304,7 @@ mod tests {
         assert_eq!(lines(&[0x1004, 0x1007]), 5);
     }
 
-    /// Code that is not what ran has samples within instructions, which is told.
+    /// Samples inside an instruction show that different code ran, and are reported.
     #[test]
     fn samples_within_an_instruction_are_told() {
         let function = only(&profile(&[0x1002, 0x1004]));
@@ -310,7 +313,7 @@ mod tests {
         assert!(render("cycles", &function, &annotated, "x").contains("1 samples are at no instruction"));
     }
 
-    /// Whatever the bytes are, decoding ends, and a function is bounded.
+    /// Disassembly of arbitrary bytes terminates, and the size of a function is bounded.
     #[test]
     fn any_bytes_are_decoded_to_an_end() {
         let mut function = only(&profile(&[0x1000]));

@@ -1,18 +1,18 @@
-//! The directory in which `perf` keeps symbols by build-id, `~/.debug` if not told otherwise.
+//! Writes the directory in which `perf` looks up symbols by build ID, `~/.debug` by default.
 //!
-//! `perf record` puts there what its samples fell into, so that `perf report` has names later and without an
-//! option. Its layout (`tools/perf/util/build-id.c`):
+//! `perf record` stores the files of its samples there, so that `perf report` finds symbols later
+//! without an option. Layout (`tools/perf/util/build-id.c`):
 //!
-//! | path | what |
+//! | path | contents |
 //! |---|---|
-//! | `[kernel.kallsyms]/ID/kallsyms` | a kernel's symbols, in the form of /proc/kallsyms, of any of its boots |
+//! | `[kernel.kallsyms]/ID/kallsyms` | symbols of a kernel in the format of /proc/kallsyms, from any of its boots |
 //! | `PATH/ID/elf` | a program or library |
-//! | `.build-id/ID[..2]/ID[2..]` | a link to the directory of one of these |
+//! | `.build-id/ID[..2]/ID[2..]` | a symbolic link to one of these directories |
 //!
-//! A guest chose the paths of its programs. They lie under `perfvisor/`, so that none can take the place of
-//! anything else, and links and dots in them mean nothing. It chose the build-ids, too, that of another
-//! guest's program or of the host's kernel if it likes. So what lies under one already stays, and if that is
-//! something else, whoever records is told.
+//! The guest chooses the paths of its programs. They are stored below `perfvisor/`, so that they
+//! cannot replace anything else, and `..` and links in them have no effect. The guest also chooses
+//! the build IDs, possibly those of another guest's program or of the host's kernel. An existing
+//! entry is therefore never replaced, and a conflict is reported as an error.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -24,39 +24,40 @@ use super::perfdata::KERNEL_NAME;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// What the directory of the guests' programs is called.
+/// Directory of the guests' programs, below the build-ID directory.
 const PROGRAMS: &str = "perfvisor";
-/// What a program is called in its directory, and a kernel's symbols.
+/// File names of a program and of a kernel's symbols in their directories.
 const ELF: &str = "elf";
 const KALLSYMS: &str = "kallsyms";
 
-/// A build-id directory.
+/// A build-ID directory of `perf`.
 #[derive(Debug, Clone)]
 pub struct BuildIdDir {
     root: PathBuf,
 }
 
 impl BuildIdDir {
-    /// In `root`, which need not be there yet.
+    /// Uses the directory `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// Where it is.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.root
     }
 
-    /// The one that `perf` uses if not told otherwise; `None` for who has no home directory.
+    /// Returns the default directory of `perf`, or `None` if the user has no home directory.
     pub fn of_user() -> Option<Self> {
         let home = std::env::var_os("HOME").filter(|home| !home.is_empty())?;
         Some(Self::new(Path::new(&home).join(".debug")))
     }
 
-    /// Puts a kernel's symbols in, unless those of another boot of it are there.
+    /// Adds the symbols of a kernel, unless those of another boot of the same kernel are present.
     ///
     /// # Errors
-    /// The directory cannot be written; something else has this build-id there.
+    /// Returns an error if the directory cannot be written or another file already has this build
+    /// ID.
     pub fn add_kallsyms(
         &self,
         id: BuildId,
@@ -73,7 +74,7 @@ impl BuildIdDir {
                 return Err(taken(&path, "this guest's kernel"));
             }
             Some(_) => {}
-            // Nothing, or nothing of use.
+            // No usable file exists.
             None => self.put(&inside.join(KALLSYMS), &text)?,
         }
         match self.holder(id, &inside) {
@@ -82,11 +83,12 @@ impl BuildIdDir {
         }
     }
 
-    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `name`. Of a
-    /// build-id of one byte there is no file in such a directory, and nothing is put in.
+    /// Adds a program of the guest, named `name` by the guest and supplied by `read`, unless it is
+    /// present. A build ID of one byte has no path in this layout, so such a program is skipped.
     ///
     /// # Errors
-    /// That of `read`, or the directory cannot be written; something else has this build-id there.
+    /// Returns the error of `read`, or an error if the directory cannot be written or another file
+    /// already has this build ID.
     pub fn add_program(
         &self,
         id: BuildId,
@@ -120,7 +122,7 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// The file that is found by a build-id, if it is not in `inside`.
+    /// Returns the file that the build ID refers to, if it is outside `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
         let (directory, link) = self.place_of_link(id);
         let old = fs::read_link(link).ok()?;
@@ -130,7 +132,7 @@ impl BuildIdDir {
         (old != target(inside)).then_some(found)
     }
 
-    /// The directory in which the link of a build-id is, and the link.
+    /// Returns the directory of the symbolic link of a build ID, and the link itself.
     fn place_of_link(&self, id: BuildId) -> (PathBuf, PathBuf) {
         let digits = id.to_string();
         let (first, rest) = digits.split_at(2);
@@ -145,7 +147,7 @@ impl BuildIdDir {
         file.finish()
     }
 
-    /// A file that is there when it is complete.
+    /// Creates a file that appears at its final path only when it is complete.
     fn file(&self, inside: &Path) -> io::Result<Whole> {
         let path = self.root.join(inside);
         let directory = path.parent().unwrap_or(&self.root);
@@ -165,7 +167,7 @@ impl BuildIdDir {
         })
     }
 
-    /// Has perf find `inside` by its build-id.
+    /// Creates the symbolic link by which `perf` finds `inside` through its build ID.
     fn link(&self, id: BuildId, inside: &Path) -> io::Result<()> {
         let (directory, link) = self.place_of_link(id);
         make_directories(&directory)?;
@@ -182,8 +184,8 @@ impl BuildIdDir {
     }
 }
 
-/// Makes `directory` and those above it that are missing, for this user only: the files hold what a guest
-/// has in its memory.
+/// Creates `directory` and its missing parents with access for this user only, because the files
+/// contain guest memory.
 fn make_directories(directory: &Path) -> io::Result<()> {
     fs::DirBuilder::new()
         .recursive(true)
@@ -191,19 +193,19 @@ fn make_directories(directory: &Path) -> io::Result<()> {
         .create(directory)
 }
 
-/// What a build-id's link has in it.
+/// Returns the target of the symbolic link of a build ID.
 fn target(inside: &Path) -> PathBuf {
     Path::new("../..").join(inside)
 }
 
-/// Whether the file at `path` is these bytes.
+/// Returns whether the file at `path` has exactly these contents.
 fn has(path: &Path, bytes: &[u8]) -> bool {
     fs::metadata(path).is_ok_and(|meta| meta.len() == bytes.len() as u64)
         && fs::read(path).is_ok_and(|there| there == bytes)
 }
 
-/// The functions of a kernel, as offsets from its beginning: the same for each of its boots. Modules lie
-/// elsewhere each time.
+/// Returns the functions of a kernel as offsets from its start, which are the same for every boot.
+/// Modules are excluded, because their addresses vary.
 fn functions(symbols: &KernelSymbols) -> BTreeSet<(u64, &str)> {
     let at = |name| symbols.by_name(name).map(|symbol| symbol.address);
     let start = at("_text").or_else(|| at("_stext")).unwrap_or_default();
@@ -224,7 +226,7 @@ fn taken(path: &Path, what: &str) -> io::Error {
     ))
 }
 
-/// A file that is being written under another name.
+/// A file that is written under a temporary name.
 struct Whole {
     out: BufWriter<File>,
     part: Option<PathBuf>,
@@ -284,12 +286,11 @@ mod tests {
             Err(io::Error::other("full"))
         });
         assert!(failed.is_err());
-        // What is there stays, and half of the new is not left.
+        // The existing file remains, and no partial new file is left behind.
         assert_eq!(fs::read_to_string(by_id.join("kallsyms")).unwrap(), "new");
         assert_eq!(fs::read_dir(&by_id).unwrap().count(), 1);
     }
 
-    /// Copies of a guest's programs and names are for the user who recorded them.
     #[test]
     fn what_is_made_is_for_this_user_only() {
         use std::os::unix::fs::PermissionsExt;
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(files, 2);
     }
 
-    /// What the text of a kernel that was loaded at `start` says, with a module elsewhere.
+    /// Returns kallsyms text of a kernel loaded at `start`, with a module at another address.
     fn kallsyms(start: u64, function: &str) -> String {
         let at = |offset: u64, name: &str| format!("{:x} T {name}\n", start + offset);
         let module = format!(
@@ -330,8 +331,8 @@ mod tests {
         [at(0, "_text"), at(0x40, function), at(0x100, "_etext"), module].concat()
     }
 
-    /// A guest says which build-ids its kernel and its programs have: those of another guest's, or of the
-    /// host's. Those who were there before keep them.
+    /// A guest may claim the build ID of another guest's kernel or program, or of the host's.
+    /// Existing entries keep their build ID.
     #[test]
     fn no_guest_takes_the_build_id_of_another() {
         let root = tempfile::tempdir().unwrap();
@@ -340,7 +341,7 @@ mod tests {
         let by_id = root.path().join(".build-id/ab").join("ab".repeat(19));
         let first = kallsyms(0xffff_ffff_8100_0000, "schedule");
         kernel(&first).unwrap();
-        // Another boot of it, and a forgery.
+        // Add another boot of the same kernel, and a forgery.
         kernel(&kallsyms(0xffff_ffff_9200_0000, "schedule")).unwrap();
         let refused = kernel(&kallsyms(0xffff_ffff_8100_0000, "secret")).unwrap_err();
         assert!(refused.to_string().contains("--buildid-dir"), "{refused}");
@@ -357,13 +358,13 @@ mod tests {
         }
         let by_id = root.path().join(".build-id/cd").join("cd".repeat(19));
         assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "code");
-        // What is gone can be put in again.
+        // A removed entry can be added again.
         fs::remove_dir_all(root.path().join("perfvisor")).unwrap();
         program(other, "/bin/y", "new").unwrap();
         assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "new");
     }
 
-    /// A guest says what its programs are called.
+    /// A guest chooses the paths of its programs.
     #[test]
     fn no_path_of_a_guest_leads_elsewhere() {
         let root = tempfile::tempdir().unwrap();

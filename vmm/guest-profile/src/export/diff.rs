@@ -1,4 +1,4 @@
-//! Two profiles side by side: shares before and after, in the form `perf diff` has.
+//! Compares two profiles, in the format of `perf diff`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -7,41 +7,43 @@ use super::Profile;
 use super::report::{ReportOptions, SortKey, Table, columns, tables, widths};
 use super::symbolize::Symbolizer;
 
-/// One row: shares of an event's periods, in percent; `None` where there was no sample.
+/// One row of a comparison: shares of an event's periods, in percent; `None` if a profile has no
+/// sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiffRow {
-    /// In the older profile.
+    /// Share in the older profile, in percent.
     pub before: Option<f64>,
-    /// In the newer one.
+    /// Share in the newer profile, in percent.
     pub after: Option<f64>,
-    /// The columns' texts.
+    /// Texts of the columns.
     pub keys: Vec<String>,
 }
 
 impl DiffRow {
-    /// How much larger its share has become, in percentage points.
+    /// Returns the change of the share, in percentage points.
     pub fn delta(&self) -> f64 {
         self.after.unwrap_or(0.0) - self.before.unwrap_or(0.0)
     }
 }
 
-/// An event of both profiles.
+/// The comparison of one event of two profiles.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Diff {
-    /// Its name.
+    /// Name of the event.
     pub event: String,
-    /// Samples before and after.
+    /// Number of samples in the older and in the newer profile.
     pub samples: (u64, u64),
-    /// The rows, largest change first.
+    /// Rows, sorted by descending change.
     pub rows: Vec<DiffRow>,
 }
 
-/// Compares tables of the same columns, event by event, and names the events that only one of them has.
+/// Compares tables of the same columns event by event. Returns the comparisons and the names of
+/// events that only one profile contains.
 fn compare(before: Vec<Table>, after: Vec<Table>, min_percent: f64) -> (Vec<Diff>, Vec<String>) {
     let mut after: Vec<Option<Table>> = after.into_iter().map(Some).collect();
     let (mut diffs, mut alone) = (Vec::new(), Vec::new());
     for old in before {
-        // Two events of one name are compared in their order.
+        // Events of the same name are matched in order.
         let same = |table: &&mut Option<Table>| table.as_ref().is_some_and(|t| t.event == old.event);
         let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
             alone.push(old.event);
@@ -74,13 +76,14 @@ fn compare(before: Vec<Table>, after: Vec<Table>, min_percent: f64) -> (Vec<Diff
     (diffs, alone)
 }
 
-/// The events that both profiles have, compared, and the names of those that only one has.
+/// Compares the events that both profiles contain. Also returns the names of the events that only
+/// one contains.
 pub fn diffs(
     (old, old_symbols): (&Profile, &mut Symbolizer<'_>),
     (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
     options: &ReportOptions,
 ) -> (Vec<Diff>, Vec<String>) {
-    // A row that is small in one of them may be large in the other.
+    // Do not filter yet: a row may be below the limit in one profile only.
     let all = ReportOptions {
         min_percent: 0.0,
         ..options.clone()
@@ -89,11 +92,11 @@ pub fn diffs(
     compare(before, after, options.min_percent)
 }
 
-/// The comparison as text.
+/// Formats the comparison as text.
 pub fn render(diffs: &[Diff], sort: &[SortKey]) -> String {
     let mut out = String::new();
     for diff in diffs {
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(out, "# Event '{}'", diff.event);
         let _ = writeln!(
             out,
@@ -156,7 +159,7 @@ mod tests {
         }
     }
 
-    /// The largest change first, whichever way it goes; what only one of them has is a change too.
+    /// Rows are sorted by absolute change, including rows that only one profile contains.
     #[test]
     fn rows_are_ordered_by_their_change() {
         let before = vec![table("cycles", &[(60.0, "a"), (30.0, "b"), (10.0, "gone")])];
@@ -180,7 +183,7 @@ mod tests {
         assert_eq!(line("new"), ["0.50%", "+0.50%", "new"]);
     }
 
-    /// A limit leaves out what is small in both, not what has become small.
+    /// A limit hides rows that are below it in both profiles, not rows that fell below it.
     #[test]
     fn a_limit_is_for_both() {
         let before = vec![table("cycles", &[(99.0, "a"), (1.0, "b")])];

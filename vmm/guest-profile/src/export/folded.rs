@@ -1,4 +1,5 @@
-//! Folded stacks (`task;outer;…;inner count`, one line for each distinct stack) and flame graphs of them.
+//! Writes folded stacks (`task;outer;…;inner count`, one line per distinct stack) and draws flame
+//! graphs from them.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -6,10 +7,10 @@ use std::io::{self, Write};
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, frames};
 
-/// Why no flame graph was made.
+/// Why a flame graph could not be drawn.
 #[derive(Debug, thiserror::Error)]
 pub enum FlameError {
-    /// There is no sample to draw.
+    /// The profile has no samples of the event.
     #[error("the profile has no samples to draw")]
     NoSamples,
     /// The SVG could not be written.
@@ -17,8 +18,8 @@ pub enum FlameError {
     Write(#[source] io::Error),
 }
 
-/// The stacks of all samples of `event_id` (of all events for `None`), each with the sum of their periods.
-/// Kernel functions end in `_[k]`, which colours them apart.
+/// Returns the stacks of all samples of `event_id` (`None` for all events), each with the sum of
+/// its periods. Kernel functions have the suffix `_[k]`, which selects their color.
 pub fn stacks(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
@@ -37,7 +38,8 @@ pub fn stacks(
             match (n.known, f.kernel) {
                 (true, true) => format!("{}_[k]", clean(&n.name)),
                 (true, false) => clean(&n.name),
-                // Single unknown addresses would make a flame each; their object is what is known.
+                // Unknown addresses would each get a frame of their own. Use the name of the object
+                // instead.
                 (false, true) => "[guest.kernel]_[k]".to_owned(),
                 (false, false) => clean(n.object.rsplit('/').next().unwrap_or(&n.object)),
             }
@@ -48,7 +50,8 @@ pub fn stacks(
     stacks
 }
 
-/// Separators of the format have no place in a name, and names are the guest's words: no control characters.
+/// Removes the separators of the format and control characters from a name, which the guest
+/// chooses.
 fn clean(name: &str) -> String {
     name.chars()
         .map(|c| {
@@ -63,14 +66,14 @@ fn clean(name: &str) -> String {
         .collect()
 }
 
-/// Writes folded stacks.
+/// Writes folded stacks, one per line.
 pub fn write(stacks: &BTreeMap<String, u64>, mut out: impl Write) -> io::Result<()> {
     stacks
         .iter()
         .try_for_each(|(stack, n)| writeln!(out, "{stack} {n}"))
 }
 
-/// Draws a flame graph. What is narrower than `min_percent` of it is left out.
+/// Draws a flame graph as SVG. Frames narrower than `min_percent` of its width are omitted.
 pub fn flamegraph(
     stacks: &BTreeMap<String, u64>,
     title: &str,
@@ -85,7 +88,7 @@ pub fn flamegraph(
     options.title = title.to_owned();
     options.count_name = unit.to_owned();
     options.min_width = min_percent;
-    // By kind of code: the suffix of kernel functions is what this palette goes by.
+    // Color by kind of code. The palette recognizes the suffix of kernel functions.
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     options.hash = true;

@@ -1,22 +1,22 @@
-//! What comes out of profiling a guest: `perf.data`, tables, scripts, folded stacks, flame graphs, pprof.
+//! Reads and writes guest profiles: `perf.data`, tables, scripts, folded stacks, flame graphs and
+//! pprof.
 //!
-//! Everything stands on one neutral model ([`Profile`]): samples of vCPUs with their guest call chains, and
-//! what is known of the guest's kernel, tasks and mappings. It is written to and read from `perf.data`, which
-//! is also our own file format, so that `perf` reads our files and we need no second one. [`Form`] says as
-//! what `perf` sees the guest.
+//! All formats share one model, [`Profile`]: samples of vCPUs with guest call chains, and metadata
+//! about the guest's kernel, tasks and mappings. `perf.data` is also the native file format of
+//! recordings, so `perf` can read them. [`Form`] selects how `perf` sees the guest.
 //!
-//! | module | makes or reads |
+//! | module | purpose |
 //! |---|---|
-//! | [`perfdata`] | `perf.data`, written as samples come |
-//! | [`reader`] | the same, read back; hostile input |
-//! | [`build_id_dir`] | the directory where `perf` looks for symbols by build-id |
-//! | [`symbolize`] | names for a profile's addresses |
-//! | [`report`] | a table like `perf report`'s |
-//! | [`annotate`] | the instructions of a function, like `perf annotate` |
-//! | [`diff`] | two profiles side by side, like `perf diff` |
-//! | [`script`] | one paragraph per sample, like `perf script` |
-//! | [`folded`] | folded stacks, and flame graphs from them |
-//! | [`pprof`] | gzipped protobuf for pprof, Pyroscope, Parca |
+//! | [`perfdata`] | writes `perf.data` incrementally |
+//! | [`reader`] | reads `perf.data`, treated as hostile input |
+//! | [`build_id_dir`] | writes the directory where `perf` looks up symbols by build ID |
+//! | [`symbolize`] | resolves the addresses of a profile to names |
+//! | [`report`] | formats a table like `perf report` |
+//! | [`annotate`] | shows the instructions of a function like `perf annotate` |
+//! | [`diff`] | compares two profiles like `perf diff` |
+//! | [`script`] | prints one paragraph per sample like `perf script` |
+//! | [`folded`] | writes folded stacks and flame graphs |
+//! | [`pprof`] | writes gzipped protobuf for pprof, Pyroscope and Parca |
 
 pub mod annotate;
 pub mod build_id_dir;
@@ -35,132 +35,132 @@ use serde::{Deserialize, Serialize};
 use crate::unwind::Ends;
 use kernel_images::build_id::BuildId;
 
-/// One sampled event.
+/// A sampled event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventInfo {
-    /// As the operator asked for it: `cycles`, `cpu/event=0x3c/`.
+    /// Event name as the operator gave it, such as `cycles` or `cpu/event=0x3c/`.
     pub name: String,
-    /// `perf_event_attr.type`.
+    /// Value of `perf_event_attr.type`.
     pub type_: u32,
-    /// `perf_event_attr.config`.
+    /// Value of `perf_event_attr.config`.
     pub config: u64,
-    /// Period or frequency.
+    /// Sampling period or frequency.
     pub rate: Rate,
-    /// The samples' `id` that names this event. Unique within a profile and not 0.
+    /// Event ID that the samples refer to. Unique within a profile and not 0.
     pub id: u64,
 }
 
-/// How often an event is sampled.
+/// The sampling rate of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rate {
-    /// Every so many events.
+    /// One sample per this number of events.
     Period(u64),
-    /// So many samples a second.
+    /// Target number of samples per second.
     FrequencyHz(u64),
 }
 
-/// As what a file shows the guest.
+/// How a `perf.data` file presents the guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Form {
-    /// As if `perf` had recorded inside the guest: its kernel is the kernel, its programs are the programs.
-    /// What reads `perf.data` reads it.
+    /// The file looks as if `perf` had recorded inside the guest, so any reader of `perf.data` can
+    /// use it.
     #[default]
     InGuest,
-    /// As a guest that the host's `perf kvm` recorded.
+    /// The file looks as if `perf kvm` had recorded the guest on the host.
     AsHost,
 }
 
-/// Where the samples' clock, `CLOCK_MONOTONIC` of the host, was at a time of day.
+/// Relation between wall-clock time and the clock of the samples (`CLOCK_MONOTONIC` of the host).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WallClock {
-    /// Time since 1970 (UTC), ns.
+    /// Wall-clock time since 1970 (UTC), in nanoseconds.
     pub wall_ns: u64,
-    /// The samples' clock at that moment, ns.
+    /// Clock of the samples at that moment, in nanoseconds.
     pub clock_ns: u64,
 }
 
 impl WallClock {
-    /// When a sample was taken: ns since 1970.
+    /// Converts the time of a sample to nanoseconds since 1970.
     pub fn at(&self, time_ns: u64) -> u64 {
         self.wall_ns.wrapping_sub(self.clock_ns).wrapping_add(time_ns)
     }
 }
 
-/// The circumstances of a profile. Strings are cut at 4 KiB when written.
+/// Metadata of a profile. Strings longer than 4 KiB are truncated when written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Meta {
-    /// Host name (of the guest, if known).
+    /// Host name of the guest, if known.
     pub hostname: String,
     /// Kernel release of the guest, if known.
     pub os_release: String,
     /// Number of vCPUs.
     pub vcpus: u32,
-    /// The command that recorded it.
+    /// Command line that recorded the profile.
     pub command: Vec<String>,
-    /// As what the file shows the guest.
+    /// How the file presents the guest.
     pub form: Form,
-    /// The time of day of the samples' clock, if it is known: then that clock is `CLOCK_MONOTONIC`.
+    /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
 }
 
-/// Where the guest kernel's text runs.
+/// Location of the guest kernel's text at run time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelMap {
-    /// First address: that of `_stext` or `_text`.
+    /// Start address: that of `_stext` or `_text`.
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Name of the symbol at `reference_address`, by which `perf` finds the slide.
+    /// Name of the symbol at `reference_address`, from which `perf` computes the KASLR offset.
     pub reference_symbol: String,
-    /// Running address of that symbol.
+    /// Run-time address of that symbol.
     pub reference_address: u64,
-    /// What names its symbols.
+    /// Build ID of the kernel, if known.
     pub build_id: Option<BuildId>,
 }
 
-/// A name for a guest task, valid from a time on.
+/// The name of a guest task from a given time on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TaskName {
-    /// Guest time of the sample it was first seen at, in ns of the samples' clock.
+    /// Time of the first sample with this name, in nanoseconds of the samples' clock.
     pub time_ns: u64,
-    /// Guest process id.
+    /// Guest process ID.
     pub pid: u32,
-    /// Guest thread id.
+    /// Guest thread ID.
     pub tid: u32,
-    /// Its name, at most 15 bytes.
+    /// Task name, at most 15 bytes.
     pub comm: String,
 }
 
-/// A file a guest process has mapped.
+/// A file mapping of a guest process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileMapping {
-    /// When it was first seen, in ns of the samples' clock.
+    /// Time of the first sample with this mapping, in nanoseconds of the samples' clock.
     pub time_ns: u64,
-    /// Guest process id.
+    /// Guest process ID.
     pub pid: u32,
-    /// First address.
+    /// Start address of the mapping.
     pub start: u64,
-    /// Length in bytes.
+    /// Length of the mapping, in bytes.
     pub len: u64,
     /// Offset of `start` in the file, in bytes.
     pub file_offset: u64,
-    /// Guest path.
+    /// Path of the file in the guest.
     pub path: String,
-    /// The file's build-id, if it is known.
+    /// Build ID of the file, if known.
     pub build_id: Option<BuildId>,
 }
 
-/// One sample. `chain` is as [`crate::unwind::walk`] leaves it: context markers and addresses,
-/// innermost first; empty for none.
+/// A sample. `chain` has the format of [`crate::unwind::walk`]: context markers and addresses,
+/// innermost first; empty if no call chain was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample<'c> {
-    /// Time in ns.
+    /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
     /// vCPU number.
     pub vcpu: u32,
-    /// Guest process id; [`NO_PID`] when not known.
+    /// Guest process ID; [`NO_PID`] if unknown.
     pub pid: u32,
-    /// Guest thread id; [`NO_PID`] when not known.
+    /// Guest thread ID; [`NO_PID`] if unknown.
     pub tid: u32,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
@@ -168,48 +168,49 @@ pub struct Sample<'c> {
     pub ip: u64,
     /// CR3.
     pub cr3: u64,
-    /// Events this sample stands for.
+    /// Number of events that the sample represents.
     pub period: u64,
-    /// [`EventInfo::id`].
+    /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// How the call chain ended.
+    /// Why unwinding of the call chain ended.
     pub ends: Ends,
-    /// Call chain.
+    /// Call chain, innermost frame first.
     pub chain: &'c [u64],
 }
 
-/// Stands for a task that could not be found (perf shows it as -1).
+/// Process or thread ID of an unknown task, shown as -1 by `perf`.
 pub const NO_PID: u32 = u32::MAX;
 
-/// A name resolved at recording time, kept in the file for those who have neither kernel nor guest at hand.
+/// A symbol resolved at recording time and saved in the file, for use without access to the guest
+/// or its kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSymbol {
-    /// First address.
+    /// Start address of the symbol.
     pub start: u64,
-    /// Address after the last.
+    /// End address of the symbol (exclusive).
     pub end: u64,
-    /// The name.
+    /// Name of the symbol.
     pub name: String,
-    /// Guest process; `None` for the kernel.
+    /// Guest process ID; `None` for the kernel.
     pub pid: Option<u32>,
 }
 
-/// A whole profile in memory.
+/// A complete profile in memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// Circumstances.
+    /// Metadata of the profile.
     pub meta: Meta,
-    /// What was sampled.
+    /// Sampled events.
     pub events: Vec<EventInfo>,
-    /// The guest kernel's place, if it was found.
+    /// Location of the guest kernel, if found.
     pub kernel: Option<KernelMap>,
-    /// Tasks seen.
+    /// Names of the sampled tasks.
     pub tasks: Vec<TaskName>,
-    /// Files seen mapped.
+    /// File mappings of the sampled processes.
     pub mappings: Vec<FileMapping>,
-    /// Samples that were lost.
+    /// Number of lost samples.
     pub lost: u64,
-    /// Names kept in the file.
+    /// Symbols saved in the file.
     pub symbols: Vec<SavedSymbol>,
     samples: Vec<StoredSample>,
     chains: Vec<u64>,
@@ -223,7 +224,7 @@ struct StoredSample {
 }
 
 impl Profile {
-    /// An empty profile.
+    /// Creates an empty profile.
     pub fn new(meta: Meta, events: Vec<EventInfo>) -> Self {
         Self {
             meta,
@@ -232,7 +233,7 @@ impl Profile {
         }
     }
 
-    /// Adds a sample.
+    /// Appends a sample.
     pub fn push(&mut self, sample: &Sample<'_>) {
         self.samples.push(StoredSample {
             fixed: Sample {
@@ -254,7 +255,7 @@ impl Profile {
         self.chains.extend_from_slice(sample.chain);
     }
 
-    /// The samples in the order they were added.
+    /// Returns the samples in insertion order.
     pub fn samples(&self) -> impl ExactSizeIterator<Item = Sample<'_>> {
         self.samples.iter().map(|s| Sample {
             chain: &self.chains[s.chain_at..][..s.chain_len],
@@ -262,22 +263,23 @@ impl Profile {
         })
     }
 
-    /// Number of samples.
+    /// Returns the number of samples.
     pub fn len(&self) -> usize {
         self.samples.len()
     }
 
-    /// Whether there is no sample.
+    /// Returns `true` if the profile has no samples.
     pub fn is_empty(&self) -> bool {
         self.samples.is_empty()
     }
 
-    /// The event of an id.
+    /// Returns the event with ID `id`.
     pub fn event(&self, id: u64) -> Option<&EventInfo> {
         self.events.iter().find(|e| e.id == id)
     }
 
-    /// The name of a task at a time: the latest one at or before it, else the first.
+    /// Returns the name of a task at a given time: the latest name at or before it, otherwise the
+    /// first one.
     pub fn comm(&self, tid: u32, time_ns: u64) -> Option<&str> {
         let names = || self.tasks.iter().filter(|t| t.tid == tid);
         let latest = names().filter(|t| t.time_ns <= time_ns).max_by_key(|t| t.time_ns);
@@ -287,28 +289,29 @@ impl Profile {
     }
 }
 
-/// One frame of a chain with its side of the guest.
+/// One frame of a call chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Frame {
-    /// Address.
+    /// Address of the frame.
     pub address: u64,
-    /// A kernel frame.
+    /// `true` for a kernel frame.
     pub kernel: bool,
-    /// The address is where a call returns to. It is not in the innermost frame, nor where the kernel was
-    /// entered from user code: that is the instruction an interrupt came before, or the one behind a system
-    /// call.
+    /// `true` if the address is a return address. `false` for the innermost frame and for the user
+    /// frame below a kernel entry, where it is the interrupted instruction or the one after a
+    /// system call.
     pub caller: bool,
 }
 
 impl Frame {
-    /// An address within the instruction that the frame is at: a caller's, which may be the last one of its
-    /// function, ends just before the frame's address.
+    /// Returns an address within the instruction of the frame. For a return address this is the
+    /// byte before it, because the call may be the last instruction of its function.
     pub fn instruction(self) -> u64 {
         self.address.wrapping_sub(u64::from(self.caller))
     }
 }
 
-/// The frames of a sample, innermost first: its chain, or its instruction pointer alone.
+/// Returns the frames of a sample, innermost first: those of its call chain, or its instruction
+/// pointer alone.
 pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
     let mut kernel = sample.cpl != 3;
     let alone = sample.chain.is_empty().then_some(sample.ip);
@@ -319,7 +322,7 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
         .copied()
         .chain(alone)
         .filter_map(move |address| {
-            // PERF_CONTEXT_MAX: values from here up are markers, no addresses.
+            // PERF_CONTEXT_MAX: larger values are context markers, not addresses.
             if address >= (-4095i64).cast_unsigned() {
                 let was_kernel = kernel;
                 kernel = matches!(

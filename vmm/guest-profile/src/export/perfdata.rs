@@ -1,22 +1,23 @@
 //! Writes `perf.data`, the file format of Linux's `perf`
 //! (`tools/perf/Documentation/perf.data-file-format.txt`).
 //!
-//! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf`
-//! does not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells
-//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU. The CPU
-//! mode in a record's header, and what the kernel is called, depend on the [`Form`]:
+//! A file consists of a header, event IDs, attributes, records and feature sections. `perf` ignores
+//! what follows: a section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer with
+//! the offset of that section. Records use guest terms: pid and tid are the guest's, and the CPU is
+//! the vCPU. The CPU mode in a record's header and the name of the kernel depend on the [`Form`]:
 //!
-//! | form | CPU modes | kernel | read by |
+//! | form | CPU modes | kernel | readers |
 //! |---|---|---|---|
-//! | [`Form::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | whatever reads `perf.data` |
+//! | [`Form::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | any reader of `perf.data` |
 //! | [`Form::AsHost`] | GUEST_KERNEL, GUEST_USER | `[guest.kernel.kallsyms]` | `perf kvm --host --guest … report`, `perf script` |
 //!
-//! A recording may end at any moment. The header is written first and told of the records so far now and then
-//! ([`PerfDataWriter::checkpoint`]), so that what was written until then can be read, without the features.
-//! The events' names are in records of their own besides.
+//! A recording may end at any moment. The header is written first, and
+//! [`PerfDataWriter::checkpoint`] updates the length of the records in it, so that a truncated file
+//! is readable up to the last checkpoint, without the features. Event names are therefore also
+//! stored in records of their own.
 //!
-//! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data
-//! ([`FileRaw`]).
+//! CR3, the privilege level and the reason why unwinding ended have no sample field. The raw data
+//! of a sample holds them ([`FileRaw`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -32,11 +33,13 @@ use kernel_images::build_id::{self, BuildId};
 
 const MAGIC: &[u8; 8] = b"PERFILE2";
 const HEADER_SIZE: u64 = 104;
-/// PERF_ATTR_SIZE_VER7, with an (offset, size) of the event's ids behind it in the attribute section.
+/// PERF_ATTR_SIZE_VER7. In the attribute section, each attribute is followed by offset and size of
+/// its event IDs.
 const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
 
-/// Last 8 bytes of a file with saved symbols; before them the section's offset and length (8 bytes each).
+/// Last 8 bytes of a file with saved symbols, preceded by offset and length of the section (8 bytes
+/// each).
 pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
 
 mod sample_type {
@@ -73,17 +76,17 @@ mod record {
     pub const EVENT_UPDATE: u32 = 78;
 }
 
-/// `PERF_EVENT_UPDATE__NAME`: what an EVENT_UPDATE record tells is the event's name.
+/// `PERF_EVENT_UPDATE__NAME`: the EVENT_UPDATE record contains the name of the event.
 pub(super) const UPDATES_NAME: u64 = 2;
 
-/// `PERF_RECORD_MISC_*`: the CPU modes.
+/// CPU modes (`PERF_RECORD_MISC_*`).
 const MISC_KERNEL: u16 = 1;
 const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
-/// An MMAP2 record has a build-id where else device and inode are.
+/// The MMAP2 record contains a build ID instead of device and inode.
 pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
-/// A build-id comes with its length.
+/// The build ID is stored with its length.
 const MISC_BUILD_ID_SIZE: u16 = 1 << 15;
 
 impl Form {
@@ -102,13 +105,13 @@ impl Form {
     }
 }
 
-/// What `perf` calls the kernel whose symbols are in the form of /proc/kallsyms.
+/// Name that `perf` uses for a kernel with symbols in the format of /proc/kallsyms.
 pub(super) const KERNEL_NAME: &str = "[kernel.kallsyms]";
-/// The same for a guest's, as its host sees it.
+/// Name that `perf` uses for the kernel of a guest, seen from its host.
 pub(super) const GUEST_KERNEL_NAME: &str = "[guest.kernel.kallsyms]";
-/// `perf`'s process id of the kernel itself.
+/// Process ID that `perf` uses for the kernel.
 const KERNEL_PID: u32 = u32::MAX;
-/// `CLOCK_MONOTONIC`, and where in an attribute the clock's number is.
+/// `CLOCK_MONOTONIC`, and the offset of the clock ID in an attribute.
 const MONOTONIC: u32 = 1;
 const ATTR_CLOCKID: usize = 92;
 
@@ -126,15 +129,15 @@ mod feature {
     pub const CLOCK_DATA: u32 = 29;
 }
 
-/// Most build-ids of programs.
+/// Maximum number of build IDs of programs.
 const MAX_IDS: usize = 1 << 14;
-/// Longest string written anywhere.
+/// Maximum length of any string, in bytes.
 const MAX_STRING: usize = 4096;
-/// perf pads strings in its features to this.
+/// Alignment of strings in feature sections.
 const NAME_ALIGN: usize = 64;
 
-/// Writes one file, record by record. What is readable is what was written before the last
-/// [`PerfDataWriter::checkpoint`].
+/// Writes one file record by record. Records written before the last [`PerfDataWriter::checkpoint`]
+/// are readable.
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: Meta,
@@ -143,34 +146,34 @@ pub struct PerfDataWriter<W: Write + Seek> {
     data_len: u64,
     times: Option<(u64, u64)>,
     samples: u64,
-    /// Bytes of records and samples at the last checkpoint.
+    /// Number of bytes and of samples at the last checkpoint.
     kept: (u64, u64),
-    /// Threads that were told to belong to their process.
+    /// Threads for which a fork record was written.
     threads: HashSet<u32>,
     kernel_id: Option<BuildId>,
-    /// Build-ids of programs and libraries by their paths.
+    /// Build IDs of programs and libraries, by path.
     ids: BTreeMap<String, BuildId>,
     buf: Vec<u8>,
 }
 
 impl PerfDataWriter<BufWriter<File>> {
-    /// After a write that failed, as on a full disk: cuts the file back to its last whole record. Returns the
-    /// samples that it has. The file must be open for reading, too.
+    /// Truncates the file to its last complete record after a failed write, for example on a full
+    /// disk. Returns the number of samples in the file, which must also be open for reading.
     ///
     /// # Errors
-    /// The file cannot be read, cut or told.
+    /// Returns the error of reading, truncating or updating the file.
     pub fn cut_back(self) -> io::Result<u64> {
         let events = self.events.len() as u64;
         let (bytes, mut samples) = self.kept;
         let mut end = self.data_start + bytes;
-        // What could not be written is let go with the buffer.
+        // Discard the unwritten contents of the buffer.
         let (file, _) = self.out.into_parts();
         let length = file.metadata()?.len();
         while end + 8 <= length {
             let mut head = [0; 8];
             file.read_exact_at(&mut head, end)?;
             let size = u64::from(u16::from_le_bytes([head[6], head[7]]));
-            // Zeros, where the file has a hole, are no record either.
+            // A hole in the file reads as zeros, which are not a record either.
             if size < 8 || end + size > length {
                 break;
             }
@@ -185,7 +188,7 @@ impl PerfDataWriter<BufWriter<File>> {
 }
 
 impl<W: Write + Seek> PerfDataWriter<W> {
-    /// Starts a file at the current position 0 of `out`.
+    /// Starts a file at position 0 of `out`.
     pub fn new(mut out: W, meta: Meta, events: Vec<EventInfo>) -> io::Result<Self> {
         let ids = 8 * events.len() as u64;
         let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
@@ -224,11 +227,12 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(writer)
     }
 
-    /// Writes the length so far into the header, so that the records can be read if the file ends here.
+    /// Writes the current length of the records into the header, so that they are readable if the
+    /// file ends here.
     ///
     /// # Errors
-    /// What writing said, such as a full disk: then the file is as it was at the last checkpoint, with more
-    /// behind it.
+    /// Returns the error of the write, for example on a full disk. The file then remains readable
+    /// up to the previous checkpoint.
     pub fn checkpoint(&mut self) -> io::Result<()> {
         if self.kept.0 == self.data_len {
             return Ok(());
@@ -247,10 +251,11 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         self.out.flush()
     }
 
-    /// The guest kernel's place. Before the first sample, or `perf` has no map to look addresses up in.
+    /// Writes the location of the guest kernel. Must precede the first sample, because `perf` needs
+    /// the map to look up addresses.
     pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
         let form = self.meta.form;
-        // perf knows guests by pid; 0 is the one that `--guestkallsyms` is for.
+        // perf identifies guests by pid; `--guestkallsyms` applies to pid 0.
         let (name, pid) = match form {
             Form::InGuest => (KERNEL_NAME, KERNEL_PID),
             Form::AsHost => (GUEST_KERNEL_NAME, 0),
@@ -258,8 +263,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         if form == Form::InGuest
             && let Some(id) = k.build_id
         {
-            // Now and not only with the features, which a file that is cut off has not got: perf takes the
-            // symbols of the host for a kernel without build-id.
+            // Also write the build ID as a record now, because a truncated file has no features.
+            // Without a build ID, perf resolves kernel addresses with the host's symbols.
             self.kernel_id = Some(id);
             let (misc, body) = build_id_record(MISC_KERNEL, KERNEL_NAME, id);
             self.record(record::BUILD_ID, misc, |b| b.extend_from_slice(&body))?;
@@ -276,11 +281,11 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// A task's name.
+    /// Writes the name of a task.
     pub fn task(&mut self, t: &TaskName) -> io::Result<()> {
         let comm: String = t.comm.chars().take(15).collect();
         let form = self.meta.form;
-        // A thread comes out of its process.
+        // The fork record assigns a thread to its process.
         if form == Form::InGuest && t.tid != t.pid && self.threads.insert(t.tid) {
             self.record(record::FORK, 0, |b| {
                 [t.pid, t.pid, t.tid, t.pid]
@@ -298,7 +303,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// A mapped file.
+    /// Writes a file mapping.
     pub fn mapping(&mut self, m: &FileMapping) -> io::Result<()> {
         const PROT_READ_EXEC: u32 = 5;
         const MAP_PRIVATE: u32 = 2;
@@ -316,7 +321,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             put64(b, m.file_offset);
             match id {
                 Some(id) => put_build_id(b, id),
-                // Device, inode and its generation are not read from the guest.
+                // Device, inode and generation are not read from the guest.
                 None => (0..3).for_each(|_| put64(b, 0)),
             }
             put32(b, PROT_READ_EXEC);
@@ -326,14 +331,14 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// The build-id of the file at a guest path, for the list of them at the file's end.
+    /// Records the build ID of a guest path for the build-ID list at the end of the file.
     pub fn know(&mut self, path: &str, id: BuildId) {
         if !self.ids.contains_key(path) && self.ids.len() < MAX_IDS {
             self.ids.insert(path.to_owned(), id);
         }
     }
 
-    /// A sample.
+    /// Writes a sample.
     #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
     pub fn sample(&mut self, s: &Sample<'_>) -> io::Result<()> {
         let misc = if s.cpl == 3 {
@@ -360,13 +365,13 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             for &frame in chain {
                 put64(b, marker_for_perf(frame));
             }
-            // With its own length word a multiple of 8.
+            // Together with its length word, the raw data must be a multiple of 8 bytes.
             put32(b, size_of::<FileRaw>() as u32);
             b.extend_from_slice(FileRaw::new(s.cr3, s.cpl, s.ends).as_bytes());
         })
     }
 
-    /// Samples of an event that were lost before here.
+    /// Writes a record of `count` samples of an event that were lost before this point.
     pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
         self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
@@ -375,12 +380,12 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Samples written so far.
+    /// Returns the number of samples written so far.
     pub fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// Bytes of records so far.
+    /// Returns the number of record bytes written so far.
     pub fn bytes(&self) -> u64 {
         self.data_len
     }
@@ -399,7 +404,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(())
     }
 
-    /// Writes features, saved symbols and the header. Returns the writer, flushed.
+    /// Writes the features, the saved symbols and the final header. Returns the flushed writer.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "words of a command line and events are far fewer"
@@ -442,7 +447,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             ));
         }
         if let Some(clock) = self.meta.clock {
-            // Its resolution, ns.
+            // Clock resolution in nanoseconds.
             features.push((feature::CLOCKID, 1u64.to_le_bytes().to_vec()));
             const VERSION: u32 = 1;
             let mut data = Vec::new();
@@ -456,7 +461,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         if !ids.is_empty() {
             features.push((feature::BUILD_ID, ids));
         }
-        // In the order of their bits.
+        // Feature sections are stored in the order of their bits.
         features.sort_by_key(|(bit, _)| *bit);
         let mut bits = [0u64; 4];
         let mut table = Vec::new();
@@ -487,7 +492,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(self.out)
     }
 
-    /// The section of build-ids: the records of all that are known.
+    /// Builds the build-ID section: one record per known build ID.
     #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_STRING")]
     fn build_ids(&self) -> Vec<u8> {
         let kernel = self
@@ -508,7 +513,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 }
 
-/// `misc` and body of a record that tells the build-id of what is called `name`.
+/// Returns `misc` and body of a build-ID record for the file `name`.
 fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     let mut body = KERNEL_PID.to_le_bytes().to_vec();
     body.extend_from_slice(id.as_bytes());
@@ -518,7 +523,7 @@ fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     (mode | MISC_BUILD_ID_SIZE, body)
 }
 
-/// A build-id in the place of device, inode and generation.
+/// Appends a build ID in place of device, inode and generation.
 fn put_build_id(b: &mut Vec<u8>, id: BuildId) {
     let bytes = id.as_bytes();
     put32(b, id.length().into());
@@ -527,7 +532,8 @@ fn put_build_id(b: &mut Vec<u8>, id: BuildId) {
     b.resize(end, 0);
 }
 
-/// The file's header: of `events`, and of `data_len` bytes of records from `data_start` on.
+/// Builds the file header for `events` events and `data_len` bytes of records at offset
+/// `data_start`.
 fn header(events: u64, data_start: u64, data_len: u64, features: [u64; 4]) -> Vec<u8> {
     let mut header = MAGIC.to_vec();
     for v in [
@@ -546,7 +552,7 @@ fn header(events: u64, data_start: u64, data_len: u64, features: [u64; 4]) -> Ve
     header
 }
 
-/// Writes a whole profile.
+/// Writes a complete profile.
 pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
     let mut w = PerfDataWriter::new(out, profile.meta.clone(), profile.events.clone())?;
     if let Some(k) = &profile.kernel {
@@ -562,11 +568,11 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
     w.finish(&profile.symbols)
 }
 
-/// Longest chain written; a record holds 64 KiB.
+/// Maximum length of a call chain. A record holds up to 64 KiB.
 const MAX_CHAIN: usize = 4096;
 
-/// perf up to 6.x drops a whole chain at a guest marker. Within a sample whose CPU mode says that it is a
-/// guest's, the plain markers lead it to the guest's maps.
+/// Replaces guest markers with plain ones. perf up to 6.x drops the whole chain at a guest marker;
+/// if the CPU mode of the sample is a guest mode, the plain markers select the guest's maps.
 fn marker_for_perf(frame: u64) -> u64 {
     match frame {
         CONTEXT_GUEST_KERNEL => CONTEXT_KERNEL,
@@ -605,7 +611,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &Meta) {
     }
 }
 
-/// What `sample_id_all` puts behind records that are no samples, for our sample type.
+/// Appends the fields that `sample_id_all` requires after records other than samples, for our
+/// sample type.
 fn put_sample_id(b: &mut Vec<u8>, pid: u32, tid: u32, time_ns: u64) {
     put32(b, pid);
     put32(b, tid);
@@ -627,14 +634,14 @@ fn cut(text: &str) -> &[u8] {
     &bytes[..bytes.len().min(MAX_STRING)]
 }
 
-/// A string within a record: NUL-terminated, padded to 8 bytes.
+/// Appends a string of a record: NUL-terminated and padded to 8 bytes.
 fn put_padded(b: &mut Vec<u8>, text: &str) {
     b.extend_from_slice(cut(text));
     b.push(0);
     b.resize(b.len().next_multiple_of(8), 0);
 }
 
-/// A string within a feature section: length, then bytes padded to it.
+/// Encodes a string of a feature section: length and padded bytes.
 #[expect(clippy::cast_possible_truncation, reason = "cut to MAX_STRING")]
 fn string(text: &str) -> Vec<u8> {
     let bytes = cut(text);

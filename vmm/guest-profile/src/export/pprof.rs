@@ -1,7 +1,7 @@
-//! pprof's `profile.proto`, gzipped, for `go tool pprof`, Pyroscope and Parca.
+//! Writes gzipped `profile.proto` for `go tool pprof`, Pyroscope and Parca.
 //!
-//! Values are two per sample: the number of samples and the sum of periods. Labels, those that are wanted:
-//! task, vcpu, pid and the event's name.
+//! Each sample has two values, the number of samples and the sum of their periods, and the selected
+//! labels: task, vCPU, process ID and event name.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -11,7 +11,8 @@ use prost::Message;
 use super::symbolize::{Symbolizer, task_label};
 use super::{Frame, Profile, Rate, frames};
 
-/// The messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>; field numbers are theirs.
+/// Messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>, with the same field
+/// numbers.
 mod proto {
     #[derive(Clone, PartialEq, prost::Message)]
     pub struct Profile {
@@ -106,7 +107,7 @@ mod proto {
     }
 }
 
-/// The string table: each string once, the empty one first.
+/// The string table. Each string occurs once; the first one is empty.
 struct Strings {
     list: Vec<String>,
     index: HashMap<String, i64>,
@@ -125,19 +126,19 @@ impl Strings {
     }
 }
 
-/// Numbers of the places that are in the profile already.
+/// IDs of the locations, functions and mappings that are already in the profile.
 #[derive(Default)]
 struct Places {
-    /// By address, side and, for programs, process.
+    /// Location IDs by address, kernel flag and, for programs, process.
     locations: HashMap<(u64, bool, u32), u64>,
-    /// By file and name.
+    /// Function IDs by file and name.
     functions: HashMap<(String, String), u64>,
-    /// By file.
+    /// Mapping IDs by file.
     mappings: HashMap<String, u64>,
 }
 
 impl Places {
-    /// The number of a frame's location, which is added to the profile if it is new there.
+    /// Returns the ID of a frame's location, which is added to the profile if necessary.
     fn location(
         &mut self,
         f: Frame,
@@ -146,8 +147,8 @@ impl Places {
         strings: &mut Strings,
         p: &mut proto::Profile,
     ) -> u64 {
-        // As pprof wants it, the address of a caller is within its call: so an address is in one function
-        // only.
+        // pprof expects a caller's address within the call instruction, so that it belongs to one
+        // function only.
         let address = f.instruction();
         let key = (address, f.kernel, if f.kernel { 0 } else { pid });
         if let Some(&id) = self.locations.get(&key) {
@@ -194,24 +195,24 @@ impl Places {
     }
 }
 
-/// What tells samples of the same stack apart.
+/// A label that distinguishes samples with the same stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Label {
-    /// The name of the task.
+    /// Name of the task.
     Task,
-    /// The event's name.
+    /// Name of the event.
     Event,
-    /// The vCPU's number.
+    /// vCPU number.
     Vcpu,
-    /// The task's process, by its number.
+    /// Process ID of the task.
     Pid,
 }
 
 impl Label {
-    /// All of them, in the order in which they are written.
+    /// All labels in the order in which they are written.
     pub const ALL: [Self; 4] = [Self::Task, Self::Event, Self::Vcpu, Self::Pid];
 
-    /// Its key in the profile.
+    /// Returns the key of the label in the profile.
     pub fn name(self) -> &'static str {
         match self {
             Self::Task => "task",
@@ -222,7 +223,7 @@ impl Label {
     }
 }
 
-/// Writes a profile, whose samples have these labels.
+/// Writes a profile with the given labels on its samples.
 pub fn write(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,

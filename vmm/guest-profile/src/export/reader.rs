@@ -1,5 +1,5 @@
-//! Reads `perf.data` back. The file may be anything: it is parsed by `linux-perf-data`, within bounds set
-//! here.
+//! Reads `perf.data`. The file is untrusted: `linux-perf-data` parses it within limits that this
+//! module enforces.
 
 use std::io::{Cursor, Read};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -21,63 +21,65 @@ use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
-/// Why a file gives no profile.
+/// Why a file could not be read as a profile.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// It cannot be read at all.
+    /// The file cannot be read.
     #[error("cannot read it")]
     Io(#[source] std::io::Error),
-    /// A device, a pipe, a directory: bytes without end, or none.
+    /// The path is a device, a pipe or a directory.
     #[error("it is a {0} and no file; name the perf.data that perfvisor record wrote")]
     NoFile(&'static str),
-    /// It has no bytes: a recording that took no sample before it ended. Nothing is wrong with it.
+    /// The file is empty: the recording ended before its first sample. Not treated as a failure.
     #[error("it is empty, there is nothing to show")]
     Empty,
-    /// It is larger than is read.
+    /// The file exceeds [`MAX_FILE`].
     #[error("it is larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
-    /// It has no records: the recording ended in its first second.
+    /// The file has no records: the recording ended in its first second.
     #[error("the recording was cut off before it had anything; record again")]
     Unfinished,
-    /// Its samples carry counter values, which only `perf` itself reads.
+    /// The samples carry counter values, which only `perf` itself can read.
     #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
     CounterValues,
-    /// It does not begin as one does.
+    /// The file does not start with the magic number.
     #[error("it is no perf.data file; name the one that perfvisor record wrote")]
     NoPerfData,
-    /// Cut short, or not whole.
+    /// The file is truncated or damaged.
     #[error("it is truncated or damaged")]
     Broken(#[source] linux_perf_data::Error),
 }
 
-/// What a file begins with (the kernel's tools/perf/Documentation/perf.data-file-format.txt).
+/// Magic number of a `perf.data` file (the kernel's
+/// tools/perf/Documentation/perf.data-file-format.txt).
 const MAGIC: &[u8] = b"PERFILE2";
-/// Largest file that is read.
+/// Maximum file size, in bytes.
 pub const MAX_FILE: u64 = 4 << 30;
-/// Most bytes of symbols, unpacked.
+/// Maximum size of the decompressed symbols, in bytes.
 const MAX_SYMBOLS: u64 = 256 << 20;
 
 impl ReadError {
-    /// Whether this is no failure: the command prints the message and exits with status 0.
+    /// Returns whether the command should print the message and exit with status 0, because the
+    /// file is merely empty.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Empty)
     }
 }
 
-/// Opens without waiting for who writes to a pipe (`O_NONBLOCK`, open(2)).
+/// Does not block on a pipe without a writer (`O_NONBLOCK`, open(2)).
 const DO_NOT_WAIT: i32 = 0o4000;
-/// `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
+/// Device number of `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
 const NULL_DEVICE: u64 = 1 << 8 | 3;
 
-/// Reads a file.
+/// Reads a `perf.data` file.
 ///
 /// # Errors
-/// [`ReadError`].
+/// Returns a [`ReadError`] if the file is not a readable recording.
 pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
     let mut options = std::fs::OpenOptions::new();
     let file = options.read(true).custom_flags(DO_NOT_WAIT).open(path);
     let file = file.map_err(ReadError::Io)?;
-    // Of what was opened, not of what is at the path by now.
+    // Check the opened file; the path may refer to another one by now.
     let meta = file.metadata().map_err(ReadError::Io)?;
     let kind = meta.file_type();
     match () {
@@ -87,7 +89,8 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
         () if kind.is_fifo() => return Err(ReadError::NoFile("pipe")),
         () => return Err(ReadError::NoFile("device")),
     }
-    // The memory that a large file takes is for recordings, so its first bytes and its size come before it.
+    // Only recordings may take the memory of a large file, so check the magic number and the size
+    // first.
     let (mut file, mut bytes) = (file.take(MAX_FILE + 1), Vec::new());
     file.by_ref()
         .take(MAGIC.len() as u64)
@@ -105,7 +108,8 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
     read(&bytes)
 }
 
-/// Sections of a header must lie within the file: the parser would allocate what they say.
+/// Checks that the sections of the header lie within the file. The parser allocates memory by their
+/// sizes.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "inside the file, which is in memory"
@@ -132,7 +136,7 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
     if !inside(attrs, attrs_len) || !inside(data, data_len) || !(16..=4096).contains(&attr_size) {
         return Err(truncated());
     }
-    // Each attribute's ids.
+    // Event IDs of each attribute.
     for i in 0..attrs_len / attr_size {
         let at = attrs + i * attr_size + attr_size - 16;
         let at = usize::try_from(at).map_err(|_| truncated())?;
@@ -140,7 +144,8 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
             return Err(truncated());
         }
     }
-    // Each feature's section, in a table behind the data. They do not overlap in a file that perf wrote.
+    // The table after the data lists the section of each feature. In a file written by perf,
+    // sections do not overlap.
     let mut total = 0u64;
     let mut slot = data + data_len;
     for bit in 0..256usize {
@@ -158,14 +163,14 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
         let sane = match bit {
             FEATURE_CMDLINE => half(section, 0).is_some_and(|n| u64::from(n) <= len / 4),
             FEATURE_EVENT_DESC => event_desc_is_sane(section).is_some(),
-            // Features of other writers, whose files are laid out in other ways.
+            // Unknown features of other writers are accepted; their sections may have any layout.
             bit => bit < 128,
         };
         if !sane {
             return Err(truncated());
         }
     }
-    // The table of event names that files had before EVENT_DESC is not read.
+    // The table of event names that predates EVENT_DESC is unsupported.
     if field(64)? != 0 { Err(truncated()) } else { Ok(()) }
 }
 
@@ -178,7 +183,7 @@ fn half(bytes: &[u8], at: usize) -> Option<u32> {
     ))
 }
 
-/// The counts and lengths in an EVENT_DESC section fit in it.
+/// Checks that the counts and lengths of an EVENT_DESC section fit into it.
 fn event_desc_is_sane(section: &[u8]) -> Option<()> {
     let (events, attr_size) = (half(section, 0)?, half(section, 4)? as usize);
     let mut at = 8usize;
@@ -199,7 +204,7 @@ fn event_desc_is_sane(section: &[u8]) -> Option<()> {
     Some(())
 }
 
-/// Reads a file's bytes.
+/// Parses the contents of a `perf.data` file.
 pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
     if bytes.is_empty() {
         return Err(ReadError::Empty);
@@ -251,7 +256,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                 if record.parse_info.sample_format.contains(SampleFormat::READ) {
                     return Err(ReadError::CounterValues);
                 }
-                // A record whose inside is damaged is left out; the others are as good as they were.
+                // Skip a damaged record; the others are still valid.
                 if chain_is_sane(&record)
                     && build_id_is_sane(&record)
                     && let Ok(parsed) = record.parse()
@@ -283,7 +288,8 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
     Ok(profile)
 }
 
-/// Names are the words of a guest, or of whoever made the file. A terminal must not obey them.
+/// Replaces control characters in names, which are untrusted, so that they cannot affect a
+/// terminal.
 fn plain_names(profile: &mut Profile) {
     let meta = &mut profile.meta;
     let names = [&mut meta.hostname, &mut meta.os_release].into_iter();
@@ -303,8 +309,7 @@ fn plain_names(profile: &mut Profile) {
         .for_each(|name| *name = name.replace(char::is_control, "?"));
 }
 
-/// Whether a build-id in an MMAP2 record has a length that one can have; the parser stops the process at
-/// others.
+/// Returns whether the build ID of an MMAP2 record has a valid length. The parser panics on others.
 fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
     const AT: usize = 32;
     record.record_type != RecordType::MMAP2
@@ -315,7 +320,8 @@ fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
             .is_some_and(|len| usize::from(len.as_slice()[0]) <= build_id::MAX_BYTES)
 }
 
-/// Whether the length of a sample's chain fits its record, which the parser multiplies before it checks.
+/// Returns whether the call chain of a sample fits into its record. The parser multiplies the
+/// length before checking it.
 fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::CALLCHAIN) {
@@ -337,7 +343,8 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
 }
 
-/// Type and config of attribute `i`, as the file has them (the parser keeps their meaning only).
+/// Returns type and config of attribute `i` as stored. The parser provides only their
+/// interpretation.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "perf_event_attr.type is the lower half"
@@ -351,7 +358,7 @@ fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
     at().unwrap_or((0, 0))
 }
 
-/// The first id of attribute `i`, which the parser leaves out of a file without features.
+/// Returns the first event ID of attribute `i`. The parser omits it for files without features.
 fn first_id(bytes: &[u8], i: usize) -> Option<u64> {
     let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
     let end = size.checked_mul(i as u64 + 1)?.checked_add(attrs)?;
@@ -384,7 +391,7 @@ fn event_info(
     }
 }
 
-/// An event's name, from an EVENT_UPDATE record: type, id and the name.
+/// Sets the name of an event from an EVENT_UPDATE record: type, ID and name.
 fn take_name(events: &mut [EventInfo], data: &[u8]) {
     if u64_at(data, 0) != Some(UPDATES_NAME) {
         return;
@@ -396,7 +403,7 @@ fn take_name(events: &mut [EventInfo], data: &[u8]) {
     }
 }
 
-/// pids are signed in the format; -1 is unknown.
+/// Process IDs are signed in the format; -1 means unknown.
 fn pid(raw: i32) -> u32 {
     raw.cast_unsigned()
 }
@@ -478,7 +485,7 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
     }
 }
 
-/// The markers of a guest's sample, as our unwinder writes them.
+/// Converts a context marker of a guest sample to the one that our unwinder writes.
 fn marker_for_us(frame: u64) -> u64 {
     match frame {
         CONTEXT_KERNEL => CONTEXT_GUEST_KERNEL,
@@ -487,7 +494,8 @@ fn marker_for_us(frame: u64) -> u64 {
     }
 }
 
-/// The symbols behind the features; none when the section is missing or damaged, for they only help.
+/// Reads the symbols after the feature sections. Returns none if the section is missing or damaged,
+/// because it is optional.
 fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;

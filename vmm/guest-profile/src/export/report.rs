@@ -1,4 +1,4 @@
-//! A table of where the samples fell, in the form `perf report --stdio` has.
+//! Formats a table of the sampled functions, like `perf report --stdio`.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -6,26 +6,26 @@ use std::fmt::Write as _;
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, frames};
 
-/// A column to group by.
+/// A column by which samples are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SortKey {
     /// Task name.
     Comm,
-    /// Guest process id.
+    /// Guest process ID.
     Pid,
     /// vCPU number.
     Vcpu,
-    /// File or kernel.
+    /// File name, or the kernel.
     Object,
-    /// Function.
+    /// Function name.
     Symbol,
 }
 
 impl SortKey {
-    /// The names that `--sort` takes.
+    /// Names that `--sort` accepts.
     pub const NAMES: &'static str = "comm (or task), pid, vcpu (or cpu), dso, sym (or symbol)";
 
-    /// A key by its name.
+    /// Returns the key with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "comm" | "task" => Self::Comm,
@@ -48,12 +48,12 @@ impl SortKey {
     }
 }
 
-/// How to make the table.
+/// Options of a report.
 #[derive(Debug, Clone)]
 pub struct ReportOptions {
     /// Columns, in order.
     pub sort: Vec<SortKey>,
-    /// Rows below this share are left out, in percent.
+    /// Minimum share of a row, in percent. Rows below it are omitted.
     pub min_percent: f64,
 }
 
@@ -66,33 +66,33 @@ impl Default for ReportOptions {
     }
 }
 
-/// One row.
+/// One row of a report.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// Share of the event's periods, in percent.
     pub percent: f64,
-    /// Samples.
+    /// Number of samples.
     pub samples: u64,
-    /// Sum of their periods.
+    /// Sum of the periods of these samples.
     pub period: u64,
-    /// The columns' texts.
+    /// Texts of the columns.
     pub keys: Vec<String>,
 }
 
-/// The rows of one event, largest share first.
+/// The rows of one event, sorted by descending share.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
     /// Name of the event.
     pub event: String,
-    /// Samples of it, those of rows left out included.
+    /// Number of samples of the event, including those of omitted rows.
     pub samples: u64,
-    /// Sum of their periods.
+    /// Sum of the periods of these samples.
     pub period: u64,
-    /// The rows.
+    /// Rows, sorted by descending share.
     pub rows: Vec<Row>,
 }
 
-/// Groups the samples of each event.
+/// Groups the samples of each event by the sort columns.
 pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<Table> {
     profile
         .events
@@ -111,7 +111,7 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
                         SortKey::Vcpu => format!("{:03}", s.vcpu),
                         SortKey::Object => top.as_ref().map_or_else(String::new, |n| n.object.to_string()),
                         SortKey::Symbol => top.as_ref().map_or_else(String::new, |n| {
-                            // perf's letters for guests: g for the kernel, u for user space.
+                            // perf marks guest frames with g (kernel) and u (user space).
                             format!("[{}] {}", if n.kernel { 'g' } else { 'u' }, n.name)
                         }),
                     })
@@ -147,7 +147,7 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
         .collect()
 }
 
-/// 1234 as perf abbreviates it: `1K`.
+/// Abbreviates a number like perf: 1234 as `1K`.
 fn short(n: u64) -> String {
     match n {
         0..=9_999 => n.to_string(),
@@ -156,7 +156,7 @@ fn short(n: u64) -> String {
     }
 }
 
-/// How wide each column is, with its heading.
+/// Returns the width of each column, including its heading.
 pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [String]>) -> Vec<usize> {
     let mut widths: Vec<usize> = headings.iter().map(|heading| heading.len()).collect();
     for keys in rows {
@@ -167,22 +167,22 @@ pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [Stri
     widths
 }
 
-/// The texts in columns of these widths.
+/// Formats the texts in columns of these widths.
 pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
     let mut line = String::new();
     for (text, width) in texts.iter().zip(widths) {
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         let _ = write!(line, "  {text:<width$}");
     }
     line.truncate(line.trim_end().len());
     line
 }
 
-/// The tables as text.
+/// Formats the tables as text.
 pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> String {
     let mut out = String::new();
     for table in tables(profile, symbols, options) {
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(
             out,
             "# Samples: {}  of event '{}'",

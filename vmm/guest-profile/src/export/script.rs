@@ -1,11 +1,11 @@
-//! Every sample as text, in the form `perf script` has, so that tools made for that read it.
+//! Writes each sample as text in the format of `perf script`, for tools that parse it.
 
 use std::io::{self, Write};
 
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, Sample, frames};
 
-/// Writes all samples in order of time.
+/// Writes all samples in chronological order.
 pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Write) -> io::Result<()> {
     let mut order: Vec<Sample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
@@ -21,7 +21,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Writ
             s.vcpu,
             s.period
         )?;
-        // One frame goes on the line, a chain below it.
+        // A single frame is printed on the same line, a call chain below it.
         let chain = s.chain.len() > 2;
         if chain {
             match s.ends.cut_short() {

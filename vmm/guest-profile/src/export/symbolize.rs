@@ -1,4 +1,4 @@
-//! Names for the addresses of a profile.
+//! Resolves the addresses of a profile to names.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -7,27 +7,28 @@ use super::{Frame, NO_PID, Profile, SavedSymbol};
 use crate::programs::GuestMount;
 use kernel_images::symbols::KernelSymbols;
 
-/// What the kernel's object is called in tables.
+/// Object name of the kernel in tables.
 pub const KERNEL_OBJECT: &str = "[guest.kernel]";
-/// User addresses nothing is known about.
+/// Object name of unknown user addresses.
 pub const USER_OBJECT: &str = "[guest user]";
 
-/// A named frame.
+/// A frame with its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
-    /// Function name; without one the file and the offset into it, or the address in hex.
+    /// Function name; if unknown, the file name and offset, or the address in hexadecimal.
     pub name: String,
-    /// Offset into the function; 0 when it has no name.
+    /// Offset into the function; 0 if the function is unknown.
     pub offset: u64,
-    /// Whether `name` is a symbol's.
+    /// `true` if `name` is the name of a symbol.
     pub known: bool,
-    /// File the address is in, or one of [`KERNEL_OBJECT`], [`USER_OBJECT`].
+    /// File that contains the address, [`KERNEL_OBJECT`] or [`USER_OBJECT`].
     pub object: Rc<str>,
-    /// A kernel frame.
+    /// `true` for a kernel frame.
     pub kernel: bool,
 }
 
-/// Resolves addresses, best source first: symbols given, then the guest's files, then names kept in the file.
+/// Resolves addresses with the best available source: given symbols, then the guest's files, then
+/// symbols saved in the profile.
 pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
@@ -38,7 +39,7 @@ pub struct Symbolizer<'p> {
 }
 
 impl<'p> Symbolizer<'p> {
-    /// `kernel` are symbols at running addresses.
+    /// Creates a symbolizer. `kernel` contains the kernel's symbols at run-time addresses.
     pub fn new(profile: &'p Profile, kernel: Option<KernelSymbols>, mount: Option<GuestMount>) -> Self {
         let mut saved: HashMap<_, Vec<&SavedSymbol>> = HashMap::new();
         for s in &profile.symbols {
@@ -55,8 +56,8 @@ impl<'p> Symbolizer<'p> {
         }
     }
 
-    /// The name of one frame of process `pid`. The call instruction of a caller's frame is just before its
-    /// address, so that is what is looked up.
+    /// Resolves a frame of process `pid`. For a caller's frame, the call instruction just before
+    /// the return address is looked up.
     pub fn name(&mut self, frame: Frame, pid: u32) -> Rc<Named> {
         let pid = if frame.kernel { NO_PID } else { pid };
         let lookup = frame.instruction();
@@ -100,7 +101,8 @@ impl<'p> Symbolizer<'p> {
         named
     }
 
-    /// The address after the function of a frame of process `pid`, as far as the source of its name tells.
+    /// Returns the end address of the function of a frame of process `pid`, if the source of its
+    /// name provides it.
     pub fn end(&mut self, frame: Frame, pid: u32) -> Option<u64> {
         let lookup = frame.instruction();
         if frame.kernel {
@@ -128,17 +130,18 @@ impl<'p> Symbolizer<'p> {
         (address < s.end).then_some(s.end)
     }
 
-    /// The function that process `pid` says it has made at `address`, with its first address and its end.
+    /// Returns the JIT-compiled function of process `pid` at `address`: its start, end and name.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         self.mount.as_mut()?.jit(pid, address)
     }
 
-    /// Files of the guest that could not be used, a line each.
+    /// Returns one message for each guest file that could not be used.
     pub fn problems(&self) -> &[String] {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    /// The object, the function and its address, and what to call the address if there is no function.
+    /// Returns the object, the function and its address, and a substitute name if there is no
+    /// function.
     fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
@@ -152,7 +155,7 @@ impl<'p> Symbolizer<'p> {
         };
         let file = m.path.rsplit('/').next().unwrap_or(&m.path);
         let place = format!("{file}+{:#x}", (address - m.start).wrapping_add(m.file_offset));
-        // What is no file is named in brackets, or begins with two slashes.
+        // Mappings without a file have names in brackets or start with two slashes.
         let file_of = |path: &str| path.starts_with('/') && !path.starts_with("//");
         let by_object = self
             .mount
@@ -176,8 +179,8 @@ impl<'p> Symbolizer<'p> {
     }
 }
 
-/// Names of everything in a profile, to be kept in its file: each symbol once. Call before writing, with the
-/// sources at hand.
+/// Returns the symbols that the samples of a profile refer to, each once, for saving in its file.
+/// Call this before writing, while the sources are available.
 pub fn symbols_to_save(
     profile: &Profile,
     kernel: Option<&KernelSymbols>,
@@ -212,7 +215,7 @@ pub fn symbols_to_save(
                         name: named.name.clone(),
                         pid: Some(sample.pid),
                     });
-                // The extent is what was seen of it: the sources may give no size.
+                // The sources may not provide a size, so the extent covers the sampled addresses.
                 entry.end = entry.end.max(lookup.saturating_add(1));
             }
         }
@@ -222,13 +225,13 @@ pub fn symbols_to_save(
     list
 }
 
-/// Gives a call chain to each sample that has none because the vCPU was not stopped for it.
+/// Adds a call chain to each sample that has none because its vCPU was not stopped.
 ///
-/// It takes the chains of the samples in the same function of the same process, in turn. So the callers of a
-/// function have the shares that the samples with chains show. For a sample in the kernel it may take a chain
-/// of another process with the same name; the sample is then charged to that process. If no chain begins in a
-/// sample's function, the sample stays as it is. A chain that was cut short is taken only if there is no
-/// other.
+/// Chains are taken in turn from samples in the same function of the same process, so that the
+/// callers of a function have the shares that the samples with chains show. A sample in the kernel
+/// may take a chain of another process with the same name, and is then attributed to that process.
+/// A sample whose function has no chain remains unchanged. Truncated chains are used only if there
+/// is no other.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<Place, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
@@ -262,7 +265,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
             *next += 1;
             (sample.pid, sample.tid, sample.cr3) = (donor.pid, donor.tid, donor.cr3);
             chain.extend_from_slice(donor.chain);
-            // It begins with a marker; the sample keeps its own address.
+            // The chain starts with a context marker. The sample keeps its own address.
             if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64).cast_unsigned()) {
                 *own = sample.ip;
             }
@@ -275,19 +278,20 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
-/// Whose a sample is.
+/// The process or process name that a sample belongs to.
 #[derive(PartialEq, Eq, Hash)]
 enum Owner {
-    /// The process of this number.
+    /// Process with this ID.
     Process(u32),
-    /// Any process of this name.
+    /// Any process with this name.
     Named(String),
 }
 
-/// Where chains are looked for: event, task, object, function.
+/// Lookup key for call chains: event, task, object and function.
 type Place = (u64, Owner, Rc<str>, Option<String>);
 
-/// The function a sample is in: of its process, and in the kernel of any process of that name.
+/// Returns the lookup keys of a sample: one for its process and, in the kernel, one for any process
+/// of the same name.
 fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sample<'_>) -> [Option<Place>; 2] {
     let Some(frame) = super::frames(sample).next() else {
         return [None, None];
@@ -304,7 +308,7 @@ fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sampl
     ]
 }
 
-/// What a task is called where its name is not known: by its address space.
+/// Returns the name of a task, or a substitute from its thread ID or address space if unknown.
 pub fn task_label(profile: &Profile, tid: u32, cr3: u64, time_ns: u64) -> String {
     match profile.comm(tid, time_ns) {
         Some(comm) => comm.to_owned(),

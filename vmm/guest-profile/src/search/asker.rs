@@ -1,5 +1,5 @@
-//! The process that has the guest: lends its memory to the one that reads, and takes what that found. It
-//! reads no table itself, and believes nothing.
+//! The process that holds guest memory. Serves the reader's memory requests and validates its
+//! result, without parsing guest tables itself.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::Instant;
@@ -14,33 +14,34 @@ use super::wire::{self, PIECE, Question, Summary, Wanted};
 use crate::locate::Anchors;
 use crate::{GuestPhys, GuestRegs};
 
-/// Ranges of memory that one search may ask for: a kernel in small pages takes 2,000.
+/// Maximum number of memory ranges that one search may request. A kernel mapped with small pages
+/// takes 2,000.
 const MOST_RANGES: u32 = 1 << 18;
-/// Bytes of them together: more than the largest kernel, by each of two registers and two address spaces, in
-/// small pages that lie apart.
+/// Maximum number of bytes that one search may request. Exceeds the largest kernel read through two
+/// registers and two address spaces with scattered small pages.
 const MOST_LENT: u64 = 4 << 30;
-/// Most characters of a line from the reader.
+/// Maximum number of characters shown of a text from the reader.
 const MOST_TEXT: usize = 400;
 
 /// Why no kernel was found.
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
-    /// There is none, or none that is known: as the reader says.
+    /// The reader found no kernel or does not support it. Contains its message.
     #[error("{0}")]
     NotFound(String),
-    /// The reader has ended, or cannot be reached.
+    /// The reader has exited or cannot be reached.
     #[error("the process that reads it does not answer")]
     Lost(#[source] io::Error),
-    /// It took too long.
+    /// The search timed out.
     #[error("the process that reads it took too long")]
     Slow,
-    /// It asks for more of something than a search needs.
+    /// The reader exceeded the limit of the named resource.
     #[error("the process that reads it wants too many {0}")]
     TooMuch(&'static str),
-    /// It sent what makes no sense.
+    /// The reader sent an invalid message of the named type.
     #[error("the process that reads it sent no {0}")]
     Nonsense(&'static str),
-    /// It sent unwind tables that are none.
+    /// The reader sent invalid unwind tables.
     #[error("the process that reads it sent wrong unwind tables")]
     Orc(#[from] OrcError),
 }
@@ -55,12 +56,13 @@ impl From<io::Error> for AskError {
     }
 }
 
-/// Has the reader at the other end of `stream` ([`super::serve`]) look for the kernel that `regs` and
-/// `anchors` point into, and lends it `memory` for that. Takes until `until` and one message more at most, if
-/// `stream` has a timeout; it takes that long for a message.
+/// Lets the reader at the other end of `stream` ([`super::serve`]) search for the kernel that
+/// `regs` and `anchors` point into, and serves its reads of `memory`. Returns at the latest one
+/// message after `until`, if `stream` has a timeout.
 ///
 /// # Errors
-/// [`AskError`].
+/// Returns an [`AskError`] if the reader finds no kernel, fails, times out, exceeds a limit or
+/// sends an invalid message.
 pub fn ask<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
@@ -93,7 +95,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
     }
 }
 
-/// What was lent.
+/// Serves memory requests and counts them against the limits.
 #[derive(Default)]
 struct Lender {
     ranges: u32,
@@ -128,7 +130,7 @@ impl Lender {
     }
 }
 
-/// What has come of a kernel so far.
+/// The parts of a kernel received so far.
 #[derive(Default)]
 struct Parts {
     symbols: Vec<u8>,
@@ -159,7 +161,7 @@ impl Parts {
         }
     }
 
-    /// `rest`: what is behind the last whole number.
+    /// Checks the number of entries, and that no incomplete entry (`rest`) remains.
     fn are_few(&self, rest: &[u8]) -> Result<(), AskError> {
         if self.offsets.len().max(self.entries.len()) > MOST_ENTRIES {
             return Err(AskError::TooMuch("unwind tables"));
@@ -194,7 +196,7 @@ impl Parts {
     }
 }
 
-/// Text of a guest's making as it may be shown: at most [`MOST_TEXT`] characters, and `?` for those that are
+/// Makes untrusted text printable: at most [`MOST_TEXT`] characters, with `?` for bytes that are
 /// not printable ASCII.
 fn printable(text: &[u8]) -> String {
     let shown = |byte: &u8| match byte {

@@ -1,4 +1,4 @@
-//! A kernel that was found in a guest's memory: what samples and operators need of it.
+//! The result of a kernel search, as needed for sampling and for the operator.
 
 use kernel_images::build_id::BuildId;
 use kernel_images::orc::OrcTable;
@@ -9,35 +9,34 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::unwind::KernelUnwind;
 
-/// Why something was not read, in the reader's words.
+/// The reader's message about a part that it could not read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
 pub struct Unread(pub String);
 
-/// A kernel in guest memory. Addresses are those at which it runs.
+/// A kernel found in guest memory. All addresses are run-time addresses.
 #[derive(Debug)]
 pub struct FoundKernel {
-    /// Unwind tables, if the kernel is built with them.
+    /// ORC unwind tables, if the kernel has them.
     pub orc: Option<OrcTable>,
-    /// The assembly at the ways into and out of the kernel: its first address and the one behind it, equal
-    /// when not known.
+    /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
-    /// Where the current task is found, or why that is not known.
+    /// Layout of the kernel's task structures, or the reason why it is unknown.
     pub tasks: Result<TaskLayout, Unread>,
-    /// The kernel's own page tables; `None` when it does not tell.
+    /// The kernel's own page tables; `None` if unknown.
     pub tables: Option<KernelTables>,
-    /// Its symbols, as the text of `/proc/kallsyms`.
+    /// Symbols in the format of `/proc/kallsyms`.
     pub symbols: PackedText,
-    /// How many they are.
+    /// Number of symbols.
     pub symbol_count: u64,
-    /// Its release, for example `6.1.0-56-cloud-amd64`.
+    /// Kernel release, for example `6.1.0-56-cloud-amd64`.
     pub release: Option<String>,
-    /// What names its build.
+    /// Build ID of the kernel.
     pub build_id: Option<BuildId>,
 }
 
 impl FoundKernel {
-    /// What the unwinder needs of it.
+    /// Returns the data that the unwinder needs.
     pub fn unwind(&self) -> KernelUnwind<'_> {
         KernelUnwind {
             orc: self.orc.as_ref(),
@@ -46,7 +45,7 @@ impl FoundKernel {
         }
     }
 
-    /// One line for the operator.
+    /// Describes the kernel in one line for the operator.
     pub fn describe(&self) -> String {
         format!(
             "Linux {}, {} symbols, kernel stacks by {}, tasks {}",

@@ -1,4 +1,5 @@
-//! The process that reads a kernel's tables. It has no guest memory of its own: it asks for what it looks at.
+//! The process that parses a kernel's tables. It has no access to guest memory and requests each
+//! range that it reads.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,20 +15,21 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::{GuestPage, GuestPhys};
 
-/// Memory that is asked for where less is wanted: what lies around is wanted next.
+/// Size of a memory request, in bytes. Larger than most reads, because neighboring memory is
+/// usually read next.
 const BLOCK: usize = 64 << 10;
-/// Blocks that are kept.
+/// Maximum number of cached blocks.
 const MOST_BLOCKS: usize = 256;
 const PAGE: usize = 4096;
-/// Most bytes of the text of symbols: a distribution's kernel has 5 to 15 million.
+/// Maximum size of the symbols' text, in bytes. Distribution kernels have 5 to 15 million.
 pub(super) const MOST_SYMBOLS: usize = 64 << 20;
-/// Most entries of unwind tables: a distribution's kernel has half a million.
+/// Maximum number of unwind table entries. Distribution kernels have half a million.
 pub(super) const MOST_ENTRIES: usize = 4 << 20;
 
-/// Answers one question that comes by `stream`, and ends.
+/// Serves one search request on `stream` and returns.
 ///
 /// # Errors
-/// Who asked is gone.
+/// Returns an error if the asker has closed the connection or sent an invalid request.
 pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let (letter, length) = wire::head(&mut stream)?;
     let mut bytes = vec![0; length];
@@ -39,7 +41,7 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let memory = LentMemory::new(stream);
     let read = locate::read_kernel(&memory, &regs, &anchors);
     let read = read.map_err(|e| Unread(e.to_string())).and_then(|image| {
-        // Read at its running addresses.
+        // The image was read at its run-time addresses.
         let tables = KernelTables::find(&memory, &regs, &image, 0);
         Ok((text_of(&image)?, image, tables))
     });
@@ -50,11 +52,11 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     }
 }
 
-/// The symbols as a text.
+/// Formats the symbols as text.
 fn text_of(image: &KernelImage) -> Result<Vec<u8>, Unread> {
     let mut text = Vec::new();
     if let Some(symbols) = image.symbols() {
-        // Writing to a Vec does not fail.
+        // Writing to a Vec cannot fail.
         let _ = symbols.write_text(&mut text);
     }
     if text.len() > MOST_SYMBOLS {
@@ -67,7 +69,7 @@ fn text_of(image: &KernelImage) -> Result<Vec<u8>, Unread> {
     Ok(text)
 }
 
-/// Sends what was found.
+/// Sends the result.
 fn tell(
     stream: &mut impl Write,
     image: &KernelImage,
@@ -101,17 +103,17 @@ fn tell(
     wire::send(stream, wire::FOUND, &serde_json::to_vec(&summary)?)
 }
 
-/// Guest memory that another process has, and lends as it is asked for it. What was lent is kept for a while:
-/// a guest that changes it meanwhile is read as it was.
+/// Guest memory of another process, requested block by block. Blocks are cached, so concurrent
+/// changes by the guest may not be visible.
 pub(super) struct LentMemory<S> {
     stream: RefCell<S>,
-    /// By their number. `None`: not all of it is memory.
+    /// Complete blocks by block number; `None` if a part of the block is not RAM.
     blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
-    /// Pages of such blocks.
+    /// Individual pages of blocks that are not completely RAM.
     pages: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
 }
 
-/// A page of it.
+/// A page of guest memory, copied from the asker.
 pub(super) struct LentPage {
     bytes: Rc<[u8]>,
     start: usize,
@@ -140,7 +142,8 @@ impl<S: Read + Write> LentMemory<S> {
         }
     }
 
-    /// Asks for memory; at most [`PIECE`] bytes. `false`: it is none, or who lends it is gone.
+    /// Requests at most [`PIECE`] bytes of memory. Returns `false` if the range is not RAM or the
+    /// asker has exited.
     fn borrow(&self, gpa: u64, into: &mut [u8]) -> bool {
         let mut asked = || -> io::Result<bool> {
             let stream = &mut *self.stream.borrow_mut();

@@ -1,4 +1,5 @@
-//! What is lent is what was there, and a reader that a guest has taken over gets no further than its socket.
+//! Tests that memory served to the reader equals guest memory, and that a compromised reader can do
+//! no harm beyond its socket.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,18 +13,18 @@ use super::*;
 use crate::locate::Anchors;
 use crate::{GuestPage, GuestPhys, GuestRegs};
 
-/// Long enough for any machine.
+/// A timeout that never expires in a test.
 const LATER: Duration = Duration::from_secs(3600);
 
-/// What a reader does.
+/// Behavior of a test reader.
 type Reader = fn(&mut UnixStream);
 
-/// RAM of two blocks and a page, no byte like the one before it.
+/// Returns RAM of two blocks and a page in which adjacent bytes differ.
 fn ram() -> Vec<u8> {
     (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
 }
 
-/// What `reader` at the other end gets done, when it is asked.
+/// Runs the asker against `reader` at the other end of the socket.
 fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, AskError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
@@ -47,7 +48,7 @@ fn asked_until(
     })
 }
 
-/// Whatever is read, and wherever: the same as from the memory itself, holes included.
+/// Any read through the reader returns the same as the memory itself, including holes.
 #[test]
 fn lent_memory_reads_as_the_memory_does() {
     let ram = ram();
@@ -80,7 +81,7 @@ fn lent_memory_reads_as_the_memory_does() {
     assert!(matches!(found, Err(AskError::Lost(_))), "{found:?}");
 }
 
-/// The guest of these tests has no kernel, and the reader says so.
+/// The test guest has no kernel, and the reader reports that.
 #[test]
 fn the_reader_says_why_it_finds_none() {
     let ram = ram();
@@ -97,7 +98,7 @@ fn wanted(gpa: u64, bytes: u32) -> [u8; 12] {
     Wanted { gpa, bytes }.to_bytes()
 }
 
-/// A summary, with these words in the place of those that make sense.
+/// Returns a summary with the text `word` replaced by `instead`.
 fn summary(word: &str, instead: &str) -> Vec<u8> {
     let good = r#"{"orc_base":16,"entry_text":[1,2],"tasks":{"Err":"none"},"tables":null,"symbols":1,"release":"6.1","build_id":"0102"}"#;
     assert!(good.contains(word), "{word}");
@@ -167,7 +168,7 @@ fn a_reader_that_sends_what_makes_no_sense_is_refused() {
         ("too many bytes of memory at once", |its| {
             wire::send(its, wire::READ, &wanted(0, PIECE as u32 + 1)).unwrap();
         }),
-        // What it says is shown, and bounded.
+        // The reader's message is shown, but bounded.
         ("a?b", |its| {
             let why = [&b"a\nb"[..], &[b'x'; 5000]].concat();
             wire::send(its, wire::FAILED, &why).unwrap();
@@ -179,7 +180,7 @@ fn a_reader_that_sends_what_makes_no_sense_is_refused() {
     }
 }
 
-/// Memory of the VM's process is bounded, whatever comes.
+/// The asker's memory stays bounded regardless of the reader's messages.
 #[test]
 fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     let ram = ram();
@@ -195,7 +196,7 @@ fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     assert!(endless(wire::ENTRIES, PIECE / 6 * 6).ends_with("too many unwind tables"));
     const { assert!(MOST_SYMBOLS <= 64 << 20 && MOST_ENTRIES * 10 <= 64 << 20) };
     let found = asked(&ram, |its| {
-        // Answers are left out where there is no memory but for a few bytes.
+        // The answer is omitted for memory of which only a few bytes exist.
         while wire::send(its, wire::READ, &wanted(1 << 40, PIECE as u32)).is_ok() && wire::head(its).is_ok() {
         }
     });
@@ -211,7 +212,7 @@ fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     assert!(matches!(found, Err(AskError::Slow)), "{found:?}");
 }
 
-/// Offsets of members are added to without a look, so one that is none is refused.
+/// Member offsets are added without overflow checks, so implausible ones are rejected.
 #[test]
 fn offsets_that_no_kernel_has_are_refused() {
     let layout = |pivot: u64, page: u64| {
@@ -241,7 +242,7 @@ fn offsets_that_no_kernel_has_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Messages of any kind with any bytes in any order.
+    /// Sends messages of random types with random contents in random order.
     #[test]
     fn no_reader_makes_the_asker_panic(
         messages in prop::collection::vec((prop::sample::select(&b"RSOEFX?"[..]), prop::collection::vec(any::<u8>(), 0..40)), 0..12),

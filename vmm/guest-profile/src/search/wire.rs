@@ -1,4 +1,4 @@
-//! Messages of a search: a letter, a length, and so many bytes.
+//! Message format of a search: a letter, a length and the payload.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -10,41 +10,41 @@ use crate::locate::Anchors;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 
-/// Most bytes of one message.
+/// Maximum payload of a message, in bytes.
 pub(super) const PIECE: usize = 1 << 20;
-/// Bytes before those of a message: its letter and their number.
+/// Size of a message header, in bytes: the letter and the payload length.
 const HEAD: usize = 5;
 
-/// To the reader: a [`Question`]. It is the first message.
+/// To the reader: a [`Question`]. The first message.
 pub(super) const ASK: u8 = b'A';
-/// To the reader: guest memory that it asked for.
+/// To the reader: the requested guest memory.
 pub(super) const MEMORY: u8 = b'M';
-/// To the reader: some of what it asked for is no memory.
+/// To the reader: the requested range is not completely RAM.
 pub(super) const NO_MEMORY: u8 = b'N';
-/// From the reader: it asks for memory, a [`Wanted`].
+/// From the reader: a memory request, [`Wanted`].
 pub(super) const READ: u8 = b'R';
-/// From the reader: more of the symbols' text.
+/// From the reader: a part of the symbols' text.
 pub(super) const SYMBOLS: u8 = b'S';
-/// From the reader: more offsets of unwind tables, 4 bytes each.
+/// From the reader: a part of the unwind table offsets, 4 bytes each.
 pub(super) const OFFSETS: u8 = b'O';
-/// From the reader: more entries of unwind tables.
+/// From the reader: a part of the unwind table entries.
 pub(super) const ENTRIES: u8 = b'E';
-/// From the reader: a [`Summary`]. It is the last message.
+/// From the reader: a [`Summary`]. The last message.
 pub(super) const FOUND: u8 = b'F';
-/// From the reader: why no kernel was found. It is the last message.
+/// From the reader: the reason why no kernel was found. The last message.
 pub(super) const FAILED: u8 = b'X';
 
-/// What is looked for.
+/// A search request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Question {
     pub(super) regs: GuestRegs,
     pub(super) anchors: Anchors,
 }
 
-/// What is known of a kernel besides symbols and unwind tables.
+/// Properties of a kernel besides symbols and unwind tables.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Summary {
-    /// The first address of the unwind tables, if there are any.
+    /// Start address of the unwind tables, if present.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
     pub(super) tasks: Result<TaskLayout, Unread>,
@@ -54,7 +54,7 @@ pub(super) struct Summary {
     pub(super) build_id: Option<String>,
 }
 
-/// A range of guest memory.
+/// A range of guest memory that the reader requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) gpa: u64,
@@ -78,7 +78,7 @@ impl Wanted {
     }
 }
 
-/// Sends one message of at most [`PIECE`] bytes.
+/// Sends one message with a payload of at most [`PIECE`] bytes.
 pub(super) fn send(stream: &mut impl Write, letter: u8, bytes: &[u8]) -> io::Result<()> {
     let length = u32::try_from(bytes.len()).map_err(|_| ErrorKind::InvalidInput)?;
     let mut head = [letter; HEAD];
@@ -87,7 +87,7 @@ pub(super) fn send(stream: &mut impl Write, letter: u8, bytes: &[u8]) -> io::Res
         return stream.write_all(&head);
     }
     if bytes.len() <= 64 {
-        // One system call.
+        // Send header and payload with a single system call.
         let mut both = [0; HEAD + 64];
         both[..HEAD].copy_from_slice(&head);
         both[HEAD..HEAD + bytes.len()].copy_from_slice(bytes);
@@ -97,7 +97,7 @@ pub(super) fn send(stream: &mut impl Write, letter: u8, bytes: &[u8]) -> io::Res
     stream.write_all(bytes)
 }
 
-/// The letter of the next message, and how many bytes follow: at most [`PIECE`].
+/// Receives a message header: the letter and the payload length, at most [`PIECE`].
 pub(super) fn head(stream: &mut impl Read) -> io::Result<(u8, usize)> {
     let mut head = [0; HEAD];
     stream.read_exact(&mut head)?;

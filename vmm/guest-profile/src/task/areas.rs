@@ -1,4 +1,5 @@
-//! All mappings of a process, any process by its id, and memory that it has mapped and not touched.
+//! Reads all mappings of any process, found by its ID, and memory that the process has mapped but
+//! not touched.
 
 use super::{Areas, MAX_AREAS, Mapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
@@ -6,13 +7,13 @@ use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::image::KernelImage;
 use serde::{Deserialize, Serialize};
 
-/// Most processes of a guest that are looked through for one.
+/// Maximum number of guest processes searched for a process ID.
 const MAX_PROCESSES: u32 = 1 << 16;
-/// Addresses from here up are none of a program.
+/// End of the user address space (exclusive).
 const USER_END: u64 = 1 << 56;
 const PAGE: u64 = 4096;
 
-/// The kernel's own page tables. They stay while the kernel runs, unlike those of any process.
+/// The kernel's own page tables, which exist as long as the kernel runs, unlike those of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelTables {
     root: u64,
@@ -20,8 +21,9 @@ pub struct KernelTables {
 }
 
 impl KernelTables {
-    /// Of the kernel of `image`, which runs `slide` above its addresses on a vCPU with these registers.
-    /// `None`: its symbols do not say where they are.
+    /// Finds the page tables of the kernel `image`, which runs `slide` bytes above its linked
+    /// addresses on a vCPU with these registers. Returns `None` if the symbols do not contain their
+    /// address.
     pub fn find<M: GuestPhys + ?Sized>(
         mem: &M,
         regs: &GuestRegs,
@@ -46,21 +48,21 @@ impl KernelTables {
     }
 }
 
-/// A process that was found by its id.
+/// A process found by its ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Process {
-    /// Its id in the guest's first namespace.
+    /// ID of the process in the guest's initial PID namespace.
     pub pid: u32,
-    /// Address of its memory descriptor.
+    /// Address of the memory descriptor.
     pub mm: u64,
     task: u64,
-    /// Guest-physical address of its page tables.
+    /// Guest-physical address of the page tables.
     root: u64,
 }
 
 impl Process {
-    /// The process `pid`. `None`: there is none, it is a thread of the kernel, or the kernel does not tell
-    /// where its processes are.
+    /// Finds the process `pid`. Returns `None` if it does not exist or is a kernel thread, or if
+    /// the location of the process list is unknown.
     pub fn find<M: GuestPhys + ?Sized>(
         layout: &TaskLayout,
         mem: &M,
@@ -84,7 +86,8 @@ impl Process {
         None
     }
 
-    /// The same process, if it is still there with the same memory.
+    /// Looks up the same process again. Returns `None` if it has exited or executed another
+    /// program.
     pub fn again<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
@@ -100,7 +103,7 @@ impl Process {
             .filter(|now| *now == self)
     }
 
-    /// A reader of its memory and of what the kernel knows of it.
+    /// Returns a reader for the memory and the kernel data of the process.
     pub fn reader<'l, 'm, M: GuestPhys + ?Sized>(
         &self,
         layout: &'l TaskLayout,
@@ -111,12 +114,13 @@ impl Process {
     }
 }
 
-/// Code that a process has mapped.
+/// An executable mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Code {
-    /// The mapping.
+    /// The mapping itself.
     pub mapping: Mapping,
-    /// Where the file's first byte is mapped; `None` if it is not, or too far below.
+    /// Address at which the first byte of the file is mapped; `None` if it is not mapped or too far
+    /// below.
     pub base: Option<u64>,
 }
 
@@ -138,8 +142,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(Process { pid, mm, task, root })
     }
 
-    /// Calls `each` with the mappings of code in process memory `mm`, lowest first, until it says no. False:
-    /// the budget, or another bound, ended that.
+    /// Calls `each` with the executable mappings of process memory `mm` in ascending order, until
+    /// it returns `false`. Returns `false` if the budget or another limit ended the iteration.
     pub fn code(
         &mut self,
         mm: u64,
@@ -167,7 +171,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         false
     }
 
-    /// The mapping that `address` is in, if any, and the last address up to which there is that, or none.
+    /// Returns the mapping that contains `address`, if any, and the last address with the same
+    /// result.
     fn area_from(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<(Option<Mapping>, u64)> {
         let maps = self.layout.maps.as_ref()?;
         match maps.areas {
@@ -199,9 +204,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `bytes` from `address` on, in process memory `mm`, whose tables this reader has: by the page
-    /// tables, and for pages of files that the process has not touched by the kernel's page cache. What is
-    /// in neither reads as zeros; `missing` is called with offset and length of it.
+    /// Fills `bytes` from `address` in process memory `mm`, whose page tables this reader uses.
+    /// File pages that the process has not touched are read from the kernel's page cache. Pages in
+    /// neither read as zeros; `missing` is called with their offset and length.
     pub fn memory(
         &mut self,
         mm: u64,
@@ -229,7 +234,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `part`, which lies in one page. `mapping`: the last one that was looked up.
+    /// Fills `part`, which lies within one page. `mapping` caches the last mapping that was looked
+    /// up.
     fn page_of(
         &mut self,
         mm: u64,

@@ -1,48 +1,52 @@
-//! The guest kernel's page cache: where in memory a page of a file is.
+//! Looks up pages of files in the guest kernel's page cache.
 //!
-//! A program's unwind tables and names are mapped, and the program itself hardly ever looks at them, so its
-//! page tables lack many of these pages. They are in memory all the same, where the kernel has read the file.
-//! It keeps them in a tree by their number in the file (`include/linux/xarray.h`). What is in the tree is
-//! a `struct page` or, for several pages together, a `struct folio`; its place in the kernel's array of these
-//! says which page it is.
+//! Unwind tables and symbol tables of a program are mapped but rarely accessed by the program
+//! itself, so its page tables lack many of these pages. The kernel still has them in memory if it
+//! has read the file. The page cache is a tree indexed by page number (`include/linux/xarray.h`).
+//! An entry is a `struct page` or, for several pages together, a `struct folio`. Its index in the
+//! kernel's array of page structures determines the physical page.
 //!
-//! All of it is the guest's claim: a wrong one leads to other bytes of the guest's own memory, or to none.
+//! All of this data is under the guest's control: a wrong value leads to other bytes of the guest's
+//! own memory, or to none.
 
 use std::num::NonZeroU64;
 
 use kernel_images::btf::Btf;
 use serde::{Deserialize, Serialize};
 
-/// Offsets of the members, in bytes, and where the array of pages begins.
+/// Member offsets, in bytes, and the location of the array of page structures.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CacheLayout {
-    /// In `struct file`.
+    /// Offset in `struct file`.
     mapping: u64,
-    /// In `struct address_space`, to the tree's root.
+    /// Offset in `struct address_space` of the root of the tree.
     root: u64,
     node_shift: u64,
     #[serde(deserialize_with = "super::offset")]
     node_slots: u64,
-    /// In `struct folio`, or `struct page` before there were folios.
+    /// Offset in `struct folio`, or in `struct page` of kernels without folios.
     index: u64,
     page_struct_bytes: NonZeroU64,
-    /// Address of the variable that says where the array is; `None` in a kernel that has it at a fixed place.
+    /// Address of the variable that holds the address of the array; `None` for a kernel with a
+    /// fixed one.
     vmemmap_base: Option<u64>,
 }
 
-/// Slots of a node, as a power of two.
+/// Binary logarithm of the number of slots of a node.
 const CHUNK_SHIFT: u32 = 6;
-/// Most levels: a file of 2^52 pages has nine.
+/// Maximum number of tree levels. A file of 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
-/// Entries below it that are no pointers point to another slot of their node.
+/// Smallest pointer. Smaller non-pointer entries refer to another slot of the same node.
 const FIRST_POINTER: u64 = 4096;
-/// Most pages of one folio.
+/// Maximum number of pages of a folio.
 const MAX_FOLIO_PAGES: u64 = 1 << 18;
-/// Where the array is in a kernel with 4-level page tables that does not move it.
+/// Address of the array in a kernel with 4-level page tables and without memory-layout
+/// randomization.
 const FIXED_VMEMMAP: u64 = 0xffff_ea00_0000_0000;
 
 impl CacheLayout {
-    /// `vmemmap_base`: the running address of the variable of that name.
+    /// Reads the layout from type information. `vmemmap_base` is the run-time address of the
+    /// variable of that name.
     pub(super) fn new(btf: &Btf, vmemmap_base: Option<u64>) -> Option<Self> {
         Some(Self {
             mapping: btf.offset_of("file", "f_mapping")?,
@@ -57,7 +61,8 @@ impl CacheLayout {
         })
     }
 
-    /// Small structs: `f_mapping` and `i_pages` are their second words, as is a node's first slot its third.
+    /// A layout of small structures: `f_mapping` and `i_pages` are the second words, and the first
+    /// slot of a node is its third word.
     #[cfg(test)]
     pub(super) fn fixed(vmemmap_base: u64) -> Self {
         Self {
@@ -71,8 +76,8 @@ impl CacheLayout {
         }
     }
 
-    /// Guest-physical address of page `index` of the `struct file` at `file`. `word` reads the kernel's
-    /// memory. `None`: the kernel has not got it in memory.
+    /// Returns the guest-physical address of page `index` of the `struct file` at `file`, or `None`
+    /// if the page is not cached. `word` reads kernel memory.
     pub(super) fn page(
         &self,
         file: u64,
@@ -95,17 +100,17 @@ impl CacheLayout {
             .flatten()
     }
 
-    /// The entry for `index`, if it is a pointer.
+    /// Returns the entry for `index`, if it is a pointer.
     fn lookup(&self, root: u64, index: u64, word: &mut impl FnMut(u64) -> Option<u64>) -> Option<u64> {
         let mut entry = root;
         for level in 0..MAX_LEVELS {
             if entry & 3 != 2 || entry < FIRST_POINTER {
-                // Bit 0 marks what is no pointer: a page that was there.
+                // Bit 0 marks an entry that is not a pointer: a shadow entry of an evicted page.
                 let is_pointer = entry & 3 == 0 && entry >= FIRST_POINTER;
                 return is_pointer.then_some(entry);
             }
             let node = entry - 2;
-            // Little endian, as the node is.
+            // The node is little-endian.
             let shift = u32::try_from(word(node.wrapping_add(self.node_shift))? & 0xff).ok()?;
             if shift + CHUNK_SHIFT >= 64 || (level == 0 && index >> (shift + CHUNK_SHIFT) != 0) {
                 return None;
@@ -146,7 +151,7 @@ mod tests {
         }
     }
 
-    /// A kernel's memory: a file whose tree is `root`.
+    /// Returns kernel memory that contains a file with the tree `root`.
     fn memory(root: u64) -> HashMap<u64, u64> {
         HashMap::from([(FILE + 0x18, MAPPING), (MAPPING + 0x10, root), (VMEMMAP, PAGES)])
     }
@@ -169,7 +174,8 @@ mod tests {
         assert_eq!(page(&memory, 0), Some(7 << 12));
     }
 
-    /// Two levels; a folio of four pages, whose other slots point to its first; what was evicted; a hole.
+    /// Covers two levels, a folio of four pages whose other slots refer to its first one, an
+    /// evicted page and a hole.
     #[test]
     fn pages_are_found_through_the_tree() {
         let mut memory = memory(NODE + 2);
@@ -188,7 +194,7 @@ mod tests {
         assert_eq!(page(&memory, 64 * 64), None, "above the tree");
     }
 
-    /// A folio of 64 pages is in a slot of a node that is no leaf.
+    /// A folio of 64 pages occupies a slot of an inner node.
     #[test]
     fn a_large_folio_is_found_higher_up() {
         let mut memory = memory(NODE + 2);

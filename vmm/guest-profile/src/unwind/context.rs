@@ -1,20 +1,21 @@
-//! The registers and the top of the stack of a program, for unwinding it elsewhere.
+//! Copies user registers and the top of the user stack, to be unwound in another process.
 
 use super::Chain;
 use super::parts::Others;
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 
-/// Registers as `enum perf_event_x86_regs` numbers them, those of the mask that `perf record --call-graph
-/// dwarf` asks for: ax, bx, cx, dx, si, di, bp, sp, ip, flags, cs, ss, r8 to r15.
+/// Number of registers in the numbering of `enum perf_event_x86_regs`, with the mask that `perf
+/// record --call-graph dwarf` requests: ax, bx, cx, dx, si, di, bp, sp, ip, flags, cs, ss, r8 to
+/// r15.
 pub const REGISTERS: usize = 20;
-/// Reads of guest memory for one.
+/// Maximum number of guest memory reads per context.
 const READS: u32 = 64;
-/// `struct pt_regs`: the words of ax, bx, cx, dx, si, di, and of r8 to r15.
+/// Word indices in `struct pt_regs` of ax, bx, cx, dx, si, di, and of r8 to r15.
 const PT_REGS_LOW: [usize; 6] = [10, 5, 11, 12, 13, 14];
 const PT_REGS_HIGH: [usize; 8] = [9, 8, 7, 6, 3, 2, 1, 0];
 const PT_REGS_WORDS: usize = 15;
-/// The kernel's selectors of a program's code and data.
+/// Linux's selectors of user code and data segments.
 const USER64_CS: u64 = 0x33;
 const USER32_CS: u64 = 0x23;
 const USER_DS: u64 = 0x2b;
@@ -24,17 +25,18 @@ const IP: usize = 8;
 const FLAGS: usize = 9;
 const R8: usize = 12;
 
-/// A program's registers.
+/// User registers of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserContext {
-    /// See [`REGISTERS`]; 0 for those that are not known.
+    /// Registers in the order of [`REGISTERS`]; 0 for unknown ones.
     pub registers: [u64; REGISTERS],
-    /// It runs 64-bit code.
+    /// `true` for 64-bit code.
     pub wide: bool,
 }
 
 impl UserContext {
-    /// Of the program that `chain`, walked from these registers, led to. `None`: to none.
+    /// Returns the user registers that `chain`, walked from `regs`, led to, or `None` if it has no
+    /// user part.
     pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &Chain) -> Option<Self> {
         let user = chain.user?;
         let mut registers = [0; REGISTERS];
@@ -72,8 +74,8 @@ impl UserContext {
         Some(Self { registers, wide })
     }
 
-    /// Copies the program's stack into `out` from the stack pointer up, in whole pages and words as far as it
-    /// is in memory. Returns how many bytes.
+    /// Copies the user stack into `out`, from the stack pointer upwards, as far as it is mapped.
+    /// Returns the number of bytes, a multiple of the word size.
     pub fn stack<M: GuestPhys + ?Sized>(&self, mem: &M, regs: &GuestRegs, out: &mut [u8]) -> usize {
         const PAGE: u64 = 4096;
         let Ok(mut space) = AddressSpace::of(mem, regs) else {

@@ -1,45 +1,46 @@
-//! Samples in the kernel's entry code, where no `pt_regs` is complete and the unwind tables say nothing.
+//! Finds the user registers of samples in the kernel's entry code, where no `pt_regs` is complete
+//! and ORC tables have no entries.
 //!
-//! A kernel cannot be asked for a chain there, so its tables need none. From outside it can: the user's
-//! registers are still, or already, where the CPU and the entry code (Linux `arch/x86/entry/entry_64.S`) keep
-//! them.
+//! The kernel never unwinds from these addresses itself. From outside it is possible, because the
+//! user registers are in known locations of the CPU and the entry code (Linux
+//! `arch/x86/entry/entry_64.S`):
 //!
-//! | where | ip | stack pointer |
+//! | location | ip | stack pointer |
 //! |---|---|---|
-//! | SYSCALL has just been executed, or SYSRET is next | rcx | rsp |
-//! | SYSCALL, on the task's stack, registers being saved | rcx | `sp2` of the TSS |
-//! | on the way out, on the entry stack | the old stack, at rdi | there |
-//! | there, after the page tables were changed | the copied frame; for SYSRET rcx | the entry stack |
+//! | just after SYSCALL, or before SYSRET | rcx | rsp |
+//! | after SYSCALL, on the task's stack, saving registers | rcx | `sp2` of the TSS |
+//! | exit path, on the entry stack | the old stack, at rdi | the old stack, at rdi |
+//! | exit path, after the page-table switch | the copied frame; for SYSRET rcx | the entry stack |
 //!
-//! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its
-//! address and its registers only.
+//! rbp is the user's at all of these. Results based on rcx are marked as guessed, because the
+//! location is inferred from address and registers only.
 
 use super::parts::{KernelUnwind, Others, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::OrcFrameKind;
 
-/// In the TSS (SDM vol. 3 §8.7): the entry stack's end, and the word where Linux keeps the user's stack
-/// pointer meanwhile.
+/// Offsets in the TSS (SDM vol. 3 §8.7): the end of the entry stack, and the word in which Linux
+/// saves the user's stack pointer.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
-/// Most bytes on the entry stack: a frame of five words and rdi.
+/// Maximum number of bytes on the entry stack: a frame of five words, and rdi.
 const MAX_ON_ENTRY_STACK: u64 = 48;
-/// From where rdi points on the way out (the saved rdi) to the frame.
+/// Offset from the address in rdi on the exit path (the saved rdi) to the frame, in bytes.
 const FRAME_FROM_RDI: u64 = 16;
 const FRAME_BYTES: u64 = 40;
-/// RFLAGS: bit 1 is always set, and nothing above bit 21 ever.
+/// RFLAGS bit 1 is always set; bits above 21 are always clear.
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_BITS: u32 = 22;
 
-/// User registers, and whether they are likely and not certain.
+/// User registers, and whether they are guessed.
 pub(super) struct Found {
     pub regs: UserRegs,
     pub guessed: bool,
 }
 
-/// Whether the interrupted instruction is one of the entry code for which neither tables nor a frame pointer
-/// have a caller.
+/// Returns whether the interrupted instruction is in entry code for which neither tables nor a
+/// frame pointer provide a caller.
 pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {
@@ -49,12 +50,12 @@ pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool 
         Some(orc) => orc
             .find(at)
             .is_none_or(|entry| matches!(entry.kind, OrcFrameKind::End | OrcFrameKind::Undefined)),
-        // The kernel's own frames, or a `pt_regs`, are in the upper half.
+        // A kernel frame or a `pt_regs` would be in the upper half.
         None => regs.rbp >> 63 == 0,
     }
 }
 
-/// The user's registers at such an instruction.
+/// Returns the user's registers at such an instruction.
 pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -77,7 +78,7 @@ pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     {
         return Some(found);
     }
-    // SYSRET needs the stack pointer only, which was pushed first.
+    // SYSRET takes only the stack pointer from the entry stack, where it was pushed first.
     let sp = word(space, entry_stack.wrapping_sub(8), budget)?;
     kept_by_syscall(space, regs, sp)
 }
@@ -89,7 +90,7 @@ fn word<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, at: u64, budget:
     space.read_u64(at, budget).ok()
 }
 
-/// By the five words of an interrupt's frame.
+/// Reads the registers from the five words of an interrupt frame.
 fn frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -104,7 +105,7 @@ fn frame<M: GuestPhys + ?Sized>(
     Some(Found { regs, guessed: false })
 }
 
-/// By rcx and r11, if r11 can be a program's flags.
+/// Takes the registers from rcx and r11, if r11 is a plausible RFLAGS value of user mode.
 fn kept_by_syscall<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     regs: &GuestRegs,

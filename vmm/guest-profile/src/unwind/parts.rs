@@ -1,4 +1,5 @@
-//! What the walks of a chain share: where they write, how they end, the registers they go on with.
+//! Types shared by the kernel and the user walk: the output buffer, the end reasons and the user
+//! registers.
 
 use crate::GuestPhys;
 use crate::paging::{AddressSpace, Hole};
@@ -10,19 +11,19 @@ pub(super) const USER32_CS: u64 = 0x23;
 pub(super) const USER_DS: u64 = 0x2b;
 pub(super) const RFLAGS_IF: u64 = 1 << 9;
 
-/// The kernel a vCPU runs, as far as unwinding needs it.
+/// The kernel of a vCPU, as needed for unwinding.
 #[derive(Debug, Clone, Copy)]
 pub struct KernelUnwind<'k> {
-    /// Unwind tables, in link-time addresses. `None`: the kernel has frame pointers.
+    /// Unwind tables with link-time addresses; `None` for a kernel with frame pointers.
     pub orc: Option<&'k OrcTable>,
-    /// Running address less link-time address.
+    /// Run-time address minus link-time address, wrapping.
     pub slide: u64,
-    /// First address of the entry code and the one behind it, link-time addresses; equal when not known.
+    /// Link-time address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
 }
 
 impl<'k> KernelUnwind<'k> {
-    /// For an image running `slide` above its link address.
+    /// Uses the tables of an image that runs `slide` bytes above its linked addresses.
     pub fn new(image: &'k KernelImage, slide: u64) -> Self {
         Self {
             orc: image.orc(),
@@ -32,22 +33,22 @@ impl<'k> KernelUnwind<'k> {
     }
 }
 
-/// Why a part of a chain ended.
+/// Why unwinding of one part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// The outermost frame was reached.
     Complete,
-    /// The slice or the depth limit is used up.
+    /// The output slice or the maximum depth is exhausted.
     Full,
-    /// Reads or time are used up.
+    /// The maximum number of reads or the maximum time is exhausted.
     Spent,
     /// A stack address is not mapped (swapped out, or a wrong frame pointer).
     Unmapped,
-    /// The unwind tables say nothing about an address and its frame pointer leads nowhere.
+    /// No unwind table covers an address, and its frame pointer is invalid.
     NoTable,
-    /// A frame does not lie above the one before, or its return address is not an address of code.
+    /// A frame is not above the previous one, or its return address is not a code address.
     BadFrame,
-    /// The vCPU's paging mode is not walked.
+    /// The paging mode of the vCPU is unsupported.
     Unsupported,
 }
 
@@ -62,7 +63,7 @@ impl End {
         Self::Unsupported,
     ];
 
-    /// Its number in a sample, from 1.
+    /// Returns the numeric code in a sample, starting from 1.
     #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
     pub(super) fn code(end: Option<Self>) -> u8 {
         end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
@@ -73,7 +74,7 @@ impl End {
         Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
     }
 
-    /// This bound of the walk ended it, not the stack.
+    /// Returns the name of the limit if a limit ended the walk.
     pub(super) fn bound(self) -> Option<&'static str> {
         match self {
             Self::Full => Some("depth"),
@@ -83,30 +84,30 @@ impl End {
     }
 }
 
-/// User registers to go on with.
+/// User registers from which unwinding continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UserRegs {
     pub(super) ip: u64,
     pub(super) sp: u64,
     pub(super) bp: u64,
     pub(super) wide: bool,
-    /// The registers are those of an interrupted instruction, not of a system call.
+    /// `true` for an interrupted instruction, `false` for a system call.
     pub(super) exact_ip: bool,
     pub(super) others: Others,
 }
 
-/// Where the user's other registers are.
+/// Location of the user's other registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Others {
-    /// The vCPU still has, or already has, those that functions keep for their callers.
+    /// The callee-saved registers are still, or again, in the vCPU.
     InVcpu,
-    /// In the `pt_regs` at this address.
+    /// The registers are in the `pt_regs` at this address.
     At(u64),
-    /// Not known.
+    /// The registers are unknown.
     Lost,
 }
 
-/// The addresses of a chain, as far as there is room.
+/// Collects the addresses of a call chain up to the capacity of the slice.
 pub(super) struct Out<'o> {
     pub(super) slots: &'o mut [u64],
     pub(super) len: usize,
@@ -115,7 +116,7 @@ pub(super) struct Out<'o> {
 
 impl Out<'_> {
     pub(super) fn marker(&mut self, marker: u64) -> bool {
-        // A marker without a frame after it would be noise.
+        // Omit a context marker if no frame fits after it.
         if self.len + 2 > self.slots.len() || self.frames_left == 0 {
             return false;
         }
@@ -142,7 +143,8 @@ pub(super) fn end_of(hole: Hole) -> End {
     }
 }
 
-/// User registers from the five words that an interrupt or exception pushes, if they can be such.
+/// Reads user registers from the five words that an interrupt or exception pushes. Returns `None`
+/// if they are implausible.
 pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     [ip, cs, flags, sp, ss]: [u64; 5],

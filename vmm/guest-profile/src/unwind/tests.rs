@@ -1,4 +1,4 @@
-//! Chains of small guests made here, and of hostile ones.
+//! Tests of call chains in small synthetic guests, valid and hostile ones.
 
 use super::context::UserContext;
 use super::parts::{USER_DS, USER64_CS};
@@ -12,7 +12,8 @@ const USTACK: u64 = 0x7fff_ffff_0000;
 const UTEXT: u64 = 0x40_0000;
 const ORC_AT: u64 = 0xffff_ffff_8200_0000;
 
-/// Kernel stack at gpa 0x4000..0x8000, user stack at 0x8000..0xa000, user text at 0xa000.
+/// Creates a guest with the kernel stack at gpa 0x4000..0x8000, the user stack at 0x8000..0xa000
+/// and user text at 0xa000.
 fn guest() -> TestGuest {
     let mut g = TestGuest::new(0x4_0000, false);
     for page in 0..4 {
@@ -48,7 +49,7 @@ fn uput(g: &mut TestGuest, gva: u64, v: u64) {
     g.put(gva - USTACK + 0x8000, v);
 }
 
-/// Two user frames above a leaf with rbp at `USTACK + 0x100`.
+/// Writes two user frames above a leaf with rbp at `USTACK + 0x100`.
 fn user_frames(g: &mut TestGuest) {
     uput(g, USTACK + 0x100, USTACK + 0x200);
     uput(g, USTACK + 0x108, UTEXT + 0x111);
@@ -259,7 +260,7 @@ fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
     assert_eq!(chain.kernel_end, Some(End::NoTable));
     assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
     assert!(chain.guessed);
-    // What is no user selector is no pt_regs.
+    // Without a user code selector, the words are not a user `pt_regs`.
     put_pt_regs(&mut g, top, UTEXT + 0x50, 0x10, USTACK + 0x80, USTACK + 0x100);
     assert_eq!(
         run(
@@ -317,13 +318,14 @@ fn kernels_with_frame_pointers_are_walked_by_them() {
     assert_eq!(chain.kernel_end, Some(End::Complete));
 }
 
-/// The entry code, where tables say nothing, and its stack and the TSS in the first page of the kernel's
-/// stack.
+/// Address range of the entry code, which no table covers; its stack and the TSS are in the first
+/// page of the kernel stack.
 const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
 const TSS: u64 = KSTACK;
 const ENTRY_STACK: u64 = KSTACK + 0x1000;
 
-/// A sample in the entry code with these stack pointer and registers: what SYSCALL left, and a TSS.
+/// Unwinds a sample in the entry code with this stack pointer, registers as left by SYSCALL, and a
+/// TSS.
 fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (Chain, Vec<u64>) {
     let mut g = guest();
     user_frames(&mut g);
@@ -352,8 +354,7 @@ const FROM_ENTRY: [u64; 6] = [
 
 #[test]
 fn a_system_call_that_just_began_or_ends_has_the_programs_chain() {
-    // Still, or again, on the program's stack; on the task's; on the entry stack behind the change of page
-    // tables.
+    // Covers the user stack, the task stack, and the entry stack after the page-table switch.
     for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
         assert_eq!(out, FROM_ENTRY, "{sp:#x}");
@@ -381,7 +382,7 @@ fn the_way_out_to_a_program_has_its_chain_by_the_frame_it_leaves_by() {
         assert_eq!(out, FROM_ENTRY, "{used}");
         assert!(!chain.guessed);
     }
-    // The old stack's address is gone, or is no longer mapped: the copy is complete.
+    // The address of the old stack is lost or unmapped, and the copied frame is complete.
     let (chain, out) = in_entry_code(ENTRY_STACK - 40, |g, r| {
         frame(g, ENTRY_STACK - 40);
         (r.rdi, r.rcx, r.r11) = (USTACK, 0x1234, 0);
@@ -436,7 +437,7 @@ fn frames_that_go_round_or_down_end_the_walk() {
     uput(&mut g, USTACK + 0x108, UTEXT + 1);
     let (chain, _) = run(&g, &regs(&g, 3, UTEXT, USTACK, USTACK + 0x100), None, 64);
     assert_eq!((chain.user_end, chain.user_frames), (Some(End::BadFrame), 2));
-    // A kernel frame that restores a lower stack pointer within one stack.
+    // A kernel frame restores a lower stack pointer within the same stack.
     let table = orc();
     let sp = KSTACK + 0x2000;
     put_pt_regs(&mut g, sp, TEXT + 0x210, 0x10, sp, 0);
@@ -511,7 +512,7 @@ proptest! {
         for (i, &word) in stack.iter().enumerate() {
             g.put(0x4000 + 8 * i as u64, word);
         }
-        // Make many words point into the stacks and the text, or the walk ends at once.
+        // Make many words point to the stacks and the text, so that walks do not end immediately.
         for &(slot, to) in &pointers {
             let v = match to % 3 { 0 => KSTACK + to, 1 => USTACK + to % 0x2000, _ => TEXT + to % 0x500 };
             g.put(0x4000 + 8 * slot as u64, v);
@@ -531,8 +532,8 @@ proptest! {
     }
 }
 
-/// What unwinding elsewhere needs: the vCPU's registers in a program, those that the kernel saved in a system
-/// call, and the stack as far as it is mapped and asked for.
+/// The registers are those of the vCPU in user mode, or those saved on kernel entry during a system
+/// call. The stack is copied up to the requested size or the end of the mapping.
 #[test]
 fn a_program_s_registers_and_stack_are_copied_from_where_they_are() {
     let mut g = guest();
@@ -593,7 +594,7 @@ fn a_program_s_registers_and_stack_are_copied_from_where_they_are() {
         assert_eq!(stack[0x188..0x190], (UTEXT + 0x222).to_le_bytes());
         assert_eq!(context.stack(&g.ram[..], &regs, &mut stack[..1001]), 1000);
     }
-    // A thread of the kernel has no program.
+    // A kernel thread has no user registers.
     let nowhere = regs(&guest(), 0, TEXT + 0x10, KSTACK + 0x2000, 0);
     let (chain, _) = run(&guest(), &nowhere, None, 127);
     assert_eq!(UserContext::of(&g.ram[..], &nowhere, &chain), None);

@@ -1,10 +1,11 @@
-//! The user part of a chain: frame pointers, and what is done where they are late.
+//! Unwinds the user part of a call chain by frame pointers, with corrections where rbp is not the
+//! frame pointer of the current function.
 
 use super::parts::{End, Out, UserRegs, end_of};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys};
 
-/// Frames from `user` on, outwards.
+/// Appends the user frames from `user` outwards.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: UserRegs,
@@ -42,7 +43,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
                         Why::Leaf => called_leaf(space, ip, user.ip, budget),
                     }
                 {
-                    // The caller is in the frame chain already if this function did set up a frame.
+                    // If the function has set up a frame, the frame chain already contains the
+                    // caller.
                     let known = !sure && read(space, bp.wrapping_add(8), budget) == Ok(ip);
                     if !known {
                         *guessed |= !sure;
@@ -56,12 +58,12 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         }
     }
     loop {
-        // 0 ends a chain by the ABI; C libraries' start code leaves other small values, as the program found
-        // them.
+        // The ABI ends the chain with 0. Some start code leaves other small values in rbp.
         if bp < 4096 {
             return End::Complete;
         }
-        // Strictly upwards: what points down or at itself is no frame, and could go round for ever.
+        // Frames must strictly ascend; a frame that points down or to itself could cause an endless
+        // loop.
         if bp < floor {
             return End::BadFrame;
         }
@@ -92,23 +94,24 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
 
 enum Mend {
     None,
-    /// The return address is at this stack address, if what `Why` asks for is so.
+    /// The return address is at this stack address if the condition of `Why` holds.
     ReturnAt(u64, Why),
-    /// The frame, not yet in rbp, is at this stack address.
+    /// The frame is at this stack address, but rbp does not point to it yet.
     FrameAt(u64),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Why {
-    /// The interrupted instruction shows it.
+    /// The interrupted instruction proves it.
     Instruction,
-    /// A system call's stub: to be confirmed by any call before the return address.
+    /// A system-call stub, to be confirmed by a call instruction before the return address.
     SystemCall,
-    /// Perhaps a leaf: to be confirmed by a call to this very function.
+    /// Possibly a leaf function, to be confirmed by a call that targets this function.
     Leaf,
 }
 
-/// Looks at the code around the first user address for the cases where rbp is not this function's frame.
+/// Inspects the code around the first user address for cases in which rbp is not the frame pointer
+/// of the current function.
 fn mend_first_frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: &UserRegs,
@@ -124,24 +127,26 @@ fn mend_first_frame<M: GuestPhys + ?Sized>(
             return Mend::ReturnAt(user.sp, Why::SystemCall);
         }
     }
-    // The end of a page may cut this short, which only forgoes the mending.
+    // The end of a page may truncate the read; the correction is then skipped.
     let Ok(code) = space.read_few(user.ip, budget) else {
         return Mend::None;
     };
     match code {
-        // endbr64 (then push rbp, as a rule), push rbp, ret: the return address is on top.
+        // endbr64 (usually followed by push rbp), push rbp, or ret: the return address is on top of
+        // the stack.
         [0xF3, 0x0F, 0x1E, 0xFA, 0x55] | [0x55, ..] | [0xC3, ..] => Mend::ReturnAt(user.sp, Why::Instruction),
-        // mov rbp, rsp, in both encodings: the frame has been pushed but rbp is still the caller's.
+        // mov rbp, rsp, in both encodings: the frame has been pushed, but rbp still belongs to the
+        // caller.
         [0x48, 0x89, 0xE5, ..] | [0x48, 0x8B, 0xEC, ..] => Mend::FrameAt(user.sp),
         _ => Mend::ReturnAt(user.sp, Why::Leaf),
     }
 }
 
-/// Furthest from its start that an address is believed to be in a leaf function.
+/// Maximum distance of an address from the start of a leaf function, in bytes.
 const LEAF_REACH: u64 = 16 << 10;
 
-/// Whether the instruction before return address `ret` calls a function that begins shortly before `ip` and
-/// does not begin by pushing rbp.
+/// Returns whether the instruction before return address `ret` calls a function that starts shortly
+/// before `ip` and does not begin with push rbp.
 fn called_leaf<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ret: u64,
@@ -163,7 +168,7 @@ fn called_leaf<M: GuestPhys + ?Sized>(
             .is_ok_and(|start| start[0] != 0x55 && start != [0xF3, 0x0F, 0x1E, 0xFA, 0x55])
 }
 
-/// Whether the bytes before `ip` end in a call instruction.
+/// Returns whether the bytes before `ip` end with a call instruction.
 fn follows_call<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ip: u64,

@@ -1,4 +1,4 @@
-//! Folded stacks, flame graphs and pprof, and what happens with files that are no profiles.
+//! Tests of folded stacks, flame graphs and pprof, and of invalid input files.
 
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
@@ -112,7 +112,7 @@ fn stacks_fold_by_task_with_the_outermost_first() {
     assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
 }
 
-/// A chain that a bound of the walk cut short is no other sample's, unless there is no better one.
+/// A truncated chain is assigned to another sample only if no complete chain exists.
 #[test]
 fn chains_that_were_cut_short_are_not_passed_on() {
     let mut p = profile();
@@ -163,7 +163,7 @@ fn chains_that_were_cut_short_are_not_passed_on() {
     );
 }
 
-/// Samples the vCPU was not stopped for get the chains of those it was, by function, in turn.
+/// Samples without a call chain take the chains of samples in the same function in turn.
 #[test]
 fn samples_without_a_chain_share_those_of_their_function() {
     let mut p = profile();
@@ -182,7 +182,7 @@ fn samples_without_a_chain_share_those_of_their_function() {
     };
     p.push(&light(500, 0x40_0120, 3));
     p.push(&light(600, KERNEL + 0x180, 0));
-    // Nothing is known of the callers of this one.
+    // No chain with the callers of this function exists.
     p.push(&light(700, 0x40_0250, 3));
     let mut symbols = Symbolizer::new(&p, Some(kernel()), None);
     let full = complete_chains(&p, &mut symbols);
@@ -214,7 +214,8 @@ fn a_flame_graph_has_each_function_and_none_is_drawn_of_nothing() {
     assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", 0.01, Vec::new()).is_err());
 }
 
-/// A decoder of protobuf's wire format, apart from the encoder under test: (field, number or bytes) pairs.
+/// A field of a protobuf message, decoded independently of the encoder under test: its number or
+/// bytes.
 enum Field<'b> {
     Number(u64),
     Bytes(&'b [u8]),
@@ -282,7 +283,7 @@ fn packed(mut b: &[u8]) -> Vec<u64> {
     out
 }
 
-/// A profile for pprof, unpacked.
+/// Writes a profile as pprof and decompresses it.
 fn as_pprof(p: &Profile) -> Vec<u8> {
     let mut gz = Vec::new();
     pprof::write(
@@ -299,9 +300,9 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
     raw
 }
 
-/// The first instruction of a function, when it is where an interrupt came, belongs to it also below the
-/// kernel's frames; as the address where a call returns to it belongs to the function before. In pprof the
-/// two are different locations.
+/// The first instruction of a function belongs to that function if it was interrupted, even below
+/// kernel frames. As a return address, the same value belongs to the preceding function. pprof
+/// needs two different locations.
 #[test]
 fn an_interrupted_first_instruction_is_not_taken_for_the_end_of_the_function_before() {
     let mut p = profile();
@@ -454,7 +455,8 @@ fn an_empty_file_is_no_failure_and_a_broken_one_is() {
     ));
 }
 
-/// Killed at any moment, a recording has what it had at the last checkpoint, with the events' names.
+/// A recording killed at any moment is readable up to the last checkpoint and contains the event
+/// names.
 #[test]
 fn a_recording_that_was_killed_has_what_was_kept_before() {
     let p = profile();
@@ -473,7 +475,7 @@ fn a_recording_that_was_killed_has_what_was_kept_before() {
     assert!(kept >= 1 && w.samples() == samples.len() as u64);
     let half = samples.last().unwrap();
     w.sample(half).unwrap();
-    // As the disk has it: the last record only in part.
+    // The last record is only partly on the disk.
     drop(w);
     let bytes = out.into_inner();
     let read = reader::read(&bytes[..bytes.len() - 5]).unwrap();
@@ -489,7 +491,6 @@ fn a_recording_that_was_killed_has_what_was_kept_before() {
     }
 }
 
-/// Before the first checkpoint there is nothing.
 #[test]
 fn a_recording_that_was_killed_at_once_says_so() {
     let p = profile();
@@ -503,8 +504,8 @@ fn a_recording_that_was_killed_at_once_says_so() {
     ));
 }
 
-/// A write that failed leaves a file with all records that are there in whole, whether they were kept before
-/// or not.
+/// After a failed write, the truncated file contains all complete records, including those after
+/// the last checkpoint.
 #[test]
 fn a_file_that_is_cut_back_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
@@ -527,7 +528,7 @@ fn a_file_that_is_cut_back_can_be_read() {
         for _ in 0..1000 {
             w.sample(&samples[0]).unwrap();
         }
-        // The disk has all but the last bytes.
+        // The disk contains all but the last bytes.
         let length = std::fs::metadata(&path).unwrap().len();
         std::fs::File::options()
             .write(true)

@@ -1,4 +1,4 @@
-//! The files we write, read by `perf` itself, by linux-perf-data and by ourselves.
+//! Tests that `perf`, linux-perf-data and our own reader can read the written files.
 
 use std::io::Cursor;
 use std::process::Command;
@@ -31,7 +31,7 @@ ffffffff97000000 B _end
 const KERNEL: u64 = 0xffff_ffff_9500_0000;
 const PROGRAM: u64 = 0x55ed_7673_6000;
 
-/// 60 samples in `hot`, 30 in `warm`, 10 in the kernel, over two vCPUs.
+/// A profile with 60 samples in `hot`, 30 in `warm` and 10 in the kernel, on two vCPUs.
 fn profile() -> Profile {
     let mut p = Profile::new(
         Meta {
@@ -40,7 +40,7 @@ fn profile() -> Profile {
             vcpus: 2,
             command: vec!["perfvisor".into(), "record".into()],
             form: Form::InGuest,
-            // A quarter past two on 14 November 2023, and 10 s after the host's start.
+            // 14 November 2023, a quarter past two, 10 s after the start of the host.
             clock: Some(WallClock {
                 wall_ns: 1_699_971_300_000_000_000,
                 clock_ns: 10_000_000_000,
@@ -130,7 +130,7 @@ fn profile() -> Profile {
     p
 }
 
-/// The same as a host's perf sees a guest, which has no build-ids.
+/// The same profile as seen by perf on the host, without build IDs.
 fn as_host() -> Profile {
     let mut p = profile();
     p.meta.form = Form::AsHost;
@@ -143,11 +143,11 @@ fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on a file of `p`, in a directory with our kallsyms, and with them where perf looks for symbols
-/// by build-id; `None`, with a message, where there is no perf.
+/// Runs perf on a file of `p` in a directory with our kallsyms, which are also in the build-ID
+/// directory. Returns `None` and prints a message if perf is not installed.
 fn perf(p: &Profile, args: &[&str]) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
-        // `make setup` does not install it.
+        // `make setup` does not install perf.
         skip::skipped("perf is not installed", false);
         return None;
     }
@@ -156,7 +156,7 @@ fn perf(p: &Profile, args: &[&str]) -> Option<String> {
     std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
     if let Some(id) = p.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let directory = BuildIdDir::new(dir.path().join(".debug"));
-        // Those of another boot: perf sees by the reference symbol how far this one is away.
+        // Symbols of another boot: perf computes the offset from the reference symbol.
         let elsewhere = KALLSYMS.replace("ffffffff9", "ffffffff8");
         directory
             .add_kallsyms(id, |out| out.write_all(elsewhere.as_bytes()))
@@ -184,7 +184,7 @@ fn what_we_write_we_read() {
     }
 }
 
-/// Whoever made the file chose its names: none of them tells a terminal what to do.
+/// Names in a file are untrusted; control characters are removed before display.
 #[test]
 fn names_in_a_file_are_shown_without_control_characters() {
     let mut p = profile();
@@ -222,7 +222,7 @@ fn linux_perf_data_reads_it_whole() {
     while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
         let record = match record {
             PerfFileRecord::EventRecord { record, .. } => record,
-            // The event's name and the kernel's build-id, for a file that ends without features.
+            // Event name and kernel build ID, for a file that is truncated before its features.
             PerfFileRecord::UserRecord(record) => {
                 assert!(
                     [
@@ -245,7 +245,7 @@ fn linux_perf_data_reads_it_whole() {
             _ => others += 1,
         }
     }
-    // The others: the kernel, a thread and its name, a mapping.
+    // The other records: kernel, thread, thread name and mapping.
     assert_eq!((samples, others), (100, 4));
     let ids = perf_file.build_ids().unwrap();
     assert_eq!(ids[&DsoKey::Kernel].build_id, [0xcd; 16]);
@@ -254,7 +254,7 @@ fn linux_perf_data_reads_it_whole() {
     assert_eq!(perf_file.clock_data().unwrap().unwrap().clockid, 1);
 }
 
-/// The parser stops the process at a build-id that is longer than one can be.
+/// The parser panics at a build ID that exceeds the maximum length.
 #[test]
 fn a_build_id_of_no_length_is_left_out() {
     let mut bytes = bytes(&profile());
@@ -265,7 +265,7 @@ fn a_build_id_of_no_length_is_left_out() {
     assert!(read.mappings.is_empty() && read.len() == 100);
 }
 
-/// What anybody types first: no option names the guest, and none its symbols.
+/// A plain `perf report` needs no option for the guest or its symbols.
 #[test]
 fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     let args = ["report", "-i", "perf.data", "--stdio", "--no-children", "-G"];
@@ -280,14 +280,14 @@ fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
         line.contains("10.00%") && line.contains("three") && line.contains("[k] vfs_read"),
         "{line}"
     );
-    // The program has no file here: its addresses are shown, with its name.
+    // The program has no file here, so its addresses are shown with its name.
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
     for caller in ["ksys_read", "do_syscall_64", "entry_SYSCALL_64_after_hwframe"] {
         assert!(text.contains(caller), "{caller}\n{text}");
     }
 }
 
-/// perf does not look for the guest's program on the host: one of the same path is another build.
+/// perf does not look up guest programs on the host, where the same path may be a different build.
 #[test]
 fn a_program_of_the_host_gives_no_names_to_the_guest_s() {
     let mut p = profile();
@@ -307,7 +307,7 @@ fn a_program_of_the_host_gives_no_names_to_the_guest_s() {
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
 }
 
-/// The time of day is in the file, for reports beside other logs.
+/// The file contains the wall-clock time, so that reports can be compared with other logs.
 #[test]
 fn perf_script_tells_the_time_of_day() {
     let args = ["script", "-i", "perf.data", "-F", "tod,comm", "--ns"];

@@ -1,4 +1,4 @@
-//! Integration tests of profiles: one program, with a module for each subject.
+//! Integration tests of guest profiles, one module per subject.
 
 mod export_formats;
 mod export_perfdata;

@@ -1,8 +1,9 @@
-//! Profiling of a real Linux guest, from a fixture of its memory and registers.
+//! Tests profiling of a real Linux guest with a fixture of its memory and registers.
 //!
-//! The fixture is made by `vmm/guest-profile/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it
-//! boots the stock Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these
-//! tests are skipped; with `CI` set they fail if QEMU is there.
+//! Create the fixture with `vmm/guest-profile/tests/fixtures/make-linux-fixture.py
+//! target/profile-fixture`, which boots the stock Debian cloud kernel with KASLR under QEMU's TCG.
+//! Without the fixture the tests are skipped; if `CI` is set and QEMU is installed, they fail
+//! instead.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use kernel_images::symbols::KernelSymbols;
 
 struct MemoryFile(std::fs::File);
 
-/// A page of the file, by its address.
+/// A page of the memory file, by address.
 struct FilePage<'f>(&'f std::fs::File, u64);
 
 impl GuestPhys for MemoryFile {
@@ -53,7 +54,7 @@ fn fixture() -> Option<PathBuf> {
         "no fixture in {}; make it with vmm/guest-profile/tests/fixtures/make-linux-fixture.py",
         dir.display()
     );
-    // No make target makes it.
+    // No make target creates the fixture.
     skip::skipped(&why, false);
     None
 }
@@ -96,15 +97,15 @@ fn guest(which: &str) -> Option<Guest> {
         code64: true,
         gs_base: r["gs_base"],
         kernel_gs_base: r["kernel_gs_base"],
-        // Not in the fixture; neither stop is in the entry code.
+        // The fixture does not contain it. Neither stop is in the entry code.
         tss_base: 0,
         idt_base: 0,
-        // Nor are the others.
+        // The fixture does not contain the other registers.
         ..GuestRegs::default()
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
     let image = KernelImage::parse("vmlinux", &std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();
-    // What KVM_GET_MSRS would have told.
+    // The value that KVM_GET_MSRS would return.
     let lstar = kallsyms.by_name("entry_SYSCALL_64").unwrap().address;
     let slide = kallsyms
         .by_name("_text")
@@ -138,7 +139,8 @@ impl Guest {
         )
     }
 
-    /// Names of a chain: kernel ones by the guest's kallsyms, user ones of the program by its own account.
+    /// Resolves a chain to names: kernel addresses by the guest's kallsyms, user addresses by the
+    /// output of the program itself.
     fn names(&self, chain: &[u64]) -> Vec<String> {
         let functions: Vec<(u64, &str)> = self
             .console
@@ -177,7 +179,7 @@ fn symbols_in_the_stripped_image_are_those_the_running_kernel_shows() {
         m.entry(s.name).or_default().push(s.address);
         m
     });
-    // The guest lists its modules' symbols too; those are above the image.
+    // kallsyms also lists symbols of modules, which are above the image.
     let image_end = g.kallsyms.by_name("_end").unwrap().address;
     let theirs: Vec<_> = g.kallsyms.iter().filter(|s| s.address < image_end).collect();
     assert!(
@@ -291,7 +293,7 @@ fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
                 )
             })
             .collect();
-        // For the reader; nothing is decided by time.
+        // For information only; the test does not depend on timing.
         eprintln!("{which}: {:?} a chain, {:?}", start.elapsed() / rounds, chains[0]);
         assert!(
             chains[0].reads * 10 < Limits::default().max_reads,
@@ -337,7 +339,8 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
             let m = reader
                 .mapping(task.mm, hex(start) + 0x123, &mut Budget::new(512, None))
                 .expect(line);
-            // The kernel may have merged or split since; only anonymous ones do.
+            // The kernel may have merged or split anonymous mappings since then, but not file
+            // mappings.
             if let Some(path) = f.get(5).filter(|p| p.starts_with('/')) {
                 assert_eq!(
                     (m.start, m.end, m.file_offset),
@@ -354,7 +357,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
             }
         }
         assert!(seen > 5);
-        // The build-id in the program's memory is that of its file.
+        // The build ID in memory equals that of the file.
         let mut mount = GuestMount::new(&g.dir);
         let of_file = mount.build_id("/three").unwrap();
         let code = g

@@ -1,7 +1,8 @@
-//! Words that people bring from other programs (QEMU, virsh, docker), and what to type instead.
+//! Suggestions for commands and options of other programs (QEMU, virsh, docker).
 
-/// Options of `run`: as clap names what it does not know, and ours. A single dash before a word is read as
-/// one letter after the other, so `-kernel` is known by its first.
+/// Unknown options of `run` as clap reports them, and the corresponding Perfvisor options. clap
+/// reads a word after a single dash as a sequence of short options, so `-kernel` is identified by
+/// its first letter.
 const OF_RUN: [(&str, &str); 17] = [
     ("--append", "--cmdline"),
     ("-a", "--cmdline"),
@@ -22,7 +23,7 @@ const OF_RUN: [(&str, &str); 17] = [
     ("-d", "--daemonize"),
 ];
 
-/// Commands, and what does that here.
+/// Commands of other programs and their Perfvisor equivalents.
 const COMMANDS: [(&str, &str); 10] = [
     ("start", "perfvisor run"),
     ("create", "perfvisor run"),
@@ -36,7 +37,7 @@ const COMMANDS: [(&str, &str); 10] = [
     ("version", "perfvisor --version"),
 ];
 
-/// The option of `run` that `typed` stands for.
+/// Returns the option of `run` that corresponds to `typed`.
 pub(super) fn option_of_run(typed: &str) -> Option<&'static str> {
     OF_RUN
         .iter()
@@ -44,7 +45,7 @@ pub(super) fn option_of_run(typed: &str) -> Option<&'static str> {
         .map(|(_, ours)| *ours)
 }
 
-/// What does what the command `typed` would do. `actions`: what `ctl` can do to a VM.
+/// Returns the equivalent of the command `typed`. `actions` are the actions of `ctl`.
 pub(super) fn command<'a>(typed: &str, mut actions: impl Iterator<Item = &'a str>) -> Option<String> {
     if let Some(action) = actions.find(|action| *action == typed) {
         return Some(format!("perfvisor ctl NAME {action}"));
@@ -67,7 +68,7 @@ mod tests {
         }
     }
 
-    /// A word that has become one of ours has no place in the tables, and what they name is there.
+    /// The tables contain no existing Perfvisor option and suggest only existing ones.
     #[test]
     fn the_tables_name_what_there_is_and_nothing_of_ours() {
         let program = program();

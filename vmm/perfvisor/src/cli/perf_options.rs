@@ -1,31 +1,30 @@
-//! Options of perf that are none of ours: what a user of perf types first, and what to say of it.
+//! Options of perf that Perfvisor does not implement, and their error messages.
 //!
-//! Perf's options that have a value or do something are fields of a command's arguments, under perf's names.
-//! Here are the others. Some ask for what is so anyway, and are taken; for each of the others one line says
-//! what to type instead. `docs/reference/perf-options.md` has all of them.
+//! Implemented perf options are fields of a command's arguments, with perf's names. Of the
+//! remaining options, those that match the default behaviour are accepted; each of the others is
+//! rejected with a one-line alternative. `docs/reference/perf-options.md` lists all of them.
 
 use clap::{Arg, ArgAction, Command};
 
 /// An option of perf.
 struct PerfOption {
-    /// What it is called where arguments of ours have names.
+    /// Argument identifier for clap.
     id: &'static str,
-    /// The commands that it is of.
+    /// Commands that have the option in perf.
     commands: &'static [&'static str],
-    /// Its letter.
     short: Option<char>,
-    /// Its name, if it has one.
+    /// Long name; empty if the option has none.
     long: &'static str,
-    /// What it asks for.
+    /// How Perfvisor treats the option.
     meaning: Meaning,
 }
 
-/// What an option of perf asks for.
+/// Treatment of an unimplemented perf option.
 #[derive(Clone, Copy)]
 enum Meaning {
-    /// What is so anyway.
+    /// Accepted without effect because it matches the default behaviour.
     Always,
-    /// Something that is had in another way, or not at all.
+    /// Rejected with this alternative.
     Otherwise(&'static str),
 }
 
@@ -43,7 +42,7 @@ macro_rules! option {
     };
 }
 
-/// Those that look at a running VM.
+/// Commands that observe a running VM.
 const LIVE: &[&str] = &["record", "stat", "top"];
 
 const NO_PROCESS: Meaning = Otherwise(
@@ -57,15 +56,15 @@ const NO_FILTER: Meaning = Otherwise(
     "nothing is filtered here; --sort puts that column first for grep, and plain perf reads the same file",
 );
 
-/// What perf has and we do not.
+/// Unimplemented options of perf.
 const OPTIONS: &[PerfOption] = &[
-    // All vCPUs are counted and sampled unless --vcpu says which.
+    // All vCPUs are counted and sampled unless --vcpu selects some.
     option!(LIVE, Some('a'), "all-cpus", Always),
     option!(LIVE, Some('p'), "pid", NO_PROCESS),
     option!(LIVE, Some('t'), "tid", NO_PROCESS),
     option!(&["record", "top"], Some('u'), "uid", NO_USER),
     option!(LIVE, Some('G'), "cgroup", NO_PROCESS),
-    // Chains by frame pointers, which --call-graph says otherwise.
+    // The default of --call-graph is frame pointers.
     option!(&["record"], Some('g'), "", Always),
     option!(&["record"], Some('T'), "timestamp", Always),
     option!(&["record"], Some('P'), "period", Always),
@@ -302,7 +301,7 @@ const OPTIONS: &[PerfOption] = &[
 ];
 
 impl PerfOption {
-    /// Whether somebody typed this one: `-a`, `--all-cpus`.
+    /// Returns whether `typed` is this option, for example `-a` or `--all-cpus`.
     fn is(&self, typed: &str) -> bool {
         let typed = typed.split('=').next().unwrap_or_default();
         match typed.strip_prefix("--") {
@@ -314,7 +313,7 @@ impl PerfOption {
         }
     }
 
-    /// As an option that changes nothing.
+    /// Returns a clap argument without effect.
     fn arg(&self) -> Arg {
         let arg = Arg::new(self.id).action(ArgAction::SetTrue).hide(true);
         let arg = self.short.into_iter().fold(arg, Arg::short);
@@ -325,7 +324,7 @@ impl PerfOption {
     }
 }
 
-/// The commands, which take what perf asks for and is so anyway.
+/// Adds the accepted options to the commands.
 pub(super) fn taken(command: Command) -> Command {
     command.mut_subcommands(|of| {
         let options = OPTIONS
@@ -336,7 +335,8 @@ pub(super) fn taken(command: Command) -> Command {
     })
 }
 
-/// What to say of an argument that `path` (`perfvisor stat`) does not take. `None`: it is none of perf's.
+/// Returns the error message for the argument `typed` of the command `path` (`perfvisor stat`);
+/// `None` if perf has no such option.
 pub(super) fn said_of(path: &str, typed: &str) -> Option<String> {
     let command = path.split(' ').nth(1)?;
     let is_option = typed.starts_with('-');
@@ -359,10 +359,10 @@ mod tests {
     use super::super::{CliExit, parse};
     use super::*;
 
-    /// The page that tells users of perf.
+    /// Reference page of the perf options.
     const PAGE: &str = include_str!("../../../../docs/reference/perf-options.md");
 
-    /// As somebody types it.
+    /// Returns the spellings of the option on a command line.
     fn spellings(option: &PerfOption) -> Vec<String> {
         let short = option.short.map(|short| format!("-{short}"));
         let long = Some(format!("--{}", option.long)).filter(|_| !option.long.is_empty());
@@ -377,7 +377,7 @@ mod tests {
                     let parsed = parse(["perfvisor", command, &typed]);
                     match (option.meaning, parsed) {
                         (Always, Ok(_)) => {}
-                        // It wants the recordings.
+                        // The command also lacks its required recordings.
                         (Otherwise(instead), Err(CliExit::Error(line))) => {
                             assert!(
                                 line.contains(&format!("'{typed}'"))
@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    /// A value does not change what is said.
+    /// The message for an option does not depend on its value.
     #[test]
     fn options_with_values_are_recognised() {
         for (args, part) in [
@@ -412,7 +412,7 @@ mod tests {
         }
     }
 
-    /// Each has a row in the page, with the command it is of.
+    /// The reference page has a row with the commands of each option.
     #[test]
     fn the_page_has_a_row_of_each() {
         for option in OPTIONS {

@@ -1,4 +1,4 @@
-//! Mistakes and their messages.
+//! Tests of invalid arguments and their error messages.
 
 use perf_core::mux::MuxPolicy;
 
@@ -32,7 +32,7 @@ fn defaults_run_the_built_in_guest() {
     );
 }
 
-/// A right `run` is understood without a description of the other commands, and as with one.
+/// The fast parser of `run` gives the same result as the complete parser.
 #[test]
 fn run_alone_is_understood_as_among_all_commands() {
     let words = |line: &str| -> Vec<OsString> { line.split(' ').map(Into::into).collect() };
@@ -198,7 +198,7 @@ fn no_command_and_wrong_commands_are_one_line() {
     ));
 }
 
-/// `help` and a command is the help of that command; a mistake after it is said as one.
+/// `help COMMAND` prints the command's help, and reports errors like the command.
 #[test]
 fn help_is_a_command_too() {
     let text = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
@@ -213,13 +213,13 @@ fn help_is_a_command_too() {
     assert!(line.contains("did you mean 'record'?"), "{line}");
 }
 
-/// What the help says of defaults that are set elsewhere.
+/// The help shows defaults that are defined outside of the command line module.
 #[test]
 fn help_tells_the_defaults_there_are() {
     let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
         panic!("no help");
     };
-    // However the lines are broken.
+    // Line breaks must not matter.
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     let defaults = perf_core::CoreConfig::default();
     for default in [
@@ -334,7 +334,7 @@ fn mistakes_of_a_command_name_that_command() {
     }
 }
 
-/// Each command that the help shows has a manual page, and each page what its options are.
+/// Each visible command has a manual page that describes all of its options.
 #[test]
 fn every_command_has_a_page() {
     let directory = tempfile::tempdir().unwrap();

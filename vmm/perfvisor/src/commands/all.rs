@@ -1,4 +1,4 @@
-//! `--all`: a command for each VM of this host that can be reached, all at once.
+//! `--all`: runs a command concurrently for each reachable VM of this host.
 
 use std::error::Error;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,11 +9,11 @@ use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
-/// Does `each` for every VM, on a thread of its own. What fails for one is said, and fails the whole in the
-/// end: the others are not held up.
+/// Calls `each` for every VM, on one thread per VM. A failure is reported without affecting the
+/// other VMs, and makes the command fail.
 ///
 /// # Errors
-/// There is no VM.
+/// Returns an error if there is no VM.
 pub(super) fn for_each_vm<E: Error + From<ClientError>>(
     each: impl Fn(&Found, Client) -> Result<ExitStatus, E> + Sync,
 ) -> Result<ExitStatus, CommandError> {

@@ -1,4 +1,4 @@
-//! `perfvisor annotate`: the instructions of a function with their shares of a recording's samples.
+//! `perfvisor annotate`: the instructions of a function with their shares of the samples.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use guest_profile::export::{Frame, Profile};
 use guest_profile::programs::{GuestFileError, ProgramFile};
 use kernel_images::build_id::BuildId;
 
-/// Largest program that is read for its code.
+/// Maximum size of a program file, in bytes.
 const MAX_PROGRAM: u64 = 2 << 30;
 
 /// `perfvisor annotate`.
@@ -51,84 +51,60 @@ pub struct AnnotateArgs {
     pub symbols: SymbolArgs,
 }
 
-/// Why a function is not annotated.
+/// Errors of `perfvisor annotate`.
 #[derive(Debug, thiserror::Error)]
 pub enum AnnotateError {
-    /// The recording, the names, the output.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The event is none of the recording's.
     #[error("--event '{0}': the recording has {1}")]
     NoEvent(String, String),
-    /// No function of that name has samples.
     #[error("no sample fell into '{0}'{1}; perfvisor report lists the functions that have some")]
     NoFunction(String, String),
-    /// No sample has a name.
     #[error("{}: no sample is in a function with a name; --vmlinux, --kallsyms, --guestmount or --guest-disk give names", .0.display())]
     NoNames(PathBuf),
-    /// Nobody has the code.
     #[error("the code of '{name}' ({object}) is not in the recording: {remedy}")]
     NoCode {
-        /// The function.
         name: String,
-        /// Where it is.
         object: String,
-        /// What has it.
         remedy: &'static str,
     },
-    /// All samples in the function came without registers.
     #[error(
         "the code of '{0}': no sample in it has the address space that it ran in; record for longer, or use --program FILE"
     )]
     NoAddressSpace(String),
-    /// The VM does not give it.
     #[error("--vm {name}")]
     Vm {
-        /// Which.
         name: String,
-        /// Why.
         #[source]
         source: ClientError,
     },
-    /// What the VM gives is no code.
     #[error("--vm {0}: its reply is not understood; use the Perfvisor that runs it")]
     Reply(String),
-    /// Another build.
     #[error("{place}: it is another build ({found}) than what was recorded ({recorded})")]
     OtherBuild {
-        /// What has the code.
         place: String,
-        /// Its build-id.
         found: String,
-        /// The recording's.
         recorded: String,
     },
-    /// The file is not usable.
     #[error(transparent)]
     Program(#[from] GuestFileError),
-    /// The file has nothing there.
     #[error("{0}: it has no code at {1:#x}, where '{2}' is")]
     NotThere(String, u64, String),
-    /// It was not this code that ran.
     #[error(
         "{place}: {astray} of {samples} samples in '{name}' are at no instruction of the code there: it is not the code that ran"
     )]
     NotThisCode {
-        /// What has the code.
         place: String,
-        /// The function.
         name: String,
-        /// Samples within instructions.
         astray: u64,
-        /// All of them.
         samples: u64,
     },
 }
 
-/// Annotates.
+/// Prints the annotated function.
 ///
 /// # Errors
-/// [`AnnotateError`].
+/// Returns [`AnnotateError`] if the recording, the function or its code is unavailable.
 pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
     let Some(profile) = read_profile(&args.input)? else {
         return Ok(DONE);
@@ -186,13 +162,13 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
     Ok(DONE)
 }
 
-/// Bytes of code, and where they come from.
+/// Machine code and its origin.
 struct Code {
     bytes: Vec<u8>,
     source: String,
 }
 
-/// The code of a function, from what the user named.
+/// Reads the code of a function from the source that the user chose.
 fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Result<Code, AnnotateError> {
     if let Some(name) = &args.vm {
         return from_vm(name, profile, function);
@@ -233,7 +209,7 @@ fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Resul
     })
 }
 
-/// The mapping that a function of a program is in.
+/// Returns the mapping of a program that contains the function.
 fn mapping_of<'p>(
     profile: &'p Profile,
     function: &Function,
@@ -275,7 +251,7 @@ fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, A
     })
 }
 
-/// That what has the code is the build that was recorded, where both are known.
+/// Checks that the build IDs of the code and the recording match, if both are known.
 fn same_build(place: &str, found: Option<String>, recorded: BuildId) -> Result<(), AnnotateError> {
     match found {
         Some(found) if found != recorded.to_string() => Err(AnnotateError::OtherBuild {
@@ -287,7 +263,8 @@ fn same_build(place: &str, found: Option<String>, recorded: BuildId) -> Result<(
     }
 }
 
-/// From an ELF file: by the place in the file where the program is mapped, else by its addresses.
+/// Reads the code from an ELF file, by file offset if the program is mapped, and otherwise by
+/// address.
 fn from_program(
     path: &Path,
     profile: &Profile,
@@ -298,7 +275,7 @@ fn from_program(
     from_bytes(&data, path, profile, function, recorded)
 }
 
-/// The same of what is in the file.
+/// Reads the code from the contents of an ELF file.
 fn from_bytes(
     data: &[u8],
     path: &Path,
@@ -315,7 +292,7 @@ fn from_bytes(
     let bytes = match mapping_of(profile, function) {
         Some(m) => file.at_offset((function.start - m.start).wrapping_add(m.file_offset), length),
         None => {
-            // The recording says where a symbol of the kernel is when it runs.
+            // The recording contains the run-time address of one kernel symbol.
             let slide = profile
                 .kernel
                 .as_ref()

@@ -1,4 +1,4 @@
-//! `perfvisor cp`: files into a VM's guest, or out of it.
+//! `perfvisor cp`: copies files to or from a guest.
 
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::net::UnixStream;
@@ -18,7 +18,7 @@ use super::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 
-/// Between two lines of progress.
+/// Interval of the progress display.
 const SHOW: Duration = Duration::from_millis(200);
 
 /// `perfvisor cp`.
@@ -39,43 +39,35 @@ pub struct CpArgs {
     pub socket: Option<PathBuf>,
 }
 
-/// Why it was not copied, or not all of it.
+/// Errors of `perfvisor cp`.
 #[derive(Debug, thiserror::Error)]
 pub enum CpError {
-    /// The guest does not do it.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// Not from here to a guest, nor back.
     #[error("one of SOURCE and TARGET must be NAME:PATH, a path in a VM's guest, and the other a path here")]
     Sides,
-    /// No path behind the colon.
     #[error("{0}: needs a path in the guest, as in {0}/tmp")]
     NoPath(String),
-    /// A path that is no text.
     #[error("{}: give its copy a name", .0.display())]
     NoName(PathBuf),
-    /// It cannot be read here.
     #[error(transparent)]
     Send(#[from] SendError),
-    /// It cannot be written here.
     #[error(transparent)]
     Receive(#[from] ReceiveError),
-    /// Standard output.
     #[error(transparent)]
     Output(#[from] OutputError),
-    /// A directory has no bytes of its own.
     #[error("{0}: only a file can go to standard output")]
     NoFile(String),
 }
 
-/// One side of a copy.
+/// Source or destination of a copy.
 #[derive(Debug, PartialEq, Eq)]
 enum Side<'a> {
     Here(&'a Path),
     Guest(&'a str, &'a str),
 }
 
-/// `NAME:PATH` is in a guest; `./NAME:PATH` is not.
+/// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
 fn side(text: &str) -> Result<Side<'_>, CpError> {
     match text.split_once(':') {
         Some((name, "")) if place::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
@@ -84,10 +76,10 @@ fn side(text: &str) -> Result<Side<'_>, CpError> {
     }
 }
 
-/// Copies.
+/// Copies files.
 ///
 /// # Errors
-/// [`CpError`].
+/// Returns [`CpError`] if a file cannot be copied.
 pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
     let way = |name: &str| Way {
         name: name.to_owned(),
@@ -101,7 +93,7 @@ pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
     }
 }
 
-/// How much has been copied, shown on a terminal, and whether something was left out.
+/// Counts copied bytes for the progress display, and records skipped files.
 struct Meter {
     bytes: u64,
     shown: Instant,
@@ -154,7 +146,7 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
     let name = if piped {
         String::new()
     } else {
-        // Of ".." and the like, the name that the directory has.
+        // Resolves the real name of a directory given as `..` or similar.
         let full = source.canonicalize().map_err(|error| SendError::Source {
             path: source.to_owned(),
             source: error,
@@ -189,7 +181,7 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
         send_tree(source, &mut out)
     };
     match sent {
-        // The agent broke it off, and says why.
+        // The agent has aborted the copy and reports the reason.
         Ok(()) | Err(SendError::Connection(_)) => {}
         Err(error) => return Err(error.into()),
     }
@@ -207,7 +199,7 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
 
 fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     let piped = target == Path::new("-");
-    // What is wrong here is found before the guest is asked.
+    // Local errors are detected before the guest is contacted.
     let name = Path::new(source).file_name().and_then(|name| name.to_str());
     let mut receiver = if piped {
         None
@@ -239,12 +231,12 @@ fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     }
 }
 
-/// The agent waits for it.
+/// Ends the stream, for which the agent waits.
 fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
-/// Writes a file's bytes to standard output.
+/// Writes the contents of a file to standard output.
 fn print_file(frame: &Frame, source: &str) -> Result<CopyProgress, CpError> {
     match frame.kind {
         FrameKind::TreeEntry => match TreeEntry::from_bytes(&frame.payload)

@@ -1,4 +1,4 @@
-//! `perfvisor ctl`: what an operator can do to a running VM.
+//! `perfvisor ctl`: controls a running VM.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -19,11 +19,11 @@ use perfvisor_vmm::devices::cpu_plug::VcpuSet;
 use perfvisor_vmm::vcpu::registry;
 use vpmu::filter::FilterError;
 
-/// How long vCPUs may take to leave the guest, and a VM to end.
+/// Time limit for vCPUs to leave the guest and for a VM to end.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Between two looks.
+/// Polling interval.
 const LOOK: Duration = Duration::from_millis(10);
-/// Largest filter file, so that it fits a request.
+/// Maximum size of a filter file, in bytes, chosen to fit into a request.
 const MAX_FILTER: u64 = 32 << 10;
 
 /// `perfvisor ctl`.
@@ -80,69 +80,42 @@ pub enum Action {
     },
 }
 
-/// Why it was not done.
+/// Errors of `perfvisor ctl`.
 #[derive(Debug, thiserror::Error)]
 pub enum CtlError {
-    /// As with any command.
     #[error(transparent)]
     Command(#[from] CommandError),
-    /// A policy of another name.
     #[error("invalid value '{value}' for share")]
     Share {
-        /// What was asked for.
         value: String,
-        /// What is wrong with it.
         #[source]
         source: UnknownSharePolicy,
     },
-    /// A filter's file that is larger than a request.
     #[error("{}: a filter for a running VM has at most {MAX_FILTER} bytes", .0.display())]
     FilterTooLarge(PathBuf),
-    /// No filter.
     #[error("{}", path.display())]
     Filter {
-        /// Its file.
         path: PathBuf,
-        /// What is wrong with it.
         #[source]
         source: FilterError,
     },
-    /// Somebody else lets the vCPUs go on.
     #[error("the VM is {0} again: somebody else controls it too")]
     NotPaused(VmState),
-    /// vCPUs take long to leave the guest.
     #[error("only {parked} of {vcpus} vCPUs have left the guest; the VM is pausing")]
-    Pausing {
-        /// How many have.
-        parked: u32,
-        /// How many there are.
-        vcpus: u32,
-    },
-    /// The guest said no.
+    Pausing { parked: u32, vcpus: u32 },
     #[error("the guest does not give up vCPU {vcpu} ({why}); it stays", why = ost_status(*.status))]
-    Kept {
-        /// What it keeps.
-        vcpu: u32,
-        /// What it said (_OST).
-        status: u32,
-    },
-    /// The guest said nothing.
+    Kept { vcpu: u32, status: u32 },
     #[error(
         "the guest has not given up {vcpus} in {} s; there are {present} vCPUs (does its kernel know ACPI CPU hot-plug?)",
         wait.as_secs_f64()
     )]
     NoAnswer {
-        /// What it was to give up.
         vcpus: String,
-        /// How long it had.
         wait: Duration,
-        /// How many it has.
         present: usize,
     },
-    /// vCPUs take long to leave the machine.
     #[error("{0} is still leaving")]
     Leaving(String),
-    /// The VM takes long to end.
     #[error("the VM has not ended yet")]
     NotEnded,
 }
@@ -159,12 +132,12 @@ impl From<OutputError> for CtlError {
     }
 }
 
-/// Does it.
+/// Performs the action.
 ///
 /// # Errors
-/// [`CtlError`].
+/// Returns [`CtlError`] if the VM cannot perform the action.
 pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
-    // Bad input is found before the VM is spoken to.
+    // Invalid arguments are detected before the VM is contacted.
     let (call, done) = match &args.action {
         Action::Pause => (Call::Pause, "paused"),
         Action::Resume => (Call::Resume, "running"),
@@ -207,7 +180,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
 
 fn filter_text(path: &Path) -> Result<String, CtlError> {
     let mut text = String::new();
-    // Read once, and within bounds: it may be a pipe, or have no end.
+    // The file is read once and with a limit, because it may be a pipe or endless.
     input::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
         .map_err(CommandError::file(path))?;
@@ -221,7 +194,7 @@ fn filter_text(path: &Path) -> Result<String, CtlError> {
     Ok(text)
 }
 
-/// Pauses, and waits until no vCPU is in the guest.
+/// Pauses the VM and waits until all vCPUs are parked.
 fn pause(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + PATIENCE;
     let mut info: VmInfo = client.call(request::Pause)?;
@@ -262,12 +235,12 @@ fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
     Ok(DONE)
 }
 
-/// Has vCPUs come or go, and waits until the guest has answered.
+/// Adds or removes vCPUs, and waits until the guest has responded.
 fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError> {
     let start = Instant::now();
     let before: VcpuPlug = client.call(request::VcpuPlug)?;
     let mut plug: VcpuPlug = client.call(request::Vcpus { count })?;
-    // What is refused of what was just asked for.
+    // Vetoes by the guest count only for this request.
     let ours = plug.asked_for.clone();
     let came: Vec<u32> = plug
         .present
@@ -331,7 +304,7 @@ fn named(vcpus: &[u32]) -> String {
     registry::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
 }
 
-/// What a guest says when it refuses (ACPI 6.5, table 6.75).
+/// Returns the meaning of an _OST status (ACPI 6.5, table 6.75).
 fn ost_status(status: u32) -> String {
     let words = match status {
         0x01 => "a failure that it does not name",
@@ -345,7 +318,7 @@ fn ost_status(status: u32) -> String {
     format!("status {status:#x}: {words}")
 }
 
-/// Stops, and waits until the VM's process has let go of the socket.
+/// Stops the VM and waits until its process has closed the socket.
 fn stop(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + PATIENCE;
     let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);

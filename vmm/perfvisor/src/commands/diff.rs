@@ -1,4 +1,4 @@
-//! `perfvisor diff`: two recordings side by side, as `perf diff` shows them.
+//! `perfvisor diff`: compares two recordings, like `perf diff`.
 
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ pub struct DiffArgs {
 }
 
 impl DiffArgs {
-    /// The older one and the newer one.
+    /// Returns the paths of the older and the newer recording.
     fn paths(&self) -> (&Path, &Path) {
         let (old, new) = (Path::new("perf.data.old"), Path::new("perf.data"));
         match self.recordings.as_slice() {
@@ -41,10 +41,10 @@ impl DiffArgs {
     }
 }
 
-/// Compares them.
+/// Compares the recordings.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if a recording cannot be read.
 pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
     let (old, new) = args.paths();
     let (Some(old), Some(new)) = (read_profile(old)?, read_profile(new)?) else {

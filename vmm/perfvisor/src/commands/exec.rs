@@ -1,4 +1,4 @@
-//! `perfvisor exec`: a command in a VM's guest, as if it ran here.
+//! `perfvisor exec`: runs a command in a guest, with local input and output.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -24,16 +24,16 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 
-/// Bytes of input in one frame.
+/// Maximum size of the input in one frame, in bytes.
 const PIECE: usize = 32 << 10;
-/// Between two looks at the terminal's size, in naps.
+/// Polling interval of the terminal size, in units of [`NAP`].
 const SIZE_LOOKS: u32 = 10;
-/// What a shell says of a program whose reader has gone (SIGPIPE).
+/// Exit status of a process killed by SIGPIPE, as a shell reports it.
 const READER_GONE: u8 = 141;
 
-/// Stop signals that end this program, whatever the guest does.
+/// Number of stop signals that end this program regardless of the guest.
 const MOST_SIGNALS: usize = 3;
-/// The time in which they must come.
+/// Time within which these stop signals must arrive.
 const IMPATIENCE: Duration = Duration::from_secs(5);
 
 const EXIT_STATUS_HELP: &str = "\
@@ -70,7 +70,7 @@ pub struct ExecArgs {
     pub command: Vec<String>,
 }
 
-/// Why there is no such variable.
+/// The error of parsing an environment variable.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 #[error("must be NAME=VALUE")]
 pub struct VariableError;
@@ -82,21 +82,18 @@ fn parse_variable(text: &str) -> Result<(String, String), VariableError> {
     }
 }
 
-/// Why the command did not run.
+/// Errors of `perfvisor exec`.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
-    /// As with any command.
     #[error(transparent)]
     Command(#[from] CommandError),
-    /// The guest does not do it.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The terminal cannot be made raw.
     #[error("the terminal cannot be made raw")]
     Terminal(#[source] io::Error),
 }
 
-/// A terminal that passes all keys on, until this is dropped.
+/// A terminal in raw mode, restored on drop.
 struct Raw;
 
 impl Raw {
@@ -115,7 +112,7 @@ impl Drop for Raw {
     }
 }
 
-/// Input that may be sent before the agent has taken some.
+/// Flow-control window: bytes that may be sent before the agent acknowledges some.
 #[derive(Default)]
 struct Window {
     used: Mutex<u32>,
@@ -139,7 +136,7 @@ impl Window {
     }
 }
 
-/// The way out, shared by those who write.
+/// The sending end of the connection, shared by several threads.
 type Out = Arc<Mutex<UnixStream>>;
 
 fn send(out: &Out, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
@@ -147,10 +144,10 @@ fn send(out: &Out, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     write_frame(&mut *stream, kind, payload)
 }
 
-/// Runs it.
+/// Runs the command.
 ///
 /// # Errors
-/// [`ExecError`].
+/// Returns [`ExecError`] if the command cannot be started.
 pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     let way = Way {
         name: args.name.clone(),
@@ -167,7 +164,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
-    // Before there is a command, they end this program as any other.
+    // Until the command runs, the signals end this program.
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let raw = if args.terminal {
         Raw::enter().map_err(ExecError::Terminal)?
@@ -181,14 +178,14 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         taken: AtomicBool::new(false),
     });
     let window = Arc::new(Window::default());
-    // These end with the program.
+    // These threads end with the process.
     let (input_out, input_window) = (out.clone(), window.clone());
     let escape = raw.is_some().then(|| exit.clone());
     std::thread::spawn(move || forward_input(&input_out, &input_window, escape.as_deref()));
     let follows_size = args.terminal;
     let (signals_exit, (words, to_send)) = (exit.clone(), mpsc::channel());
     std::thread::spawn(move || forward_signals(&words, &signals, follows_size, &signals_exit));
-    // Apart, because an agent that reads nothing holds it up.
+    // Signals have their own thread, because an agent that stops reading blocks the sender.
     std::thread::spawn(move || {
         for (kind, payload) in to_send {
             if send(&out, kind, &payload).is_err() {
@@ -206,7 +203,7 @@ fn lost(way: &Way, error: io::Error) -> GuestError {
     GuestError::Wire { name, source }
 }
 
-/// How to leave while the command runs: the connection ends, and with it all that waits for it.
+/// Ends the program while the command runs: shuts the connection down, which wakes all threads.
 struct WayOut {
     stream: UnixStream,
     taken: AtomicBool,
@@ -219,7 +216,7 @@ impl WayOut {
     }
 }
 
-/// Prints what comes until the command has ended.
+/// Prints the output of the command until the command ends.
 fn serve(
     way: &Way,
     mut stream: &UnixStream,
@@ -234,7 +231,7 @@ fn serve(
                 return Ok(ExitStatus::Internal);
             }
             Err(error) => {
-                // The command ran: that is no bad input.
+                // The command has run, so this is not invalid input.
                 say(&format!("perfvisor: {}\r\n", error_line(&error)));
                 return Ok(ExitStatus::Internal);
             }
@@ -257,13 +254,14 @@ fn serve(
             _ => return Err(way.refused(&frame).into()),
         };
         if written.is_err() {
-            // Nobody reads: the command ends when the connection does.
+            // The reader of the output has closed the pipe. The agent ends the command when the
+            // connection closes.
             return Ok(ExitStatus::Command(READER_GONE));
         }
     }
 }
 
-/// `escape`: standard input is a raw terminal, whose Ctrl-A x takes it.
+/// Forwards standard input. If the input is a terminal in raw mode, `escape` handles Ctrl-A x.
 fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
     let mut buffer = vec![0; PIECE];
     let mut keys = EscapeParser::default();
@@ -288,7 +286,7 @@ fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
             }
             piece = Cow::Owned(typed);
         }
-        // No more than PIECE.
+        // At most PIECE bytes.
         window.take(u32::try_from(piece.len()).unwrap_or(0));
         if send(out, FrameKind::Stdin, &piece).is_err() || count == 0 {
             return;
@@ -296,8 +294,8 @@ fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
     }
 }
 
-/// Signals of this program are the command's, and so are changes of the terminal's size. Who sends signal
-/// after signal wants to leave.
+/// Forwards signals and terminal size changes to the command. Several signals in a short time end
+/// this program.
 fn forward_signals(
     words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,
@@ -333,7 +331,7 @@ fn forward_signals(
     }
 }
 
-/// The terminal's size, or the usual one where there is none.
+/// Returns the size of the terminal, or a default size without a terminal.
 fn size() -> Terminal {
     let (columns, rows) = terminal::size().unwrap_or((80, 24));
     Terminal { rows, columns }

@@ -1,4 +1,4 @@
-//! `perfvisor report`, `script`, `flamegraph` and `pprof`: what is in a file that was recorded.
+//! `perfvisor report`, `script`, `flamegraph` and `pprof`: output of recordings.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
@@ -22,9 +22,9 @@ use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::disk::image::ImageError;
 use virtio_devices::disk::view::DiskView;
 
-/// Largest kernel image with symbols that is read.
+/// Maximum size of a kernel image with symbols, in bytes.
 const MAX_VMLINUX: u64 = 2 << 30;
-/// Largest file of the form of /proc/kallsyms that is read: that of Linux has some ten MiB.
+/// Maximum size of a /proc/kallsyms file, in bytes. Linux needs about ten MiB.
 const MAX_KALLSYMS: u64 = 256 << 20;
 
 /// Where names come from.
@@ -108,98 +108,68 @@ pub struct PprofArgs {
     pub labels: Labels,
 }
 
-/// Why symbols cannot be had from the files that were named.
+/// Errors of loading symbols from files.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
-    /// The guest's root directory is none.
     #[error("--guestmount {}: it is no directory", .0.display())]
     NoDirectory(PathBuf),
-    /// The guest's disk cannot be opened.
     #[error("--guest-disk")]
     DiskImage(#[source] ImageError),
-    /// It has no file system of which files could be read.
     #[error("--guest-disk {}", path.display())]
     Disk {
-        /// The image.
         path: PathBuf,
-        /// Why.
         #[source]
         source: DiskError,
     },
-    /// It cannot be read.
     #[error("{}", path.display())]
     Read {
-        /// Which.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// It is larger than any such file is.
     #[error("{}: such a file of symbols has at most {} MiB", path.display(), limit >> 20)]
-    TooLarge {
-        /// Which.
-        path: PathBuf,
-        /// Most bytes.
-        limit: u64,
-    },
-    /// Its text is no list of symbols.
+    TooLarge { path: PathBuf, limit: u64 },
     #[error("{}", path.display())]
     Kallsyms {
-        /// Which.
         path: PathBuf,
-        /// Why.
         #[source]
         source: kernel_images::symbols::KallsymsTextError,
     },
-    /// It is no kernel.
     #[error(transparent)]
     Kernel(#[from] kernel_images::ImageError),
-    /// A kernel that was stripped.
     #[error("{}: it has no symbols", .0.display())]
     Stripped(PathBuf),
 }
 
-/// Why what was recorded is not shown.
+/// Errors of reading or converting a recording.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// It is no recording.
     #[error("{}", path.display())]
     Recording {
-        /// Which.
         path: PathBuf,
-        /// Why.
         #[source]
         source: reader::ReadError,
     },
-    /// No symbols from the files that were named.
     #[error(transparent)]
     Symbols(#[from] SymbolsError),
-    /// What was printed is not complete.
     #[error(transparent)]
     Output(#[from] OutputError),
-    /// What was written is not complete.
     #[error("{} cannot be written", place(path))]
     Write {
-        /// Where.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The flame graph was not drawn.
     #[error("{}", place(path))]
     Draw {
-        /// Where.
         path: PathBuf,
-        /// Why.
         #[source]
         source: folded::FlameError,
     },
 }
 
 impl FileError {
-    /// For `map_err`: writing to `path`.
+    /// Returns a `map_err` function for writing to `path`.
     fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Write {
             path: path.to_owned(),
@@ -208,10 +178,11 @@ impl FileError {
     }
 }
 
-/// The profile in a file; `None` if it is empty, which is said and is no failure.
+/// Reads the profile of a recording. Returns `None`, and prints a message, if the recording is
+/// empty.
 ///
 /// # Errors
-/// [`FileError::Recording`].
+/// Returns [`FileError::Recording`] if the file is no valid recording.
 pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
     match reader::read_file(path) {
         Ok(profile) => Ok(Some(profile)),
@@ -226,10 +197,10 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
     }
 }
 
-/// Names for a profile's addresses, from where the user told.
+/// Creates the symbolizer of a profile from the sources that the user chose.
 ///
 /// # Errors
-/// [`SymbolsError`].
+/// Returns [`SymbolsError`] if a source is unusable.
 pub(super) fn symbolizer<'p>(
     profile: &'p Profile,
     args: &SymbolArgs,
@@ -240,7 +211,7 @@ pub(super) fn symbolizer<'p>(
     Ok(Symbolizer::new(profile, kernel, guest_mount(args)?))
 }
 
-/// Warns of what was not there.
+/// Logs warnings about missing data.
 pub(super) fn warn_of(profile: &Profile, symbols: &Symbolizer<'_>) {
     for problem in symbols.problems() {
         log::warn!("{problem}");
@@ -250,7 +221,7 @@ pub(super) fn warn_of(profile: &Profile, symbols: &Symbolizer<'_>) {
     }
 }
 
-/// Reads the file and runs `show` on it.
+/// Reads the recording and calls `show` with its profile.
 fn with_profile(
     args: &FileArgs,
     show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
@@ -264,18 +235,18 @@ fn with_profile(
     Ok(DONE)
 }
 
-/// The guest's files, if the user told where they are.
+/// Opens the guest's file system, if the user named its location.
 ///
 /// # Errors
-/// [`SymbolsError`].
+/// Returns [`SymbolsError`] if the directory or image is unusable.
 pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, SymbolsError> {
     Ok(guest_files(args)?.map(GuestMount::of))
 }
 
-/// The same, as files.
+/// Opens the guest's file system for reading programs, if the user named its location.
 ///
 /// # Errors
-/// [`SymbolsError`].
+/// Returns [`SymbolsError`] if the directory or image is unusable.
 pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, SymbolsError> {
     match (&args.guestmount, &args.guest_disk) {
         (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFiles::Directory(dir.clone()))),
@@ -292,7 +263,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
     }
 }
 
-/// An image of this host as a guest's disk.
+/// A disk image of the host, read as the guest's disk.
 struct Looked(DiskView);
 
 impl DiskBytes for Looked {
@@ -309,11 +280,11 @@ impl DiskBytes for Looked {
     }
 }
 
-/// Symbols at running addresses from the file the user gave, if one. `reference`: a symbol of the running
-/// kernel and its address.
+/// Loads kernel symbols at run-time addresses from the file that the user named, if any.
+/// `reference` is a symbol of the running kernel and its address.
 ///
 /// # Errors
-/// [`SymbolsError`].
+/// Returns [`SymbolsError`] if the file is unusable.
 pub(super) fn kernel_symbols(
     args: &SymbolArgs,
     reference: Option<(&str, u64)>,
@@ -333,7 +304,7 @@ pub(super) fn kernel_symbols(
     let symbols = image
         .symbols()
         .ok_or_else(|| SymbolsError::Stripped(path.clone()))?;
-    // The recording, or the VM, says where a symbol of the kernel is when it runs.
+    // The recording or the VM gives the run-time address of one kernel symbol.
     let slide = reference.and_then(|(name, running)| {
         let linked = symbols.by_name(name)?.address;
         Some(running.wrapping_sub(linked))
@@ -343,7 +314,7 @@ pub(super) fn kernel_symbols(
 
 pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     let mut bytes = Vec::new();
-    // What a file says of its size need not be true: devices say 0.
+    // The reported file size is unreliable; it is 0 for devices.
     let result = input::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
     let path = path.to_owned();
     match result {
@@ -353,7 +324,7 @@ pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     }
 }
 
-/// What is said of an output in an error.
+/// Returns the name of an output for error messages.
 fn place(output: &Path) -> String {
     if output == Path::new("-") {
         return "standard output".into();
@@ -361,7 +332,7 @@ fn place(output: &Path) -> String {
     output.display().to_string()
 }
 
-/// Writes to a file that is complete or not there, or to standard output.
+/// Writes to standard output, or to a file that is removed on failure.
 fn write_to(
     output: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<(), FileError>,
@@ -374,17 +345,17 @@ fn write_to(
     let file = File::create(output).map_err(FileError::write(output))?;
     let mut out = BufWriter::new(file);
     let result = write(&mut out).and_then(|()| out.flush().map_err(FileError::write(output)));
-    // Half a file is of no use. A device, or a link to one, is not ours to remove.
+    // Removes an incomplete regular file, but never a device or a symbolic link.
     if result.is_err() && std::fs::symlink_metadata(output).is_ok_and(|meta| meta.is_file()) {
         let _ = std::fs::remove_file(output);
     }
     result
 }
 
-/// Shows where the samples fell.
+/// Prints a report of the samples.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if the recording or the symbols cannot be read.
 pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
     let options = ReportOptions {
         sort: args.sort.0.clone(),
@@ -398,7 +369,7 @@ pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
 /// Prints every sample.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if the recording cannot be read.
 pub fn script(args: &FileArgs) -> Result<ExitStatus, FileError> {
     with_profile(args, |profile, symbols| {
         let mut out = BufWriter::new(io::stdout().lock());
@@ -408,10 +379,10 @@ pub fn script(args: &FileArgs) -> Result<ExitStatus, FileError> {
     })
 }
 
-/// Draws a flame graph, or prints folded stacks.
+/// Writes a flame graph or folded stacks.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if the recording cannot be read or the output cannot be written.
 pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
     with_profile(&args.file, |profile, symbols| {
         let stacks = folded::stacks(&complete_chains(profile, symbols), symbols, None);
@@ -435,7 +406,7 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
 /// Writes a pprof profile.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if the recording cannot be read or the output cannot be written.
 pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
     with_profile(&args.file, |profile, symbols| {
         write_to(&args.output, |out| {
@@ -451,7 +422,7 @@ mod tests {
 
     use super::*;
 
-    /// `pprof -o /dev/full` as root took the device away.
+    /// Regression test: `pprof -o /dev/full` as root removed the device.
     #[test]
     fn a_failed_output_is_removed_only_where_it_is_a_file() {
         let dir = tempfile::tempdir().unwrap();
@@ -471,7 +442,7 @@ mod tests {
         assert_eq!(error_line(&of_stdout), "standard output cannot be written: why");
     }
 
-    /// Compressed, and with another image in front of it, as a VM has it.
+    /// The qcow2 image is compressed and has an overlay, as in a VM.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn a_guest_s_programs_are_read_from_a_qcow2_image_that_a_vm_has() {
@@ -515,7 +486,7 @@ mod tests {
             );
             drop(in_use);
         }
-        // A raw view of it is no file system, and one without its base is refused by that.
+        // A raw view of the image has no file system, and an overlay without its base is rejected.
         for (disk, what) in [
             (base.clone(), "no ext4 file system"),
             (format!("{front},format=qcow2"), "base.qcow2"),
@@ -529,7 +500,7 @@ mod tests {
         }
     }
 
-    /// The whole of the host's memory was taken for a device without end.
+    /// Regression test: reading an endless device exhausted the memory of the host.
     #[test]
     fn files_of_symbols_are_read_within_their_bound() {
         let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();

@@ -1,4 +1,4 @@
-//! `perfvisor generate`: manual pages and shell completions, made of the command line itself.
+//! `perfvisor generate`: manual pages and shell completions from the command line definition.
 
 use std::path::PathBuf;
 
@@ -20,10 +20,10 @@ pub struct GenerateArgs {
     pub completions: Option<Shell>,
 }
 
-/// Makes them, of the command line `command`.
+/// Writes the pages or completions of `command`.
 ///
 /// # Errors
-/// [`CommandError`].
+/// Returns [`CommandError`] if a file cannot be written.
 pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, CommandError> {
     if let Some(directory) = &args.man {
         std::fs::create_dir_all(directory)
@@ -35,7 +35,7 @@ pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatu
     Ok(DONE)
 }
 
-/// What `shell` completes.
+/// Returns the completion script for `shell`.
 pub fn completions(shell: Shell, mut command: clap::Command) -> String {
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut command, "perfvisor", &mut text);

@@ -1,4 +1,4 @@
-//! The way to the agent in a VM's guest.
+//! Connections to the agent in a guest.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,62 +13,46 @@ use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::NAP;
 
-/// How long the guest's kernel may take to accept a connection, and its agent to accept a request.
+/// Time limit for the guest kernel to accept a connection and for the agent to accept a request.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// Why the guest does not do what was asked.
+/// Errors of a request to the guest's agent.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// No such VM.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// It has no way in.
     #[error(
         "VM '{0}' has no vsock device at its usual place; start it with --vsock, or name its socket by --socket"
     )]
     NoVsock(String),
-    /// Nobody is at the socket that was named.
     #[error("{}", path.display())]
     Socket {
-        /// The socket.
         path: PathBuf,
-        /// What is wrong with it.
         #[source]
         source: io::Error,
     },
-    /// The guest's kernel does not answer.
     #[error(
         "the guest of VM '{0}' does not answer over vsock: it has not booted that far, or has no driver (Linux: modprobe vmw_vsock_virtio_transport)"
     )]
     NoAnswer(String),
-    /// There is no agent.
     #[error(
         "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
     )]
     NoAgent(String),
-    /// The agent says no.
     #[error("the guest of VM '{name}': {why}")]
-    Refused {
-        /// The VM.
-        name: String,
-        /// In the agent's words.
-        why: String,
-    },
-    /// What comes is no answer of an agent.
+    Refused { name: String, why: String },
     #[error("the guest of VM '{name}'")]
     Wire {
-        /// The VM.
         name: String,
-        /// What came.
         #[source]
         source: WireError,
     },
-    /// The request is larger than a frame, or holds what is no text.
     #[error("the command and its environment are longer than the agent takes")]
     TooLong,
 }
 
-/// A stream that is read until some time: who sends a byte now and then holds nobody up for ever.
+/// A stream with a deadline for all reads together, so that a slow sender cannot delay the reader
+/// indefinitely.
 struct Until<'s> {
     stream: &'s UnixStream,
     end: Instant,
@@ -84,34 +68,34 @@ impl<'s> Until<'s> {
 impl Read for Until<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.end.saturating_duration_since(Instant::now());
-        // No time at all would be no limit.
+        // A zero timeout would disable the limit.
         self.stream
             .set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         self.stream.read(buffer)
     }
 }
 
-/// How to find the agent.
+/// The location of an agent.
 #[derive(Clone, Debug)]
 pub struct Way {
-    /// The VM.
+    /// Name of the VM.
     pub name: String,
-    /// Its vsock socket, if not at its usual place.
+    /// Path of the vsock socket, if it differs from the default.
     pub socket: Option<PathBuf>,
-    /// How long to try again while there is no agent.
+    /// Time to retry while the agent is unavailable.
     pub wait: Option<Duration>,
 }
 
 impl Way {
-    /// Connects to the agent and asks it for `job`. It has accepted when this returns.
+    /// Connects to the agent and requests `job`. Returns after the agent has accepted the request.
     ///
     /// # Errors
-    /// [`GuestError`].
+    /// Returns [`GuestError`] if the agent is unreachable or refuses the request.
     pub fn ask(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let mut before = None;
         let stream = loop {
-            // Whatever lacks may come: the VM itself, its sockets, the guest's kernel, the agent.
+            // The VM, its sockets, the guest kernel or the agent may become available later.
             match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
                 (Err(error), Some(until)) if Instant::now() < until => {
@@ -140,12 +124,12 @@ impl Way {
         Ok(stream)
     }
 
-    /// Connects to the agent, by `until` if that is sooner than patience ends.
+    /// Connects to the agent within the shorter of `until` and the default time limit.
     fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestError> {
         let path = match &self.socket {
             Some(path) => path.clone(),
             None => {
-                // It says which VMs there are, if this one is not.
+                // The error lists the running VMs if this VM does not exist.
                 drop(Client::connect(Some(&self.name))?);
                 place::vsock_path(&place::directory_of(&self.name), &self.name)
             }
@@ -181,10 +165,10 @@ impl Way {
         }
     }
 
-    /// The next frame, which must be there.
+    /// Reads the next frame, which must exist.
     ///
     /// # Errors
-    /// The connection ended.
+    /// Returns an error if the connection ends.
     pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestError> {
         match read_frame(stream) {
             Ok(Some(frame)) => Ok(frame),
@@ -193,7 +177,7 @@ impl Way {
         }
     }
 
-    /// The agent's refusal, or a frame that does not belong there.
+    /// Converts a refusal or an unexpected frame to an error.
     pub fn refused(&self, frame: &Frame) -> GuestError {
         let why = match frame.kind {
             FrameKind::Refused => frame.text(),
@@ -209,8 +193,8 @@ impl Way {
     }
 }
 
-/// Which of the last two errors is told. The user's time may end before an answer to the last try; a guest
-/// that has refused one before has booted and has its driver.
+/// Selects which of the last two errors to report. The user's deadline may pass during the last
+/// attempt; a guest that has refused an earlier connection has booted and has its driver.
 fn last(before: Option<GuestError>, error: GuestError) -> GuestError {
     match (before, error) {
         (Some(refused @ GuestError::NoAgent(_)), GuestError::NoAnswer(_)) => refused,
@@ -244,7 +228,7 @@ mod tests {
         })
     }
 
-    /// An agent that accepts whatever it is asked for.
+    /// Runs an agent that accepts every request.
     fn accept(listener: &UnixListener) {
         let (mut stream, _) = listener.accept().unwrap();
         let mut line = Vec::new();
@@ -259,7 +243,7 @@ mod tests {
         write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
     }
 
-    /// A guest that is waited for need not be there yet, nor its VM.
+    /// Neither the guest nor the VM needs to exist when the wait begins.
     #[test]
     fn who_waits_may_come_before_the_vm() {
         let dir = tempfile::tempdir().unwrap();
@@ -275,7 +259,7 @@ mod tests {
         assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
     }
 
-    /// The time is that of the user: a kernel that says nothing is not waited for any longer.
+    /// The user's deadline also limits the wait for a silent guest kernel.
     #[test]
     fn who_waits_a_moment_does_not_wait_for_a_silent_guest() {
         let dir = tempfile::tempdir().unwrap();
@@ -306,8 +290,8 @@ mod tests {
         drips.join().unwrap();
     }
 
-    /// A guest without an agent was said to have no driver when the last try began just before the time was
-    /// over.
+    /// Regression test: a guest without an agent was reported as lacking the driver if the last
+    /// attempt began just before the deadline.
     #[test]
     fn a_guest_that_has_refused_is_not_said_to_be_silent() {
         let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));

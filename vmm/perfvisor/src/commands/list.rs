@@ -1,5 +1,5 @@
-//! `perfvisor list`: the events that `stat`, `record` and `top` take, as `perf list` shows those of a host.
-//! The vendor's are those of the `perf` that is installed.
+//! `perfvisor list`: the events accepted by `stat`, `record` and `top`, like `perf list`. Vendor
+//! events are from the installed `perf`.
 
 use std::fmt::Write as _;
 
@@ -34,14 +34,14 @@ pub struct ListArgs {
     pub vm: Option<String>,
 }
 
-/// The kind that is printed with code and description.
+/// Event kind that is printed with code and description.
 const VENDOR: &str = "vendor";
-/// Longest description of a line, in characters.
+/// Maximum length of a description, in characters.
 const DESCRIPTION: usize = 100;
-/// So many events are tried on a VM at once.
+/// Number of events that are opened on a VM at a time.
 const TRIED: usize = 32;
 
-/// The kinds, by the words that ask for them, and what stands behind their names.
+/// Event kinds: their argument words and the text printed after their names.
 const KINDS: [(&str, &str); 7] = [
     ("hw", "Hardware event"),
     ("cache", "Hardware cache event"),
@@ -52,58 +52,43 @@ const KINDS: [(&str, &str); 7] = [
     ("raw", "Raw event"),
 ];
 
-/// KVM's statistics cannot be told.
+/// Errors of listing KVM statistics.
 #[derive(Debug, thiserror::Error)]
 enum StatisticsError {
-    /// No KVM.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// It has none, or makes no VM to ask.
     #[error("KVM has no binary statistics (Linux 5.14)")]
     Kvm(#[from] std::io::Error),
-    /// Those that it has are not understood.
     #[error(transparent)]
     Table(#[from] StatsError),
 }
 
-/// Why events are not listed.
+/// Errors of `perfvisor list`.
 #[derive(Debug, thiserror::Error)]
 pub enum ListError {
-    /// As with any command.
     #[error(transparent)]
     Command(#[from] CommandError),
-    /// There are none.
     #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
     Nothing(String, String),
-    /// There are none, and there are kinds of events that could not be looked through.
     #[error("no event that is known here has '{0}' in its name, and the vendor's are not known")]
     VendorUnknown(String, #[source] PerfError),
-    /// The vendor's events are asked for, and are not known.
     #[error("the vendor's events by name are not known")]
     NoVendor(#[source] PerfError),
-    /// None of the vendor's events can be counted of a VM.
     #[error("VM {vm} can count none of these {tried} events: {why}")]
-    NoneCounted {
-        /// Which.
-        vm: String,
-        /// How many were tried.
-        tried: usize,
-        /// Why the first cannot be counted.
-        why: String,
-    },
+    NoneCounted { vm: String, tried: usize, why: String },
 }
 
-/// Lists them.
+/// Prints the events.
 ///
 /// # Errors
-/// [`ListError`].
+/// Returns [`ListError`] if no event matches or the vendor events are unavailable.
 pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
     let (mut kinds, words): (Vec<&str>, Vec<&str>) = args
         .what
         .iter()
         .map(String::as_str)
         .partition(|word| KINDS.iter().any(|(kind, _)| kind == word));
-    // They say which of the vendor's events.
+    // The options select vendor events.
     if (args.cpuid.is_some() || args.vm.is_some()) && !kinds.contains(&VENDOR) {
         kinds.push(VENDOR);
     }
@@ -158,8 +143,8 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
     Ok(DONE)
 }
 
-/// Whether an event's name, or one of several, has `word` in it: with * and ? all of it is as `word` says.
-/// Upper and lower case are the same, as for perf.
+/// Returns whether an event name, or one of its aliases, contains `word` or matches it as a pattern
+/// with `*` and `?`. Ignores case, as perf does.
 fn matches(word: &str, names: &str) -> bool {
     let (word, names) = (word.to_lowercase(), names.to_lowercase());
     if word.contains(['*', '?']) {
@@ -171,10 +156,10 @@ fn matches(word: &str, names: &str) -> bool {
     }
 }
 
-/// Whether `name` is as `pattern` says. Each byte is looked at once for each * at most.
+/// Matches `name` against a glob pattern. Examines each byte at most once per `*`.
 fn glob(pattern: &[u8], name: &[u8]) -> bool {
     let (mut p, mut n) = (0, 0);
-    // Behind the last star, and where the name goes on behind what it stands for.
+    // Position after the last star, and position in the name from which to retry.
     let mut star: Option<(usize, usize)> = None;
     while n < name.len() {
         match pattern.get(p) {
@@ -195,8 +180,8 @@ fn glob(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|c| *c == b'*')
 }
 
-/// The lines of the vendor's events: name, code, what is counted. Of those that a selector alone does not
-/// make there is only the number. `vm`: only those that this VM can count.
+/// Formats the vendor events: name, code and description. Events that need more than a selector are
+/// only counted. With `vm`, only events that the VM can count are included.
 fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
     let mut plain = Vec::new();
     let mut others = Vec::new();
@@ -231,7 +216,7 @@ fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListErr
     Ok(out)
 }
 
-/// Those events that can be opened on a VM. They are closed with the connection.
+/// Returns the events that the VM can open. They are closed with the connection.
 fn counted(
     events: Vec<(String, Select, String)>,
     vm: &str,
@@ -271,7 +256,7 @@ fn counted(
     }
 }
 
-/// As much of a description as one line has room for.
+/// Truncates a description to one line.
 fn shortened(text: &str) -> String {
     if text.chars().count() <= DESCRIPTION {
         return text.to_owned();
@@ -281,7 +266,7 @@ fn shortened(text: &str) -> String {
     format!("{} …", &begin[..whole])
 }
 
-/// The events of one kind, each with the other names that it has.
+/// Returns the events of one kind, each with its aliases.
 fn of_kind(kind: &str) -> Vec<String> {
     match kind {
         "hw" => named_once(names::HARDWARE.map(|(name, event)| (name, event as u64))),
@@ -293,7 +278,7 @@ fn of_kind(kind: &str) -> Vec<String> {
     }
 }
 
-/// Names of the same event in one line, as `perf list` has them.
+/// Joins aliases of the same event into one line, as `perf list` does.
 fn named_once<const N: usize>(names: [(&str, u64); N]) -> Vec<String> {
     let mut lines: Vec<(u64, String)> = Vec::new();
     for (name, event) in names {
@@ -305,7 +290,8 @@ fn named_once<const N: usize>(names: [(&str, u64); N]) -> Vec<String> {
     lines.into_iter().map(|(_, line)| line).collect()
 }
 
-/// This host's KVM statistics that are events: those of a vCPU, then those of a VM.
+/// Returns the KVM statistics of this host that are usable as events: first those of a vCPU, then
+/// those of a VM.
 fn statistics() -> Result<Vec<String>, StatisticsError> {
     let kvm = host::open()?;
     let names = |fd, prefix: &str| -> Result<Vec<String>, StatsError> {
@@ -322,7 +308,7 @@ mod tests {
     use super::*;
     use control_api::events::list::parse;
 
-    /// What is listed can be asked for; the names of one event are in one line.
+    /// Every listed name is accepted as an event, and each event has one line.
     #[test]
     fn every_line_is_an_event() {
         let mut lines = 0;
@@ -355,7 +341,7 @@ mod tests {
         ] {
             assert_eq!(matches(word, name), is, "{word} {name}");
         }
-        // The time is the product of the lengths at most.
+        // The matching time is bounded by the product of the lengths.
         assert!(!glob("*a".repeat(2000).as_bytes(), "b".repeat(2000).as_bytes()));
     }
 

@@ -1,4 +1,4 @@
-//! The operator's commands: those that speak to running VMs, and those that show what was recorded.
+//! Operator commands for running VMs and for recordings.
 
 mod all;
 pub mod annotate;
@@ -31,69 +31,47 @@ use crate::vendor::NamedError;
 pub(crate) use output::{DONE, create_private, is_unread, written};
 pub use output::{OutputError, one_line, print, say};
 
-/// Why an operator's command did not do what it was asked, whichever command it is.
+/// Errors common to several operator commands.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// The VM refused, or could not be spoken to.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// No list of events.
     #[error(transparent)]
     Events(#[from] NamedError),
-    /// No symbols from the files that were named.
     #[error(transparent)]
     Symbols(#[from] files::SymbolsError),
-    /// What was printed is not complete.
     #[error(transparent)]
     Output(#[from] OutputError),
-    /// Signals cannot be waited for.
     #[error("the signals that end it")]
     Signals(#[source] io::Error),
-    /// A file that was named.
     #[error("{}", path.display())]
     File {
-        /// Which.
         path: PathBuf,
-        /// What is wrong with it.
         #[source]
         source: io::Error,
     },
-    /// A file of ours cannot be made.
     #[error("{} cannot be written; name another with -o", path.display())]
     Create {
-        /// Which.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// An event has no samples here.
     #[error("'{event}' cannot be sampled here: {why}")]
-    NotSampled {
-        /// The event.
-        event: String,
-        /// Why, in the VM's words.
-        why: String,
-    },
-    /// Samples cannot be read.
+    NotSampled { event: String, why: String },
     #[error("the ring of vCPU {vcpu}")]
     Ring {
-        /// Whose.
         vcpu: u32,
-        /// Why.
         #[source]
         source: ReadError,
     },
-    /// Ctrl-C while the guest's kernel was looked for.
     #[error("interrupted before the first sample")]
     Interrupted,
-    /// A fault of Perfvisor's own, in a thread of the command.
     #[error("perfvisor panicked {0}; please report this")]
     Panicked(String),
 }
 
 impl CommandError {
-    /// For `map_err`: making the file at `path`.
+    /// Returns a `map_err` function for creating the file at `path`.
     fn create(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Create {
             path: path.to_owned(),
@@ -101,7 +79,7 @@ impl CommandError {
         }
     }
 
-    /// For `map_err`: the file at `path`.
+    /// Returns a `map_err` function for reading the file at `path`.
     fn file(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::File {
             path: path.to_owned(),
@@ -110,7 +88,8 @@ impl CommandError {
     }
 }
 
-/// Connects to the VM whose control socket was named, else to that of this name, else to the only one.
+/// Connects to the VM at `socket`, otherwise to the VM with the given name, otherwise to the only
+/// VM.
 fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
     match socket {
         Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),
@@ -118,7 +97,7 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
     }
 }
 
-/// That all events of a list have samples here.
+/// Checks that all events of a list support sampling.
 fn all_sampled(opened: &[Opened]) -> Result<(), CommandError> {
     match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
         None => Ok(()),
@@ -129,19 +108,19 @@ fn all_sampled(opened: &[Opened]) -> Result<(), CommandError> {
     }
 }
 
-/// How long a command sleeps before it looks for Ctrl-C again.
+/// Polling interval for Ctrl-C.
 const NAP: Duration = Duration::from_millis(20);
 
-/// Why a wait ended.
+/// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Woken {
-    /// The time is over.
+    /// The deadline passed.
     Time,
-    /// Ctrl-C or another signal to end.
+    /// Ctrl-C or another stop signal arrived.
     Signal,
 }
 
-/// Waits until `until`, or until a signal asks to end.
+/// Waits until the deadline or a stop signal.
 pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> Woken {
     loop {
         if signals.take().is_some() {

@@ -1,4 +1,4 @@
-//! What a command prints, and its end.
+//! Output of commands, and their exit status.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -8,30 +8,28 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::exit::ExitStatus;
 
-/// What was printed is not complete.
+/// Errors of writing the output.
 #[derive(Debug, thiserror::Error)]
 pub enum OutputError {
-    /// It was not written.
     #[error("standard output")]
     Write(#[source] io::Error),
-    /// It was not made.
     #[error("standard output: no JSON can be made of it")]
     Json(#[from] serde_json::Error),
 }
 
-/// Something was printed that nobody read.
+/// Set when a write to a closed pipe has failed.
 static UNREAD: AtomicBool = AtomicBool::new(false);
 
-/// Whether the reader of standard output has gone away, as far as printing has shown: what prints for ever
-/// ends then, as others do by SIGPIPE.
+/// Returns whether the reader of standard output has closed the pipe. Commands that print
+/// indefinitely end in that case, as other programs do by SIGPIPE.
 pub(crate) fn is_unread() -> bool {
     UNREAD.load(Ordering::Relaxed)
 }
 
-/// Prints to standard output. A reader that has gone away is no error.
+/// Prints to standard output. A closed pipe is not an error.
 ///
 /// # Errors
-/// [`OutputError`].
+/// Returns [`OutputError`] if the output cannot be written.
 pub fn print(text: &str) -> Result<(), OutputError> {
     written(
         io::stdout()
@@ -40,16 +38,16 @@ pub fn print(text: &str) -> Result<(), OutputError> {
     )
 }
 
-/// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
+/// Prints to standard error and ignores failures.
 pub fn say(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
-/// Creates or truncates a file for samples or for names of a guest, which only this user may read, as perf
-/// does. A file that was there before keeps its permissions.
+/// Creates or truncates a file that only this user may read, as perf does, because it contains
+/// guest data. An existing file keeps its permissions.
 ///
 /// # Errors
-/// That of `open(2)`.
+/// Returns the error of `open(2)`.
 pub(crate) fn create_private(path: &Path) -> io::Result<File> {
     File::options()
         .read(true)
@@ -60,15 +58,14 @@ pub(crate) fn create_private(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// `text` with its control characters as spaces, for a message of one line: values come from the user and may
-/// hold anything.
+/// Replaces control characters by spaces, for one-line messages with untrusted values.
 pub fn one_line(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })
         .collect()
 }
 
-/// The result of writing to standard output.
+/// Converts the result of writing to standard output.
 pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
@@ -80,5 +77,5 @@ pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     }
 }
 
-/// The end of a command that did what it was asked.
+/// Exit status of a successful command.
 pub(crate) const DONE: ExitStatus = ExitStatus::PoweredOff;

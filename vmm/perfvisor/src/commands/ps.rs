@@ -1,4 +1,4 @@
-//! `perfvisor ps`: the running VMs.
+//! `perfvisor ps`: lists the running VMs.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use control_api::place::{self, Place, PlaceError, Places};
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
 
-/// How long a VM may take to say what it is: a list of VMs is wanted at once.
+/// Time limit for a VM to describe itself.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// `perfvisor ps`.
@@ -28,18 +28,17 @@ pub struct PsArgs {
     pub all: bool,
 }
 
-/// Lists the VMs of this user's usual directory, or all. Sockets of this user's VMs that were killed are
-/// removed.
+/// Lists the VMs in this user's default directory, or all VMs. Removes stale sockets of this user.
 ///
 /// # Errors
-/// [`CommandError`].
+/// Returns [`CommandError`] if the directory cannot be read.
 pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     let sockets = if args.all {
         everywhere()
     } else {
         in_usual_directory()?
     };
-    // Those that do not respond are waited for together.
+    // VMs are queried concurrently, so that several unresponsive ones cost one time limit.
     let seen: Vec<_> = std::thread::scope(|scope| {
         let ask =
             |vm: &Found| Client::connect_at(&vm.path, vm.owner, PATIENCE).map(|client| client.info().clone());
@@ -58,7 +57,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
             Ok(info) => vms.push((found, Some(info))),
             Err(e) => {
                 log::warn!("{}: {}", found.name, error_line(&e));
-                // The others ended meanwhile, or another version of Perfvisor runs them.
+                // Any other VM has ended meanwhile or runs another version of Perfvisor.
                 if e.is_silence() {
                     vms.push((found, None));
                 }
@@ -85,19 +84,19 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     Ok(DONE)
 }
 
-/// A socket that a VM listens at.
+/// A control socket of a VM.
 #[derive(Clone)]
 pub(crate) struct Found {
-    /// The VM's name.
+    /// Name of the VM.
     pub(crate) name: String,
-    /// Its path.
+    /// Path of the socket.
     pub(crate) path: PathBuf,
-    /// Whose directory it is in; `None`: it is where this user said.
+    /// Owner of the directory; `None` if this user named the directory.
     pub(crate) owner: Option<u32>,
 }
 
 impl Found {
-    /// Its name, and behind an at sign the user if that is another one.
+    /// Returns the VM's name, followed by `@` and the user if the owner is another user.
     pub(crate) fn label(&self) -> String {
         match self.owner {
             Some(owner) if owner != peer::own_uid() => format!("{}@{owner}", self.name),
@@ -106,7 +105,7 @@ impl Found {
     }
 }
 
-/// The sockets in this user's usual directory, sorted.
+/// Returns the sockets in this user's default directory in sorted order.
 pub(crate) fn in_usual_directory() -> Result<Vec<Found>, ClientError> {
     let dir = place::directory();
     let found = place::names(&dir)?.into_iter().map(|name| Found {
@@ -117,7 +116,7 @@ pub(crate) fn in_usual_directory() -> Result<Vec<Found>, ClientError> {
     Ok(found.collect())
 }
 
-/// The sockets of all users. Says where it may not look, and which directories it passes by.
+/// Returns the sockets of all users. Prints which directories are unreadable or ignored.
 pub(crate) fn everywhere() -> Vec<Found> {
     let places = Places::everywhere();
     let list = |dirs: &[PathBuf]| {
@@ -136,7 +135,7 @@ pub(crate) fn everywhere() -> Vec<Found> {
     found_in(places.found, |e| log::warn!("{}", error_line(&e)))
 }
 
-/// The same, and nothing is said: for who looks again and again.
+/// Returns the sockets of all users without printing messages, for repeated calls.
 pub(crate) fn everywhere_again() -> Vec<Found> {
     found_in(Places::everywhere().found, |e| log::debug!("{}", error_line(&e)))
 }
@@ -156,7 +155,7 @@ fn found_in(places: Vec<Place>, failed: impl Fn(PlaceError)) -> Vec<Found> {
     found
 }
 
-/// What is printed as JSON of a VM: what it says of itself, or that it says nothing.
+/// The JSON output for one VM: its description, or the fact that it does not respond.
 #[derive(serde::Serialize)]
 struct Line<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -171,7 +170,7 @@ struct Line<'a> {
     socket: Option<&'a PathBuf>,
 }
 
-/// `all`: with users and sockets.
+/// Formats the table. `all` adds users and sockets.
 fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
     let mut rows = vec![
         [
@@ -200,7 +199,7 @@ fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
                 row
             }
         };
-        // Another user's VM may say anything.
+        // The strings of another user's VM are untrusted.
         told.iter().map(|text| one_line(text)).collect()
     }));
     if all {
@@ -226,7 +225,7 @@ fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
     out
 }
 
-/// Where the consoles are.
+/// Returns the locations of the consoles.
 fn consoles(vm: &VmInfo) -> String {
     match vm.virtio_console.as_str() {
         "" => vm.console.clone(),
@@ -234,7 +233,7 @@ fn consoles(vm: &VmInfo) -> String {
     }
 }
 
-/// The threads of the vCPUs, in the order of these: each number, or the first and the last of those in a row.
+/// Returns the thread IDs of the vCPUs in vCPU order, with consecutive numbers as a range.
 fn threads(vm: &VmInfo) -> String {
     let runs = vm.threads.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let text = |run: &[u32]| match run {
@@ -246,7 +245,7 @@ fn threads(vm: &VmInfo) -> String {
     runs.map(text).collect::<Vec<_>>().join(",")
 }
 
-/// How many vCPUs there are, of how many if there can be more.
+/// Returns the number of vCPUs, and the maximum if vCPUs can be hot-plugged.
 pub(super) fn of_most(vm: &VmInfo) -> String {
     match vm.max_vcpus {
         max if max > vm.vcpus => format!("{} of {max}", vm.vcpus),

@@ -1,4 +1,4 @@
-//! `perfvisor validate`: the command around the crate `validate`.
+//! `perfvisor validate`: command line of the crate `validate`.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -60,13 +60,11 @@ pub struct ValidateArgs {
     pub json: bool,
 }
 
-/// A virtual PMU that cannot be validated.
+/// Errors of the PMU model to validate.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuError {
-    /// No such model.
     #[error(transparent)]
     PmuModel(#[from] ModelError),
-    /// None.
     #[error("there is nothing to validate without a PMU; choose intel or amd")]
     Off,
 }
@@ -79,56 +77,44 @@ fn parse_pmu(text: &str) -> Result<String, PmuError> {
     }
 }
 
-/// Why nothing was validated, or not all.
+/// Errors of `perfvisor validate`.
 #[derive(Debug, thiserror::Error)]
 pub enum ValidateError {
-    /// Signals cannot be waited for.
     #[error("the signals that end it")]
     Signals(#[source] io::Error),
-    /// A file that was named.
     #[error("{}", path.display())]
     File {
-        /// Which.
         path: PathBuf,
-        /// What is wrong with it.
         #[source]
         source: io::Error,
     },
-    /// KVM cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// KVM's own vPMU cannot be had.
     #[error(transparent)]
     Backing(#[from] BackingError),
-    /// No such model.
     #[error(transparent)]
     PmuModel(#[from] ModelError),
-    /// KVM's own vPMU is another.
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
-    /// The host's own counts are refused beside it.
     #[error(
         "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused \
          beside it; load the module with enable_mediated_pmu=0"
     )]
     Mediated,
-    /// No Linux on this KVM.
     #[error(
         "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
     )]
     NoLinux,
-    /// A guest could not be measured.
     #[error(transparent)]
     Child(#[from] ChildError),
-    /// What was printed is not complete.
     #[error(transparent)]
     Output(#[from] OutputError),
 }
 
-/// Validates.
+/// Validates the counts of one or more backings.
 ///
 /// # Errors
-/// [`ValidateError`]: bad input, or a guest that could not be measured.
+/// Returns [`ValidateError`] if the input is invalid or a guest cannot be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let signals = StopSignals::block().map_err(ValidateError::Signals)?;
     let stop: Stop = Arc::new(move || signals.take().is_some());
@@ -138,7 +124,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
             source,
         })?;
     }
-    // A refusal comes alone, before what the other backings are warned about.
+    // A rejected KVM vPMU is reported before warnings about the other backings.
     let own_pmu = match args.backing {
         ValidatedBacking::All => None,
         ValidatedBacking::Kvm => Some(own_pmu(args)?),
@@ -154,7 +140,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let mut text = ReportText::default();
     let mut printed = Ok(());
-    // Each row as soon as it is measured: all of them take minutes.
+    // Rows are printed as soon as they are measured, because a complete run takes minutes.
     let mut on_row = |row: &ReportRow| {
         if !args.json && printed.is_ok() {
             printed = print(&text.row(row));
@@ -179,7 +165,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     })
 }
 
-/// What this host has, found out by trying, and whether it runs Linux.
+/// Probes the host, and returns whether it can run Linux guests.
 fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = host::facts(&kvm)?;
@@ -212,7 +198,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), Vali
     Ok((host, facts.runs_linux))
 }
 
-/// The guests' PMU as it comes out on this host.
+/// Returns the guest's PMU on this host.
 fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<String> {
     let name = pmu.parse::<PmuModelName>().ok()?;
     let model = match own {
@@ -231,7 +217,7 @@ fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<
     Some(model.model.to_string())
 }
 
-/// KVM's own vPMU, if this host has it and it can be what is asked for.
+/// Returns KVM's own vPMU if the host has one that matches the request.
 fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();
@@ -244,7 +230,7 @@ fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
     Ok(own)
 }
 
-/// The Linux guest that is to run, or why none does.
+/// Returns the Linux guest to run, or the reason why none runs.
 fn linux_guest(
     args: &ValidateArgs,
     runs_linux: bool,
@@ -271,8 +257,8 @@ fn linux_guest(
     })
 }
 
-/// The images of `make guest`: below the directory of the build this program is from, or below the current
-/// one.
+/// Returns the images of `make guest`, below the build directory of this program or below the
+/// current directory.
 fn found_images() -> Option<LinuxFiles> {
     let program = std::env::current_exe().ok();
     let build = program.as_deref().and_then(Path::parent).and_then(Path::parent);

@@ -1,12 +1,14 @@
 //! Access control of the exporter.
 //!
-//! Over a loopback address any user of the host can connect. The kernel says whose socket is at the other end
-//! (`/proc/net/tcp`), and only the exporter's own user, root and those of `--allow-user` are served. With
-//! `--token-file` whoever sends the token is served, at any address, and over other addresses than loopback
-//! nobody else. Permissions of a Unix socket say who may connect there.
+//! Any user of the host can connect to a loopback address. The exporter finds the owner of the
+//! client's socket in `/proc/net/tcp` and serves its own user, root, and the users given by
+//! `--allow-user`. With `--token-file`, a client that presents the token is served on any address,
+//! and only such clients are served on addresses other than loopback. On a Unix socket, the file
+//! permissions decide.
 //!
-//! A page in a browser can have a name of its own lead to this host (DNS rebinding), but not choose the
-//! `Host` field: that must be an IP address, `localhost`, the host's name or one of `--allow-host`.
+//! A malicious web page can make a name of its own resolve to this host (DNS rebinding), but cannot
+//! choose the `Host` field. The field must therefore be an IP address, `localhost`, the host's
+//! name, or a name given by `--allow-host`.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
@@ -19,24 +21,21 @@ use super::http::{Host, Reply, Request};
 
 /// Tables of TCP sockets of this network namespace (proc(5)).
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
-/// States of a socket that a process has: established, FIN-WAIT-1 and -2, CLOSE-WAIT
-/// (`include/net/tcp_states.h`). One in TIME-WAIT is shown as root's.
+/// States of a socket that is owned by a process: established, FIN-WAIT-1 and -2, CLOSE-WAIT
+/// (`include/net/tcp_states.h`). The kernel shows sockets in TIME-WAIT as owned by root.
 const OWNED_STATES: [u8; 4] = [1, 4, 5, 8];
 /// Maximum length of a token, in bytes.
 const MAX_TOKEN: u64 = 4096;
 /// Minimum length of a token, in bytes.
 const MIN_TOKEN: usize = 16;
 
-/// Why access cannot be decided as asked for.
+/// Errors of the access rules.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
-    /// No such user.
     #[error("user '{0}': not found in /etc/passwd; use the numeric user ID")]
     User(String),
-    /// The file of the token cannot be read.
     #[error("--token-file {}: cannot be read", .0.display())]
     TokenFile(PathBuf, #[source] io::Error),
-    /// The file has no token.
     #[error(
         "--token-file {}: must have one line of {MIN_TOKEN} to {MAX_TOKEN} printable ASCII characters without spaces",
         .0.display()
@@ -44,21 +43,20 @@ pub enum AccessError {
     Token(PathBuf),
 }
 
-/// Where a request comes from.
+/// The connection that a request arrived on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A TCP connection.
+    /// TCP connection.
     Tcp {
-        /// The client's address.
         peer: SocketAddr,
-        /// The address that it connected to.
+        /// Local address of the connection.
         local: SocketAddr,
     },
-    /// A Unix socket, whose permissions decide.
+    /// Unix socket; its file permissions decide.
     Unix,
 }
 
-/// The clients that are served.
+/// The access rules: which clients are served.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     users: Vec<u32>,
@@ -67,11 +65,12 @@ pub struct Access {
 }
 
 impl Access {
-    /// Serves `users` besides the exporter's own user and root, under the names `hosts` besides those of this
-    /// host, and whoever has the token in `token_file`.
+    /// Creates rules that serve `users` in addition to the exporter's own user and root, accept the
+    /// host names `hosts` in addition to those of this host, and serve every client with the token
+    /// in `token_file`.
     ///
     /// # Errors
-    /// [`AccessError`].
+    /// Returns [`AccessError`] if a user does not exist or the token file is unusable.
     pub fn new(users: &[String], hosts: &[String], token_file: Option<&Path>) -> Result<Self, AccessError> {
         let mut uids = vec![0, peer::own_uid()];
         for user in users {
@@ -95,7 +94,7 @@ impl Access {
     /// Decides whether `request` is served.
     ///
     /// # Errors
-    /// The reply that refuses it.
+    /// Returns the reply that refuses the request.
     pub fn check(&self, request: &Request, origin: Origin) -> Result<(), Reply> {
         let Origin::Tcp { peer, local } = origin else {
             return Ok(());
@@ -131,7 +130,7 @@ impl Access {
 
     fn knows_host(&self, host: &Host) -> bool {
         let name = match host {
-            // No browser leaves it out.
+            // Every browser sends the field.
             Host::Absent => return true,
             Host::Invalid => return false,
             Host::Named(host) => host.to_ascii_lowercase(),
@@ -144,7 +143,7 @@ impl Access {
     }
 }
 
-/// Returns whether `text` is what may follow the name of a host: nothing, or a colon and a port.
+/// Returns whether `text` can follow a host name: nothing, or a colon and a port.
 fn is_port(text: &str) -> bool {
     text.is_empty()
         || text
@@ -156,7 +155,7 @@ fn is_loopback(address: SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Compares without an early end, which would tell how much of a token is right.
+/// Compares in constant time, so that the duration does not reveal a prefix of the token.
 fn is_same(sent: &[u8], token: &[u8]) -> bool {
     sent.len() == token.len() && sent.iter().zip(token).fold(0, |all, (a, b)| all | (a ^ b)) == 0
 }
@@ -164,7 +163,7 @@ fn is_same(sent: &[u8], token: &[u8]) -> bool {
 /// Returns the user ID of `user`, a number or a name in /etc/passwd.
 ///
 /// # Errors
-/// [`AccessError::User`].
+/// Returns [`AccessError::User`] if the user does not exist.
 pub fn uid_of(user: &str) -> Result<u32, AccessError> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
@@ -191,15 +190,16 @@ fn read_token(path: &Path) -> Result<String, AccessError> {
         .ok_or_else(|| AccessError::Token(path.to_owned()))
 }
 
-/// Returns the user of the socket at `address` that is connected to `other`, if it is one of this host.
+/// Returns the user who owns the socket at `address` connected to `other`, if this host has such a
+/// socket.
 ///
 /// # Errors
-/// That of reading the kernel's tables.
+/// Returns the error of reading the kernel's socket tables.
 fn owner_of(address: SocketAddr, other: SocketAddr) -> io::Result<Option<u32>> {
     for table in TABLES {
         let file = match File::open(table) {
             Ok(file) => BufReader::new(file),
-            // A kernel without IPv6.
+            // The kernel has no IPv6.
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             Err(e) => return Err(e),
         };
@@ -212,7 +212,7 @@ fn owner_of(address: SocketAddr, other: SocketAddr) -> io::Result<Option<u32>> {
     Ok(None)
 }
 
-/// A socket in one of the kernel's tables.
+/// A row of a kernel socket table.
 #[derive(Debug, PartialEq, Eq)]
 struct SocketRow {
     local: SocketAddr,
@@ -229,12 +229,12 @@ impl SocketRow {
     }
 }
 
-/// Compares addresses, where an IPv4 address may be mapped into IPv6.
+/// Compares addresses, treating IPv4-mapped IPv6 addresses as IPv4.
 fn is_same_address(a: SocketAddr, b: SocketAddr) -> bool {
     (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port())
 }
 
-/// Reads a row: `sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode …`.
+/// Parses a row: `sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode …`.
 fn parse_row(line: &str) -> Option<SocketRow> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let (local, remote) = (parse_address(fields.next()?)?, parse_address(fields.next()?)?);
@@ -250,7 +250,7 @@ fn parse_row(line: &str) -> Option<SocketRow> {
     })
 }
 
-/// Reads `0100007F:24F9`: words in the host's byte order, and a port.
+/// Parses `0100007F:24F9`: words in the host's byte order, and a port.
 fn parse_address(text: &str) -> Option<SocketAddr> {
     let (address, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -327,7 +327,7 @@ mod tests {
         assert!(access.knows_host(&Host::Absent) && !access.knows_host(&Host::Invalid));
     }
 
-    /// The kernel's table has this process's connection, both ways.
+    /// The kernel's table shows the test's connection in both directions.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn the_user_of_a_connection_is_found() {
@@ -346,7 +346,7 @@ mod tests {
             access.users = vec![peer::own_uid().wrapping_add(1)];
             let refused = access.check(&request(Host::Absent, None), origin).unwrap_err();
             assert_eq!(refused.status, 403);
-            // A token is as good as a user.
+            // The token replaces the user check.
             access.token = Some("0123456789abcdef".into());
             access
                 .check(&request(Host::Absent, Some("0123456789abcdef")), origin)
@@ -355,7 +355,7 @@ mod tests {
         }
     }
 
-    /// A socket whose process is gone is shown as root's, and is nobody's here.
+    /// Sockets without a process appear as root's and must be ignored.
     #[test]
     fn rows_of_sockets_without_an_owner_do_not_count() {
         let row = |state: &str, inode: u32| {

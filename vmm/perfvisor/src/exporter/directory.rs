@@ -1,7 +1,8 @@
-//! Directories for the files of profiles while they are made.
+//! Temporary directories for profiles in progress.
 //!
-//! A directory is for this user only. Its exporter holds a lock on it (`flock(2)`), which the kernel releases
-//! when the exporter is killed. The next exporter of the user then removes the directory.
+//! A directory is private to the user. Its exporter holds a lock on the directory (`flock(2)`),
+//! which the kernel releases if the exporter is killed. The user's next exporter then removes the
+//! directory.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,16 +14,16 @@ use perf_core::error_line;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
-/// Beginning of the directories' names.
+/// Name prefix of the directories.
 const PREFIX: &str = "perfvisor-exporter-";
-/// Maximum number of entries that are looked at for directories left behind: anybody can fill /tmp.
+/// Maximum number of directory entries examined for stale directories. Any user can fill /tmp.
 const MAX_ENTRIES: usize = 1 << 16;
 
-/// A directory, removed when this is dropped.
+/// A temporary directory, removed on drop.
 #[derive(Debug)]
 pub struct ProfileDirectory {
     directory: TempDir,
-    /// Holds the lock.
+    /// File descriptor that holds the lock.
     _locked: File,
 }
 
@@ -30,7 +31,7 @@ impl ProfileDirectory {
     /// Creates a directory in `parent`.
     ///
     /// # Errors
-    /// That of making or locking it.
+    /// Returns the error of creating or locking the directory.
     pub fn create(parent: &Path) -> io::Result<Self> {
         let directory = tempfile::Builder::new()
             .prefix(PREFIX)
@@ -44,13 +45,13 @@ impl ProfileDirectory {
         })
     }
 
-    /// Its path.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 }
 
-/// Removes the directories in `parent` that exporters of this user left behind.
+/// Removes stale directories of this user in `parent`.
 pub fn remove_left_behind(parent: &Path) {
     let entries = fs::read_dir(parent)
         .into_iter()
@@ -68,9 +69,9 @@ pub fn remove_left_behind(parent: &Path) {
     }
 }
 
-/// Removes the directory at `path` if it is this user's and no exporter holds its lock.
+/// Removes the directory at `path` if this user owns it and no exporter holds its lock.
 fn remove_if_left_behind(path: &Path) -> io::Result<()> {
-    // No link is followed.
+    // Does not follow symbolic links.
     let directory = File::options()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -99,8 +100,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// What an exporter that was killed left behind is removed; what is in use, or is none of these
-    /// directories, stays.
+    /// Removes the directory of a killed exporter, and keeps locked directories and other files.
     #[test]
     fn only_what_was_left_behind_is_removed() {
         let temp = tempfile::tempdir().unwrap();

@@ -1,62 +1,62 @@
-//! As much of HTTP/1.1 as scrapes need: the head of a GET, and a reply that ends the connection (RFC 9112).
+//! The subset of HTTP/1.1 that scrapes need: the head of a GET or HEAD request, and a reply that
+//! closes the connection (RFC 9112).
 //!
-//! The parser is httparse, which hyper has too. A server from a library was looked for: tiny_http 0.12 has no
-//! time limit for clients that say nothing, and hyper brings an asynchronous runtime for a handful of
-//! connections.
+//! The parser is httparse, which hyper uses too. Server libraries were rejected: tiny_http 0.12 has
+//! no timeout for silent clients, and hyper needs an asynchronous runtime.
 
 use std::sync::Arc;
 
 use form_urlencoded::parse as parse_form;
 
-/// Longest head of a request, in bytes.
+/// Maximum size of a request head, in bytes.
 pub const MAX_HEAD: usize = 8 << 10;
-/// Most header fields.
+/// Maximum number of header fields.
 const MAX_FIELDS: usize = 64;
-/// Most parameters of a request.
+/// Maximum number of query parameters.
 const MAX_PARAMETERS: usize = 16;
-/// Longest name of a host.
+/// Maximum length of a host name, in bytes.
 const MAX_HOST: usize = 255;
 
-/// The media type of metrics.
+/// Media type of the metrics.
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// The media type of what people read.
+/// Media type of plain-text replies.
 pub const TEXT: &str = "text/plain; charset=utf-8";
 
-/// By which name the client knows this server: the `Host` field.
+/// The `Host` field of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Host {
     /// The field is missing.
     Absent,
-    /// The field is there twice, or its value cannot be a host.
+    /// The field is duplicate or malformed.
     Invalid,
-    /// The field's value.
+    /// Value of the field.
     Named(String),
 }
 
-/// What a client wants.
+/// A parsed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The method was HEAD: it wants no body.
+    /// `true` for HEAD requests, which need no body.
     pub head_only: bool,
-    /// Of the target, what is before the question mark.
+    /// Path of the request target, without the query.
     pub path: String,
-    /// What is behind it.
+    /// Query parameters, as names and values.
     pub parameters: Vec<(String, String)>,
-    /// By which name the client knows this server.
+    /// The `Host` field.
     pub host: Host,
-    /// The token of `Authorization: Bearer TOKEN` (RFC 6750).
+    /// Token of `Authorization: Bearer TOKEN` (RFC 6750).
     pub bearer: Option<String>,
 }
 
 impl Request {
-    /// The value of a parameter.
+    /// Returns the value of a query parameter.
     pub fn parameter(&self, name: &str) -> Option<&str> {
         let found = self.parameters.iter().find(|(key, _)| key == name);
         found.map(|(_, value)| value.as_str())
     }
 }
 
-/// Reads a request's head; `None` while it is not all there.
+/// Parses the head of a request. Returns `None` if the head is incomplete.
 pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut request = httparse::Request::new(&mut fields);
@@ -112,21 +112,21 @@ fn is_host(text: &str) -> bool {
     (1..=MAX_HOST).contains(&text.len()) && text.bytes().all(allowed)
 }
 
-/// What is answered.
+/// A reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// Its status.
+    /// Status code.
     pub status: u16,
-    /// The body's media type.
+    /// Media type of the body.
     pub kind: &'static str,
-    /// The body, which replies to several clients may share.
+    /// Body, which may be shared by several replies.
     pub body: Arc<[u8]>,
-    /// When the client may ask again, in seconds.
+    /// Value of `Retry-After`, in seconds.
     pub retry_after: Option<u32>,
 }
 
 impl Reply {
-    /// What was asked for.
+    /// Returns a reply with status 200.
     pub fn ok(kind: &'static str, body: impl Into<Arc<[u8]>>) -> Self {
         Self {
             status: 200,
@@ -136,7 +136,7 @@ impl Reply {
         }
     }
 
-    /// Why there is nothing else: one line.
+    /// Returns an error reply with a one-line reason.
     pub fn refusal(status: u16, why: &str) -> Self {
         Self {
             status,
@@ -146,14 +146,14 @@ impl Reply {
         }
     }
 
-    /// The client may ask again in so many seconds.
+    /// Sets `Retry-After`, in seconds.
     #[must_use]
     pub fn again_in(mut self, seconds: u32) -> Self {
         self.retry_after = Some(seconds);
         self
     }
 
-    /// Returns what is sent before the body.
+    /// Returns the head of the reply.
     pub fn head(&self) -> Vec<u8> {
         let reason = match self.status {
             200 => "OK",
@@ -259,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, there is a decision once the bound is reached.
+        /// The parser reaches a decision for any input of maximum size.
         #[test]
         fn no_bytes_keep_a_connection_open(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
             prop_assert!(parse(&bytes).is_some());

@@ -1,4 +1,4 @@
-//! Where the exporter listens, and its connections.
+//! Listening sockets and connections of the exporter.
 
 use std::fmt;
 use std::fs;
@@ -14,27 +14,25 @@ use sandbox::paths;
 
 use super::access::Origin;
 
-/// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
+/// Maximum length of a Unix socket path, in bytes (unix(7): `sun_path` has 108 with the NUL).
 const MAX_PATH: usize = 107;
-/// Permissions of a Unix socket's file: its owner and group.
+/// Permissions of the Unix socket: owner and group.
 const SOCKET_MODE: u32 = 0o660;
 
-/// What was written behind `--listen`.
+/// A listening address, as given by `--listen`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// A port; 0 lets the host choose.
+    /// TCP address; with port 0, the kernel chooses a port.
     Tcp(SocketAddr),
-    /// A Unix socket.
+    /// Path of a Unix socket.
     Unix(PathBuf),
 }
 
-/// No address to listen at.
+/// Errors of parsing an [`Address`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Neither form.
     #[error("must be an IP address with a port, as in 127.0.0.1:9465, or unix:PATH")]
     Shape,
-    /// The kernel takes no such path.
     #[error("the path of a Unix socket has 1 to {MAX_PATH} bytes")]
     Path,
 }
@@ -62,20 +60,21 @@ impl fmt::Display for Address {
     }
 }
 
-/// The listening socket, nonblocking. A Unix socket's file, which its owner and group may use, goes with it.
+/// A nonblocking listening socket. The file of a Unix socket is accessible to its owner and group,
+/// and is removed on drop.
 #[derive(Debug)]
 pub enum Listener {
-    /// At a port.
+    /// TCP socket.
     Tcp(TcpListener),
-    /// At a path.
+    /// Unix socket and its path.
     Unix(UnixListener, PathBuf),
 }
 
 impl Listener {
-    /// Listens. The file of a Unix socket that nobody listens at any more is replaced.
+    /// Binds `address` and listens. Replaces a stale Unix socket.
     ///
     /// # Errors
-    /// That of `bind(2)` or `listen(2)`.
+    /// Returns the error of `bind(2)` or `listen(2)`.
     pub fn bind(address: &Address) -> io::Result<Self> {
         match address {
             Address::Tcp(at) => {
@@ -93,10 +92,10 @@ impl Listener {
         }
     }
 
-    /// Where it listens, with the port that the host chose.
+    /// Returns the local address, with the port that the kernel chose.
     ///
     /// # Errors
-    /// That of `getsockname(2)`.
+    /// Returns the error of `getsockname(2)`.
     pub fn address(&self) -> io::Result<Address> {
         match self {
             Self::Tcp(listener) => listener.local_addr().map(Address::Tcp),
@@ -104,10 +103,10 @@ impl Listener {
         }
     }
 
-    /// Takes a connection.
+    /// Accepts a connection.
     ///
     /// # Errors
-    /// That of `accept(2)`.
+    /// Returns the error of `accept(2)`.
     pub fn accept(&self) -> io::Result<Stream> {
         let stream = match self {
             Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
@@ -138,20 +137,20 @@ impl Drop for Listener {
     }
 }
 
-/// A connection.
+/// A client connection.
 #[derive(Debug)]
 pub enum Stream {
-    /// To a port.
+    /// TCP connection.
     Tcp(TcpStream),
-    /// To a path.
+    /// Unix socket connection.
     Unix(UnixStream),
 }
 
 impl Stream {
-    /// Returns where the connection comes from.
+    /// Returns the origin of the connection.
     ///
     /// # Errors
-    /// The client has gone.
+    /// Returns an error if the client has disconnected.
     pub fn origin(&self) -> io::Result<Origin> {
         Ok(match self {
             Self::Tcp(stream) => Origin::Tcp {
@@ -162,10 +161,10 @@ impl Stream {
         })
     }
 
-    /// The same connection once more.
+    /// Duplicates the descriptor of the connection.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Returns an error if the process has no free descriptor.
     pub fn again(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
@@ -173,7 +172,7 @@ impl Stream {
         })
     }
 
-    /// Ends it, in one direction or both, under whoever waits for it.
+    /// Shuts the connection down in one or both directions, which wakes threads blocked on it.
     pub fn shut(&self, how: Shutdown) {
         let _ = match self {
             Self::Tcp(stream) => stream.shutdown(how),
@@ -181,10 +180,10 @@ impl Stream {
         };
     }
 
-    /// Reads what there is, by `until` at the latest.
+    /// Reads available bytes until the deadline `until`.
     ///
     /// # Errors
-    /// [`io::ErrorKind::TimedOut`], or that of `read(2)`.
+    /// Returns [`io::ErrorKind::TimedOut`] at the deadline, or the error of `read(2)`.
     pub fn read_until(&mut self, into: &mut [u8], until: Instant) -> io::Result<usize> {
         loop {
             let left = Some(time_left(until)?);
@@ -199,10 +198,10 @@ impl Stream {
         }
     }
 
-    /// Writes it all, by `until` at the latest.
+    /// Writes all bytes until the deadline `until`.
     ///
     /// # Errors
-    /// [`io::ErrorKind::TimedOut`], or that of `write(2)`.
+    /// Returns [`io::ErrorKind::TimedOut`] at the deadline, or the error of `write(2)`.
     pub fn write_until(&mut self, mut bytes: &[u8], until: Instant) -> io::Result<()> {
         while !bytes.is_empty() {
             let left = Some(time_left(until)?);
@@ -260,7 +259,7 @@ mod tests {
         }
     }
 
-    /// A socket that somebody listens at stays, and so does a file that is no socket.
+    /// Keeps a socket that has a listener, and any file that is not a socket.
     #[test]
     fn a_unix_socket_replaces_only_a_dead_one() {
         let dir = tempfile::tempdir().unwrap();
@@ -279,7 +278,7 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"data");
     }
 
-    /// A client that drips, or takes nothing, is given up at the time that was set.
+    /// The deadline also ends the connection of a client that sends or reads slowly.
     #[test]
     fn time_is_over_when_it_is() {
         let (ours, _theirs) = UnixStream::pair().unwrap();

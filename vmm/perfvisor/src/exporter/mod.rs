@@ -1,20 +1,20 @@
-//! `perfvisor exporter`: what all VMs of this host count, and profiles of them, over HTTP: for Prometheus,
-//! and for Pyroscope, Parca and the like.
+//! `perfvisor exporter`: serves metrics and profiles of all VMs on this host over HTTP, for
+//! Prometheus, Pyroscope, Parca and similar systems.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `listen` | where it listens, and its connections |
-//! | `access` | who may read from it |
-//! | `http` | a request's head, and replies |
-//! | `server` | the connections' bounds, and what is answered |
-//! | `vms` | the VMs there are; each is asked by a thread of its own |
-//! | `standing` | which VMs are asked, and which are waited for |
-//! | `profile` | profiles, each made by a process of its own |
-//! | `snapshot` | values and names of the metrics of one scrape |
-//! | `directory` | where the files of a profile are while it is made |
+//! | `listen` | listening sockets and connections |
+//! | `access` | access control |
+//! | `http` | request heads and replies |
+//! | `server` | connection limits and request handlers |
+//! | `vms` | VM discovery, and one thread per VM that queries it |
+//! | `standing` | back-off for VMs that fail to answer |
+//! | `profile` | profiles, each produced by a separate process |
+//! | `snapshot` | names and values of the metrics of one scrape |
+//! | `directory` | temporary directories of profiles |
 //!
-//! It is one process for a host. It speaks the control sockets of the VMs as any operator does, and has no
-//! capability.
+//! One process serves the whole host. The exporter uses the VMs' control sockets like any operator,
+//! and holds no capability.
 
 mod access;
 mod directory;
@@ -45,12 +45,12 @@ use listen::{Address, Listener};
 use server::Exporter;
 use vms::Vms;
 
-/// Default of `--events`. None of them takes a counter of the host PMU.
+/// Default of `--events`. None of these events occupies a counter of the host PMU.
 const DEFAULT_EVENTS: &str =
     "task-clock,context-switches,cpu-migrations,page-faults,kvm:exits,kvm:halt_exits,kvm:irq_injections";
-/// Between two looks for signals.
+/// Interval at which signals are polled.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long a connection may go on when the exporter ends.
+/// Maximum duration of a connection after the exporter begins to exit.
 const END_TIME: Duration = Duration::from_secs(2);
 
 /// `perfvisor exporter`.
@@ -84,34 +84,25 @@ pub struct ExporterArgs {
     pub events: String,
 }
 
-/// Why nothing is served.
+/// Errors of the exporter.
 #[derive(Debug, thiserror::Error)]
 pub enum ExporterError {
-    /// The list of events is invalid.
     #[error("--events")]
     Events(#[from] NamedError),
-    /// The access rules cannot be resolved.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// It cannot listen there.
     #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
     Listen {
-        /// Where.
         address: Address,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// There are no sockets to be found.
     #[error("--vms {}: it cannot be read; make a directory that the exporter's user may read", dir.display())]
     NoDirectory {
-        /// The directory.
         dir: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// Signals cannot be waited for.
     #[error("the signals that end it")]
     Signals(#[source] io::Error),
 }
@@ -125,7 +116,8 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// That there may be sockets in `dir`. Says what their users can do to each other there.
+/// Checks that `dir` can contain sockets. Logs how users of the directory can interfere with each
+/// other.
 fn look_into(dir: &Path) -> Result<(), ExporterError> {
     let meta = std::fs::read_dir(dir).and_then(|_| std::fs::metadata(dir));
     let meta = meta.map_err(|source| ExporterError::NoDirectory {
@@ -142,10 +134,10 @@ fn look_into(dir: &Path) -> Result<(), ExporterError> {
     Ok(())
 }
 
-/// Serves until a signal ends it.
+/// Serves requests until a signal arrives.
 ///
 /// # Errors
-/// [`ExporterError`].
+/// Returns [`ExporterError`] if the arguments are invalid or the exporter cannot listen.
 pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     let events = vendor::by_selector(&args.events)?;
     if let Some(dir) = &args.vms {
@@ -161,9 +153,10 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     };
     let listener = Listener::bind(&args.listen).map_err(refused)?;
     let address = listener.address().map_err(refused)?;
-    // It needs none, and its threads and processes get what it has now.
+    // The exporter needs no capability, and its threads and child processes inherit the current
+    // set.
     privileges::drop_thread_capabilities();
-    // Profiles are made of what the guests have in their memory.
+    // Profiles contain data from guest memory.
     privileges::forbid_core_dumps();
     directory::remove_left_behind(&std::env::temp_dir());
     if let Address::Tcp(at) = &address
@@ -197,7 +190,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted
                 ) => {}
             Err(e) => {
-                // Most likely no descriptors are left.
+                // The most likely cause is that no descriptor is free.
                 log::warn!("accept: {}; no new connections for a moment", error_line(&e));
                 std::thread::sleep(LOOK);
             }

@@ -1,8 +1,7 @@
-//! `/debug/pprof/profile`: a profile of one VM, as pprof's protocol buffer.
+//! `/debug/pprof/profile`: a profile of one VM in pprof's protocol buffer format.
 //!
-//! Recording, and reading what the guest's memory and a VM have said, is done by a process of its own for
-//! each profile (`perfvisor record`, then `perfvisor pprof`), with a limit of memory and of time. What it
-//! does wrong ends that profile and nothing else.
+//! Separate processes record each profile (`perfvisor record`) and parse guest memory and VM
+//! replies (`perfvisor pprof`), with limits on memory and time. A failure affects one profile only.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -23,45 +22,47 @@ use super::listen::Stream;
 use super::vms::Target;
 use crate::commands::one_line;
 
-/// Most profiles at a time.
+/// Maximum number of concurrent profiles.
 const MAX_PROFILES: usize = 4;
-/// Longest profile, in seconds.
+/// Maximum duration of a profile, in seconds.
 const MAX_SECONDS: u64 = 120;
-/// How long a profile is if nothing is asked for: as with Go's.
+/// Default duration of a profile, in seconds, as in Go.
 const DEFAULT_SECONDS: u64 = 30;
-/// Most samples a second of each vCPU.
+/// Maximum sampling frequency per vCPU, in Hz.
 const MAX_HZ: u64 = 1000;
-/// Samples a second of each vCPU if nothing is asked for.
+/// Default sampling frequency per vCPU, in Hz.
 const DEFAULT_HZ: u64 = 99;
-/// What may be in a list of events, besides letters and digits, and its longest length.
+/// Characters allowed in an event list besides letters and digits, and the maximum length of the
+/// list.
 const EVENT_CHARACTERS: &[u8] = b"_:/,=.{}-";
 const MAX_EVENT: usize = 200;
-/// How long making a profile may take, besides recording it: looking for the guest's kernel above all.
+/// Time limit for the production of a profile in addition to the recording time. Most of the time
+/// is spent on finding the guest's kernel.
 const MORE_TIME: Duration = Duration::from_secs(75);
-/// Most memory of a process that makes one, in bytes.
+/// Memory limit of the processes, in bytes.
 const MAX_MEMORY: u64 = 4 << 30;
-/// Largest file that it writes, in bytes.
+/// Maximum size of a file that the processes write, in bytes.
 const MAX_FILE: u64 = 256 << 20;
-/// Largest profile, in bytes.
+/// Maximum size of a profile, in bytes.
 const MAX_PROFILE: u64 = 32 << 20;
-/// Most of what it says on standard error.
+/// Maximum number of bytes read from standard error.
 const MAX_SAID: u64 = 4 << 10;
-/// Between two looks whether it has ended or the client has gone.
+/// Interval at which the end of the process and of the connection are polled.
 const LOOK: Duration = Duration::from_millis(20);
-/// The media type of a profile.
+/// Media type of a profile.
 const PPROF: &str = "application/octet-stream";
 
-/// Profiles that are being made.
+/// Profiles in progress, and their statistics.
 #[derive(Debug, Default)]
 pub struct Profiles {
     running: Mutex<HashSet<String>>,
-    /// Those that were made.
+    /// Number of completed profiles.
     pub made: AtomicU64,
-    /// Those that failed or were refused.
+    /// Number of failed or refused profiles.
     pub failed: AtomicU64,
 }
 
-/// What was asked for.
+/// The parameters of a profile request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Wanted {
     seconds: u64,
@@ -95,7 +96,7 @@ impl Wanted {
     }
 }
 
-/// A place among the profiles that are being made.
+/// A reserved slot among the concurrent profiles, released on drop.
 struct Place<'p> {
     profiles: &'p Profiles,
     label: String,
@@ -129,7 +130,8 @@ impl Profiles {
         Err(Reply::refusal(503, &why).again_in(5))
     }
 
-    /// Makes one of the VM at `target` for the client at `stream`; `stop`: the exporter ends.
+    /// Produces a profile of the VM at `target` for the client at `stream`. `stop` is set when the
+    /// exporter exits.
     pub fn make(&self, request: &Request, target: &Target, stream: &Stream, stop: &AtomicBool) -> Reply {
         let made = Wanted::of(request).and_then(|wanted| {
             let _place = self.place(&target.label)?;
@@ -165,8 +167,10 @@ fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) 
     run(command, stream, stop, until)
 }
 
-/// This program, with another command. It is found even if the file was replaced. The process ends with the
-/// calling thread, which waits for it, and so with the exporter, however that ends.
+/// Returns a command that runs this program with another subcommand.
+///
+/// The program is found even if its file was replaced. The child is killed when the calling thread
+/// ends, and thus also if the exporter is killed.
 fn of_ours(command: &str) -> Command {
     let mut program = Command::new(Path::new("/proc/self/exe"));
     program
@@ -178,7 +182,7 @@ fn of_ours(command: &str) -> Command {
     program
 }
 
-/// A process that is ended when this goes.
+/// A child process, killed on drop.
 struct Running(Child);
 
 impl Drop for Running {
@@ -188,7 +192,8 @@ impl Drop for Running {
     }
 }
 
-/// Runs it to its end, unless the client goes away, time is over or the exporter ends. Gives what it wrote.
+/// Runs `command` to its end and returns its output. Stops when the client disconnects, the
+/// deadline passes or the exporter exits.
 fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant) -> Result<Vec<u8>, Reply> {
     let failed = |e: &std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
     let mut running = Running(command.spawn().map_err(|e| failed(&e))?);
@@ -227,7 +232,7 @@ fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant)
     Ok(out)
 }
 
-/// Reads up to `most` bytes on a thread. What is behind them is not waited for, and who writes it ends.
+/// Reads up to `most` bytes on a new thread. A process that writes more is terminated by SIGPIPE.
 fn read_all(from: impl Read + Send + 'static, most: u64) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
@@ -251,7 +256,7 @@ fn limit(child: &Child) {
     }
 }
 
-/// Whether the client has closed its end.
+/// Returns whether the client has closed the connection.
 fn has_gone(stream: &Stream) -> bool {
     let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
     match poll(&mut polled, Some(&rustix::event::Timespec::default())) {
@@ -320,7 +325,8 @@ mod tests {
         command
     }
 
-    /// A process that fails, writes without end, or runs for ever ends the profile with its reason.
+    /// A process that fails, writes without limit or never ends makes the profile fail with a
+    /// reason.
     #[test]
     fn a_process_that_goes_wrong_is_told_of() {
         let (ours, theirs) = UnixStream::pair().unwrap();

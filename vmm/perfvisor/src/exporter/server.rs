@@ -1,8 +1,9 @@
-//! Connections to the exporter, and their bounds.
+//! Connections of the exporter and their limits.
 //!
-//! Each connection has a thread, for one request: its head is at most [`http::MAX_HEAD`] bytes and must be
-//! there in `HEAD_TIME`, its reply must be fetched in `REPLY_TIME`, and there are at most `MAX_CONNECTIONS`.
-//! Of those whose request is not there yet, the oldest makes room for a new one.
+//! Each connection has its own thread and serves one request. The head of the request is limited to
+//! [`http::MAX_HEAD`] bytes and `HEAD_TIME`, the transmission of the reply to `REPLY_TIME`, and the
+//! number of connections to `MAX_CONNECTIONS`. At that number, a new connection replaces the oldest
+//! one that has not sent its request yet.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -20,51 +21,53 @@ use super::profile::Profiles;
 use super::snapshot::{self, Families, Labels, Snapshot};
 use super::vms::{Target, Vms};
 
-/// Most connections at a time.
+/// Maximum number of concurrent connections.
 const MAX_CONNECTIONS: usize = 64;
-/// How long a request's head may take to come.
+/// Time limit for the reception of a request head.
 const HEAD_TIME: Duration = Duration::from_secs(5);
-/// How long a client may take to fetch its reply.
+/// Time limit for the transmission of a reply.
 const REPLY_TIME: Duration = Duration::from_secs(10);
-/// How long what a client still sends is read after the reply, so that the reply is not lost to a reset.
+/// Time for which input is discarded after the reply, so that a TCP reset does not destroy the
+/// reply.
 const LINGER_TIME: Duration = Duration::from_secs(1);
-/// How much of it.
+/// Maximum amount of input discarded after the reply, in bytes.
 const LINGER_BYTES: usize = 256 << 10;
-/// How long a scrape of all VMs serves others too.
+/// Maximum age of a cached scrape of all VMs.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// What all connections share.
+/// The state that all connections share.
 pub struct Exporter {
     vms: Vms,
     access: Access,
     profiles: Profiles,
-    /// Where it listens, for clients that do not say by which name they know it.
+    /// Address of the listening socket, for requests without a `Host` field.
     address: String,
     slots: Mutex<Slots>,
-    /// The last text of all VMs and when it was made. Who finds it locked gets what is being made.
+    /// The last scrape of all VMs and its time. Concurrent scrapes wait for the lock and share the
+    /// result.
     text: Mutex<Option<(Instant, Arc<str>)>>,
     scrapes: AtomicU64,
     refused: AtomicU64,
-    /// It ends.
+    /// Set when the exporter exits.
     stop: AtomicBool,
 }
 
-/// The connections there are.
+/// The open connections.
 #[derive(Default)]
 struct Slots {
     next: u64,
-    /// By their age: those whose request is awaited, and the others (`None`).
+    /// Connections by age; `None` after the request has been received.
     taken: BTreeMap<u64, Option<Stream>>,
 }
 
-/// The place of a connection; given back when this goes.
+/// The slot of one connection, released on drop.
 struct Slot {
     exporter: Arc<Exporter>,
     id: u64,
 }
 
 impl Slot {
-    /// The request is there: it makes room for nobody any more.
+    /// Marks the request as received, so that no new connection can replace this one.
     fn is_served(&self) {
         let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
         slots.taken.insert(self.id, None);
@@ -79,7 +82,7 @@ impl Drop for Slot {
 }
 
 impl Exporter {
-    /// Serves the VMs of this host, at `address`, to whom `access` lets in.
+    /// Creates an exporter at `address` that serves the clients allowed by `access`.
     pub fn new(vms: Vms, access: Access, address: String) -> Self {
         Self {
             vms,
@@ -94,12 +97,12 @@ impl Exporter {
         }
     }
 
-    /// Has the connections end soon.
+    /// Requests the end of all connections.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// How many connections there are.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
         self.slots
             .lock()
@@ -108,16 +111,16 @@ impl Exporter {
             .len()
     }
 
-    /// Serves a connection on a thread of its own, if there is room.
+    /// Serves a connection on a new thread, or refuses the connection if the limit is reached.
     pub fn admit(self: &Arc<Self>, stream: Stream) {
         let Some(slot) = self.slot(&stream) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
             let busy = Reply::refusal(503, "too many connections").again_in(1);
-            // What fits the socket's buffer is sent, and nobody waits for the client.
+            // The short deadline suffices for a reply that fits into the socket buffer.
             let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
             let _ = stream.write_until(&[&busy.head(), &*busy.body].concat(), until);
             stream.shut(Shutdown::Write);
-            // What was not read when it is closed would take the reply back.
+            // Closing a socket with unread input would reset the connection and lose the reply.
             let _ = stream.read_until(&mut [0; 4096], until);
             return;
         };
@@ -181,7 +184,7 @@ impl Exporter {
         match request.path.as_str() {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
-                // Who asks for the head alone has no profile made.
+                // HEAD requests do not produce a profile.
                 Ok(target) if target.observed => {
                     let why = "the exporter looks on at this VM (--vms), and samples need its control socket: run an exporter of its user";
                     Reply::refusal(403, why)
@@ -196,7 +199,7 @@ impl Exporter {
         }
     }
 
-    /// The VM that is asked for, or the only one.
+    /// Returns the requested VM, or the only VM if the request names none.
     fn one(&self, request: &Request) -> Result<Target, Reply> {
         let (targets, _) = self.vms.targets();
         match request.parameter("vm") {
@@ -219,7 +222,7 @@ impl Exporter {
                 Err(refusal) => refusal,
             };
         }
-        // Two scrapes at once are one.
+        // Concurrent scrapes share one result.
         let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
         let fresh = text.as_ref().filter(|(made, _)| made.elapsed() < FRESH);
         let fresh = match fresh {
@@ -236,7 +239,8 @@ impl Exporter {
         Reply::ok(OPENMETRICS, fresh)
     }
 
-    /// What these VMs count. `closed`: how many directories could not be looked into, if it is all VMs.
+    /// Returns the metrics of `targets`. For a scrape of all VMs, `closed` is the number of
+    /// unreadable directories.
     fn text_of(&self, targets: &[Target], closed: Option<usize>) -> String {
         let asked = self.vms.ask(targets);
         let mut own = Families::default();
@@ -282,13 +286,13 @@ impl Exporter {
             let help = "Profiles that were refused or not made to the end.";
             own.counts("exporter_profiles_failed", help, one(&self.profiles.failed));
         }
-        // The shares of the budgets are given back when the text is there.
+        // The budget shares are held until the text is complete.
         let (snapshots, _held): (Vec<_>, Vec<_>) = asked.into_iter().map(|a| (a.snapshot, a.held)).unzip();
         let snapshots: Vec<Snapshot> = snapshots.into_iter().flatten().collect();
         snapshot::encode(&snapshots, own)
     }
 
-    /// The VMs in the form of Prometheus' HTTP service discovery.
+    /// Returns the VMs in the format of Prometheus' HTTP service discovery.
     fn discovery(&self, request: &Request) -> Reply {
         let here = match &request.host {
             Host::Named(host) => host,
@@ -315,7 +319,8 @@ impl Exporter {
     }
 }
 
-/// The request, or why it is none; `None` if the client has gone.
+/// Reads the head of a request. Returns the refusal of an invalid request, or `None` if the client
+/// has disconnected.
 fn head(stream: &mut Stream) -> Option<Result<Request, Reply>> {
     let until = Instant::now() + HEAD_TIME;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);

@@ -1,4 +1,4 @@
-//! The values of one scrape, and their names.
+//! Metrics of one scrape: names, labels and values.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -11,38 +11,39 @@ use prometheus_client::registry::{Registry, Unit};
 use control_api::counts::{ContextCounts, VcpuCounts};
 use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
 
-/// The event behind the steal metric.
+/// Event from which the steal metric is computed.
 const STEAL_EVENT: &str = "steal-ns";
 
-/// Operator events with their readings.
+/// Operator events and their readings.
 pub type EventReadings = Vec<(Opened, EventReading)>;
-/// Time each vCPU waited for a host CPU, in ns; those alone that know.
+/// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
 pub type StealTimes = Vec<(u32, u64)>;
 
-/// Everything that is served of a VM at one moment.
+/// The metrics of one VM at one moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// What the label `vm` says.
+    /// Value of the label `vm`.
     pub label: String,
-    /// The VM.
+    /// Description of the VM.
     pub vm: VmInfo,
-    /// What the loops of its vCPUs counted, in order.
+    /// Statistics of the vCPU loops, by vCPU index.
     pub vcpus: Vec<VcpuCounts>,
-    /// What the guest has programmed, of the vCPUs that answered in time.
+    /// Guest-programmed counters of the vCPUs that answered in time.
     pub views: Vec<VcpuView>,
-    /// Operator events with their readings.
+    /// Operator events and their readings.
     pub events: EventReadings,
-    /// Time each vCPU waited for a host CPU, in ns; those alone that know.
+    /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
     pub steal_ns: StealTimes,
 }
 
-/// What to open for the metrics of `events`: them, and what tells of stolen time.
+/// Returns the event list to open for the metrics of `events`: these events and the steal time
+/// event.
 pub fn with_steal(events: &str) -> String {
     format!("{STEAL_EVENT},{events}")
 }
 
-/// Of what was opened for [`with_steal`], keeps each event once: one that was named twice is one series.
-/// Gives those of the operator that cannot be counted, and why.
+/// Removes duplicate events, which would produce duplicate series. Returns the operator events that
+/// cannot be counted, with the reasons.
 pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
@@ -51,8 +52,10 @@ pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Readings of what was opened for [`with_steal`], for the whole VM: the operator's events, a series for each
-/// vCPU, whose parts stay when it goes, or one for a count of the VM; and the time each vCPU waited, in ns.
+/// Groups the readings of the events opened for [`with_steal`].
+///
+/// Returns the operator's events, with one series per vCPU or one for an event of the VM, and the
+/// steal time of each vCPU in nanoseconds.
 pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
@@ -81,8 +84,8 @@ pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, 
     (events, steal_ns)
 }
 
-/// Snapshots of several VMs, each with a label of its own, in OpenMetrics' text format, behind families of
-/// whom the snapshots are not.
+/// Encodes snapshots of several VMs and the metric families `families` in the OpenMetrics text
+/// format. The labels of the snapshots must be unique.
 pub fn encode(snapshots: &[Snapshot], mut families: Families) -> String {
     for snapshot in snapshots {
         families.vm = Some(snapshot.label.clone());
@@ -91,14 +94,14 @@ pub fn encode(snapshots: &[Snapshot], mut families: Families) -> String {
     let mut registry = Registry::with_prefix("perfvisor");
     registry.register_collector(Box::new(families));
     let mut out = String::new();
-    // Writing to a string fails only if an encoder says so, and none of these does.
+    // Writing to a string cannot fail, and no encoder used here returns an error.
     if let Err(e) = text::encode(&mut out, &registry) {
         log::error!("metrics: {e}");
     }
     out
 }
 
-/// The unit of metrics that are times.
+/// Returns the unit of time metrics.
 pub fn seconds() -> Unit {
     Unit::Seconds
 }
@@ -106,11 +109,11 @@ pub fn seconds() -> Unit {
 /// Names and values of labels.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// The values of a family's series.
+/// The series of a metric family.
 #[derive(Debug)]
 enum Series {
     Counts(Vec<(Labels, u64)>),
-    /// Counters of nanoseconds, served as seconds.
+    /// Counters in nanoseconds, exported in seconds.
     Seconds(Vec<(Labels, u64)>),
     Gauges(Vec<(Labels, f64)>),
     Infos(Vec<Labels>),
@@ -124,13 +127,13 @@ struct Family {
     series: Series,
 }
 
-/// Families of metrics, in the order in which they were first added to. One without series is left out.
+/// Metric families in order of first use. Families without series are omitted.
 #[derive(Debug, Default)]
 pub struct Families {
-    /// The label of what is added.
+    /// Value of the label `vm` for added series.
     vm: Option<String>,
     list: Vec<Family>,
-    /// By name and unit.
+    /// Positions by name and unit.
     index: HashMap<(&'static str, Option<&'static str>), usize>,
 }
 
@@ -140,7 +143,7 @@ impl Families {
         self.add(name, help, None, Series::Counts(series));
     }
 
-    /// Adds counters of nanoseconds, which are served as seconds.
+    /// Adds counters in nanoseconds, exported in seconds.
     pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
         self.add(name, help, Some(Unit::Seconds), Series::Seconds(series));
     }
@@ -202,7 +205,7 @@ impl Families {
     }
 }
 
-/// Encodes a series. One without labels has no braces either.
+/// Encodes a series. A series without labels has no braces.
 fn labelled(
     out: &mut MetricEncoder<'_>,
     labels: &Labels,
@@ -258,7 +261,7 @@ fn in_seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Share of its enabled time that something counted; `None` if it was never enabled.
+/// Returns the ratio of running time to enabled time; `None` if the event was never enabled.
 fn share(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (enabled_ns > 0).then(|| (running_ns as f64 / enabled_ns as f64).min(1.0))
 }
@@ -304,7 +307,7 @@ impl Snapshot {
         out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)));
     }
 
-    /// A series for each vCPU.
+    /// Returns one series per vCPU.
     fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
         let series = |vcpu: &VcpuCounts| (vec![vcpu_label(vcpu.vcpu)], of(vcpu));
         self.vcpus.iter().map(series).collect()
@@ -329,7 +332,7 @@ impl Snapshot {
         let mut pmis = Vec::new();
         for c in &self.vcpus {
             let i = c.vcpu;
-            // KVM's own vPMU delivers its interrupts itself, and nobody here knows how many.
+            // KVM's own vPMU delivers its PMIs itself, so their number is unknown.
             let view = self.views.iter().find(|view| view.vcpu == i);
             if view.is_some_and(|view| view.pmis.is_none()) {
                 continue;
@@ -379,7 +382,7 @@ impl Snapshot {
                 requests.extend(c.pmi_requests.map(|n| (place.clone(), n)));
                 uncounted.extend(c.uncounted_ns.map(|n| (place.clone(), n)));
                 fallbacks.push((place.clone(), if c.fallback { 1.0 } else { 0.0 }));
-                // What nobody counts for has no count and no times.
+                // A counter without backing has neither a count nor times.
                 let (Some(event), Some(backing)) =
                     (&c.event, c.backing.as_ref().filter(|b| b.as_str() != "none"))
                 else {
@@ -568,8 +571,8 @@ mod tests {
         }
     }
 
-    /// Counts are told with how long they were enabled and counted; what nobody counts for has none, and the
-    /// value the guest wrote is not taken for one.
+    /// Counts are exported with enabled and running times. An unbacked counter has none, and the
+    /// guest-written value is not exported as a count.
     #[test]
     fn guest_counters_come_with_their_times() {
         let text = encode(&[snapshot()], Families::default());
@@ -597,7 +600,7 @@ mod tests {
         assert!(text.ends_with("# EOF\n"));
     }
 
-    /// Of several VMs, each family is there once, with the series of all; OpenMetrics wants them together.
+    /// OpenMetrics requires the series of a family to be contiguous.
     #[test]
     fn families_of_several_vms_are_in_one_piece() {
         let other = Snapshot {
@@ -624,7 +627,7 @@ mod tests {
         }
     }
 
-    /// A name with quotes or a line's end stays one label.
+    /// Quotes and newlines in a label value are escaped.
     #[test]
     fn labels_are_escaped() {
         let text = encode(&[snapshot()], Families::default());

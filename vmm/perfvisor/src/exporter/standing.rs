@@ -1,9 +1,9 @@
-//! Which VMs a scrape asks, and which of them it waits for.
+//! Back-off for VMs that fail to answer scrapes.
 //!
-//! A VM that fails to answer is left alone for a while, twice as long each time. When it is asked again, the
-//! scrape does not wait for it. After a VM of a user has stalled, scrapes do not wait for the other VMs of
-//! that user either: one who may offer many sockets could have another one stall at each scrape. VMs of the
-//! exporter's own user and of root are exempt from this last rule.
+//! A VM that fails to answer is skipped for a time that doubles with each failure. A scrape that
+//! queries the VM again does not wait for it. After a VM has stalled, scrapes do not wait for other
+//! VMs of the same user either: a user who owns many sockets could otherwise stall every scrape
+//! with a different one. VMs of the exporter's own user and of root are exempt from this last rule.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 
 use perf_core::guest_log::LogLimiter;
 
-/// Shortest and longest time for which a VM is left alone after a failure.
+/// Minimum and maximum time for which a VM is skipped after a failure.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// Shortest and longest time for which scrapes do not wait for a user's VMs after one of them stalled.
+/// Minimum and maximum time for which scrapes do not wait for the VMs of a user after a stall.
 const IMPATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
-/// Maximum number of users whose standing is kept.
+/// Maximum number of users on record.
 const MAX_USERS: usize = 4096;
-/// Maximum length of what is logged about a VM, in characters.
+/// Maximum length of a log message about a VM, in characters.
 const MAX_LINE: usize = 200;
 
-/// A time that doubles with each failure.
+/// A delay that doubles with each failure.
 #[derive(Clone, Copy, Debug, Default)]
 struct BackOff {
     failures: u32,
@@ -39,64 +39,64 @@ impl BackOff {
     }
 }
 
-/// Returns whether one VM is asked.
+/// The back-off state of one VM.
 #[derive(Debug, Default)]
 pub struct VmStanding(Mutex<BackOff>);
 
 impl VmStanding {
-    /// Returns whether the VM may be asked at `now`.
+    /// Returns whether the VM may be queried at `now`.
     pub fn is_due(&self, now: Instant) -> bool {
         lock(&self.0).is_over(now)
     }
 
-    /// Returns whether the VM has not answered when it was last asked.
+    /// Returns whether the last query failed.
     pub fn has_failed(&self) -> bool {
         lock(&self.0).failures > 0
     }
 
-    /// The VM has answered.
+    /// Records a valid answer.
     pub fn succeeded(&self) {
         *lock(&self.0) = BackOff::default();
     }
 
-    /// The VM has not answered, or not as it should.
+    /// Records a missing or invalid answer.
     pub fn failed(&self, now: Instant) {
         lock(&self.0).fail(now, BACK_OFF);
     }
 }
 
-/// The record of one user.
+/// The back-off state of one user.
 #[derive(Debug, Default)]
 struct User {
     impatience: BackOff,
     log: LogLimiter,
 }
 
-/// The standing of the users whose VMs are served.
+/// The back-off states of all users whose VMs are served.
 #[derive(Debug, Default)]
 pub struct Users(Mutex<HashMap<u32, User>>);
 
 impl Users {
-    /// A VM of user `uid` has stalled at `now`.
+    /// Records a stall of a VM of user `uid` at `now`.
     pub fn stalled(&self, uid: u32, now: Instant) {
         let mut users = lock(&self.0);
         if let Some(user) = entry(&mut users, uid) {
-            // Several VMs that stall in one scrape are one failure.
+            // Several stalls within one scrape count as one failure.
             if user.impatience.is_over(now) {
                 user.impatience.fail(now, IMPATIENCE);
             }
         }
     }
 
-    /// Returns whether a scrape at `now` waits for VMs of user `uid`.
+    /// Returns whether a scrape at `now` waits for the VMs of user `uid`.
     pub fn is_waited_for(&self, uid: u32, now: Instant) -> bool {
         lock(&self.0)
             .get(&uid)
             .is_none_or(|user| user.impatience.is_over(now))
     }
 
-    /// Logs what came of a VM of user `uid`: bounded in length, without control characters, and with a limit
-    /// of the rate for each user.
+    /// Logs a message about a VM of user `uid`. Limits the length, removes control characters and
+    /// applies a rate limit per user.
     pub fn warn(&self, uid: u32, label: &str, what: &str) {
         let admitted = {
             let mut users = lock(&self.0);
@@ -119,7 +119,7 @@ fn entry(users: &mut HashMap<u32, User>, uid: u32) -> Option<&mut User> {
     Some(users.entry(uid).or_default())
 }
 
-/// Returns `text` for a log line: its control characters replaced, and its end left out if it is long.
+/// Returns `text` for a log line: control characters are replaced, and long text is truncated.
 pub fn shown(text: &str) -> String {
     let mut characters = text.chars();
     let mut shown: String = characters
@@ -137,7 +137,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A VM's standing that a scrape and the VM's thread share.
+/// The back-off state that scrapes and the VM's thread share.
 pub type SharedStanding = Arc<VmStanding>;
 
 #[cfg(test)]
@@ -167,8 +167,8 @@ mod tests {
     #[test]
     fn scrapes_stop_waiting_for_a_user_whose_vms_stall_by_turns() {
         let (users, begin) = (Users::default(), Instant::now());
-        // A scrape every 15 s for an hour, at each of which another VM of the user stalls if it is
-        // waited for.
+        // One scrape every 15 s for an hour; in each, a different VM of the user stalls if the
+        // scrape waits for it.
         let scrapes = (0..240).map(|n| begin + Duration::from_secs(15 * n));
         let delayed = scrapes.filter(|now| {
             let waited = users.is_waited_for(1000, *now);

@@ -1,6 +1,8 @@
-//! The VMs of this host, each with a thread that asks it what it counts. A VM that stalls delays no other:
-//! its thread waits, and scrapes go on without it (`standing`). What VMs send is bounded: each reply, what
-//! all VMs of one user send for a scrape, and what all VMs send.
+//! Discovery and queries of the VMs on this host.
+//!
+//! Each VM has a thread that queries its metrics, so a stalled VM delays no other, and scrapes
+//! continue without it (`standing`). Sizes are limited: each reply, the replies of all VMs of one
+//! user to a scrape, and the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -20,85 +22,86 @@ use perf_core::error_line;
 use super::snapshot::{self, Snapshot};
 use super::standing::{SharedStanding, Users, shown};
 
-/// Most VMs that are asked.
+/// Maximum number of VMs.
 const MAX_VMS: usize = 1024;
-/// Most VMs of one user in a directory of several (`--vms`).
+/// Maximum number of VMs of one user in a shared directory (`--vms`).
 const MAX_VMS_OF_USER: usize = 256;
-/// Maximum time for one reply.
+/// Time limit for one reply.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Maximum time for all of a VM's replies to one scrape.
+/// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
-/// How long a scrape goes on for VMs that are not waited for.
+/// Time for which a scrape runs on for VMs that it does not wait for.
 const GRACE: Duration = Duration::from_millis(500);
-/// Maximum length of a VM's reply, in bytes: what 256 vCPUs need.
+/// Maximum size of a VM's reply, in bytes; sufficient for 256 vCPUs.
 const MAX_REPLY: usize = 2 << 20;
-/// Maximum length of the replies that are held of all VMs, of those of the exporter's own user and root, of
-/// all others, and of one other user, in bytes.
+/// Memory limits for held replies, in bytes: of all VMs, of VMs of the exporter's own user and
+/// root, of VMs of all other users, and of one other user.
 const MAX_REPLIES: usize = 76 << 20;
 const MAX_OWN_REPLIES: usize = 64 << 20;
 const MAX_FOREIGN_REPLIES: usize = 12 << 20;
 const MAX_REPLIES_OF_USER: usize = 4 << 20;
-/// How long vCPUs may take to say what their guests count.
+/// Time limit for the vCPUs to report their guest counters.
 const VIEW_TIME: Duration = Duration::from_millis(500);
-/// Between two looks whether they have.
+/// Polling interval for these reports.
 const VIEW_LOOK: Duration = Duration::from_millis(2);
-/// Longest label's value that is taken from a VM, in bytes.
+/// Maximum length of a label value from a VM, in bytes.
 const MAX_VALUE: usize = 200;
-/// Most vCPUs, counters of one of them, and series of events that are taken from a VM.
+/// Maximum numbers of vCPUs of a VM, counters of a vCPU, and event series of a VM.
 const MAX_VCPUS: usize = 256;
 const MAX_COUNTERS: usize = 64;
 const MAX_EVENTS: usize = 4096;
-/// Most kinds of exits of a vCPU.
+/// Maximum number of exit reasons of a vCPU.
 const MAX_KINDS: usize = 64;
 
-/// Where a VM is.
+/// A VM and its control socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its label: the name, and behind an at sign the user if that is another one.
+    /// Label of the VM: its name, followed by `@` and the user if the exporter runs as another
+    /// user.
     pub label: String,
-    /// Its control socket.
+    /// Path of the control socket.
     pub socket: PathBuf,
-    /// Whose directory that is in, or whose socket it is.
+    /// User who owns the directory or the socket.
     pub owner: u32,
-    /// It is a socket for observers, who count and have no samples.
+    /// `true` for an observer socket, which permits counting but no sampling.
     pub observed: bool,
 }
 
-/// What came of asking a VM.
+/// The result of querying a VM.
 #[derive(Debug)]
 pub struct Asked {
-    /// Its label.
+    /// Label of the VM.
     pub label: String,
-    /// What it counts; `None` if it did not say in time.
+    /// Metrics of the VM; `None` if the VM did not answer in time.
     pub snapshot: Option<Snapshot>,
-    /// How long it took.
+    /// Duration of the query.
     pub took: Duration,
-    /// Share of the budgets that `snapshot` has.
+    /// Share of the memory budgets that `snapshot` occupies.
     pub held: Option<HeldBytes>,
 }
 
-/// A scrape's question to the thread of a VM.
+/// A query of a scrape to the thread of a VM.
 struct Job {
     until: Instant,
     tell: Sender<Asked>,
 }
 
-/// The thread of a VM; it ends when this goes.
+/// The thread of a VM, which ends on drop.
 struct Worker {
     target: Target,
     jobs: SyncSender<Job>,
     standing: SharedStanding,
 }
 
-/// The state that the thread of a VM shares with others.
+/// The state that the threads of all VMs share.
 struct Shared {
-    /// What is counted for the metrics of each VM, in perf's syntax.
+    /// Events counted for the metrics of each VM, in perf's syntax.
     events: String,
     users: Users,
     budgets: Budgets,
 }
 
-/// Budgets for replies.
+/// Memory budgets for replies.
 struct Budgets {
     own: Arc<ReplyBudget>,
     foreign: Arc<ReplyBudget>,
@@ -116,7 +119,7 @@ impl Budgets {
         }
     }
 
-    /// Returns the budget of VMs of user `uid`.
+    /// Returns the budget for VMs of user `uid`.
     fn of_user(&self, uid: u32) -> Arc<ReplyBudget> {
         if is_trusted(uid) {
             return self.own.clone();
@@ -128,26 +131,28 @@ impl Budgets {
     }
 }
 
-/// Returns whether VMs of user `uid` can do the exporter no harm that their user could not do anyhow.
+/// Returns whether user `uid` is trusted: root, or the exporter's own user.
 fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == peer::own_uid()
 }
 
-/// All VMs.
+/// All VMs on this host.
 pub struct Vms {
     shared: Arc<Shared>,
-    /// The directory with sockets for observers, if they are not looked for wherever they are.
+    /// Directory of observer sockets; `None` to search all known directories.
     dir: Option<PathBuf>,
-    /// Users whose VMs are served; empty: all.
+    /// Users whose VMs are served; empty for all users.
     owners: Vec<u32>,
     workers: Mutex<BTreeMap<String, Worker>>,
-    /// Directories that were told of: where it may not look, or what was passed by.
+    /// Directories that were already reported as unreadable or ignored.
     told: Mutex<HashSet<PathBuf>>,
 }
 
 impl Vms {
-    /// The VMs there are, or those that have a socket for observers in `dir`, for each of which `events` will
-    /// be counted. Unless `owners` is empty, only VMs of these users are served.
+    /// Creates the set of VMs: all VMs of the host, or those with an observer socket in `dir`.
+    ///
+    /// `events` are counted for each VM. Unless `owners` is empty, only VMs of these users are
+    /// served.
     pub fn new(events: String, dir: Option<PathBuf>, owners: Vec<u32>) -> Self {
         let shared = Shared {
             events,
@@ -163,7 +168,8 @@ impl Vms {
         }
     }
 
-    /// Where they are now, by their labels; and how many directories this user may not look into.
+    /// Returns the current VMs in order of their labels, and the number of directories that this
+    /// user may not read.
     pub fn targets(&self) -> (Vec<Target>, usize) {
         match &self.dir {
             Some(dir) => (self.observed(dir), 0),
@@ -175,7 +181,8 @@ impl Vms {
         self.owners.is_empty() || self.owners.contains(&owner)
     }
 
-    /// Those with a socket for observers there. A label says whose VM it is: any user may take any name.
+    /// Returns the VMs with an observer socket in `dir`. The label includes the owner, because any
+    /// user can choose any name.
     fn observed(&self, dir: &Path) -> Vec<Target> {
         let found = place::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
             self.tell_once(dir, &error_line(&e));
@@ -202,7 +209,7 @@ impl Vms {
         for place in places.found.iter().filter(|place| self.is_served(place.owner)) {
             for (name, socket) in self.listed(place.listed()) {
                 let label = labelled(name, place.owner, own);
-                // The first of this user's directories goes before the others.
+                // The user's first directory takes precedence.
                 if targets.len() < MAX_VMS {
                     targets.entry(label.clone()).or_insert(Target {
                         label,
@@ -234,19 +241,19 @@ impl Vms {
 
     fn tell_once(&self, dir: &Path, what: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        // Who fills /tmp does not fill the log.
+        // Bounds the log in case another user fills /tmp.
         if told.len() < MAX_VMS && told.insert(dir.to_owned()) {
             log::warn!("{}: {}", shown(&dir.display().to_string()), shown(what));
         }
     }
 
-    /// Asks these at once. A VM that has not answered after [`SCRAPE_TIME`] comes without a snapshot, and so
-    /// does one that is left alone for a while.
+    /// Queries all `targets` concurrently. The result has no snapshot for a VM that does not answer
+    /// within [`SCRAPE_TIME`] or is in back-off.
     pub fn ask(&self, targets: &[Target]) -> Vec<Asked> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel();
-        // By their labels, and whether they are waited for.
+        // Whether the scrape waits for the VM, by label.
         let mut missing: BTreeMap<String, bool> = BTreeMap::new();
         let mut answered = Vec::new();
         for target in targets {
@@ -274,8 +281,8 @@ impl Vms {
         answered
     }
 
-    /// Gives the thread of a VM a job. Returns whether the scrape waits for the answer, or `None`
-    /// if the VM is not asked.
+    /// Sends a job to the thread of a VM. Returns whether the scrape waits for the answer, or
+    /// `None` if the VM is skipped.
     fn send_job(&self, target: &Target, now: Instant, job: Job) -> Option<bool> {
         let label = &target.label;
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -291,7 +298,7 @@ impl Vms {
             }
         }
         let worker = workers.get(label).filter(|worker| worker.standing.is_due(now))?;
-        // A thread that is busy with another scrape, and has one waiting, is left alone.
+        // A thread that is busy and has a queued scrape is skipped.
         if worker.jobs.try_send(job).is_err() {
             log::debug!("{label}: still busy with an earlier scrape");
             return None;
@@ -300,7 +307,7 @@ impl Vms {
         Some(by_user && !worker.standing.has_failed())
     }
 
-    /// Ends the threads of VMs that are not there any more.
+    /// Ends the threads of VMs that no longer exist.
     pub fn forget_all_but(&self, targets: &[Target]) {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -308,7 +315,7 @@ impl Vms {
     }
 }
 
-/// A VM's name, and behind an at sign the user if that is another one.
+/// Returns the label of a VM: its name, followed by `@` and the user if the owner is another user.
 fn labelled(name: String, owner: u32, own: u32) -> String {
     match owner == own {
         true => name,
@@ -343,7 +350,7 @@ impl Worker {
     }
 }
 
-/// The thread of a VM.
+/// The main function of a VM's thread.
 fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Receiver<Job>) {
     let limits = ReplyLimits {
         timeout: PATIENCE,
@@ -372,7 +379,7 @@ fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Rece
                     shared.users.stalled(target.owner, now);
                 }
                 let line = shown(&error_line(&e));
-                // Not at each scrape again.
+                // Logs a repeated error only once.
                 if line != last_error {
                     shared.users.warn(target.owner, &target.label, &line);
                     last_error = line;
@@ -380,7 +387,7 @@ fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Rece
                 (None, None)
             }
         };
-        // Who asked may have given up.
+        // The scrape may have timed out.
         let _ = job.tell.send(Asked {
             label: target.label.clone(),
             snapshot,
@@ -390,11 +397,11 @@ fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Rece
     }
 }
 
-/// A connection to a VM, whose events count as long as it is there.
+/// A connection to a VM. Its events count while the connection is open.
 struct Connection {
     client: Client,
     opened: Vec<Opened>,
-    /// Share of the budgets that `opened` has.
+    /// Share of the memory budgets that `opened` occupies.
     _held: Option<HeldBytes>,
 }
 
@@ -427,7 +434,7 @@ impl Connection {
                     }
                     let () = client.call(request::Enable)?;
                 }
-                // What the VM counts by itself is worth having.
+                // The VM's own metrics are still useful.
                 Err(ClientError::Refused(why)) => {
                     let what = format!("the events are not counted: {why}");
                     shared.users.warn(target.owner, &target.label, &what);
@@ -443,8 +450,7 @@ impl Connection {
         })
     }
 
-    /// What the VM counts now, over the connection there is or a new one, and the share of the budgets that
-    /// it has.
+    /// Reads the metrics of the VM over an existing or new connection, and accounts for their size.
     fn snapshot(
         connection: &mut Option<Self>,
         target: &Target,
@@ -481,7 +487,7 @@ impl Connection {
     }
 }
 
-/// What the guest has programmed, of the vCPUs that say so by `until`.
+/// Returns the guest-programmed counters of the vCPUs that report them before `until`.
 fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protocol::VcpuView>, ClientError> {
     let Generation { generation } = client.call(request::GuestView)?;
     let mut pause = VIEW_LOOK;
@@ -495,7 +501,8 @@ fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protoco
     }
 }
 
-/// A VM may say anything: its series stay few, each is there once, and no value is long.
+/// Sanitizes the metrics of an untrusted VM: limits the number of series, removes duplicates and
+/// truncates values.
 fn bounded(mut vm: Snapshot) -> Snapshot {
     let short = |text: &mut String| {
         if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_VALUE) {
@@ -549,7 +556,7 @@ mod tests {
 
     use super::*;
 
-    /// What a VM says twice, at length or too often costs Prometheus nothing.
+    /// Duplicate, long and excess values are removed.
     #[test]
     fn a_vm_s_words_are_bounded() {
         let vm: VmInfo = serde_json::from_str(

@@ -1,5 +1,4 @@
-//! The guest's consoles, where the arguments of `run` want them: the serial port's, and the virtio console's
-//! if there is one.
+//! The guest's consoles: the serial port, and the optional virtio console.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -16,27 +15,22 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::cli::RunArgs;
 use crate::commands::say;
 
-/// A part of the main loop.
+/// An event subscriber of the main loop.
 pub(super) type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
 
-/// Why there are no consoles: bad input of the user.
+/// Errors of the console options.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsolesError {
-    /// The guest's serial port cannot go there.
     #[error("--console")]
     Serial(#[source] ConsoleError),
-    /// Its virtio console cannot.
     #[error("--virtio-console")]
     Virtio(#[source] ConsoleError),
-    /// Both want the terminal.
     #[error(
         "--virtio-console tty: the serial port has the terminal; give it another place, as in --console none"
     )]
     TerminalTwice,
-    /// Both want one place.
     #[error("--virtio-console {0}: the serial port is there already; choose another place for one of them")]
     PlaceTwice(ConsoleTarget),
-    /// No descriptor for the device.
     #[error("--virtio-console: eventfd")]
     Device(#[source] io::Error),
 }
@@ -48,10 +42,11 @@ pub struct Consoles {
 }
 
 impl Consoles {
-    /// Opens them, and makes the virtio console's device. Says where those are that the user could not know.
+    /// Opens the consoles and creates the virtio console device. Prints the location of a console
+    /// whose path the kernel chose.
     ///
     /// # Errors
-    /// [`ConsolesError`], one line with the remedy.
+    /// Returns [`ConsolesError`] if a console cannot be opened.
     pub fn open(args: &RunArgs) -> Result<(Self, Option<virtio::Console>), ConsolesError> {
         if let Some(target) = &args.virtio_console
             && *target == args.console
@@ -78,12 +73,12 @@ impl Consoles {
         Ok((Self { serial, virtio }, Some(device)))
     }
 
-    /// That of the serial port.
+    /// Returns the console of the serial port.
     pub fn serial(&self) -> &Console {
         &self.serial
     }
 
-    /// Where the virtio console is.
+    /// Returns the location of the virtio console.
     pub fn virtio_place(&self) -> Option<&str> {
         self.virtio.as_ref().map(|(console, _)| console.place())
     }
@@ -93,16 +88,18 @@ impl Consoles {
         [&self.serial].into_iter().chain(virtio)
     }
 
-    /// Whether one of them is the terminal.
+    /// Returns whether a console uses the terminal.
     pub fn has_terminal(&self) -> bool {
         self.all().any(Console::is_terminal)
     }
 
-    /// What the main loop has to serve. `serial` takes the serial port's input, `resized` is readable when
-    /// the terminal's window has another size, `quit` is written on Ctrl-A x.
+    /// Returns the event subscribers for the main loop.
+    ///
+    /// `serial` receives the serial port's input, `resized` is readable after the terminal window
+    /// has changed its size, and `quit` is signalled by Ctrl-A x.
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// Returns an error if the process has no free descriptor.
     pub fn subscribers(
         &self,
         serial: Arc<dyn GuestInput>,
@@ -121,25 +118,26 @@ impl Consoles {
         Ok(all)
     }
 
-    /// Ends every wait for room in a console, now and later.
+    /// Ends all current and future waits for console space.
     pub fn stop(&self) {
         self.all().for_each(Console::stop);
     }
 
-    /// Waits until everything is written, at most for `limit` each. How many bytes were lost.
+    /// Waits until all output is written, for at most `limit` per console. Returns the number of
+    /// lost bytes.
     pub fn finish(&self, limit: Duration) -> u64 {
         self.all().map(|console| console.finish(limit)).sum()
     }
 }
 
-/// Says where a console is that the user could not know.
+/// Prints the location of a console whose path the kernel chose.
 fn say_place(target: &ConsoleTarget, console: &Console, what: &str) {
     if *target == ConsoleTarget::Pty {
         say(&format!("perfvisor: the {what} is {}\n", console.place()));
     }
 }
 
-/// Tells the guest of the size of the terminal's window.
+/// Forwards the size of the terminal window to the guest.
 struct Window {
     resized: EventFd,
     port: Arc<ConsolePort>,

@@ -1,4 +1,4 @@
-//! Which files of the host a running VM opens and removes; landlock keeps it from all others.
+//! Landlock rules: the host files that a running VM may open or remove.
 
 use std::fs;
 use std::io;
@@ -18,16 +18,17 @@ use super::RunError;
 use crate::cli::RunArgs;
 use crate::devices;
 
-/// What is read of the host while a VM runs, and is nobody's secret: the clients' states, run times of
-/// vCPUs, memory files of the process itself; and which CPUs there are, which the C library looks for.
+/// Host files that any VM may read, none of which is secret: /proc for client states, vCPU run
+/// times and the process's own memory files, and the list of CPUs for the C library.
 const OF_THE_HOST: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
-/// Where processes are shown. In a jail it is this one's own part.
+/// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";
 
-/// Shuts off what [`restrict`] does not name from threads that start from now on, if the kernel can do that.
+/// Denies files outside the set of [`restrict`] to threads that start from now on, if the kernel
+/// supports landlock.
 ///
 /// # Errors
-/// The kernel can, and does not.
+/// Returns [`FileAccessError`] if the kernel supports landlock but refuses the rules.
 pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
     if !args.landlock {
         return Ok(());
@@ -42,19 +43,21 @@ pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
     Ok(())
 }
 
-/// Leaves this thread, and those that it starts, the files that a VM of `args` needs while it runs.
+/// Restricts this thread, and the threads that it starts, to the files that a running VM of `args`
+/// needs.
 ///
 /// # Errors
-/// The kernel refuses.
+/// Returns [`FileAccessError`] if the kernel refuses the rules.
 pub(super) fn restrict(args: &RunArgs) -> Result<(), FileAccessError> {
     sandbox::only_files(&needed(args))
 }
 
-/// What a VM of `args` reads while it runs.
+/// Returns the files that a running VM of `args` needs.
 pub(super) fn needed(args: &RunArgs) -> AccessibleFiles {
     let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
     if args.on_reset == ResetPolicy::Restart {
-        // Somebody may put new files in the places of these, so it is the places that count.
+        // The rules are for the parent directories, because a file may be replaced before a
+        // restart.
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| places(path)));
     }
@@ -67,11 +70,11 @@ pub(super) fn needed(args: &RunArgs) -> AccessibleFiles {
     }
 }
 
-/// Has the socket broker remove the sockets of VM `name` at its end, `control` among them, and ends the
-/// naming of sockets. All of them listen by now.
+/// Instructs the socket broker to remove the sockets of VM `name`, including `control`, at the end,
+/// and to accept no further names. All sockets listen at this point.
 ///
 /// # Errors
-/// [`RunError::Seal`].
+/// Returns [`RunError::Seal`] if the broker cannot be confined.
 pub(super) fn give_sockets_to_broker(
     args: &RunArgs,
     name: &str,
@@ -99,8 +102,8 @@ pub(super) fn give_sockets_to_broker(
     broker.seal().map_err(RunError::Seal)
 }
 
-/// Whether each of these sockets can be removed without capabilities, as the socket broker has none. A thread
-/// that ends with it gives up its own and looks.
+/// Returns whether each of these sockets can be removed without capabilities, as the socket broker
+/// must. The check runs in a temporary thread that drops its capabilities.
 fn can_be_removed(paths: &[PathBuf]) -> Vec<bool> {
     let directories: Vec<_> = paths.iter().map(|path| Directory::of(path)).collect();
     let look = |directory: &io::Result<(Directory, _)>| {
@@ -119,7 +122,7 @@ fn can_be_removed(paths: &[PathBuf]) -> Vec<bool> {
     })
 }
 
-/// The sockets that a VM of `args` has at paths of the user's choice, which go with it.
+/// Returns the user-chosen paths of sockets that are removed when the VM of `args` ends.
 pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
     let consoles = [Some(&args.console), args.virtio_console.as_ref()];
     let consoles = consoles.into_iter().flatten().filter_map(|target| match target {
@@ -134,8 +137,8 @@ pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
     others.into_iter().flatten().chain(consoles)
 }
 
-/// The directories that `path` is in: as it is written, and where symbolic links lead. The root is none: for
-/// a file there it is the file itself.
+/// Returns the parent directories of `path`, before and after the resolution of symbolic links. For
+/// a file in the root directory, returns the file itself.
 pub(super) fn places(path: &Path) -> Vec<PathBuf> {
     let whole = fs::canonicalize(path).ok();
     let both = [Some(path), whole.as_deref()].into_iter().flatten();

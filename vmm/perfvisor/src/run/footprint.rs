@@ -1,16 +1,19 @@
-//! What the process holds of its host's memory: what only the start needed is given back.
+//! Reduction of the memory footprint after the start.
 #![expect(unsafe_code, reason = "sets malloc's parameters, unmaps pages of the program")]
 
-/// Buffers of this size and more are mappings of their own, which are gone when they are freed.
+/// Size from which glibc maps an allocation separately and unmaps it when it is freed, in bytes.
 #[cfg(target_env = "gnu")]
 const OWN_MAPPING_BYTES: libc::c_int = 128 << 10;
-/// The most heaps. glibc has one for each thread, and each keeps what its thread has freed.
+/// Maximum number of heap arenas. By default, glibc creates arenas per thread, and each retains
+/// freed memory.
 #[cfg(target_env = "gnu")]
 const MOST_HEAPS: libc::c_int = 2;
 
-/// Makes freed memory the host's again. While a VM is made, a kernel, an initrd and symbols are read and
-/// freed; glibc takes the first large buffer that is freed for a sign that more will come, and keeps such
-/// buffers in its heap from then on, for as long as the VM runs.
+/// Configures glibc to return freed memory to the host.
+///
+/// The start reads and frees a kernel, an initrd and symbols. By default, glibc raises its mmap
+/// threshold when the first large buffer is freed, and retains such buffers in the heap for the
+/// lifetime of the VM.
 pub(super) fn give_back_what_is_freed() {
     // SAFETY: mallopt takes two integers, and no other thread exists yet.
     #[cfg(target_env = "gnu")]
@@ -20,20 +23,19 @@ pub(super) fn give_back_what_is_freed() {
     }
 }
 
-/// Takes the program's code and constants out of this process's memory: most of what is there by now was for
-/// the start, of which nothing comes again. What is used from here on comes back out of the page cache, and
-/// the host may drop the rest.
+/// Drops the program's code and constants from the resident set, because most pages were needed
+/// only for the start. Pages used later are faulted in from the page cache.
 pub(super) fn let_go_of_the_start() {
     let (start, bytes) = text();
-    // SAFETY: the range is that of the program's file, mapped privately and never written, so each page that
-    // is dropped reads as it was when it is touched next. A failure changes nothing.
+    // SAFETY: the range is a private file mapping of the program that is never written, so a
+    // dropped page has the same contents when it is faulted in again. A failure has no effect.
     unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_DONTNEED) };
 }
 
-/// Where what is loaded of the program begins, and how long it is up to the end of its code.
+/// Returns the start and the length of the program's image up to the end of its code.
 fn text() -> (*const u8, usize) {
     unsafe extern "C" {
-        // By the linker: all of it is read-only.
+        // Defined by the linker; the range is read-only.
         static __executable_start: u8;
         static etext: u8;
     }
@@ -45,7 +47,7 @@ fn text() -> (*const u8, usize) {
 mod tests {
     use super::*;
 
-    /// What of the program's code is in memory for this process, KiB, as the kernel tells.
+    /// Returns the resident size of the program's code, in KiB.
     fn resident_kib() -> usize {
         let (start, bytes) = text();
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -62,12 +64,13 @@ mod tests {
         resident
     }
 
-    /// All of it is there, and then what is used from there on; and the program still runs.
+    /// Drops all resident pages of the program; only the pages used afterwards become resident
+    /// again.
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
     fn what_the_start_needed_of_the_program_is_let_go() {
         let (start, bytes) = text();
-        // SAFETY: the range is the program's, and is read.
+        // SAFETY: the range belongs to the program and is only read.
         let read = unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_POPULATE_READ) };
         if read != 0 {
             // Linux before 5.14.

@@ -1,5 +1,4 @@
-//! `--jail`: when the process joins a control group, becomes another user, leaves the host's network, and
-//! loses sight of its files.
+//! `--jail`: joins a control group, changes the user, and enters new namespaces.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,14 +15,16 @@ use super::inherited::Inherited;
 use crate::background;
 use crate::cli::RunArgs;
 
-/// How long threads may take to end.
+/// Time limit for the exit of threads.
 const LAST_MOMENTS: Duration = Duration::from_secs(5);
 
-/// Joins the control group that the jail names, if it names one: before anything is allocated, so that all is
-/// accounted there, and with the rights of who starts the VM.
+/// Joins the control group of the jail, if any.
+///
+/// Called before any large allocation, so that all memory is accounted to the group, and with the
+/// rights of the user who starts the VM.
 ///
 /// # Errors
-/// [`RunError::Cgroup`].
+/// Returns [`RunError::Cgroup`] if the group cannot be joined.
 pub(super) fn join_cgroup(args: &RunArgs) -> Result<(), RunError> {
     let group = args.jail.as_ref().and_then(|jail| jail.cgroup.as_ref());
     group
@@ -31,10 +32,10 @@ pub(super) fn join_cgroup(args: &RunArgs) -> Result<(), RunError> {
         .map_err(RunError::Cgroup)
 }
 
-/// Becomes the user that the jail is to have, if it names one. No thread may exist yet.
+/// Changes to the user of the jail, if any. No other thread may exist.
 ///
 /// # Errors
-/// [`RunError::Jail`].
+/// Returns [`RunError::Jail`] if the user cannot be changed.
 pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
     let jail = args.jail.as_ref();
     let Some(uid) = jail.and_then(|jail| jail.uid) else {
@@ -44,10 +45,11 @@ pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
     sandbox::become_user(uid, gid.unwrap_or(uid)).map_err(RunError::Jail)
 }
 
-/// Gives the process namespaces of its own, if it is to be jailed. No thread may exist yet.
+/// Moves the process into new namespaces if it is to be jailed. No other thread may exist.
 ///
 /// # Errors
-/// [`RunError::Jail`]; [`RunError::JailDoesNotCount`] if its guest's counters count nothing then.
+/// Returns [`RunError::Jail`] if a namespace cannot be created, or [`RunError::JailDoesNotCount`]
+/// if guest counters would not count in the jail.
 pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>, RunError> {
     if args.jail.is_none() {
         return Ok(None);
@@ -63,8 +65,8 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
     Ok(Some(jail))
 }
 
-/// What the host can do was found out by threads that have ended. For the kernel they are part of the process
-/// for some moments more, in which it gives it no user namespace (EINVAL).
+/// Enters the namespaces once the probe threads are gone. The kernel refuses a user namespace
+/// (EINVAL) while exiting threads still belong to the process.
 fn separate_alone() -> Result<Jail, JailError> {
     let until = Instant::now() + LAST_MOMENTS;
     loop {
@@ -79,11 +81,11 @@ fn separate_alone() -> Result<Jail, JailError> {
     }
 }
 
-/// Lets the process have as many descriptors as its user may give it, or as the jail names. Returns the
-/// limit; `None`: there is none.
+/// Raises the descriptor limit to the hard limit or sets the limit of the jail. Returns the limit;
+/// `None` if unlimited.
 ///
 /// # Errors
-/// [`RunError::Limit`].
+/// Returns [`RunError::Limit`] if the kernel refuses the limit.
 pub(super) fn limit_descriptors(args: &RunArgs) -> Result<Option<u64>, RunError> {
     let Some(limit) = args.jail.as_ref().and_then(|jail| jail.descriptors) else {
         return Ok(privileges::raise_descriptor_limit());
@@ -92,11 +94,11 @@ pub(super) fn limit_descriptors(args: &RunArgs) -> Result<Option<u64>, RunError>
     Ok(Some(limit))
 }
 
-/// Limits the size of files that the VM writes, if the jail names a limit. The guest's memory may be a file
-/// and is there by now.
+/// Sets the file size limit of the jail, if any. The guest's memory may be a file and has been
+/// allocated before.
 ///
 /// # Errors
-/// [`RunError::Limit`].
+/// Returns [`RunError::Limit`] if the kernel refuses the limit.
 pub(super) fn limit_file_size(args: &RunArgs) -> Result<(), RunError> {
     let Some(limit) = args.jail.as_ref().and_then(|jail| jail.file_size) else {
         return Ok(());
@@ -113,11 +115,11 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
     setrlimit(resource, both).map_err(|e| RunError::Limit(word, e.into()))
 }
 
-/// Leaves the process the files that a VM of `args` needs, and none of the descriptors that it inherited, if
-/// it is jailed.
+/// Restricts a jailed process to the files that a VM of `args` needs, and closes the inherited
+/// descriptors.
 ///
 /// # Errors
-/// [`RunError::Jail`].
+/// Returns [`RunError::Jail`] if the jail cannot be completed.
 pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
     let needed = files::needed(args);

@@ -1,4 +1,4 @@
-//! The machine that the arguments of `run` ask for, as this host can have it.
+//! Translates the arguments of `run` into a machine configuration for this host.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,11 +23,11 @@ use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vm::{DebuggerConfig, VmConfig};
 
-/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
-/// needs.
+/// Default command line of a Linux kernel: serial console, and settings for a machine without
+/// legacy hardware.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
-/// The guest's PMU, as this host can back it.
+/// The guest's PMU and its backing on this host.
 struct Backed {
     model: PmuModel,
     has_pmu: bool,
@@ -36,10 +36,10 @@ struct Backed {
     backability: CountableEvents,
 }
 
-/// The machine. What is less than was asked for, or not what one would think, is said in the log.
+/// Returns the machine configuration. Logs reductions and surprising choices.
 ///
 /// # Errors
-/// [`RunError`]: what cannot be had here.
+/// Returns [`RunError`] if an option is unsupported on this host.
 pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<VmConfig, RunError> {
     let free = probe.slots();
     if args.reserve_counters > free.saturating_sub(1) {
@@ -89,7 +89,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         cpus: args.cpus,
         memory_bytes: args.memory,
         memory_kind: MemoryBackingConfig {
-            // A back end in another process maps it.
+            // virtiofsd, a separate process, maps the memory.
             shared: !args.share_dir.is_empty(),
             huge_pages: args.hugepages,
             prealloc: args.prealloc,
@@ -186,7 +186,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
             backing::backability(policy, probe, fitted.vendor(), host)
         }
     };
-    // What KVM's own vPMU has is KVM's to say.
+    // KVM determines the features of its own vPMU.
     let model = match own {
         Some(_) => fitted,
         None => fitted.without_uncountable_slots(backability),
@@ -203,7 +203,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     })
 }
 
-/// The same, announced without what `filter` denies.
+/// Removes the events that `filter` denies from the announced features.
 fn announced(backed: Backed, filter: &EventFilter) -> Backed {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
@@ -218,7 +218,7 @@ fn announced(backed: Backed, filter: &EventFilter) -> Backed {
     }
 }
 
-/// What is asked of a PMU that the guest does not have.
+/// Returns an option that has no meaning for a guest without a PMU.
 fn means_nothing_without_pmu(args: &RunArgs) -> Option<&'static str> {
     [
         ("--pmu-filter", args.pmu_filter.is_some()),
@@ -230,14 +230,14 @@ fn means_nothing_without_pmu(args: &RunArgs) -> Option<&'static str> {
     .find_map(|(option, given)| given.then_some(option))
 }
 
-/// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.
+/// Returns the probe result with `reserved` counters removed, which are kept for VM-wide events.
 fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
     let mut probe = probe.clone();
     probe.counters.general = probe.counters.general.saturating_sub(reserved);
     probe
 }
 
-/// How events take turns, and how long a turn is if that is not a tick.
+/// Returns the multiplexing policy, and the rotation interval if it differs from the tick.
 fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Option<Duration>), RunError> {
     match (args.mux, args.mux_turn) {
         (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
@@ -246,7 +246,8 @@ fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Opt
     }
 }
 
-/// What the built-in guest is told of its PMU on its command line; nothing if another guest runs.
+/// Returns the command line words that describe the PMU to a built-in guest; empty for other
+/// guests.
 fn words(args: &RunArgs, probe: &HostProbe, backed: &Backed) -> String {
     if args.kernel.is_some() || !backed.has_pmu {
         return String::new();
@@ -258,14 +259,15 @@ fn words(args: &RunArgs, probe: &HostProbe, backed: &Backed) -> String {
         _ => false,
     };
     [
-        // What cannot be counted here is not supported, and no failure of the guest's test.
+        // Events without backing are announced as unsupported, so that the guest's test does not
+        // fail.
         (
             " no-user",
             args.backing == BackingPolicy::Exact && !backed.stepping.user,
         ),
-        // Cycles at the TSC's rate, which the test can hold them to.
+        // The test compares cycles with the TSC frequency.
         (" clock", by_clock),
-        // CPUID tells that to Intel guests only.
+        // CPUID announces the event to Intel guests only.
         (" has-instructions", has(ArchEvent::Instructions)),
         (" has-branches", has(ArchEvent::Branches)),
     ]

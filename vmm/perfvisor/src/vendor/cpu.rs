@@ -1,16 +1,16 @@
-//! A processor, as perf's tables name it.
+//! Processor names as in perf's tables.
 
 use std::fmt;
 use std::str::FromStr;
 
 use perfvisor_vmm::kvm::cpuid::read_host;
 
-/// Vendor, family, model and stepping as in `GenuineIntel-6-8E-9`: the family is decimal, the others
-/// hexadecimal.
+/// A processor name such as `GenuineIntel-6-8E-9`: vendor, family (decimal), model and stepping
+/// (hexadecimal).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuName(String);
 
-/// What is wrong with the name of a processor.
+/// The error of parsing a [`CpuName`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "must be VENDOR-FAMILY-MODEL-STEPPING, as in GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0: the family is decimal, model and stepping are hexadecimal"
@@ -18,8 +18,8 @@ pub struct CpuName(String);
 pub struct CpuNameError;
 
 impl CpuName {
-    /// The processor that this runs on (Intel's manual, volume 2, CPUID, leaves 0 and 1; AMD's, volume 3,
-    /// appendix E).
+    /// Returns the name of the host's processor (Intel's manual, volume 2, CPUID, leaves 0 and 1;
+    /// AMD's, volume 3, appendix E).
     pub fn host() -> Self {
         let (vendor, signature) = (read_host(0, 0), read_host(1, 0).eax);
         let vendor: String = [vendor.ebx, vendor.edx, vendor.ecx]
@@ -31,7 +31,7 @@ impl CpuName {
         Self::of(&vendor, signature)
     }
 
-    /// As the host's kernel and perf compute family and model from leaf 1's EAX.
+    /// Decodes family and model from EAX of CPUID leaf 1 in the same way as Linux and perf.
     fn of(vendor: &str, signature: u32) -> Self {
         let (mut family, mut model) = (signature >> 8 & 0xf, signature >> 4 & 0xf);
         if family == 0xf {
@@ -43,12 +43,12 @@ impl CpuName {
         Self(format!("{vendor}-{family}-{model:X}-{:X}", signature & 0xf))
     }
 
-    /// Whether its event codes have 12 bits.
+    /// Returns whether event codes have 12 bits.
     pub fn is_amd(&self) -> bool {
         self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
     }
 
-    /// As perf takes it in `PERF_CPUID`.
+    /// Returns the name in the format of perf's `PERF_CPUID` variable.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -71,7 +71,7 @@ impl FromStr for CpuName {
             && hex(model)
             && hex(stepping);
         if right {
-            // The tables have upper case.
+            // The tables use upper case.
             let (model, stepping) = (model.to_uppercase(), stepping.to_uppercase());
             Ok(Self(format!("{vendor}-{family}-{model}-{stepping}")))
         } else {

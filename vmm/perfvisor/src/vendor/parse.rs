@@ -1,4 +1,5 @@
-//! What `perf list` prints of a processor's events: text up to perf 6.2, JSON since.
+//! Parsers of the output of `perf list` for a processor's events: text up to perf 6.2, JSON in
+//! later versions.
 //!
 //! ```text
 //! cache:
@@ -7,21 +8,22 @@
 //!         cpu/event=0x51,period=0x1e8483,umask=0x1/
 //! ```
 //!
-//! perf may be any program of that name, so nothing is believed of what it prints: what is no event's is left
-//! out.
+//! The output is untrusted, because any program can be installed as perf. The parsers skip
+//! everything that is not an event.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-/// Most events that are taken, and the longest name and description, in bytes.
+/// Maximum number of events, and maximum lengths of a name and a description in bytes.
 const MAX_EVENTS: usize = 20_000;
 const MAX_NAME: usize = 128;
 const MAX_DESCRIPTION: usize = 4096;
-/// The processor's own PMU, as perf has named it; on a processor with two kinds of cores, that of the fast.
+/// Names of the core PMU in different perf versions; on a hybrid processor, the PMU of the
+/// performance cores.
 const PMUS: [&str; 3] = ["cpu", "cpu_core", "default_core"];
 
-/// What an event-select register has to hold to count an event.
+/// The event-select register fields of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Select {
     event: u64,
@@ -31,19 +33,20 @@ pub struct Select {
     cmask: u64,
 }
 
-/// An event of a processor.
+/// A vendor event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VendorEvent {
-    /// Its name, as perf writes it: in lower case.
+    /// Name of the event in lower case, as perf prints it.
     pub name: String,
-    /// What it counts, in the vendor's words.
+    /// Description of the event by the vendor.
     pub description: String,
-    /// Its selector; or the term that no selector holds: a register of its own, or another PMU.
+    /// Selector of the event, or the term that a selector cannot express, such as an extra register
+    /// or another PMU.
     pub select: Result<Select, String>,
 }
 
 impl Select {
-    /// For `pmu/…/`: of the same event as [`Self::raw`].
+    /// Formats the terms of `pmu/…/`, equivalent to [`Self::raw`].
     pub fn terms(self) -> String {
         let mut terms = format!("event={:#x},umask={:#x}", self.event, self.umask);
         if self.edge {
@@ -58,7 +61,8 @@ impl Select {
         terms
     }
 
-    /// As `rNNN`, which perf takes as well: the bits of the event-select register of both vendors.
+    /// Formats the selector as `rNNN` in perf's syntax, with the event-select bits common to both
+    /// vendors.
     pub fn raw(self) -> String {
         let bits = self.event & 0xff
             | self.umask << 8
@@ -69,7 +73,8 @@ impl Select {
         format!("r{bits:04x}")
     }
 
-    /// Of `cpu/event=0x51,umask=0x1/`. Else: the term that it does not hold.
+    /// Parses an encoding such as `cpu/event=0x51,umask=0x1/`. Returns a term that the selector
+    /// cannot express as the error.
     fn of(encoding: &str) -> Result<Self, String> {
         let (pmu, terms) = encoding.split_once('/').unwrap_or((encoding, ""));
         if !PMUS.contains(&pmu) {
@@ -83,7 +88,7 @@ impl Select {
                 None => value.parse().ok(),
             };
             match (key, number) {
-                // How often perf would sample it.
+                // Sampling parameters of perf.
                 ("period" | "freq" | "name", _) | (_, Some(0)) if key != "event" => {}
                 ("event", Some(event @ 0..=0xfff)) => (select.event, named) = (event, true),
                 ("umask", Some(umask @ 0..=0xff)) => select.umask = umask,
@@ -93,7 +98,7 @@ impl Select {
                 _ => return Err(printable(key)),
             }
         }
-        // An event that is named by its unit mask alone has the code 0, as Intel's fixed counters do.
+        // An event with only a unit mask has event code 0, as Intel's fixed counters do.
         if named || select.umask > 0 {
             Ok(select)
         } else {
@@ -102,7 +107,7 @@ impl Select {
     }
 }
 
-/// The events in what `perf list --details pmu` prints, by name.
+/// Parses the output of `perf list --details pmu` into events sorted by name.
 pub fn from_text(text: &str) -> Vec<VendorEvent> {
     let mut found = Found::default();
     let mut name = None;
@@ -111,7 +116,7 @@ pub fn from_text(text: &str) -> Vec<VendorEvent> {
         let said = line.trim();
         match line.len() - line.trim_start().len() {
             0 => name = None,
-            // `NAME OR cpu/NAME/ [Kernel PMU event]` is an event of the host's kernel.
+            // `NAME OR cpu/NAME/ [Kernel PMU event]` is an event of the host kernel.
             1..=2 => {
                 name = (!said.contains([' ', '['])).then_some(said);
                 description.clear();
@@ -135,9 +140,10 @@ pub fn from_text(text: &str) -> Vec<VendorEvent> {
     found.events()
 }
 
-/// The events in what `perf list --json pmu` prints, by name; nothing if it is no JSON.
+/// Parses the output of `perf list --json pmu` into events sorted by name. Returns `None` if the
+/// output is not JSON.
 pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
-    /// What is used of an entry.
+    /// The fields used of a JSON entry.
     #[derive(Deserialize)]
     struct Entry {
         #[serde(rename = "EventName")]
@@ -162,7 +168,7 @@ pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
     Some(found.events())
 }
 
-/// The events that were found, by name; the first of a name.
+/// Events by name. The first event with a name takes precedence.
 #[derive(Default)]
 struct Found(BTreeMap<String, VendorEvent>);
 
@@ -187,7 +193,7 @@ impl Found {
     }
 }
 
-/// Whether these words are an event's encoding, and not one more line of its description.
+/// Returns whether the text is the encoding of an event and not a continuation of its description.
 fn is_encoding(words: &str) -> bool {
     let pmu = words.split('/').next().unwrap_or_default();
     words.len() > pmu.len() + 1
@@ -198,7 +204,7 @@ fn is_encoding(words: &str) -> bool {
         && pmu.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-/// Without what a terminal takes for a command, on one line.
+/// Joins the text into one line and removes control characters.
 fn printable(text: &str) -> String {
     let clean: String = text
         .chars()
@@ -223,7 +229,7 @@ mod tests {
             .unwrap_or_else(|| panic!("no {name} in {events:?}"))
     }
 
-    /// Printed by perf 6.1.187 for GenuineIntel-6-8E-9, cut to some events.
+    /// Output of perf 6.1.187 for GenuineIntel-6-8E-9, reduced to a few events.
     #[test]
     fn intels_events_have_a_name_a_code_and_a_description() {
         let events = from_text(INTEL);
@@ -244,7 +250,7 @@ mod tests {
              the FB unavailability was dominant reason for blocking the request. A request includes \
              cacheable/uncacheable demands that is load, store or SW prefetch"
         );
-        // The kernel's own event of the first line is not one of the table's.
+        // The kernel event in the first line is not part of the vendor's table.
         assert!(
             events
                 .iter()
@@ -253,7 +259,8 @@ mod tests {
         assert!(events.is_sorted_by_key(|e| e.name.clone()));
     }
 
-    /// Printed by perf 6.1.187 for AuthenticAMD-25-1-0, cut to some events. AMD's codes have 12 bits.
+    /// Output of perf 6.1.187 for AuthenticAMD-25-1-0, reduced to a few events. AMD event codes
+    /// have 12 bits.
     #[test]
     fn amds_codes_have_four_more_bits() {
         let events = from_text(AMD);
@@ -263,7 +270,7 @@ mod tests {
         assert_eq!(raw("all_tlbs_flushed"), Ok("rff78".into()));
     }
 
-    /// The form of perf since 6.3.
+    /// Output format of perf 6.3 and later.
     #[test]
     fn json_is_read_as_well() {
         let json = br#"[
@@ -300,7 +307,7 @@ mod tests {
         ] {
             assert_eq!(Select::of(encoding), Err(term.into()), "{encoding}");
         }
-        // Zero is what the field has anyway.
+        // Zero is the default of the field.
         let reference = Select::of("cpu/event=0x0,umask=0x3,any=0x0/").unwrap();
         assert_eq!(reference.raw(), "r0300");
     }

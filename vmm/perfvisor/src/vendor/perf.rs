@@ -1,4 +1,4 @@
-//! Asks the perf that is installed for the events of a processor: in a limited time, for limited output.
+//! Runs the installed perf to list the events of a processor, with limits on time and output.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read};
@@ -14,59 +14,46 @@ use rustix::io::Errno;
 use super::cpu::CpuName;
 use super::parse::{VendorEvent, from_json, from_text};
 
-/// How long perf may take: it takes some 20 ms.
+/// Time limit for perf, which takes about 20 ms.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Most that it may print, in bytes: the largest table is a fifth of a mebibyte.
+/// Maximum size of perf's standard output, in bytes. The largest table has a fifth of a mebibyte.
 const MAX_OUTPUT: usize = 16 << 20;
-/// Most of its errors that is read, in bytes.
+/// Maximum number of bytes read from perf's standard error.
 const MAX_ERRORS: usize = 4096;
-/// Most that is read at once, in bytes.
+/// Maximum size of one read, in bytes.
 const CHUNK: usize = 64 << 10;
-/// Between two looks whether it has ended.
+/// Interval at which the end of perf is polled.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Why the events of a processor are not known.
+/// Errors of running perf.
 #[derive(Debug, thiserror::Error)]
 pub enum PerfError {
-    /// There is no perf.
     #[error("they are in perf's tables, and no perf is in PATH; install it (Debian: linux-perf)")]
     NotInstalled,
-    /// It cannot be started.
     #[error("perf cannot be started")]
     Start(#[source] io::Error),
-    /// It takes too long.
     #[error("perf list did not end within {} s", PATIENCE.as_secs())]
     Slow,
-    /// It prints too much.
     #[error("perf list printed more than {} MiB", MAX_OUTPUT >> 20)]
     Large,
-    /// What it prints cannot be read.
     #[error("perf list")]
     Read(#[source] io::Error),
-    /// It failed.
     #[error("perf list failed, {status}{words}")]
-    Failed {
-        /// How it ended.
-        status: ExitStatus,
-        /// What it said.
-        words: String,
-    },
-    /// It has none for this processor.
+    Failed { status: ExitStatus, words: String },
     #[error(
         "this perf has no events of {0} by name; a newer one may, and perfvisor list vendor --cpuid shows those of another processor"
     )]
     NoTable(CpuName),
-    /// No directory to show perf a PMU in.
     #[error("a directory for perf list cannot be made")]
     Directory(#[source] io::Error),
 }
 
-/// The events of a processor, by name.
+/// Returns the events of a processor, sorted by name.
 ///
 /// # Errors
-/// [`PerfError`].
+/// Returns [`PerfError`] if perf is missing, fails, or has no events of the processor.
 pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
-    // Two kinds of cores have a PMU each in place of the one.
+    // Hybrid processors have one PMU per core type.
     for pmu in ["cpu", "cpu_core"] {
         let dir = tempfile::tempdir().map_err(PerfError::Directory)?;
         show_pmu(dir.path(), pmu, cpu).map_err(PerfError::Directory)?;
@@ -78,12 +65,12 @@ pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     Err(PerfError::NoTable(cpu.clone()))
 }
 
-/// Makes what `/sys/bus/event_source` would have of the processor's PMU.
+/// Creates a fake `/sys/bus/event_source` entry of the processor's PMU.
 fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
     let pmu = dir.join("bus/event_source/devices").join(pmu);
     let format = pmu.join("format");
     fs::create_dir_all(&format)?;
-    // PERF_TYPE_RAW, and where perf asks for them the processors that have it.
+    // PERF_TYPE_RAW, and the list of CPUs that some perf versions require.
     fs::write(pmu.join("type"), "4\n")?;
     fs::write(pmu.join("cpus"), "0\n")?;
     let event = if cpu.is_amd() {
@@ -103,13 +90,13 @@ fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
     Ok(())
 }
 
-/// Asks `perf` for the PMU that `dir` shows, for `patience` at most.
+/// Runs `perf` on the PMU in `dir`, for at most `patience`.
 fn ask(perf: &Path, dir: &Path, cpu: &CpuName, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
     let until = Instant::now() + patience;
     answer(|arguments| run(perf, arguments, dir, cpu, until))
 }
 
-/// The events that `perf` prints with its arguments: as JSON, which old ones do not have, else as text.
+/// Returns the events that `perf` prints, as JSON if the version supports it and otherwise as text.
 fn answer(perf: impl Fn(&[&str]) -> Result<Printed, PerfError>) -> Result<Vec<VendorEvent>, PerfError> {
     let printed = perf(&["list", "--json", "pmu"])?;
     if printed.status.success()
@@ -129,19 +116,19 @@ fn answer(perf: impl Fn(&[&str]) -> Result<Printed, PerfError>) -> Result<Vec<Ve
     Ok(from_text(&String::from_utf8_lossy(&printed.out)))
 }
 
-/// What a process printed, and how it ended.
+/// The output and exit status of a process.
 struct Printed {
     status: ExitStatus,
     out: Vec<u8>,
     errors: Vec<u8>,
 }
 
-/// A process that ends when nobody waits for it any more.
+/// A child process, killed on drop.
 struct Killed(Child);
 
 impl Drop for Killed {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -188,9 +175,10 @@ fn run(
     })
 }
 
-/// What a process writes, up to a limit. It is closed then, at which a process that goes on writing ends.
+/// The bounded output of a process. At the limit, the pipe is closed, and a further write ends the
+/// process.
 struct Pipe<R> {
-    /// While more may come.
+    /// `None` after the end of the output or at the limit.
     from: Option<R>,
     bytes: Vec<u8>,
     limit: usize,
@@ -207,7 +195,7 @@ impl<R: Read> Pipe<R> {
         }
     }
 
-    /// Takes what is there. Waits where nothing is.
+    /// Reads available bytes. Blocks if there are none.
     fn take(&mut self, chunk: &mut [u8]) -> io::Result<()> {
         let Some(from) = &mut self.from else { return Ok(()) };
         let count = match from.read(chunk) {
@@ -224,7 +212,8 @@ impl<R: Read> Pipe<R> {
     }
 }
 
-/// Reads both to their ends. Not in threads: a VM that is about to start has none yet, and may not have.
+/// Reads both pipes to their ends without threads: a VM that is about to start must be
+/// single-threaded.
 fn read<A, B>(out: &mut Pipe<A>, errors: &mut Pipe<B>, until: Instant) -> Result<(), PerfError>
 where
     A: Read + AsFd,
@@ -273,8 +262,8 @@ mod tests {
         "GenuineIntel-6-8E-9".parse().unwrap()
     }
 
-    /// Asks a shell script of this text in place of perf: a program that was just written could not be
-    /// executed while a child of another thread still holds it.
+    /// Runs a shell script in place of perf. A newly written executable could fail with ETXTBSY
+    /// while a child of another thread still holds its descriptor.
     fn asked(program: &str, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
         let dir = tempfile::tempdir().unwrap();
         show_pmu(dir.path(), "cpu", &cpu()).unwrap();
@@ -316,7 +305,7 @@ mod tests {
         assert!(asked("head -c 100000 /dev/urandom", PATIENCE).unwrap().is_empty());
     }
 
-    /// A limit that is over at once and a program that never ends: time decides nothing.
+    /// Zero time limit and a program that never ends, so that the result does not depend on timing.
     #[test]
     fn a_perf_that_never_ends_or_prints_without_end_is_given_up() {
         let error = asked("exec sleep 1000000", Duration::ZERO).unwrap_err();
@@ -332,7 +321,7 @@ mod tests {
         assert!(matches!(error, PerfError::NotInstalled), "{error}");
     }
 
-    /// The real one, where it is installed, has the events of a known processor, whatever this host's is.
+    /// The installed perf has the events of a known processor on any host.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn the_installed_perf_has_the_events_of_a_known_processor() {

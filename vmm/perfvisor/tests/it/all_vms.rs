@@ -1,4 +1,4 @@
-//! `stat --all` and `record --all`: each VM of the host at once.
+//! `stat --all` and `record --all`.
 
 use std::process::{Command, Output, Stdio};
 
@@ -19,7 +19,7 @@ fn text(out: &Output) -> String {
     String::from_utf8_lossy(&[&out.stdout[..], &out.stderr[..]].concat()).into_owned()
 }
 
-/// Each line for programs says whose it is, and people get a table for each VM.
+/// Machine-readable lines contain the VM's label, and the text output has one table per VM.
 #[test]
 fn stat_counts_all_vms_at_once() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[])]) else {
@@ -66,7 +66,7 @@ fn stat_counts_all_vms_at_once() {
     );
 }
 
-/// A file for each; one that does not answer is told of, and one signal ends them all.
+/// Each VM has its own file, an unresponsive VM is reported, and one signal ends all recordings.
 #[test]
 fn record_writes_a_file_for_each_vm() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[]), ("c", &[])]) else {

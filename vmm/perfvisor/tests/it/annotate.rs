@@ -1,11 +1,11 @@
-//! `perfvisor annotate` and `perfvisor diff`: code and changes of recordings of a running VM.
+//! `perfvisor annotate` and `perfvisor diff` with recordings of a running VM.
 
 use std::path::PathBuf;
 use std::process::Output;
 
 use crate::common::operator::TestVm;
 
-/// Records the spinning VM; where.
+/// Records the spinning VM and returns the path of the file.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
     let path = file.to_str().unwrap();
@@ -25,7 +25,8 @@ fn refused(out: &Output, words: &[&str]) {
     }
 }
 
-/// The code comes from where the user says, is said to, and is refused where it is not what ran.
+/// The output names the source of the code, and code that differs from the recorded build is
+/// rejected.
 #[test]
 fn a_function_is_annotated_from_the_vm_s_memory() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -44,7 +45,7 @@ fn a_function_is_annotated_from_the_vm_s_memory() {
         .collect();
     let sum: f64 = shares.iter().sum();
     assert!((99.0..101.0).contains(&sum), "{sum} in {text}");
-    // Without a name it is the function with the most samples.
+    // The default is the function with the most samples.
     assert!(
         vm.say(&["annotate", "-i", file, "--vm", "test"])
             .contains("# spin_hot of ")
@@ -75,7 +76,7 @@ fn a_function_is_annotated_from_the_vm_s_memory() {
     );
 }
 
-/// Nothing differs in one recording; in two, shares add up to 100 % before and after.
+/// A recording equals itself, and the shares of each recording add up to 100 %.
 #[test]
 fn a_recording_differs_from_itself_in_nothing() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -104,13 +105,14 @@ fn a_recording_differs_from_itself_in_nothing() {
         !changes(&same).is_empty() && changes(&same).iter().all(|delta| *delta == 0.0),
         "{same}"
     );
-    // The guest does the same all the time: what it spends in each function hardly changes.
+    // The guest's behaviour is constant, so the shares hardly differ.
     let two = vm.say(&["diff", old, new]);
     let sum: f64 = changes(&two).iter().sum();
     assert!(sum.abs() < 0.1, "shares add up to 100 % before and after: {two}");
 
     refused(&vm.run(&["diff", old, "/no/such/file"]), &["/no/such/file"]);
-    // As perf has it: what `record` left is compared if nothing is named, and with what is named alone.
+    // As in perf, the defaults are `perf.data.old` and `perf.data`. A single named file is compared
+    // with `perf.data.old`.
     refused(&vm.run(&["diff", old]), &["perf.data.old"]);
     let in_directory = |args: &[&str]| {
         let out = vm

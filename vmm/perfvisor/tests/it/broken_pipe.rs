@@ -1,5 +1,4 @@
-//! Readers of what the commands print may go away at any time, as `head` does. That is no failure, and never
-//! a panic.
+//! Closed pipes on standard output, as with `head`, cause neither failures nor panics.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -7,7 +6,7 @@ use std::process::{Command, Stdio};
 use crate::common::vm::PROGRAM;
 use crate::common::vm::SpinningVm;
 
-/// The writing end of a pipe that nobody reads.
+/// Returns the writing end of a pipe without a reader.
 fn without_reader() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -38,7 +37,7 @@ fn output_that_nobody_reads_is_no_failure() {
     }
 }
 
-/// What could not be printed for another reason is one.
+/// Other write errors on standard output make the command fail.
 #[test]
 fn output_that_cannot_be_written_is_a_failure() {
     for arguments in [&["--help"][..], &["check"]] {
@@ -58,7 +57,7 @@ fn output_that_cannot_be_written_is_a_failure() {
     }
 }
 
-/// `perfvisor stat -I 50 | head -n 3`: what goes on for ever ends with its reader, and that is no failure.
+/// `perfvisor stat -I 50 | head -n 3`: an endless command ends successfully when its reader exits.
 #[test]
 fn what_comes_at_intervals_ends_when_nobody_reads_it() {
     let Some(vm) = SpinningVm::start("read", &[]) else {
@@ -77,7 +76,7 @@ fn what_comes_at_intervals_ends_when_nobody_reads_it() {
         command.stdin(Stdio::null());
         command.stdout(writer.try_clone().unwrap()).stderr(writer);
         let mut child = command.spawn().unwrap();
-        // Its ends of the pipe.
+        // Closes the command's copies of the pipe.
         drop(command);
         let mut lines = BufReader::new(reader).lines();
         for _ in 0..3 {

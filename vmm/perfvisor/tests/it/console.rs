@@ -1,5 +1,5 @@
-//! `run --console` and `--virtio-console`: the built-in guest's output reaches each place, and the operator
-//! can find it.
+//! `run --console` and `--virtio-console`: the built-in guest's output reaches each console, and
+//! the operator can find the console.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -10,7 +10,7 @@ use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{PROGRAM, eventually, has_kvm, with_answers};
 use tempfile::TempDir;
 
-/// The last line but a few of a guest that spins.
+/// One of the last lines of a spinning guest.
 const SPINNING: &str = "spinning";
 
 struct ConsoleVm {
@@ -20,7 +20,7 @@ struct ConsoleVm {
 }
 
 impl ConsoleVm {
-    /// A VM that spins, with its console at `place`; `None` where there is no KVM.
+    /// Starts a spinning VM with its console at `place`. Returns `None` if KVM is unavailable.
     fn start(dir: TempDir, place: &str) -> Option<Self> {
         Self::start_with(dir, place, &[])
     }
@@ -48,7 +48,7 @@ impl ConsoleVm {
         })
     }
 
-    /// What `ps` says when the VM has answered.
+    /// Returns the output of `ps`, once the VM has answered.
     fn ps(&self) -> String {
         with_answers(|| self.say(&["ps"]))
     }
@@ -63,7 +63,7 @@ impl ConsoleVm {
         String::from_utf8(out.stdout).unwrap()
     }
 
-    /// Pulls the plug; what it wrote to standard output.
+    /// Stops the VM, and returns what it wrote to standard output.
     fn stop(mut self) -> String {
         eventually("the VM can be controlled", || {
             self.say(&["ctl", "c", "stop"]).contains('c')
@@ -164,8 +164,7 @@ fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
     }
 }
 
-/// Two consoles never share one place, and mistakes in the virtio console's are told like those in the
-/// other's.
+/// Two consoles cannot share one location, and errors of both console options have the same form.
 #[test]
 fn a_virtio_console_has_a_place_of_its_own() {
     let dir = tempfile::tempdir().unwrap();

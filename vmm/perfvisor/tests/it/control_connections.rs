@@ -1,4 +1,4 @@
-//! Who comes to the control socket first, and who comes when all places are taken.
+//! Connections to the control socket at the start of a VM and at the connection limit.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -11,11 +11,11 @@ use control_api::client::Client;
 use control_api::protocol::Opened;
 use control_api::request;
 
-/// Connections that a VM has room for.
+/// Maximum number of connections of a VM.
 const ROOM: usize = 32;
 
-/// A client that is there before the VM is can count all its vCPUs with its first request: none of them is
-/// missing because its thread has yet to begin.
+/// A client that connects before the VM is complete can count all vCPUs with its first request,
+/// even if their threads have not started.
 #[test]
 fn the_first_client_counts_every_vcpu() {
     if !has_kvm() {
@@ -62,14 +62,14 @@ fn the_first_client_counts_every_vcpu() {
     assert_eq!(opened.unwrap().len(), 64);
 }
 
-/// One more than there is room for is told so, by the commands too; and who has not said hello by then is
-/// told that it made room.
+/// A client above the connection limit receives an error, which the commands report. The client
+/// that was replaced without a greeting is notified.
 #[test]
 fn one_too_many_is_told_so() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let line_of = |stream: UnixStream| {
         let mut line = String::new();
-        // Behind the line comes an end, or a reset.
+        // The line is followed by end of file or a reset.
         let _ = BufReader::new(stream).read_line(&mut line);
         assert!(line.ends_with('\n'), "{line:?}");
         value_of(&line)["error"].clone()
@@ -86,7 +86,7 @@ fn one_too_many_is_told_so() {
     for says_hello in [false, true] {
         let mut stream = vm.raw();
         if says_hello {
-            // It may be closed before.
+            // The connection may be closed already.
             let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
         }
         let told = line_of(stream);

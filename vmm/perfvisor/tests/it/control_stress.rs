@@ -1,5 +1,5 @@
-//! A thousand clients at once at the control socket, who connect, stall, stop reading and die: the VM runs
-//! on, its operator is served, and nothing is left of them.
+//! One thousand concurrent clients of the control socket that connect, stall, stop reading and die.
+//! The VM continues, serves its operator, and releases all resources of the clients.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -14,28 +14,28 @@ use control_api::client::Client;
 use control_api::protocol::{Opened, VmState};
 use control_api::request;
 
-/// Clients that are there at the same time.
+/// Number of concurrent clients.
 const CLIENTS: usize = 1000;
-/// Threads that bring them.
+/// Number of threads that connect the clients.
 const CONNECTORS: usize = 10;
 const HELLO: &[u8] = b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
 
-/// What client `n` does before it stands there. Whatever the VM closes in its face is no fault.
+/// Misbehaves like client number `n`. Errors due to a closed connection are ignored.
 fn behave(n: usize, stream: &mut UnixStream) {
     let wait = Some(Duration::from_millis(20));
     stream.set_write_timeout(wait).unwrap();
     let _ = match n % 5 {
-        // Says nothing.
+        // Sends nothing.
         0 => Ok(()),
-        // Stalls in the middle of a request.
+        // Stalls within a request.
         1 => stream.write_all(&HELLO[..20]),
-        // Greets, and stalls.
+        // Sends a greeting and stalls.
         2 => stream.write_all(HELLO),
-        // Asks, and does not read.
+        // Sends requests and does not read the replies.
         3 => stream
             .write_all(HELLO)
             .and_then(|()| stream.write_all("{\"id\":2,\"call\":\"status\"}\n".repeat(500).as_bytes())),
-        // Speaks of something else.
+        // Sends invalid data.
         _ => stream.write_all(&[0xff; 3000]),
     };
 }
@@ -50,7 +50,7 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
         return eprintln!("SKIP: this test may have {most:?} descriptors only");
     }
     let path = vm.sockets().join("test.sock");
-    // Its first buffers come with its first clients.
+    // The first client causes allocations that remain.
     vm.ps();
     let (before, ran) = (vm.descriptors(), vm.cpu_time());
     let clients: Mutex<Vec<UnixStream>> = Mutex::default();
@@ -68,7 +68,7 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
                 })
             })
             .collect();
-        // Those who count something and die meanwhile.
+        // Clients that count events and die meanwhile.
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let Ok(mut client) = Client::connect_in(&vm.sockets(), Some("test")) else {
@@ -89,7 +89,7 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
             }
             here.store(true, Ordering::Relaxed);
         });
-        // The operator comes once at least while all of them stand there.
+        // The operator connects at least once while all clients are connected.
         loop {
             let all = here.load(Ordering::Relaxed);
             eventually("ps shows that it runs", || {

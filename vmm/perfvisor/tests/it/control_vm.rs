@@ -1,4 +1,4 @@
-//! A running VM as its operator sees it: the commands and the socket, against the real program and KVM.
+//! Control of a running VM by commands and over the socket, with the real program and KVM.
 
 use crate::common::operator::{TestVm, value_of};
 
@@ -15,7 +15,7 @@ use control_api::protocol::{
 };
 use control_api::request;
 
-/// ps, pause, resume, share, filter, guest view and stop do what they say.
+/// Tests ps, pause, resume, share, filter, guest view and stop.
 #[test]
 fn an_operator_controls_a_vm() {
     let Some(mut vm) = TestVm::spinning(2) else { return };
@@ -30,10 +30,10 @@ fn an_operator_controls_a_vm() {
 
     assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!((vm.ps()[0].state, vm.ps()[0].parked), (VmState::Paused, 2));
-    // A paused vCPU counts nothing, and nothing is printed for it.
+    // A paused vCPU counts nothing, and the output contains no number.
     let line = vm.say(&["stat", "test", "-d", "0.1", "-j", "-e", "cycles"]);
     assert_eq!(value_of(&line)["counter-value"], "<not counted>");
-    // It still answers what its guest has programmed.
+    // The VM still reports the guest-programmed counters.
     let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
     assert_eq!(view.lines().count(), 2);
     assert!(
@@ -67,8 +67,8 @@ fn an_operator_controls_a_vm() {
     assert!(vm.ps().is_empty());
 }
 
-/// A guest that knows nothing of CPU hot-plug: what is added runs and is counted from the start, is shown to
-/// be there, and stays when the guest does not give it up.
+/// With a guest without CPU hot-plug support, an added vCPU runs, is counted from its start and is
+/// listed, and remains because the guest does not respond to its removal.
 #[test]
 fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
@@ -82,7 +82,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     assert!(with_answers(|| vm.say(&["ps"])).contains(" 1 of 3 "));
     assert_eq!(vm.vcpu_threads(), ["vcpu0"]);
 
-    // One event for the whole VM, and events on each vCPU with a ring, opened before.
+    // Opened in advance: one VM-wide event, and events with rings on each vCPU.
     let mut whole = vm.client();
     let open = |client: &mut Client, whole, sampling| -> Vec<Opened> {
         let opened = client.call(request::Open {
@@ -122,7 +122,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     assert_eq!(String::from_utf8_lossy(&out.stdout), "test: running, 3 vCPUs\n");
     assert_eq!(vm.vcpu_threads(), ["vcpu0", "vcpu1", "vcpu2"]);
 
-    // The parts of the new vCPUs are there. They wait for INIT, so they have done nothing yet.
+    // The readings include the new vCPUs, which wait for INIT and have not run.
     let readings: Vec<EventReading> = whole.call(request::Read).unwrap();
     for reading in &readings {
         let parts: Vec<u32> = reading.vcpus.iter().map(|part| part.vcpu).collect();
@@ -150,7 +150,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     assert_eq!((info.vcpu, info.sample_type), (2, ring.sample_type));
     assert_eq!(memfd.metadata().unwrap().len(), 9 * 4096);
 
-    // All of them are paused, looked at and told of.
+    // Pausing, reading and listing cover all vCPUs.
     assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!(vm.ps()[0].parked, 3);
     let out = vm.run(&["ctl", "test", "vcpus", "1"]);
@@ -180,8 +180,8 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
 }
 
-/// As many vCPUs as a VM may have can be added at once, one more is refused, and each of them has its part of
-/// an event of the whole VM.
+/// vCPUs can be added up to the maximum at once, further ones are refused, and each contributes to
+/// a VM-wide event.
 #[test]
 fn as_many_vcpus_can_be_added_as_a_vm_may_have() {
     let Some(mut vm) = TestVm::spinning_with_room(64, &[]) else {
@@ -217,7 +217,7 @@ fn as_many_vcpus_can_be_added_as_a_vm_may_have() {
     assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
 }
 
-/// With `--backing exact` a vCPU that comes is stepped as those are that were there, and the VM goes on.
+/// With `--backing exact`, an added vCPU is single-stepped like the others, and the VM continues.
 #[test]
 fn a_vcpu_is_added_to_a_vm_that_counts_exactly() {
     let Some(mut vm) = TestVm::spinning_with_room(2, &["--backing", "exact"]) else {
@@ -238,7 +238,7 @@ fn a_vcpu_is_added_to_a_vm_that_counts_exactly() {
     assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
 }
 
-/// What is asked of the vCPUs of a paused VM is answered, and no time of their events passes for it.
+/// Requests to the vCPUs of a paused VM are answered, and their events accumulate no time.
 #[test]
 fn a_look_at_a_paused_vm_leaves_its_events_off() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -277,7 +277,7 @@ fn a_look_at_a_paused_vm_leaves_its_events_off() {
     });
 }
 
-/// A vCPU that cannot enter the perf core is not added, and nothing is left of it.
+/// A vCPU that cannot join the perf core is not added and leaves no resources.
 #[test]
 fn a_vcpu_that_finds_no_descriptors_is_not_added() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &["--cpus", "1,max=3"], 64) else {
@@ -285,7 +285,8 @@ fn a_vcpu_that_finds_no_descriptors_is_not_added() {
     };
     let vm = TestVm { vm, vcpus: 1 };
     let before = vm.descriptors();
-    // Each of these takes a descriptor on each vCPU: there is room for one vCPU's and not for three's.
+    // Each event takes one descriptor per vCPU. The descriptors suffice for one vCPU but not for
+    // three.
     let mut client = vm.client();
     let events = vec!["page-faults"; (64 - before - 4) / 2 + 1].join(",");
     let opened: Vec<Opened> = client
@@ -312,7 +313,7 @@ fn a_vcpu_that_finds_no_descriptors_is_not_added() {
         });
         assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
     }
-    // With room it can be added.
+    // With free descriptors, the vCPU can be added.
     drop(client);
     eventually("the client's events are closed", || vm.descriptors() <= before);
     assert_eq!(
@@ -321,7 +322,7 @@ fn a_vcpu_that_finds_no_descriptors_is_not_added() {
     );
 }
 
-/// Mistakes are one line that names them, and status 2.
+/// Invalid arguments produce one line that names them, and exit status 2.
 #[test]
 fn mistakes_of_an_operator_are_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -358,9 +359,9 @@ fn mistakes_of_an_operator_are_one_line() {
     }
 }
 
-/// A client that opens events until the VM has no descriptor left gets an error for the next one, keeps what
-/// it has, and the VM goes on serving: others are turned away one by one, and find everything as before when
-/// it has gone.
+/// A client that opens events until the VM has no descriptor left receives an error and keeps its
+/// events. The VM continues, refuses further clients individually, and recovers when the client
+/// disconnects.
 #[test]
 fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &[], 64) else {
@@ -369,7 +370,7 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     let vm = TestVm { vm, vcpus: 1 };
     let before = vm.descriptors();
     let mut greedy = vm.client();
-    // Host events: a descriptor each.
+    // Host events, with one descriptor each.
     let open = || request::Open {
         events: "page-faults".into(),
         vcpus: None,
@@ -392,12 +393,12 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
         refused.to_lowercase().contains("open files") && refused.lines().count() == 1,
         "{refused}"
     );
-    // Whoever comes now is turned away at once, and the VM's own loop is not kept busy by that.
+    // New clients are refused immediately, and do not keep the main loop busy.
     for _ in 0..20 {
         let mut stream = vm.raw();
         let mut reply = Vec::new();
         let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
-        // An end, or a reset by what was not read.
+        // End of file, or a reset because of unread data.
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8_lossy(&reply);
         assert!(
@@ -423,7 +424,8 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     });
 }
 
-/// Clients that break the rules lose their connection. The VM, and others' events, go on.
+/// Clients that violate the protocol are disconnected. The VM and the events of other clients
+/// continue.
 #[test]
 fn a_hostile_client_harms_nobody_else() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -464,23 +466,23 @@ fn a_hostile_client_harms_nobody_else() {
     ] {
         let stream = vm.raw();
         let mut writer = stream.try_clone().unwrap();
-        // The VM may close before all is written.
+        // The VM may close the connection before all bytes are written.
         let sender = std::thread::spawn(move || writer.write_all(&bytes));
         let mut replies = String::new();
         let ended = BufReader::new(stream).read_to_string(&mut replies);
         let _ = sender.join().unwrap();
-        // A reset instead of an orderly end is one too.
+        // A reset is as valid as an orderly end.
         assert!(
             ended.is_err() || replies.contains(&format!("\"kind\":\"{kind}\"")),
             "{name}: {replies}"
         );
     }
-    // One that asks and never reads.
+    // A client that sends requests and never reads.
     let mut deaf = vm.raw();
     deaf.write_all(hello.as_bytes()).unwrap();
     deaf.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
     let _ = deaf.write_all("{\"id\":2,\"call\":\"status\"}\n".repeat(20_000).as_bytes());
-    // And as many as there may be, and more, that say nothing: they make room for one that does.
+    // More silent clients than the connection limit; an active client replaces one of them.
     let crowd: Vec<UnixStream> = (0..50).map(|_| vm.raw()).collect();
     assert!(Client::connect_in(&vm.sockets(), Some("test")).is_ok());
     drop((deaf, crowd));
@@ -494,16 +496,17 @@ fn a_hostile_client_harms_nobody_else() {
     });
 }
 
-/// A client learns why it loses its connection, even if it reads only after the socket was full of replies.
+/// A client learns why it was disconnected, even if it reads only after the replies have filled the
+/// socket.
 #[test]
 fn a_refusal_reaches_a_client_that_reads_late() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut stream = vm.raw();
     let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
-    // More than the VM may take at its rate, however slow it is.
+    // Exceeds the request rate limit at any speed of the VM.
     let flood = format!("{hello}{}", "{\"id\":2,\"call\":\"status\"}\n".repeat(20_000));
     stream.set_nonblocking(true).unwrap();
-    // As much of it as goes into the socket while nobody reads.
+    // Writes as much as the socket accepts while nobody reads.
     let _ = stream.write_all(flood.as_bytes());
     std::thread::sleep(Duration::from_millis(500));
     stream.set_nonblocking(false).unwrap();
@@ -520,7 +523,7 @@ fn a_refusal_reaches_a_client_that_reads_late() {
     });
 }
 
-/// What a client opened goes with it, whatever it was doing, and nothing else does.
+/// The events of a client end with its connection, and no other events do.
 #[test]
 fn a_client_s_events_end_with_it() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -550,7 +553,7 @@ fn a_client_s_events_end_with_it() {
         for vcpu in 0..vm.vcpus {
             let (_, _memfd): (RingInfo, _) = dies.call_with_file(request::Ring { vcpu, pages: 16 }).unwrap();
         }
-        // Only the guest's time is sampled by the host's kernel.
+        // The host kernel samples guest time only.
         for o in &opened {
             assert_eq!(o.ring, o.name == "cycles", "{o:?}");
         }
@@ -570,8 +573,8 @@ fn a_client_s_events_end_with_it() {
     });
 }
 
-/// The socket of a VM that was killed disappears from the list and from the directory.
-/// A guest whose kernel is none that is known has no processes; more than a reply holds is not given.
+/// A killed VM disappears from the list, and its socket from the directory. A guest with an unknown
+/// kernel reports no processes, and replies above the size limit are refused.
 #[test]
 fn processes_and_stacks_are_refused_with_the_reason() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -632,7 +635,8 @@ fn a_killed_vm_leaves_the_list() {
     assert!(!vm.sockets().join("test.sock").exists());
 }
 
-/// `stat` prints perf's columns, intervals, separators and JSON, and no number for what cannot be counted.
+/// `stat` prints perf's columns, intervals, separators and JSON, and no number for uncountable
+/// events.
 #[test]
 fn stat_prints_what_was_counted() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -668,7 +672,7 @@ fn stat_prints_what_was_counted() {
     ]);
     assert!(only.starts_with("VCPU1,") && only.lines().count() == 1, "{only}");
 
-    // One that is late makes the next one late, too.
+    // A late interval delays the next one.
     eventually("several intervals pass in the time", || {
         let intervals = vm.say(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
         intervals.lines().count() >= 2
@@ -677,8 +681,8 @@ fn stat_prints_what_was_counted() {
     assert!(mean.contains("(3 runs)") && mean.contains("( +-"), "{mean}");
 }
 
-/// One event for the whole VM is the sum of its vCPUs' parts, and a statistic of the VM is one number: not
-/// one for each vCPU, however it is asked for.
+/// A VM-wide event is the sum over its vCPUs, and a VM statistic is a single number even if
+/// per-vCPU values are requested.
 #[test]
 fn events_of_the_whole_vm_are_counted_once() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -711,7 +715,7 @@ fn events_of_the_whole_vm_are_counted_once() {
         assert!(client.call(wrong).is_err());
     }
 
-    // A statistic of the VM that this KVM keeps.
+    // A VM statistic of this KVM.
     let each: Vec<Opened> = client
         .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
         .unwrap();

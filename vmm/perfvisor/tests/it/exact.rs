@@ -1,5 +1,5 @@
-//! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that
-//! repeat.
+//! The exact backing on this host's KVM: the bare-metal guest with hand-counted code, and
+//! repeatable runs.
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -8,7 +8,7 @@ use crate::common::vm::PROGRAM;
 use crate::common::{kernels, skip, test_lock};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
 
-/// What this host can step; `None`: no KVM here.
+/// Returns the single-stepping capabilities of the host; `None` if KVM is unavailable.
 fn host() -> Option<Stepping> {
     let Ok(kvm) = perfvisor_vmm::kvm::host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
@@ -43,7 +43,7 @@ fn command(arguments: &[&str]) -> Command {
     command
 }
 
-/// A row of the table of `--stats`, 0 for one that is left out.
+/// Returns a row of the table of `--stats`, or 0 for an omitted row.
 fn figure(stats: &str, row: &str) -> u64 {
     let line = stats.lines().find_map(|line| line.strip_prefix(row));
     line.map_or(0, |rest| rest.trim().parse().unwrap())
@@ -53,8 +53,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Every hand-counted block is counted to the last instruction, on models of both vendors, and no step is
-/// lost.
+/// Hand-counted blocks are counted exactly on models of both vendors, without a lost step.
 #[test]
 fn hand_counted_code_counts_exactly() {
     let Some(host) = host() else { return };
@@ -82,8 +81,8 @@ fn hand_counted_code_counts_exactly() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// What is entered at once where hardware breakpoints work is counted as single steps count it: the same
-/// blocks pass, the same instructions retire under counting, and there are fewer stops.
+/// On hosts with working hardware breakpoints, straight runs give the same counts as single steps:
+/// the same blocks pass and the same instructions retire, with fewer stops.
 #[test]
 fn straight_runs_are_counted_as_steps_are() {
     let Some(host) = host() else { return };
@@ -113,14 +112,14 @@ fn straight_runs_are_counted_as_steps_are() {
         assert_eq!(with.1 + with.3, without.1, "{model}: the same instructions");
         let has_runs = host.breakpoints && host.blocks_interrupts && !host.user;
         assert_eq!(with.2 > 0, has_runs, "{model}");
-        // Many of the blocks have nothing but branches, or two instructions between them.
+        // Many blocks consist of branches only, or have two instructions between branches.
         assert!(!has_runs || 2 * (with.1 + with.2) < without.1, "{model}");
     }
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// Counts that differ from run to run would be estimates: the same blocks pass, with the same number of
-/// steps, every time.
+/// The same blocks pass with the same number of steps in every run. Varying counts would be
+/// estimates.
 #[test]
 fn the_same_guest_is_counted_the_same_every_time() {
     let Some(host) = host() else { return };
@@ -150,8 +149,7 @@ fn the_same_guest_is_counted_the_same_every_time() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// What cannot be counted is said, not printed as 0: where CPL 3 cannot be stepped, a line at the start names
-/// it.
+/// On hosts that cannot single-step CPL 3, a line at the start says so instead of a count of zero.
 #[test]
 fn a_host_that_cannot_step_user_code_is_told_of() {
     let Some(host) = host() else { return };
@@ -182,7 +180,7 @@ fn a_host_that_cannot_step_user_code_is_told_of() {
     assert_eq!(line.contains("CPL 3 is not counted"), !host.user, "{line}");
 }
 
-/// Four breakpoints and no more: five RDPMC instructions are refused in one line with the way out.
+/// Hardware has four breakpoints: five RDPMC instructions are refused in one line with a remedy.
 #[test]
 fn five_rdpmc_sites_are_too_many_for_breakpoints() {
     let Some(host) = host() else { return };
@@ -206,8 +204,8 @@ fn five_rdpmc_sites_are_too_many_for_breakpoints() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// Sets counter 0 to 42 and its selector to `selector`, reads the counter by RDPMC and writes it to the
-/// debug-exit port.
+/// Returns a guest that sets counter 0 to 42 and its event select to `selector`, reads the counter
+/// by RDPMC, and writes the value to the debug-exit port.
 fn rdpmc_guest(selector: u32) -> Vec<u8> {
     let start = [
         &[0xB9, 0xC1, 0, 0, 0][..], // mov ecx, IA32_PMC0
@@ -235,8 +233,8 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     kernels::elf32(kernels::EM_386, 0x10_0000, &[segment])
 }
 
-/// RDPMC by breakpoint reads what RDPMC by trap reads, also in the middle of stepped code, where it is one
-/// instruction like any other.
+/// RDPMC by hardware breakpoint returns the same value as by trap, also in single-stepped code,
+/// where the instruction is counted like any other.
 #[test]
 fn rdpmc_by_breakpoint_reads_the_counter_stepped_or_not() {
     let Some(host) = host() else { return };

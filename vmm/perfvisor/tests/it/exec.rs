@@ -1,4 +1,4 @@
-//! `perfvisor exec` beside a guest that does not do its part: whoever started it gets away.
+//! `perfvisor exec` with an unresponsive guest: the user can always leave.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +10,7 @@ use crate::common::vm::PROGRAM;
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
-    // As from a terminal, also where these tests run behind nohup or a shell's "&", which ignore signals.
+    // Restores default signal actions, because nohup and background jobs of a shell ignore signals.
     Command::new("env")
         .args(["--default-signal=HUP,INT,TERM", PROGRAM])
         .args(["exec", "vm", "--socket"])
@@ -31,7 +31,7 @@ fn signal(child: &Child, name: &str) {
     assert!(sent.unwrap().success());
 }
 
-/// What an agent does up to the command's start.
+/// Acts as an agent up to the start of the command.
 fn accept(listener: &UnixListener) -> UnixStream {
     let (mut stream, _) = listener.accept().unwrap();
     let mut byte = [0];
@@ -44,7 +44,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
     stream
 }
 
-/// Before there is a command its signals are its own: nobody waits for a guest against his will.
+/// Before the command starts, a signal ends `perfvisor exec` itself.
 #[test]
 fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
     let dir = tempfile::tempdir().unwrap();
@@ -56,7 +56,7 @@ fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
         ("-HUP", libc::SIGHUP),
     ] {
         let mut child = exec(&socket, &["--wait", "600"]);
-        // It has asked, and gets no answer.
+        // The request remains without an answer.
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; 8]).unwrap();
         signal(&child, name);
@@ -64,7 +64,8 @@ fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
     }
 }
 
-/// Signals go to the command. A guest that does nothing with them is left at the third.
+/// Signals are forwarded to the command. If the guest does not react, the third signal ends
+/// `perfvisor exec`.
 #[test]
 fn exec_can_be_left_whatever_the_guest_does() {
     let dir = tempfile::tempdir().unwrap();
@@ -72,11 +73,11 @@ fn exec_can_be_left_whatever_the_guest_does() {
     let listener = UnixListener::bind(&socket).unwrap();
     let mut child = exec(&socket, &[]);
     let mut stream = accept(&listener);
-    // The end of its input: from now on signals are not its own.
+    // After the end of input, signals are forwarded.
     let begun = read_frame(&mut stream).unwrap().unwrap();
     assert_eq!((begun.kind, begun.payload.len()), (FrameKind::Stdin, 0));
     let mut forwarded = 0;
-    // Three within five seconds leave it, and this machine may be slow.
+    // Three signals within five seconds end the program; the host may be slow.
     for _ in 0..100 {
         signal(&child, "-TERM");
         let Some(frame) = read_frame(&mut stream).unwrap() else {

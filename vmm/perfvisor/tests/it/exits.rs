@@ -1,4 +1,4 @@
-//! `perfvisor exits`: what a running VM's vCPUs leave their guest for.
+//! `perfvisor exits` with a running VM.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -18,12 +18,12 @@ fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
     named.map(|one| one["count"].as_u64().unwrap()).sum()
 }
 
-/// The VM's kicks are counted and timed while somebody watches, intervals add up to the whole, and KVM's
-/// statistics stand beside them.
+/// Kicks are counted and timed during the observation, intervals add up to the total, and KVM's
+/// statistics are shown as well.
 #[test]
 fn exits_are_counted_and_timed_while_watched() {
     let Some(vm) = TestVm::spinning(2) else { return };
-    // Something to see: each look at the guest's counters kicks both vCPUs.
+    // Each reading of the guest counters kicks both vCPUs, which produces exits.
     let mut watching = vm
         .vm
         .operator(&["exits", "test", "-i", "0.4", "--json", "-A"])
@@ -32,7 +32,7 @@ fn exits_are_counted_and_timed_while_watched() {
         .unwrap();
     let mut said = BufReader::new(watching.stdout.take().unwrap());
     let mut text = String::new();
-    // An interval of its own each time: it watches.
+    // Each call is a separate observation.
     for _ in 0..3 {
         assert!(said.read_line(&mut text).unwrap() > 0, "{text}");
         vm.say(&["stat", "test", "--guest-view"]);
@@ -61,7 +61,7 @@ fn exits_are_counted_and_timed_while_watched() {
         let number = |key: &str| exits[key].as_u64().unwrap();
         assert!(number("timed") <= number("count"), "{text}");
         assert!(number("vcpu") < 2, "{text}");
-        // The longest is one of those that make up the sum.
+        // The maximum is part of the sum.
         assert!(number("max_ns") <= number("time_ns"), "{text}");
         assert!(number("max_ns") * number("timed") >= number("time_ns"), "{text}");
     }
@@ -72,8 +72,8 @@ fn exits_are_counted_and_timed_while_watched() {
     assert!(count(total, "kvm", "statistic", "exits") >= kicks, "{text}");
 }
 
-/// KVM's exits have times where the user may trace and this KVM has tracepoints that it uses; elsewhere a
-/// line says why they have none.
+/// Checks that KVM's exits have times if the user may trace and KVM's tracepoints work, or that a
+/// line explains their absence.
 fn says_whether_kvms_exits_are_timed(text: &str) -> bool {
     text.contains("\n KVM's exits   ") != text.contains("KVM's exits are not timed: ")
 }
@@ -84,7 +84,7 @@ fn the_tables_say_what_was_not_timed() {
     let text = vm.say(&["exits", "test", "-d", "0.3"]);
     for part in [
         "exits to Perfvisor",
-        // And some more, as the machine has it.
+        // The number of further reasons depends on the host.
         "all of ",
         "mean (us)",
         "KVM_RUN",
@@ -97,7 +97,7 @@ fn the_tables_say_what_was_not_timed() {
         without.contains("KVM's exits are not timed: --no-trace"),
         "{without}"
     );
-    // One whose guest has no PMU is watched all the same.
+    // A VM without a PMU can be observed too.
     let Some(vm) = crate::common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {
         return;
     };

@@ -1,5 +1,5 @@
-//! The exporter over several real VMs, as Prometheus and Pyroscope ask it, and with clients and VMs that mean
-//! no good.
+//! The exporter with several real VMs, queried like Prometheus and Pyroscope do, with misbehaving
+//! clients and VMs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,8 +11,8 @@ use std::time::Duration;
 use crate::common::host::{Host, get, reply};
 use crate::common::vm::{PROGRAM, eventually};
 
-/// All VMs are in one text, whose families are each in one piece. One that is stopped, dies, comes or goes
-/// changes nothing for the others.
+/// A scrape contains all VMs, with contiguous families. A VM that stops, dies, appears or
+/// disappears does not affect the others.
 #[test]
 fn one_scrape_has_all_vms_whatever_becomes_of_one() {
     let Some(mut host) = Host::start(&[("a", &["--cpus", "2"]), ("b", &[]), ("off", &["--pmu", "off"])])
@@ -42,7 +42,7 @@ fn one_scrape_has_all_vms_whatever_becomes_of_one() {
     ] {
         assert!(value(&text, &format!("perfvisor_vcpu_exits_total{{{series}}}")) > 0.0);
     }
-    // The operator's events count from one scrape to the next.
+    // The operator's events continue to count between scrapes.
     let busy =
         "perfvisor_event_time_seconds_total{vm=\"b\",vcpu=\"0\",event=\"task-clock\",backing=\"software\"}";
     let before = value(&text, busy);
@@ -65,7 +65,7 @@ fn one_scrape_has_all_vms_whatever_becomes_of_one() {
     // The socket broker of a killed VM removes its socket.
     host.vms.get_mut("b").unwrap().kill().unwrap();
     eventually("a killed VM is no longer listed", || host.is_up("b").is_none());
-    // Without a broker the socket stays, and nobody listens.
+    // Without a broker, the socket remains without a listener.
     drop(UnixListener::bind(host.socket("b")).unwrap());
     eventually("a VM that left its socket is down", || {
         host.is_up("b") == Some(false)
@@ -74,13 +74,13 @@ fn one_scrape_has_all_vms_whatever_becomes_of_one() {
     eventually("a VM without a socket is not listed", || {
         host.is_up("b").is_none()
     });
-    // Two scrapes within half a second get one text.
+    // Two scrapes within half a second receive the same text.
     host.add("c", &[]);
     eventually("a VM that comes is there", || host.is_up("c") == Some(true));
     eventually("the others are too", || host.is_up("a") == Some(true));
 }
 
-/// What `go tool pprof` and Pyroscope ask for.
+/// The endpoint serves the requests of `go tool pprof` and Pyroscope.
 #[test]
 fn a_profile_is_pprof_s() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[])]) else {
@@ -94,7 +94,7 @@ fn a_profile_is_pprof_s() {
         .unwrap();
     let has = |text: &str| profile.windows(text.len()).any(|w| w == text.as_bytes());
     assert!(has("samples") && has("cycles") && has("task"), "{profile:?}");
-    // Numbers of vCPUs and processes would make a series of each.
+    // vCPU and process numbers would create one series each.
     assert!(!has("vcpu") && !has("pid"));
 
     for (query, expected) in [
@@ -110,7 +110,7 @@ fn a_profile_is_pprof_s() {
         assert_eq!(body.iter().filter(|b| **b == b'\n').count(), 1, "one line");
     }
 
-    // One of a VM at a time; who goes away leaves the place to others.
+    // Each VM is limited to one profile at a time; a disconnecting client releases the slot.
     let ask = || {
         let mut stream = host.connect();
         let head = b"GET /debug/pprof/profile?vm=a&seconds=100 HTTP/1.1\r\n\r\n";
@@ -120,7 +120,7 @@ fn a_profile_is_pprof_s() {
     };
     let mut first = ask();
     eventually("a second profile of the VM is refused", || {
-        // If the other came before it, it is the one that was refused.
+        // If the other request was first, this one was refused.
         if first.peek(&mut [0]).is_ok() {
             first = ask();
         }
@@ -161,7 +161,7 @@ fn vms_are_discovered_and_paths_told_apart() {
     );
 }
 
-/// Clients that say nothing, drip, send what is no request or fetch nothing do not keep others out.
+/// Clients that are silent, slow, send invalid requests or read nothing do not exclude others.
 #[test]
 fn hostile_clients_keep_nobody_out() {
     let Some(host) = Host::start(&[("a", &[])]) else {
@@ -180,7 +180,7 @@ fn hostile_clients_keep_nobody_out() {
         stream.write_all(request.as_bytes()).unwrap();
         assert_eq!(reply(stream).0, expected, "{request:?}");
     }
-    // It is given up though it never stops.
+    // The connection is closed although the client keeps sending.
     let mut drips = host.connect();
     let mut writer = drips.try_clone().unwrap();
     std::thread::spawn(move || {
@@ -197,7 +197,7 @@ fn hostile_clients_keep_nobody_out() {
     let mut said = String::new();
     let _ = drips.read_to_string(&mut said);
     assert!(said.starts_with("HTTP/1.1 408"), "{said}");
-    // Replies that nobody fetches.
+    // Replies that are never read.
     let lazy: Vec<TcpStream> = (0..80)
         .map(|_| {
             let mut stream = host.connect();
@@ -219,7 +219,7 @@ fn hostile_clients_keep_nobody_out() {
     });
 }
 
-/// What has a VM's socket and is none: it does not answer, says nonsense, says it without end or drips.
+/// Fake VM sockets that do not answer, send nonsense or endless data, or send slowly.
 #[test]
 fn hostile_vms_spoil_only_their_own_metrics() {
     let Some(host) = Host::start(&[("good", &[])]) else {
@@ -245,7 +245,7 @@ fn hostile_vms_spoil_only_their_own_metrics() {
         }
     });
     fake("gone", drop);
-    // One that accepts nobody.
+    // A listener that accepts no connection.
     let _full = UnixListener::bind(host.socket("full")).unwrap();
     for _ in 0..3 {
         let text = host.metrics_with(&["good"]);
@@ -259,7 +259,7 @@ fn hostile_vms_spoil_only_their_own_metrics() {
     assert_eq!(host.get("/debug/pprof/profile?vm=good&seconds=1").0, 200);
 }
 
-/// It has no capability, listens at a Unix socket too, and ends when it is told to.
+/// The exporter has no capability, also listens on a Unix socket, and exits on a signal.
 #[test]
 fn it_has_no_rights_and_ends_in_order() {
     let runtime = tempfile::tempdir().unwrap();
@@ -284,12 +284,12 @@ fn it_has_no_rights_and_ends_in_order() {
     );
     let tasks = std::fs::read_dir(format!("/proc/{}/task", exporter.id())).unwrap();
     for task in tasks.flatten() {
-        // One that served somebody may have ended by now.
+        // A connection thread may have ended by now.
         let Ok(status) = std::fs::read_to_string(task.path().join("status")) else {
             continue;
         };
         for set in ["CapPrm", "CapEff", "CapBnd", "CapAmb"] {
-            // Who is not root cannot change the bounding set, and needs not.
+            // Only root can reduce the bounding set, and other users need not.
             let root = status.lines().any(|line| line.starts_with("Uid:\t0\t"));
             let none = status
                 .lines()
@@ -297,7 +297,7 @@ fn it_has_no_rights_and_ends_in_order() {
             assert!(none || (set == "CapBnd" && !root), "{set}: {status}");
         }
     }
-    // A second one does not take its place.
+    // A second exporter does not replace the first.
     let second = Command::new(PROGRAM)
         .args(["exporter", "--listen", &format!("unix:{}", socket.display())])
         .output()

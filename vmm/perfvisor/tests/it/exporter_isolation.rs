@@ -1,5 +1,5 @@
-//! The exporter against users of its host who mean no good: as clients, as owners of VMs' sockets, and with
-//! what an exporter leaves behind that was killed.
+//! The exporter against malicious users of its host: as clients, as owners of VM sockets, and with
+//! files left behind by a killed exporter.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,10 +15,10 @@ use crate::common::host::reply;
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
-/// Time limit that only ends a failing test.
+/// Time limit that applies to failing tests only.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// An exporter, killed when the test ends.
+/// An exporter, killed on drop.
 struct Exporter {
     process: Child,
     port: u16,
@@ -66,7 +66,7 @@ impl Exporter {
         stream
     }
 
-    /// The status and the body of the reply to a GET with these fields.
+    /// Returns the status and the body of the reply to a GET request with these header fields.
     fn get(&self, path: &str, fields: &str) -> (u16, String) {
         let mut stream = self.connect();
         write!(stream, "GET {path} HTTP/1.1\r\n{fields}\r\n").unwrap();
@@ -80,7 +80,7 @@ impl Exporter {
         text
     }
 
-    /// Largest resident memory so far, in KiB.
+    /// Returns the peak resident memory, in KiB.
     fn peak_kib(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
         let peak = status
@@ -98,7 +98,7 @@ impl Drop for Exporter {
     }
 }
 
-/// Returns whether root can run commands as another user here; says so if not.
+/// Returns whether the test can run commands as another user. Prints a message if not.
 fn can_be_nobody() -> bool {
     let works = as_nobody(&["true"])
         .output()
@@ -118,7 +118,7 @@ fn as_nobody(command: &[&str]) -> Command {
     nobody
 }
 
-/// Returns what user nobody can read at a path.
+/// Returns what the user nobody can read at a path.
 fn get_as_nobody(port: u16, path: &str) -> String {
     let script =
         format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'GET {path} HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3");
@@ -126,7 +126,8 @@ fn get_as_nobody(port: u16, path: &str) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned()
 }
 
-/// On loopback another user of the host reads nothing, unless the operator allows it.
+/// Another user of the host cannot read from a loopback address unless the operator allows that
+/// user.
 #[test]
 fn another_user_is_served_only_if_that_is_allowed() {
     if !can_be_nobody() {
@@ -147,7 +148,7 @@ fn another_user_is_served_only_if_that_is_allowed() {
     assert!(got.starts_with("HTTP/1.1 200 "), "{got}");
 }
 
-/// A page whose name an attacker leads to this host sends that name.
+/// DNS rebinding: a page whose name resolves to this host sends that name.
 #[test]
 fn requests_for_another_host_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -169,7 +170,7 @@ fn requests_for_another_host_are_refused() {
     assert_eq!(exporter.get("/metrics", twice).0, 421);
 }
 
-/// A token lets other users in, and a file that has none is refused.
+/// A token admits other users, and a file without a token is rejected.
 #[test]
 fn a_token_lets_another_user_in() {
     if !can_be_nobody() {
@@ -204,7 +205,8 @@ fn a_token_lets_another_user_in() {
     assert!(line.contains("--token-file"), "{line}");
 }
 
-/// Directory and manner of the sockets that [`as_a_hostile_user`] offers.
+/// Environment variable with the directory and behaviour of the sockets that [`as_a_hostile_user`]
+/// offers.
 const SOCKETS: &str = "EXPORTER_TEST_SOCKETS";
 
 /// A refusal of 17 MB.
@@ -213,7 +215,7 @@ static LONG_ANSWER: LazyLock<String> = LazyLock::new(|| {
     format!("{{\"id\":1,\"error\":{{\"kind\":\"limit\",\"message\":\"{words}\"}}}}\n")
 });
 
-/// Offers 60 sockets, each of which does one thing to who connects.
+/// Offers 60 sockets with one kind of malicious behaviour.
 #[test]
 #[ignore = "run by the tests below, as another user"]
 fn as_a_hostile_user() {
@@ -226,11 +228,11 @@ fn as_a_hostile_user() {
             let _ = (&stream).write_all(LONG_ANSWER.as_bytes());
         },
     };
-    // The server takes a while to start, and must be up before anybody connects.
+    // Building the answer takes time and must be complete before a client connects.
     assert!(LONG_ANSWER.len() > 15_000_000);
     let dir = dir.rsplit_once('=').map_or(dir.as_str(), |(dir, _)| dir);
     for n in 0..60 {
-        // Under a name that is no VM's until anybody may connect.
+        // The sockets have hidden names until they accept connections from all users.
         let path = format!("{dir}/.{n:02}");
         let listener = UnixListener::bind(&path).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
@@ -241,14 +243,14 @@ fn as_a_hostile_user() {
             }
         });
     }
-    // Killed by the test.
+    // The test kills this process.
     std::thread::sleep(PATIENCE);
 }
 
-/// A user with 60 sockets in a directory for observers; killed when the test ends.
+/// A user with 60 sockets in a directory for observers; killed on drop.
 struct HostileUser {
     process: Child,
-    /// The program, where that user may go.
+    /// Directory with a copy of the program that the user can access.
     _dir: tempfile::TempDir,
     sockets: tempfile::TempDir,
 }
@@ -258,7 +260,7 @@ impl HostileUser {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let program = dir.path().join("program");
-        // By another process: see `put_program`.
+        // Copied by another process; see `put_program`.
         let own = std::env::current_exe().unwrap();
         assert!(
             Command::new("cp")
@@ -295,7 +297,7 @@ impl Drop for HostileUser {
     }
 }
 
-/// Sixty sockets that answer a greeting with 15 MB neither fill the log nor the memory.
+/// Sixty sockets that answer a greeting with 15 MB fill neither the log nor the memory.
 #[test]
 fn long_answers_fill_neither_log_nor_memory() {
     if !can_be_nobody() {
@@ -330,7 +332,7 @@ fn long_answers_fill_neither_log_nor_memory() {
     assert!(grown < 64 << 10, "{grown} KiB more");
 }
 
-/// Sockets that stall are left alone for a while, in which scrapes do not wait for them.
+/// Stalled sockets enter a back-off, during which scrapes do not wait for them.
 #[test]
 fn sockets_that_stall_are_left_alone() {
     if !can_be_nobody() {
@@ -352,12 +354,12 @@ fn sockets_that_stall_are_left_alone() {
         "{}",
         exporter.said()
     );
-    // Of a user who is not served there are none.
+    // Users who are not served have no VMs in the metrics.
     let exporter = Exporter::start(&["--vms", vms, "--vm-owner", "root"], dir.path(), dir.path());
     assert!(!exporter.metrics().contains("perfvisor_exporter_vm_up{"));
 }
 
-/// Children of process `pid`, with their children.
+/// Returns the descendants of process `pid`.
 fn descendants(pid: u32) -> Vec<u32> {
     let of = |pid: u32| fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let tasks = fs::read_dir(format!("/proc/{pid}/task"))
@@ -385,8 +387,8 @@ fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// While a profile is made nobody else can read its files. If the exporter is killed meanwhile, the
-/// process that records ends with it, and the next exporter removes the files.
+/// No other user can read the files of a profile in progress. If the exporter is killed, the
+/// recording process ends too, and the next exporter removes the files.
 #[test]
 fn a_killed_exporter_leaves_no_recorder_and_no_files_for_long() {
     let Some(vm) = SpinningVm::start("profiled", &[]) else {
@@ -418,7 +420,7 @@ fn a_killed_exporter_leaves_no_recorder_and_no_files_for_long() {
     eventually("the process that records ends", || {
         recorders.iter().all(|pid| {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // Whoever adopts it may not have waited for it yet.
+            // A zombie may not have been reaped yet.
             stat.rsplit_once(") ")
                 .is_none_or(|(_, rest)| rest.starts_with('Z'))
         })

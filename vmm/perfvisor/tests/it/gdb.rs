@@ -1,5 +1,5 @@
-//! `run --gdb`: Debian's own gdb debugs the built-in guest, and clients that are no debuggers leave the VM
-//! well.
+//! `run --gdb`: Debian's gdb debugs the built-in guest, and clients that are no debuggers do not
+//! harm the VM.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -52,7 +52,7 @@ impl WaitingVm {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // Its mode comes last. Who connected to see whether it listens would be its debugger.
+        // The mode is set last. A test connection would become the debugger.
         eventually("the socket is there", || {
             fs::metadata(&socket).is_ok_and(|file| file.permissions().mode() & 0o777 == 0o600)
         });
@@ -67,7 +67,7 @@ impl WaitingVm {
         self.dir.path().join("gdb")
     }
 
-    /// What gdb prints for `script`, and what it complains of.
+    /// Runs `script` in gdb and returns its output and its error messages.
     fn gdb(&self, script: &str) -> String {
         gdb(self.dir.path(), &self.socket(), script)
     }
@@ -86,7 +86,7 @@ impl Drop for WaitingVm {
     }
 }
 
-/// The guest's image, and a script that attaches first.
+/// Prepares the guest's image and a script that attaches first.
 fn prepare(dir: &Path, socket: &Path, script: &str) -> (PathBuf, PathBuf) {
     let (image, commands) = (dir.join("guest.elf"), dir.join("script"));
     fs::write(&image, BUILTIN).unwrap();
@@ -100,7 +100,7 @@ fn prepare(dir: &Path, socket: &Path, script: &str) -> (PathBuf, PathBuf) {
 
 fn gdb(dir: &Path, socket: &Path, script: &str) -> String {
     let (image, commands) = prepare(dir, socket, script);
-    // A bound for a failure only.
+    // The time limit applies to failures only.
     let out = Command::new("timeout")
         .args(["120", "gdb", "-nx", "-batch", "-x"])
         .args([&commands, &image])
@@ -110,7 +110,8 @@ fn gdb(dir: &Path, socket: &Path, script: &str) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr)
 }
 
-/// The value that a script's `printf "WORD=%#lx\n"` printed.
+/// Returns the value printed by a script's `printf "WORD=%#lx
+/// "`.
 #[track_caller]
 fn value(said: &str, word: &str) -> u64 {
     let text = said
@@ -120,8 +121,8 @@ fn value(said: &str, word: &str) -> u64 {
     u64::from_str_radix(text.trim().trim_start_matches("0x"), 16).unwrap()
 }
 
-/// Software breakpoints, steps, registers, memory, threads; then the debugger goes, and the guest is as it
-/// would have been.
+/// Software breakpoints, steps, registers, memory and threads work, and after the debugger has
+/// detached, the guest continues unaffected.
 #[test]
 fn gdb_stops_steps_looks_and_changes_and_leaves_nothing_behind() {
     let Some(vm) = WaitingVm::start() else { return };
@@ -169,7 +170,7 @@ detach
         said.contains("Cannot access memory at address 0xffff900000000000"),
         "{said}"
     );
-    // The guest gets to where it would have got, and passes its own test on the way.
+    // The guest continues and passes its own test.
     let mut text = String::new();
     let mut vm = vm;
     let mut out = vm.child.stdout.take().unwrap();
@@ -183,8 +184,8 @@ detach
     assert!(vm.operator(&["ctl", "g", "status"]).contains("running"));
 }
 
-/// Ctrl-C stops a guest that runs, and what an operator counts stands still meanwhile; killed by its
-/// debugger, the VM ends in order.
+/// Ctrl-C stops a running guest, whose operator events stop counting. If the debugger kills the
+/// guest, the VM shuts down in order.
 #[test]
 fn ctrl_c_stops_the_guest_and_its_counters() {
     let Some(mut vm) = WaitingVm::start() else { return };
@@ -221,7 +222,7 @@ fn ctrl_c_stops_the_guest_and_its_counters() {
     );
     assert!(said.contains("in spin_") || said.contains("in user_"), "{said}");
     let counted = fs::read_to_string(vm.dir.path().join("held")).unwrap();
-    // No time in which it could have been counted passed for the guest.
+    // The events accumulate no time while the guest is stopped.
     assert!(
         counted.contains("<not counted>") && counted.contains("\"event-runtime\":0"),
         "{counted}"
@@ -229,7 +230,7 @@ fn ctrl_c_stops_the_guest_and_its_counters() {
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{said}");
 }
 
-/// Hardware breakpoints and watchpoints, where they fire.
+/// Hardware breakpoints and watchpoints, on hosts where they work.
 #[test]
 fn gdb_uses_the_processors_breakpoints() {
     let Some(vm) = WaitingVm::start() else { return };
@@ -259,7 +260,8 @@ continue
     );
 }
 
-/// Each of these is dropped, and the guest runs on; a debugger can come afterwards.
+/// Each misbehaving client is disconnected while the guest runs on, and a debugger can connect
+/// afterwards.
 #[test]
 fn clients_that_lie_or_die_leave_the_guest_running() {
     let dir = tempfile::tempdir().unwrap();
@@ -290,7 +292,7 @@ fn clients_that_lie_or_die_leave_the_guest_running() {
         packet("Z9,0,0"),
         packet("qXfer:features:read:target.xml:ffffffffffffffff,ffffffffffffffff"),
     ];
-    // More breakpoints than there can be, and the client dies with all of them set.
+    // The client sets more breakpoints than supported, and dies with all of them set.
     garbage.push(
         (0..3000)
             .flat_map(|n| packet(&format!("Z0,{:x},1", 0x10_0000 + n)))
@@ -298,7 +300,7 @@ fn clients_that_lie_or_die_leave_the_guest_running() {
     );
     for bytes in garbage {
         let mut client = UnixStream::connect(&socket).unwrap();
-        // It may be let go before it has sent all.
+        // The server may close the connection before all bytes are sent.
         let _ = client.write_all(&bytes);
         let _ = client.shutdown(std::net::Shutdown::Write);
         let mut answer = Vec::new();

@@ -1,4 +1,4 @@
-//! What a guest and a signal from outside do to a VM and to the processes that it starts.
+//! Effects of guest actions and external signals on a VM and its child processes.
 
 use std::fs;
 use std::io::Read;
@@ -10,18 +10,18 @@ use std::process::{Command, Stdio};
 use crate::common::machine::Machine;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
-/// A PVH kernel, behind one byte; its code begins at [`CODE`].
+/// A PVH kernel after one leading byte; its code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 const CODE: usize = 0xb1;
-/// Writes the interrupt command register of the local APIC: INIT to the processor with APIC ID 0,
-/// which is the one that executes this. Then it halts.
+/// Code that writes the interrupt command register of the local APIC to send INIT to APIC ID 0,
+/// which is the executing processor, and then halts.
 const SENDS_INIT: [u8; 23] = [
     0xc7, 0x05, 0x10, 0x03, 0xe0, 0xfe, 0, 0, 0, 0, // movl $0, 0xfee00310
     0xc7, 0x05, 0x00, 0x03, 0xe0, 0xfe, 0, 0x45, 0, 0, // movl $0x4500, 0xfee00300
     0xf4, 0xeb, 0xfd, // hlt; jmp
 ];
 
-/// The first vCPU gets to the reset vector, where a PC has firmware that resets the machine.
+/// The first vCPU starts at the reset vector, where the firmware of a PC would reset the machine.
 #[test]
 fn an_init_to_the_first_vcpu_is_a_reset_by_the_guest() {
     let dir = tempfile::tempdir().unwrap();
@@ -37,7 +37,7 @@ fn an_init_to_the_first_vcpu_is_a_reset_by_the_guest() {
     assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
 }
 
-/// Children of process `pid` and their states.
+/// Returns the children of process `pid` and their states.
 fn children(pid: u32) -> Vec<(u32, char)> {
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -50,7 +50,7 @@ fn children(pid: u32) -> Vec<(u32, char)> {
     numbers.filter_map(child).collect()
 }
 
-/// A process beside the VM that somebody kills does not stay a zombie: the keeper of kernel readers and both
+/// Killed helper processes do not remain zombies: the supervisor of kernel readers and both
 /// brokers.
 #[test]
 fn a_child_that_is_killed_is_reaped() {
@@ -65,7 +65,7 @@ fn a_child_that_is_killed_is_reaped() {
         .status();
     assert!(killed.unwrap().success());
     eventually("it is gone", || children(vm.child.id()).is_empty());
-    // The VM goes on.
+    // The VM continues.
     assert!(
         vm.operator(&["ctl", "reaper", "status"])
             .output()
@@ -75,8 +75,8 @@ fn a_child_that_is_killed_is_reaped() {
     );
 }
 
-/// A back end of a shared directory, which a guest may be able to crash, leaves no core dump: it maps the
-/// guest's memory.
+/// virtiofsd, which a guest may be able to crash, writes no core dump, because it maps the guest's
+/// memory.
 #[test]
 fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
     let dir = tempfile::tempdir().unwrap();
@@ -96,7 +96,8 @@ fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
     eventually("the back end has begun", || limits.exists());
     let text = fs::read_to_string(&limits).unwrap();
     let words: Vec<&str> = text.split_whitespace().collect();
-    // "Max core file size", the soft limit and the hard one. One byte keeps the kernel from a pipe, too.
+    // The soft and hard limits of "Max core file size". A limit of one byte also prevents the
+    // kernel from using a pipe.
     assert!(
         ["0", "1"].contains(&words[4]) && words[4] == words[5] && words[6] == "bytes",
         "{text}"
@@ -105,7 +106,7 @@ fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
     assert!(keeper.wait().unwrap().success());
 }
 
-/// The files that `record` writes are readable by their user only, whatever the umask is.
+/// Files written by `record` are readable by their owner only, for any umask.
 #[test]
 fn a_recording_is_for_its_user_only() {
     let Some(vm) = SpinningVm::start("private", &[]) else {
@@ -134,7 +135,7 @@ fn a_recording_is_for_its_user_only() {
     if let Ok(debug) = fs::metadata(at("debug")) {
         assert_eq!(debug.permissions().mode() & 0o077, 0);
     }
-    // A file that its user has prepared keeps its permissions.
+    // An existing file keeps its permissions.
     let shared = at("shared.data");
     fs::write(&shared, "").unwrap();
     fs::set_permissions(&shared, fs::Permissions::from_mode(0o640)).unwrap();

@@ -1,5 +1,5 @@
-//! What a VM has of its host besides what it was given: inherited descriptors, the environment, files by
-//! links of another user, sockets of its neighbours, and how much it may write.
+//! Access of a VM to its host: inherited descriptors, environment, symbolic links of other users,
+//! sockets of other VMs, and the amount of data it may write.
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
@@ -20,7 +20,7 @@ fn is_root() -> bool {
     own
 }
 
-/// The VM's process and its children, with their names.
+/// Returns the VM's process and its children, with their names.
 fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {
     let own = vm.child.id();
     let numbers = fs::read_dir("/proc").unwrap().flatten();
@@ -34,7 +34,7 @@ fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {
     named.collect()
 }
 
-/// Where the descriptors of a process lead, by their numbers.
+/// Returns the descriptors of a process and their targets.
 fn descriptors(pid: u32) -> Vec<(u32, PathBuf)> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let one = |entry: fs::DirEntry| {
@@ -44,7 +44,7 @@ fn descriptors(pid: u32) -> Vec<(u32, PathBuf)> {
     open.filter_map(one).collect()
 }
 
-/// A VM that a shell starts with the descriptor 77 open and a secret in the environment.
+/// Starts a VM from a shell with descriptor 77 open and a secret in the environment.
 fn with_a_careless_parent(args: &[&str]) -> Option<SpinningVm> {
     let mut shell = Command::new("/bin/bash");
     shell
@@ -73,7 +73,7 @@ fn jailed_vm_has_no_descriptor_that_it_inherited() {
     }
 }
 
-/// Programs that the VM starts do not get it.
+/// Child processes do not inherit the descriptor.
 #[test]
 fn descriptor_that_a_vm_inherited_is_close_on_exec() {
     let Some(vm) = with_a_careless_parent(&[]) else {
@@ -103,7 +103,8 @@ fn environment_is_in_no_process_of_a_vm() {
     }
 }
 
-/// An abstract name is of the host's network, which a jail has not: the VM connects before.
+/// An abstract socket belongs to the host's network namespace, so a VM must connect before it
+/// enters the jail.
 #[test]
 fn service_manager_with_an_abstract_socket_hears_a_jailed_vm() {
     if !is_root() {
@@ -129,7 +130,7 @@ fn service_manager_with_an_abstract_socket_hears_a_jailed_vm() {
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
 }
 
-/// A directory of user NOBODY with a link to a file of root's.
+/// Creates a directory of user NOBODY with a symbolic link to a file of root.
 fn with_a_link() -> (tempfile::TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();

@@ -1,8 +1,12 @@
-//! A soak with a guest and clients that mean no good: PMU interrupts at every event, random accesses to the
-//! PMU's registers, page tables that lead back to themselves, tight loops; commands of all kinds that are
-//! killed; pauses. The VM runs on, and memory, descriptors, threads and events are as they were.
+//! Soak test with a malicious guest and malicious clients.
 //!
-//! `make soak-hostile SECONDS=600` takes its time and shows the table; a test takes some seconds.
+//! The guest triggers PMIs at every event, accesses PMU registers at random, builds cyclic page
+//! tables and runs tight loops. Clients run commands of all kinds that are killed, and pause the
+//! VM. The VM continues, and its memory, descriptors, threads and events return to their initial
+//! state.
+//!
+//! `make soak-hostile SECONDS=600` runs a long soak and prints the table; the test runs for a few
+//! seconds.
 
 use std::fs;
 use std::hint::black_box;
@@ -15,14 +19,15 @@ use crate::common::test_lock;
 use crate::common::vm::eventually;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// How long the soak is, in seconds.
+/// Environment variable with the duration of the soak, in seconds.
 const SECONDS: &str = "PERFVISOR_HOSTILE_SECONDS";
-/// By itself.
+/// Default duration, in seconds.
 const SHORT_S: u64 = 16;
-/// What the VMM's memory may grow by after the first quarter, in KiB: steps of its allocator.
+/// Permitted growth of the VMM's memory after the first quarter, in KiB, for steps of its
+/// allocator.
 const GROWTH_KIB: u64 = 4096;
 
-/// Commands of operators, each killed at some moment.
+/// Operator commands, each of which is killed at a random moment.
 const COMMANDS: [&[&str]; 9] = [
     &[
         "stat",
@@ -58,7 +63,7 @@ const COMMANDS: [&[&str]; 9] = [
     &["ctl", "machine", "pause"],
 ];
 
-/// What the process of the VM holds.
+/// The resources that the VM's process holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ResourceUse {
     rss_kib: u64,
@@ -89,7 +94,7 @@ impl ResourceUse {
         }
     }
 
-    /// The most of each of some looks, a guest's phase apart.
+    /// Returns the maximum of several readings, spaced by one phase of the guest.
     fn most_of(pid: u32, looks: u32) -> Self {
         let mut most = Self::of(pid);
         for _ in 1..looks {
@@ -110,7 +115,7 @@ impl ResourceUse {
     }
 }
 
-/// CPU time of the threads of `pid` that `counts`, in ns.
+/// Returns the CPU time of the threads of `pid` selected by `counts`, in nanoseconds.
 fn cpu_ns(pid: u32, counts: impl Fn(&str) -> bool) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let of = |task: fs::DirEntry| {
@@ -128,7 +133,7 @@ fn xorshift(state: &mut u64) -> u64 {
     *state
 }
 
-/// Has operators' commands begin and die for so long; how many there were.
+/// Starts and kills operator commands for a given time. Returns the number of commands.
 fn commands_that_die(vm: &Machine, for_how_long: Duration, random: &mut u64) -> u64 {
     let until = Instant::now() + for_how_long;
     let mut count = 0;
@@ -150,7 +155,7 @@ fn commands_that_die(vm: &Machine, for_how_long: Duration, random: &mut u64) -> 
             .collect();
         std::thread::sleep(Duration::from_millis(20 + xorshift(random) % 300));
         for child in &mut children {
-            // It may have ended by itself.
+            // The process may have ended already.
             let _ = child.kill();
             child.wait().unwrap();
             count += 1;
@@ -160,7 +165,7 @@ fn commands_that_die(vm: &Machine, for_how_long: Duration, random: &mut u64) -> 
     count
 }
 
-/// How long a soak is to take.
+/// Returns the duration of the soak.
 fn length() -> Duration {
     let seconds = std::env::var(SECONDS).ok().and_then(|text| text.parse().ok());
     Duration::from_secs(seconds.unwrap_or(SHORT_S))
@@ -187,7 +192,7 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
             );
         };
         vm.new_line_with("hostile: round");
-        // Buffers and tables come with the first of each kind.
+        // Buffers and tables are allocated on first use.
         let first = commands_that_die(&vm, each / 4, &mut random);
         std::thread::sleep(Duration::from_millis(300));
         let before = ResourceUse::most_of(pid, 30);
@@ -202,7 +207,7 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
             after.rss_kib <= before.rss_kib + GROWTH_KIB,
             "memory grew: {before:?}, {after:?}"
         );
-        // It runs, and answers.
+        // The guest runs and the VM answers.
         vm.new_line_with("hostile: round");
         assert_eq!(vm.operator(&["ps"]).lines().count(), 2);
         assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
@@ -211,11 +216,11 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
     }
 }
 
-/// What the neighbours of a storming guest keep of their CPU, in percent.
+/// Expected CPU share of a neighbour of a storming guest, in percent.
 const KEPT: f64 = 95.0;
 
-/// Work on a CPU of its own until it is told to end: how long that was, how long it ran and how long it
-/// waited for the CPU, in ns.
+/// Occupies one CPU until the end is signalled. Returns the elapsed time, the run time and the wait
+/// time, in nanoseconds.
 fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
     let mut one = CpuSet::new();
     one.set(cpu);
@@ -230,12 +235,12 @@ fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
     (wall, times.next().unwrap(), times.next().unwrap())
 }
 
-/// A neighbour on another CPU of the host can lose what the VM's threads beside its vCPU take, and no more:
-/// that is accounted, and other work on the host only makes it less. What the neighbour itself has is shown,
-/// and is not judged: what else the host does decides it, too. The VM stands the storm.
+/// The CPU time that a neighbour on another CPU can lose is at most that of the VM's threads other
+/// than the vCPU, which is measured and bounded. The neighbour's own share is only printed, because
+/// it also depends on other load of the host. The VM survives the interrupt storm.
 #[test]
 fn what_a_storming_guest_takes_from_a_neighbour_is_little_and_shown() {
-    // Loads two CPUs, and shows what one of them is left.
+    // The test loads two CPUs and measures the share of one.
     let _lock = test_lock::exclusive();
     let cpus = sched_getaffinity(None).unwrap();
     let mut free = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu));

@@ -1,5 +1,5 @@
-//! Files that an operator names may be anything. What cannot be used is refused in one line with exit status
-//! 2, and nobody is waited for who may never come.
+//! Unusable files on the command line. Each is rejected in one line with exit status 2, without
+//! waiting for a peer that may never appear.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use crate::common::skip::skipped;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, has_kvm};
 
-/// A pipe in `dir` that nobody has open.
+/// Creates a pipe in `dir` that no process has open.
 fn pipe(dir: &Path) -> PathBuf {
     let path = dir.join("pipe");
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
@@ -24,7 +24,7 @@ fn perfvisor(args: &[&str]) -> Command {
     command
 }
 
-/// Refused in one line that has `parts`.
+/// Checks that the command was rejected in one line that contains `parts`.
 fn refused(args: &[&str], out: &Output, parts: &[&str]) {
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
@@ -34,7 +34,7 @@ fn refused(args: &[&str], out: &Output, parts: &[&str]) {
     );
 }
 
-/// Opening such a pipe would wait for a writer, or a reader.
+/// Opening such a pipe would block until a writer or reader appears.
 #[test]
 fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     let dir = tempfile::tempdir().unwrap();
@@ -48,7 +48,7 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     ] {
         refused(args, &perfvisor(args).output().unwrap(), &[what]);
     }
-    // What is said of the host comes first here.
+    // For this command, messages about the host precede the error.
     let validate = ["validate", "--kernel", pipe, "--initrd", "/dev/null"];
     assert_eq!(perfvisor(&validate).output().unwrap().status.code(), Some(2));
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -76,7 +76,8 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     }
 }
 
-/// `perf.data: No such file or directory` was said of a directory that cannot be written to.
+/// Regression test: for an unwritable directory, the message was `perf.data: No such file or
+/// directory`.
 #[test]
 fn what_cannot_be_written_is_called_so() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -98,12 +99,12 @@ fn what_cannot_be_written_is_called_so() {
     refused(&record, &vm.run(&record), &["cannot be written", "-o"]);
 }
 
-/// A shell's `<(COMMAND)` is a pipe that somebody writes to.
+/// The shell's `<(COMMAND)` is a pipe with a writer.
 #[test]
 fn pipes_that_somebody_writes_to_are_files_like_others() {
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
-    // Both ends, so that opening one for writing does not wait.
+    // A descriptor for both ends, so that opening the pipe for writing does not block.
     let both = File::options().read(true).write(true).open(&path).unwrap();
     let mut writer = File::options().write(true).open(&path).unwrap();
     let child = perfvisor(&["run", "--dump-config", "--config", path.to_str().unwrap()])
@@ -112,7 +113,7 @@ fn pipes_that_somebody_writes_to_are_files_like_others() {
         .spawn()
         .unwrap();
     writer.write_all(b"memory = \"48M\"\n").unwrap();
-    // The reader has to be there before the writer goes.
+    // The reader must have opened the pipe before the writer exits.
     while rustix::io::ioctl_fionread(&both).unwrap() > 0 {
         std::thread::yield_now();
     }
@@ -123,8 +124,9 @@ fn pipes_that_somebody_writes_to_are_files_like_others() {
     assert!(text.lines().any(|line| line == "memory = \"48M\""), "{text}");
 }
 
-/// A daemon with a shared directory kept the standard error of whoever started it, in the process that keeps
-/// virtiofsd running: `$(perfvisor run --daemonize … 2>&1)` waited for the end of the VM.
+/// Regression test: in a daemon with a shared directory, the supervisor of virtiofsd kept the
+/// standard error of the caller, so `$(perfvisor run --daemonize … 2>&1)` blocked until the end of
+/// the VM.
 #[test]
 fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
     let places = [
@@ -154,7 +156,7 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
         command.env("XDG_RUNTIME_DIR", dir.path()).output().unwrap()
     };
     for logs in [&["--log-file", log.to_str().unwrap()][..], &[]] {
-        // output() returns when nobody has the pipes any more.
+        // output() returns when no process has the pipes open.
         let started = with(&[&["--daemonize", "--cmdline", "loop"], logs].concat());
         assert!(
             started.status.success() && started.stderr.is_empty(),
@@ -164,7 +166,8 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
         assert_eq!(String::from_utf8_lossy(&status.stdout), "d: running, 1 vCPU\n");
         assert!(operator(&["ctl", "d", "stop"]).status.success());
     }
-    // In the foreground what virtiofsd says is said as all else is. What it says at the VM's end is not.
+    // In the foreground, messages of virtiofsd are printed like all others, except for those at the
+    // end of the VM.
     let ended = with(&["--cmdline", "spin=1"]);
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(said.lines().all(|line| line.starts_with("perfvisor: ")), "{said}");
@@ -173,8 +176,8 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
     assert!(text.lines().all(|line| line.starts_with("perfvisor: ")), "{text}");
 }
 
-/// A pipe whose writer never writes is waited for with the signals blocked that end a VM, so whoever waits
-/// has to look for them.
+/// A VM waits for a silent pipe with its stop signals blocked, so the wait itself must poll for
+/// signals.
 #[test]
 fn a_pipe_that_is_waited_for_can_be_given_up() {
     if !has_kvm() {
@@ -190,7 +193,7 @@ fn a_pipe_that_is_waited_for_can_be_given_up() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // From then on the signal is kept for who looks.
+    // From now on, the signal stays pending until it is polled.
     while !blocks_interrupt(child.id()) {
         std::thread::yield_now();
     }
@@ -206,7 +209,7 @@ fn a_pipe_that_is_waited_for_can_be_given_up() {
     drop(writer);
 }
 
-/// Of a filter that cannot be read the file was named twice.
+/// Regression test: the message about an unreadable filter file named the file twice.
 #[test]
 fn a_filter_that_cannot_be_used_is_named_once() {
     if !has_kvm() {
@@ -232,7 +235,7 @@ fn a_filter_that_cannot_be_used_is_named_once() {
     }
 }
 
-/// Whether a process has SIGINT blocked.
+/// Returns whether a process blocks SIGINT.
 fn blocks_interrupt(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let mask = status

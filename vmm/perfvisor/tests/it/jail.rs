@@ -1,4 +1,5 @@
-//! A VM in a jail (`--jail`) runs, counts and is operated as any other, and sees nothing of its host.
+//! A VM in a jail (`--jail`) runs, counts and can be operated like any other, and cannot see the
+//! host.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -28,7 +29,7 @@ fn names(dir: &str) -> Vec<String> {
     names
 }
 
-/// What an operator does to a VM, from outside.
+/// Checks that the operator commands work from outside the jail.
 fn is_operated(vm: &SpinningVm, name: &str) {
     let (status, text) = said(&mut vm.operator(&["ctl", name, "status"]));
     assert_eq!(status, Some(0), "{text}");
@@ -55,7 +56,7 @@ fn is_operated(vm: &SpinningVm, name: &str) {
     assert!(text.contains("spin_hot"), "{status:?}: {text}");
 }
 
-/// What the threads of a process see of the host.
+/// Checks that all threads of a process are isolated from the host.
 fn is_jailed(pid: u32, socket_dir: &Path) {
     for kind in ["mnt", "net", "ipc", "uts"] {
         let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap();
@@ -70,7 +71,7 @@ fn is_jailed(pid: u32, socket_dir: &Path) {
             [pid.to_string(), "self".into()],
             "{comm}"
         );
-        // Processes of other VMs exist, too.
+        // Processes of other VMs may exist.
         let sockets = Path::new(&root).join(socket_dir.strip_prefix("/").unwrap());
         assert!(!sockets.exists(), "{comm}: {}", sockets.display());
     }
@@ -93,7 +94,8 @@ fn a_jailed_vm_is_operated_and_sees_no_host() {
     assert!(!sockets.join("jailed.sock").exists(), "its socket goes with it");
 }
 
-/// Landlock and filters leave out what the jail could do without: each is switched off by itself.
+/// The jail confines the VM without landlock and without seccomp filters, each of which is disabled
+/// in turn.
 #[test]
 fn a_jail_needs_neither_filters_nor_landlock() {
     if !is_root() {
@@ -134,7 +136,7 @@ fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
 
 #[test]
 fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
-    // He has none by his user either.
+    // The user has no capabilities, but may create a user namespace.
     let Some(nobody) = UnprivilegedUser::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
         return;
     };
@@ -159,7 +161,7 @@ fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
     .stderr(Stdio::piped())
     .spawn()
     .unwrap();
-    // The user operates it. Root is nobody whom the namespace knows.
+    // The VM's owner can operate it. Root is an unmapped user in the namespace.
     eventually("the VM's user operates it", || {
         if let Some(status) = vm.try_wait().unwrap() {
             let said = std::io::read_to_string(vm.stderr.take().unwrap()).unwrap();
@@ -177,7 +179,7 @@ fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
 }
 
-/// The kernel and the devices are found again in the jail, as another user.
+/// After a reset, the kernel and the devices are accessible in the jail as another user.
 #[test]
 fn a_jailed_vm_boots_again_in_place() {
     if !is_root() {
@@ -197,8 +199,8 @@ fn a_jailed_vm_boots_again_in_place() {
     }
 }
 
-/// The sockets that were given paths: each goes with the VM where its user may remove it, whoever owns the
-/// directories above. One that will stay is told of when the VM starts.
+/// Sockets at user-chosen paths are removed with the VM if its user may remove them, regardless of
+/// the owners of the parent directories. The VM warns at its start about sockets that will remain.
 #[test]
 fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
     if !is_root() {
@@ -239,7 +241,7 @@ fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
     assert!(told.len() == 1 && told[0].contains("root-s/look"), "{told:?}");
 }
 
-/// Where cgroup v2 is mounted.
+/// Returns the mount point of cgroup v2.
 fn control_groups() -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let of_v2 = |line: &str| {
@@ -250,7 +252,7 @@ fn control_groups() -> Option<PathBuf> {
     mounts.lines().find_map(of_v2)
 }
 
-/// A control group that goes when the test ends.
+/// A control group, removed on drop.
 struct ControlGroup(PathBuf);
 
 impl ControlGroup {
@@ -262,14 +264,14 @@ impl ControlGroup {
 
 impl Drop for ControlGroup {
     fn drop(&mut self) {
-        // Its processes leave it in their own time.
+        // Exiting processes leave the group with a delay.
         while fs::remove_dir(&self.0).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)) {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 }
 
-/// By then nothing that the guest could have reached had been there.
+/// The error occurs before anything that the guest could access exists.
 #[test]
 fn a_wrong_jail_is_refused_in_a_line() {
     for (words, why) in [
@@ -288,7 +290,7 @@ fn a_wrong_jail_is_refused_in_a_line() {
     }
 }
 
-/// All of it is accounted there, by the kernel's own word; the user that it becomes has no right to go there.
+/// The kernel accounts the whole VM to the group, although the VM's user may not join it.
 #[test]
 fn a_jailed_vm_joins_its_control_group() {
     if !is_root() {
@@ -314,8 +316,8 @@ fn a_jailed_vm_joins_its_control_group() {
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
 }
 
-/// Directories that are none, files that look like one, groups of version 1, and one that the kernel lets
-/// nobody into.
+/// Missing directories, similar files, cgroup v1 groups and a group that the kernel lets no process
+/// join are rejected.
 #[test]
 fn what_is_no_control_group_to_join_is_refused_in_a_line() {
     let refused = |dir: &Path, why: &str| {
@@ -340,7 +342,7 @@ fn what_is_no_control_group_to_join_is_refused_in_a_line() {
     let Some(group) = ControlGroup::new("shares") else {
         return skipped("no cgroup v2 in which this user can make groups", false);
     };
-    // Beside a group of threads only such groups are of use.
+    // A sibling of a threaded group can only be a threaded group itself.
     let [threads, other] = ["threads", "other"].map(|name| group.0.join(name));
     for dir in [&threads, &other] {
         fs::create_dir(dir).unwrap();

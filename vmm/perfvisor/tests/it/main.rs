@@ -1,12 +1,11 @@
-//! Integration tests of the program: one program, with a module for each subject.
+//! Integration tests of the program: one binary with a module per subject.
 //!
-//! Most tests start VMs with [`common::vm`], which lets them run side by side. A test that loads the host, or
-//! that measures what another load would change, takes [`common::test_lock::exclusive`] first.
+//! Most tests start VMs with [`common::vm`], which lets them run in parallel. A test that loads the
+//! host, or that is sensitive to load, calls [`common::test_lock::exclusive`] first.
 
 mod all_vms;
 mod annotate;
 mod broken_pipe;
-mod clock_jumps;
 mod common;
 mod console;
 mod control_connections;

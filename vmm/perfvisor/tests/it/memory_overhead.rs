@@ -1,5 +1,5 @@
-//! Private memory of a VM's process beside the guest's memory, in the release build: an unoptimized program has
-//! larger stack frames.
+//! Private memory of a VM's process beside the guest's memory, in the release build: an unoptimized
+//! program has larger stack frames.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

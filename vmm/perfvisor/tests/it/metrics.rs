@@ -1,4 +1,4 @@
-//! Metrics of the exporter: well-formed OpenMetrics, monotonic counters, every counter of the guest.
+//! Metrics of the exporter: valid OpenMetrics, monotonic counters, and all guest counters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use crate::common::host::Host;
 use crate::common::vm::{PROGRAM, eventually, has_kvm};
 
-/// A VM and an exporter that counts `events`.
+/// Starts a VM and an exporter that counts `events`.
 fn exported(events: &str, path: Option<&Path>, vm_args: &[&str]) -> Option<Host> {
     if !has_kvm() {
         return None;
@@ -28,7 +28,7 @@ fn scrape(host: &Host) -> Metrics {
 /// Strict parser of a scrape: counters, gauges and infos of OpenMetrics 1.0.
 struct Metrics {
     kinds: BTreeMap<String, String>,
-    /// By the series' name and labels.
+    /// Values by series name and labels.
     values: BTreeMap<String, f64>,
 }
 
@@ -99,7 +99,7 @@ impl Metrics {
     }
 }
 
-/// No counter decreases between scrapes. An event that counts all the time grows and has its times.
+/// No counter decreases between scrapes. A permanently counting event grows and has times.
 #[test]
 fn counters_are_well_formed_and_monotonic() {
     let events = "cycles,task-clock,cycles,kvm:no_such_one";
@@ -183,12 +183,13 @@ fn every_guest_counter_has_series_programmed_or_not() {
     ));
 }
 
-/// `--events` takes vendor event names, which the installed perf resolves; here a script with two events.
+/// `--events` accepts vendor event names, which the installed perf resolves; here, perf is a script
+/// with two events.
 #[test]
 fn vendor_event_names_are_resolved_by_perf() {
     let dir = tempfile::tempdir().unwrap();
     let perf = dir.path().join("perf");
-    // Written by another process: a program that this one has open for writing could not be executed.
+    // Written by another process; see `put_program`.
     let write = r#"cat >"$0" <<'END'
 #!/bin/sh
 echo '[{"EventName": "made.up", "Encoding": "cpu/event=0xC4/"}, {"EventName": "made.hard", "Encoding": "cpu/event=0xC4,any=1/"}]'
@@ -231,6 +232,6 @@ chmod +x "$0""#;
             || host
                 .stderr()
                 .iter()
-                .any(|line| line.contains("warn") && line.contains("made.up:u"))
+                .any(|line| line.contains("left out") && line.contains("made.up:u"))
     });
 }

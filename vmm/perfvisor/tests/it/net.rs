@@ -1,10 +1,10 @@
-//! `run --net`: a tap device that cannot be had is one line with the remedy.
+//! `run --net`: an unusable tap device is reported in one line with a remedy.
 
 use std::process::Command;
 
 use crate::common::vm::{PROGRAM, has_kvm};
 
-/// The line on standard error of a VM that must not start.
+/// Returns the error line of a VM that must not start.
 fn refused(nets: &[&str]) -> String {
     let mut command = Command::new(PROGRAM);
     command.arg("run").env_remove("RUST_LOG");

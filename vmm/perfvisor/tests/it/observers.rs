@@ -1,4 +1,4 @@
-//! Observers of a VM (`--observers`): they count, and change nothing.
+//! Observers of a VM (`--observers`) can count events and cannot change the VM.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use crate::common::skip::skipped;
 use crate::common::vm::{PROGRAM, SpinningVm, has_kvm, put_program, said};
 use control_api::client::{Client, REPLY_TIMEOUT};
 
-/// A VM with observers, whose directory anybody may go through, and their socket.
+/// Starts a VM with an observer socket in a directory that all users may traverse.
 fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, String)> {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
@@ -19,7 +19,7 @@ fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, St
     Some((vm, dir, path))
 }
 
-/// A command, the first word of `args`, at the socket `path`.
+/// Returns the arguments of a command, the first word of `args`, at the socket `path`.
 fn looking<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
     [&args[..1], &["--socket", path], &args[1..]].concat()
 }
@@ -70,7 +70,7 @@ fn an_observer_counts_and_changes_nothing() {
     assert_eq!(status, Some(0), "{text}");
 }
 
-/// As many as may come leave operators their place.
+/// The maximum number of observers leaves connections for operators.
 #[test]
 fn observers_do_not_keep_operators_out() {
     let Some((vm, _dir, path)) = observed("crowded", "") else {
@@ -99,7 +99,7 @@ fn another_user_looks_on_if_the_file_lets_him() {
         let Some((_vm, dir, path)) = observed("other", mode) else {
             return;
         };
-        // The program need not be where that user can go.
+        // The build directory may be inaccessible to that user.
         let program = dir.path().join("program");
         put_program(&program);
         let (status, text) = said(
@@ -112,8 +112,8 @@ fn another_user_looks_on_if_the_file_lets_him() {
     }
 }
 
-/// One exporter of a user without rights serves the VMs of another one, by their sockets for observers. A
-/// label has the owner's number; what is no VM is down, and no profile is made.
+/// An exporter of an unprivileged user serves the VMs of another user through their observer
+/// sockets. Labels contain the owner's user ID, fake VMs are down, and profiles are refused.
 #[test]
 fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     let able = Command::new("setpriv")
@@ -131,7 +131,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     let vms = place.path().join("vms");
     fs::create_dir(&vms).unwrap();
     mode(&vms, 0o1777);
-    // The program need not be where that user can go.
+    // The build directory may be inaccessible to that user.
     let program = place.path().join("program");
     put_program(&program);
     let mut other = Command::new("setpriv");
@@ -142,7 +142,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     let at = |name: &str| format!("{}/{name}.look,mode=0666", vms.display());
     host.add("a", &["--observers", &at("a")]);
     host.add("b", &["--observers", &at("b")]);
-    // Nobody listens there any more; a link leads to another's VM.
+    // A socket without a listener, and a link to another directory's VM.
     drop(std::os::unix::net::UnixListener::bind(vms.join("dead.look")).unwrap());
     std::os::unix::fs::symlink(vms.join("a.look"), vms.join("link.look")).unwrap();
     let text = host.metrics_with(&["a@0", "b@0"]);
@@ -159,7 +159,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
     assert!(status == 403 && body.contains("--vms"), "{status} {body}");
 }
 
-/// What cannot be looked into is said at once.
+/// An unreadable directory is reported at the start.
 #[test]
 fn a_directory_that_is_none_is_said_in_a_line() {
     let none = ["exporter", "--listen", "127.0.0.1:0", "--vms", "/nowhere/at/all"];

@@ -1,5 +1,5 @@
-//! A thread that panics, a fault's signal, and an instruction that KVM cannot execute end the whole VM with
-//! one line, and leave no terminal raw and no vCPU behind.
+//! A panicking thread, a fatal signal, or an instruction that KVM cannot emulate ends the whole VM
+//! with one line, restores the terminal and leaves no vCPU running.
 
 use std::process::{Command, Stdio};
 
@@ -7,7 +7,8 @@ use crate::common::machine::Machine;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm};
 
-/// A VM in which a thread of this kind panics when it begins: its exit status and what it said.
+/// Runs a VM in which a thread of this kind panics at its start. Returns the exit status and the
+/// messages.
 fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
     if !has_kvm() {
         return None;
@@ -38,7 +39,7 @@ fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
     Some((out.status.code(), String::from_utf8(out.stderr).unwrap()))
 }
 
-/// Whether these are lines of that panic: one, or one for each of the vCPUs.
+/// Checks that the output consists of lines about that panic: one, or one per vCPU.
 #[track_caller]
 fn is_one_line_of(said: &str, thread: &str, most: usize) {
     let lines: Vec<&str> = said.lines().collect();
@@ -71,7 +72,8 @@ fn a_vcpu_that_panics_ends_the_vm_in_one_line() {
     is_one_line_of(&said, "vcpu", 2);
 }
 
-/// Such a signal does not come again by itself when a handler returns, as that of a fault does.
+/// In contrast to a fault, a signal sent by another process does not recur when the handler
+/// returns.
 #[test]
 fn a_fault_s_signal_that_somebody_sends_ends_the_vm_in_one_line() {
     for signal in ["SEGV", "BUS", "ILL", "FPE"] {
@@ -94,7 +96,7 @@ fn a_fault_s_signal_that_somebody_sends_ends_the_vm_in_one_line() {
     }
 }
 
-/// KVM's emulator lacks instructions. Which one it was is what a report needs.
+/// KVM's emulator lacks some instructions. The message contains the instruction for bug reports.
 #[test]
 fn an_instruction_that_kvm_cannot_emulate_is_named() {
     let Some(mut vm) = Machine::start(&["--cmdline", "unemulated"]) else {
@@ -109,7 +111,7 @@ fn an_instruction_that_kvm_cannot_emulate_is_named() {
         line.contains("internal error 1 (it cannot emulate an instruction) at 0x") && line.contains("CPL 0"),
         "{line}"
     );
-    // Since Linux 5.14 KVM gives the instruction's bytes.
+    // Since Linux 5.14, KVM reports the instruction bytes.
     assert!(
         line.contains("cmpxchg16b") || line.contains("does not say at which"),
         "{line}"

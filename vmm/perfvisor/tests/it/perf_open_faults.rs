@@ -1,6 +1,6 @@
-//! A running VM while the host's kernel refuses `perf_event_open(2)`, for each reason that it may have: what
-//! an operator asks for is refused in a line, the guest's counters do without, and all is as before when the
-//! kernel is willing again.
+//! A running VM while the host kernel refuses `perf_event_open(2)`, for each possible errno.
+//! Operator requests are refused in one line, guest counters lose their backing, and everything
+//! recovers afterwards.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use control_api::client::Client;
 use control_api::protocol::{EventReading, Opened, VmState};
 use control_api::request;
 
-/// Errors of `perf_event_open(2)`, and what a refusal says of each.
+/// Errors of `perf_event_open(2)`, and the expected messages.
 const REFUSALS: [(i32, &str, &str); 7] = [
     (libc::EMFILE, "EMFILE", "open files"),
     (libc::EACCES, "EACCES", "Permission denied"),
@@ -21,7 +21,7 @@ const REFUSALS: [(i32, &str, &str); 7] = [
     (libc::EINTR, "EINTR", "Interrupted"),
 ];
 
-/// A VM, and the file that says what `perf_event_open(2)` fails with in it.
+/// A VM with fault injection, and the file that selects the injected error.
 struct FaultyVm {
     vm: TestVm,
     file: PathBuf,
@@ -29,7 +29,8 @@ struct FaultyVm {
 }
 
 impl FaultyVm {
-    /// `None` where there is no KVM, and in a release, which has no faults.
+    /// Starts a VM. Returns `None` if KVM is unavailable, or for a release build, which has no
+    /// fault injection.
     fn start(args: &[&str]) -> Option<Self> {
         if !cfg!(debug_assertions) {
             eprintln!("SKIP: a release has no faults for tests");
@@ -43,12 +44,12 @@ impl FaultyVm {
         Some(Self { vm, file, _dir: dir })
     }
 
-    /// From now on it fails with this: a number of an error, and which call passes, if any does.
+    /// Selects the errno with which the call fails from now on, and optionally which calls succeed.
     fn fail_with(&self, what: &str) {
         std::fs::write(&self.file, what).unwrap();
     }
 
-    /// How often the fault of this error has begun.
+    /// Returns how often the injection of this errno has begun.
     fn failed(&self, error: i32) -> usize {
         let line = format!("fail with error {error}");
         self.vm
@@ -60,7 +61,7 @@ impl FaultyVm {
     }
 }
 
-/// Opens host events, a descriptor each, and says why that was refused.
+/// Opens host events, with one descriptor each, or returns the reason of the refusal.
 fn open(client: &mut Client) -> Result<u32, String> {
     let opened: Vec<Opened> = client
         .call(request::Open {
@@ -108,7 +109,7 @@ fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
     }
 }
 
-/// The kernel takes locks that a signal interrupts, and a vCPU is sent signals all the time.
+/// The kernel takes locks interruptibly, and a vCPU receives signals all the time.
 #[test]
 fn an_open_that_a_signal_interrupts_is_tried_again() {
     let Some(refused) = FaultyVm::start(&[]) else {
@@ -119,12 +120,12 @@ fn an_open_that_a_signal_interrupts_is_tried_again() {
     for n in 0..20 {
         open(&mut client).unwrap_or_else(|why| panic!("event {n}: {why}"));
     }
-    // What it says comes by another way than its answers.
+    // The log and the replies use different channels.
     eventually("the fault is said", || refused.failed(libc::EINTR) > 0);
     assert_eq!(refused.failed(libc::EINTR), 1);
 }
 
-/// The guest programs its counters again and again, and their events fail at whichever moment that is.
+/// The guest reprograms its counters repeatedly, so that their events fail at random moments.
 #[test]
 fn a_guest_s_counters_do_without_and_the_guest_goes_on() {
     if !cfg!(debug_assertions) {
@@ -140,7 +141,7 @@ fn a_guest_s_counters_do_without_and_the_guest_goes_on() {
         vm.new_line_with("hostile: round");
         for (error, name, _) in REFUSALS {
             let line = format!("fail with error {error}");
-            // All of them, and every second.
+            // Every call fails, or every second call.
             for what in [format!("{error}"), format!("{error} 2")] {
                 std::fs::write(&file, what).unwrap();
                 eventually(name, || vm.said().iter().any(|said| said.ends_with(&line)));

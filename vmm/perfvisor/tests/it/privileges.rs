@@ -1,4 +1,5 @@
-//! What a running VM may still do: its capabilities, its threads', and who may look into it.
+//! Privileges of a running VM: capabilities of the process and its threads, and access by other
+//! processes.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +16,7 @@ use control_api::request;
 /// `CAP_PERFMON` (capabilities(7)).
 const PERFMON: u64 = 1 << 38;
 
-/// A field of `/proc/PID/status`.
+/// Returns a field of `/proc/PID/status`.
 fn field(status: &str, name: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(name));
     let value = line.unwrap_or_else(|| panic!("no {name} in {status}"));
@@ -33,7 +34,7 @@ fn no_thread_of_a_vm_has_a_capability() {
     for task in fs::read_dir(tasks).unwrap() {
         let task = task.unwrap().path();
         let name = fs::read_to_string(task.join("comm")).unwrap().trim().to_owned();
-        // A thread of KVM's, made by the kernel.
+        // A kernel thread of KVM.
         if name.starts_with("kvm-") {
             continue;
         }
@@ -53,7 +54,7 @@ fn no_thread_of_a_vm_has_a_capability() {
     }
 }
 
-/// The process `comm` that works for VM `pid`.
+/// Returns the process ID of the helper process `comm` of VM `pid`.
 fn service_process(pid: u32, comm: &str) -> u32 {
     let children = children(pid);
     let mut found = children.iter().filter(|(_, name)| name == comm);
@@ -63,7 +64,7 @@ fn service_process(pid: u32, comm: &str) -> u32 {
     }
 }
 
-/// The broker has the right to count and no other, one socket, and ends with the VM.
+/// The broker has only the capability to count and one socket, and ends with the VM.
 #[test]
 fn the_broker_of_perf_events_has_one_capability_and_ends_with_the_vm() {
     let own = fs::read_to_string("/proc/self/status").unwrap();
@@ -102,8 +103,7 @@ fn the_broker_of_perf_events_has_one_capability_and_ends_with_the_vm() {
     }
 }
 
-/// A VM whose broker is killed goes on with the counters that are open, says so in one line, and refuses new
-/// ones.
+/// A VM whose broker is killed keeps its open counters, logs one line and refuses new counters.
 #[test]
 fn a_vm_whose_broker_is_killed_says_once_that_it_opens_no_counter() {
     let Some(vm) = SpinningVm::start("brokerless", &[]) else {
@@ -148,7 +148,7 @@ fn a_vm_whose_broker_is_killed_says_once_that_it_opens_no_counter() {
     assert_eq!(told(), 1, "{:?}", vm.said());
 }
 
-/// The processes whose parent is `pid`, with their names.
+/// Returns the child processes of `pid`, with their names.
 fn children(pid: u32) -> Vec<(u32, String)> {
     let processes = fs::read_dir("/proc").unwrap().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -167,9 +167,8 @@ fn children(pid: u32) -> Vec<(u32, String)> {
         .collect()
 }
 
-/// The processes beside the VM, which start the readers of the guest's kernel and connect to
-/// sockets, have nothing: no capability, no file, no way to the VM's descriptors. They are gone
-/// when the VM is, even if that is killed.
+/// The helper processes that start kernel readers and connect to sockets have no capability, no
+/// file and no access to the VM's descriptors. They end with the VM, even if the VM is killed.
 #[test]
 fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
     let cases: [(&str, &[&str], u64); 3] = [
@@ -201,7 +200,8 @@ fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
     }
 }
 
-/// No capability, and no descriptor but one socket and, for the socket broker, directories.
+/// Checks that the helper process has no capability and no descriptor except for one socket and, in
+/// the socket broker, directories.
 fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     let status = fs::read_to_string(format!("/proc/{helper}/status")).unwrap();
     for set in ["CapPrm", "CapEff", "CapInh", "CapAmb"] {
@@ -212,7 +212,8 @@ fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     assert_eq!(field(&status, "Threads"), 1);
     let fds = fs::read_dir(format!("/proc/{helper}/fd")).unwrap().flatten();
     let leads = fds.map(|fd| fs::read_link(fd.path()).unwrap());
-    // By one of its own files the keeper says that the readers are ended before the VM for want of memory.
+    // The supervisor holds its oom_score_adj open, so that the kernel kills readers before the VM
+    // when memory is short.
     let turn = format!("/proc/{helper}/oom_score_adj");
     let leads: Vec<String> = leads
         .filter(|to| comm != "socket-broker" || !to.is_dir())
@@ -225,12 +226,12 @@ fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     );
 }
 
-/// A kernel that is entered by PVH and halts: `record` would look for what is in it, unlike in the built-in
-/// guest. It is a seed of the fuzz target of such files, behind one byte for that.
+/// A kernel that enters through PVH and halts, so that `record` searches its symbols, in contrast
+/// to the built-in guest. The file is a fuzz seed with one leading byte.
 const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
-/// A VM that runs cannot start the process again that starts those which read the guest's kernel. It goes on
-/// without, says so once, and so hears who asks.
+/// A running VM cannot restart the supervisor of its kernel readers. The VM continues, logs one
+/// line, and reports the reason to clients.
 #[test]
 fn a_vm_whose_keeper_is_killed_says_once_what_it_cannot_do_any_more() {
     let dir = tempfile::tempdir().unwrap();
@@ -260,7 +261,7 @@ fn a_vm_whose_keeper_is_killed_says_once_what_it_cannot_do_any_more() {
     assert_eq!(told(), 1, "{:?}", vm.said());
 }
 
-/// By `--seccomp off` there are no filters, and the same threads.
+/// `--seccomp off` omits the filters and changes no thread.
 #[test]
 fn filters_are_left_out_if_the_operator_says_so() {
     let Some(vm) = SpinningVm::start("unfiltered", &["--seccomp", "off"]) else {
@@ -278,7 +279,7 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
         return;
     };
 
-    // Without the capability the VM does not start, and says what would help.
+    // Without the capability, the VM does not start and names the remedy.
     let program = nobody.program();
     let mut without = nobody.command(&[
         "setpriv",
@@ -301,7 +302,7 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Its operator is root: the socket is that user's, and root's.
+    // The operator is root, who may use the socket as well as its owner.
     let operator = |args: &[&str]| {
         Command::new(PROGRAM)
             .args(args)
@@ -309,7 +310,7 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
             .output()
             .unwrap()
     };
-    // Its socket is there before its guest runs, and it is to count something.
+    // The socket exists before the guest runs and has something to count.
     let counts = || {
         let out = operator(&["stat", "no-root", "-x,", "-e", "cycles", "-d", "0.2"]);
         let text = String::from_utf8_lossy(&out.stdout);
@@ -328,11 +329,11 @@ fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
     assert!(status.contains("Uid:\t65534\t65534\t65534\t65534"), "{status}");
     assert_eq!(field(&status, "CapEff"), 0);
     assert_eq!(field(&status, "CapAmb"), 0);
-    // Its broker has the right that the user gave.
+    // The broker has the capability that the user granted.
     let broker = service_process(vm.id(), "perf-broker");
     let status = fs::read_to_string(format!("/proc/{broker}/status")).unwrap();
     assert_eq!(field(&status, "CapEff"), PERFMON);
-    // The kernel gives the files of a process that nobody may look into to root (proc(5)).
+    // The kernel assigns the /proc files of a non-dumpable process to root (proc(5)).
     assert_eq!(
         fs::metadata(format!("{proc}/mem")).unwrap().uid(),
         0,

@@ -1,4 +1,4 @@
-//! The exporter under the real Prometheus and the real `go tool pprof`, where they are installed.
+//! The exporter with the real Prometheus and `go tool pprof`, if installed.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -9,7 +9,7 @@ use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, eventually};
 use serde_json::Value;
 
-/// How many VMs Prometheus scrapes.
+/// Number of VMs that Prometheus scrapes.
 const VMS: usize = 20;
 
 fn is_installed(program: &str, argument: &str) -> bool {
@@ -25,7 +25,7 @@ fn is_installed(program: &str, argument: &str) -> bool {
     found
 }
 
-/// A Prometheus; killed when the test ends.
+/// A Prometheus server; killed on drop.
 struct Prometheus {
     process: Child,
     port: u16,
@@ -43,7 +43,7 @@ impl Prometheus {
         answer["data"]["result"].as_array().cloned().unwrap_or_default()
     }
 
-    /// The only value of a query.
+    /// Returns the only value of a query.
     fn value(&self, query: &str) -> Option<f64> {
         self.query(query).first()?["value"][1].as_str()?.parse().ok()
     }
@@ -56,7 +56,7 @@ impl Drop for Prometheus {
     }
 }
 
-/// As [`get`], by HTTP/1.0: the end of the reply is that of the connection.
+/// Like [`get`], with HTTP/1.0, where the end of the connection ends the reply.
 fn get_lax(mut stream: TcpStream, target: &str) -> (String, Vec<u8>) {
     use std::io::{Read, Write};
     write!(stream, "GET {target} HTTP/1.0\r\nHost: p\r\n\r\n").unwrap();
@@ -70,20 +70,19 @@ fn get_lax(mut stream: TcpStream, target: &str) -> (String, Vec<u8>) {
     (String::from_utf8_lossy(&bytes).into_owned(), body)
 }
 
-/// Prometheus takes the metrics of 20 VMs in one scrape, finds the VMs by its service discovery, and sees
-/// which of them is stopped.
+/// Prometheus scrapes 20 VMs at once, discovers the VMs over HTTP, and detects a stopped VM.
 #[test]
 fn prometheus_scrapes_twenty_vms() {
     if !is_installed("prometheus", "--version") {
         return;
     }
-    // Prometheus waits for a scrape no longer than five seconds.
+    // Prometheus limits a scrape to five seconds.
     let _lock = test_lock::exclusive();
     let Some(mut host) = Host::start(&[]) else { return };
     for n in 0..VMS {
         let name = format!("vm{n}");
         host.add(&name, &[]);
-        // Twenty guests that spin would have the machine for themselves.
+        // Twenty spinning guests would saturate the host.
         let paused = Command::new(PROGRAM)
             .args(["ctl", &name, "pause"])
             .env("XDG_RUNTIME_DIR", host.runtime.path())
@@ -145,7 +144,7 @@ fn prometheus_scrapes_twenty_vms() {
         count(&format!("sum(perfvisor_vm_paused{{job=\"hosts\",{of_ours}}})")),
         VMS as f64
     );
-    // What docs/guide/fleet.md computes with.
+    // The number of series on which docs/guide/fleet.md bases its estimate.
     let series = count(&format!(
         "count({{__name__=~\"perfvisor_.+\",job=\"hosts\",{of_ours}}})"
     ));
@@ -167,7 +166,7 @@ fn prometheus_scrapes_twenty_vms() {
     assert_eq!(count("up{job=\"hosts\"}"), 1.0);
 }
 
-/// Each query of the dashboard is one to Prometheus, and asks for metrics that there are.
+/// Checks that each query of the dashboard is valid and refers to existing metrics.
 fn assert_dashboard(prometheus: &Prometheus, metrics: &str) {
     const DASHBOARD: &str = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -189,7 +188,7 @@ fn assert_dashboard(prometheus: &Prometheus, metrics: &str) {
             assert_eq!(answer["status"], "success", "{query}: {answer}");
             for name in query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_') {
                 let of_ours = name.starts_with("perfvisor_");
-                // A guest that counts nothing has none of these.
+                // A guest that counts nothing lacks these metrics.
                 let missing_here = name == "perfvisor_guest_counter_events_total";
                 let there = metrics.contains(&format!("{name}{{")) || metrics.contains(&format!("{name} "));
                 assert!(!of_ours || missing_here || there, "{name} is no metric");
@@ -200,7 +199,7 @@ fn assert_dashboard(prometheus: &Prometheus, metrics: &str) {
     assert!(queries > 10);
 }
 
-/// What the exporter serves is a profile to Go's own tool, with the functions of the guest.
+/// Go's pprof reads a profile of the exporter, with the functions of the guest.
 #[test]
 fn go_s_pprof_reads_a_profile() {
     if !is_installed("go", "version") {
@@ -210,7 +209,7 @@ fn go_s_pprof_reads_a_profile() {
         return;
     };
     let file = host.runtime.path().join("profile.pb.gz");
-    // On a busy host the guest may hardly run in the time of a profile.
+    // On a busy host, the guest may hardly run during a profile.
     eventually("the guest's function is in a profile", || {
         let (status, body) = get(host.connect(), "/debug/pprof/profile?vm=a&seconds=2&hz=200");
         assert_eq!(status, 200, "{}", String::from_utf8_lossy(&body));

@@ -1,4 +1,4 @@
-//! What is left of a recording that could not go on: the recorder is killed, or its disk is full.
+//! Recordings that are interrupted because the recorder is killed or its disk is full.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -6,10 +6,10 @@ use std::process::{Command, Stdio};
 use crate::common::machine::Machine;
 use crate::common::vm::{PROGRAM, eventually};
 
-/// A guest that computes until it is stopped.
+/// Arguments of a guest that computes until it is stopped.
 const BUSY: [&str; 2] = ["--cmdline", "reset=cf9 key"];
 
-/// Samples in a file, as `perfvisor script` has them.
+/// Returns the number of samples in a file, according to `perfvisor script`.
 fn samples(vm: &Machine, data: &Path) -> usize {
     let text = vm.operator(&["script", "-i", data.to_str().unwrap()]);
     text.split("\n\n")
@@ -17,7 +17,7 @@ fn samples(vm: &Machine, data: &Path) -> usize {
         .count()
 }
 
-/// Killed at any moment, the recorder leaves a file with what it had taken a second before.
+/// A recorder that is killed leaves a file with the samples up to one second before.
 #[test]
 fn a_recorder_that_is_killed_leaves_its_samples() {
     let Some(mut vm) = Machine::start(&BUSY) else {
@@ -40,8 +40,8 @@ fn a_recorder_that_is_killed_leaves_its_samples() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-/// A disk that fills up ends the recording: one line with the file's name, status 1, and a file that can be
-/// read. The guest runs on.
+/// A full disk ends the recording with one line that names the file, status 1 and a readable file.
+/// The guest continues.
 #[test]
 fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
     let Some(mut vm) = Machine::start(&BUSY) else {
@@ -51,7 +51,7 @@ fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
     let disk = vm.runtime.path().join("disk");
     std::fs::create_dir(&disk).unwrap();
     let kept = vm.runtime.path().join("kept.data");
-    // The small file system is this process's own and gone with it.
+    // The small file system belongs to a mount namespace and disappears with its process.
     let script = format!(
         "mount -t tmpfs -o size=64k none {disk} && {PROGRAM} record machine -q -c 1000000 --chain-every 1 -o {disk}/perf.data; \
          status=$?; cp {disk}/perf.data {kept}; exit $status",
@@ -79,7 +79,7 @@ fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-/// Who recorded nothing hears so, and has a file that can be read.
+/// A recording without samples logs a warning and leaves a readable file.
 #[test]
 fn a_recording_without_samples_warns() {
     let Some(vm) = Machine::start(&BUSY) else {
@@ -87,7 +87,7 @@ fn a_recording_without_samples_warns() {
     };
     vm.line_with("boot");
     let data = vm.runtime.path().join("perf.data");
-    // No guest comes so far in a day.
+    // A guest does not reach this period within a day.
     let period = 1u64 << 50;
     let mut record = vm.command(&["record", "machine", "-q", "-d", "0.5", "-e", "cycles"]);
     let out = record

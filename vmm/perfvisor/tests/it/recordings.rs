@@ -1,4 +1,4 @@
-//! What an operator records of a running VM, with the real program and KVM.
+//! Recordings of a running VM, with the real program and KVM.
 
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
@@ -10,9 +10,9 @@ use crate::common::vm::{PROGRAM, eventually};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
 
-/// Functions that take 60, 30 and 10 % of the time are found to do so, with the chains that lead to them, and
-/// every output is made from the file. So it is when the vCPU is stopped for every sample, and when it is for
-/// few of them.
+/// Functions that take 60, 30 and 10 % of the time have these shares and the correct call chains,
+/// and every output format can be produced. This holds whether the vCPU is stopped for every sample
+/// or for few of them.
 #[test]
 fn a_recording_attributes_time_to_functions_and_chains() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -26,7 +26,7 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     let file = data.to_str().unwrap();
     let chain_every_text = chain_every.to_string();
     let mut seconds = 3;
-    // On a machine that does other work the guest has little time, of which samples are taken.
+    // On a busy host, the guest has little CPU time to sample.
     let profile: Profile = loop {
         let duration = seconds.to_string();
         let every = ["--chain-every", &chain_every_text, "-d", &duration];
@@ -38,8 +38,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
         seconds *= 2;
     };
     let samples = profile.len();
-    // Samples weigh as much as their periods, which differ where frequency was being adjusted: so many equal
-    // ones would be as certain (Kish's effective sample size).
+    // Samples are weighted by their periods, which vary while the frequency is adjusted. Kish's
+    // effective sample size is the number of equally weighted samples with the same variance.
     let (sum, squares) = profile.samples().fold((0.0, 0.0), |(sum, squares), s| {
         let w = s.period as f64;
         (sum + w, squares + w * w)
@@ -57,9 +57,11 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     let program = share("spin_hot") + share("spin_warm") + share("spin_cool");
     for (name, percent) in [("spin_hot", 60.0), ("spin_warm", 30.0), ("spin_cool", 10.0f64)] {
         let p = percent / 100.0;
-        // Three points, or four standard errors where a busy machine left few samples.
+        // Three percentage points, or four standard errors for a small number of samples on a busy
+        // host.
         let tolerance = f64::max(3.0, 400.0 * (p * (1.0 - p) / effective).sqrt());
-        // Of the program's time: on a busy host the guest's kernel, which is emulated here, has some too.
+        // Shares of the program's time: on a busy host, the emulated guest kernel takes some time
+        // too.
         let found = 100.0 * share(name) / program;
         assert!(
             (found - percent).abs() <= tolerance,
@@ -71,8 +73,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
         let found = stacks.iter().filter(|(stack, _)| stack.contains(part));
         found.map(|(_, n)| n).sum()
     };
-    // The caller is in the chain of all but the samples at the edges of a function. Few chains stand for many
-    // samples.
+    // The caller is in the chain of all samples except for those in a prologue or epilogue. With
+    // few chains, each represents many samples.
     let percent = if chain_every == 1 { 97 } else { 80 };
     for (function, chain) in [
         ("spin_hot", "spin_chunk;spin_hot"),
@@ -101,7 +103,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
 }
 
-/// Sampling is on while a pipe says so, and each word is answered when it was followed.
+/// A control pipe enables and disables sampling, and each command is acknowledged after its
+/// execution.
 #[test]
 fn a_recording_is_switched_on_and_off_through_pipes() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -150,7 +153,7 @@ fn a_recording_is_switched_on_and_off_through_pipes() {
         let from = perf_core::pmu::host::monotonic_ns();
         let used = vm.cpu_time();
         say("enable\n");
-        // Samples are of the vCPU's time, of which a busy host gives it little.
+        // Samples are taken by vCPU run time, which is scarce on a busy host.
         while vm.cpu_time() - used < Duration::from_millis(300) {
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -166,7 +169,7 @@ fn a_recording_is_switched_on_and_off_through_pipes() {
     );
     let profile: Profile = reader::read_file(&data).unwrap();
     let times: Vec<u64> = profile.samples().map(|sample| sample.time_ns).collect();
-    // The file's clock began with the VM; what counts is how far apart samples are.
+    // The clock of the file began with the VM, so the test compares differences of sample times.
     let first = *times.iter().min().unwrap();
     let gap = on[1].0 - on[0].1;
     let mut sorted = times.clone();
@@ -193,7 +196,7 @@ fn a_recording_is_switched_on_and_off_through_pipes() {
     }
 }
 
-/// A VM that ends while it is recorded leaves a whole file.
+/// The recording of a VM that ends is complete.
 #[test]
 fn a_recording_outlives_its_vm() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
@@ -215,7 +218,7 @@ fn a_recording_outlives_its_vm() {
     assert!(!reader::read_file(&data).unwrap().is_empty());
 }
 
-/// An empty file is no failure, a broken one is; neither is a panic.
+/// An empty file is accepted, and a damaged one is rejected without a panic.
 #[test]
 fn empty_and_broken_files_are_told_apart() {
     let temp = tempfile::tempdir().unwrap();
@@ -237,7 +240,7 @@ fn empty_and_broken_files_are_told_apart() {
     }
 }
 
-/// A device has no end, and a pipe that nobody writes to never begins.
+/// Devices are endless, and a pipe without a writer never delivers data.
 #[test]
 fn what_is_no_file_is_refused_in_a_line() {
     let dir = tempfile::tempdir().unwrap();
@@ -272,8 +275,8 @@ fn what_is_no_file_is_refused_in_a_line() {
     }
 }
 
-/// A file that is no recording takes no memory, however large it is; nor does a recording that is larger than
-/// is read. Both are 1 TiB, of which the disk holds nothing; the address space is 1 GiB.
+/// Neither an invalid file nor an oversized recording is read into memory. Both files are sparse
+/// with 1 TiB, and the address space is limited to 1 GiB.
 #[test]
 fn large_files_are_refused_before_they_are_read() {
     let dir = tempfile::tempdir().unwrap();
@@ -298,7 +301,7 @@ fn large_files_are_refused_before_they_are_read() {
     }
 }
 
-/// A guest's disk that is none is said before a sample is taken, and a disk in use is none of the reasons.
+/// An unreadable guest disk is reported before the first sample, and a disk in use is accepted.
 #[test]
 fn a_guest_s_disk_that_cannot_be_read_is_said_in_a_line() {
     let Some(vm) = TestVm::spinning(1) else { return };

@@ -1,11 +1,11 @@
-//! A guest that resets the machine: it ends, or starts again with nothing left of the time before.
+//! Guests that reset the machine: the VM ends, or restarts with a clean state.
 
 use std::io::BufRead;
 
 use crate::common::machine::Machine;
 use crate::common::vm::eventually;
 
-/// What the guest says of a machine that is new.
+/// Message of the guest for a machine in its initial state.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
 
 fn booting(way: &str, args: &[&str]) -> Option<Machine> {
@@ -22,8 +22,8 @@ fn without_restart_a_reset_ends_the_vm() {
     }
 }
 
-/// Whatever resets it, the guest finds zero memory, PMU and devices, and both its vCPUs; and the VM holds
-/// no more descriptors and threads after 50 times than after 10.
+/// After every kind of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. The
+/// VM holds no more descriptors and threads after 50 resets than after 10.
 #[test]
 fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
     for (pmu, way) in [
@@ -45,7 +45,7 @@ fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
             assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
         }
         vm.operator(&["ctl", "machine", "pause"]);
-        // The operator's connection closes in its own time.
+        // The operator's connection closes asynchronously.
         eventually(&format!("{way}: no more than {before:?}"), || {
             let now = vm.holds();
             now.0 <= before.0 && now.1 <= before.1
@@ -58,7 +58,7 @@ fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
     }
 }
 
-/// What an operator counts and samples goes on over resets, on the same vCPUs.
+/// The operator's events and samples continue across resets on the same vCPUs.
 #[test]
 fn an_operator_s_events_outlive_a_reset() {
     let Some(mut vm) = booting("cf9 key", &["--on-reset", "restart"]) else {
@@ -108,7 +108,7 @@ fn an_operator_s_events_outlive_a_reset() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-/// vCPUs that were added have left when the guest boots again, and can be added again.
+/// A reset removes hot-plugged vCPUs, which can be added again.
 #[test]
 fn a_reset_leads_back_to_the_number_of_vcpus_at_the_start() {
     let args = [
@@ -139,7 +139,7 @@ fn vcpus(vm: &Machine) -> u64 {
     value["vcpus"].as_u64().unwrap()
 }
 
-/// A VM that is paused while it starts again stays paused behind that.
+/// A VM that is paused during a restart stays paused afterwards.
 #[test]
 fn a_pause_and_a_reset_do_not_undo_each_other() {
     let Some(mut vm) = booting("cf9", &["--on-reset", "restart"]) else {
@@ -159,8 +159,9 @@ fn a_pause_and_a_reset_do_not_undo_each_other() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-/// The kernel's file may be another at each start, of the same directory; a link that leads elsewhere by then
-/// is not followed, unless the operator lets the VM open all that its user can.
+/// The kernel file is read again at each restart, from the same directory. A link that has been
+/// redirected elsewhere is not followed, unless the operator gives the VM access to all files of
+/// its user.
 #[test]
 fn a_reset_reads_the_directory_of_the_kernel_and_no_other() {
     let dir = tempfile::tempdir().unwrap();

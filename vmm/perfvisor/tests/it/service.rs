@@ -1,4 +1,4 @@
-//! A VM as a service: its power button, signals, the background, a service manager, CPUs of its own.
+//! A VM as a service: power button, signals, background execution, service manager and CPU pinning.
 #![expect(unsafe_code, reason = "sends signals, and leads a session in a child")]
 
 use std::fs::File;
@@ -14,11 +14,12 @@ use crate::common::vm::{PROGRAM, eventually, has_kvm};
 
 fn signal(vm: &Machine, signal: libc::c_int) {
     let pid = i32::try_from(vm.child.id()).unwrap();
-    // SAFETY: it is our child, which has not been waited for.
+    // SAFETY: the process is our child and has not been waited for.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
-/// A guest that listens powers off: 0. By the operator's button, and by SIGTERM.
+/// A guest that handles its power button powers off with status 0, after the operator's command and
+/// after SIGTERM.
 #[test]
 fn a_guest_that_listens_to_its_power_button_powers_off() {
     for by_signal in [false, true] {
@@ -37,7 +38,7 @@ fn a_guest_that_listens_to_its_power_button_powers_off() {
     }
 }
 
-/// Who never enabled the button's event is not waited for, and an operator is told.
+/// A guest that has not enabled the button event ends immediately, and the operator is informed.
 #[test]
 fn a_guest_that_does_not_listen_ends_at_once() {
     let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
@@ -55,7 +56,7 @@ fn a_guest_that_does_not_listen_ends_at_once() {
     assert_eq!(vm.status(), Some(10), "{:?}", vm.said());
 }
 
-/// Who listens and does nothing has its time; a second signal takes that away.
+/// A guest that ignores the enabled button ends at the time limit, or at a second signal.
 #[test]
 fn a_guest_that_does_nothing_at_the_button_ends_after_its_time() {
     let Some(mut vm) = Machine::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
@@ -83,7 +84,7 @@ fn a_guest_that_does_nothing_at_the_button_ends_after_its_time() {
     }
 }
 
-/// `--daemonize` returns when the VM runs; what it has to say goes to the file.
+/// `--daemonize` returns when the VM runs. Later messages are written to the log file.
 #[test]
 fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
     if !has_kvm() {
@@ -116,7 +117,7 @@ fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
         "--log-file",
         log,
     ];
-    // output() returns when nobody has the pipes any more: the daemon has let them go.
+    // output() returns when no process has the pipes open, so the daemon has closed them.
     let (status, _, stderr) = perfvisor(&run);
     assert_eq!((status, stderr.as_str()), (Some(0), ""));
     assert_eq!(perfvisor(&["ctl", "d", "status"]).1, "d: running, 1 vCPU\n");
@@ -175,13 +176,13 @@ fn a_service_manager_is_told() {
         String::from_utf8(bytes[..count].to_vec()).unwrap()
     };
     assert_eq!(next(), format!("READY=1\nMAINPID={}\n", child.id()));
-    // SAFETY: it is our child, which has not been waited for.
+    // SAFETY: the process is our child and has not been waited for.
     unsafe { libc::kill(i32::try_from(child.id()).unwrap(), libc::SIGTERM) };
     assert_eq!(next(), "STOPPING=1\n");
     child.wait().unwrap();
 }
 
-/// In the background of a shell on a terminal, which stops who writes there, the VM runs to its end.
+/// A VM started as a background job of a shell is not stopped by SIGTTOU.
 #[test]
 fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
     if !has_kvm() {
@@ -203,16 +204,16 @@ fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
         .stdout(slave.try_clone().unwrap())
         .stderr(slave);
     let own_terminal = || {
-        // SAFETY: both calls take integers; the process leads no group, so it can lead a session.
+        // SAFETY: both calls take integers. The process leads no group, so it can lead a session.
         if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
             return Err(std::io::Error::last_os_error());
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the closure makes system calls only, and allocates nothing.
+    // SAFETY: between fork and exec, the closure only makes system calls and allocates nothing.
     unsafe { shell.pre_exec(own_terminal) };
     let mut shell = shell.spawn().unwrap();
-    // Somebody reads the terminal, or it fills.
+    // The terminal must be read, or its buffer fills.
     let mut terminal = File::from(master);
     std::thread::spawn(move || std::io::copy(&mut terminal, &mut std::io::sink()));
     eventually("the VM has ended and was not stopped", || {
@@ -221,7 +222,7 @@ fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
     assert_eq!(std::fs::read_to_string(out).unwrap(), "status=4\n");
 }
 
-/// vCPU threads are where they are put, and `ps` names them.
+/// vCPU threads are pinned to the given CPUs, and `ps` lists their thread IDs.
 #[test]
 fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -274,8 +275,8 @@ fn wrong_pins_and_too_much_memory_are_one_line() {
     }
 }
 
-/// A VM whose process is stopped is in the list all the same, is told apart from one that has gone, and goes
-/// on as if nothing had been. Nobody waits for it until patience ends.
+/// A VM whose process is stopped is listed as not responding, in contrast to one that has ended,
+/// and continues normally. `ps` does not wait for it until the client timeout.
 #[test]
 fn a_stopped_vm_is_said_to_be_not_responding_and_goes_on() {
     let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {

@@ -1,7 +1,7 @@
-//! The terminal is as it was after every way out of the process.
+//! The terminal settings are restored on every exit path of the process.
 //!
-//! The test starts itself as a child on a pseudo-terminal; the child enters raw mode and leaves in the
-//! way it is told.
+//! The test starts itself as a child on a pseudo-terminal. The child enters raw mode and exits in
+//! the requested way.
 #![expect(unsafe_code, reason = "sends signals, and ends its process by a fault")]
 
 use std::fs::File;
@@ -15,8 +15,8 @@ use perfvisor_vmm::console::RawTerminal;
 
 const WAY_OUT: &str = "PERFVISOR_TEST_WAY_OUT";
 
-/// Runs the child until it is raw, sends it `signal` if there is one, and waits for its end.
-/// Returns the settings before, while raw and after.
+/// Runs the child until the terminal is in raw mode, sends `signal` if given, and waits for its
+/// end. Returns the settings before, during and after raw mode.
 fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Settings, ExitStatus) {
     let (master, slave) = pseudo_terminal();
     let before = settings(&slave);
@@ -32,16 +32,18 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         .stdin(Stdio::from(File::from(slave.try_clone().unwrap())))
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
-    // What is ignored here stays ignored there: SIGHUP under nohup, SIGINT and SIGQUIT behind a shell's "&".
+    // Restores default actions: SIGHUP is ignored under nohup, SIGINT and SIGQUIT in background
+    // jobs.
     let by_default = move || {
         if let Some(signal) = signal {
-            // SAFETY: the signal's number is one of the constants below; the default action is no function.
+            // SAFETY: the signal number is one of the constants below, and the default action is no
+            // function.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the closure calls signal(2) only, which is async-signal-safe, and
-    // allocates nothing.
+    // SAFETY: between fork and exec, the closure only calls signal(2), which is async-signal-safe,
+    // and allocates nothing.
     unsafe { command.pre_exec(by_default) };
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap())
@@ -52,10 +54,10 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         "the child did not enter raw mode"
     );
     let raw = settings(&slave);
-    // Any byte lets the child go on.
+    // Any byte lets the child continue.
     File::from(master.try_clone().unwrap()).write_all(b"g").unwrap();
     if let Some(signal) = signal {
-        // SAFETY: signals the child we started, which has not been waited for yet.
+        // SAFETY: the process is our child and has not been waited for.
         unsafe { libc::kill(child.id() as i32, signal) };
     }
     let end = Instant::now() + Duration::from_secs(300);
@@ -72,7 +74,7 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
     (before, raw, settings(&slave), status)
 }
 
-/// Not a test of its own: the child's part. Without the variable it has nothing to do.
+/// The child's part of the test; passes immediately without the environment variable.
 #[test]
 fn child_leaves_raw_mode() {
     let Ok(way) = std::env::var(WAY_OUT) else { return };
@@ -93,16 +95,17 @@ fn child_leaves_raw_mode() {
         "abort" => std::process::abort(),
         "fault" => {
             let unmapped = std::ptr::without_provenance::<u8>(0x10);
-            // SAFETY: none: the page at 0 is never mapped and the fault is the point. Nothing else
-            // runs in this process after it.
+            // SAFETY: deliberately unsound: the page at 0 is never mapped, and the resulting fault
+            // is the purpose. No code runs in this process afterwards.
             unsafe { unmapped.read_volatile() };
         }
         "panic" => panic!("as asked for"),
         "thread" => {
-            // Another thread's panic, while this one holds the guard.
+            // A panic in another thread, while this thread holds the guard.
             let _ = std::thread::spawn(|| panic!("as asked for")).join();
             std::mem::forget(guard);
-            // SAFETY: leaves without any exit handler, so only the panic hook can have restored.
+            // SAFETY: exits without exit handlers, so that only the panic hook can have restored
+            // the terminal.
             unsafe { libc::_exit(0) };
         }
         other => unreachable!("{other}"),

@@ -1,4 +1,4 @@
-//! `perfvisor top` against a running guest: as text, and on a terminal that must be as it was afterwards.
+//! `perfvisor top` with a running guest, as text and on a terminal whose settings must be restored.
 #![expect(unsafe_code, reason = "sends signals")]
 
 use std::fs::File;
@@ -15,7 +15,7 @@ use crate::common::vm::{PROGRAM, SpinningVm};
 struct TestVm(SpinningVm);
 
 impl TestVm {
-    /// `None` where there is no KVM.
+    /// Starts a spinning VM. Returns `None` if KVM is unavailable.
     fn spinning() -> Option<Self> {
         SpinningVm::start("test", &["--cpus", "2"]).map(Self)
     }
@@ -27,7 +27,8 @@ impl TestVm {
     }
 }
 
-/// Text for one screen: where the guest spins, a row for each vCPU and counter, and one line for a mistake.
+/// The text output contains the sampled functions and rows for each vCPU and counter, and errors
+/// are one line.
 #[test]
 fn one_screen_as_text_has_all_there_is() {
     let Some(vm) = TestVm::spinning() else { return };
@@ -81,7 +82,7 @@ fn one_screen_as_text_has_all_there_is() {
             .filter(|l| l.split_whitespace().next() == Some(first))
             .count()
     };
-    // One in the vCPUs' table, the others the guest's counters.
+    // One row in the table of vCPUs, the others in the table of guest counters.
     assert!(rows("0") > 1 && rows("0") == rows("1"), "{text}");
     for (args, word) in [
         (&["test", "--once", "-e", "kvm:exits"][..], "cannot be sampled"),
@@ -100,8 +101,8 @@ fn one_screen_as_text_has_all_there_is() {
     }
 }
 
-/// The lines of a terminal of 100 by 20 that got all of `text`: only what is drawn changes, so the words of a
-/// screen do not come in one piece.
+/// Returns the lines of a terminal of 100 by 20 characters after the output `text`. Only changes
+/// are drawn, so words in the output are not contiguous.
 fn on_screen(text: &str) -> Vec<String> {
     let mut screen = vec![vec![' '; 100]; 20];
     let (mut row, mut column) = (0, 0);
@@ -138,7 +139,7 @@ fn on_screen(text: &str) -> Vec<String> {
     screen.into_iter().map(line).collect()
 }
 
-/// `top` on a terminal of its own, and what it has written there.
+/// `top` on a pseudo-terminal, with its output.
 struct OnTerminal {
     child: Child,
     slave: OwnedFd,
@@ -196,7 +197,8 @@ impl OnTerminal {
         self.keys.write_all(keys).unwrap();
     }
 
-    /// Its status and what it has drawn, when it has ended. The terminal must be as it was.
+    /// Waits for the end, checks that the terminal was restored, and returns the status and the
+    /// output.
     fn ended(mut self) -> (ExitStatus, String) {
         let end = Instant::now() + Duration::from_secs(300);
         let status = loop {
@@ -213,7 +215,7 @@ impl OnTerminal {
         drop(self.slave);
         self.reader.join().unwrap();
         let shown = self.shown.lock().unwrap().clone();
-        // The mouse was given back, the alternate screen was left and the cursor shown again.
+        // The mouse is released, the alternate screen is left, and the cursor is visible.
         let last = |code: &str| shown.rfind(code);
         assert!(
             last("\x1b[?1000l").is_some() && last("\x1b[?1000l") > last("\x1b[?1000h"),
@@ -225,8 +227,8 @@ impl OnTerminal {
     }
 }
 
-/// Runs `top` on a terminal until it has drawn the guest, has `leave` end it, and checks what it leaves
-/// behind.
+/// Runs `top` on a terminal until it has drawn the guest, ends it with `leave`, and checks that the
+/// terminal is restored.
 fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File)) -> (ExitStatus, String) {
     let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
     top.shows(&["spin_hot"]);
@@ -244,7 +246,7 @@ fn every_way_out_restores_the_terminal() {
     }
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         let (status, _) = leave_by(&mut vm, |_, top, _| {
-            // SAFETY: signals the child we started, which has not been waited for yet.
+            // SAFETY: the process is our child and has not been waited for.
             unsafe { libc::kill(top.id() as i32, signal) };
         });
         assert_eq!(status.code(), Some(0));
@@ -254,8 +256,8 @@ fn every_way_out_restores_the_terminal() {
     assert!(shown.contains("the VM ended"));
 }
 
-/// One screen of several VMs as text: a row for each, the functions of all, and the one that says nothing
-/// named with its reason, while the others are shown.
+/// The text output for several VMs has one row per VM and the functions of all, and names the
+/// unresponsive VM with the reason.
 #[test]
 fn all_vms_of_the_host_are_one_screen() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &["--cpus", "2"]), ("c", &[])]) else {
@@ -292,7 +294,7 @@ fn all_vms_of_the_host_are_one_screen() {
 
     let mut live = OnTerminal::start(&mut top(&["top", "--all", "-d", "0.3"]));
     live.shows(&["3 of 3 VMs"]);
-    // Into the second VM's functions, and what has been searched for there.
+    // Opens the functions of the second VM and searches them.
     live.types(b"\x1b[B\r");
     live.shows(&["spin_hot", "only VM b"]);
     live.types(b"/warm\r");
@@ -308,13 +310,14 @@ fn all_vms_of_the_host_are_one_screen() {
     assert!(String::from_utf8_lossy(&both.stderr).contains("--all"));
 }
 
-/// The mouse chooses views.
+/// A mouse click on a title selects the view.
 #[test]
 fn a_click_shows_a_view() {
     let Some(vm) = TestVm::spinning() else { return };
     let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
     top.shows(&["spin_hot"]);
-    // The first button, at column 16 of the second line: the second view. What is pressed is released (SGR).
+    // Press and release of the first button at column 16 of line 2, the title of the second view
+    // (SGR encoding).
     top.types(b"\x1b[<0;16;2M\x1b[<0;16;2m");
     top.shows(&["Hottest"]);
     top.types(b"q");

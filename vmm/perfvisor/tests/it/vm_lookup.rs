@@ -1,11 +1,11 @@
-//! VMs are found whatever the environment says: by `ps --all`, and by their sockets.
+//! `ps --all` and control socket paths find VMs independently of the environment.
 
 use std::process::Output;
 
 use crate::common::operator::{TestVm, value_of};
 use crate::common::vm::eventually;
 
-/// A command of somebody with another runtime directory.
+/// Runs a command with a different runtime directory.
 fn elsewhere(vm: &TestVm, args: &[&str]) -> Output {
     let other = tempfile::tempdir().unwrap();
     vm.vm
@@ -67,7 +67,7 @@ fn a_vm_is_reached_by_its_socket_from_anywhere() {
     let _ = vm.vm.child.kill();
 }
 
-/// What `ps` says when this VM has answered; others of the host need not.
+/// Returns the output of `ps` once this VM has answered; other VMs of the host may not answer.
 fn with_its_answer(vm: &TestVm, args: &[&str]) -> String {
     let socket = vm.sockets().join("test.sock");
     let mut text = String::new();
@@ -97,6 +97,6 @@ fn ps_all_says_whose_a_vm_is_and_where() {
     let table = with_its_answer(&vm, &["ps", "--all"]);
     let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
     assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
-    // Without it, neither is told.
+    // Without the option, neither is printed.
     assert!(!vm.say(&["ps", "--json"]).contains("socket") && !vm.say(&["ps"]).contains("USER"));
 }

@@ -1,4 +1,4 @@
-//! A guest without a PMU (`--pmu off`) is counted and sampled from the host as any other.
+//! A guest without a PMU (`--pmu off`) can be counted and sampled from the host like any other.
 
 use std::process::Command;
 
@@ -51,7 +51,7 @@ fn what_is_of_the_guests_pmu_is_refused_in_a_line() {
             "{args:?}: {text}"
         );
     }
-    // Nor does a VM start that was to have one and not.
+    // A VM that requires a PMU does not start without one.
     for (option, value) in [
         ("--pmu-filter", filter.to_str().unwrap()),
         ("--pmi-limit", "5"),

@@ -208,8 +208,8 @@ impl GuestCounterId {
     }
 }
 
-/// [`measure_with_retries`] for several rows of one measurement, which has the same rows each time. A repetition
-/// replaces the rows that were off, and all rows that fail independently of time.
+/// [`measure_with_retries`] for several rows of one measurement, which has the same rows each time.
+/// A repetition replaces the rows that were off, and all rows that fail independently of time.
 fn measure_all_with_retries(
     mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
 ) -> Result<Vec<ReportRow>, ChildError> {

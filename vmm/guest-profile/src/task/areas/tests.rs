@@ -1,4 +1,4 @@
-//! Processes of a small guest made here.
+//! Tests with the processes of a small synthetic guest.
 
 use super::super::{ListLayout, MapsLayout, VM_EXEC};
 use super::*;
@@ -6,7 +6,7 @@ use crate::task::cache::CacheLayout;
 use crate::testing::TestGuest;
 use proptest::prelude::*;
 
-/// All of RAM, where the kernel has its data.
+/// Start of the direct map, which contains the kernel's data.
 const DIRECT: u64 = 0xffff_8880_0000_0000;
 const RAM: usize = 0x4_0000;
 const CODE: u64 = 0x5555_0000_0000;
@@ -16,10 +16,10 @@ const MM: u64 = DIRECT + 0x1200;
 const FILE: u64 = DIRECT + 0x1300;
 const ADDRESS_SPACE: u64 = DIRECT + 0x1400;
 const AREAS: [u64; 3] = [DIRECT + 0x1500, DIRECT + 0x1600, DIRECT + 0x1700];
-/// The kernel's array of pages, and the variable that says where it is.
+/// The kernel's array of page structures, and the variable that holds its address.
 const PAGES: u64 = DIRECT + 0x2000;
 const VMEMMAP: u64 = DIRECT + 0x1800;
-/// A page that is mapped, and one that only the kernel has.
+/// A page in the page tables of the process, and a page that is only in the page cache.
 const MAPPED: u64 = 0x8000;
 const CACHED: u64 = 0x9000;
 const PID: u32 = 77;
@@ -65,12 +65,12 @@ fn guest() -> (TestGuest, KernelTables) {
     put(TASK, &[0, PID.into(), MM, INIT + 24]);
     let root = DIRECT + RAM as u64 - PAGE;
     put(MM, &[AREAS[0], root]);
-    // The file's headers, its code of two pages, and what is no code.
+    // The file's headers, two pages of code, and a mapping that is not executable.
     put(AREAS[0], &[AREAS[1], CODE - PAGE, CODE, 0, 1, FILE]);
     put(AREAS[1], &[AREAS[2], CODE, CODE + 2 * PAGE, 1, VM_EXEC, FILE]);
     put(AREAS[2], &[0, CODE + 0x10_0000, CODE + 0x10_1000, 0, 3, 0]);
     put(FILE, &[0, ADDRESS_SPACE]);
-    // Page 2 of the file, alone in its tree: at the root it would be page 0.
+    // Page 2 of the file is alone in its tree. An entry at the root would be page 0.
     let folio = PAGES + 64 * (CACHED / PAGE);
     let node = DIRECT + 0x3000;
     put(ADDRESS_SPACE, &[0, node + 2]);
@@ -112,8 +112,8 @@ fn a_process_is_found_by_its_id_and_its_code_is_listed() {
     assert_eq!(found, [(CODE, CODE + 2 * PAGE, Some(CODE - PAGE))]);
 }
 
-/// What the process has touched is in its page tables, the next page is in the kernel's cache only, and
-/// behind it nothing is.
+/// A touched page is read through the page tables, the next page from the page cache, and the
+/// following one is missing.
 #[test]
 fn memory_that_was_not_touched_comes_from_the_page_cache() {
     let (g, tables) = guest();
@@ -127,7 +127,7 @@ fn memory_that_was_not_touched_comes_from_the_page_cache() {
     });
     assert_eq!((bytes[0], bytes[0x1000], bytes[0x2000]), (0xaa, 0xbb, 0));
     assert_eq!(missing, [(0x2000, 0x1000)]);
-    // Not the kernel's own.
+    // The kernel's own page tables must not be used to read process memory.
     missing.clear();
     reader.memory(process.mm, DIRECT, &mut bytes[..16], &mut budget(), |at, len| {
         missing.push((at, len))
@@ -138,7 +138,6 @@ fn memory_that_was_not_touched_comes_from_the_page_cache() {
     );
 }
 
-/// Another process in the place of the one that was found is not taken for it.
 #[test]
 fn a_process_that_has_gone_is_not_found_again() {
     let (mut g, tables) = guest();
@@ -149,7 +148,7 @@ fn a_process_that_has_gone_is_not_found_again() {
 }
 
 proptest! {
-    /// Lists that lead anywhere, themselves included.
+    /// Lists point to arbitrary addresses, including themselves.
     #[test]
     fn hostile_lists_end(
         changes in prop::collection::vec(

@@ -1,8 +1,8 @@
-//! `perfvisor exits`: what a VM's vCPUs leave their guest for, as `perf kvm stat live` shows it.
+//! `perfvisor exits`: VM exits by reason, like `perf kvm stat live`.
 //!
-//! Three sources, shown apart. Exits to Perfvisor are counted and timed by the VM while this command watches.
-//! KVM's exits, of which those are a part, are counted by its statistics, which have no times, and timed by
-//! its tracepoints where this user may trace.
+//! The output has three separate sources. The VM counts and times the exits to user space while
+//! this command runs. KVM's statistics count all exits, which include exits to user space, but have
+//! no times. KVM's tracepoints time all exits, if the user has permission to trace.
 
 pub(super) mod sums;
 mod table;
@@ -24,12 +24,12 @@ use perf_core::error_line;
 use sums::{Exits, Longest, Seen, Statistic};
 use trace::{Trace, TraceError};
 
-/// Between two looks that are kept in case the VM ends.
+/// Interval of the readings that are kept in case the VM ends.
 const LOOK: Duration = Duration::from_millis(250);
-/// Between two looks at what KVM's tracepoints have written, so that there is room.
+/// Interval at which the tracepoint rings are drained.
 const DRAIN: Duration = Duration::from_millis(50);
-/// KVM's statistics of a vCPU that tell of exits and of what is done at them; those that a KVM lacks are
-/// left out.
+/// KVM statistics of a vCPU about exits and their handling. Statistics that the host's KVM lacks
+/// are omitted.
 const STATISTICS: [&str; 19] = [
     "exits",
     "io_exits",
@@ -78,10 +78,10 @@ pub struct ExitsArgs {
     pub json: bool,
 }
 
-/// Watches.
+/// Displays the exits of a VM.
 ///
 /// # Errors
-/// [`CommandError`].
+/// Returns [`CommandError`] if the VM cannot be observed.
 pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
@@ -148,7 +148,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     }
 }
 
-/// What is printed.
+/// The part of the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Interval,
@@ -179,18 +179,18 @@ fn show(
     Ok(print(&text)?)
 }
 
-/// What is watched of a VM's exits.
+/// An observation of a VM's exits.
 pub(super) struct Watch {
     statistics: Vec<Opened>,
-    /// Why KVM's statistics are not there.
+    /// Reason why KVM's statistics are unavailable.
     no_statistics: Option<String>,
 }
 
 impl Watch {
-    /// Opens KVM's statistics, and has the VM count its own exits from now.
+    /// Opens KVM's statistics and starts the VM's own exit statistics.
     ///
     /// # Errors
-    /// The VM does not answer.
+    /// Returns an error if the VM does not answer.
     pub(super) fn begin(client: &mut Client) -> Result<Self, CommandError> {
         let list = STATISTICS.map(|name| format!("kvm:{name}"));
         let opened = client.call(request::Open {
@@ -219,16 +219,17 @@ impl Watch {
         Ok(watch)
     }
 
-    /// What came since it began.
+    /// Returns the exits since the start of the observation.
     fn look(&mut self, client: &mut Client) -> Result<Seen, ClientError> {
         let readings = client.call(request::Read)?;
         self.with(&readings, client)
     }
 
-    /// The same, with what the connection's events have been read to count.
+    /// Returns the exits since the start of the observation, with the given readings of the
+    /// connection's events.
     ///
     /// # Errors
-    /// The VM does not answer.
+    /// Returns an error if the VM does not answer.
     pub(super) fn with(
         &mut self,
         readings: &[EventReading],
@@ -246,7 +247,7 @@ impl Watch {
         })
     }
 
-    /// What the numbers do not say.
+    /// Returns remarks on incomplete data.
     fn remarks(&self, total: &Exits, trace: &Result<Trace, TraceError>) -> String {
         let mut out = String::from("\n");
         let untimed = total.untimed();

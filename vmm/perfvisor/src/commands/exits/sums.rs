@@ -1,10 +1,10 @@
-//! Exits by vCPU and reason: since the watch began, and in an interval.
+//! Exit counts by vCPU and reason, in total and per interval.
 
 use std::collections::BTreeMap;
 
 use control_api::protocol::{EventReading, VcpuExits};
 
-/// One of KVM's statistics on one vCPU.
+/// The value of a KVM statistic on one vCPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) struct Statistic {
     name: String,
@@ -13,7 +13,7 @@ pub(in super::super) struct Statistic {
 }
 
 impl Statistic {
-    /// Of an event for the whole VM: on each vCPU that it was counted on.
+    /// Splits the reading of a VM-wide event into values per vCPU.
     pub(super) fn of(name: &str, reading: &EventReading) -> Vec<Self> {
         let name = name.strip_prefix("kvm:").unwrap_or(name);
         let each = reading.vcpus.iter().filter(|_| !reading.failed);
@@ -26,7 +26,7 @@ impl Statistic {
     }
 }
 
-/// Exits for one reason.
+/// Count and times of the exits with one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct Count {
     pub(in super::super) count: u64,
@@ -35,42 +35,43 @@ pub(in super::super) struct Count {
     pub(in super::super) max_ns: u64,
 }
 
-/// A vCPU, or all of them, and what is counted there.
+/// The vCPU, or `None` for all vCPUs, and the name of a reason or statistic.
 pub(in super::super) type Key = (Option<u32>, String);
 
-/// Exits with times.
+/// Timed exits by vCPU and reason.
 pub(in super::super) type Timed = BTreeMap<Key, Count>;
 
-/// What has been seen of a VM's exits.
+/// A reading of a VM's exits.
 #[derive(Debug, Default)]
 pub(in super::super) struct Seen {
-    /// Of exits to Perfvisor since the watch began; the longest since the last look.
+    /// Exits to user space since the start of the observation. Maxima are since the previous
+    /// reading.
     pub(in super::super) ours: Vec<VcpuExits>,
-    /// KVM's statistics since the watch began.
+    /// KVM's statistics since the start of the observation.
     pub(in super::super) kvms: Vec<Statistic>,
-    /// As `ours`, of what KVM's tracepoints say; empty where they are not read.
+    /// Exits timed by KVM's tracepoints, with the same periods as `ours`; empty without
+    /// tracepoints.
     pub(in super::super) traced: Vec<VcpuExits>,
 }
 
-/// The longest exits of an interval, ns.
+/// Maximum durations of the exits in an interval, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct Longest {
     ours: BTreeMap<Key, u64>,
     traced: BTreeMap<Key, u64>,
 }
 
-/// Exits by vCPU, and of all of them once they are summed.
+/// Exits by vCPU and reason, or by reason alone after [`Exits::summed`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct Exits {
     pub(in super::super) ours: Timed,
     pub(in super::super) kvms: BTreeMap<Key, u64>,
-    /// KVM's exits by its tracepoints.
+    /// Exits timed by KVM's tracepoints.
     pub(in super::super) traced: Timed,
 }
 
 impl Exits {
-    /// What has been seen now of the time since the watch began. The longest exits since the last look are
-    /// added to `longest` too.
+    /// Updates the totals from a reading, and raises the interval's maxima in `longest`.
     pub(in super::super) fn is_now(&mut self, seen: Seen, longest: &mut Longest) {
         now(&mut self.ours, seen.ours, &mut longest.ours);
         now(&mut self.traced, seen.traced, &mut longest.traced);
@@ -78,7 +79,7 @@ impl Exits {
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
     }
 
-    /// What came since it was `before`, with the longest of that time.
+    /// Returns the difference to `before`, with the maxima of the interval.
     pub(in super::super) fn grown_since(&self, before: &Self, longest: &Longest) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
@@ -91,7 +92,7 @@ impl Exits {
         }
     }
 
-    /// All vCPUs as one.
+    /// Returns the sums over all vCPUs.
     pub(in super::super) fn summed(&self) -> Self {
         let mut kvms = BTreeMap::new();
         for ((_, name), count) in &self.kvms {
@@ -104,7 +105,7 @@ impl Exits {
         }
     }
 
-    /// Exits whose time is not known.
+    /// Returns the number of exits without a time.
     pub(super) fn untimed(&self) -> u64 {
         self.ours
             .values()
@@ -163,7 +164,7 @@ pub(super) mod tests {
     use super::*;
     use control_api::protocol::ExitsOfReason;
 
-    /// One reason on one vCPU.
+    /// Creates exits with one reason on one vCPU.
     pub(in super::super) fn seen(
         vcpu: u32,
         reason: &str,
@@ -187,7 +188,7 @@ pub(super) mod tests {
         Statistic { name, vcpu, count }
     }
 
-    /// Nothing but exits to Perfvisor.
+    /// Creates a reading with exits to user space only.
     pub(in super::super) fn ours(ours: Vec<VcpuExits>) -> Seen {
         both(ours, Vec::new())
     }
@@ -197,7 +198,7 @@ pub(super) mod tests {
         Seen { ours, kvms, traced }
     }
 
-    /// An interval is what came in it, with the longest of its looks; the whole has the longest of all.
+    /// The maximum of an interval covers all of its readings; the total has the overall maximum.
     #[test]
     fn intervals_have_their_own_longest() {
         let (mut total, mut longest) = (Exits::default(), Longest::default());

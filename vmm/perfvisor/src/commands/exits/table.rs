@@ -1,4 +1,4 @@
-//! What `perfvisor exits` prints.
+//! Output of `perfvisor exits` as tables and JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use serde_json::{Map, Value, json};
 use super::sums::{Count, Exits, Timed};
 use control_api::events::format::thousands;
 
-/// KVM's statistic of all exits, of which others are a part.
+/// KVM statistic of all exits, which includes the other statistics.
 const ALL_EXITS: &str = "exits";
 
-/// All tables, with `when` they are of.
+/// Formats all tables for the period `when`.
 pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
     let mut out = format!("\n {when}\n\n");
     timed_table(&mut out, "exits to Perfvisor", &exits.ours, length);
@@ -33,7 +33,7 @@ pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
     );
     for ((vcpu, name), count) in kvms {
         let all = exits.kvms.get(&(*vcpu, ALL_EXITS.to_owned())).copied();
-        // The others are not kinds of exits.
+        // The other statistics are no exit reasons.
         let of_exits = match all {
             Some(all) if name.ends_with("_exits") => share(*count, all),
             _ => String::new(),
@@ -60,7 +60,7 @@ fn per_vcpu(keys: Option<Option<u32>>) -> &'static str {
     }
 }
 
-/// Exits with times, and a line for all of them.
+/// Formats a table of timed exits with a total.
 fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
     let rows = sorted(exits);
     let (count, time_ns) = rows.iter().fold((0, 0), |(count, time), (_, _, of)| {
@@ -105,7 +105,7 @@ fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
     );
 }
 
-/// Those that took longest first, as perf has them; on each vCPU by itself.
+/// Sorts by vCPU and then by descending time, as perf does.
 fn sorted(exits: &Timed) -> Vec<(Option<u32>, &str, &Count)> {
     let mut list: Vec<_> = exits
         .iter()
@@ -126,7 +126,7 @@ fn share(part: u64, of: u64) -> String {
     }
 }
 
-/// A time in us, if any such exit was timed.
+/// Formats a time in microseconds, if at least one exit was timed.
 fn timed(of: &Count, ns: Option<u64>) -> String {
     match ns {
         Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),
@@ -134,7 +134,7 @@ fn timed(of: &Count, ns: Option<u64>) -> String {
     }
 }
 
-/// A reason for people; the name of one that a newer VM tells of.
+/// Returns the description of an exit reason, or its name if this version does not know the reason.
 fn words(reason: &str) -> &str {
     match reason {
         "rdmsr" => "PMU register read (RDMSR)",
@@ -152,7 +152,7 @@ fn words(reason: &str) -> &str {
     }
 }
 
-/// One object in a line.
+/// Formats one JSON object per line.
 pub(super) fn json(exits: &Exits, total: bool, at: Duration, length: Duration) -> String {
     let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
         let mut object = Map::new();
@@ -196,7 +196,7 @@ mod tests {
     use super::super::sums::tests::{ours, seen};
     use super::*;
 
-    /// The longest first, shares of count and of time, a mean over those that were timed.
+    /// Rows are sorted by time, and the mean covers the timed exits only.
     #[test]
     fn a_table_has_shares_means_and_maxima() {
         let mut exits = Exits::default();
@@ -225,7 +225,7 @@ mod tests {
         assert!(!text.contains("KVM"), "{text}");
     }
 
-    /// Nothing timed is not a time of 0.
+    /// Untimed exits have no mean instead of a mean of zero.
     #[test]
     fn what_was_not_timed_has_no_mean() {
         let mut vcpu = seen(0, "kick", 1, 0, 0);

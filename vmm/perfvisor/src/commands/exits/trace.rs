@@ -1,8 +1,8 @@
-//! KVM's own exits, timed by the host kernel's tracepoints `kvm:kvm_exit` and `kvm:kvm_entry` on the vCPUs'
-//! threads, as `perf kvm stat` has them.
+//! KVM exits timed by the host tracepoints `kvm:kvm_exit` and `kvm:kvm_entry` on the vCPU threads,
+//! like `perf kvm stat`.
 //!
-//! An exit lasts until KVM enters the guest again, so what Perfvisor does in between is in it. The names of
-//! the reasons are those of the tracepoint's own `format` file, which fit the kernel that runs.
+//! An exit lasts until KVM enters the guest again, which includes the handling in user space. The
+//! names of the reasons are from the tracepoint's `format` file and thus match the running kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,44 +16,44 @@ use perf_core::pmu::host::Tracepoint;
 use perf_core::ring::{RawRecord, RingReader};
 use rustix::io::Errno;
 
-/// Where tracefs is, and where older systems have it.
+/// Mount points of tracefs on current and older systems.
 const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
-/// Pages of the ring of one vCPU: of some ten thousand exits. What `perf_event_mlock_kb` lets every user have
-/// is tried where these are too many.
+/// Ring sizes to try per vCPU, in pages. The first holds about ten thousand exits; the second fits
+/// into the `perf_event_mlock_kb` limit of unprivileged users.
 const PAGES: [usize; 2] = [512, 64];
-/// Most records of a vCPU that are read at a time.
+/// Maximum number of records read from a vCPU at a time.
 const MOST_RECORDS: usize = 1 << 17;
-/// Most bytes of a `format` file.
+/// Maximum size of a `format` file, in bytes.
 const MOST_FORMAT: usize = 256 << 10;
-/// Most of KVM's reasons that are told apart; a kernel has some hundred.
+/// Maximum number of distinct exit reasons. A kernel has about one hundred.
 const MOST_REASONS: usize = 1024;
 
 /// `PERF_RECORD_LOST` and `PERF_RECORD_SAMPLE` (linux/perf_event.h).
 const LOST: u32 = 2;
 const SAMPLE: u32 = 9;
 
-/// Names of reasons by their numbers.
+/// Names of exit reasons by number.
 type Names = BTreeMap<u32, String>;
 
-/// What the host's kernel says of its two tracepoints.
+/// The format of the two tracepoints on the running kernel.
 #[derive(Debug, PartialEq, Eq)]
 struct Points {
     exit: u64,
     entry: u64,
-    /// Where `kvm_exit` has the reason.
+    /// Offset of the reason in a `kvm_exit` record.
     reason_at: usize,
-    /// Where it says whether that is VT-x's (1) or AMD-V's (2).
+    /// Offset of the instruction set field: 1 for VT-x, 2 for AMD-V.
     isa_at: usize,
     vmx: Names,
     svm: Names,
 }
 
-/// The exits of one vCPU's thread.
+/// The exits of one vCPU thread.
 #[derive(Debug, Default)]
 struct Counted {
-    /// By `isa` and reason.
+    /// Statistics by instruction set and reason.
     exits: BTreeMap<(u32, u32), ExitsOfReason>,
-    /// When the vCPU left its guest, and why, as long as it is outside.
+    /// Time and reason of the current exit, while the vCPU is outside the guest.
     outside: Option<(u64, (u32, u32))>,
     lost: u64,
 }
@@ -62,12 +62,12 @@ struct Vcpu {
     number: u32,
     ring: RingReader,
     counted: Counted,
-    /// Kept open, as it writes to the ring as long as it is.
+    /// Event that writes to the same ring while it is open.
     _entry: Tracepoint,
     _exit: Tracepoint,
 }
 
-/// Why KVM's exits are not timed.
+/// Errors of tracing KVM exits.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TraceError {
     #[error("--no-trace")]
@@ -88,7 +88,6 @@ pub(super) enum TraceError {
     Format,
     #[error("perf_event_open")]
     Open(#[source] io::Error),
-    /// With the level of `kernel.perf_event_paranoid`, if it can be read.
     #[error(
         "this user may not trace the host's kernel; root and CAP_PERFMON may{}",
         .0.as_ref().map_or_else(String::new, |level| format!("; kernel.perf_event_paranoid is {level}"))
@@ -96,22 +95,22 @@ pub(super) enum TraceError {
     Denied(Option<String>),
 }
 
-/// KVM's tracepoints on the threads of a VM.
+/// KVM's tracepoints on the vCPU threads of a VM.
 pub(super) struct Trace {
     points: Points,
     pid: u32,
     vcpus: BTreeMap<i32, Vcpu>,
-    /// Threads of the VM that have been looked at.
+    /// Thread IDs that were already examined.
     known: BTreeSet<i32>,
-    /// Why a vCPU that came later is not traced.
+    /// Reason why a hot-plugged vCPU is not traced.
     failed: Option<TraceError>,
 }
 
 impl Trace {
-    /// Traces the vCPUs of the VM whose process is `pid`.
+    /// Starts tracing the vCPUs of the VM with process ID `pid`.
     ///
     /// # Errors
-    /// [`TraceError`].
+    /// Returns [`TraceError`] if the tracepoints are unavailable.
     pub(super) fn begin(pid: u32) -> Result<Self, TraceError> {
         let mut trace = Self {
             points: Points::of_host()?,
@@ -127,7 +126,7 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Traces vCPUs that it does not yet.
+    /// Starts tracing new vCPU threads.
     fn find_vcpus(&mut self) -> Result<(), TraceError> {
         let tasks = format!("/proc/{}/task", self.pid);
         let Ok(entries) = fs::read_dir(&tasks) else {
@@ -155,7 +154,7 @@ impl Trace {
         Ok(())
     }
 
-    /// Reads what the kernel has written, before it has no more room.
+    /// Drains the rings before they overflow.
     pub(super) fn drain(&mut self) {
         for vcpu in self.vcpus.values_mut() {
             for _ in 0..MOST_RECORDS {
@@ -169,7 +168,7 @@ impl Trace {
         }
     }
 
-    /// What came since it began; the longest since this was asked last.
+    /// Returns the exits since the start. Maxima are since the previous call.
     pub(super) fn look(&mut self) -> Vec<VcpuExits> {
         if let Err(why) = self.find_vcpus() {
             self.failed.get_or_insert(why);
@@ -179,7 +178,7 @@ impl Trace {
             vcpu: vcpu.number,
             exits: vcpu.counted.look(),
         };
-        // A vCPU that left and came again has another thread.
+        // A hot-plugged vCPU can have had several threads.
         let mut all: Vec<VcpuExits> = Vec::new();
         for seen in self.vcpus.values_mut().map(of) {
             match all.iter_mut().find(|vcpu| vcpu.vcpu == seen.vcpu) {
@@ -194,7 +193,7 @@ impl Trace {
         all
     }
 
-    /// What the numbers do not say.
+    /// Returns remarks on incomplete data.
     pub(super) fn remarks(&self) -> String {
         let mut out = String::new();
         let lost: u64 = self.vcpus.values().map(|vcpu| vcpu.counted.lost).sum();
@@ -250,7 +249,7 @@ impl Counted {
             LOST => {
                 let lost = record.body().get(8..).and_then(|rest| rest.first_chunk());
                 self.lost += lost.map_or(1, |lost| u64::from_ne_bytes(*lost));
-                // The entry may be among them.
+                // The lost records may include the entry.
                 self.outside = None;
             }
             _ => {}
@@ -333,7 +332,7 @@ impl Points {
         Self::parse(exit, entry, &read("kvm_exit/format")?).ok_or(TraceError::Format)
     }
 
-    /// Of the tracepoints' numbers and the `format` file of `kvm_exit`.
+    /// Parses the tracepoint IDs and the `format` file of `kvm_exit`.
     fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
         let format = format.get(..format.len().min(MOST_FORMAT))?;
         let mut names = format
@@ -354,7 +353,7 @@ impl Points {
         const VMX: u32 = 1;
         const SVM: u32 = 2;
         let (names, reason) = match isa {
-            // Above these bits VT-x says how the exit came (Intel SDM 3, 25.9.1).
+            // On VT-x, the bits above the basic exit reason are flags (Intel SDM 3, 25.9.1).
             VMX => (&self.vmx, reason & 0xffff),
             SVM => (&self.svm, reason),
             _ => return format!("reason {reason:#x} of kind {isa}"),
@@ -364,7 +363,7 @@ impl Points {
     }
 }
 
-/// Where a record has the field `name` of 4 bytes.
+/// Returns the offset of the 4-byte field `name` in a record.
 fn offset_of(format: &str, name: &str) -> Option<usize> {
     let mut parts = format.lines().filter_map(|line| {
         let mut parts = line.trim().split(';').map(str::trim);
@@ -376,7 +375,7 @@ fn offset_of(format: &str, name: &str) -> Option<usize> {
     (parts.next()? == "size:4").then_some(at)
 }
 
-/// The pairs `{ NUMBER, "NAME" }` of one table.
+/// Parses the pairs `{ NUMBER, "NAME" }` of one table.
 fn names_of(table: &str) -> Names {
     let pair = |text: &str| {
         let (number, rest) = text.split_once(',')?;
@@ -392,7 +391,7 @@ fn names_of(table: &str) -> Names {
         .collect()
 }
 
-/// A sum of numbers, as macros leave it: `(0x040 + 14)`, `-1`.
+/// Parses a sum left by macro expansion, such as `(0x040 + 14)` or `-1`.
 fn number_of(text: &str) -> Option<u32> {
     let text = text.replace(['(', ')', ' '], "");
     if let Some(below) = text.strip_prefix('-') {
@@ -407,7 +406,7 @@ fn number_of(text: &str) -> Option<u32> {
     })
 }
 
-/// Why the kernel does not let this user trace a thread.
+/// Maps an error of opening the tracepoint to [`TraceError`].
 fn denied(error: io::Error) -> TraceError {
     let not_allowed = [Errno::ACCESS, Errno::PERM].map(|e| Some(e.raw_os_error()));
     if !not_allowed.contains(&error.raw_os_error()) {
@@ -421,7 +420,7 @@ fn denied(error: io::Error) -> TraceError {
 mod tests {
     use super::*;
 
-    /// As Linux 6.1 has it, with most of the names left out.
+    /// Format of Linux 6.1 with most reasons removed.
     const FORMAT: &str = concat!(
         "name: kvm_exit\nID: 1234\nformat:\n",
         "\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;\n",
@@ -441,7 +440,7 @@ mod tests {
         Points::parse(1234, 1235, FORMAT).unwrap()
     }
 
-    /// The kernel's own names, of the right processor's table.
+    /// Reason names are looked up in the table of the processor's vendor.
     #[test]
     fn reasons_are_named_as_the_kernel_does() {
         let points = points();
@@ -475,7 +474,8 @@ mod tests {
         body
     }
 
-    /// An exit lasts until the entry behind it. One whose entry was not seen is counted and not timed.
+    /// An exit lasts until the next entry; an exit without a recorded entry is counted but not
+    /// timed.
     #[test]
     fn an_exit_lasts_until_the_next_entry() {
         let (points, mut counted) = (points(), Counted::default());
@@ -497,7 +497,7 @@ mod tests {
             (2, 2, 600, 500)
         );
         assert_eq!((of("npf").count, of("npf").timed), (1, 0));
-        // The longest is that since the last look.
+        // The maximum is since the previous call.
         assert_eq!(counted.look().iter().map(|of| of.max_ns).max(), Some(0));
     }
 

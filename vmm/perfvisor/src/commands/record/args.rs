@@ -1,4 +1,4 @@
-//! What `record` is asked for.
+//! Arguments of `perfvisor record`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -14,34 +14,33 @@ use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
 
-/// Samples a second when nothing is asked for.
+/// Default sampling frequency, in Hz.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
-/// Samples a second that stop the vCPU when nothing is asked for: at 65 µs each, about 0.3 % of its time.
+/// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
+/// its time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
-/// One sample of so many stops the vCPU when nothing is asked for and samples are taken by period.
+/// Default ratio of all samples to those that stop the vCPU when sampling by period.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
 
-/// Bytes of a program's stack in a sample when nothing is asked for, as with perf.
+/// Default size of the user stack copy in a sample, in bytes, as in perf.
 const DEFAULT_STACK_BYTES: u32 = 8192;
 
-/// How a program's call chain is found.
+/// The unwinding method for user call chains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallGraph {
-    /// There is none, and none of the kernel.
+    /// No call chains, neither of user space nor of the kernel.
     None,
-    /// By frame pointers.
+    /// Frame pointers.
     Fp,
-    /// By its unwind tables, from so many bytes of its stack.
+    /// DWARF unwind tables, applied to a stack copy of this size in bytes.
     Dwarf(u32),
 }
 
-/// No way to find a call chain.
+/// Errors of parsing a call graph mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallGraphError {
-    /// Another word.
     #[error("must be fp, dwarf, dwarf,SIZE or none")]
     Word,
-    /// The size of the stack's copy.
     #[error("a stack's SIZE must be a number of bytes from 8 to {STACK_USER_MAX}")]
     Size,
 }
@@ -58,7 +57,7 @@ impl FromStr for CallGraph {
                 .parse()
                 .ok()
                 .filter(|size| (8..=STACK_USER_MAX).contains(size))
-                // As perf does.
+                // Rounded up to a multiple of 8, as in perf.
                 .map(|size: u32| Self::Dwarf(size.next_multiple_of(8)))
                 .ok_or(CallGraphError::Size),
             _ => Err(CallGraphError::Word),
@@ -143,7 +142,7 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
-    /// Where symbols are put for perf.
+    /// Returns the build ID directory that perf uses for symbols.
     pub(super) fn for_perf(&self) -> Option<BuildIdDir> {
         if self.as_host || self.no_buildid_cache {
             return None;
@@ -154,16 +153,16 @@ impl RecordArgs {
             .or_else(BuildIdDir::of_user)
     }
 
-    /// Whether samples fit in the rings with room for some more.
+    /// Checks that the rings have room for several samples with stack copies.
     ///
     /// # Errors
-    /// [`RecordError::SmallRings`].
+    /// Returns [`RecordError::SmallRings`] if the rings are too small.
     pub(super) fn rings_hold_stacks(&self) -> Result<(), RecordError> {
         const PAGE_BYTES: u32 = 4096;
         let CallGraph::Dwarf(stack_bytes) = self.call_graph else {
             return Ok(());
         };
-        // Registers, chain and mappings take a page at most.
+        // Registers, call chain and mappings need at most one page.
         let least = (4 * (stack_bytes + PAGE_BYTES))
             .div_ceil(PAGE_BYTES)
             .next_power_of_two();

@@ -1,10 +1,8 @@
-//! The programs of the guest while they are recorded: the code that each process has mapped, what that
-//! exports, and its unwind tables: out of the guest's files if the user told where they are, else out of the
-//! guest's memory.
+//! Executable mappings, exported symbols and unwind tables of guest programs during a recording,
+//! read from the guest's files if the user named their location and otherwise from guest memory.
 //!
-//! Each is asked for when a sample needs it and kept. It is asked for over a connection of its own, slower
-//! than a connection may ask, and not when it is known to be of no use. Processes that have ended before
-//! anybody asks stay without names.
+//! The data is requested when a sample needs it, and then cached. A separate connection with
+//! rate-limited requests is used. Processes that end before the request remain without symbols.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,21 +20,22 @@ use guest_profile::unwind::End;
 use perf_core::error_line;
 use perf_core::record::UserPart;
 
-/// Most processes that are kept.
+/// Maximum number of cached processes.
 const MAX_PROCESSES: usize = 4096;
-/// Most bytes of names and tables that are kept.
+/// Maximum size of cached symbols and tables, in bytes.
 const MAX_BYTES: usize = 1 << 30;
-/// A process whose code is asked for again, because a sample is in none of it, is asked for after so long.
+/// Minimum interval between requests for the mappings of a process, made when a sample falls
+/// outside of the known ones.
 const AGAIN: Duration = Duration::from_secs(1);
-/// And at most so often.
+/// Maximum number of such requests per process.
 const MOST_TIMES: u32 = 64;
-/// Between two requests in the long run; and how far it may be ahead of that.
+/// Minimum mean interval between requests, and maximum burst ahead of that rate.
 const PACE: Duration = Duration::from_micros(1500);
 const AHEAD: Duration = Duration::from_millis(200);
-/// Frames of a program's stack.
+/// Maximum number of frames in a user stack.
 const MAX_FRAMES: usize = 127;
 
-/// One process.
+/// The cached mappings of one process.
 struct Process {
     mappings: Vec<CodeMapping>,
     map: CodeMap,
@@ -44,32 +43,33 @@ struct Process {
     times: u32,
 }
 
-/// What is known of the guest's programs.
+/// Cached information about the guest's programs.
 pub(super) struct Code {
     source: Option<Source>,
-    /// The guest's files, if the user told where they are: they have what is not in memory.
+    /// Guest files, if the user named their location. They contain data that may not be resident in
+    /// memory.
     files: Option<GuestFiles>,
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<Process>>,
-    /// Programs and libraries by build-id and path: processes share them. `None`: it cannot be read.
+    /// Modules by build ID and path, shared between processes; `None` if unreadable.
     modules: HashMap<(String, String), Option<Arc<Module>>>,
     bytes_left: usize,
     pub(super) totals: Totals,
 }
 
-/// What became of stacks that were to be unwound.
+/// Statistics of user stack unwinding.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
-    /// Samples that had a program's stack.
+    /// Number of samples with a user stack.
     pub(super) stacks: u64,
-    /// Of these, unwound by tables to the outermost frame.
+    /// Number of stacks unwound to the outermost frame.
     pub(super) complete: u64,
-    /// Cut short by the size of the copy.
+    /// Number of stacks truncated by the size of the copy.
     pub(super) cut: u64,
 }
 
-/// A connection, and when it may ask again.
+/// A connection to the VM with a rate limit.
 struct Source {
     client: Client,
     paid_until: Instant,
@@ -88,7 +88,7 @@ impl Source {
         Ok(self.client.call(request::ProcessCode { pid })?.mappings)
     }
 
-    /// So many bytes from `address` on, zeros where nothing is.
+    /// Reads `len` bytes at `address`, with zeros for unmapped memory.
     fn memory(&mut self, pid: u32, address: u64, len: u64) -> Option<Vec<u8>> {
         let len = usize::try_from(len).ok()?;
         let mut all = Vec::new();
@@ -111,7 +111,8 @@ impl Source {
 }
 
 impl Code {
-    /// Of the VM that `client`, a connection of its own, is connected to. `unwinds`: with unwind tables.
+    /// Creates the cache for the VM that `client`, a dedicated connection, is connected to.
+    /// `unwinds` enables unwind tables.
     pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
             Ok(client) => Some(Source {
@@ -138,19 +139,19 @@ impl Code {
         }
     }
 
-    /// Process `pid` executes another program: what is known of it is of no use.
+    /// Drops the mappings of process `pid` after an exec.
     pub(super) fn forget(&mut self, pid: u32) {
         self.processes.remove(&pid);
     }
 
-    /// The mapping of process `pid` that `address` is in.
+    /// Returns the mapping of process `pid` that contains `address`.
     pub(super) fn mapping(&mut self, pid: u32, address: u64) -> Option<&CodeMapping> {
         self.ask(pid, address);
         let process = self.processes.get(&pid)?.as_ref()?;
         find(&process.mappings, address)
     }
 
-    /// The exported function of process `pid` that `address` is in.
+    /// Returns the exported function of process `pid` that contains `address`.
     pub(super) fn function(&mut self, pid: u32, address: u64) -> Option<SavedSymbol> {
         if !self.load(pid, address) {
             return None;
@@ -167,7 +168,8 @@ impl Code {
         })
     }
 
-    /// The frames of a program's stack, innermost first, into `out`. `None`: nothing is known of the program.
+    /// Unwinds a user stack into `out`, innermost frame first. Returns `None` for an unknown
+    /// program.
     pub(super) fn unwind(
         &mut self,
         pid: u32,
@@ -185,7 +187,7 @@ impl Code {
         if !self.load(pid, ip) {
             return None;
         }
-        // A frame in a library that was not read yet ends it, or leads astray; once it is read it does not.
+        // Unwinding stops or fails in a module that has not been loaded; load the module and retry.
         loop {
             out.clear();
             let process = self.processes.get(&pid)?.as_ref()?;
@@ -205,7 +207,7 @@ impl Code {
         }
     }
 
-    /// Asks for the code of process `pid`, unless it is known and `address` in it.
+    /// Requests the mappings of process `pid` unless a known mapping contains `address`.
     fn ask(&mut self, pid: u32, address: u64) {
         let times = match self.processes.get(&pid) {
             Some(None) => return,
@@ -227,7 +229,7 @@ impl Code {
             Err(e) => {
                 match &e {
                     ClientError::Refused(failure) if failure.kind == FailureKind::Invalid => {
-                        // It has ended; what was known of it stays.
+                        // The process has ended; existing mappings are kept.
                         self.processes.entry(pid).or_insert(None);
                     }
                     _ => {
@@ -261,7 +263,8 @@ impl Code {
         self.processes.insert(pid, Some(process));
     }
 
-    /// Reads what is mapped at `address` in process `pid`, if it was not. False: nothing is mapped there.
+    /// Loads the module mapped at `address` in process `pid`. Returns `false` if the address is not
+    /// mapped.
     fn load(&mut self, pid: u32, address: u64) -> bool {
         self.ask(pid, address);
         let Some(Some(process)) = self.processes.get_mut(&pid) else {
@@ -310,7 +313,7 @@ impl Code {
     }
 }
 
-/// What is in the file that is mapped, if it is the build that the guest runs, as far as that is known.
+/// Reads the module from its file, unless its build ID is known to differ from that of the mapping.
 fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<Module> {
     mapping.base?;
     if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {
@@ -335,16 +338,16 @@ fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Opti
     Module::of_file(&bytes, unwinds)
 }
 
-/// Of mappings by ascending addresses.
+/// Searches mappings sorted by address.
 fn find(mappings: &[CodeMapping], address: u64) -> Option<&CodeMapping> {
     let after = mappings.partition_point(|mapping| mapping.start <= address);
     let mapping = mappings[..after].last()?;
     (address - mapping.start < mapping.len).then_some(mapping)
 }
 
-/// Registers by DWARF number, out of those of a sample.
+/// Converts the user registers of a sample to DWARF register numbers.
 fn state<'s>(user: &UserPart<'s>, asked: usize) -> Option<UserState<'s>> {
-    // ax, bx, cx, dx, si, di, bp, sp, ip; flags, cs and ss have no use; r8 to r15.
+    // ax, bx, cx, dx, si, di, bp, sp, ip, and r8 to r15. The flags, cs and ss are not needed.
     const DWARF: [(usize, usize); REGISTERS] = [
         (0, 0),
         (1, 3),

@@ -1,4 +1,4 @@
-//! `perfvisor record`: samples of a VM's vCPUs into a `perf.data` file.
+//! `perfvisor record`: writes samples of a VM's vCPUs to a `perf.data` file.
 
 mod args;
 mod code;
@@ -37,20 +37,20 @@ use perf_core::error_line;
 use recording::Recording;
 use remote::{Remote, Word};
 
-/// Between two looks into the rings.
+/// Interval at which the rings are drained.
 const LOOK: Duration = Duration::from_millis(50);
-/// Between two looks for what --control says.
+/// Polling interval of `--control`.
 const LISTEN: Duration = Duration::from_millis(5);
-/// How long the VM may look for its guest's kernel.
+/// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
-/// Pages of the ring of the host's kernel, as a power of two: 6000 samples, and within what an ordinary user
-/// may have (`perf_event_mlock_kb`).
+/// Size of the host kernel's ring, as the binary logarithm of the number of pages. The ring holds
+/// 6000 samples and fits into the `perf_event_mlock_kb` limit of unprivileged users.
 const HOST_RING_LOG2_PAGES: u32 = 6;
 
-/// Records.
+/// Records samples.
 ///
 /// # Errors
-/// [`RecordError`].
+/// Returns [`RecordError`] if the recording fails.
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     let args = &RecordArgs {
         events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
@@ -112,7 +112,7 @@ fn record_one(
     };
     match recorded {
         Ok(()) => Ok(DONE),
-        // What there is can be used.
+        // The part that was written is usable.
         Err(error @ RecordError::CutBack { .. }) => {
             say(&format!("perfvisor: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
@@ -121,7 +121,7 @@ fn record_one(
     }
 }
 
-/// Takes samples until it is time to end. True: the VM has gone.
+/// Takes samples until the recording ends. Returns `true` if the VM has ended.
 fn sample(
     args: &RecordArgs,
     client: &mut Client,
@@ -135,7 +135,7 @@ fn sample(
     let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + LOOK;
-        // Until it is time to look into the rings.
+        // Waits until the rings are due.
         let over = loop {
             if clock.begins() {
                 gone |= switch(client, request::Enable)?;
@@ -161,7 +161,7 @@ fn sample(
             break;
         }
         recording.keep()?;
-        // The rings outlive the VM, so what it wrote last is read after it has gone.
+        // The ring mappings outlive the VM, so its last samples are read after its end.
         let steered = match client.call(request::Joined) {
             Ok(joined) => {
                 for of_vcpu in &joined {
@@ -193,11 +193,11 @@ fn sample(
     Ok(gone)
 }
 
-/// When a recording begins and ends by itself.
+/// The scheduled begin and end of a recording.
 struct Clock {
     start: Instant,
     end: Option<Instant>,
-    /// Until it has begun.
+    /// Scheduled begin; `None` once the recording has begun.
     begin: Option<Instant>,
 }
 
@@ -212,7 +212,7 @@ impl Clock {
         }
     }
 
-    /// Whether it is time to begin; once.
+    /// Returns `true` once, when the recording is to begin.
     fn begins(&mut self) -> bool {
         self.begin.take_if(|begin| Instant::now() >= *begin).is_some()
     }
@@ -221,7 +221,7 @@ impl Clock {
         self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// The next time at which there may be something to do, at the latest at `look`.
+    /// Returns the next wake-up time, at most `look`.
     fn next(&self, look: Instant, listens: bool) -> Instant {
         let listen = listens.then(|| Instant::now() + LISTEN);
         [listen, self.begin, self.end]
@@ -231,7 +231,7 @@ impl Clock {
     }
 }
 
-/// Switches sampling on or off. True: the VM has gone.
+/// Enables or disables sampling. Returns `true` if the VM has ended.
 fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
     match client.call(request) {
         Err(e) if e.is_gone() => Ok(true),
@@ -239,7 +239,7 @@ fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool
     }
 }
 
-/// Does what was said through the pipes. True: recording is to end.
+/// Executes the commands from the control pipe. Returns `true` if the recording is to end.
 fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, ClientError> {
     for word in remote.words() {
         match word {
@@ -255,24 +255,24 @@ fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<b
     Ok(false)
 }
 
-/// An event on one vCPU that the host's kernel samples too.
+/// An event on one vCPU that is also sampled by the host kernel.
 struct Lane {
     handle: u32,
     vcpu: u32,
-    /// What its samples carry.
+    /// Stream ID in the samples.
     stream_id: u64,
     ring: GuestSamples,
     clock_offset_ns: u64,
     merge: Merge,
-    /// It was said that the host's kernel does not see the guest.
+    /// Set once it has been logged that the host kernel cannot sample the guest.
     said_blind: bool,
 }
 
-/// Where samples come from.
+/// The sample sources of a recording.
 struct Streams {
     rings: Vec<(RingReader, RingInfo)>,
     lanes: Vec<Lane>,
-    /// Lanes by the id their samples carry.
+    /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
 }
 
@@ -301,8 +301,8 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Takes in a vCPU that came. Its events have counted since before its first instruction, into a ring
-    /// that was made for them.
+    /// Adds a hot-plugged vCPU. Its events have counted since its first instruction, into a new
+    /// ring.
     fn join(
         &mut self,
         client: &mut Client,
@@ -316,7 +316,7 @@ impl Streams {
             log::warn!("vCPU {vcpu} came and is not recorded: {why}");
             return Ok(());
         }
-        // The ring of one of that number that left has its last samples.
+        // The ring of a former vCPU with the same index contains its last samples.
         for at in 0..self.rings.len() {
             if self.rings[at].1.vcpu == vcpu {
                 self.drain_ring(at, recording)?;
@@ -332,7 +332,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Maps the rings of events. Says why the host's kernel does not sample some of them.
+    /// Maps the rings of events. Returns the reason if the host kernel cannot sample some of them.
     fn add(
         &mut self,
         client: &mut Client,
@@ -389,9 +389,9 @@ impl Streams {
         Ok(why_not)
     }
 
-    /// Takes what is in the rings.
+    /// Drains all rings.
     fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
-        // The light samples first: full ones take the place of some.
+        // Host kernel samples are read first, because VM samples replace some of them.
         for lane in &mut self.lanes {
             let drained = lane.ring.drain(|sample| lane.merge.light(sample));
             recording.add_losses(drained.lost)?;
@@ -410,7 +410,7 @@ impl Streams {
             read_format: ReadFormat::empty(),
             ..Format::default()
         };
-        // A vCPU that samples as fast as this reads must not hold up the others.
+        // Bounds the work per vCPU, which may sample as fast as this loop reads.
         for _ in 0..100_000 {
             let record = match reader.next_record() {
                 Ok(Some(raw)) => Record::decode(raw, format),
@@ -439,7 +439,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Writes the light samples that wait no longer at `now_ns` of the host's monotonic clock.
+    /// Writes the host kernel samples that are final at `now_ns` of the host's monotonic clock.
     fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), RecordError> {
         for lane in &mut self.lanes {
             let mut written = Ok(());
@@ -454,8 +454,8 @@ impl Streams {
         Ok(())
     }
 
-    /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not.
-    /// Fails when the VM has gone.
+    /// Adjusts the rate of VM samples to how well host kernel samples cover the guest. Fails if the
+    /// VM has ended.
     fn steer(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
@@ -474,7 +474,7 @@ impl Streams {
         Ok(())
     }
 
-    /// What became of all samples that the host's kernel could have taken part in.
+    /// Returns the statistics of merging VM samples and host kernel samples.
     fn totals(&self) -> Option<Totals> {
         let add = |a: Totals, b: Totals| Totals {
             light: a.light + b.light,
@@ -508,8 +508,8 @@ fn full(
     recording.full(sample, &raw, period)
 }
 
-/// Asks the VM to look for the guest's kernel, and waits until it has: the first samples are to have chains
-/// too.
+/// Requests the VM to find the guest kernel and waits for the result, so that the first samples
+/// have call chains.
 fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), CommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {

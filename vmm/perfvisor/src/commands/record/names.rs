@@ -1,4 +1,4 @@
-//! Names for the addresses of a recording, kept in its file.
+//! Symbols for the addresses of a recording, stored in its file.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
@@ -15,24 +15,24 @@ use guest_profile::programs::{GuestFiles, GuestMount, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// Most programs and libraries that are copied for perf.
+/// Maximum number of program files copied for perf.
 const MAX_PROGRAMS: usize = 1024;
-/// Most different addresses whose names are kept in the file.
+/// Maximum number of distinct addresses with symbols in the file.
 const MAX_ADDRESSES: usize = 1 << 20;
 
-/// Names of the guest's addresses: as the user gave them, else as the VM knows them.
+/// Symbols of guest addresses, from the files that the user named and otherwise from the VM.
 pub(super) struct Names {
     kernel: Option<KernelSymbols>,
-    /// What names the running kernel, if it told.
+    /// Build ID of the running kernel, if known.
     build_id: Option<BuildId>,
-    /// The running kernel's release, if it told.
+    /// Release of the running kernel, if known.
     pub(super) release: String,
-    /// The kernel's symbols serve user addresses too.
+    /// `true` if the kernel's symbols also cover user addresses.
     flat: bool,
     mount: Option<GuestMount>,
-    /// Addresses to be named: the kernel's (`None`) and those of processes.
+    /// Addresses to symbolize, by process ID; `None` for the kernel.
     addresses: HashSet<(Option<u32>, u64)>,
-    /// Functions of processes as their programs export them, by process and address.
+    /// Exported functions by process ID and address.
     exported: BTreeMap<(u32, u64), SavedSymbol>,
 }
 
@@ -45,7 +45,7 @@ impl Names {
                 .map_err(CommandError::file(path))?;
         }
         let args = &args.symbols;
-        // A VM may have none to give.
+        // The VM may have no symbols.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(reference_symbol);
         let given = files::kernel_symbols(args, reference)?;
@@ -64,9 +64,10 @@ impl Names {
         })
     }
 
-    /// Whether code at `address` is a program's. `user`: what the host's kernel says of the privilege level.
-    /// It is not always right (an emulated AMD-V tells the level of another moment); in a kernel that is
-    /// known the address tells.
+    /// Returns whether `address` is in user space.
+    ///
+    /// `user` is the privilege level that the host kernel reported. It can be stale on emulated
+    /// AMD-V; for a known kernel, the address decides.
     pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
         if self.flat || self.kernel.is_none() {
             user
@@ -75,7 +76,7 @@ impl Names {
         }
     }
 
-    /// The kernel's place, for perf.
+    /// Returns the kernel mapping for perf.
     pub(super) fn kernel_map(&self) -> Option<KernelMap> {
         let symbols = self.kernel.as_ref()?;
         let (name, start) = reference_symbol(symbols)?;
@@ -90,8 +91,8 @@ impl Names {
         })
     }
 
-    /// Has perf find the names of what was sampled: writes the kernel's symbols to `directory`, and copies
-    /// the guest's programs there if the user told where they are. `writer` is told the build-ids of these.
+    /// Stores the kernel's symbols in `directory`, and copies the guest's programs there if the
+    /// user named their location, so that perf finds them. Adds the build IDs to `writer`.
     pub(super) fn keep_for_perf<W: io::Write + io::Seek>(
         &mut self,
         directory: Option<&BuildIdDir>,
@@ -131,25 +132,26 @@ impl Names {
         result
     }
 
-    /// Keeps in mind that `address` needs a name. `pid`: of the process; `None` for the kernel's addresses.
-    /// False: it is known already, or there are too many.
+    /// Records that `address` of process `pid`, or of the kernel, needs a symbol. Returns `false`
+    /// if the address is known or the limit is reached.
     pub(super) fn note(&mut self, pid: Option<u32>, address: u64) -> bool {
         self.addresses.len() < MAX_ADDRESSES && self.addresses.insert((pid, address))
     }
 
-    /// Whether the kernel's symbols serve user addresses too.
+    /// Returns whether the kernel's symbols also cover user addresses.
     pub(super) fn is_flat(&self) -> bool {
         self.flat
     }
 
-    /// Keeps a function that a program of a process exports.
+    /// Adds an exported function of a process.
     pub(super) fn keep(&mut self, function: SavedSymbol) {
         if let Some(pid) = function.pid {
             self.exported.insert((pid, function.start), function);
         }
     }
 
-    /// The names of all addresses noted, each symbol once. `mapped` knows the processes' mappings.
+    /// Returns the symbols of all recorded addresses without duplicates. `mapped` contains the
+    /// mappings of the processes.
     pub(super) fn saved(mut self, mapped: &Profile) -> Vec<SavedSymbol> {
         let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();
         let mut keep = |symbol: SavedSymbol| {
@@ -193,7 +195,8 @@ impl Names {
                 if named.known {
                     keep(SavedSymbol {
                         start: address.wrapping_sub(named.offset),
-                        // The extent is what was seen of it: the sources may give no size.
+                        // The size of the symbol may be unknown, so its range covers the sampled
+                        // addresses only.
                         end: address.saturating_add(1),
                         name: named.name.clone(),
                         pid: Some(pid),
@@ -218,8 +221,8 @@ impl Names {
     }
 }
 
-/// The guest's program at `path`, if it is still the build `id`: what lies under a build-id is found for any
-/// guest.
+/// Reads the guest's program at `path` and checks its build ID, because perf uses a cached file for
+/// every guest with that build ID.
 fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
     let bytes = files.program(path).map_err(io::Error::other)?;
     let file = ProgramFile::parse(Path::new(path), &bytes).map_err(io::Error::other)?;
@@ -230,13 +233,15 @@ fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec
     Ok(bytes)
 }
 
-/// Whether what a mapping is of is a file: what is none is named in brackets, or begins with two slashes.
+/// Returns whether a mapping is of a file. Other mappings have names in brackets or with two
+/// leading slashes.
 fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
 }
 
-/// What names the symbols of a kernel that has no build-id: a hash of them (FNV-1a, 128 bits), the same
-/// wherever the kernel runs. Without one perf would take the names of the host's kernel.
+/// Returns a synthetic build ID for a kernel without one: a hash of its symbols (FNV-1a, 128 bits)
+/// that is independent of the load address. Without a build ID, perf would use the symbols of the
+/// host kernel.
 fn made_up_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0100_0000_0000_0000_0000_013b;
@@ -248,7 +253,7 @@ fn made_up_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
     BuildId::new(&hash.to_le_bytes())
 }
 
-/// The symbol by which the kernel's place is told.
+/// Returns the symbol that identifies the kernel's load address.
 fn reference_symbol(symbols: &KernelSymbols) -> Option<(&'static str, u64)> {
     ["_text", "_stext"]
         .into_iter()

@@ -1,4 +1,4 @@
-//! The file of a recording while it is written.
+//! Writer of the recording file.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -27,51 +27,51 @@ use guest_profile::sample::RawSample;
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use kernel_images::build_id::BuildId;
 
-/// Most different tasks.
+/// Maximum number of distinct tasks.
 const MAX_TASKS: usize = 1 << 16;
-/// Between two times at which the file is told what it has: what is lost at most if the recorder is killed.
+/// Interval at which the file header is updated: the maximum loss if the recorder is killed.
 const KEEP_EVERY: Duration = Duration::from_secs(1);
-/// Most different mappings.
+/// Maximum number of distinct mappings.
 const MAX_MAPPINGS: usize = 1 << 16;
-/// Values from here up in a chain are markers.
+/// Minimum value of a context marker in a call chain.
 const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 
-/// The file that is being written.
+/// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
     names: Names,
-    /// The guest's programs.
+    /// Mappings and modules of the guest's programs.
     code: Code,
-    /// Bytes of a program's stack that a sample has, if it is to be unwound here.
+    /// Size of the stack copies to unwind, in bytes.
     stack_bytes: Option<u32>,
-    /// Frames of one.
+    /// Frame buffer for unwinding.
     frames: Vec<u64>,
-    /// The file's id of an event by that of its samples, which differs on each vCPU.
+    /// Event IDs of the file by stream ID. The stream ID of an event differs between vCPUs.
     ids: HashMap<u64, u64>,
-    /// The ids of the events in the file, by their place in the list.
+    /// Event IDs of the file by position in the event list.
     listed: HashMap<u32, u64>,
     first_id: u64,
     tasks: HashMap<u32, [u8; 16]>,
-    /// Mappings written, in order, to name addresses by; and the same to be found.
+    /// Mappings written so far, for symbolization.
     mapped: Profile,
     known: HashSet<(u32, u64, u64, u64)>,
     chain: Vec<u64>,
     last_ns: u64,
-    /// When the last full sample of each event was, by its samples' id.
+    /// Time of the last VM sample by stream ID.
     last_full_ns: HashMap<u64, u64>,
     with_chain: u64,
-    /// Samples for which the VMM held the vCPU, and for how long in all, ns.
+    /// Number of samples for which the VMM stopped the vCPU, and the total duration in nanoseconds.
     held: (u64, u64),
-    /// Chains that a bound of the walk cut short.
+    /// Number of call chains truncated by a limit.
     cut_short: u64,
     lost: u64,
     throttled: u64,
     damaged: u64,
-    /// What the file's clock has over that of the samples, ns.
+    /// Offset from the sample clock to the clock of the file, in nanoseconds.
     clock_offset_ns: u64,
-    /// Where perf looks for symbols.
+    /// Build ID directory of perf.
     for_perf: Option<BuildIdDir>,
-    /// When the file was last told what it has.
+    /// Time of the last header update.
     kept: Instant,
 }
 
@@ -111,7 +111,7 @@ impl Recording {
         let meta = Meta {
             hostname: client.info().name.clone(),
             os_release: names.release.clone(),
-            // Those that come while it records too.
+            // Includes vCPUs that are hot-plugged during the recording.
             vcpus: client.info().max_vcpus,
             command: std::env::args().collect(),
             form: if args.as_host { Form::AsHost } else { Form::InGuest },
@@ -163,7 +163,7 @@ impl Recording {
         })
     }
 
-    /// The same events on a vCPU that came.
+    /// Adds the events of a hot-plugged vCPU.
     pub(super) fn join(&mut self, opened: &[Opened]) {
         for o in opened {
             if let Some(id) = self.listed.get(&o.index) {
@@ -172,7 +172,7 @@ impl Recording {
         }
     }
 
-    /// A time of the samples in the file's clock.
+    /// Converts a sample time to the clock of the file.
     fn file_ns(&self, time_ns: u64) -> u64 {
         time_ns.saturating_add(self.clock_offset_ns)
     }
@@ -181,7 +181,7 @@ impl Recording {
         self.ids.get(&stream_id).copied().unwrap_or(self.first_id)
     }
 
-    /// A sample of the VM, with all it knows. It stands for `period` events.
+    /// Writes a sample of the VM with weight `period`.
     pub(super) fn full(
         &mut self,
         sample: &RingSample<'_>,
@@ -189,8 +189,8 @@ impl Recording {
         period: u64,
     ) -> Result<(), RecordError> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
-        // Light samples are this task's from halfway between the full sample before and this one, and so are
-        // its names.
+        // Host kernel samples are attributed to this task, its name and its mappings from halfway
+        // between the previous VM sample and this one.
         let before = self.last_full_ns.insert(sample.stream_id, sample.time_ns);
         let since_ns = before.map_or(sample.time_ns, |before| {
             sample.time_ns.min(before.midpoint(sample.time_ns) + 1)
@@ -201,7 +201,7 @@ impl Recording {
             && before != Some(comm)
         {
             if before.is_some() && tid == pid {
-                // It executes another program, as a rule.
+                // A new name usually indicates an exec.
                 self.code.forget(pid);
             }
             let task = TaskName {
@@ -228,7 +228,7 @@ impl Recording {
         let mut ends = raw.ends;
         self.unwind(sample, pid, since_ns, &mut ends)?;
         self.with_chain += u64::from(!self.chain.is_empty());
-        // 0: none was taken before this one.
+        // 0 if there was no previous sample.
         if raw.held_ns > 0 {
             self.held.0 += 1;
             self.held.1 += u64::from(raw.held_ns);
@@ -257,7 +257,7 @@ impl Recording {
             .map_err(RecordError::Write)
     }
 
-    /// A sample of the host's kernel, and whose it was.
+    /// Writes a sample of the host kernel, attributed to the task `whose`.
     pub(super) fn light(
         &mut self,
         vcpu: u32,
@@ -298,8 +298,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Has the chain go on with the program's frames as its unwind tables have them, if the sample has what
-    /// that takes.
+    /// Extends the call chain by user frames from unwind tables, if the sample has registers and a
+    /// stack copy.
     fn unwind(
         &mut self,
         sample: &RingSample<'_>,
@@ -343,7 +343,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Names the chain's addresses. It looks up a caller's frame just before its address.
+    /// Records the addresses of the chain for symbolization. A return address is looked up one byte
+    /// before.
     fn note_chain(&mut self, mut kernel: bool, pid: u32) {
         let mut first = true;
         for at in 0..self.chain.len() {
@@ -360,8 +361,8 @@ impl Recording {
         }
     }
 
-    /// Keeps in mind that `address` needs a name. One that the guest's memory has is looked up now: later
-    /// the process may be gone.
+    /// Records an address for symbolization. Symbols from guest memory are looked up immediately,
+    /// because the process may end.
     fn note(&mut self, pid: Option<u32>, address: u64) {
         if self.names.note(pid, address)
             && let Some(pid) = pid.filter(|_| !self.names.is_flat())
@@ -389,7 +390,8 @@ impl Recording {
         self.damaged += 1;
     }
 
-    /// Now and then: what was recorded so far is there if this process or its machine goes.
+    /// Updates the file header periodically, so that the recording is usable if the process or the
+    /// host fails.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
         if self.kept.elapsed() < KEEP_EVERY {
             return Ok(());
@@ -398,7 +400,7 @@ impl Recording {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
 
-    /// After a write that failed with `source`: leaves what was kept before.
+    /// Truncates the file to the last header update after a write failed with `source`.
     pub(super) fn cut_back(self, path: &Path, source: io::Error) -> RecordError {
         let path = path.to_owned();
         match self.writer.cut_back() {
@@ -421,7 +423,7 @@ impl Recording {
         ));
     }
 
-    /// Ends the file. `totals`: of the samples that the host's kernel took a part in, if any was.
+    /// Completes the file. `totals` are the statistics of host kernel samples, if there were any.
     pub(super) fn finish(
         mut self,
         args: &RecordArgs,
@@ -444,7 +446,7 @@ impl Recording {
         }
         let symbols = self.names.saved(&self.mapped);
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
-        // All samples are in the file already.
+        // All samples have been written.
         self.writer
             .finish(&symbols)
             .map_err(|source| RecordError::CutBack {
@@ -455,7 +457,7 @@ impl Recording {
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
-            // Other tools show the rest without callers.
+            // Other tools show the remaining samples without callers.
             let chains = if args.call_graph == CallGraph::None {
                 String::new()
             } else {
@@ -516,7 +518,8 @@ impl Recording {
     }
 }
 
-/// What time of day the host's `CLOCK_MONOTONIC` is at; `None` before 1970.
+/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
+/// 1970.
 fn wall_clock() -> Option<WallClock> {
     let before_ns = monotonic_ns();
     let wall = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
@@ -526,7 +529,7 @@ fn wall_clock() -> Option<WallClock> {
     })
 }
 
-/// Who took the samples.
+/// Logs the numbers of VM samples and host kernel samples.
 fn tell_totals(totals: &MergeTotals) {
     let all = totals.light + totals.full;
     if all == 0 {
@@ -560,7 +563,7 @@ fn printable(comm: &[u8; 16]) -> String {
         .collect()
 }
 
-/// A file that is there becomes `FILE.old`, as with perf.
+/// Renames an existing file to `FILE.old`, as perf does.
 fn keep_old(path: &Path) -> Result<(), CommandError> {
     if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
         return Ok(());

@@ -1,5 +1,4 @@
-//! Switching a recording on and off from elsewhere, with the words and pipes that `perf record --control`
-//! knows.
+//! Remote control of a recording through named pipes, compatible with `perf record --control`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -7,27 +6,25 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Longest line that is taken for a word.
+/// Maximum length of a command, in bytes.
 const MOST_BYTES: usize = 64;
-/// Most words that are taken in at once.
+/// Maximum number of commands accepted at a time.
 const MOST_AT_ONCE: usize = 64;
 
-/// `--control fifo:CTL[,ACK]`.
+/// The pipes of `--control fifo:CTL[,ACK]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pipes {
-    /// Where words come from.
+    /// Pipe for commands.
     ctl: PathBuf,
-    /// Where it is said that they were followed.
+    /// Pipe for acknowledgements.
     ack: Option<PathBuf>,
 }
 
-/// No pipes.
+/// Errors of parsing `--control`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PipesError {
-    /// Something else.
     #[error("must be fifo:CTL or fifo:CTL,ACK, with the paths of two pipes (mkfifo)")]
     Shape,
-    /// Nothing beside the comma.
     #[error("a path is empty")]
     EmptyPath,
 }
@@ -52,51 +49,48 @@ impl FromStr for Pipes {
     }
 }
 
-/// What is asked for.
+/// A command from the control pipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// Sample from now on.
+    /// Enables sampling.
     Enable,
-    /// Sample no more, for now.
+    /// Disables sampling.
     Disable,
-    /// End.
+    /// Ends the recording.
     Stop,
-    /// Only answer.
+    /// Only requests an acknowledgement.
     Ping,
 }
 
-/// Pipes that cannot be used.
+/// Errors of opening the pipes.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
-    /// It cannot be opened.
     #[error("--control: {}", path.display())]
     Open {
-        /// Which.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// Another kind of file.
     #[error("--control: {} is no pipe; make one with mkfifo", .0.display())]
     NoPipe(PathBuf),
 }
 
-/// The pipes, open.
+/// The open pipes.
 #[derive(Debug)]
 pub struct Remote {
     ctl: File,
     ack: Option<File>,
     line: Vec<u8>,
-    /// The rest of a line that is too long.
+    /// `true` while the rest of an overlong line is discarded.
     skips: bool,
 }
 
 impl Remote {
-    /// Opens the pipes. Both ways, so that neither this nor its reads wait for somebody at the other end.
+    /// Opens both pipes for reading and writing, so that neither the open nor a read waits for a
+    /// peer.
     ///
     /// # Errors
-    /// [`RemoteError`].
+    /// Returns [`RemoteError`] if a pipe cannot be opened or is no pipe.
     pub fn open(pipes: &Pipes) -> Result<Self, RemoteError> {
         let open = |path: &PathBuf| {
             let file = OpenOptions::new()
@@ -121,7 +115,7 @@ impl Remote {
         })
     }
 
-    /// The words that have come. Of others it is said that they are not known.
+    /// Returns the received commands. Logs unknown ones.
     pub fn words(&mut self) -> Vec<Word> {
         let mut words = Vec::new();
         let mut bytes = [0; 256];
@@ -165,7 +159,7 @@ impl Remote {
         }
     }
 
-    /// Says that a word was followed.
+    /// Acknowledges a command.
     pub fn acknowledge(&mut self) {
         if let Some(ack) = &mut self.ack
             && let Err(e) = ack.write_all(b"ack\n")
@@ -196,7 +190,7 @@ mod tests {
         }
     }
 
-    /// Words come in pieces and together; others, however long, are left out and do no harm.
+    /// Commands may arrive split or combined; unknown and overlong lines are skipped.
     #[test]
     fn words_are_lines() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What `stat` is asked for.
+//! Arguments of `perfvisor stat`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::values::{VcpuList, parse_interval, parse_seconds, parse_separator, parse_vcpus};
 
-/// What is counted when nothing is asked for.
+/// Default events.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
 
 /// `perfvisor stat`.

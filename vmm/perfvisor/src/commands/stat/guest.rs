@@ -1,4 +1,4 @@
-//! What the guest has programmed into its PMU.
+//! `--guest-view`: the counters that the guest has programmed.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use control_api::events::format::thousands;
 use control_api::protocol::{Generation, GuestViews, VcpuView};
 use control_api::request;
 
-/// How long the vCPUs may take to show what their guest counts.
+/// Time limit for the vCPUs to report their counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
-/// `--guest-view`.
+/// Prints the guest's counters.
 pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, CommandError> {
     let asked: Generation = client.call(request::GuestView)?;
     let until = Instant::now() + VIEW_PATIENCE;
@@ -46,7 +46,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, C
     Ok(DONE)
 }
 
-/// Where KVM's own vPMU counts, it tells values and nothing else.
+/// Text for fields that KVM's own vPMU does not report.
 const NOT_KNOWN: &str = "unknown";
 
 fn known(count: Option<u64>) -> String {
@@ -91,7 +91,7 @@ fn view_table(view: &VcpuView) -> String {
             (Some(enabled), Some(running)) => format!("{:.1}%", 100.0 * running as f64 / enabled as f64),
             _ => NOT_KNOWN.to_owned(),
         };
-        // A counter that nobody counts for stays where the guest put it: its value is no count.
+        // The value of an unbacked counter is what the guest wrote and no count.
         let value = if backing == "none" {
             "<not supported>".to_owned()
         } else {

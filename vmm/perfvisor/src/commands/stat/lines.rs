@@ -1,4 +1,4 @@
-//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON.
+//! Output formats of `perfvisor stat`: text as in perf, CSV and JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::metrics::{self, derived};
 use super::totals::{Total, merge};
 use control_api::events::format::{Counted, Doubt, Fields, csv_line, mean_and_error, stat_line};
 
-/// What came in `length` before `at`.
+/// Formats the counts of an interval of duration `length` that ended at `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
     let mut out = String::new();
     let seconds = length.as_secs_f64();
@@ -33,7 +33,7 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
     out
 }
 
-/// Only the metrics of an interval, below their headings in the first.
+/// Formats the metrics of an interval, preceded by headings in the first one.
 fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
     let mut out = String::new();
     let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
@@ -63,7 +63,7 @@ fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &Sta
     out
 }
 
-/// With a line for each vCPU, whose line it is; an event may count for the whole VM all the same.
+/// Returns the vCPU label of a per-vCPU line; VM-wide events have a label of their own.
 fn whose(total: &Total, args: &StatArgs) -> Option<String> {
     let whole = args.per_vcpu.then(|| "VM".to_owned());
     total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
@@ -79,14 +79,15 @@ fn plain(total: &Total, note: Option<&str>) -> String {
 
 fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separator: &str) -> String {
     let vcpu = whose(total, args).map_or_else(String::new, |whose| whose + separator);
-    // A field of repeated runs only, and then of every line, as with perf: programs count fields.
+    // As in perf, the field is present in every line of a repeated measurement and absent
+    // otherwise, because programs count fields.
     let error = (args.repeat > 1).then(|| total.doubt.error().unwrap_or(0.0));
     let derived = derived(total, all, seconds);
     let derived = derived.as_ref().map(|d| (d.value, d.unit.as_str()));
     vcpu + &csv_line(&total.name, &total.counted, total.unit, error, derived, separator)
 }
 
-/// The fields of `perf stat -j`, and who counted.
+/// Formats a line with the fields of `perf stat -j` and the backing.
 fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> String {
     let mut object = serde_json::Map::new();
     let mut put = |key: &str, value| {
@@ -121,7 +122,7 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     serde_json::Value::Object(object).to_string()
 }
 
-/// What is printed at the end of the last run.
+/// Formats the final table of all runs.
 pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: &StatArgs) -> String {
     let totals = merge(runs);
     let mut out = String::new();
@@ -159,7 +160,7 @@ pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: 
     out
 }
 
-/// Only the metrics, at the end.
+/// Formats the final metrics.
 fn final_metrics(
     vm: &str,
     totals: &[Total],
@@ -204,7 +205,7 @@ fn final_metrics(
     out
 }
 
-/// The time, with its error over repeated runs in as many places as the error has meaning.
+/// Formats the elapsed time, with its error over repeated runs in the significant digits.
 fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     match error_percent {
         None => format!("{seconds:>18.9} seconds time elapsed"),
@@ -219,7 +220,7 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     }
 }
 
-/// What is said behind `#`: what perf derives; else who counts, if that is not the PMU.
+/// Returns the comment after `#`: the metric as in perf, or the backing if it is not the PMU.
 fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
     if !matches!(total.counted, Counted::Value { .. }) {
         return None;
@@ -254,7 +255,7 @@ pub(super) mod tests {
         }
     }
 
-    /// The lines that perf 6.1 printed for the same counts.
+    /// The expected lines are the output of perf 6.1 for the same counts.
     #[test]
     fn notes_are_perf_s() {
         let all = [
@@ -280,7 +281,7 @@ pub(super) mod tests {
             line(3),
             "         2,160,000      cycles                           #    3.000 GHz"
         );
-        // Who counted goes before what could be derived.
+        // The backing takes precedence over a metric.
         let clock = Total {
             backing: "clock".into(),
             ..all[3].clone()
@@ -288,7 +289,7 @@ pub(super) mod tests {
         assert!(plain(&clock, note(&clock, &all, 0.24).as_deref()).contains("TSC frequency"));
     }
 
-    /// Headings stand above the first interval only.
+    /// Only the first interval has headings.
     #[test]
     fn intervals_of_metrics_have_their_headings_once() {
         use clap::Parser;

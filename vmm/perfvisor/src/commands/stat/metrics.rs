@@ -1,11 +1,12 @@
-//! What perf derives from two counts: instructions per cycle, shares of misses, GHz, rates.
+//! Metrics derived from two counts, as in perf: instructions per cycle, miss ratios, frequency and
+//! rates.
 
 use serde_json::{Map, Value, json};
 
 use super::totals::Total;
 use control_api::events::format::{Counted, Unit};
 
-/// Misses, what they are a share of, and how perf calls it.
+/// Miss events, their reference events, and the descriptions in perf.
 const SHARES: [(&str, &str, &str); 7] = [
     ("branch-misses", "branches", "of all branches"),
     ("cache-misses", "cache-references", "of all cache refs"),
@@ -24,21 +25,21 @@ const SHARES: [(&str, &str, &str); 7] = [
     ("iTLB-load-misses", "iTLB-loads", "of all iTLB cache accesses"),
 ];
 
-/// What perf makes of a count and another one.
+/// A metric derived from two counts.
 #[derive(Debug)]
 pub(super) struct Metric {
     pub(super) value: f64,
     pub(super) unit: String,
-    /// As it stands behind `#`.
+    /// Text after `#`.
     pub(super) text: String,
-    /// A count that it is made of is an estimate: the event was not on all the time, or a clock stands for
-    /// the hardware.
+    /// `true` if one of the counts is an estimate, because the event was multiplexed or backed by a
+    /// clock.
     pub(super) estimate: bool,
 }
 
 impl Metric {
-    /// As in a line of all metrics, where it stands without its event; `None` for rates, which perf leaves
-    /// out there.
+    /// Returns the heading of the metric without its event; `None` for rates, which perf omits from
+    /// rows of metrics.
     fn heading(&self, event: &str) -> Option<String> {
         match self.unit.as_str() {
             unit if unit.ends_with("/sec") => None,
@@ -56,7 +57,7 @@ impl Metric {
     }
 }
 
-/// The name without modifiers, the one that perf prints for it, and its modifiers with their colon.
+/// Splits an event name into the name that perf prints and the modifiers with their colon.
 fn plain_name(name: &str) -> (&str, &str) {
     let (plain, modifiers) = name.split_at(name.find(':').unwrap_or(name.len()));
     let plain = match plain {
@@ -67,7 +68,7 @@ fn plain_name(name: &str) -> (&str, &str) {
     (plain, modifiers)
 }
 
-/// Counts for a second of the vCPUs' time on a CPU, in perf's units.
+/// Returns the count per second of vCPU run time and the unit, as in perf.
 fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
     let mut value = count / (task_clock_ns / 1e9);
     let mut prefix = "";
@@ -81,7 +82,7 @@ fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
     (value, format!("{prefix}/sec"))
 }
 
-/// A count that something can be made of.
+/// A count usable in a metric.
 struct Operand {
     count: f64,
     estimate: bool,
@@ -104,7 +105,7 @@ impl Operand {
     }
 }
 
-/// What perf derives, where both of its counts are there.
+/// Returns the metric that perf derives for `total`, if both counts exist.
 pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metric> {
     let (name, modifiers) = plain_name(&total.name);
     let own = Operand::of(total)?;
@@ -161,13 +162,13 @@ pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metr
     }
 }
 
-/// A row of `--metric-only`: the metrics of one vCPU, or of all, with their headings.
+/// A row of `--metric-only`: the metrics of one vCPU or of all, with their headings.
 pub(super) struct MetricRow {
     pub(super) vcpu: Option<u32>,
     metrics: Vec<(String, Metric)>,
 }
 
-/// The metrics of these totals, a row for each vCPU that has any.
+/// Returns one row for each vCPU with metrics.
 pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
     let mut rows: Vec<MetricRow> = Vec::new();
     for total in totals {
@@ -188,20 +189,20 @@ pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
     rows
 }
 
-/// How wide a column is: that of its heading, or of a number with its sign.
+/// Returns the width of a column: that of its heading or of a signed number.
 fn width(heading: &str) -> usize {
     heading.len().max(12)
 }
 
 impl MetricRow {
-    /// The headings, for people.
+    /// Formats the headings.
     pub(super) fn headings(&self) -> String {
         let each = self.metrics.iter();
         each.map(|(heading, _)| format!("  {heading:>width$}", width = width(heading)))
             .collect()
     }
 
-    /// The numbers below them; `~` before one that is an estimate.
+    /// Formats the numbers, with `~` before estimates.
     pub(super) fn numbers(&self) -> String {
         let each = self.metrics.iter();
         each.map(|(heading, metric)| {
@@ -212,12 +213,12 @@ impl MetricRow {
         .collect()
     }
 
-    /// Whether any is an estimate.
+    /// Returns whether any metric is an estimate.
     pub(super) fn has_estimates(&self) -> bool {
         self.metrics.iter().any(|(_, metric)| metric.estimate)
     }
 
-    /// For programs: headings, then numbers, with `separator` between them.
+    /// Formats the headings and numbers as CSV with `separator`.
     pub(super) fn csv(&self, separator: &str) -> (String, String) {
         let headings: Vec<&str> = self.metrics.iter().map(|(heading, _)| heading.as_str()).collect();
         let numbers: Vec<String> = self
@@ -228,7 +229,7 @@ impl MetricRow {
         (headings.join(separator), numbers.join(separator))
     }
 
-    /// For programs: the metrics by name, and the names of those that are estimates.
+    /// Formats the metrics by name as JSON, with the names of the estimates.
     pub(super) fn json(&self, at_s: Option<f64>) -> Value {
         let mut object = Map::new();
         if let Some(at) = at_s {
@@ -254,11 +255,11 @@ impl MetricRow {
     }
 }
 
-/// What stands below a table that has estimates.
+/// Footnote of a table with estimates.
 pub(super) const ESTIMATES: &str =
     "~ an estimate: an event was not on all the time, or guest time x TSC frequency stands for cycles";
 
-/// What is said where there is no metric.
+/// Message if no metric can be derived.
 pub(super) const NONE: &str = "nothing can be derived: it takes task-clock, cycles and instructions, or misses and what they are a share of";
 
 #[cfg(test)]
@@ -290,7 +291,7 @@ mod tests {
         assert_eq!(text(6), "   25.00% of all cache refs");
     }
 
-    /// With one of its counts an estimate, so is what is made of them, and it says so.
+    /// A metric derived from an estimate is marked as an estimate.
     #[test]
     fn what_is_made_of_an_estimate_says_so() {
         let mut all = totals();
@@ -323,7 +324,7 @@ mod tests {
         );
     }
 
-    /// Modifiers make another event: no instructions of one level for cycles of both.
+    /// Counts with different modifiers are not combined, such as user instructions with all cycles.
     #[test]
     fn counts_of_the_same_levels_belong_together() {
         let mut all = totals();
@@ -333,7 +334,7 @@ mod tests {
         assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "insn per cycle");
     }
 
-    /// Rates are left out, and headings name the event where perf's unit does not.
+    /// Rows omit rates, and a heading names the event unless perf's unit does.
     #[test]
     fn a_row_of_metrics_is_perf_s() {
         let rows = rows(&totals(), 2.0);

@@ -1,4 +1,4 @@
-//! `perfvisor stat`: counts of a VM's vCPUs, in the form `perf stat` has.
+//! `perfvisor stat`: counts events on a VM's vCPUs, with the output format of `perf stat`.
 
 mod args;
 mod guest;
@@ -22,24 +22,22 @@ use control_api::request;
 use lines::{final_table, interval_lines};
 use totals::{Total, totals};
 
-/// Between two readings that are kept in case the VM ends.
+/// Interval of the readings that are kept in case the VM ends.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// Why nothing is counted, or not to the end.
+/// Errors of `perfvisor stat`.
 #[derive(Debug, thiserror::Error)]
 pub enum StatError {
-    /// As with any command.
     #[error(transparent)]
     Command(#[from] CommandError),
-    /// Nothing ends a measurement that is to be repeated.
     #[error("--repeat needs --duration, and goes with no --interval")]
     Repeat,
 }
 
-/// Counts.
+/// Counts events.
 ///
 /// # Errors
-/// [`StatError`].
+/// Returns [`StatError`] if the events cannot be counted.
 pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
     let args = &StatArgs {
         events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
@@ -76,18 +74,18 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
     Ok(DONE)
 }
 
-/// Whether intervals are printed for people.
+/// Returns whether intervals are printed as text.
 fn wants_header(args: &StatArgs) -> bool {
     args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none()
 }
 
-/// The line above those of intervals.
+/// Returns the heading of the intervals.
 fn header(args: &StatArgs) -> String {
     let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
     format!("#           time{vcpu}             counts unit events\n")
 }
 
-/// The lines of one VM of several, each with its label.
+/// Prefixes the lines of one of several VMs with its label.
 fn of_vm(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
     let Some(label) = label else {
         return lines.to_owned();
@@ -100,7 +98,7 @@ fn of_vm(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
     lines.lines().map(tag).collect()
 }
 
-/// Counts one VM, and gives what is to be printed of it at the end. `label`: what it is called among several.
+/// Counts on one VM and returns the final output. `label` identifies the VM among several.
 fn count_one(
     args: &StatArgs,
     mut client: Client,
@@ -115,7 +113,7 @@ fn count_one(
         let mut opened: Vec<Opened> = client.call(request::Open {
             events: args.events.clone(),
             vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-            // A vCPU that comes later counts from its first instruction.
+            // Hot-plugged vCPUs count from their first instruction.
             whole: args.vcpu.is_none() && !args.per_vcpu,
             sampling: None,
         })?;
@@ -153,7 +151,7 @@ fn count_one(
     Ok(table)
 }
 
-/// Takes in the events of vCPUs that came: they count since before the vCPU's first instruction.
+/// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
 fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), CommandError> {
     let joined: Vec<Joined> = match client.call(request::Joined) {
         Err(e) if e.is_gone() => return Ok(()),
@@ -175,7 +173,7 @@ struct Run {
     gone: bool,
 }
 
-/// Counts once, printing intervals as they pass.
+/// Performs one measurement and prints its intervals.
 fn one_run(
     client: &mut Client,
     args: &StatArgs,
@@ -203,7 +201,7 @@ fn one_run(
         let now = Instant::now();
         let over = woken == Woken::Signal || end.is_some_and(|end| now >= end) || is_unread();
         if over {
-            // So that no event counts on while others are read.
+            // Stops all events before the first one is read.
             match client.call(request::Disable) {
                 Err(e) if !e.is_gone() => return Err(e.into()),
                 _ => {}
@@ -229,7 +227,7 @@ fn one_run(
             print(&of_vm(&lines, label, args))?;
             before.clone_from(&last);
             printed = at;
-            // A late reading does not make the next interval short.
+            // A late reading does not shorten the next interval.
             next_interval = Some((due + interval).max(now));
         }
         if over || gone {

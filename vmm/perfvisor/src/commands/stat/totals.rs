@@ -1,29 +1,31 @@
-//! From readings of events on vCPUs to what is printed: sums, growth in an interval, means of repeated runs.
+//! Aggregation of event readings: sums over vCPUs, differences between readings, and means of
+//! repeated runs.
 
 use std::collections::BTreeMap;
 
 use control_api::events::format::{Counted, Doubt, Unit, mean_and_error, rounded};
 use control_api::protocol::{EventReading, Opened};
 
-/// What came out for an event, on one vCPU or on all.
+/// The result for an event on one vCPU or on all.
 #[derive(Clone, Debug)]
 pub(super) struct Total {
     pub(super) name: String,
     pub(super) vcpu: Option<u32>,
     pub(super) unit: Unit,
     pub(super) counted: Counted,
-    /// What is known of the error of a scaled count, or of repeated runs.
+    /// Uncertainty of a scaled count or of repeated runs.
     pub(super) doubt: Doubt,
     pub(super) backing: String,
     pub(super) estimate: bool,
 }
 
-/// The event's place in the list, and the vCPU unless all are summed.
+/// Position of the event in the list, and the vCPU; `None` for the sum over all vCPUs.
 type Row = (u32, Option<u32>);
-/// What goes into a row.
+/// Readings that contribute to a row.
 type Parts<'o> = Vec<(&'o Opened, Part)>;
 
-/// Counts of events, or their growth since `before`, for each vCPU or summed over all of them.
+/// Returns the counts of events, or their differences to `before`, per vCPU or summed over all
+/// vCPUs.
 pub(super) fn totals(
     opened: &[Opened],
     now: &[EventReading],
@@ -62,7 +64,7 @@ pub(super) fn totals(
     sums.into_iter().filter_map(total).collect()
 }
 
-/// What one vCPU counted of an event.
+/// The count of an event on one vCPU.
 #[derive(Clone, Copy, Debug)]
 enum Part {
     NotSupported,
@@ -73,7 +75,7 @@ enum Part {
         running_ns: u64,
         standard_error: Option<f64>,
         bound: Option<f64>,
-        /// An interval: what is known of the error is known of the whole only.
+        /// `true` for an interval. The uncertainty is known for the whole measurement only.
         interval: bool,
     },
 }
@@ -91,7 +93,7 @@ impl Part {
     }
 }
 
-/// The sum over vCPUs. One that is not counted leaves no sum: it would be short.
+/// Returns the sum over vCPUs, or no sum if one of them was not counted.
 fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Doubt) {
     let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
     let (mut variance, mut within, mut intervals) = (Some(0.0), Some(0.0), false);
@@ -134,7 +136,7 @@ fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Doubt) {
     (counted, doubt)
 }
 
-/// All runs as one: the mean of each count, and its error over the runs.
+/// Combines all runs into the mean of each count and its error.
 pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
     let Some(first) = runs.first() else {
         return Vec::new();
@@ -143,7 +145,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
         return first.clone();
     }
     let merged = |(at, total): (usize, &Total)| {
-        // vCPUs that came or left between two runs have no mean.
+        // vCPUs that were hot-plugged or removed between runs have no mean.
         let same = |other: &&Total| (&other.name, other.vcpu) == (&total.name, total.vcpu);
         let value = |run: &Vec<Total>| match run.get(at).filter(same)?.counted {
             Counted::Value {
@@ -167,7 +169,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
                 (counted, error.map_or(Doubt::Silent, Doubt::Error))
             }
             (None, Counted::NotSupported) => (Counted::NotSupported, Doubt::Silent),
-            // Not counted in some run: no mean.
+            // Not counted in one of the runs: no mean.
             (None, _) => (Counted::NotCounted, Doubt::Silent),
         };
         Total {
@@ -216,7 +218,7 @@ mod tests {
         }
     }
 
-    /// A sum with a vCPU missing would be short without saying so.
+    /// The sum requires a count of every vCPU.
     #[test]
     fn a_sum_needs_every_vcpu() {
         let events = [
@@ -251,7 +253,8 @@ mod tests {
         assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
     }
 
-    /// Where one part has no standard error the sum has none: the bounds of the parts, or nothing.
+    /// If one part has no standard error, the sum has the bounds of the parts, or nothing if a
+    /// bound is unknown.
     #[test]
     fn no_error_is_made_up() {
         let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];
@@ -273,7 +276,7 @@ mod tests {
     fn an_interval_is_what_came_since_the_last() {
         let events = [opened(0, 0, Some(0))];
         let before = [reading(0, 50, 100, 100)];
-        // What the estimator found, not 30 for half of the time: it was off in the lively half.
+        // The count is the difference of the estimates, not 30 scaled by one half.
         let now = [EventReading {
             estimate: Some(200),
             ..reading(0, 80, 200, 150)
@@ -289,8 +292,7 @@ mod tests {
         assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
     }
 
-    /// A vCPU that left counts nothing more, and what it counted before is not lost when it comes again under
-    /// its number.
+    /// A vCPU that leaves keeps its counts in the row when it is added again under its index.
     #[test]
     fn a_vcpu_that_comes_and_goes_is_one_row() {
         let events = [

@@ -1,4 +1,4 @@
-//! What `top` is asked for.
+//! Arguments of `perfvisor top`.
 
 use std::path::PathBuf;
 use std::time::Duration;

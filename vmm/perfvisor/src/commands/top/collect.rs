@@ -1,4 +1,4 @@
-//! What `perfvisor top` shows of one VM, from its control socket.
+//! Collects the data that `perfvisor top` displays for one VM, over its control socket.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
@@ -25,40 +25,40 @@ use control_api::request;
 use guest_profile::export::{FileMapping, NO_PID};
 use guest_profile::sample::RawSample;
 
-/// What is counted on each vCPU beside the samples, in the order of the columns.
+/// Events counted on each vCPU in addition to sampling, in column order.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
-/// Pages of each vCPU's ring.
+/// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 64;
-/// Most records taken from a ring for one screen.
+/// Maximum number of records read from a ring per update.
 const MOST_RECORDS: usize = 100_000;
-/// What a screen keeps of the weight of the one before, so that it follows what the guest does.
+/// Factor by which weights decay per update.
 const DECAY: f64 = 7.0 / 8.0;
-/// Below this a place is forgotten.
+/// Minimum weight of a location before it is dropped.
 const FORGOTTEN: f64 = 1e-3;
-/// Most processes whose names are kept.
+/// Maximum number of processes with names.
 const MOST_PROCESSES: usize = 1 << 14;
-/// How long the VM may look for its guest's kernel before the first screen.
+/// Time limit for the VM to find the guest kernel before the first update.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
-/// How long vCPUs may take to show what their guests count.
+/// Time limit for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
-/// What there is to see, or that the VM has ended.
+/// A new state of the VM, or the end of the VM.
 pub(super) enum Took {
     Screen(Box<VmScreen>),
     Gone,
 }
 
-/// The connection and what came over it.
+/// The connection to a VM and the collected data.
 pub(super) struct Collector {
     client: Client,
     rings: Vec<(RingReader, RingInfo)>,
     counted: Vec<Opened>,
     names: Names,
-    /// Decayed weight and name of each place.
+    /// Decayed weight and number of samples of each location.
     places: HashMap<Place, (f64, u64)>,
-    /// Names of processes, by their ids.
+    /// Process names by process ID.
     processes: HashMap<u32, String>,
-    /// Samples of each vCPU since the last screen.
+    /// Number of samples of each vCPU since the last update.
     by_vcpu: BTreeMap<u32, u64>,
     samples: u64,
     lost: u64,
@@ -67,12 +67,12 @@ pub(super) struct Collector {
     exits: Watch,
     exits_before: Exits,
     longest: Longest,
-    /// The only vCPUs that are asked for.
+    /// vCPUs selected by the user; `None` for all.
     only: Option<Vec<u32>>,
 }
 
 impl Collector {
-    /// Opens and enables everything, unless `stop` says to end.
+    /// Opens and enables the events, unless `stop` is set.
     pub(super) fn open(mut client: Client, args: &TopArgs, stop: &AtomicBool) -> Result<Self, CommandError> {
         let vcpus = args.vcpu.as_ref().map(|list| list.0.clone());
         let sampling = Sampling {
@@ -91,7 +91,7 @@ impl Collector {
         all_sampled(&sampled)?;
         let counted: Vec<Opened> = client.call(request::Open {
             events: COUNTED.into(),
-            // A vCPU that comes later counts from its first instruction.
+            // Hot-plugged vCPUs count from their first instruction.
             whole: vcpus.is_none(),
             vcpus: vcpus.clone(),
             sampling: None,
@@ -127,14 +127,14 @@ impl Collector {
         })
     }
 
-    /// Forgets the samples so far.
+    /// Discards the collected samples.
     pub(super) fn reset(&mut self) {
         self.places.clear();
         self.samples = 0;
         self.lost = 0;
     }
 
-    /// Takes what came since the last time.
+    /// Collects the data since the last update.
     pub(super) fn take(&mut self, now: Instant) -> Result<Took, CommandError> {
         for (weight, _) in self.places.values_mut() {
             *weight *= DECAY;
@@ -154,7 +154,8 @@ impl Collector {
         }
     }
 
-    /// Takes in the rings of vCPUs that came. What was in that of one of the same number has just been read.
+    /// Adds the rings of hot-plugged vCPUs. The ring of a former vCPU with the same index has been
+    /// drained before.
     fn join(&mut self, joined: &[Joined]) -> Result<(), CommandError> {
         for of_vcpu in joined {
             self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
@@ -191,7 +192,7 @@ impl Collector {
                             let main = pid == tid;
                             if self.processes.len() < MOST_PROCESSES || self.processes.contains_key(&pid) {
                                 let known = self.processes.entry(pid).or_default();
-                                // The name of its first thread, else of any.
+                                // The name of the main thread takes precedence.
                                 if main || known.is_empty() {
                                     *known = comm_of(&comm);
                                 }
@@ -229,7 +230,7 @@ impl Collector {
         }
     }
 
-    /// Asks the VM for what the samples do not say.
+    /// Queries the VM for data that samples do not contain.
     fn ask(&mut self, now: Instant) -> Result<VmScreen, ClientError> {
         let vm: VmInfo = self.client.call(request::Status)?;
         let readings: Vec<EventReading> = self.client.call(request::Read)?;
@@ -289,7 +290,7 @@ impl Collector {
         rows.into_iter().map(row).collect()
     }
 
-    /// What the vCPUs left the guest for since the last screen.
+    /// Returns the rates of exits since the last update.
     fn exit_rows(
         &mut self,
         readings: &[EventReading],
@@ -330,7 +331,7 @@ impl Collector {
 
     fn vcpu_rows(&self, readings: &[EventReading], elapsed: Duration) -> Vec<VcpuRow> {
         let seconds = elapsed.as_secs_f64().max(1e-9);
-        // The parts of the vCPUs that there are or were.
+        // Includes all present and former vCPUs.
         let mut vcpus: BTreeSet<u32> = self.counted.iter().filter_map(|o| o.vcpu).collect();
         let parts = readings.iter().flat_map(|r| &r.vcpus);
         vcpus.extend(parts.map(|part| part.vcpu));
@@ -360,7 +361,7 @@ impl Collector {
     }
 }
 
-/// The ring of the sampling event on `vcpu`.
+/// Opens the ring of the sampling event on `vcpu`.
 fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), CommandError> {
     let call = request::Ring {
         vcpu,
@@ -371,7 +372,7 @@ fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), Com
     Ok((reader, info))
 }
 
-/// Counts a second since `before`, scaled by the time the event was on.
+/// Returns the rate since `before` per second, scaled by the running time.
 fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
         return Cell::NotCounted;
@@ -383,13 +384,13 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell
     }
 }
 
-/// A task's name, fit to be shown: the guest chose it.
+/// Returns a printable task name. The guest controls its contents.
 fn comm_of(comm: &[u8]) -> String {
     let end = comm.iter().position(|b| *b == 0).unwrap_or(comm.len());
     one_line(&String::from_utf8_lossy(&comm[..end]))
 }
 
-/// Asks the VM to look for its guest's kernel, and waits for it a while.
+/// Requests the VM to find the guest kernel and waits for a limited time.
 fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), CommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
@@ -428,7 +429,8 @@ mod tests {
         }
     }
 
-    /// A rate is of the interval alone; what was not on is not taken for zero.
+    /// Rates cover the interval only, and an event that was not running has no rate instead of
+    /// zero.
     #[test]
     fn rates_are_of_the_interval() {
         let before = reading(100, 1000, 1000);

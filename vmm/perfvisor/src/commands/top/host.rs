@@ -1,4 +1,4 @@
-//! The VMs that are looked at, each by a thread of its own: one that says nothing holds up no other.
+//! The observed VMs. Each VM has a thread, so an unresponsive one delays no other.
 
 use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};
@@ -16,28 +16,28 @@ use crate::commands::{CommandError, connect};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
-/// Between two looks for VMs that came.
+/// Interval at which new VMs are searched.
 const NEW_VMS: Duration = Duration::from_secs(5);
-/// Most VMs that are looked at.
+/// Maximum number of observed VMs.
 const MOST_VMS: usize = 512;
 
-/// What came of looking at a VM.
+/// An event from the thread of a VM.
 enum Came {
     Screen(Box<VmScreen>),
     Gone,
     Failed(CommandError),
 }
 
-/// A VM and its thread, which ends when `forget` goes.
+/// A VM and its thread, which ends when `forget` is dropped.
 struct Watched {
     vm: Vm,
     forget: Sender<()>,
-    /// Which of the threads is the one of now.
+    /// Number of the current thread, to ignore messages of a former one.
     number: u64,
     alive: bool,
 }
 
-/// The VMs.
+/// All observed VMs.
 pub(super) struct Host {
     args: TopArgs,
     watched: Vec<Watched>,
@@ -48,20 +48,20 @@ pub(super) struct Host {
     looked: Instant,
 }
 
-/// What there is to do after something came.
+/// A change that the caller must handle.
 #[derive(Debug)]
 pub(super) enum News {
-    /// Something else is to be seen.
+    /// The displayed data has changed.
     Changed,
     /// The only VM has ended.
     Ended,
 }
 
 impl Host {
-    /// Begins to look at the VM that was named, or all.
+    /// Starts observing the VM that the user named, or all VMs.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if there is no VM.
     pub(super) fn begin(args: &TopArgs) -> Result<Self, CommandError> {
         let mut host = Self::of_nobody(args);
         if args.all {
@@ -114,7 +114,7 @@ impl Host {
                     tell.send((number, Came::Screen(seen))).is_ok()
                 })
             };
-            // Nobody may wait for it any more.
+            // The receiver may have been dropped.
             let _ = tell.send((number, end_of(looks)));
         };
         let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
@@ -133,28 +133,28 @@ impl Host {
         }
     }
 
-    /// The VMs, as they were seen last.
+    /// Returns the last observed states of the VMs.
     pub(super) fn vms(&self) -> Vec<Vm> {
         self.watched.iter().map(|w| w.vm.clone()).collect()
     }
 
-    /// Whether nothing is to be waited for before the first screen.
+    /// Returns whether every VM has reported its first state.
     pub(super) fn all_seen(&self) -> bool {
         !self.watched.iter().any(|w| matches!(w.vm.seen, Seen::Waiting))
     }
 
-    /// Forgets the samples.
+    /// Discards the samples of all VMs.
     pub(super) fn forget(&self) {
         for watched in &self.watched {
-            // One that has ended has forgotten.
+            // The send fails if the thread has ended.
             let _ = watched.forget.send(());
         }
     }
 
-    /// What came, within `patience`.
+    /// Waits up to `patience` for an event.
     ///
     /// # Errors
-    /// The only VM cannot be looked at.
+    /// Returns an error if the only VM cannot be observed.
     pub(super) fn news(&mut self, patience: Duration) -> Result<Option<News>, CommandError> {
         let (number, came) = match self.told.recv_timeout(patience) {
             Ok(came) => came,
@@ -180,7 +180,7 @@ impl Host {
         Ok(Some(News::Changed))
     }
 
-    /// Takes in VMs that came, and gives up those that ended and are not there any more.
+    /// Adds new VMs and removes those that have ended.
     pub(super) fn look_for_more(&mut self) -> bool {
         if !self.args.all || self.looked.elapsed() < NEW_VMS {
             return false;
@@ -209,12 +209,12 @@ impl Drop for Host {
 }
 
 thread_local! {
-    /// On a thread that looks at a VM: what it said when it panicked.
+    /// Panic message of the current observer thread.
     static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What becomes of a VM that is looked at by `looks`, on a thread of its own. A panic there is a fault of
-/// ours, and shown as one: the VM must not stand there for ever as it was seen last, and no screen must wait
+/// Runs the observation `looks` of a VM and returns its result. A panic is reported as the failure
+/// of this VM; otherwise the VM would show its last state forever, and the first screen would wait
 /// for it.
 fn end_of(looks: impl FnOnce() -> Result<(), CommandError>) -> Came {
     PANICKED.set(Some(String::new()));
@@ -225,8 +225,9 @@ fn end_of(looks: impl FnOnce() -> Result<(), CommandError>) -> Came {
     }
 }
 
-/// A panic on a thread that looks at a VM is shown with that VM, and nowhere else: the terminal stays as it
-/// is. For after [`ratatui`] has set its own hook, which would restore the terminal.
+/// Installs a panic hook that stores panics of observer threads for display, without touching the
+/// terminal. Must be called after [`ratatui`] has installed its own hook, which restores the
+/// terminal.
 pub(super) fn panics_are_shown_with_their_vm() {
     let others = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
@@ -244,7 +245,7 @@ pub(super) fn panics_are_shown_with_their_vm() {
     }));
 }
 
-/// Looks at a VM each time a delay is over, until it ends or `tell` says that nobody wants to know.
+/// Observes a VM periodically until it ends or the receiver of `tell` is dropped.
 fn look(
     come: impl FnOnce() -> Result<Client, ClientError>,
     args: &TopArgs,
@@ -283,13 +284,13 @@ mod tests {
         args: TopArgs,
     }
 
-    /// A VM whose thread panics has failed, with what the panic said, and holds up no other.
+    /// A panic in the thread of a VM is displayed as its failure, and does not delay other VMs.
     #[test]
     fn a_thread_that_panics_is_shown_in_its_row() {
         panics_are_shown_with_their_vm();
         let mut host = Host::of_nobody(&Top::parse_from(["top", "--all"]).args);
         host.watch("odd".into(), || panic!("a VM that nobody thought of"));
-        // The bound only makes a failure end.
+        // The time limit only bounds a failing test.
         let news = host.news(Duration::from_secs(300));
         assert!(matches!(news, Ok(Some(News::Changed))), "{news:?}");
         match &host.vms()[0].seen {

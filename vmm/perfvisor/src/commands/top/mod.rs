@@ -1,14 +1,15 @@
-//! `perfvisor top`: where the vCPUs of a VM, or of all VMs of the host, spend their time, now.
+//! `perfvisor top`: a live view of where the vCPUs of one VM, or of all VMs of the host, spend
+//! their time.
 //!
-//! | module | story |
+//! | module | contents |
 //! |---|---|
-//! | `collect` | the connection to a VM: samples, counts, exits and the guest's counters, as a [`seen::VmScreen`] |
-//! | `host` | the VMs, each with a thread that collects |
-//! | `names` | names of the places where samples fell |
-//! | [`seen`] | what was seen of the VMs |
-//! | [`screen`] | what is shown of it, as text and on a terminal |
-//! | [`sheet`] | a table, sorted and searched |
-//! | [`ui`] | what the user has chosen to see |
+//! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`seen::VmScreen`] |
+//! | `host` | the observed VMs, with one collecting thread each |
+//! | `names` | symbols of sampled addresses |
+//! | [`seen`] | the collected data |
+//! | [`screen`] | output as text and on a terminal |
+//! | [`sheet`] | a table with sorting and search |
+//! | [`ui`] | selections of the user |
 
 mod args;
 mod collect;
@@ -36,22 +37,18 @@ use screen::Screen;
 use seen::Seen;
 use ui::{Act, Ui};
 
-/// How long a key may wait.
+/// Polling interval of the keyboard.
 const KEY_WAIT: Duration = Duration::from_millis(50);
 
-/// Why nothing is shown, or no more.
+/// Errors of `perfvisor top`.
 #[derive(Debug, thiserror::Error)]
 pub enum TopError {
-    /// As with any command.
     #[error(transparent)]
     Command(#[from] CommandError),
-    /// No screen of its own on this terminal.
     #[error("the terminal cannot be used ({0}); try --once")]
     NoScreen(io::Error),
-    /// The terminal failed later.
     #[error("the terminal")]
     Terminal(#[source] io::Error),
-    /// There was nothing to show before it ended.
     #[error("the VM ended")]
     VmEnded,
 }
@@ -62,10 +59,10 @@ impl From<OutputError> for TopError {
     }
 }
 
-/// Shows.
+/// Runs the live view. Restores the terminal on return.
 ///
 /// # Errors
-/// [`TopError`]. The terminal is as it was before.
+/// Returns [`TopError`] if no VM can be observed or the terminal fails.
 pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let args = &TopArgs {
         event: vendor::by_selector(&args.event).map_err(CommandError::from)?,
@@ -87,7 +84,7 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     Ok(DONE)
 }
 
-/// One screen as text, when all VMs have been looked at.
+/// Prints one screen as text after all VMs have reported.
 fn once(args: &TopArgs, host: &mut Host, signals: &StopSignals) -> Result<ExitStatus, TopError> {
     while !host.all_seen() {
         if signals.take().is_some() {
@@ -120,15 +117,15 @@ fn screen_of(args: &TopArgs, host: &Host) -> Screen {
     }
 }
 
-/// Why the live view ended.
+/// Reason why the live view ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Asked,
     VmGone,
 }
 
-/// The terminal in its own screen; back as it was when dropped, whatever ends the view. A panic restores it
-/// too, before its message (ratatui's hook).
+/// The terminal in its alternate screen, restored on drop. After a panic, ratatui's hook restores
+/// the terminal before the message is printed.
 struct Terminal {
     screen: DefaultTerminal,
     mouse: bool,
@@ -151,7 +148,7 @@ impl Terminal {
 impl Drop for Terminal {
     fn drop(&mut self) {
         if self.mouse {
-            // The terminal may be gone.
+            // The terminal may be closed.
             let _ = execute!(io::stdout(), DisableMouseCapture);
         }
         ratatui::restore();
@@ -178,7 +175,7 @@ fn watch(
         }
         let mut news = host.look_for_more();
         let began = Instant::now();
-        // All that is there, but no more than there is time for.
+        // Handles all pending events within the time limit.
         while let Some(came) = host.news(Duration::ZERO)? {
             match came {
                 News::Ended => return Ok(End::VmGone),
@@ -205,7 +202,7 @@ fn watch(
                 }
                 _ => {}
             }
-            // A changed size is drawn too.
+            // A resize also requires a redraw.
             changed = true;
         }
     }

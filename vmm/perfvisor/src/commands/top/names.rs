@@ -1,4 +1,4 @@
-//! Names of the places where samples fell.
+//! Symbols of sampled addresses.
 
 use std::collections::HashMap;
 
@@ -10,26 +10,26 @@ use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
 use guest_profile::programs::GuestMount;
 use kernel_images::symbols::KernelSymbols;
 
-/// Most different places in the code that are kept.
+/// Maximum number of distinct locations.
 pub(super) const MOST_PLACES: usize = 1 << 16;
-/// Most mappings of guest programs that are kept.
+/// Maximum number of mappings of guest programs.
 const MOST_MAPPINGS: usize = 1 << 16;
 
-/// Where a sample fell.
+/// A sampled code location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Place {
-    /// In the guest's kernel.
+    /// `true` for a location in the guest kernel.
     pub(super) kernel: bool,
-    /// Its process, or [`NO_PID`](guest_profile::export::NO_PID).
+    /// Process ID, or [`NO_PID`](guest_profile::export::NO_PID).
     pub(super) pid: u32,
-    /// The address.
+    /// Instruction address.
     pub(super) ip: u64,
 }
 
-/// Names of the guest's addresses.
+/// Symbols of guest addresses.
 pub(super) struct Names {
     kernel: Option<KernelSymbols>,
-    /// The kernel's symbols serve user addresses too.
+    /// `true` if the kernel's symbols also cover user addresses.
     flat: bool,
     mount: Option<GuestMount>,
     mappings: Vec<FileMapping>,
@@ -39,7 +39,7 @@ pub(super) struct Names {
 impl Names {
     pub(super) fn of(client: &mut Client, args: &TopArgs) -> Result<Self, CommandError> {
         let (info, text) = client.symbols()?;
-        // A VM may have none to give.
+        // The VM may have no symbols.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(|symbols| {
             let find = |name| Some((name, symbols.by_name(name)?.address));
@@ -57,13 +57,14 @@ impl Names {
 
     pub(super) fn mapping(&mut self, mapping: FileMapping) {
         if self.mappings.len() < MOST_MAPPINGS {
-            // What was not known of this process may be now.
+            // The new mapping may resolve further locations of this process.
             self.known.retain(|place, _| place.pid != mapping.pid);
             self.mappings.push(mapping);
         }
     }
 
-    /// Object and function of a place, fit to be shown: the guest chose them.
+    /// Returns the printable module and function names of a location. The guest controls their
+    /// contents.
     pub(super) fn name(&mut self, place: Place) -> (String, String) {
         if let Some(known) = self.known.get(&place) {
             return known.clone();
@@ -119,7 +120,7 @@ mod tests {
     use super::*;
     use guest_profile::export::NO_PID;
 
-    /// A guest's names cannot speak to the terminal.
+    /// Guest-controlled names cannot contain terminal control sequences.
     #[test]
     fn names_hold_no_control_characters() {
         let mut names = Names {

@@ -1,4 +1,4 @@
-//! What `perfvisor top` shows: as text, and drawn on a terminal from the same tables.
+//! Output of `perfvisor top` as text and on a terminal, from the same tables.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,20 +15,20 @@ use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
 use control_api::protocol::GuestCounter;
 
-/// Lines of symbols and processes in the text.
+/// Maximum number of symbols and processes in the text output.
 const TEXT_LINES: usize = 30;
 const KEYS: &str = "q quit  Tab/1-6 view  s sort  r reverse  / search  Enter into  Esc back  z forget";
 
-/// Everything that is shown at one moment.
+/// The data displayed at one moment.
 #[derive(Clone, Debug)]
 pub struct Screen {
-    /// The event that is sampled.
+    /// Name of the sampled event.
     pub event: String,
-    /// How often on each vCPU.
+    /// Sampling frequency per vCPU, in Hz.
     pub frequency_hz: u64,
-    /// All VMs of the host are shown, not one.
+    /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
-    /// The VMs.
+    /// Displayed VMs.
     pub vms: Vec<Vm>,
 }
 
@@ -36,7 +36,7 @@ const fn column(title: &'static str, width: u16, kind: Kind) -> Column {
     Column { title, width, kind }
 }
 
-/// What is shown of a process.
+/// The sums of a process.
 #[derive(Default)]
 struct Sum<'a> {
     weight: f64,
@@ -48,7 +48,7 @@ struct Sum<'a> {
 }
 
 impl Screen {
-    /// The VMs that are shown, with what was seen of them.
+    /// Returns the selected VMs that have reported data.
     fn seen<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
@@ -92,7 +92,7 @@ impl Screen {
         )
     }
 
-    /// As text, all views one below the other.
+    /// Formats all views as text, one after the other.
     pub fn text(&self) -> String {
         let mut out = self.headline();
         out.push('\n');
@@ -109,7 +109,7 @@ impl Screen {
         out
     }
 
-    /// On a terminal.
+    /// Draws the selected view on a terminal.
     pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut Ui) {
         let rows = [
             Constraint::Length(1),
@@ -138,7 +138,7 @@ impl Screen {
         sheet.search(&ui.search);
         let shown = ui.shown();
         sheet.sort(shown.sort, shown.reverse);
-        // One line is the titles'.
+        // The first line holds the column titles.
         let titles = Rect {
             height: body.height.min(1),
             ..body
@@ -166,7 +166,7 @@ impl Screen {
         frame.render_widget(line, foot);
     }
 
-    /// Why the VM that is chosen has no row, or what is left out of the view, if anything is.
+    /// Returns the footer: why the selected VM has no rows, or which rows are hidden.
     fn foot(&self, ui: &Ui, found: usize) -> Option<String> {
         if ui.typing {
             return Some(format!(
@@ -206,7 +206,7 @@ impl Screen {
             View::Counters => self.counter_rows(ui),
         };
         let mut sheet = Sheet { columns, rows };
-        // Whose it is goes first, where there are several.
+        // With several VMs, the first column is the VM.
         if self.all_vms && !matches!(ui.view, View::Vms | View::Symbols) {
             sheet.columns.insert(0, column("VM", 16, Kind::Text));
             for row in &mut sheet.rows {
@@ -267,7 +267,7 @@ impl Screen {
         (columns, self.vms.iter().map(row).collect())
     }
 
-    /// The functions of the VM and the process that are chosen, if any are.
+    /// Returns the functions of the selected VM and process, or all functions.
     fn functions<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
         let chosen = |label: &str, row: &SymbolRow| match &ui.process {
             Some(only) if ui.view == View::Symbols => only.vm == label && only.pid == row.pid,
@@ -385,7 +385,7 @@ impl Screen {
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
             let mut exits: Vec<_> = vm.exits.iter().collect();
-            // What takes longest first, and behind them what has no times.
+            // Exits with the highest time first, untimed ones last.
             exits.sort_by(|a, b| {
                 let time = |row: &super::seen::ExitRow| row.time_share.unwrap_or(-1.0);
                 time(b)
@@ -447,13 +447,13 @@ impl Screen {
     }
 }
 
-/// A row of what was sampled: its share of all weight, its samples, and what else is shown of it.
+/// Creates a row of sampled data: share of the total weight, number of samples, and further cells.
 fn hot_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = Value>) -> SheetRow {
     let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
     SheetRow::new(cells.collect())
 }
 
-/// The columns and rows of what was sampled: the largest share first, whose equals stay in their order.
+/// Returns the columns and rows of sampled data in descending order of weight. The sort is stable.
 fn hottest_first(
     rows: impl Iterator<Item = SheetRow>,
     more: impl IntoIterator<Item = Column>,
@@ -483,7 +483,7 @@ fn count(n: u64) -> Value {
     Value::number(n as f64, thousands(n))
 }
 
-/// What KVM's own vPMU does not tell is not known.
+/// Formats a number that KVM's own vPMU may not report.
 fn known(n: Option<u64>) -> Value {
     n.map_or_else(|| Value::text("unknown"), count)
 }
@@ -507,7 +507,7 @@ fn rate(cell: Cell, show: impl Fn(f64) -> String) -> Value {
     }
 }
 
-/// Of all vCPUs of a VM, in a narrow column: a sum without a part of it is none.
+/// Formats the sum over all vCPUs for a narrow column; `-` if a vCPU was not counted.
 fn of_all(cell: Cell, show: impl Fn(f64) -> String) -> Value {
     match cell {
         Cell::NotSupported | Cell::NotCounted => Value::text("-"),
@@ -524,10 +524,10 @@ fn state(c: &GuestCounter) -> &'static str {
     }
 }
 
-/// What a counter of the guest's counts.
+/// Formats the row of a guest counter.
 fn counter(vcpu: u32, c: &GuestCounter) -> Vec<Value> {
     let backing = c.backing.as_deref().unwrap_or("-");
-    // What nobody counts for stays where the guest put it: its value is no count.
+    // The value of an unbacked counter is what the guest wrote and no count.
     let counted = match backing {
         "none" => Value::text("<not supported>"),
         "-" => Value::text("-"),

@@ -1,114 +1,113 @@
-//! What was seen of the VMs.
+//! Data that `perfvisor top` displays about the VMs.
 
 use control_api::protocol::{VcpuView, VmInfo};
 
-/// A VM on the list.
+/// A VM in the list.
 #[derive(Clone, Debug)]
 pub struct Vm {
-    /// Its name, and behind an at sign the user if that is another one.
+    /// Name of the VM, followed by `@` and the user if the owner is another user.
     pub label: String,
-    /// How it is.
+    /// Observed state of the VM.
     pub seen: Seen,
 }
 
-/// How a VM is.
+/// The observed state of a VM.
 #[derive(Clone, Debug)]
 pub enum Seen {
-    /// Nothing was seen yet.
+    /// No data yet.
     Waiting,
-    /// So it was at the last look.
+    /// Data of the last update.
     Shown(Box<VmScreen>),
-    /// It has ended.
+    /// The VM has ended.
     Ended,
-    /// It cannot be looked at, and why.
+    /// The VM cannot be observed, for this reason.
     Failed(String),
 }
 
-/// What is shown of a VM at one moment.
+/// The data of a VM at one moment.
 #[derive(Clone, Debug)]
 pub struct VmScreen {
-    /// What it says of itself.
+    /// Description of the VM.
     pub vm: VmInfo,
-    /// Samples taken so far.
+    /// Number of samples so far.
     pub samples: u64,
-    /// Samples that were lost.
+    /// Number of lost samples.
     pub lost: u64,
-    /// Where they fell, in no order.
+    /// Sampled functions, unsorted.
     pub symbols: Vec<SymbolRow>,
-    /// The vCPUs, in order.
+    /// vCPUs in index order.
     pub vcpus: Vec<VcpuRow>,
-    /// What they left the guest for, in no order.
+    /// Exits by reason, unsorted.
     pub exits: Vec<ExitRow>,
-    /// What their guests count.
+    /// Counters that the guest has programmed.
     pub views: Vec<VcpuView>,
 }
 
-/// A function of a process.
+/// A sampled function of a process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SymbolRow {
-    /// The weight of the samples in it: what its event counted between them, less for those of earlier
-    /// screens.
+    /// Decayed weight of its samples: the event count between samples, reduced with each update.
     pub weight: f64,
-    /// Samples in it, while it is on the list.
+    /// Number of samples since the function was added to the list.
     pub samples: u64,
-    /// The guest's process, if it is known.
+    /// Process ID in the guest, if known.
     pub pid: Option<u32>,
-    /// The name of the process.
+    /// Process name.
     pub process: String,
-    /// The file it is in.
+    /// Name of the module that contains the function.
     pub object: String,
-    /// Its name.
+    /// Name of the function.
     pub symbol: String,
-    /// It is the guest kernel's.
+    /// `true` for a function of the guest kernel.
     pub kernel: bool,
 }
 
-/// A vCPU.
+/// The activity of a vCPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VcpuRow {
-    /// Its number.
+    /// Index of the vCPU.
     pub vcpu: u32,
-    /// Samples since the last screen.
+    /// Number of samples since the last update.
     pub samples: u64,
-    /// task-clock, steal-ns, cycles and KVM's exits, a second.
+    /// Rates of task-clock, steal-ns, cycles and KVM exits per second.
     pub cells: Vec<Cell>,
 }
 
-/// A kind of exits, of all vCPUs.
+/// The exits of all vCPUs with one reason.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExitRow {
-    /// One of KVM's statistics; else an exit to Perfvisor.
+    /// `true` for a KVM statistic, `false` for an exit to user space.
     pub kvm: bool,
-    /// What it is for.
+    /// Exit reason.
     pub what: String,
-    /// How many there were a second.
+    /// Rate of exits per second.
     pub per_second: f64,
-    /// Time of vCPUs that it took, of a second; KVM's statistics have none.
+    /// Ratio of the vCPUs' time spent on the exits; `None` for KVM's statistics.
     pub time_share: Option<f64>,
-    /// Mean time of one, ns, if any was timed.
+    /// Mean duration in nanoseconds, if any exit was timed.
     pub mean_ns: Option<u64>,
-    /// The longest, ns.
+    /// Maximum duration in nanoseconds.
     pub longest_ns: Option<u64>,
 }
 
-/// A rate, or why there is none.
+/// A rate, or the reason why it is missing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cell {
-    /// It cannot be counted here.
+    /// The event is unsupported on this host.
     NotSupported,
-    /// It was not on.
+    /// The event was not running.
     NotCounted,
-    /// It was counted.
+    /// The event was counted.
     Rate {
-        /// Counts a second.
+        /// Rate per second.
         per_second: f64,
-        /// Share of the time it was on.
+        /// Ratio of running time to enabled time.
         share: f64,
     },
 }
 
 impl Cell {
-    /// Of several vCPUs together: nothing, if one of them was not counted.
+    /// Returns the sum over several vCPUs, or no sum if one of them was not counted.
     pub fn sum(cells: impl Iterator<Item = Self>) -> Self {
         let add = |sum: Option<Self>, cell: Self| match (sum, cell) {
             (None, cell) => Some(cell),

@@ -1,4 +1,4 @@
-//! A table of `perfvisor top`: sorted, searched, as text and on a terminal.
+//! A table of `perfvisor top` with sorting and search, as text and on a terminal.
 
 use std::cmp::Ordering;
 use std::fmt::Write as _;
@@ -8,29 +8,29 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Row, Table};
 
-/// What a column holds.
+/// The type of a column, which determines the sort order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Words; A first.
+    /// Text, in alphabetical order.
     Text,
-    /// Numbers that tell things apart; the least first.
+    /// Identifying numbers, in ascending order.
     Id,
-    /// How much; the most first.
+    /// Quantities, in descending order.
     Count,
 }
 
-/// A column.
+/// A column of a table.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
-    /// Above it.
+    /// Title of the column.
     pub title: &'static str,
-    /// Its width; 0: what is left.
+    /// Width in characters; 0 for the remaining width.
     pub width: u16,
-    /// What it holds.
+    /// Type of the values.
     pub kind: Kind,
 }
 
-/// What a cell shows, and what it is sorted by if that is a number.
+/// A cell: its text, and its sort key if it is a number.
 #[derive(Clone, Debug)]
 pub struct Value {
     text: String,
@@ -38,41 +38,41 @@ pub struct Value {
 }
 
 impl Value {
-    /// Words.
+    /// Creates a text cell.
     pub fn text(text: impl Into<String>) -> Self {
         let text = text.into();
         Self { text, number: None }
     }
 
-    /// A number, shown as `text`.
+    /// Creates a numeric cell that is displayed as `text`.
     pub fn number(number: f64, text: impl Into<String>) -> Self {
         let (number, text) = (Some(number), text.into());
         Self { text, number }
     }
 }
 
-/// Whose a row is.
+/// The VM and process that a row belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Whose {
-    /// The label of the VM.
+    /// Label of the VM.
     pub vm: String,
-    /// The guest's process.
+    /// Process ID in the guest.
     pub pid: Option<u32>,
 }
 
-/// A row.
+/// A row of a table.
 #[derive(Clone, Debug)]
 pub struct SheetRow {
-    /// One for each column.
+    /// Cells, one per column.
     pub cells: Vec<Value>,
-    /// How it is drawn.
+    /// Style of the row on a terminal.
     pub style: Style,
-    /// Whose it is.
+    /// VM and process of the row.
     pub whose: Whose,
 }
 
 impl SheetRow {
-    /// A row of nobody's, drawn as most are.
+    /// Creates a row in the default style that belongs to no VM.
     pub fn new(cells: Vec<Value>) -> Self {
         Self {
             cells,
@@ -81,7 +81,7 @@ impl SheetRow {
         }
     }
 
-    /// A row of the VM of this label.
+    /// Creates a row that belongs to the VM with this label.
     pub fn of_vm(label: &str, cells: Vec<Value>) -> Self {
         Self {
             whose: Whose {
@@ -93,17 +93,17 @@ impl SheetRow {
     }
 }
 
-/// A table.
+/// A table of columns and rows.
 #[derive(Clone, Debug)]
 pub struct Sheet {
-    /// Its columns.
+    /// Columns of the table.
     pub columns: Vec<Column>,
-    /// Its rows.
+    /// Rows of the table.
     pub rows: Vec<SheetRow>,
 }
 
 impl Sheet {
-    /// Keeps the rows with `text` in any of their cells, in whatever case.
+    /// Keeps the rows that contain `text` in any cell, ignoring case.
     pub fn search(&mut self, text: &str) {
         if text.is_empty() {
             return;
@@ -117,7 +117,7 @@ impl Sheet {
         self.rows.retain(has);
     }
 
-    /// Sorts by a column, if there is one of that number; rows that are alike stay in their order.
+    /// Sorts the rows by a column, if the column exists. The sort is stable.
     pub fn sort(&mut self, column: Option<usize>, reverse: bool) {
         if let Some((at, kind)) = column.and_then(|at| Some((at, self.columns.get(at)?.kind))) {
             self.rows.sort_by(|a, b| {
@@ -125,7 +125,7 @@ impl Sheet {
                 match (a.number, b.number) {
                     (Some(a), Some(b)) if kind == Kind::Count => b.total_cmp(&a),
                     (Some(a), Some(b)) => a.total_cmp(&b),
-                    // What was not counted comes last.
+                    // Cells without a number sort last.
                     (Some(_), None) => Ordering::Less,
                     (None, Some(_)) => Ordering::Greater,
                     (None, None) => a.text.cmp(&b.text),
@@ -137,7 +137,7 @@ impl Sheet {
         }
     }
 
-    /// As text. Long cells push the line out; nothing is cut.
+    /// Writes the table as text. Long cells widen the line and are not truncated.
     pub fn write(&self, out: &mut String) {
         let titles: Vec<&str> = self.columns.iter().map(|column| column.title).collect();
         let rows = self.rows.iter();
@@ -164,13 +164,13 @@ impl Sheet {
         self.columns.iter().map(of).collect()
     }
 
-    /// Where its columns are in `area`.
+    /// Returns the areas of the columns within `area`.
     pub fn places(&self, area: Rect) -> Vec<Rect> {
         Layout::horizontal(self.widths()).spacing(1).split(area).to_vec()
     }
 
-    /// For a terminal: from row `offset` on, no more than `room`, with a mark at row `cursor` and at the
-    /// column that it is sorted by.
+    /// Creates the terminal widget with up to `room` rows from row `offset`. Marks the row `cursor`
+    /// and the column `sorted`.
     pub fn table(&self, offset: usize, room: usize, cursor: usize, sorted: Option<usize>) -> Table<'static> {
         let line = |kind: Kind, text: &str| {
             let line = Line::from(text.to_owned());

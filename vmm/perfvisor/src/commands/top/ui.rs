@@ -1,37 +1,37 @@
-//! What the user of `perfvisor top` has chosen to see, by keys and by the mouse.
+//! View state of `perfvisor top`, controlled by keyboard and mouse.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
 
 use super::sheet::Whose;
 
-/// Longest text that is searched for.
+/// Maximum length of the search text, in characters.
 const MOST_SEARCHED: usize = 60;
-/// Lines of a page.
+/// Number of rows per page.
 const PAGE: isize = 20;
-/// Lines of a turn of the mouse's wheel.
+/// Number of rows per step of the mouse wheel.
 const TURN: isize = 3;
 
-/// A table that can be shown.
+/// A table that can be displayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum View {
-    /// The VMs, with `--all`.
+    /// VMs, with `--all`.
     Vms,
-    /// Functions.
+    /// Sampled functions.
     #[default]
     Symbols,
-    /// The guests' processes.
+    /// Processes of the guests.
     Processes,
     /// vCPUs.
     Vcpus,
-    /// What they left the guest for.
+    /// VM exits.
     Exits,
-    /// What the guests count.
+    /// Guest counters.
     Counters,
 }
 
 impl View {
-    /// All, in the order in which they are shown.
+    /// All views in display order.
     pub const ALL: [Self; 6] = [
         Self::Vms,
         Self::Symbols,
@@ -41,12 +41,12 @@ impl View {
         Self::Counters,
     ];
 
-    /// Those there are with one VM, or with all of the host.
+    /// Returns the available views for one VM or for all VMs of the host.
     pub fn there_are(all_vms: bool) -> &'static [Self] {
         if all_vms { &Self::ALL } else { &Self::ALL[1..] }
     }
 
-    /// Above it.
+    /// Returns the title of the view.
     pub fn title(self) -> &'static str {
         match self {
             Self::Vms => "VMs",
@@ -59,65 +59,65 @@ impl View {
     }
 }
 
-/// How a view is shown.
+/// The display state of a view.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shown {
-    /// The column it is sorted by; by what is usual if none.
+    /// Index of the sort column; `None` for the default order.
     pub sort: Option<usize>,
-    /// The other way round.
+    /// `true` for the reverse order.
     pub reverse: bool,
-    /// The row that is chosen.
+    /// Index of the selected row.
     pub cursor: usize,
-    /// The first row that is seen.
+    /// Index of the first visible row.
     pub offset: usize,
 }
 
-/// Where things are on the terminal, for the mouse.
+/// Screen areas of the last drawing, for mouse input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Drawn {
-    /// The names of the views.
+    /// Areas of the view titles.
     pub tabs: Vec<Rect>,
-    /// The titles of the columns.
+    /// Areas of the column titles.
     pub titles: Vec<Rect>,
-    /// The rows.
+    /// Area of the rows.
     pub rows: Rect,
-    /// Whose the rows are, in order.
+    /// VM and process of each row.
     pub whose: Vec<Whose>,
 }
 
-/// What the user has chosen.
+/// The selections of the user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ui {
-    /// All VMs of the host are shown, not one.
+    /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
-    /// The table.
+    /// Displayed view.
     pub view: View,
     shown: [Shown; View::ALL.len()],
-    /// What is searched for.
+    /// Search text.
     pub search: String,
-    /// It is being typed.
+    /// `true` while the search text is being typed.
     pub typing: bool,
-    /// The only VM whose rows are shown.
+    /// VM whose rows are displayed; `None` for all.
     pub vm: Option<String>,
-    /// The only process of the VM whose functions are shown.
+    /// Process whose functions are displayed; `None` for all.
     pub process: Option<Whose>,
-    /// Where things are.
+    /// Screen areas of the last drawing.
     pub drawn: Drawn,
 }
 
-/// What a key or the mouse asks for.
+/// The effect of a key or mouse event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// The end.
+    /// Quit the program.
     Quit,
-    /// To forget the samples.
+    /// Discard the samples.
     Reset,
-    /// Nothing but what is drawn.
+    /// Redraw only.
     Draw,
 }
 
 impl Ui {
-    /// At first.
+    /// Creates the initial state.
     pub fn new(all_vms: bool) -> Self {
         let view = View::there_are(all_vms)[0];
         Self {
@@ -127,17 +127,17 @@ impl Ui {
         }
     }
 
-    /// How the view is shown.
+    /// Returns the display state of the current view.
     pub fn shown(&self) -> Shown {
         self.shown[self.view as usize]
     }
 
-    /// Likewise, to change.
+    /// Returns the mutable display state of the current view.
     pub fn shown_mut(&mut self) -> &mut Shown {
         &mut self.shown[self.view as usize]
     }
 
-    /// Shows view `n` of those there are.
+    /// Selects the available view with index `n`.
     fn show(&mut self, n: usize) {
         if let Some(view) = View::there_are(self.all_vms).get(n) {
             self.view = *view;
@@ -151,8 +151,8 @@ impl Ui {
         self.show((at + by) % views.len());
     }
 
-    /// Sorts by the column behind that of now, or the one before; there is the usual order between the last
-    /// and the first.
+    /// Cycles to the next or previous sort column. The default order is between the last and the
+    /// first.
     fn next_sort(&mut self, forward: bool) {
         let columns = self.drawn.titles.len();
         let shown = self.shown_mut();
@@ -177,7 +177,7 @@ impl Ui {
         shown.cursor = shown.cursor.saturating_add_signed(by).min(last);
     }
 
-    /// Goes into the row that is chosen: a VM's functions, or those of a process.
+    /// Opens the selected row: the functions of a VM or a process.
     fn enter(&mut self) {
         let Some(whose) = self.drawn.whose.get(self.shown().cursor).cloned() else {
             return;
@@ -196,7 +196,7 @@ impl Ui {
         };
     }
 
-    /// Takes back what was chosen last; false if there is nothing.
+    /// Undoes the last selection. Returns `false` if there is none.
     fn back(&mut self) -> bool {
         if !self.search.is_empty() {
             self.search.clear();
@@ -210,7 +210,7 @@ impl Ui {
         true
     }
 
-    /// Does what a key says.
+    /// Handles a key event.
     pub fn key(&mut self, key: KeyEvent) -> Act {
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         if control && key.code == KeyCode::Char('c') {
@@ -257,7 +257,7 @@ impl Ui {
         Act::Draw
     }
 
-    /// Does what the mouse says; false if that is nothing.
+    /// Handles a mouse event. Returns `false` if the event has no effect.
     pub fn mouse(&mut self, mouse: MouseEvent) -> bool {
         let at = Position::new(mouse.column, mouse.row);
         let under = |places: &[Rect]| places.iter().position(|place| place.contains(at));
@@ -274,7 +274,7 @@ impl Ui {
                     if row >= self.drawn.whose.len() {
                         return false;
                     }
-                    // A second click goes into it.
+                    // A click on the selected row opens it.
                     if row == self.shown().cursor {
                         self.enter();
                     } else {
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(ui.view, before.view, "there is no such view");
     }
 
-    /// What is typed behind a slash is no command, but for Ctrl-C.
+    /// Keys typed after a slash are search text, except for Ctrl-C.
     #[test]
     fn a_search_is_typed_and_taken_back() {
         let mut ui = Ui::new(true);

@@ -1,4 +1,4 @@
-//! Several VMs of one host, and an exporter of them.
+//! Several VMs on one host, with an exporter.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,10 +10,10 @@ use std::time::Duration;
 use super::test_lock::{self, SharedLock};
 use super::vm::{PROGRAM, StderrLines, eventually, has_kvm};
 
-/// Time limit that only ends a failing test.
+/// Time limit that applies to failing tests only.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// VMs with one runtime directory, and an exporter of them; killed when the test ends.
+/// VMs that share a runtime directory, and their exporter; killed on drop.
 pub struct Host {
     pub runtime: tempfile::TempDir,
     pub vms: BTreeMap<String, Child>,
@@ -24,7 +24,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// `None` where there is no KVM.
+    /// Starts VMs and an exporter. Returns `None` if KVM is unavailable.
     pub fn start(vms: &[(&str, &[&str])]) -> Option<Self> {
         if !has_kvm() {
             return None;
@@ -36,7 +36,7 @@ impl Host {
         Some(host)
     }
 
-    /// No VM yet, and an exporter that `program` is, or starts.
+    /// Starts an exporter by `program`, without VMs.
     pub fn with_exporter(mut program: Command, args: &[&str]) -> Self {
         let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
@@ -75,7 +75,7 @@ impl Host {
         host
     }
 
-    /// Starts a VM whose guest spins.
+    /// Starts a VM with a spinning guest.
     pub fn add(&mut self, name: &str, args: &[&str]) {
         let mut vm = Command::new(PROGRAM)
             .args(["run", "--name", name, "--memory", "32M", "--cmdline", "loop"])
@@ -132,8 +132,8 @@ impl Host {
         text
     }
 
-    /// The metrics when these VMs are up. One that is there is down where its answer takes longer than the
-    /// exporter waits, as on a machine that does other work.
+    /// Returns the metrics once these VMs are up. On a busy host, a VM may take longer to answer
+    /// than the exporter waits.
     pub fn metrics_with(&self, names: &[&str]) -> String {
         let mut text = String::new();
         super::vm::eventually(&format!("{names:?} are up"), || {
@@ -144,7 +144,7 @@ impl Host {
         text
     }
 
-    /// Which of these VMs are up; those that are not told of are left out.
+    /// Returns whether these VMs are up, without those that the metrics omit.
     pub fn up(&self, text: &str) -> BTreeMap<String, bool> {
         let up = |line: &str| {
             let (name, value) = line

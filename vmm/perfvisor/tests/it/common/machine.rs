@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::vm::{PROGRAM, VmProcess};
 
-/// The longest wait for a line of the guest. Only ends a test that fails.
+/// Time limit for a line of the guest; applies to failing tests only.
 const LINE_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VM named `machine` whose console is connected to the test.
@@ -20,8 +20,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Starts a VM with `args`, and waits until its operator can reach it or it has ended. Returns `None`
-    /// where there is no KVM.
+    /// Starts a VM with `args`, and waits until its control socket is ready or the VM has ended.
+    /// Returns `None` if KVM is unavailable.
     pub fn start(args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), args)
     }
@@ -75,25 +75,25 @@ impl Machine {
         self.child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
     }
 
-    /// Returns the standard output of an operator's command, which must succeed.
+    /// Runs an operator command that must succeed, and returns its standard output.
     #[track_caller]
     pub fn operator(&self, args: &[&str]) -> String {
         super::vm::stdout_of(&mut self.command(args))
     }
 
-    /// Returns what `ps` lists with these options, once the VM has answered it.
+    /// Returns the output of `ps` with these options, once the VM has answered.
     #[track_caller]
     pub fn ps(&self, options: &[&str]) -> String {
         super::vm::with_answers(|| self.operator(&[&["ps"], options].concat()))
     }
 
-    /// Returns the numbers of its descriptors and threads.
+    /// Returns the numbers of open descriptors and threads of the VM.
     pub fn holds(&self) -> (usize, usize) {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
         (self.descriptors(), tasks.unwrap().count())
     }
 
-    /// Waits for its end and for its last lines on standard error. Returns its exit status.
+    /// Waits for the end of the VM and of its standard error. Returns the exit status.
     pub fn status(&mut self) -> Option<i32> {
         self.process.wait()
     }

@@ -1,4 +1,4 @@
-//! Helpers that several modules use.
+//! Test utilities shared by several modules.
 
 pub mod host;
 #[allow(dead_code, reason = "the tests of the machine use the rest")]

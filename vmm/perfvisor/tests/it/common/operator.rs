@@ -1,4 +1,4 @@
-//! A running VM with what its operator types.
+//! A running VM and its operator commands.
 
 use std::os::unix::net::UnixStream;
 use std::process::Output;
@@ -9,29 +9,28 @@ use control_api::protocol::VmInfo;
 
 use super::vm::SpinningVm;
 
-/// A VM and its operator's view of it.
+/// A running VM under test.
 pub struct TestVm {
-    /// The VM.
     pub vm: SpinningVm,
-    /// How many vCPUs it has.
+    /// Number of vCPUs.
     pub vcpus: u32,
 }
 
 impl TestVm {
-    /// `None` where there is no KVM.
+    /// Starts a VM with a spinning guest. Returns `None` if KVM is unavailable.
     pub fn spinning(vcpus: u32) -> Option<Self> {
         let vm = SpinningVm::start("test", &["--cpus", &vcpus.to_string()])?;
         Some(Self { vm, vcpus })
     }
 
-    /// One vCPU, and room for more: `max` in all.
+    /// Starts a VM with one vCPU and room for hot-plugging up to `max` vCPUs.
     pub fn spinning_with_room(max: u32, args: &[&str]) -> Option<Self> {
         let cpus = format!("1,max={max}");
         let vm = SpinningVm::start("test", &[&["--cpus", &cpus], args].concat())?;
         Some(Self { vm, vcpus: 1 })
     }
 
-    /// Names of the vCPUs' threads.
+    /// Returns the names of the vCPU threads.
     pub fn vcpu_threads(&self) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.vm.child.id())).unwrap();
         let name = |task: std::io::Result<std::fs::DirEntry>| {
@@ -46,7 +45,7 @@ impl TestVm {
         names
     }
 
-    /// CPU time of the first vCPU's thread so far.
+    /// Returns the CPU time consumed by the first vCPU's thread.
     pub fn cpu_time(&self) -> Duration {
         self.vm.cpu_time()
     }
@@ -70,18 +69,18 @@ impl TestVm {
         self.vm.command(args).output().unwrap()
     }
 
-    /// Standard output of a command that must succeed.
+    /// Runs a command that must succeed, and returns its standard output.
     #[track_caller]
     pub fn say(&self, args: &[&str]) -> String {
         super::vm::stdout_of(&mut self.vm.command(args))
     }
 
-    /// Descriptors the VM has open.
+    /// Returns the number of open descriptors of the VM.
     pub fn descriptors(&self) -> usize {
         self.vm.descriptors()
     }
 
-    /// What `ps` lists, when the VM has answered.
+    /// Returns the output of `ps`, once the VM has answered.
     pub fn ps(&self) -> Vec<VmInfo> {
         let text = super::vm::with_answers(|| self.say(&["ps", "--json"]));
         text.lines()

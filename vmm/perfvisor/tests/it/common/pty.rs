@@ -6,8 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Returns the master and the slave of a new pseudo-terminal. Unlike those of openpty(3), children that
-/// another test starts do not inherit them, which would keep the terminal open.
+/// Returns the master and the slave of a new pseudo-terminal. In contrast to openpty(3),
+/// concurrently started children do not inherit the descriptors, which would keep the terminal
+/// open.
 pub fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
     let master = File::options()
         .read(true)
@@ -47,7 +48,7 @@ pub type Settings = (u32, u32, u32, u32);
 pub fn settings(terminal: &OwnedFd) -> Settings {
     // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
     let mut t: libc::termios = unsafe { std::mem::zeroed() };
-    // SAFETY: `t` is a valid, writable termios for the length of the call.
+    // SAFETY: `t` is a valid, writable termios during the call.
     assert_eq!(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut t) }, 0);
     (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
 }

@@ -1,13 +1,13 @@
 //! A readers-writer lock for the tests of this program, which run in parallel.
 //!
-//! Tests with a VM hold it shared. A test that loads the host, or that measures what another load would
-//! change, holds it exclusively. `std::sync::RwLock` does not serve: a test may start several VMs, and may
-//! start them while it holds the lock exclusively.
+//! Tests with a VM hold the lock shared. A test that loads the host, or that is sensitive to load,
+//! holds the lock exclusively. `std::sync::RwLock` is unsuitable, because a test may start several
+//! VMs, and may start them while it holds the lock exclusively.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-/// The owners of the lock, by the thread that acquired it.
+/// The lock's holders, identified by the acquiring thread.
 struct Owners {
     /// One entry for each [`SharedLock`].
     shared: Vec<ThreadId>,
@@ -27,16 +27,16 @@ fn owners() -> MutexGuard<'static, Owners> {
     OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The lock, held shared until it is dropped.
+/// A shared hold of the lock, released on drop.
 #[must_use]
 pub struct SharedLock(ThreadId);
 
-/// The lock, held exclusively until it is dropped.
+/// The exclusive hold of the lock, released on drop.
 #[must_use]
 pub struct ExclusiveLock(());
 
-/// Waits until no other test holds the lock exclusively or waits for that. Does not wait if this thread
-/// holds the lock already.
+/// Waits until no other test holds the lock exclusively or waits for exclusive access. Does not
+/// wait if this thread holds the lock already.
 pub fn shared() -> SharedLock {
     let this = std::thread::current().id();
     let must_wait = |owners: &mut Owners| match owners.exclusive {
@@ -53,7 +53,7 @@ pub fn shared() -> SharedLock {
 /// Waits until no other test holds the lock.
 ///
 /// # Panics
-/// When this thread holds the lock already.
+/// Panics if this thread holds the lock already.
 pub fn exclusive() -> ExclusiveLock {
     let this = std::thread::current().id();
     let mut owners = owners();

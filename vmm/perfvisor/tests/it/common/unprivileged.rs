@@ -1,4 +1,4 @@
-//! Commands of a user without rights, who may open /dev/kvm.
+//! Commands of an unprivileged user with access to /dev/kvm.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, chown};
@@ -10,10 +10,11 @@ use tempfile::TempDir;
 use super::test_lock::{self, SharedLock};
 use super::vm::put_program;
 
-/// A user without rights.
+/// User ID of the unprivileged user.
 pub const NOBODY: u32 = 65534;
 
-/// In a mount namespace of its own, where everybody may open /dev/kvm: `setpriv` with the words behind.
+/// Shell script that enters a mount namespace in which all users may open /dev/kvm, and runs
+/// `setpriv` with the given arguments.
 const AS_NOBODY: &str = r#"
     test -e "$0/kvm" || { mknod "$0/kvm" c "$1" "$2" && chmod 666 "$0/kvm"; } || exit 99
     mount --bind "$0/kvm" /dev/kvm || exit 99
@@ -21,8 +22,8 @@ const AS_NOBODY: &str = r#"
     exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
 "#;
 
-/// That user, with a directory of its own in which the program is too: where it is built, he need not be able
-/// to go.
+/// An unprivileged user with a private directory that contains a copy of the program, because the
+/// build directory may be inaccessible to that user.
 pub struct UnprivilegedUser {
     dir: TempDir,
     kvm: u64,
@@ -32,7 +33,8 @@ pub struct UnprivilegedUser {
 }
 
 impl UnprivilegedUser {
-    /// `rights`: words for setpriv(1). `None` where there is no KVM, or `first`, a command, cannot be run so.
+    /// Creates the user with the setpriv(1) options `rights`. Returns `None` if KVM is unavailable
+    /// or the command `first` fails under that user.
     pub fn with(rights: &'static [&'static str], first: &[&str]) -> Option<Self> {
         let Ok(kvm) = fs::metadata("/dev/kvm") else {
             super::skip::skipped("no /dev/kvm here", false);
@@ -64,7 +66,7 @@ impl UnprivilegedUser {
         self.dir.path()
     }
 
-    /// A command of that user's.
+    /// Returns a command that runs as this user.
     pub fn command(&self, args: &[&str]) -> Command {
         let (major, minor) = (self.kvm >> 8 & 0xfff, self.kvm & 0xff);
         let mut command = Command::new("unshare");
@@ -79,12 +81,12 @@ impl UnprivilegedUser {
         command
     }
 
-    /// Where that user finds the program.
+    /// Returns the path of the user's copy of the program.
     pub fn program(&self) -> &str {
         &self.program
     }
 
-    /// The program, run by that user.
+    /// Returns a command that runs the program as this user.
     pub fn perfvisor(&self, args: &[&str]) -> Command {
         self.command(&[&[self.program.as_str()], args].concat())
     }

@@ -12,15 +12,15 @@ use super::test_lock::{self, SharedLock};
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
 
-/// Puts the program at `path`, for a user who cannot go where it is. Another process writes it: were it this
-/// one, a child that another test starts meanwhile could hold the file open for writing, and who executes it
-/// would get ETXTBSY.
+/// Copies the program to `path` for a user without access to the build directory. The copy is made
+/// by another process: otherwise a concurrently started child could hold the file open for writing,
+/// and its execution would fail with ETXTBSY.
 pub fn put_program(path: &Path) {
     let copied = Command::new("cp").args([Path::new(PROGRAM), path]).status();
     assert!(copied.is_ok_and(|copied| copied.success()), "{}", path.display());
 }
 
-/// Returns whether there is a KVM, and prints why the test is skipped if not.
+/// Returns whether KVM is available. Prints why the test is skipped if not.
 #[track_caller]
 pub fn has_kvm() -> bool {
     let has = Path::new("/dev/kvm").exists();
@@ -30,7 +30,7 @@ pub fn has_kvm() -> bool {
     has
 }
 
-/// Returns the standard output of a command, which must succeed.
+/// Runs a command that must succeed, and returns its standard output.
 #[track_caller]
 pub fn stdout_of(command: &mut Command) -> String {
     let out = command.output().unwrap();
@@ -39,14 +39,14 @@ pub fn stdout_of(command: &mut Command) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
-/// Returns the exit status of a command, and what it wrote to standard output and standard error.
+/// Runs a command, and returns its exit status with the text of standard output and standard error.
 pub fn said(command: &mut Command) -> (Option<i32>, String) {
     let out = command.stdin(Stdio::null()).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
     (out.status.code(), text)
 }
 
-/// The lines that a child writes to standard error. A thread reads them, so that they never fill the pipe.
+/// Collects the standard error of a child on a thread, so that the pipe never fills.
 pub struct StderrLines {
     lines: Arc<Mutex<Vec<String>>>,
     reader: JoinHandle<()>,
@@ -66,13 +66,13 @@ impl StderrLines {
         Self { lines, reader }
     }
 
-    /// Returns the lines so far.
+    /// Returns the lines collected so far.
     pub fn so_far(&self) -> Vec<String> {
         self.lines.lock().unwrap().clone()
     }
 }
 
-/// A process of `perfvisor run` with a runtime directory of its own; killed when dropped.
+/// A process of `perfvisor run` with a private runtime directory; killed on drop.
 pub struct VmProcess {
     pub child: Child,
     pub runtime: tempfile::TempDir,
@@ -81,8 +81,8 @@ pub struct VmProcess {
 }
 
 impl VmProcess {
-    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`. Its standard output is a pipe. Returns
-    /// `None` where there is no KVM.
+    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`. Its standard output is a
+    /// pipe. Returns `None` if KVM is unavailable.
     pub fn spawn(mut program: Command, name: &str, args: &[&str], stdin: Stdio) -> Option<Self> {
         if !has_kvm() {
             return None;
@@ -108,30 +108,30 @@ impl VmProcess {
         })
     }
 
-    /// Returns the lines that it has written to standard error so far.
+    /// Returns the lines written to standard error so far.
     pub fn said(&self) -> Vec<String> {
         self.stderr.so_far()
     }
 
-    /// Returns how many of these lines contain `part`.
+    /// Returns the number of lines on standard error that contain `part`.
     pub fn said_count(&self, part: &str) -> usize {
         self.said().iter().filter(|line| line.contains(part)).count()
     }
 
-    /// Returns a command of this VM's operator.
+    /// Returns an operator command for this VM.
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(PROGRAM);
         command.args(args).env("XDG_RUNTIME_DIR", self.runtime.path());
         command
     }
 
-    /// Returns the number of descriptors that it has open.
+    /// Returns the number of open descriptors of the process.
     pub fn descriptors(&self) -> usize {
         let files = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
         files.unwrap().count()
     }
 
-    /// Waits for its end and for its last lines on standard error. Returns its exit status.
+    /// Waits for the end of the process and of its standard error. Returns the exit status.
     pub fn wait(&mut self) -> Option<i32> {
         let status = self.child.wait().unwrap();
         eventually("its last lines", || self.stderr.reader.is_finished());
@@ -146,11 +146,11 @@ impl Drop for VmProcess {
     }
 }
 
-/// A VM whose guest spins in three functions, 60, 30 and 10 % of its time.
+/// A VM whose guest spins in three functions, which take 60, 30 and 10 % of its time.
 pub struct SpinningVm(VmProcess);
 
 impl SpinningVm {
-    /// Starts a VM, and waits until its guest spins. Returns `None` where there is no KVM.
+    /// Starts a VM, and waits until its guest spins. Returns `None` if KVM is unavailable.
     pub fn start(name: &str, args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), name, args)
     }
@@ -172,18 +172,18 @@ impl SpinningVm {
         Self::start_by(shell, name, args)
     }
 
-    /// Starts the VM by a program that executes the real one with the arguments that it gets.
+    /// Starts the VM through `program`, which executes the real program with its own arguments.
     pub fn start_by(program: Command, name: &str, args: &[&str]) -> Option<Self> {
         let args = [&["--cmdline", "loop"], args].concat();
         let mut process = VmProcess::spawn(program, name, &args, Stdio::null())?;
-        // The sockets were there before the guest started.
+        // The sockets exist before the guest starts.
         let mut lines = BufReader::new(process.child.stdout.take().unwrap()).lines();
         let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
         assert!(spins, "the guest does not spin: {:?}", process.said());
         Some(Self(process))
     }
 
-    /// Returns the CPU time of the first vCPU's thread so far.
+    /// Returns the CPU time consumed by the first vCPU's thread.
     pub fn cpu_time(&self) -> Duration {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
         let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
@@ -195,9 +195,9 @@ impl SpinningVm {
         Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
     }
 
-    /// Has `look` look at the VM for so many seconds, and again for twice as long until the first vCPU ran
-    /// for a third of a second meanwhile, of which samples are taken: on a machine that does other work it
-    /// has little time.
+    /// Calls `look` with a duration in seconds, and repeats with twice the duration until the first
+    /// vCPU has run for a third of a second during a call. On a busy host, the vCPU has little CPU
+    /// time to sample.
     pub fn looked_at_while_it_ran<T>(&self, mut seconds: f64, mut look: impl FnMut(&str) -> T) -> T {
         loop {
             let before = self.cpu_time();
@@ -209,7 +209,7 @@ impl SpinningVm {
         }
     }
 
-    /// Returns a command of this VM's operator.
+    /// Returns an operator command for this VM.
     pub fn operator(&self, args: &[&str]) -> Command {
         self.command(args)
     }
@@ -229,8 +229,8 @@ impl DerefMut for SpinningVm {
     }
 }
 
-/// What `ps` says when each VM has answered: on a machine that does other work one may take longer to answer
-/// than `ps` waits.
+/// Repeats `ps` until all VMs have answered. On a busy host, a VM may take longer to answer than
+/// `ps` waits.
 pub fn with_answers(mut ps: impl FnMut() -> String) -> String {
     let mut text = String::new();
     eventually("ps has its answers", || {
@@ -240,7 +240,7 @@ pub fn with_answers(mut ps: impl FnMut() -> String) -> String {
     text
 }
 
-/// Waits for something that must come about; the bound only makes a failure end.
+/// Waits for a condition that must become true. The time limit applies to failing tests only.
 pub fn eventually(what: &str, mut test: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(300);
     while !test() {

@@ -1,4 +1,4 @@
-//! What is drawn and printed of two VMs.
+//! Tests of the text and terminal output for two VMs.
 
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -189,7 +189,7 @@ fn text_shows_all_views() {
     );
 }
 
-/// The shares of all VMs are of the same whole; one that fails is there in one line with its reason.
+/// Shares relate to the total of all VMs, and a failed VM has one row with the reason.
 #[test]
 fn all_vms_are_one_table_and_each_has_its_rows() {
     let screen = two();
@@ -274,7 +274,7 @@ fn sorting_goes_by_what_a_column_holds() {
     );
 }
 
-/// No size of a terminal is too small, and the cursor stays among the rows.
+/// Every terminal size can be drawn, with the cursor on a row.
 #[test]
 fn any_size_can_be_drawn() {
     for screen in [one(), two(), of(true, Vec::new())] {

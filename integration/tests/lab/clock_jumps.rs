@@ -1,0 +1,83 @@
+//! Tests a VM that runs, is counted and is recorded while the lab's clock is set a day ahead and
+//! back.
+
+use integration::lab::LabOptions;
+use integration::lease::Access;
+use integration::measure::skipped;
+use integration::place::Place;
+use integration::process::Command;
+
+use crate::common::{LIMIT, perfvisor, run};
+
+/// Returns a command that sets the clock a day ahead and back until the file `stop` exists.
+fn clock_setter(stop: &str) -> Command {
+    let set = |sign: char| format!("date -s @$(($(date +%s) {sign} 86400)) >/dev/null; sleep 0.05");
+    Command::shell(format!(
+        "until [ -e {stop} ]; do {}; {}; done",
+        set('+'),
+        set('-')
+    ))
+}
+
+#[test]
+fn clock_changes_affect_no_count_and_no_wait() {
+    if Place::is_direct().unwrap_or_else(|error| panic!("{error}")) {
+        skipped("the clock of this machine is not ours to set", false);
+        return;
+    }
+    let place = Place::lease(&LabOptions::default(), Access::Exclusive);
+    let place = place.unwrap_or_else(|error| panic!("{error}"));
+    let vm = Command::new(place.perfvisor().unwrap())
+        .args([
+            "-v",
+            "run",
+            "--name",
+            "jumps",
+            "--memory",
+            "32M",
+            "--cmdline",
+            "loop",
+        ])
+        .args(["--stop-timeout", "5"]);
+    let vm = place.start(&vm).unwrap();
+    assert!(vm.wait_for("spinning", LIMIT), "{}", vm.stdout_so_far());
+    let (stop, data) = (place.scratch("stop"), place.scratch("jumps.data"));
+    let setter = place.start(&clock_setter(&stop)).unwrap();
+
+    let ours = perfvisor(&place);
+    let ours = |args: &[&str]| {
+        let (stdout, stderr) = ours(args);
+        stdout + &stderr
+    };
+    for _ in 0..3 {
+        let text = ours(&["stat", "jumps", "-d", "0.3", "-e", "cycles"]);
+        let elapsed = text
+            .lines()
+            .find_map(|line| line.strip_suffix("seconds time elapsed"));
+        let elapsed_s: f64 = elapsed
+            .unwrap_or_else(|| panic!("{text}"))
+            .trim()
+            .parse()
+            .unwrap();
+        assert!((0.3..80_000.0).contains(&elapsed_s), "{text}");
+        assert!(!text.contains("<not counted>"), "{text}");
+    }
+    let text = ours(&["stat", "jumps", "-I", "100", "-d", "0.4", "-e", "cycles"]);
+    let rows = text.lines().filter(|line| line.contains("cycles"));
+    let times_s: Vec<f64> = rows
+        .map(|line| line.split_whitespace().next().unwrap().parse().unwrap())
+        .collect();
+    assert!(!times_s.is_empty() && times_s.is_sorted(), "{text}");
+    assert!(times_s.iter().all(|s| (0.0..80_000.0).contains(s)), "{text}");
+    ours(&["exits", "jumps", "-d", "0.3"]);
+    ours(&["ps"]);
+    ours(&["record", "jumps", "-q", "-d", "0.5", "-c", "1000000", "-o", &data]);
+    let script = ours(&["script", "-i", &data]);
+    assert!(script.contains("cycles"), "{script}");
+    ours(&["ctl", "jumps", "stop"]);
+    let ended = vm.wait(LIMIT).unwrap();
+    assert!(ended.success(), "{}", ended.stderr_text());
+
+    run(&place, &Command::shell(format!("touch {stop}")));
+    assert!(setter.wait(LIMIT).unwrap().success());
+}
